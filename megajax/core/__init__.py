@@ -1,0 +1,1 @@
+"""Ground floor: configuration, mesh, layout, trees of arrays, hardware cards."""

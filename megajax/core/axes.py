@@ -1,0 +1,49 @@
+"""The vocabulary of dimensions: mesh axes, logical words, and the letters in array names.
+
+Three alphabets that must not be mixed. A mesh axis is a direction of the machine. A word names what
+a dimension of an array is; `core.layout` maps words to mesh axes. A letter is a suffix of a Python
+variable (`x_BSD`) and lives nowhere else. This module is plain data and imports nothing.
+"""
+
+# Slow links first: `pipe` crosses the cluster, `tensor` is innermost, the NVLink domain.
+MESH_AXES = ("pipe", "node", "data", "expert", "context", "tensor")
+
+# Axes that share the gradient of a dense weight: a weight at rest is cut over all of them (ZeRO).
+ZERO_AXES = ("node", "data", "expert", "context")
+
+# Axes over which the rows of a batch are cut.
+BATCH_AXES = ("node", "data", "expert")
+
+WORDS = {
+    "batch": "rows of a batch",
+    "seq": "positions of a row",
+    "embed": "model width",
+    "heads": "query heads",
+    "kv_heads": "key-value heads",
+    "mlp": "feed-forward width",
+    "vocab": "token ids",
+    "positions": "learned positions",
+    "expert": "experts",
+    "layers": "the stack of equal layers",
+    "stage": "pipeline stages",
+}
+
+LETTERS = {
+    "B": "batch rows",
+    "S": "query positions",
+    "M": "memory (key) positions",
+    "T": "packed tokens",
+    "D": "model width",
+    "F": "feed-forward width",
+    "H": "query heads",
+    "G": "key-value heads",
+    "K": "head width",
+    "V": "vocabulary",
+    "L": "layers",
+    "E": "experts",
+    "A": "active experts a token",
+    "R": "query heads that share a key-value head",
+    "Q": "slots an expert",
+    "P": "pipeline stages",
+    "U": "microbatches",
+}

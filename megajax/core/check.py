@@ -1,0 +1,82 @@
+"""The one place where parts of a configuration are checked against each other and the mesh.
+
+Each config class checks its own fields when it is made; what needs two of them, or the number of
+devices, is here. Pure arithmetic: an illegal combination is refused before jax compiles anything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megajax.core.axes import BATCH_AXES
+from megajax.core.errors import UserError, nearest_divisors, nearest_multiples
+from megajax.core.rules import Rules
+
+
+def check(cfg: Any, sizes: Mapping[str, int], rules: Rules) -> None:
+    """Refuses what cannot run.
+
+    Args: cfg: has `.model` (with `.sizes`, `.position`, `.max_positions`) and `.train`.
+      sizes: {mesh axis: size}. rules: the rule table of the run.
+    Raises: UserError with the value, the rule, the nearest legal value and the flag.
+    """
+    if sizes["pipe"] > 1:
+        raise UserError(
+            f"mesh.pipe={sizes['pipe']}: this version has no pipeline schedule; use 1 (--mesh.pipe)"
+        )
+    _check_weights(cfg.model, sizes, rules)
+    _check_batch(cfg.train, sizes)
+    _check_sequence(cfg, sizes)
+
+
+def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[int, str]:
+    """Returns (product of the sizes, its spelling 'data 4 x node 2')."""
+    pieces = 1
+    for axis in axes:
+        pieces *= sizes[axis]
+    return pieces, " x ".join(f"mesh.{a} {sizes[a]}" for a in axes if sizes[a] > 1)
+
+
+def _check_weights(model: Any, sizes: Mapping[str, int], rules: Rules) -> None:
+    for word, (size, flag) in model.sizes.items():
+        axes = rules.stored.get(word, ())
+        ways, spelled = _ways(axes, sizes)
+        if size % ways:
+            widest = max(axes, key=lambda a: sizes[a])
+            others = ways // sizes[widest]
+            near = nearest_divisors(size // others, sizes[widest]) if size % others == 0 else ""
+            advice = f" or mesh.{widest} ({near})" if near else ""
+            zero = ", --shard.zero" if word == "embed" else ""
+            raise UserError(
+                f"{flag}={size} must be divisible by {spelled} = {ways}; change {flag} "
+                f"({nearest_multiples(size, ways)}){advice} (--{flag}, --mesh.{widest}{zero})"
+            )
+
+
+def _check_batch(train: Any, sizes: Mapping[str, int]) -> None:
+    ways, spelled = _ways(BATCH_AXES, sizes)
+    pieces = ways * train.accumulate
+    if train.global_batch % pieces:
+        parts = [spelled] if spelled else []
+        parts += [f"train.accumulate {train.accumulate}"] if train.accumulate > 1 else []
+        raise UserError(
+            f"train.global_batch={train.global_batch} must be divisible by {' x '.join(parts)} = "
+            f"{pieces}; {nearest_multiples(train.global_batch, pieces)} (--train.global_batch)"
+        )
+
+
+def _check_sequence(cfg: Any, sizes: Mapping[str, int]) -> None:
+    train, model = cfg.train, cfg.model
+    for factor, spelled in (
+        (sizes["context"] * sizes["tensor"], "mesh.context x mesh.tensor"),
+        (sizes["context"] * train.loss_chunks, "mesh.context x train.loss_chunks"),
+    ):
+        if train.seq_len % factor:
+            raise UserError(
+                f"train.seq_len={train.seq_len} must be divisible by {spelled} = {factor}; "
+                f"{nearest_multiples(train.seq_len, factor)} (--train.seq_len)"
+            )
+    if train.seq_len > model.max_positions:
+        raise UserError(
+            f"train.seq_len={train.seq_len} is beyond the model's positions; at most "
+            f"{model.max_positions} (--train.seq_len, --model.max_positions)"
+        )

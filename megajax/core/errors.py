@@ -1,0 +1,32 @@
+"""The one exception that means: the user can fix this, and the message says how.
+
+Every boundary (flags, files, meshes, checkpoints) raises it with what was given, the rule, the
+nearest legal value and the flag. `core.config.run` prints it without a traceback and exits with 2.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input, explained. A ValueError, so that library callers need not know this class."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ' Did you mean x?' for the nearest known word, or '' when none is near."""
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def nearest_multiples(value: int, factor: int) -> str:
+    """Returns the legal neighbours of `value`, e.g. 'nearest: 64, 128' for (100, 64)."""
+    low = value // factor * factor
+    return f"nearest: {low}, {low + factor}" if low > 0 else f"nearest: {factor}"
+
+
+def nearest_divisors(value: int, wanted: int) -> str:
+    """Returns the divisors of `value` around `wanted`, e.g. 'nearest: 4, 6' for (12, 5)."""
+    divisors = [d for d in range(1, value + 1) if value % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return "nearest: " + ", ".join(str(d) for d in below + above)

@@ -1,0 +1,77 @@
+"""The one object that turns logical words into shardings.
+
+A module says what the dimensions of its arrays ARE ('batch', 'seq', 'heads'); `Layout` says where
+they live. It answers three questions: how a parameter rests (`stored`), how it looks while in use
+(`whole`), and how an activation lies (`act`). The rules are plain data; parallel/sharding.py builds
+them. A mesh of one device is a mesh like any other.
+
+Why `whole` says `reduced`: the type system of an Explicit mesh then keeps the weight's gradient a
+partial sum over those axes until ONE reduce-scatter at the reshard's transposition. Without it the
+compiler inserts all-reduces, which cost twice the bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.core.rules import Axes, Rules
+
+Words = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules for it.
+
+    Mesh axes of size 1 never appear in an answer: an array of one row would lose them in a reshape,
+    and then not match its neighbours.
+    """
+
+    mesh: Mesh
+    rules: Rules
+
+    def stored(self, *words: str | None) -> P:
+        """Returns how a parameter with these dimensions rests."""
+        return P(*(self._entry(self.rules.stored.get(w or "", ())) for w in words))
+
+    def whole(self, *words: str | None) -> P:
+        """Returns how it looks in use: gathered over the axes that share its gradient."""
+        partial = self.rules.partial
+        kept = (
+            tuple(a for a in self.rules.stored.get(w or "", ()) if a not in partial) for w in words
+        )
+        return P(*(self._entry(axes) for axes in kept), reduced=set(self.live(partial)))
+
+    def act(
+        self,
+        *words: str | None,
+        residual: bool = False,
+        reduced: Axes = (),
+        unreduced: Axes = (),
+    ) -> P:
+        """Returns how an activation lies.
+
+        residual: on the residual stream, else inside a block. reduced: axes over which its gradient
+        is a partial sum. unreduced: axes over which it is itself one.
+        """
+        rules = self.rules.residual if residual else self.rules.act
+        entries = (self._entry(rules.get(w or "", ())) for w in words)
+        return P(*entries, reduced=set(self.live(reduced)), unreduced=set(self.live(unreduced)))
+
+    def named(self, spec: P) -> NamedSharding:
+        """Returns the spec on this mesh, for placing arrays from outside jit."""
+        return NamedSharding(self.mesh, spec)
+
+    def live(self, axes: Axes) -> Axes:
+        """Returns those of the axes that have more than one device."""
+        return tuple(a for a in axes if self.mesh.shape[a] > 1)
+
+    def ways(self, axes: Axes) -> int:
+        """Returns into how many pieces these axes cut together."""
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _entry(self, axes: Axes) -> Axes | str | None:
+        live = self.live(axes)
+        return (live[0] if len(live) == 1 else live) if live else None

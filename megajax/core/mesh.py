@@ -1,0 +1,213 @@
+"""From flags to devices: emulation, multi-host start, and the one mesh of a run.
+
+`start` must come before anything touches a device. It decides between GPUs, emulated CPU devices
+and a multi-host job, then `MeshSpec.build` arranges the devices. The mesh always has all axes of
+`core.axes.MESH_AXES`, all Explicit, slow links first. This is the only library module that reads
+environment variables: they are how SLURM, Kubernetes and Open MPI tell a process who it is.
+"""
+
+import ctypes
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import AxisType, Mesh
+
+from megajax.core.axes import MESH_AXES
+from megajax.core.config import option
+from megajax.core.errors import UserError, nearest_divisors
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Sizes of the mesh axes. `data` None: all devices that the other axes leave."""
+
+    pipe: int = option(1, "pipeline stages")
+    node: int = option(1, "outer data parallelism (slow links); see --shard.zero")
+    data: int | None = option(None, "data parallelism; none: the devices that remain")
+    expert: int = option(1, "expert parallelism")
+    context: int = option(1, "context (sequence) parallelism")
+    tensor: int = option(1, "tensor and sequence parallelism, the NVLink domain")
+
+    def __post_init__(self):
+        """Refuses sizes below 1."""
+        for axis in MESH_AXES:
+            size = getattr(self, axis)
+            if size is not None and size < 1:
+                raise UserError(f"mesh.{axis}={size} must be at least 1 (--mesh.{axis})")
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Returns {axis: size} in mesh order for this number of devices.
+
+        Raises: UserError when the axes do not divide the devices.
+        """
+        given = {a: getattr(self, a) for a in MESH_AXES if getattr(self, a) is not None}
+        used = math.prod(given.values())
+        if devices % used:
+            axes = [a for a, n in given.items() if n > 1]
+            product = " x ".join(f"{a} {given[a]}" for a in axes)
+            widest = max(axes, key=lambda a: given[a])
+            rest = devices // math.gcd(devices, used // given[widest])
+            raise UserError(
+                f"mesh: {product} = {used} does not divide the {devices} devices; "
+                f"mesh.{widest}={given[widest]}: {nearest_divisors(rest, given[widest])} "
+                f"(--mesh.{widest}, --emulate)"
+            )
+        sizes = {a: given.get(a, devices // used) for a in MESH_AXES}
+        return sizes
+
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """Returns the Explicit mesh over these devices (default: all of the job).
+
+        When every axis is given and they need fewer devices than there are, one process may use
+        the first ones; several processes may not, because a host would be left without work.
+        """
+        devices = jax.devices() if devices is None else devices
+        sizes = self.sizes(len(devices))
+        used = math.prod(sizes.values())
+        if used < len(devices):
+            if jax.process_count() > 1:
+                raise UserError(
+                    f"mesh uses {used} of {len(devices)} devices, but a multi-host job must use "
+                    f"all; leave out --mesh.data, it takes the devices that remain"
+                )
+            logging.warning("The mesh uses %d of the %d devices.", used, len(devices))
+        return make_mesh(devices[:used], sizes)
+
+
+def make_mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
+    """Returns the mesh of exactly these devices; axes that `sizes` leaves out have size 1."""
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    return Mesh(
+        np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Explicit,) * len(shape)
+    )
+
+
+def fit(spec: MeshSpec, preset: MeshSpec, devices: int) -> MeshSpec:
+    """Returns the spec; a preset's own mesh that these devices cannot form gives way to data."""
+    if spec == preset:
+        try:
+            spec.sizes(devices)
+        except UserError as error:
+            logging.warning("Using data parallelism only: %s", error)
+            return MeshSpec()
+    return spec
+
+
+def cache_programs(folder: str | Path) -> None:
+    """Keeps compiled programs on disk, so that the next start of the same run is quick."""
+    path = Path(folder).expanduser() / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def describe(mesh: Mesh) -> str:
+    """Returns e.g. 'data 4 x tensor 2 on 8 cpu'."""
+    device = mesh.devices.flat[0]
+    kind = "emulated cpu" if device.platform == "cpu" else device.device_kind
+    axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
+    return f"{axes} on {mesh.size} {kind}"
+
+
+# ---- start of a process
+
+
+def count_gpus() -> int:
+    """Returns the GPUs that the NVIDIA driver shows this process, without starting jax."""
+    if os.environ.get("JAX_PLATFORMS", "cuda") not in ("", "cuda", "gpu", "cuda,cpu"):
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    found = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(found)):
+        return 0
+    return found.value
+
+
+def start(emulate: int | None = None, emulate_default: int | None = None) -> None:
+    """Prepares jax: emulation, then the multi-host runtime if a cluster started this process.
+
+    Args:
+      emulate: number of CPU devices of this process; None: real devices.
+      emulate_default: what `emulate` becomes when this machine has no GPU.
+    Raises: UserError when the devices cannot be set up as asked.
+    """
+    if emulate is None and count_gpus() == 0:
+        emulate = emulate_default or 1
+    if emulate is not None:
+        if emulate < 1:
+            raise UserError(f"emulate={emulate} must be at least 1 (--emulate)")
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", emulate)
+        except RuntimeError as error:
+            raise UserError(
+                f"emulate={emulate} must be set before jax touches a device (--emulate)"
+            ) from error
+    if job := find_cluster():
+        _join(job)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """How the launcher describes this process. None: jax's own detection asks the cluster."""
+
+    launcher: str
+    processes: int | None
+    process: int | None = None
+    coordinator: str | None = None
+    one_process_a_host: bool = False
+
+
+def find_cluster(env: Mapping[str, str] | None = None) -> Job | None:
+    """Returns the multi-process job that this process belongs to, or None when it is alone.
+
+    An interactive SLURM shell or a lone pod is not a job. JAX_COORDINATOR_ADDRESS with
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID is the way for any other launcher.
+    """
+    env = os.environ if env is None else env
+    if "JAX_COORDINATOR_ADDRESS" in env:
+        missing = [n for n in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if n not in env]
+        if missing:
+            raise UserError(f"JAX_COORDINATOR_ADDRESS is set but {' and '.join(missing)} is not")
+        return Job(
+            "JAX_COORDINATOR_ADDRESS",
+            int(env["JAX_NUM_PROCESSES"]),
+            int(env["JAX_PROCESS_ID"]),
+            env["JAX_COORDINATOR_ADDRESS"],
+        )
+    if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        alone = tasks.split("(")[0].split(",")[0] == "1"
+        return Job("SLURM", int(env["SLURM_NTASKS"]), one_process_a_host=alone)
+    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+        return Job("Open MPI", int(env["OMPI_COMM_WORLD_SIZE"]), one_process_a_host=alone)
+    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
+        return Job("Kubernetes", None, one_process_a_host=True)
+    return None
+
+
+def _join(job: Job) -> None:
+    """Starts jax.distributed; who we are comes from the launcher through jax's own detection."""
+    local = None
+    if job.one_process_a_host and (gpus := count_gpus()):
+        local = list(range(gpus))  # else jax assumes one process a GPU and hides all but one
+    logging.info("Joining the %s job.", job.launcher)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=job.coordinator,
+            num_processes=job.processes,
+            process_id=job.process,
+            local_device_ids=local,
+        )
+    except (ValueError, RuntimeError) as error:
+        hint = " (uv sync --extra k8s)" if job.launcher == "Kubernetes" else ""
+        raise UserError(f"cannot join the {job.launcher} job: {error}{hint}") from error

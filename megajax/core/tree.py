@@ -1,0 +1,66 @@
+"""Trees of arrays: dotted names, sizes, and maps that see the names.
+
+A leaf is named by the dots-joined path to it ('blocks.attention.query'); checkpoints, optimizers,
+error messages and name maps all use this one spelling.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+def name(path: tuple) -> str:
+    """Returns the dotted name of a key path of `jax.tree_util`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def named_leaves(tree: Tree, is_leaf: Callable | None = None) -> list[tuple[str, Any]]:
+    """Returns [(dotted name, leaf)] in the tree's own order."""
+    return [(name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+
+
+def map_named(function: Callable, tree: Tree, *rest: Tree, is_leaf: Callable | None = None) -> Tree:
+    """Maps function(dotted name, leaf, *leaves of rest) over the tree."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: function(name(path), *leaves), tree, *rest, is_leaf=is_leaf
+    )
+
+
+def is_words(x: Any) -> bool:
+    """Tells the tuple of logical words of one leaf from a node of the tree."""
+    return type(x) is tuple and all(w is None or isinstance(w, str) for w in x)
+
+
+def nest(leaves: dict[str, Any]) -> dict:
+    """Returns the nested dict of {dotted name: leaf}."""
+    tree: dict = {}
+    for dotted, leaf in leaves.items():
+        *parents, last = dotted.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return tree
+
+
+def count(tree: Tree) -> int:
+    """Returns the number of array elements of all leaves (arrays or ShapeDtypeStructs)."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def nbytes(tree: Tree) -> int:
+    """Returns the bytes of all leaves, as if each were stored once."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def nbytes_per_device(tree: Tree) -> int:
+    """Returns the bytes that the fullest device holds of leaves that carry a sharding."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
+        total += math.prod(shape) * x.dtype.itemsize
+    return total

@@ -1,0 +1,1 @@
+"""Pure arithmetic about programs and machines: FLOPs, and what a compiled module will do."""

@@ -1,0 +1,178 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+
+from megajax.core import config
+from megajax.core.config import group, option
+from megajax.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    size: int = option(3, "how many", "pieces")
+    kind: Literal["red", "green"] = option("red", "colour")
+    limit: int | None = option(None, "a bound")
+    rate: float = option(0.5, "a rate")
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise UserError("inner.size must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner = group(Inner)
+    mesh: Inner = group(Inner, whole=True)
+    name: str = option("a", "a name")
+    on: bool = option(False, "a switch")
+
+
+def test_leaves_are_dotted():
+    assert [n for n, _, _ in config.leaves(Outer)] == [
+        "inner.size", "inner.kind", "inner.limit", "inner.rate",
+        "mesh.size", "mesh.kind", "mesh.limit", "mesh.rate", "name", "on",
+    ]  # fmt: skip
+
+
+def test_override_replaces_and_keeps_the_rest():
+    cfg = config.override(Outer(), {"inner.size": 7, "inner.limit": 9, "name": "b"})
+    assert (cfg.inner.size, cfg.inner.limit, cfg.inner.kind, cfg.name) == (7, 9, "red", "b")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"inner.sise": 1}, "Did you mean inner.size?"),
+        ({"inner.size": "x"}, "inner.size='x' must be of type int"),
+        ({"inner.size": True}, "must be of type int"),
+        ({"inner.size": 0}, "at least 1"),
+        ({"inner.kind": "gren"}, "Did you mean green?"),
+        ({"inner.rate": "fast"}, "must be a number"),
+        ({"name": None}, "must be of type str"),
+    ],
+)
+def test_override_refuses(values, words):
+    with pytest.raises(UserError) as error:
+        config.override(Outer(), values)
+    assert words in str(error.value)
+
+
+def test_validation_sees_only_the_final_state():
+    """Two fields that are legal only together may be changed together."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        low: int = option(0, "")
+        high: int = option(1, "")
+
+        def __post_init__(self):
+            if self.low >= self.high:
+                raise UserError("low must be below high")
+
+    assert config.override(Pair(), {"low": 5, "high": 6}) == Pair(5, 6)
+
+
+def test_json_round_trip():
+    cfg = config.override(Outer(), {"inner.limit": 4, "inner.rate": 1e-7, "on": True})
+    assert config.from_json(Outer, config.to_json(cfg)) == cfg
+    assert json.loads(config.to_json(cfg))["inner"]["rate"] == 1e-7
+
+
+def test_json_of_an_older_version_takes_defaults_and_of_a_newer_is_refused():
+    assert config.from_json(Outer, '{"name": "z"}') == Outer(name="z")
+    with pytest.raises(UserError, match="no field 'inner.colour'"):
+        config.from_json(Outer, '{"inner": {"colour": 1}}')
+
+
+def test_load_json_names_the_file(tmp_path):
+    with pytest.raises(UserError, match="missing.json"):
+        config.load_json(Outer, tmp_path / "missing.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match="broken.json is not a configuration"):
+        config.load_json(Outer, tmp_path / "broken.json")
+
+
+def test_diff_and_fingerprint():
+    cfg = config.override(Outer(), {"inner.size": 8})
+    assert config.diff(cfg, Outer()) == [("inner.size", 3, 8)]
+    assert config.fingerprint(cfg) != config.fingerprint(Outer())
+    assert config.fingerprint(cfg, ("inner",)) == config.fingerprint(Outer(), ("inner",))
+
+
+SCRIPT = '''"""A script that does {nothing}."""
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+from test_config import Outer, Inner
+from megajax.core import config
+BIG = Outer(inner=Inner(size=100), mesh=Inner(size=5, limit=2))
+PRESETS = {{"small": Outer, "big": lambda: BIG}}
+config.define_flags(PRESETS, "small")
+def main():
+    print(config.to_json(config.from_flags(PRESETS)[0]))
+config.run(main)
+'''
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    import pathlib
+
+    path = tmp_path_factory.mktemp("script") / "script.py"
+    path.write_text(SCRIPT.format(nothing="nothing", tests=str(pathlib.Path(__file__).parent)))
+
+    def call(*flags):
+        return subprocess.run([sys.executable, path, *flags], capture_output=True, text=True)
+
+    return call
+
+
+def test_flags_change_a_preset(script):
+    done = script("--preset=big", "--inner.kind=green", "--inner.limit=4", "--on", "--name=none")
+    assert done.returncode == 0, done.stderr
+    cfg = json.loads(done.stdout)
+    assert cfg["inner"] == {"size": 100, "kind": "green", "limit": 4, "rate": 0.5}
+    assert cfg["on"] is True and cfg["name"] == "none"
+    assert cfg["mesh"]["size"] == 5
+
+
+def test_a_flag_of_a_whole_group_drops_the_presets_group(script):
+    cfg = json.loads(script("--preset=big", "--mesh.rate=2").stdout)
+    assert cfg["mesh"] == {"size": 3, "kind": "red", "limit": None, "rate": 2.0}
+    assert cfg["inner"]["size"] == 100
+
+
+def test_help_lists_typed_leaves(script):
+    done = script("--help")
+    assert "A script that does nothing." in done.stdout
+    assert "--inner.size: how many [pieces]; small: 3" in done.stdout
+    assert "(an integer, or none)" in done.stdout
+    assert "--inner.kind: <red|green>" in done.stdout or "(red|green)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--iner.size=3", "Did you mean: inner.size"),
+        ("--preset=bgi", "Did you mean big?"),
+        ("--inner.size=many", "must be an integer"),
+        ("--inner.kind=blue", "must be one of red, green"),
+        ("--inner.size=0", "error: inner.size must be at least 1"),
+        ("--config=nowhere.json", "error: cannot read nowhere.json"),
+        ("stray", "error: unexpected argument 'stray'"),
+    ],
+)
+def test_wrong_flags_get_one_clear_message(script, flag, words):
+    done = script(flag)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_saved_configuration_starts_a_run(script, tmp_path):
+    (tmp_path / "saved.json").write_text(config.to_json(Outer(name="saved")))
+    cfg = json.loads(script(f"--config={tmp_path}/saved.json", "--inner.size=2").stdout)
+    assert cfg["name"] == "saved" and cfg["inner"]["size"] == 2

@@ -1,0 +1,91 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from megajax.core.axes import MESH_AXES
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec, describe, find_cluster, fit
+
+
+def test_data_takes_the_devices_that_remain():
+    assert MeshSpec(tensor=2).sizes(8) == {
+        "pipe": 1, "node": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2,
+    }  # fmt: skip
+
+
+def test_all_axes_are_present_and_explicit():
+    mesh = MeshSpec(node=2, tensor=2).build()
+    assert mesh.axis_names == MESH_AXES
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    assert mesh.devices.shape == (1, 2, 2, 1, 1, 2)
+    # tensor is innermost: neighbours in device order
+    assert [d.id for d in mesh.devices[0, 0, 0, 0, 0]] == [0, 1]
+    assert describe(mesh) == "node 2 x data 2 x tensor 2 on 8 emulated cpu"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (MeshSpec(tensor=3), "tensor 3 = 3 does not divide the 8 devices"),
+        (MeshSpec(tensor=3), "nearest: 2, 4"),
+        (MeshSpec(data=4, tensor=4), "data 4 x tensor 4 = 16"),
+        (MeshSpec(tensor=16), "nearest: 8"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused(spec, words):
+    with pytest.raises(UserError) as error:
+        spec.build()
+    assert words in str(error.value) and "--mesh." in str(error.value)
+
+
+def test_sizes_below_one_are_refused():
+    with pytest.raises(UserError, match="--mesh.tensor"):
+        MeshSpec(tensor=0)
+
+
+def test_one_process_may_use_fewer_devices():
+    assert MeshSpec(data=2, tensor=2).build().size == 4
+    assert MeshSpec(data=1).build(jax.devices()[3:]).devices.flat[0].id == 3
+
+
+def test_a_presets_mesh_gives_way_but_a_users_does_not():
+    preset = MeshSpec(tensor=2)
+    assert fit(preset, preset, 8) == preset
+    assert fit(preset, preset, 1) == MeshSpec()
+    mine = MeshSpec(tensor=4)
+    assert fit(mine, preset, 1) == mine
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[01-02]", "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "one_a_host"),
+    [
+        ({}, None, None),
+        ({"SLURM_JOB_ID": "7"}, None, None),  # an interactive shell
+        (SLURM | {"SLURM_NTASKS": "1"}, None, None),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "SLURM", True),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, "SLURM", False),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "Open MPI", True),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "Open MPI", False),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None, None),  # a lone pod
+        ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes", True),
+    ],
+)
+def test_clusters_are_recognised(env, launcher, one_a_host):
+    job = find_cluster(env)
+    assert (job.launcher if job else None) == launcher
+    assert (job.one_process_a_host if job else None) == one_a_host
+
+
+def test_an_explicit_coordinator_needs_its_companions():
+    env = {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_NUM_PROCESSES": "2"}
+    with pytest.raises(UserError, match="JAX_PROCESS_ID is not"):
+        find_cluster(env)
+    job = find_cluster(env | {"JAX_PROCESS_ID": "1"})
+    assert job is not None and (job.processes, job.process) == (2, 1)

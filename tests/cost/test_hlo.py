@@ -1,0 +1,68 @@
+"""The reader of compiled modules on lines as XLA writes them."""
+
+import pytest
+
+from megajax.cost.hlo import collectives
+
+MESH = {"pipe": 1, "node": 2, "data": 2, "tensor": 2}
+MODULE = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%inner (p: (s32[], bf16[4])) -> (s32[], bf16[4]) {
+  %ag = ((bf16[2]{0}), bf16[4]{0}) all-gather-start(%x), replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, metadata={op_name="jit(f)/transpose(jvp(blocks))/while/body/reshard"}, backend_config={"is_sync":false}
+  %agd = bf16[4]{0} all-gather-done(%ag)
+}
+
+%outer (p: (s32[])) -> (s32[]) {
+  %w2 = (s32[], bf16[4]) while(%t), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%wrapped (p: f32[8]) -> f32[8] {
+  %rs = (f32[8]{0}, f32[16]{0}) reduce-scatter(%y, %z), replica_groups=[4,2]<=[2,2,2]T(0,2,1), to_apply=%add, metadata={op_name="jit(f)/jvp(head)/while/body/dot"}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w1 = (s32[]) while(%t), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
+  %call = (f32[8], f32[16]) call(%p), to_apply=%wrapped
+  %ar = f32[10]{0} all-reduce(%q), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add, metadata={op_name="jit(f)/reduce_sum"}
+  %sync = ((f32[6]{0}), f32[6]{0}) all-reduce-start(%q), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add, backend_config={"is_sync":true}
+  %perm = f32[6]{0} collective-permute(%q), source_target_pairs={{0,4},{4,0}}
+}
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {(c.kind, c.axes): c for c in collectives(MODULE, MESH)}
+
+
+def test_loops_multiply(found):
+    gather = found["all-gather", ("tensor",)]
+    assert gather.loops == (5, 3) and gather.executions == 15
+    assert gather.is_async and gather.is_backward and gather.within("blocks")
+    assert gather.nbytes == 8 and gather.arrays == 1
+
+
+def test_scatters_count_their_input(found):
+    scatter = found["reduce-scatter", ("data",)]
+    assert scatter.nbytes == 4 * (8 + 16) * 2 and scatter.arrays == 2
+    assert not scatter.is_backward and scatter.within("head") and not scatter.within("blocks")
+    assert scatter.loops == ()
+
+
+def test_groups_in_all_spellings(found):
+    assert ("all-reduce", ("node",)) in found
+    assert ("all-reduce", ("node", "data", "tensor")) in found
+    assert ("collective-permute", ("node",)) in found
+
+
+def test_sync_is_told_from_async(found):
+    assert not found["all-reduce", ("node",)].is_async
+    assert not found["all-reduce", ("node", "data", "tensor")].is_async
+
+
+def test_done_halves_are_not_counted():
+    assert len(collectives(MODULE, MESH)) == 5

@@ -1,0 +1,194 @@
+"""The house's rules, read from the source: floors, sizes, no module-level mutable state."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megajax.core.axes import LETTERS
+
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCES = sorted(
+    p
+    for folder in ("megajax", "pallas_kernels", "experiments", "scripts", "tests")
+    for p in (ROOT / folder).rglob("*.py")
+)
+LIBRARY = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in ("megajax", "pallas_kernels")]
+
+# From the ground up. A module may import its own folder and the floors below it.
+FLOORS = [
+    {"pallas_kernels"},
+    {"megajax.core"},
+    {"megajax.cost", "megajax.schedule", "megajax.quant", "megajax.search"},
+    {"megajax.layers"},
+    {"megajax.models"},
+    {"megajax.parallel"},
+    {"megajax.serving", "megajax.data", "megajax.checkpoint", "megajax.monitor"},
+    {"megajax.training"},
+    {"megajax.systems"},
+    {"experiments", "scripts", "tests"},
+]
+RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
+SAME_FLOOR: set[tuple[str, str]] = set()  # pairs of one floor that may import each other
+
+# A driver starts these in a tenth of a second and never touches a device.
+JAX_FREE = (
+    "megajax.core.config",
+    "megajax.core.errors",
+    "megajax.core.axes",
+    "megajax.core.check",
+    "megajax.core.hardware",
+    "megajax.cost.flops",
+    "megajax.monitor.records",
+)
+
+
+def module_name(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def floor_of(module: str) -> str | None:
+    parts = module.split(".")
+    names = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
+    return next((n for n in names if n in RANK), None)
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def floor_violations(path: pathlib.Path, tree: ast.AST) -> list[str]:
+    mine = floor_of(module_name(path))
+    if mine is None:
+        return []
+    return [
+        f"{path.name}:{line}: {mine} may not import {other}"
+        for module, line in imports(tree)
+        if (other := floor_of(module)) is not None
+        and other != mine
+        and RANK[other] >= RANK[mine]
+        and (mine, other) not in SAME_FLOOR
+    ]
+
+
+def test_floors():
+    found = [v for p in SOURCES for v in floor_violations(p, ast.parse(p.read_text()))]
+    assert not found, "\n".join(found)
+
+
+def test_floors_are_checked():
+    """The checker sees an upward import, so a pass means something."""
+    tree = ast.parse("from megajax.training import step\nimport megajax.core.tree")
+    path = ROOT / "megajax" / "layers" / "mlp.py"
+    assert floor_violations(path, tree) == [
+        "mlp.py:1: megajax.layers may not import megajax.training"
+    ]
+
+
+def test_kernels_stand_alone():
+    allowed = {"jax", "numpy", "absl", "pallas_kernels"}
+    stdlib = sys.stdlib_module_names
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        for module, line in imports(ast.parse(path.read_text())):
+            assert module.split(".")[0] in allowed | stdlib, f"{path}:{line} imports {module}"
+
+
+def test_pallas_stays_in_kernels():
+    for path in (ROOT / "megajax").rglob("*.py"):
+        assert "experimental.pallas" not in path.read_text(), path
+
+
+def test_models_know_no_mesh():
+    for folder in ("layers", "models"):
+        for path in (ROOT / "megajax" / folder).rglob("*.py"):
+            names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
+            assert not names & {"Mesh", "PartitionSpec", "NamedSharding"}, path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_sizes(path):
+    """A reader should grasp each file in one sitting."""
+    relative = path.relative_to(ROOT)
+    roomy = relative.parts[0] in ("tests", "pallas_kernels")
+    assert len(path.read_text().splitlines()) <= (600 if roomy else 400)
+    assert len(relative.parts) - 1 <= 3
+    assert path.name != "utils.py" and not re.search(r"_v\d+\.py$", path.name)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            # A script's main is the experiment, read from top to bottom.
+            limit = 150 if roomy else 100 if node.name == "main" else 60
+            assert length <= limit, f"{node.name}: {length} lines"
+            parameters = [a for a in node.args.args if a.arg not in ("self", "cls")]
+            # Seams and constructors that take a kernel's whole input; each is listed on purpose.
+            if (path.name, node.name) not in MANY_PARAMETERS:
+                assert len(parameters) <= 8, f"{node.name}: {len(parameters)} parameters"
+
+
+MANY_PARAMETERS: set[tuple[str, str]] = set()
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=module_name)
+def test_no_module_level_mutable_state(path):
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [t.id for t in targets if isinstance(t, ast.Name)]
+        if isinstance(node.value, ast.Dict | ast.List | ast.Set):
+            assert all(n.lstrip("_").isupper() for n in names), f"{names}: constants are upper case"
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            assert node.value.func.id not in ("dict", "list", "set", "defaultdict"), names
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
+
+
+def test_constants_are_not_changed():
+    """Upper-case tables are only read: no subscript is assigned, no mutating method called."""
+    for path in LIBRARY:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                name = node.value.id if isinstance(node.value, ast.Name) else ""
+                assert not name.isupper(), f"{path}:{node.lineno} changes {name}"
+
+
+def test_environment_is_read_in_one_place():
+    readers = {p for p in LIBRARY if "os.environ" in p.read_text() or "getenv" in p.read_text()}
+    allowed = {ROOT / "megajax" / "core" / "mesh.py", ROOT / "pallas_kernels" / "aot.py"}
+    assert readers <= allowed
+
+
+def test_array_names_use_known_letters():
+    """`x_BSD`: suffixes of array names are letters of core/axes.py."""
+    for folder in ("layers", "models"):
+        for path in (ROOT / "megajax" / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Name) and (m := re.search(r"[a-z]_([A-Z1]+)$", node.id)):
+                    assert set(m[1]) <= set(LETTERS) | {"1"}, f"{path}: {node.id}"
+
+
+def test_jax_free_modules_do_not_load_jax():
+    code = f"import sys; {'; '.join(f'import {m}' for m in JAX_FREE)}; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_nothing_names_this_machine():
+    """No registry host and no path of a machine is committed."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in (".npz", ".png", ".svg") or not path.is_file():
+            continue
+        text = path.read_text()
+        assert str(ROOT) + "/" not in text, name
+        assert not re.search(r"https?://[\w.]*(pypi|pythonhosted|jfrog|artifactory)", text), name
