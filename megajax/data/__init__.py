@@ -1,0 +1,1 @@
+"""Text to batches: sources, tokenizers, the packed index, the loader."""

@@ -1,0 +1,109 @@
+"""Token files in Megatron's .bin/.idx format, read by memory map, written as a stream.
+
+x.bin holds the tokens of all documents one after the other; x.idx says where each begins. It is
+also our own cache of tokenised text, so everything downstream reads one format.
+
+.idx, little endian: b"MMIDIDX\\0\\0", u64 version 1, u8 dtype code, u64 sequences n, u64 documents
+d, n x i32 lengths, n x i64 byte offsets, d x i64 first sequence of each document (d counts one more
+than there are documents). Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+import struct
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from megajax.core.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+DTYPES = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
+    8: np.uint16,
+}  # fmt: skip
+_HEADER = struct.Struct("<9sQBQQ")
+
+
+class TokenFile:
+    """Read access to a prefix: prefix.bin and prefix.idx. One sequence is one document here."""
+
+    def __init__(self, prefix: str | Path):
+        """Raises: UserError when the pair is missing, damaged or of another format."""
+        self.prefix = Path(prefix)
+        index = Path(f"{prefix}.idx")
+        try:
+            raw = index.read_bytes()
+            self._tokens_bytes = Path(f"{prefix}.bin").stat().st_size
+        except OSError as error:
+            raise UserError(f"cannot read token file {prefix}: {error}") from None
+        if len(raw) < _HEADER.size or raw[:9] != MAGIC:
+            raise UserError(f"{index} is not a Megatron index (it must begin with MMIDIDX)")
+        _, version, code, count, documents = _HEADER.unpack_from(raw)
+        if version != 1 or code not in DTYPES:
+            raise UserError(f"{index}: version {version}, dtype code {code} are not supported")
+        if len(raw) != _HEADER.size + 12 * count + 8 * documents:
+            raise UserError(f"{index} is damaged: {len(raw)} bytes do not hold {count} sequences")
+        self.dtype = np.dtype(DTYPES[code])
+        self.lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
+        self.offsets = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
+        end = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
+        if count and (self.lengths.min() < 0 or end.max() > self._tokens_bytes):
+            raise UserError(
+                f"{prefix}.bin is damaged: {self._tokens_bytes} bytes, {end.max()} used"
+            )
+        self._bin = np.memmap(f"{prefix}.bin", np.uint8, "r") if self._tokens_bytes else None
+
+    def __len__(self) -> int:
+        """Returns the number of documents."""
+        return len(self.lengths)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Returns tokens start..stop of a document, a view of the file."""
+        if self._bin is None or start == stop:
+            return np.empty(0, self.dtype)
+        size = self.dtype.itemsize
+        begin = int(self.offsets[document]) + start * size
+        return self._bin[begin : begin + (stop - start) * size].view(self.dtype)
+
+
+class TokenWriter:
+    """Writes a prefix, document by document; the index appears when the writer is closed."""
+
+    def __init__(self, prefix: str | Path, vocab: int):
+        """vocab: decides the width; ids must be below it."""
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(np.uint16 if vocab <= 2**16 else np.int32)
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(f"{prefix}.bin", "wb")
+        self._lengths: list[int] = []
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Appends one document."""
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._lengths.append(len(tokens))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(self._lengths)
+
+    def __enter__(self) -> "TokenWriter":
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Writes the index, unless the block failed."""
+        self._file.close()
+        if kind is not None:
+            return
+        lengths = np.array(self._lengths, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        offsets = np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(lengths) else ends
+        code = next(c for c, d in DTYPES.items() if np.dtype(d) == self.dtype)
+        header = _HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
+        documents = np.arange(len(lengths) + 1, dtype=np.int64)
+        Path(f"{self.prefix}.idx").write_bytes(
+            header + lengths.tobytes() + offsets.tobytes() + documents.tobytes()
+        )

@@ -1,0 +1,126 @@
+"""Rows to device batches, prefetched by Grain, from any position and on any number of hosts.
+
+Batch n of a run holds rows n*R .. n*R + R - 1 (R rows a step). Each host reads exactly the rows
+that its devices hold under the batch's sharding, so hosts of one data-parallel group read the same
+rows and nothing is sent between them (MegaScale section 3.4's one reader a machine). The position
+is the count of rows consumed: saving it is saving the pipeline.
+
+Legend: A micro-batches, B rows of one, R = A B rows a step, S positions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from megajax.data.corpus import Corpus
+from megajax.data.mixture import MixedRows
+from megajax.data.pack import IGNORED, PackedRows
+
+Abstract = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Rows(Protocol):
+    """An endless sequence of rows; row i depends on nothing but i."""
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns row i."""
+        ...
+
+
+def training_rows(corpora: Sequence[Corpus], seq_len: int, seed: int) -> Rows:
+    """Returns the shuffled, packed, mixed training rows."""
+    packed = [PackedRows(c.train, seq_len, seed) for c in corpora]
+    if len(packed) == 1:
+        return packed[0]
+    return MixedRows(packed, [c.weight for c in corpora], seed)
+
+
+class _HostBatches:
+    """Batch n as this host's rows, for Grain: a random-access source of NumPy arrays."""
+
+    def __init__(self, rows: Rows, indices: np.ndarray, rows_per_batch: int, start: int):
+        self._rows, self._indices = rows, indices
+        self._rows_per_batch, self._start = rows_per_batch, start
+
+    def __len__(self) -> int:
+        return 2**40  # endless
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        first = self._start + n * self._rows_per_batch
+        rows = [self._rows[first + int(i)] for i in self._indices]
+        return {key: np.stack([r[key] for r in rows]) for key in rows[0]}
+
+
+class Loader(Iterator[dict[str, jax.Array]]):
+    """Endless batches placed on the devices. `position` counts rows consumed so far."""
+
+    def __init__(self, rows: Rows, abstract: Abstract, position: int = 0, prefetch: int = 4):
+        """abstract: the batch as ShapeDtypeStructs with shardings. position: rows to skip."""
+        import grain  # here: machines that only benchmark have none
+
+        like = abstract["tokens"]
+        self._abstract, self.position = abstract, position
+        self.rows_per_batch = int(np.prod(like.shape[:-1]))
+        self._indices = host_rows(like)
+        host: Any = _HostBatches(rows, self._indices, self.rows_per_batch, position)
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=max(prefetch, 1))
+        self._iterator = iter(grain.MapDataset.source(host).to_iter_dataset(options))
+
+    def __next__(self) -> dict[str, jax.Array]:
+        """Returns the next batch."""
+        batch = place(next(self._iterator), self._abstract, self._indices)
+        self.position += self.rows_per_batch
+        return batch
+
+
+def host_rows(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns the numbers, within a batch, of the rows that this host's devices hold."""
+    numbers = np.arange(int(np.prod(like.shape[:-1]))).reshape(like.shape[:-1])
+    places: Any = like.sharding.addressable_devices_indices_map(like.shape)
+    held = [numbers[index[:-1]].ravel() for index in places.values()]
+    return np.unique(np.concatenate(held))
+
+
+def place(
+    host: Mapping[str, np.ndarray], abstract: Abstract, indices: np.ndarray
+) -> dict[str, jax.Array]:
+    """Returns device arrays from this host's rows (len(indices), S)."""
+    arrays: dict[str, jax.Array] = {}
+    for key, like in abstract.items():
+        numbers = np.arange(int(np.prod(like.shape[:-1]))).reshape(like.shape[:-1])
+
+        def piece(index: Any, rows: Any = host[key], numbers: Any = numbers) -> np.ndarray:
+            return rows[np.searchsorted(indices, numbers[index[:-1]])][..., index[-1]]
+
+        arrays[key] = jax.make_array_from_callback(like.shape, like.sharding, piece)
+    return arrays
+
+
+def held_out_batches(
+    corpora: Sequence[Corpus], abstract: Abstract, batches: int
+) -> Iterator[dict[str, jax.Array]]:
+    """Yields up to `batches` batches of held-out rows, the same ones at every call.
+
+    Corpora follow one another; rows beyond the last are filled with targets that count nothing.
+    """
+    like = abstract["tokens"]
+    B, S = like.shape
+    rows = [
+        (packed, i)
+        for c in corpora
+        if c.held_out is not None and c.held_out.tokens > S
+        for packed in [PackedRows(c.held_out, S, 0, shuffle=False)]
+        for i in range(min(packed.rows_per_epoch, -(-batches * B // len(corpora))))
+    ][: batches * B]
+    indices = host_rows(like)
+    for first in range(0, len(rows), B):
+        held = []
+        for i in indices + first:
+            packed, number = rows[min(int(i), len(rows) - 1)]
+            row = packed[number]
+            if i >= len(rows):
+                row = row | {"targets": np.full_like(row["targets"], IGNORED)}
+            held.append(row)
+        yield place({k: np.stack([r[k] for r in held]) for k in held[0]}, abstract, indices)

@@ -1,0 +1,68 @@
+"""Weighted mixtures of row sequences, in exact proportion and without state.
+
+A fixed pattern of 65,536 places says which component fills which place; it repeats for ever. So
+row i of the mixture, and how many rows each component has given before it, follow from i alone.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.data.pack import PackedRows, mix
+
+PATTERN = 1 << 16  # (chosen: a weight is met to 1.5e-5)
+
+
+class MixedRows:
+    """Rows of several components by weight; each component's own order is kept."""
+
+    def __init__(self, components: Sequence[PackedRows], weights: Sequence[float], seed: int):
+        """weights: positive, need not add up to 1."""
+        self.components = components
+        share = np.asarray(weights, np.float64) / np.sum(weights)
+        counts = np.floor(share * PATTERN).astype(int)
+        missing = PATTERN - counts.sum()  # largest remainders take what rounding left
+        counts[np.argsort(counts - share * PATTERN)[:missing]] += 1
+        if counts.min() == 0:
+            raise UserError(f"a mixture weight is below 1/{PATTERN} of the whole (--data.source)")
+        pattern = np.repeat(np.arange(len(counts)), counts)
+        np.random.RandomState(mix(seed, "mixture") % 2**32).shuffle(pattern)
+        self._pattern, self._counts = pattern, counts
+        # How many rows its own component has given before each place of the pattern.
+        self._before = np.zeros(PATTERN, np.int64)
+        for k in range(len(counts)):
+            self._before[pattern == k] = np.arange(counts[k])
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns row i of the mixture."""
+        round_, place = divmod(i, PATTERN)
+        k = int(self._pattern[place])
+        return self.components[k][int(round_ * self._counts[k] + self._before[place])]
+
+
+def parse(source: str) -> list[tuple[str, float]]:
+    """Returns [(name, weight)] of 'a:0.7,b:0.3'; one name alone has weight 1.
+
+    Raises: UserError when one of several names has no positive weight.
+    """
+    names = [part.strip() for part in source.split(",") if part.strip()]
+    if len(names) == 1:
+        head, _, tail = names[0].rpartition(":")
+        return [(head if head and tail.replace(".", "", 1).isdigit() else names[0], 1.0)]
+    parsed = []
+    for name in names:
+        head, _, tail = name.rpartition(":")
+        try:
+            weight = float(tail)
+        except ValueError:
+            weight = 0.0
+        if not head or weight <= 0:
+            raise UserError(
+                f"data.source={source}: every part of a mixture needs a positive weight, as in "
+                f"stdlib:0.7,notes/:0.3; {name!r} has none (--data.source)"
+            )
+        parsed.append((head, weight))
+    if not parsed:
+        raise UserError("data.source is empty (--data.source)")
+    return parsed

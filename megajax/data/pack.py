@@ -1,0 +1,125 @@
+"""Packing: documents to full rows, where row i is a pure function of (seed, i).
+
+Each epoch shuffles the documents, lays them end to end and cuts the stream into rows of seq_len
+tokens, in shuffled order: no padding, and no state. Because row i needs nothing but (seed, i), the
+position of a run is one global count, whatever the number of hosts or the batch size.
+
+Legend: S tokens of a row.
+"""
+
+import dataclasses
+import hashlib
+import threading
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.data.indexed import TokenFile
+
+IGNORED = -1  # target of a position that predicts nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A part of a token file: token ranges start..stop of some documents."""
+
+    file: TokenFile
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranges."""
+        return int((self.stop - self.start).sum())
+
+
+def whole_documents(file: TokenFile, documents: np.ndarray) -> Split:
+    """Returns the split of these documents of a token file."""
+    stop = file.lengths[documents].astype(np.int64)
+    return Split(file, documents, np.zeros_like(stop), stop)
+
+
+class PackedRows:
+    """An endless sequence of packed rows over one split."""
+
+    def __init__(self, split: Split, seq_len: int, seed: int, shuffle: bool = True):
+        """Raises: UserError when the text does not fill one row."""
+        self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
+        self.rows_per_epoch = (split.tokens - 1) // seq_len
+        if self.rows_per_epoch < 1:
+            raise UserError(
+                f"{split.file.prefix} has {split.tokens} tokens in this split, fewer than one row "
+                f"of {seq_len} (--train.seq_len, --data.source)"
+            )
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns row i: tokens_S, targets_S, segments_S (from 1), positions_S, all int32."""
+        epoch, row = divmod(i, self.rows_per_epoch)
+        if self.shuffle:
+            row = permute(row, self.rows_per_epoch, mix(self.seed, epoch, "rows"))
+        order, ends = self._order(epoch)
+        S, begin = self.seq_len, row * self.seq_len
+        tokens_S1 = np.empty(S + 1, np.int32)
+        segments_S1 = np.empty(S + 1, np.int32)
+        positions_S1 = np.empty(S + 1, np.int32)
+        k, filled, segment = int(np.searchsorted(ends, begin, side="right")), 0, 1
+        while filled < S + 1:
+            which = order[k]
+            length = int(self.split.stop[which] - self.split.start[which])
+            skip = begin + filled - (int(ends[k]) - length)
+            take = min(length - skip, S + 1 - filled)
+            first = int(self.split.start[which]) + skip
+            place = slice(filled, filled + take)
+            document = int(self.split.document[which])
+            tokens_S1[place] = self.split.file.read(document, first, first + take)
+            segments_S1[place] = segment
+            positions_S1[place] = np.arange(take)
+            filled, k, segment = filled + take, k + 1, segment + (take > 0)
+        same = segments_S1[1:] == segments_S1[:-1]
+        return {
+            "tokens": tokens_S1[:-1],
+            "targets": np.where(same, tokens_S1[1:], IGNORED).astype(np.int32),
+            "segments": segments_S1[:-1],
+            "positions": positions_S1[:-1],
+        }
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (documents in this epoch's order, where each ends in the stream)."""
+        with self._lock:
+            if epoch not in self._epochs:
+                lengths = self.split.stop - self.split.start
+                order = np.arange(len(lengths))
+                if self.shuffle:  # RandomState: NumPy promises that its stream never changes
+                    seed = mix(self.seed, epoch, "documents") % 2**32
+                    order = np.random.RandomState(seed).permutation(len(lengths))
+                while len(self._epochs) > 1:
+                    self._epochs.pop(min(self._epochs))
+                self._epochs[epoch] = (order, np.cumsum(lengths[order]))
+            return self._epochs[epoch]
+
+
+def mix(*parts: int | str) -> int:
+    """Returns 64 bits that depend on all parts, equal in every process."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest())
+
+
+def permute(i: int, n: int, key: int) -> int:
+    """Returns where a pseudo-random permutation of 0..n-1 sends i, in constant memory.
+
+    A four-round Feistel network over the next even power of two, walked until it lands inside.
+    """
+    half = max(((n - 1).bit_length() + 1) // 2, 1)
+    mask = (1 << half) - 1
+    while True:
+        left, right = i >> half, i & mask
+        for r in range(4):
+            x = (right * 0x9E3779B97F4A7C15 + (key >> (8 * r)) + key * (r + 1)) & (2**64 - 1)
+            x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+            left, right = right, left ^ ((x >> 32) & mask)
+        i = left << half | right
+        if i < n:
+            return i

@@ -1,0 +1,148 @@
+"""Where text comes from: the interpreter's own library, folders, globs, files.
+
+A source lists its files first (so that a missing or empty one fails at once) and reads them one by
+one later. A document is one file, or one line of a jsonl file; its name, relative to the source,
+decides whether it is held out. Nothing is downloaded and no text leaves the machine.
+"""
+
+import dataclasses
+import glob
+import gzip
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import logging
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.data.config import DataConfig
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+BUILT_IN = ("stdlib", "site-packages")
+SKIPPED_FOLDERS = {"test", "tests", "__pycache__", "site-packages", "idle_test"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text with the name that identifies it."""
+
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A list of files. undecodable: error, skip or replace; text_key: for jsonl lines."""
+
+    name: str
+    root: Path
+    files: tuple[Path, ...]
+    undecodable: str
+    text_key: str
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names, sizes and times: it changes when the text does."""
+        digest = hashlib.sha256(f"{self.undecodable} {self.text_key}\n".encode())
+        for file in self.files:
+            stat = file.stat()
+            digest.update(f"{self._relative(file)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the documents in the order of the files. Raises: UserError naming the file."""
+        for file in self.files:
+            text = self._read(file)
+            if text is None:
+                continue
+            if _suffix(file) == ".jsonl":
+                yield from self._lines(file, text)
+            elif text:
+                yield Document(self._relative(file), text)
+
+    def _relative(self, file: Path) -> str:
+        return file.relative_to(self.root).as_posix()
+
+    def _read(self, file: Path) -> str | None:
+        try:
+            raw = file.read_bytes()
+            raw = gzip.decompress(raw) if file.suffix == ".gz" else raw
+        except (OSError, EOFError) as error:
+            raise UserError(f"cannot read {file}: {error} (--data.source)") from None
+        try:
+            return raw.decode(errors="replace" if self.undecodable == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            if self.undecodable == "skip":
+                logging.info("Skipped %s: not UTF-8.", file)
+                return None
+            raise UserError(
+                f"{file} is not UTF-8 text (byte 0x{raw[error.start]:02x} at offset {error.start}):"
+                " remove or convert it, or give --data.undecodable=skip or replace"
+            ) from None
+
+    def _lines(self, file: Path, text: str) -> Iterator[Document]:
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)[self.text_key]
+            except json.JSONDecodeError as error:
+                raise UserError(f"{file} line {number} is not JSON: {error}") from None
+            except (KeyError, TypeError):
+                raise UserError(
+                    f"{file} line {number} has no member {self.text_key!r} (--data.text_key)"
+                ) from None
+            if value:
+                yield Document(f"{self._relative(file)}#{number}", value)
+
+
+def open_source(name: str, cfg: DataConfig) -> Source:
+    """Returns the source of one name of `data.source`. Raises: UserError when it has no files."""
+    if name in BUILT_IN:
+        paths = sysconfig.get_paths()
+        root = Path(paths["stdlib"] if name == "stdlib" else paths["purelib"])
+        skipped = SKIPPED_FOLDERS if name == "stdlib" else {"__pycache__"}
+        files = [f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts[:-1])]
+        return Source(name, root, tuple(sorted(files)), "skip", cfg.text_key)
+    root, files = _find(name)
+    if not files:
+        raise UserError(
+            f"data.source={name} has no {', '.join(SUFFIXES)} file (nor .gz of one) (--data.source)"
+        )
+    return Source(name, root, tuple(sorted(files)), cfg.undecodable, cfg.text_key)
+
+
+def _suffix(file: Path) -> str:
+    """Returns the suffix that says what the file holds, without .gz."""
+    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
+def _find(name: str) -> tuple[Path, list[Path]]:
+    """Returns (the folder that names are relative to, the text files)."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, [f for f in path.rglob("*") if _suffix(f) in SUFFIXES and f.is_file()]
+    if path.is_file():
+        if _suffix(path) not in SUFFIXES:
+            raise UserError(
+                f"data.source={name} is not a {', '.join(SUFFIXES)} file (nor .gz of one)"
+            )
+        return path.parent, [path]
+    if glob.has_magic(name):
+        matches = [Path(m) for m in glob.glob(str(path), recursive=True)]
+        root = Path(*_before_magic(path.parts))
+        return root, [f for f in matches if _suffix(f) in SUFFIXES and f.is_file()]
+    raise UserError(
+        f"data.source={name} is neither {' nor '.join(BUILT_IN)} nor a folder, file or glob that "
+        f"exists.{did_you_mean(name, BUILT_IN)} (--data.source)"
+    )
+
+
+def _before_magic(parts: tuple[str, ...]) -> list[str]:
+    kept = []
+    for part in parts[:-1]:
+        if glob.has_magic(part):
+            break
+        kept.append(part)
+    return kept or ["."]

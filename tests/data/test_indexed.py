@@ -1,0 +1,79 @@
+import struct
+
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.data.indexed import TokenFile, TokenWriter
+
+DOCUMENTS = [np.arange(5), np.array([], int), np.array([511, 7, 7])]
+
+
+@pytest.mark.parametrize("vocab", [512, 200_000])
+def test_round_trip(tmp_path, vocab):
+    with TokenWriter(tmp_path / "x", vocab) as writer:
+        for d in DOCUMENTS:
+            writer.add(d)
+    file = TokenFile(tmp_path / "x")
+    assert len(file) == 3 and file.dtype == (np.uint16 if vocab < 2**16 else np.int32)
+    for i, d in enumerate(DOCUMENTS):
+        assert file.read(i, 0, len(d)).tolist() == d.tolist()
+    assert file.read(2, 1, 3).tolist() == [7, 7]
+
+
+def megatron_bytes(documents, code, dtype):
+    """The format written down a second time, from Megatron-LM's reader."""
+    lengths = [len(d) for d in documents]
+    pointers, at = [], 0
+    for n in lengths:
+        pointers.append(at)
+        at += n * np.dtype(dtype).itemsize
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<Q", len(documents)) + struct.pack("<Q", len(documents) + 1)
+    index += np.array(lengths, np.int32).tobytes() + np.array(pointers, np.int64).tobytes()
+    index += np.arange(len(documents) + 1, dtype=np.int64).tobytes()
+    return index, b"".join(np.asarray(d, dtype).tobytes() for d in documents)
+
+
+def test_our_files_are_megatrons_to_the_byte(tmp_path):
+    with TokenWriter(tmp_path / "x", 512) as writer:
+        for d in DOCUMENTS:
+            writer.add(d)
+    index, data = megatron_bytes(DOCUMENTS, 8, np.uint16)
+    assert (tmp_path / "x.idx").read_bytes() == index
+    assert (tmp_path / "x.bin").read_bytes() == data
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, np.uint8), (4, np.int32), (8, np.uint16)])
+def test_megatrons_files_are_read(tmp_path, code, dtype):
+    index, data = megatron_bytes([[1, 2, 3], [4]], code, dtype)
+    (tmp_path / "m.idx").write_bytes(index)
+    (tmp_path / "m.bin").write_bytes(data)
+    assert TokenFile(tmp_path / "m").read(1, 0, 1).tolist() == [4]
+
+
+def test_a_failed_writer_leaves_no_index(tmp_path):
+    with pytest.raises(RuntimeError), TokenWriter(tmp_path / "x", 512) as writer:
+        writer.add(np.arange(3))
+        raise RuntimeError
+    with pytest.raises(UserError, match="cannot read token file"):
+        TokenFile(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda i, d: (b"garbage" + i, d), "is not a Megatron index"),
+        (lambda i, d: (i[:-3], d), "is damaged"),
+        (lambda i, d: (i, d[:-1]), "is damaged"),
+        (lambda i, d: (i[:17] + b"\x63" + i[18:], d), "dtype code 99"),
+        (lambda i, d: (b"", d), "is not a Megatron index"),
+    ],
+)
+def test_damage_is_found(tmp_path, change, words):
+    index, data = change(*megatron_bytes([[1, 2, 3], [4]], 8, np.uint16))
+    (tmp_path / "m.idx").write_bytes(index)
+    (tmp_path / "m.bin").write_bytes(data)
+    with pytest.raises(UserError) as error:
+        TokenFile(tmp_path / "m")
+    assert words in str(error.value)

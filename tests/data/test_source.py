@@ -1,0 +1,100 @@
+import gzip
+import json
+
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.data.config import DataConfig
+from megajax.data.source import open_source
+
+
+def read(folder, **settings):
+    return list(open_source(str(folder), DataConfig(**settings)).documents())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("alpha")
+    (tmp_path / "deep" / "b.md").write_text("# beta")
+    (tmp_path / "c.py").write_text("gamma = 1")
+    (tmp_path / "d.bin").write_text("not text")
+    lines = [json.dumps({"text": "one"}), "", json.dumps({"text": "two"})]
+    (tmp_path / "e.jsonl").write_text("\n".join(lines))
+    with gzip.open(tmp_path / "f.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "three"}))
+    with gzip.open(tmp_path / "g.txt.gz", "wt") as file:
+        file.write("delta")
+    return tmp_path
+
+
+def test_a_folder_gives_every_text_once_in_order(folder):
+    assert [(d.name, d.text) for d in read(folder)] == [
+        ("a.txt", "alpha"),
+        ("c.py", "gamma = 1"),
+        ("deep/b.md", "# beta"),
+        ("e.jsonl#1", "one"),
+        ("e.jsonl#3", "two"),
+        ("f.jsonl.gz#1", "three"),
+        ("g.txt.gz", "delta"),
+    ]
+
+
+def test_globs_and_single_files(folder):
+    assert [d.name for d in read(f"{folder}/**/*.md")] == ["deep/b.md"]
+    assert [d.text for d in read(folder / "a.txt")] == ["alpha"]
+
+
+def test_the_standard_library_is_there():
+    source = open_source("stdlib", DataConfig())
+    assert len(source.files) > 300
+    assert all(f.suffix == ".py" for f in source.files)
+    assert not any("test" in f.parts or "site-packages" in f.parts for f in source.files)
+
+
+def test_the_fingerprint_follows_the_files(folder):
+    before = open_source(str(folder), DataConfig()).fingerprint()
+    assert open_source(str(folder), DataConfig()).fingerprint() == before
+    (folder / "a.txt").write_text("alpha, longer")
+    assert open_source(str(folder), DataConfig()).fingerprint() != before
+
+
+def test_undecodable_files_are_named_skipped_or_replaced(folder):
+    (folder / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(UserError) as error:
+        read(folder)
+    assert "bad.txt is not UTF-8 text (byte 0xe9 at offset 3)" in str(error.value)
+    assert "bad.txt" not in [d.name for d in read(folder, undecodable="skip")]
+    replaced = {d.name: d.text for d in read(folder, undecodable="replace")}
+    assert replaced["bad.txt"] == "caf\ufffd au lait"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.jsonl", "{oops", "line 1 is not JSON"),
+        ("x.jsonl", '{"body": "x"}', "has no member 'text'"),
+        ("x.jsonl", '"just a string"', "has no member 'text'"),
+        ("x.txt.gz", "not gzip", "cannot read"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError) as error:
+        read(tmp_path)
+    assert name in str(error.value) and words in str(error.value)
+
+
+def test_another_text_key(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"body": "hello"}')
+    assert read(tmp_path, text_key="body")[0].text == "hello"
+
+
+def test_missing_and_empty_sources(tmp_path):
+    with pytest.raises(UserError, match="has no .txt, .md, .py, .jsonl file"):
+        read(tmp_path)
+    with pytest.raises(UserError, match="Did you mean stdlib?"):
+        read("stdlb")
+    (tmp_path / "x.csv").write_text("1,2")
+    with pytest.raises(UserError, match="x.csv is not a"):
+        read(tmp_path / "x.csv")
