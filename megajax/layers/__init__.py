@@ -1,0 +1,1 @@
+"""Parts of networks. They know logical words only; communication and kernels enter through Ops."""

@@ -1,0 +1,75 @@
+"""Cross-entropy that never holds all logits and never gathers the vocabulary.
+
+The sequence is cut into chunks; each chunk's logits are made, reduced and thrown away (the backward
+pass makes them again). With a vocabulary cut over devices only (B, S) maxima and sums travel.
+z-loss: PaLM (arXiv 2204.02311) section 5, keeps log Z near 0.
+
+Legend: B rows, S positions, D model width, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+NEGATIVE = -1e30  # (chosen: exp gives exactly 0 in float32, and no inf - inf)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSums:
+    """Sums over the predicted tokens (targets >= 0), float32 scalars; count is int32."""
+
+    cross_entropy: jax.Array
+    z_squared: jax.Array
+    count: jax.Array
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        """Adds member by member."""
+        return jax.tree.map(jnp.add, self, other)
+
+
+def mask_padding(logits: jax.Array, vocab: int) -> jax.Array:
+    """Returns logits with the rows that only pad the vocabulary sent to minus infinity."""
+    if logits.shape[-1] == vocab:
+        return logits
+    real_V = jnp.arange(logits.shape[-1]) < vocab
+    return jnp.where(jnp.expand_dims(real_V, (0, 1)), logits, NEGATIVE)
+
+
+def cross_entropy(
+    hidden_BSD: jax.Array, targets_BS: jax.Array, logits: Callable, chunks: int = 1
+) -> LossSums:
+    """Sums -log p(target) and log(Z)^2.
+
+    Args: targets_BS: int32, negative: not predicted. logits: (B,s,D) -> float32 (B,s,V), pads
+      masked. chunks: pieces of the sequence; must divide S.
+    """
+
+    def piece(h_BSD: jax.Array, t_BS: jax.Array) -> LossSums:
+        z_BSV = logits(h_BSD)
+        # A select and a sum: take_along_axis would gather a vocabulary that is cut.
+        hit_BSV = t_BS[..., None] == jnp.arange(z_BSV.shape[-1])[None, None]
+        target_BS = jnp.where(hit_BSV, z_BSV, 0.0).sum(-1)
+        log_z_BS = jax.nn.logsumexp(z_BSV, -1)
+        valid_BS = t_BS >= 0
+        return LossSums(
+            jnp.where(valid_BS, log_z_BS - target_BS, 0.0).sum(),
+            jnp.where(valid_BS, log_z_BS**2, 0.0).sum(),
+            valid_BS.sum(),
+        )
+
+    if chunks == 1:  # no reshape: a dim of size 1 cannot be added to an array with reduced axes
+        return piece(hidden_BSD, targets_BS)
+
+    def cut(x: jax.Array) -> jax.Array:  # strided, so that a cut S stays the outermost part
+        pieces = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
+        return jnp.moveaxis(pieces, 2, 0)
+
+    def step(total: LossSums, chunk: tuple) -> tuple[LossSums, None]:
+        return total + jax.checkpoint(piece)(*chunk), None
+
+    zero = jnp.zeros((), jnp.float32)
+    start = LossSums(zero, zero, jnp.zeros((), jnp.int32))
+    return jax.lax.scan(step, start, (cut(hidden_BSD), cut(targets_BS)))[0]

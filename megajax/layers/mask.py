@@ -1,0 +1,42 @@
+"""Who may attend to whom: causal order, packed segments, sliding window.
+
+Positions restart at every segment, so inside one segment their order is the order of the tokens,
+whatever the layout of the row. That one rule serves packed training rows, cached decoding (the
+memory's positions are 0..M-1 and what is not yet written lies in the future) and reordered context
+parallelism. Sliding window: MegaScale section 3.1.
+
+Legend: B rows, S query positions, M memory positions, K head width.
+"""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the blocks need to know of the tokens, the same for all layers.
+
+    positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row).
+    rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or None (off).
+    """
+
+    positions_BS: jax.Array
+    segments_BS: jax.Array | None = None
+    rotary: tuple[jax.Array, jax.Array] | None = None
+    dropout: jax.Array | None = None
+
+
+def visible(query: Context, memory: Context, window: int | None) -> jax.Array:
+    """Returns mask_B1SM, True where the query may see the key.
+
+    window: a query sees `window` keys at most, itself included; None: all before it.
+    """
+    q_BS1, k_B1M = query.positions_BS[:, :, None], memory.positions_BS[:, None, :]
+    mask_BSM = k_B1M <= q_BS1
+    if window is not None:
+        mask_BSM &= k_B1M > q_BS1 - window
+    if query.segments_BS is not None and memory.segments_BS is not None:
+        mask_BSM &= query.segments_BS[:, :, None] == memory.segments_BS[:, None, :]
+    return mask_BSM[:, None]

@@ -1,0 +1,59 @@
+"""The feed-forward part of a block: SwiGLU or GELU, without its two communications.
+
+Sources: GLU Variants (arXiv 2002.05202) for SwiGLU. 'gelu_tanh' is the approximation that GPT-2
+uses; 'gelu' is exact.
+
+Legend: B rows, S positions, D model width, F feed-forward width.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+from flax import nnx
+
+from megajax.core.layout import Layout
+from megajax.layers import param
+
+Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    """Shape of one feed-forward layer."""
+
+    width: int
+    hidden: int
+    activation: Activation
+    bias: bool
+    down_std: float
+
+
+class Mlp(nnx.Module):
+    """Parameters and activation."""
+
+    def __init__(self, cfg: MlpConfig, layout: Layout | None, *, rngs: nnx.Rngs):
+        """Makes up (and gate, for SwiGLU) (D,F) and down (F,D), with biases if asked."""
+        D, F = cfg.width, cfg.hidden
+        self.cfg = cfg
+        if cfg.activation == "swiglu":
+            self.gate = param.normal(rngs, layout, (D, F), ("embed", "mlp"), 0.02)
+        self.up = param.normal(rngs, layout, (D, F), ("embed", "mlp"), 0.02)
+        self.down = param.normal(rngs, layout, (F, D), ("mlp", "embed"), cfg.down_std)
+        if cfg.bias:
+            self.up_bias = param.constant(layout, (F,), ("mlp",), 0.0)
+            self.down_bias = param.constant(layout, (D,), (None,), 0.0)
+
+    @property
+    def inputs(self) -> tuple[nnx.Param, ...]:
+        """The weights that read the block's input."""
+        return (self.gate, self.up) if self.cfg.activation == "swiglu" else (self.up,)
+
+    def __call__(self, projected: tuple[jax.Array, ...]) -> jax.Array:
+        """From the projected inputs (each B,S,F) to the hidden values, ready for `down`."""
+        up_BSF = projected[-1]
+        if self.cfg.bias:
+            up_BSF = up_BSF + param.broadcast(self.up_bias, up_BSF, up_BSF.dtype)
+        if self.cfg.activation == "swiglu":
+            return jax.nn.silu(projected[0]) * up_BSF
+        return jax.nn.gelu(up_BSF, approximate=self.cfg.activation == "gelu_tanh")

@@ -1,0 +1,95 @@
+"""Ops: the seams at which communication and kernels enter a model.
+
+A block is written once. What differs between one device, tensor parallelism, a fused
+GEMM-with-communication, a tile-sparse or a quantized GEMM and another attention kernel is which
+functions stand in here. `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
+communication around it and take it as an argument, so the two choices compose. The defaults are
+local; parallel/tensor.py builds the sharded ones.
+
+Legend: B rows, S positions, D model width, F any hidden width, V table rows.
+A weight argument is an nnx.Param whose metadata `axes` names its dimensions.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.attend import attend
+
+Array = jax.Array
+Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
+
+
+def matmul(
+    x: Array, w: Array, contract: int = 1, out_sharding: Spec = None, out_dtype: Any = None
+) -> Array:
+    """Contracts the last `contract` dims of x with the first ones of w.
+
+    Returns: x's leading dims followed by w's trailing ones, in out_dtype (None: x's dtype).
+    """
+    dims = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
+    return jax.lax.dot_general(
+        x, w, (dims, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
+    )
+
+
+def gather(x_BSD: Array) -> Array:
+    """From the residual stream into a block. Locally nothing."""
+    return x_BSD
+
+
+def whole(w: nnx.Param, dtype: Any) -> Array:
+    """Returns a weight ready for use: cast, and gathered if it rests in pieces."""
+    return w[...].astype(dtype)
+
+
+def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Array, ...]:
+    """Products of one input with several weights (D, ...), sharing one gather of the input."""
+    return tuple(matmul(x_BSD, whole(w, x_BSD.dtype)) for w in weights)
+
+
+def down(
+    products: Sequence[tuple[Array, nnx.Param]],
+    residual_BSD: Array,
+    matmul: Callable,
+    bias: Array | None = None,
+    drop: Callable | None = None,
+) -> Array:
+    """residual + drop(sum of x . w + bias) for (x, w (..., D)) pairs, sharing one scatter."""
+    terms = (matmul(x, whole(w, x.dtype), contract=w[...].ndim - 1) for x, w in products)
+    return join(functools.reduce(operator.add, terms), residual_BSD, bias, drop)
+
+
+def join(
+    y_BSD: Array, residual_BSD: Array, bias: Array | None = None, drop: Callable | None = None
+) -> Array:
+    """The end of every `down`: bias, dropout, residual. Named for the remat policies."""
+    y_BSD = checkpoint_name(y_BSD, "block_out")
+    if bias is not None:
+        y_BSD = y_BSD + bias.astype(y_BSD.dtype)[None, None]
+    return residual_BSD + (drop(y_BSD) if drop is not None else y_BSD)
+
+
+def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
+    """Sum over (table (V, D), ids (B, S)) of the tables' rows: the start of the residual stream."""
+    rows = (whole(table, dtype)[ids_BS] for table, ids_BS in pairs)
+    return functools.reduce(operator.add, rows)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The functions above, each replaceable."""
+
+    matmul: Callable = matmul
+    gather: Callable = gather
+    whole: Callable = whole
+    up: Callable = up
+    down: Callable = down
+    lookup: Callable = lookup
+    attend: Callable = attend

@@ -1,0 +1,1 @@
+"""Whole networks and their name maps. They know no mesh and no PartitionSpec."""

@@ -1,0 +1,178 @@
+"""The decoder: GPT-2, Llama, Qwen and MegaScale's parallel block, one definition.
+
+A token enters `embed`, passes `layers` equal blocks and leaves through `head_loss`. A serial block
+is x + MLP(norm(x + Attn(norm(x)))); the parallel one x + MLP(norm(x)) + Attn(norm(x)), which shares
+one norm, one gather and one scatter (MegaScale section 3.1). The module knows logical words; where
+arrays live is Layout's business, how they travel is Ops'.
+
+Legend: B rows, S positions, D model width, V vocabulary.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.core.layout import Layout
+from megajax.core.tree import Tree
+from megajax.layers import param
+from megajax.layers.attention import Attention, Cache
+from megajax.layers.dropout import drop
+from megajax.layers.losses import LossSums, cross_entropy, mask_padding
+from megajax.layers.mask import Context
+from megajax.layers.mlp import Mlp
+from megajax.layers.norm import Norm
+from megajax.layers.ops import Ops
+from megajax.layers.rope import rotary
+from megajax.models import parts as parts_
+from megajax.models.decoder_config import DecoderConfig
+
+
+class Block(nnx.Module):
+    """One layer, serial or parallel."""
+
+    def __init__(self, cfg: DecoderConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
+        """Makes one norm (parallel) or two (serial), attention and MLP."""
+        self.cfg, self.ops = cfg, ops
+        norm = functools.partial(Norm, cfg.norm, cfg.width, cfg.norm_eps, layout)
+        self.attention_norm = norm()
+        if cfg.block == "serial":
+            self.mlp_norm = norm()
+        self.attention = Attention(cfg.attention, layout, ops, rngs=rngs)
+        self.mlp = Mlp(cfg.feed_forward, layout, rngs=rngs)
+
+    def __call__(
+        self, x_BSD: jax.Array, context: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns (the residual stream after this layer, its cache with these tokens)."""
+        ops, attention, mlp = self.ops, self.attention, self.mlp
+        out_bias = attention.out_bias[...] if self.cfg.attention.out_bias else None
+        down_bias = mlp.down_bias[...] if self.cfg.feed_forward.bias else None
+        if self.cfg.block == "parallel":
+            weights = attention.inputs + mlp.inputs
+            projected = ops.up(self.attention_norm(x_BSD), weights, ops.matmul)
+            y, cache = attention(projected[:3], context, cache)
+            products = ((y, attention.out), (mlp(projected[3:]), mlp.down))
+            both = [b for b in (out_bias, down_bias) if b is not None]
+            bias = functools.reduce(operator.add, both) if both else None
+            x_BSD = ops.down(products, x_BSD, ops.matmul, bias, self._dropper(context, 0))
+            return x_BSD, cache
+        projected = ops.up(self.attention_norm(x_BSD), attention.inputs, ops.matmul)
+        y, cache = attention(projected, context, cache)
+        dropper = self._dropper(context, 0)
+        x_BSD = ops.down(((y, attention.out),), x_BSD, ops.matmul, out_bias, dropper)
+        hidden = mlp(ops.up(self.mlp_norm(x_BSD), mlp.inputs, ops.matmul))
+        dropper = self._dropper(context, 1)
+        return ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, down_bias, dropper), cache
+
+    def _dropper(self, context: Context, place: int) -> Callable | None:
+        if context.dropout is None:
+            return None
+        key = jax.random.fold_in(context.dropout, place)
+        return functools.partial(drop, rate=self.cfg.dropout, key=key)
+
+
+class Decoder(nnx.Module):
+    """The whole network. Build it under the layout's mesh; use it through `parts`."""
+
+    def __init__(self, cfg: DecoderConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
+        """Makes embeddings, the stacked blocks, the last norm and, unless tied, the head."""
+        self.cfg, self.layout, self.ops = cfg, layout, ops
+        D, V = cfg.width, cfg.padded_vocab
+        self.tokens = param.normal(rngs, layout, (V, D), ("vocab", "embed"), 0.02)
+        if cfg.position == "learned":
+            shape = (cfg.max_positions, D)
+            self.positions = param.normal(rngs, layout, shape, ("positions", "embed"), 0.01)
+        make_block = nnx.vmap(lambda r: Block(cfg, layout, ops, rngs=r))
+        self.blocks = make_block(rngs.split(cfg.layers))
+        self.norm = Norm(cfg.norm, D, cfg.norm_eps, layout)
+        if not cfg.tied:
+            self.head = param.normal(rngs, layout, (D, V), ("embed", "vocab"), 0.02)
+
+    def context(self, batch: parts_.Batch, key: jax.Array | None) -> Context:
+        """Returns what all blocks share. key: for dropout, None when it is off."""
+        positions_BS = batch["positions"]
+        tables = None
+        if self.cfg.position == "rope":
+            tables = rotary(positions_BS, self.cfg.rope, self.cfg.head_width)
+        key = key if self.cfg.dropout > 0 else None
+        return Context(positions_BS, batch.get("segments"), tables, key)
+
+    def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
+        """Returns the start of the residual stream, x_BSD."""
+        pairs = [(self.tokens, batch["tokens"])]
+        if self.cfg.position == "learned":
+            pairs.append((self.positions, batch["positions"]))
+        x_BSD = self.ops.lookup(pairs, dtype)
+        if context.dropout is not None:
+            key = jax.random.fold_in(context.dropout, self.cfg.layers)
+            x_BSD = drop(x_BSD, self.cfg.dropout, key)
+        return x_BSD
+
+    def _project(self, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
+        """Returns hidden_BSD -> float32 logits_BSV, the vocabulary cut and its padding masked."""
+        ops, layout = self.ops, self.layout
+        w_DV = ops.whole(self.tokens, dtype).T if self.cfg.tied else ops.whole(self.head, dtype)
+        spec = layout.act("batch", "seq", "vocab") if layout else None
+
+        def project(hidden_BSD: jax.Array) -> jax.Array:
+            logits = ops.matmul(hidden_BSD, w_DV, out_sharding=spec, out_dtype=jnp.float32)
+            return mask_padding(logits, self.cfg.vocab)
+
+        return project
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        """Returns float32 logits_BSV of the residual stream after the last block."""
+        return self._project(x_BSD.dtype)(self.ops.gather(self.norm(x_BSD)))
+
+    def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int) -> LossSums:
+        """Returns the cross-entropy sums of the residual stream after the last block."""
+        hidden_BSD = self.ops.gather(self.norm(x_BSD))
+        return cross_entropy(hidden_BSD, targets_BS, self._project(x_BSD.dtype), chunks)
+
+
+def parts(
+    cfg: DecoderConfig,
+    layout: Layout | None = None,
+    ops: Ops | None = None,
+    dtype: jnp.dtype | str = "float32",
+    loss_chunks: int = 1,
+) -> parts_.ModelParts:
+    """Returns the decoder as pure functions. Call it, and them, under the layout's mesh.
+
+    dtype: of the residual stream and all matmuls. loss_chunks: pieces of the sequence whose logits
+    exist at one time; must divide it.
+    """
+    ops = Ops() if ops is None else ops
+    dtype = jnp.dtype(dtype)
+
+    def build(key: jax.Array) -> Decoder:
+        return Decoder(cfg, layout, ops, rngs=nnx.Rngs(params=key))
+
+    graph, abstract, axes = parts_.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
+    block_graph = nnx.split(nnx.merge(graph, abstract).blocks)[0]
+
+    def init(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(build(key)))
+
+    def block(
+        weights: Tree, x: jax.Array, context: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        return nnx.merge(block_graph, weights)(x, context, cache)
+
+    merge = functools.partial(nnx.merge, graph)
+    context_of = merge(abstract).context  # reads the configuration only, no parameter
+    return parts_.ModelParts(
+        layers=cfg.layers,
+        abstract=abstract,
+        axes=axes,
+        init=init,
+        context=context_of,
+        embed=lambda params, batch, context: merge(params).embed(batch, context, dtype),
+        block=block,
+        head=lambda params, x: merge(params).logits(x),
+        head_loss=lambda params, x, targets: merge(params).loss(x, targets, loss_chunks),
+    )

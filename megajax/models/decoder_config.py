@@ -1,0 +1,219 @@
+"""Shape of a decoder, its presets, and what follows from the shape: sizes, parameters, FLOPs.
+
+Presets name the source of their numbers. Vocabularies are rounded up to a multiple that every
+tensor-parallel size divides; logits of the added rows are masked.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megajax.core.config import group, option
+from megajax.core.errors import UserError, nearest_divisors
+from megajax.cost.flops import DecoderWork
+from megajax.layers.attention import AttentionConfig
+from megajax.layers.mlp import Activation, MlpConfig
+from megajax.layers.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that decides the parameters and the arithmetic of a decoder."""
+
+    layers: int = option(4, "equal blocks")
+    width: int = option(128, "model width D")
+    heads: int = option(4, "query heads H")
+    kv_heads: int = option(4, "key-value heads G; must divide the query heads")
+    head_width: int = option(32, "width of one head K")
+    mlp: int = option(384, "feed-forward width F")
+    vocab: int = option(512, "token ids that the model can predict")
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this")
+    block: Literal["serial", "parallel"] = option("serial", "parallel: MegaScale section 3.1")
+    norm: Literal["rms", "layer"] = option("rms", "RMSNorm or LayerNorm")
+    norm_eps: float = option(1e-6, "added to the variance")
+    position: Literal["rope", "learned", "none"] = option("rope", "how tokens know their place")
+    max_positions: int = option(131072, "longest row the model is meant for", "tokens")
+    activation: Activation = option("swiglu", "of the feed-forward layer")
+    bias: Literal["none", "qkv", "all"] = option("none", "which projections have one")
+    qk_norm: bool = option(False, "RMSNorm on each query and key head")
+    window: int | None = option(None, "sliding window, itself included; none: full", "tokens")
+    tied: bool = option(True, "the head is the embedding transposed")
+    dropout: float = option(0.0, "on the embedding and on each sublayer's output")
+    rope: RopeConfig = group(RopeConfig)
+
+    def __post_init__(self):
+        """Refuses shapes that cannot be built."""
+        for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp", "vocab"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"model.{name}={getattr(self, name)} must be at least 1 (--model.{name})"
+                )
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}; "
+                f"{nearest_divisors(self.heads, self.kv_heads)} (--model.kv_heads)"
+            )
+        if self.position == "rope" and self.head_width % 2:
+            raise UserError(
+                f"model.head_width={self.head_width} must be even for rotary positions; "
+                f"nearest: {self.head_width - 1}, {self.head_width + 1} (--model.head_width)"
+            )
+        if self.window is not None and self.window < 1:
+            raise UserError(
+                f"model.window={self.window} must be at least 1, the token itself (--model.window)"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"model.dropout={self.dropout} must be in [0, 1) (--model.dropout)")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention layer's own shape."""
+        return AttentionConfig(
+            self.width,
+            self.heads,
+            self.kv_heads,
+            self.head_width,
+            qkv_bias=self.bias != "none",
+            out_bias=self.bias == "all",
+            qk_norm=self.qk_norm,
+            norm_eps=self.norm_eps,
+            window=self.window,
+            out_std=self._out_std,
+        )
+
+    @property
+    def feed_forward(self) -> MlpConfig:
+        """The feed-forward layer's own shape."""
+        bias = self.bias == "all"
+        return MlpConfig(self.width, self.mlp, self.activation, bias, self._out_std)
+
+    @property
+    def _out_std(self) -> float:
+        return 0.02 / (2 * self.layers) ** 0.5  # GPT-2: the residual stream grows with depth
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """{logical word: (size of that dimension, the flag that sets it)}."""
+        return {
+            "embed": (self.width, "model.width"),
+            "heads": (self.heads, "model.heads"),
+            "kv_heads": (self.kv_heads, "model.kv_heads"),
+            "mlp": (self.mlp, "model.mlp"),
+            "vocab": (self.padded_vocab, "model.vocab_multiple"),
+            "layers": (self.layers, "model.layers"),
+        } | (
+            {"positions": (self.max_positions, "model.max_positions")}
+            if self.position == "learned"
+            else {}
+        )
+
+    @property
+    def work(self) -> DecoderWork:
+        """What FLOPs depend on. Biases and norms are left out, as every convention does."""
+        attended = self.heads * self.head_width
+        kv = self.kv_heads * self.head_width
+        matrices = 3 if self.activation == "swiglu" else 2
+        per_layer = self.width * (2 * attended + 2 * kv + matrices * self.mlp)
+        return DecoderWork(
+            self.layers, self.width, attended, self.layers * per_layer, self.vocab, self.window
+        )
+
+
+def _gpt2(layers: int, width: int, heads: int) -> DecoderConfig:
+    """GPT-2 (Radford et al. 2019, table 2)."""
+    return DecoderConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=64,
+        mlp=4 * width,
+        vocab=50257,
+        norm="layer",
+        norm_eps=1e-5,
+        position="learned",
+        max_positions=1024,
+        activation="gelu_tanh",
+        bias="all",
+        tied=True,
+    )
+
+
+def _llama3(layers: int, width: int, heads: int, mlp: int, **changes) -> DecoderConfig:
+    """Llama 3.1 and 3.2 (arXiv 2407.21783, table 3; the 1B's model card)."""
+    values: dict[str, Any] = dict(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=8,
+        head_width=width // heads,
+        mlp=mlp,
+        vocab=128256,
+        norm_eps=1e-5,
+        tied=False,
+        rope=RopeConfig(theta=500000.0, factor=8.0),
+    )
+    return DecoderConfig(**(values | changes))
+
+
+def _qwen(layers: int, width: int, heads: int, kv_heads: int, mlp: int, **changes) -> DecoderConfig:
+    """Qwen2 and Qwen3 dense (arXiv 2407.10671 table 1, 2505.09388 table 1)."""
+    values: dict[str, Any] = dict(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=128,
+        mlp=mlp,
+        vocab=151936,
+        max_positions=32768,
+        tied=False,
+        rope=RopeConfig(theta=1000000.0),
+    )
+    return DecoderConfig(**(values | changes))
+
+
+def _megascale(layers: int, width: int, heads: int) -> DecoderConfig:
+    """MegaScale section 6.1. The paper gives no window: 1024 is (chosen, half its sequence)."""
+    return DecoderConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        mlp=4 * width,
+        vocab=64000,
+        block="parallel",
+        norm="layer",
+        norm_eps=1e-5,
+        position="learned",
+        max_positions=2048,
+        activation="gelu_tanh",
+        window=1024,
+        tied=True,
+    )
+
+
+PRESETS: dict[str, Callable[[], DecoderConfig]] = {
+    "nano": DecoderConfig,
+    "gpt2": lambda: _gpt2(12, 768, 12),
+    "gpt2_medium": lambda: _gpt2(24, 1024, 16),
+    "gpt2_large": lambda: _gpt2(36, 1280, 20),
+    "gpt2_xl": lambda: _gpt2(48, 1600, 25),
+    "llama3_1b": lambda: _llama3(
+        16, 2048, 32, 8192, tied=True, rope=RopeConfig(theta=500000.0, factor=32.0)
+    ),
+    "llama3_8b": lambda: _llama3(32, 4096, 32, 14336),
+    "llama3_70b": lambda: _llama3(80, 8192, 64, 28672),
+    "qwen2_0p5b": lambda: _qwen(24, 896, 14, 2, 4864, head_width=64, bias="qkv", tied=True),
+    "qwen2_7b": lambda: _qwen(28, 3584, 28, 4, 18944, bias="qkv", vocab=152064),
+    "qwen3_0p6b": lambda: _qwen(28, 1024, 16, 8, 3072, qk_norm=True, tied=True),
+    "qwen3_8b": lambda: _qwen(36, 4096, 32, 8, 12288, qk_norm=True),
+    "megascale_175b": lambda: _megascale(96, 12288, 128),
+    "megascale_530b": lambda: _megascale(105, 20480, 160),
+}

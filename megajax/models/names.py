@@ -1,0 +1,330 @@
+"""Hugging Face name maps: our leaves <-> their tensors, and our configuration <-> config.json.
+
+A rule says how one tensor's dimensions are read and in which order ours has them, letter by letter
+('HKD->DHK': a torch Linear of q_proj). Both directions are views, so a shard of a leaf is read
+from the file without touching the rest. Families: gpt2, llama, mistral (llama with a window),
+qwen2, qwen3.
+
+Legend: D width, F feed-forward, H query heads, G key-value heads, K head width, V vocabulary, N
+positions, 3 the fused q, k, v of GPT-2.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.layers.rope import RopeConfig
+from megajax.models.decoder_config import DecoderConfig
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One leaf and its tensor. '{i}' in `theirs`: the layer. part: of a fused tensor's '3'."""
+
+    ours: str
+    theirs: str
+    dims: str
+    part: int | None = None
+
+    def sizes(self, cfg: DecoderConfig) -> dict[str, int]:
+        """Returns {letter: size} in their tensor."""
+        return {
+            "D": cfg.width, "F": cfg.mlp, "H": cfg.heads, "G": cfg.kv_heads, "K": cfg.head_width,
+            "V": cfg.vocab, "N": cfg.max_positions, "3": 3,
+        }  # fmt: skip
+
+    def their_shape(self, cfg: DecoderConfig) -> tuple[int, ...]:
+        """Returns the tensor's shape: heads and head width are one dimension there."""
+        sizes = self.sizes(cfg)
+        merged = self.dims.split("->")[0]
+        for fused in ("3HK", "HK", "GK"):
+            if fused in merged:
+                size = int(np.prod([sizes[c] for c in fused]))
+                others = [sizes[c] for c in merged.replace(fused, "*") if c != "*"]
+                return (size, *others) if merged.startswith(fused) else (*others, size)
+        return tuple(sizes[c] for c in merged)
+
+    def to_ours(self, tensor: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
+        """Returns their tensor as a view in our shape (of one layer)."""
+        theirs, ours = self.dims.split("->")
+        view = tensor.reshape([self.sizes(cfg)[c] for c in theirs])
+        if self.part is not None:
+            view = view[(slice(None),) * theirs.index("3") + (self.part,)]
+            theirs = theirs.replace("3", "")
+        return view.transpose([theirs.index(c) for c in ours])
+
+    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """Returns one layer of our leaf with their order of dimensions (the '3' left out)."""
+        theirs, ours = self.dims.split("->")
+        return array.transpose([ours.index(c) for c in theirs.replace("3", "")])
+
+
+def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
+    found = []
+    for ours, theirs, heads in (
+        ("query", "q_proj", "H"),
+        ("key", "k_proj", "G"),
+        ("value", "v_proj", "G"),
+    ):
+        found.append(
+            Rule(
+                f"blocks.attention.{ours}",
+                f"{prefix}.self_attn.{theirs}.weight",
+                f"{heads}KD->D{heads}K",
+            )
+        )
+        if bias == "qkv":
+            found.append(
+                Rule(
+                    f"blocks.attention.{ours}_bias",
+                    f"{prefix}.self_attn.{theirs}.bias",
+                    f"{heads}K->{heads}K",
+                )
+            )
+    found.append(Rule("blocks.attention.out", f"{prefix}.self_attn.o_proj.weight", "DHK->HKD"))
+    if qk_norm:
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            name = f"{prefix}.self_attn.{theirs}.weight"
+            found.append(Rule(f"blocks.attention.{ours}.scale", name, "K->K"))
+    return found
+
+
+def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
+    """Llama and its relatives: separate torch Linears, RMSNorm."""
+    layer = "model.layers.{i}"
+    found = [Rule("tokens", "model.embed_tokens.weight", "VD->VD")]
+    found += _attention(layer, cfg.bias, cfg.qk_norm)
+    found += [
+        Rule("blocks.mlp.gate", f"{layer}.mlp.gate_proj.weight", "FD->DF"),
+        Rule("blocks.mlp.up", f"{layer}.mlp.up_proj.weight", "FD->DF"),
+        Rule("blocks.mlp.down", f"{layer}.mlp.down_proj.weight", "DF->FD"),
+        Rule("blocks.attention_norm.scale", f"{layer}.input_layernorm.weight", "D->D"),
+        Rule("blocks.mlp_norm.scale", f"{layer}.post_attention_layernorm.weight", "D->D"),
+        Rule("norm.scale", "model.norm.weight", "D->D"),
+    ]
+    if not cfg.tied:
+        found.append(Rule("head", "lm_head.weight", "VD->DV"))
+    return found
+
+
+def _gpt2_rules(cfg: DecoderConfig) -> list[Rule]:
+    """GPT-2: Conv1D weights (in, out), fused q k v, biases everywhere."""
+    layer = "transformer.h.{i}"
+    found = [
+        Rule("tokens", "transformer.wte.weight", "VD->VD"),
+        Rule("positions", "transformer.wpe.weight", "ND->ND"),
+    ]
+    for part, ours in enumerate(("query", "key", "value")):
+        found += [
+            Rule(f"blocks.attention.{ours}", f"{layer}.attn.c_attn.weight", "D3HK->DHK", part),
+            Rule(f"blocks.attention.{ours}_bias", f"{layer}.attn.c_attn.bias", "3HK->HK", part),
+        ]
+    found += [
+        Rule("blocks.attention.out", f"{layer}.attn.c_proj.weight", "HKD->HKD"),
+        Rule("blocks.attention.out_bias", f"{layer}.attn.c_proj.bias", "D->D"),
+        Rule("blocks.mlp.up", f"{layer}.mlp.c_fc.weight", "DF->DF"),
+        Rule("blocks.mlp.up_bias", f"{layer}.mlp.c_fc.bias", "F->F"),
+        Rule("blocks.mlp.down", f"{layer}.mlp.c_proj.weight", "FD->FD"),
+        Rule("blocks.mlp.down_bias", f"{layer}.mlp.c_proj.bias", "D->D"),
+    ]
+    for ours, theirs in (
+        ("blocks.attention_norm", f"{layer}.ln_1"),
+        ("blocks.mlp_norm", f"{layer}.ln_2"),
+        ("norm", "transformer.ln_f"),
+    ):
+        found += [
+            Rule(f"{ours}.scale", f"{theirs}.weight", "D->D"),
+            Rule(f"{ours}.shift", f"{theirs}.bias", "D->D"),
+        ]
+    if not cfg.tied:
+        found.append(Rule("head", "lm_head.weight", "VD->DV"))
+    return found
+
+
+def rules(cfg: DecoderConfig) -> list[Rule]:
+    """Returns one rule for each leaf. Raises: UserError when no family has this shape."""
+    return _gpt2_rules(cfg) if family(cfg) == "gpt2" else _llama_rules(cfg)
+
+
+def family(cfg: DecoderConfig) -> Family:
+    """Returns the Hugging Face model type of this shape. Raises: UserError when there is none."""
+    like_gpt2 = (cfg.norm, cfg.position, cfg.activation, cfg.bias) == (
+        "layer", "learned", "gelu_tanh", "all",
+    )  # fmt: skip
+    like_llama = (cfg.norm, cfg.position, cfg.activation) == ("rms", "rope", "swiglu")
+    if cfg.block == "serial" and like_gpt2 and not cfg.qk_norm and cfg.window is None:
+        if cfg.kv_heads == cfg.heads and cfg.heads * cfg.head_width == cfg.width:
+            return "gpt2"
+    if cfg.block == "serial" and like_llama:
+        if cfg.qk_norm and cfg.bias == "none":
+            return "qwen3"
+        if cfg.bias == "qkv" and not cfg.qk_norm:
+            return "qwen2"
+        if cfg.bias == "none" and not cfg.qk_norm:
+            return "llama" if cfg.window is None else "mistral"
+    raise UserError(
+        f"no Hugging Face family has this shape: block {cfg.block}, norm {cfg.norm}, position "
+        f"{cfg.position}, activation {cfg.activation}, bias {cfg.bias}, qk_norm {cfg.qk_norm}, "
+        f"window {cfg.window}; gpt2, llama, mistral, qwen2 and qwen3 can be written"
+    )
+
+
+# ---- config.json
+
+_ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
+    """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
+    kind = found.get("model_type")
+    if kind == "gpt2":
+        return _from_gpt2(found)
+    if kind not in _ARCHITECTURES:
+        raise UserError(f"model_type {kind!r} is not one of {', '.join(_ARCHITECTURES)}")
+    _require(found, hidden_act="silu", mlp_bias=False)
+    if kind != "qwen2":  # which always has them, and no such member
+        _require(found, attention_bias=False)
+    heads, width = found["num_attention_heads"], found["hidden_size"]
+    return DecoderConfig(
+        layers=found["num_hidden_layers"],
+        width=width,
+        heads=heads,
+        kv_heads=found.get("num_key_value_heads") or heads,
+        head_width=found.get("head_dim") or width // heads,
+        mlp=found["intermediate_size"],
+        vocab=found["vocab_size"],
+        norm_eps=found["rms_norm_eps"],
+        max_positions=found["max_position_embeddings"],
+        bias="qkv" if kind == "qwen2" else "none",
+        qk_norm=kind == "qwen3",
+        window=_window(found),
+        tied=found.get("tie_word_embeddings", False),
+        rope=_rope(found),
+    )
+
+
+def _require(found: Mapping[str, Any], **wanted: Any) -> None:
+    """Refuses settings that change the arithmetic."""
+    for name, value in wanted.items():
+        if found.get(name, value) != value:
+            raise UserError(f"config.json: {name}={found[name]} is not supported, only {value}")
+
+
+def _window(found: Mapping[str, Any]) -> int | None:
+    window = found.get("sliding_window")
+    if window is None or found.get("use_sliding_window") is False:
+        return None
+    kinds = set(found.get("layer_types") or ["sliding_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"} or found.get("max_window_layers", 0) not in (0, None):
+        raise UserError("config.json: a window on some layers only is not supported")
+    return window
+
+
+def _rope(found: Mapping[str, Any]) -> RopeConfig:
+    """Reads rope_theta and rope_scaling, or the rope_parameters of transformers 5."""
+    settings = {"rope_theta": found.get("rope_theta", 10000.0)}
+    settings |= found.get("rope_scaling") or {}
+    settings |= found.get("rope_parameters") or {}
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta=float(settings["rope_theta"]))
+    if kind != "llama3":
+        raise UserError(f"config.json: rope_type {kind} is not supported, only default and llama3")
+    return RopeConfig(
+        theta=float(settings["rope_theta"]),
+        factor=float(settings["factor"]),
+        low_freq_factor=float(settings["low_freq_factor"]),
+        high_freq_factor=float(settings["high_freq_factor"]),
+        original_positions=int(settings["original_max_position_embeddings"]),
+    )
+
+
+def _from_gpt2(found: Mapping[str, Any]) -> DecoderConfig:
+    _require(
+        found,
+        activation_function="gelu_new",
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
+    width, heads = found["n_embd"], found["n_head"]
+    return DecoderConfig(
+        layers=found["n_layer"],
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        mlp=found.get("n_inner") or 4 * width,
+        vocab=found["vocab_size"],
+        norm="layer",
+        norm_eps=found["layer_norm_epsilon"],
+        position="learned",
+        max_positions=found["n_positions"],
+        activation="gelu_tanh",
+        bias="all",
+        tied=found.get("tie_word_embeddings", True),
+    )
+
+
+def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """Returns the config.json that `from_hf_config` and transformers read."""
+    kind = family(cfg)
+    common = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": cfg.vocab,
+        "tie_word_embeddings": cfg.tied,
+        "torch_dtype": dtype,
+    }
+    if kind == "gpt2":
+        return common | {
+            "n_layer": cfg.layers,
+            "n_embd": cfg.width,
+            "n_head": cfg.heads,
+            "n_inner": cfg.mlp,
+            "n_positions": cfg.max_positions,
+            "layer_norm_epsilon": cfg.norm_eps,
+            "activation_function": "gelu_new",
+        }
+    rope: dict[str, Any] = {"rope_theta": cfg.rope.theta, "rope_scaling": None}
+    if cfg.rope.factor != 1.0:
+        rope["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": cfg.rope.factor,
+            "low_freq_factor": cfg.rope.low_freq_factor,
+            "high_freq_factor": cfg.rope.high_freq_factor,
+            "original_max_position_embeddings": cfg.rope.original_positions,
+        }
+    window = {"sliding_window": cfg.window}
+    if kind in ("qwen2", "qwen3"):
+        window |= {"use_sliding_window": cfg.window is not None, "max_window_layers": 0}
+    return (
+        common
+        | rope
+        | (window if kind != "llama" else {})
+        | {
+            "num_hidden_layers": cfg.layers,
+            "hidden_size": cfg.width,
+            "num_attention_heads": cfg.heads,
+            "num_key_value_heads": cfg.kv_heads,
+            "head_dim": cfg.head_width,
+            "intermediate_size": cfg.mlp,
+            "rms_norm_eps": cfg.norm_eps,
+            "max_position_embeddings": cfg.max_positions,
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+    )

@@ -1,0 +1,113 @@
+"""ModelParts: a network as separate pure functions over a plain tree of arrays.
+
+Scan, pipeline, serving and ahead-of-time compilation all reuse the same parts: `embed`, ONE `block`
+and `head_loss`. Parameters are nested dicts of float32 arrays; the blocks' leaves are stacked with
+the layers first. `axes` mirrors the tree with each leaf's logical words.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.core.tree import Tree, is_words
+from megajax.layers.losses import LossSums
+from megajax.layers.mask import Context
+
+Batch = Mapping[str, jax.Array]  # tokens, targets, segments, positions: each int32 (B, S)
+Remat = Literal["none", "full", "outputs", "dots"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParts:
+    """A network taken apart.
+
+    abstract: the parameters as ShapeDtypeStructs. axes: the logical words of each leaf.
+    context(batch, key): what all blocks need. embed(params, batch, context) -> x.
+    block(layer params, x, context, cache) -> (x, cache). head(params, x) -> float32 logits.
+    head_loss(params, x, targets) -> LossSums.
+    """
+
+    layers: int
+    abstract: Tree
+    axes: Tree
+    init: Callable[[jax.Array], Tree]
+    context: Callable[..., Context]
+    embed: Callable[..., jax.Array]
+    block: Callable[..., tuple[jax.Array, Any]]
+    head: Callable[..., jax.Array]
+    head_loss: Callable[..., LossSums]
+
+    def hidden(self, params: Tree, batch: Batch, key: jax.Array | None, remat: Remat) -> jax.Array:
+        """Returns the residual stream after the last block; one scan over the stacked layers."""
+        context = self.context(batch, key)
+
+        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, None]:
+            weights, index = layer
+            here = context
+            if context.dropout is not None:
+                here = dataclasses.replace(
+                    context, dropout=jax.random.fold_in(context.dropout, index)
+                )
+            return self.block(weights, x, here)[0], None
+
+        if remat != "none":
+            step = jax.checkpoint(step, policy=remat_policy(remat), prevent_cse=False)
+        with jax.named_scope("embed"):
+            x = self.embed(params, batch, context)
+        with jax.named_scope("blocks"):
+            return jax.lax.scan(step, x, (params["blocks"], jnp.arange(self.layers)))[0]
+
+    def loss(
+        self, params: Tree, batch: Batch, key: jax.Array | None = None, remat: Remat = "none"
+    ) -> LossSums:
+        """Returns the sums over all predicted tokens of the batch."""
+        x = self.hidden(params, batch, key, remat)
+        with jax.named_scope("head"):
+            return self.head_loss(params, x, batch["targets"])
+
+    def logits(self, params: Tree, batch: Batch) -> jax.Array:
+        """Returns float32 logits (B, S, padded vocabulary), all at once: for small batches."""
+        return self.head(params, self.hidden(params, batch, None, "none"))
+
+
+def remat_policy(name: Remat) -> Callable:
+    """Returns what the backward pass may keep of a block.
+
+    full: only its input. outputs: also what attention and each sublayer gave, so that no collective
+    and no attention runs twice. dots: every matmul's result.
+    """
+    policies = jax.checkpoint_policies
+    return {
+        "full": policies.nothing_saveable,
+        "outputs": policies.save_only_these_names("block_out", "attended"),
+        "dots": policies.dots_with_no_batch_dims_saveable,
+    }[name]
+
+
+def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
+    """Returns (graph, tree of the parameters, tree of their words) of an NNX module.
+
+    Words that name fewer dimensions than the leaf has belong to a stacked leaf: layers come first.
+    """
+    graph, state = nnx.split(model)
+    params = nnx.to_pure_dict(state)
+
+    def words(variable: nnx.Variable) -> tuple:
+        axes = variable.get_metadata("axes")
+        return ("layers",) * (len(variable.get_value().shape) - len(axes)) + tuple(axes)
+
+    axes = nnx.to_pure_dict(
+        jax.tree.map(
+            lambda v: v.replace(words(v)), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+    )
+    return graph, params, axes
+
+
+def map_words(function: Callable, axes: Tree, *rest: Tree) -> Tree:
+    """Maps function(words, *leaves) over the tree of words."""
+    return jax.tree.map(function, axes, *rest, is_leaf=is_words)

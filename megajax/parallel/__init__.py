@@ -1,0 +1,1 @@
+"""Mesh-aware execution: the rule tables, and Ops with communication in them."""

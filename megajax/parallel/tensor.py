@@ -1,0 +1,202 @@
+"""Ops under a mesh: tensor and sequence parallelism, and weights gathered for use.
+
+Forward of one sublayer: all-gather the sequence over tensor, column-parallel products, row-parallel
+products as partial sums, one reduce-scatter. The backward pass mirrors it because every type says
+what it is: `reduced` inputs get partial gradients, `unreduced` results are added before they
+travel. XLA inserts the collectives (Megatron sections 3 of arXiv 1909.08053 and 2205.05198;
+MegaScale section 3.2). Fused and ring variants replace the same seams.
+
+Legend: B rows, S positions, D model width, V table rows.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import reshard
+
+from megajax.core.layout import Layout
+from megajax.layers import attend as attend_
+from megajax.layers.mask import Context
+from megajax.layers.ops import Ops, join
+
+Array = jax.Array
+TENSOR = ("tensor",)
+
+
+def ops(layout: Layout, attention: str = "auto") -> Ops:
+    """Returns the Ops that put XLA's collectives around local compute.
+
+    attention: 'xla', 'cudnn', or 'auto' (cuDNN for 16-bit types on GPUs).
+    """
+    return Ops(
+        gather=functools.partial(gather, layout),
+        whole=functools.partial(whole, layout),
+        up=functools.partial(up, layout),
+        down=functools.partial(down, layout),
+        lookup=functools.partial(lookup, layout),
+        attend=functools.partial(attend, layout, attention),
+    )
+
+
+def gather(layout: Layout, x_BSD: Array) -> Array:
+    """Residual stream -> block: an all-gather over tensor whose transpose is a reduce-scatter."""
+    return reshard(x_BSD, layout.act("batch", "seq", None, reduced=TENSOR))
+
+
+def whole(layout: Layout, w: nnx.Param, dtype: Any) -> Array:
+    """Cast, then gather over the ZeRO axes: the compute dtype travels, forward and backward.
+
+    Copies on other nodes (hybrid sharding) are made `reduced` first, so that the backward pass
+    reduce-scatters inside the node and all-reduces only the shard between nodes.
+    """
+    axes = w.get_metadata("axes")
+    x = w[...].astype(dtype)
+    target = layout.whole(*axes)
+    cut, copied = _zero_axes(layout)
+    if cut and copied:
+        x = reshard(x, layout.stored(*axes).update(reduced=set(copied)))
+    return reshard(x, target)
+
+
+def _zero_axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns (axes that cut the width of a stored weight, axes that hold copies of it)."""
+    cut = layout.live(layout.rules.stored.get("embed", ()))
+    return cut, tuple(a for a in layout.live(layout.rules.partial) if a not in cut)
+
+
+def up(
+    layout: Layout, x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable
+) -> tuple[Array, ...]:
+    """Column-parallel products that share one gather."""
+    x_BSD = gather(layout, x_BSD)
+
+    def product(w: nnx.Param) -> Array:
+        spec = layout.act("batch", "seq", *w.get_metadata("axes")[1:])
+        return matmul(x_BSD, whole(layout, w, x_BSD.dtype), out_sharding=spec)
+
+    return tuple(product(w) for w in weights)
+
+
+def down(
+    layout: Layout,
+    products: Sequence[tuple[Array, nnx.Param]],
+    residual_BSD: Array,
+    matmul: Callable,
+    bias: Array | None = None,
+    drop: Callable | None = None,
+) -> Array:
+    """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
+    partial = layout.act("batch", "seq", None, unreduced=TENSOR)
+    terms = (
+        matmul(x, whole(layout, w, x.dtype), contract=w[...].ndim - 1, out_sharding=partial)
+        for x, w in products
+    )
+    y_BSD = functools.reduce(operator.add, terms)  # not sum(): it starts from a plain 0
+    y_BSD = reshard(y_BSD, layout.act("batch", "seq", None, residual=True))
+    return join(y_BSD, residual_BSD, bias, drop)
+
+
+def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
+    """Each tensor rank looks up the rows it has; the partial sums are scattered together.
+
+    Written by hand because the transposed gather of `table[ids]` all-reduces the whole table's
+    gradient (measured on the H100 target); here it is reduce-scattered by transposition.
+    """
+    rows = layout.act("batch", "seq")
+    out = layout.act("batch", "seq", None, residual=True)
+    cut_seq = "tensor" in layout.rules.residual.get("seq", ())
+    tables = [table for table, _ in pairs]
+    width_axes, copied_axes = _zero_axes(layout)
+    ranks = layout.live(TENSOR)
+
+    def own_rows(w_VD: Array, ids_BS: Array) -> Array:
+        if copied_axes:  # here, so that copies are summed after the scatter, on the shard
+            w_VD = lax.pcast(w_VD, copied_axes, to="varying")
+        if width_axes:
+            w_VD = lax.all_gather(w_VD, width_axes, axis=1, tiled=True)
+        row_BS = ids_BS - lax.axis_index(ranks) * w_VD.shape[0] if ranks else ids_BS
+        here_BS = (row_BS >= 0) & (row_BS < w_VD.shape[0])
+        return jnp.where(here_BS[..., None], w_VD[jnp.where(here_BS, row_BS, 0)], 0)
+
+    def local(*arrays: Array) -> Array:
+        looked_up = map(own_rows, arrays[: len(pairs)], arrays[len(pairs) :])
+        total = functools.reduce(operator.add, looked_up)
+        if not ranks:
+            return total
+        if cut_seq:
+            return lax.psum_scatter(total, ranks, scatter_dimension=1, tiled=True)
+        return lax.psum(total, ranks)
+
+    specs = [layout.stored(*t.get_metadata("axes")) for t in tables]
+    # Without a cut sequence the result is equal over context, which the checker cannot see through
+    # an all-gather; nothing differentiates that case (decoding).
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(*specs, *[rows] * len(pairs)),
+        out_specs=out,
+        check_vma=cut_seq,
+    )(*[t[...].astype(dtype) for t in tables], *[reshard(ids, rows) for _, ids in pairs])
+
+
+def attend(
+    layout: Layout,
+    attention: str,
+    q_BSHK: Array,
+    k_BMGK: Array,
+    v_BMGK: Array,
+    query: Context,
+    memory: Context | None = None,
+    window: int | None = None,
+) -> Array:
+    """This device's rows and heads, in a shard_map: a kernel sees plain local arrays.
+
+    With a cut sequence the keys are gathered over context first; the transpose of that gather
+    reduce-scatters their gradients.
+    """
+    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype)
+    axes = layout.live(layout.rules.act.get("seq", ()))
+    rows = layout.act("batch", "seq")
+
+    def places(context: Context) -> Context:
+        segments = context.segments_BS
+        return Context(
+            reshard(context.positions_BS, rows),
+            None if segments is None else reshard(segments, rows),
+        )
+
+    def gathered(x: Array) -> Array:
+        return lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
+
+    def local(q: Array, k: Array, v: Array, query: Context, memory: Context | None) -> Array:
+        own = jax.tree.map(gathered, query) if memory is None else memory
+        return attend_.attend(q, gathered(k), gathered(v), query, own, window, kernel)
+
+    heads = layout.act("batch", "seq", "heads", None)
+    kv = layout.act("batch", "seq", "kv_heads", None)
+    # A custom kernel does not say over which axes its result varies, so the check is XLA's only.
+    # All live axes cut an operand, so nothing rests on it (tests/parallel/test_tensor.py).
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(heads, kv, kv, rows, rows),
+        out_specs=heads,
+        check_vma=kernel == "xla",
+    )(q_BSHK, k_BMGK, v_BMGK, places(query), None if memory is None else places(memory))
+
+
+def choose_attention(layout: Layout, wanted: str, dtype: Any) -> tuple[attend_.Implementation, str]:
+    """Returns (the attention kernel, why). wanted: 'auto' or a kernel's name."""
+    if wanted != "auto":
+        return wanted, "asked for"  # type: ignore[return-value]
+    if layout.mesh.devices.flat[0].platform == "cpu":
+        return "xla", "auto: cuDNN needs a GPU"
+    if jnp.dtype(dtype).itemsize != 2:
+        return "xla", "auto: cuDNN needs a 16-bit type"
+    return "cudnn", "auto: fused, 16-bit type on a GPU"

@@ -1,0 +1,101 @@
+"""Attention against float64 NumPy, and what may see what, by exact zeros."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.layers.attend import attend
+from megajax.layers.mask import Context, visible
+from megajax.models import decoder
+from tests.tiny import MODEL
+
+B, S, H, G, K = 2, 12, 4, 2, 8
+
+
+def oracle(q, k, v, mask):
+    """softmax(q k^T / sqrt K) v in float64, heads shared by plain repetition."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    k, v = (np.repeat(a, H // G, axis=2) for a in (k, v))
+    logits = np.einsum("bshk,bmhk->bhsm", q, k) / np.sqrt(K)
+    logits = np.where(mask, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.einsum("bhsm,bmhk->bshk", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attend_against_numpy(window, packed, seed):
+    random = np.random.default_rng(seed)
+    q = random.normal(size=(B, S, H, K)).astype(np.float32)
+    k, v = (random.normal(size=(B, S, G, K)).astype(np.float32) for _ in range(2))
+    segments = np.zeros((B, S), np.int32)
+    positions = np.broadcast_to(np.arange(S), (B, S)).copy()
+    if packed:
+        segments[:, 5:] = 1
+        positions[:, 5:] -= 5
+    i, j = np.arange(S)[:, None], np.arange(S)[None]
+    mask = (j <= i) & (j > i - (window or S)) & (segments[0][:, None] == segments[0][None])
+    context = Context(jnp.asarray(positions, jnp.int32), jnp.asarray(segments))
+    out = attend(*map(jnp.asarray, (q, k, v)), context, None, window)
+    np.testing.assert_allclose(out, oracle(q, k, v, mask), atol=2e-6)
+
+
+def test_visible_counts_the_query_itself():
+    context = Context(jnp.arange(6, dtype=jnp.int32)[None])
+    seen = np.asarray(visible(context, context, 3))[0, 0]
+    assert seen.sum(1).tolist() == [1, 2, 3, 3, 3, 3]
+    assert seen[5].tolist() == [False, False, False, True, True, True]
+
+
+def influence(cfg, batch, tokens_from, layers=None):
+    """d(hidden at the last position) / d(embedded token i): the largest entry for each i."""
+    parts = decoder.parts(cfg)
+    params = parts.init(jax.random.key(0))
+    context = parts.context(batch, None)
+
+    def last(x):
+        for layer in range(cfg.layers):
+            weights = jax.tree.map(lambda w: w[layer], params["blocks"])  # noqa: B023
+            x, _ = parts.block(weights, x, context)
+        return x[0, tokens_from]
+
+    x = parts.embed(params, batch, context)
+    return np.abs(np.asarray(jax.jacrev(last)(x)))[:, 0].max((0, 2))
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_receptive_field_of_the_window_is_exact(block, window):
+    """After L layers a token sees L (w - 1) + 1 positions, and exactly nothing beyond."""
+    cfg = dataclasses.replace(MODEL, block=block, window=window, layers=3)
+    tokens = jnp.arange(S, dtype=jnp.int32)[None]
+    seen = influence(cfg, {"tokens": tokens, "positions": tokens}, S - 1)
+    reach = cfg.layers * (window - 1) + 1
+    assert (seen[: S - reach] == 0.0).all()
+    assert (seen[S - reach :] > 0).all()
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_packed_segments_do_not_leak(block):
+    cfg = dataclasses.replace(MODEL, block=block)
+    tokens = jnp.arange(S, dtype=jnp.int32)[None]
+    segments = (tokens >= 5).astype(jnp.int32)
+    batch = {"tokens": tokens, "positions": tokens - 5 * segments, "segments": segments}
+    seen = influence(cfg, batch, S - 1)
+    assert (seen[:5] == 0.0).all() and (seen[5:] > 0).all()
+    causal = influence(cfg, batch, 3)
+    assert (causal[4:] == 0.0).all() and (causal[:4] > 0).all()
+
+
+def test_a_packed_segment_equals_the_text_alone():
+    parts = decoder.parts(MODEL)
+    params = parts.init(jax.random.key(1))
+    tokens = jnp.arange(S, dtype=jnp.int32)[None] % 7
+    segments = (jnp.arange(S)[None] >= 5).astype(jnp.int32)
+    positions = jnp.arange(S, dtype=jnp.int32)[None] - 5 * segments
+    packed = parts.logits(params, {"tokens": tokens, "positions": positions, "segments": segments})
+    alone = parts.logits(params, {"tokens": tokens[:, 5:], "positions": positions[:, 5:]})
+    np.testing.assert_allclose(packed[:, 5:], alone, atol=1e-6)

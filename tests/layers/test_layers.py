@@ -1,0 +1,108 @@
+"""Norms, rotary positions, losses and dropout against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.core.mesh import MeshSpec
+from megajax.layers.dropout import drop
+from megajax.layers.losses import cross_entropy, mask_padding
+from megajax.layers.norm import Norm
+from megajax.layers.ops import matmul
+from megajax.layers.rope import RopeConfig, frequencies, rotary, rotate
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms(kind, dtype, seed):
+    x = np.random.default_rng(seed).normal(2.0, 3.0, (4, 5, 64))
+    norm = Norm(kind, 64, 1e-5, None)
+    out = np.asarray(norm(jnp.asarray(x, dtype)), np.float64)
+    x = np.asarray(jnp.asarray(x, dtype), np.float64)
+    centred = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(out, wanted, atol=2e-6 if dtype == "float32" else 2e-2)
+
+
+def test_rotation_by_complex_numbers(seed):
+    """Pair (i, i + K/2) turns like a complex number."""
+    x = np.random.default_rng(seed).normal(size=(1, 6, 2, 8))
+    positions = np.array([[0, 1, 2, 5, 100, 4000]], np.int32)
+    tables = rotary(jnp.asarray(positions), RopeConfig(), 8)
+    out = np.asarray(rotate(jnp.asarray(x, jnp.float32), tables))
+    freq = 10000.0 ** (-np.arange(4) / 4)
+    z = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None] * freq)[:, :, None]
+    np.testing.assert_allclose(out, np.concatenate([z.real, z.imag], -1), atol=2e-3)
+
+
+def test_llama3_scaling_by_the_release():
+    """The reference code of Llama 3.1, wavelength by wavelength."""
+    cfg = RopeConfig(theta=500000.0, factor=8.0, original_positions=8192)
+    got = frequencies(cfg, 128)
+    for freq, ours in zip(500000.0 ** (-np.arange(0, 128, 2) / 128), got, strict=True):
+        wavelength = 2 * np.pi / freq
+        if wavelength < 8192 / 4:
+            wanted = freq
+        elif wavelength > 8192 / 1:
+            wanted = freq / 8
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            wanted = (1 - smooth) * freq / 8 + smooth * freq
+        assert ours == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_cross_entropy(chunks, seed):
+    random = np.random.default_rng(seed)
+    B, S, D, V = 3, 8, 5, 11
+    hidden, w = random.normal(size=(B, S, D)), random.normal(size=(D, V))
+    targets = random.integers(-1, V, (B, S)).astype(np.int32)
+
+    def logits(h):
+        return matmul(h, jnp.asarray(w, jnp.float32))
+
+    sums = cross_entropy(jnp.asarray(hidden, jnp.float32), jnp.asarray(targets), logits, chunks)
+    z = hidden @ w
+    log_z = np.log(np.exp(z).sum(-1))
+    picked = np.take_along_axis(z, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    valid = targets >= 0
+    assert float(sums.cross_entropy) == pytest.approx(((log_z - picked) * valid).sum(), rel=1e-5)
+    assert float(sums.z_squared) == pytest.approx((log_z**2 * valid).sum(), rel=1e-5)
+    assert int(sums.count) == valid.sum()
+
+
+def test_chunks_do_not_change_the_gradient(seed):
+    random = np.random.default_rng(seed)
+    hidden = jnp.asarray(random.normal(size=(2, 8, 5)), jnp.float32)
+    w = jnp.asarray(random.normal(size=(5, 11)), jnp.float32)
+    targets = jnp.asarray(random.integers(0, 11, (2, 8)), jnp.int32)
+
+    def loss(h, w, chunks):
+        return cross_entropy(h, targets, lambda x: matmul(x, w), chunks).cross_entropy
+
+    for argument in (0, 1):
+        one, four = (jax.grad(loss, argument)(hidden, w, n) for n in (1, 4))
+        np.testing.assert_allclose(one, four, atol=1e-5)
+
+
+def test_padding_of_the_vocabulary_has_probability_zero():
+    masked = mask_padding(jnp.ones((1, 1, 8)), 5)
+    assert jax.nn.softmax(masked)[0, 0].tolist() == [pytest.approx(0.2)] * 5 + [0.0] * 3
+
+
+def test_dropout_keeps_the_mean_and_is_equal_on_every_mesh():
+    from megajax.parallel.sharding import layout
+
+    x = jnp.ones((8, 64, 32))
+    key = jax.random.key(3)
+    plain = np.asarray(drop(x, 0.25, key))
+    assert set(np.unique(plain).tolist()) == {0.0, np.float32(1 / 0.75)}
+    assert plain.mean() == pytest.approx(1.0, abs=0.02)
+    mesh = MeshSpec(tensor=2).build()
+    lo = layout(mesh)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, lo.named(lo.act("batch", "seq", None, residual=True)))
+        cut = jax.jit(lambda x: drop(x, 0.25, key))(placed)
+    assert cut.sharding.spec == lo.act("batch", "seq", None, residual=True)
+    np.testing.assert_array_equal(np.asarray(cut), plain)

@@ -1,0 +1,171 @@
+"""The compiled H100 program holds exactly the collectives that the design says.
+
+Every line reads entry, block loop and loss loop, because block counts alone stay right when the
+gradient of the embedding or of the head goes wrong. The last tests break the layout on purpose.
+"""
+
+import collections
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from megajax.core import config
+from megajax.core.layout import Layout
+from megajax.cost.hlo import Collective, collectives
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import tensor
+from megajax.training.config import Config
+from megajax.training.step import make_train_step
+from pallas_kernels import aot
+
+pytestmark = pytest.mark.aot
+
+MIB = 2**20
+ZERO = {"node", "data", "expert", "context"}
+MODEL = DecoderConfig(
+    layers=4, width=2048, heads=16, kv_heads=8, head_width=128, mlp=5632, vocab=32768, tied=False
+)
+LEARNED = dataclasses.replace(
+    MODEL, position="learned", max_positions=4096, tied=True, norm="layer", bias="all"
+)
+
+
+def compile_step(nodes=1, model=MODEL, **changes) -> list[Collective]:
+    base = dataclasses.replace(Config(), model=model)
+    settings = {
+        "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 4096,
+        "train.loss_chunks": 4, "train.attention": "xla",
+    }  # fmt: skip
+    changes = {k.replace("__", "."): v for k, v in changes.items()}
+    cfg = config.override(base, settings | changes)
+    mesh = cfg.mesh.build(aot.devices(nodes))
+    train_step = make_train_step(cfg, mesh)
+    compiled = train_step.step.lower(train_step.abstract_state, train_step.abstract_batch).compile()
+    return collectives(compiled.as_text(), dict(mesh.shape))
+
+
+def place(c: Collective) -> str:
+    """Where a collective runs: block loop, loss loop or entry, forward or backward."""
+    where = "blocks" if c.within("blocks") else "head" if c.within("head") else "entry"
+    return f"{where} {'backward' if c.is_backward else 'forward'}"
+
+
+def large_gradient_all_reduces(found: list[Collective], over=ZERO) -> list[str]:
+    """Any all-reduce above 1 MiB that touches a ZeRO axis, wherever it stands."""
+    return [
+        f"{place(c)}: {c.nbytes / MIB:.0f} MiB over {c.axes} ({c.op_name})"
+        for c in found
+        if c.kind == "all-reduce" and set(c.axes) & over and c.nbytes > MIB
+    ]
+
+
+def tensor_counts(found: list[Collective], where: str) -> dict[str, int]:
+    """{kind: arrays} of the collectives over tensor alone that carry activations."""
+    counts: dict[str, int] = collections.Counter()
+    for c in found:
+        if place(c) == where and c.axes == ("tensor",) and c.nbytes > MIB:
+            counts[c.kind] += c.arrays
+    return dict(counts)
+
+
+def zero_counts(found: list[Collective], where: str) -> dict[str, int]:
+    counts: dict[str, int] = collections.Counter()
+    for c in found:
+        if place(c) == where and set(c.axes) & ZERO and c.nbytes > MIB:
+            counts[c.kind] += c.arrays
+    return dict(counts)
+
+
+@pytest.fixture(scope="module")
+def serial():
+    return compile_step(mesh__tensor=4)
+
+
+def check_gradients(found):
+    assert not large_gradient_all_reduces(found)
+    # Seven block weights are gathered twice (again in the backward pass) and scattered once.
+    assert zero_counts(found, "blocks forward") == {"all-gather": 7}
+    assert zero_counts(found, "blocks backward") == {"all-gather": 7, "reduce-scatter": 7}
+    # Embedding and head: gathered once, their gradients reduce-scattered once, outside the loops.
+    assert zero_counts(found, "entry forward") == {"all-gather": 2}
+    assert zero_counts(found, "entry backward") == {"reduce-scatter": 2}
+    for loop in ("head forward", "head backward"):
+        assert not zero_counts(found, loop) and not tensor_counts(found, loop)
+
+
+def test_serial_block(serial):
+    check_gradients(serial)
+    assert tensor_counts(serial, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+    # Recomputed inputs (2) and the transposes of the forward scatters (2); one scatter each.
+    assert tensor_counts(serial, "blocks backward") == {"all-gather": 4, "reduce-scatter": 2}
+    assert all(c.loops == (4,) for c in serial if place(c).startswith("blocks"))
+
+
+def test_parallel_block():
+    found = compile_step(mesh__tensor=4, model__block="parallel")
+    check_gradients(found)
+    assert tensor_counts(found, "blocks forward") == {"all-gather": 1, "reduce-scatter": 1}
+    assert tensor_counts(found, "blocks backward") == {"all-gather": 2, "reduce-scatter": 1}
+
+
+def test_learned_positions_biases_and_tied_head():
+    """The position table's gradient is scattered like the token table's."""
+    found = compile_step(model=LEARNED, mesh__tensor=4)
+    assert not large_gradient_all_reduces(found)
+    assert tensor_counts(found, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+
+
+def test_accumulation_and_context_scatter_too():
+    found = compile_step(mesh__tensor=2, mesh__context=2, train__accumulate=2)
+    assert not large_gradient_all_reduces(found)
+    assert tensor_counts(found, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+    assert {c.loops for c in found if place(c) == "blocks forward"} == {(2, 4)}
+
+
+def test_hybrid_sharding_reduces_only_the_shard_between_nodes():
+    found = compile_step(nodes=2, mesh__node=2, mesh__tensor=4, shard__zero="hybrid")
+    assert not large_gradient_all_reduces(found, ZERO - {"node"})
+    between = [c for c in found if c.kind == "all-reduce" and c.axes == ("node",)]
+    scattered = [c for c in found if c.kind == "reduce-scatter" and c.axes == ("data",)]
+    # What is summed between nodes is what the scatter inside the node left: half of it (data 2).
+    assert sum(c.nbytes * c.executions for c in between) == pytest.approx(
+        sum(c.nbytes * c.executions for c in scattered) / 2, rel=0.01
+    )
+
+
+def test_a_layout_without_reduced_types_is_caught(monkeypatch):
+    def loose(self, *words):
+        spec = self.stored(*words)
+        kept = ("tensor",)
+        return P(*(e if e in (*kept, None) else None for e in spec))
+
+    monkeypatch.setattr(Layout, "whole", loose)
+    found = compile_step(mesh__tensor=4)
+    wrong = large_gradient_all_reduces(found)
+    assert any("entry" in line or "head" in line for line in wrong), wrong
+    with pytest.raises(AssertionError):
+        check_gradients(found)
+
+
+def test_a_plain_lookup_is_caught(monkeypatch):
+    """`table[ids]` all-reduces the whole table's gradient; the blocks look as they should."""
+
+    def plain(layout, pairs, dtype):
+        out = layout.act("batch", "seq", None, residual=True)
+        ((table, ids),) = pairs
+        whole = reshard(table[...].astype(dtype), P(None, None))
+        return whole.at[ids].get(out_sharding=out)
+
+    monkeypatch.setattr(tensor, "lookup", plain)
+    found = compile_step(mesh__tensor=4)
+    assert tensor_counts(found, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+    assert large_gradient_all_reduces(found)
+
+
+def test_the_deviceless_target_is_an_h100():
+    devices = aot.devices(2)
+    assert len(devices) == 16 and "H100" in devices[0].device_kind
+    assert jax.devices()[0].platform == "cpu"

@@ -1,0 +1,71 @@
+"""The sharded Ops one by one, where a whole training run would not show a mistake."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.core.mesh import MeshSpec
+from megajax.layers import attend as attend_
+from megajax.parallel import sharding, tensor
+from megajax.training.step import make_train_step
+from tests.tiny import host_batch, on, run_config
+
+MESHES = [{"mesh__data": 1}, {"mesh__tensor": 2, "mesh__context": 2, "mesh__node": 2}]
+
+
+def one_step(**changes):
+    cfg = run_config(**changes)
+    train_step = make_train_step(cfg, cfg.mesh.build())
+    _, metrics = train_step.step(train_step.init(0), on(train_step, host_batch(0)))
+    return float(metrics["loss"]), np.asarray(metrics["leaf_norms"])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["one device", "mesh"])
+def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, monkeypatch):
+    """cuDNN's path on this machine: its shard_map cannot be checked, so its gradients are."""
+    want = one_step(**MESHES[0])
+    plain = attend_.attend
+    seen = []
+
+    def stand_in(*args):
+        *rest, implementation = args
+        seen.append(implementation)
+        return plain(*rest, "xla")
+
+    monkeypatch.setattr(attend_, "attend", stand_in)
+    got = one_step(train__attention="cudnn", **mesh)
+    assert set(seen) == {"cudnn"}
+    assert got[0] == pytest.approx(want[0], abs=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4)
+
+
+def test_attention_is_chosen_with_a_reason():
+    lo = sharding.layout(MeshSpec(tensor=2).build())
+    choose = functools.partial(tensor.choose_attention, lo)
+    assert choose("auto", "bfloat16") == ("xla", "auto: cuDNN needs a GPU")
+    assert choose("cudnn", "bfloat16") == ("cudnn", "asked for")
+    from unittest import mock
+
+    device = mock.Mock(platform="gpu")
+    gpu = mock.Mock(mesh=mock.Mock(devices=np.array([device])))
+    assert tensor.choose_attention(gpu, "auto", "float32")[0] == "xla"
+    assert tensor.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_lookup_on_every_layout(decode):
+    """Rows of a table cut over tensor and ZeRO axes, for training and for decoding."""
+    from flax import nnx
+
+    table = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
+    ids = np.array([[3, 0, 15, 7], [8, 8, 1, 2]], np.int32)
+    mesh = MeshSpec(context=2, tensor=2).build()
+    lo = sharding.layout(mesh, decode=decode)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(table, lo.named(lo.stored("vocab", "embed")))
+        w = nnx.Param(placed, axes=("vocab", "embed"))
+        out = tensor.lookup(lo, [(w, jax.numpy.asarray(ids))], "float32")
+    assert out.sharding.spec == lo.act("batch", "seq", None, residual=True)
+    np.testing.assert_array_equal(np.asarray(out), table[ids])
