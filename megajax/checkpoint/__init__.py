@@ -1,0 +1,1 @@
+"""Saving and loading: run checkpoints through Orbax, Hugging Face folders, safetensors."""

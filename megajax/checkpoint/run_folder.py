@@ -1,0 +1,32 @@
+"""Reading the parameters of a run's folder, for sampling and export."""
+
+from pathlib import Path
+
+import jax
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core.errors import UserError
+from megajax.core.layout import Layout
+from megajax.core.tree import Tree
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import map_words
+
+
+def load_params(
+    folder: str | Path, cfg: DecoderConfig, layout: Layout, step: int | None = None
+) -> tuple[Tree, int]:
+    """Returns (parameters as the layout stores them, their step). Raises: UserError if none."""
+    manager = CheckpointManager(Path(folder) / "checkpoints", keep=0)
+    step = manager.latest if step is None else step
+    if step is None:
+        raise UserError(f"{folder} has no checkpoint yet")
+    parts = decoder.parts(cfg)
+
+    def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        named = layout.named(layout.stored(*words))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
+
+    wanted = {"params": map_words(like, parts.axes, parts.abstract)}
+    restored, _ = manager.restore(step, like=wanted, partial=True)
+    return restored["params"], step

@@ -1,0 +1,154 @@
+"""safetensors files: read by memory map, written as a stream, without torch.
+
+A file is u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then
+the row-major tensors. A big model is a folder of shards with model.safetensors.index.json
+{"weight_map": {name: file}}. Source: the format's README (huggingface/safetensors).
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from megajax.core.errors import UserError
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I64": np.int64,
+    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100 * 2**20  # (the reference implementation's limit)
+SHARD_BYTES = 5 * 10**9  # (Hugging Face's default shard size)
+
+
+class TensorFolder:
+    """The tensors of a Hugging Face folder, by name, as views of its files."""
+
+    def __init__(self, folder: str | Path):
+        """Reads the headers. Raises: UserError when there is none or one is damaged."""
+        self.folder = Path(folder)
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                files = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError, AttributeError) as error:
+                raise UserError(f"{index} is damaged: {error!r}") from None
+        elif (self.folder / SINGLE).is_file():
+            files = {SINGLE}
+        else:
+            raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
+        self._tensors: dict[str, tuple[Path, Any, tuple[int, ...], int]] = {}
+        for name in sorted(files):
+            self._tensors |= _read_header(self.folder / name)
+
+    def __contains__(self, name: str) -> bool:
+        """Tells whether there is a tensor of this name."""
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors."""
+        return list(self._tensors)
+
+    def view(self, name: str) -> np.ndarray:
+        """Returns a tensor as a memory map: bytes are read where it is indexed.
+
+        Raises: UserError for a name that is not there.
+        """
+        if name not in self._tensors:
+            raise UserError(f"{self.folder} has no tensor {name}")
+        path, dtype, shape, offset = self._tensors[name]
+        if math.prod(shape) == 0:
+            return np.empty(shape, dtype)
+        raw = np.memmap(path, np.uint8, "r", offset, math.prod(shape) * np.dtype(dtype).itemsize)
+        return raw.view(dtype).reshape(shape)
+
+
+def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]]:
+    """Returns {tensor: (file, dtype, shape, offset)}; every number in it is checked."""
+    try:
+        with open(path, "rb") as file:
+            size = path.stat().st_size
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError(f"header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        found = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            if any(not isinstance(n, int) or n < 0 for n in (*shape, begin, end)):
+                raise ValueError(f"{name}: negative or fractional sizes")
+            if (
+                end - begin != math.prod(shape) * np.dtype(dtype).itemsize
+                or 8 + length + end > size
+            ):
+                raise ValueError(f"{name}: bytes {begin}..{end} do not hold {shape}")
+            found[name] = (path, dtype, shape, 8 + length + begin)
+        return found
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError(f"{path} is not a safetensors file: {error}") from None
+
+
+def write_folder(
+    folder: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], str]],
+    produce: Callable[[str], np.ndarray],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes {name: (shape, dtype code)}; produce(name) is called once each, in file order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, (shape, code) in tensors.items():
+        nbytes = math.prod(shape) * np.dtype(DTYPES[code]).itemsize
+        if filled and filled + nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, shards[0], tensors, produce)
+        return
+    weight_map = {}
+    for i, names in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / file, names, tensors, produce)
+        weight_map |= dict.fromkeys(names, file)
+    sizes = (math.prod(s) * np.dtype(DTYPES[c]).itemsize for s, c in tensors.values())
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(
+    path: Path,
+    names: Sequence[str],
+    tensors: Mapping[str, tuple[tuple[int, ...], str]],
+    produce: Callable[[str], np.ndarray],
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
+    offset = 0
+    for name in names:
+        shape, code = tensors[name]
+        end = offset + math.prod(shape) * np.dtype(DTYPES[code]).itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            shape, code = tensors[name]
+            array = np.asarray(produce(name), DTYPES[code], order="C")
+            if array.shape != shape:
+                raise AssertionError(f"{name}: {array.shape} was announced as {shape}")
+            file.write(array.tobytes())

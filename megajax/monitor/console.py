@@ -1,0 +1,106 @@
+"""The progress line: live in a terminal, plain lines elsewhere."""
+
+import math
+import time
+from collections.abc import Sequence
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn
+
+from megajax.monitor.records import Record
+
+
+def duration(seconds: float) -> str:
+    """Returns 1:02:03 or 2:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def quantity(x: float) -> str:
+    """Returns 9.83k, 1.2M and the like."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(x) >= limit:
+            return f"{x / limit:.3g}{unit}"
+    return f"{x:.3g}"
+
+
+class Console:
+    """A sink for training rows and evaluations, and the place for messages between them."""
+
+    def __init__(self, steps: int, every: int, out: RichConsole | None = None, quiet: bool = False):
+        """steps: of the whole run. every: steps between plain lines. quiet: say nothing."""
+        self.out = out or RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._steps, self._every = steps, max(every, 1)
+        self._progress: Progress | None = None
+        self._last_line = 0.0
+        if self.out.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[line]}"),
+                console=self.out,
+            )
+            self._task = self._progress.add_task("compiling", total=steps, line="")
+            self._progress.start()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Shows a training row, or an evaluation's."""
+        values = {r.name: r.value for r in records}
+        step = records[0].step
+        if "loss" in values:
+            self._show(step, training_line(values))
+        elif "eval_loss" in values:
+            bits = values.get("eval_bits_per_byte")
+            tail = f", {bits:.3f} bits per byte" if isinstance(bits, float) else ""
+            self.say(f"step {step}: held-out loss {values['eval_loss']:.4f} nats{tail}")
+
+    def _show(self, step: int, line: str) -> None:
+        where = f"step {step}/{self._steps}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=where, line=line)
+        elif step % self._every == 0 or step in (1, self._steps):
+            self.out.print(f"{where} | {line}", markup=False)
+
+    def say(self, message: str) -> None:
+        """Prints a message above the live line."""
+        self.out.print(message, markup=False)
+
+    def close(self) -> None:
+        """Leaves the last line standing."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def training_line(values: dict) -> str:
+    """Returns 'loss 2.31 (2.40) | grad 0.8 | 9.8k tok/s | MFU N/A | ...'."""
+    used = values.get("mfu")
+    parts = [
+        f"loss {values['loss']:.4f} (mean {values['loss_smooth']:.4f})",
+        f"grad {values['grad_norm']:.3g}",
+        f"{quantity(values['tokens_per_s'])} tok/s",
+        f"MFU {100 * used:.1f} %" if used is not None else "MFU N/A",
+        f"{values['memory_gib']:.2f} GiB",
+        f"wait {100 * values['data_wait']:.1f} %",
+        f"ETA {duration(values['eta_s'])}" if math.isfinite(values["eta_s"]) else "ETA -",
+    ]
+    return " | ".join(parts)
+
+
+def phase_clock(out: Console) -> "Phases":
+    """Returns a clock that says how long each named phase of the start took."""
+    return Phases(out)
+
+
+class Phases:
+    """Announces phases with their time: what a start at 10,000 GPUs is tuned by."""
+
+    def __init__(self, out: Console):
+        """Starts the clock."""
+        self._out, self._begin = out, time.perf_counter()
+
+    def done(self, what: str) -> None:
+        """Ends a phase."""
+        now = time.perf_counter()
+        self._out.say(f"{what} [{now - self._begin:.1f} s]")
+        self._begin = now

@@ -1,0 +1,61 @@
+"""Results that documents quote: JSON with device, date, commit and layer, and tables made of it.
+
+layer says how far a figure can be trusted: 'emulated' (CPU devices), 'interpreted', 'compiled for
+H100', 'measured on H200', 'simulated'.
+"""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def commit() -> str:
+    """Returns the short commit of the source, '+' if it was changed, '' outside a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def facts(device: str, layer: str) -> dict[str, str]:
+    """Returns what every result states beside its figures."""
+    return {
+        "device": device,
+        "layer": layer,
+        "date": date.today().isoformat(),
+        "commit": commit(),
+    }
+
+
+def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes {**about, "rows": [...]}; called after each row, so that a cut-off run counts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "rows": list(rows)}, indent=2) + "\n")
+
+
+def table(path: Path, columns: Mapping[str, str]) -> str:
+    """Returns a Markdown table of a result file. columns: heading -> member of a row."""
+    found = json.loads(path.read_text())
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in found["rows"]:
+        lines.append("| " + " | ".join(_cell(row.get(key)) for key in columns.values()) + " |")
+    source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found.get(k))
+    return "\n".join([*lines, "", f"*{source}*"])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

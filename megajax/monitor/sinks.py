@@ -1,0 +1,99 @@
+"""Where records go: metrics.jsonl (the truth), TensorBoard events, Weights & Biases."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.core.errors import UserError
+from megajax.monitor.records import Record, Value
+
+
+def _finite(value: Value) -> Value:
+    """Returns None for what JSON cannot say."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Jsonl:
+    """One line for each moment: {"step", "time", name: value...}, flushed at once."""
+
+    def __init__(self, path: Path):
+        """Appends; half a line that a killed run left at the end is dropped."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            raw = path.read_bytes()
+            if not raw.endswith(b"\n"):
+                with open(path, "r+b") as file:
+                    file.truncate(raw.rfind(b"\n") + 1)
+        self._file = open(path, "a")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Writes one line."""
+        row = {"step": records[0].step, "time": round(records[0].time, 3)}
+        row |= {r.name: _finite(r.value) for r in records}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a metrics file; half a line at the end is left out."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
+    """Returns {step: row} of the rows that have `key`; the last row of a step wins."""
+    return {row["step"]: row for row in read_jsonl(path) if key in row}
+
+
+class TensorBoard:
+    """Event files, readable by `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path):
+        """Loads tensorboardX only now."""
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Writes every number as a scalar."""
+        for r in records:
+            if isinstance(r.value, (int, float)) and math.isfinite(r.value):
+                self._writer.add_scalar(r.name, r.value, r.step, walltime=r.time)
+
+    def close(self) -> None:
+        """Flushes the events."""
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run; the extra `wandb` must be installed."""
+
+    def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, Any]):
+        """Resumes the run of the same name. Raises: UserError without the package."""
+        try:
+            import wandb  # type: ignore[import-not-found]
+        except ImportError:
+            raise UserError("--log.wandb needs the package: uv sync --extra wandb") from None
+        run_id = "".join(c if c.isalnum() else "-" for c in name)
+        self._run = wandb.init(
+            project=project, name=name, id=run_id, resume="allow", dir=folder, config=dict(config)
+        )
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Logs all values of the moment."""
+        values = {r.name: r.value for r in records if r.value is not None}
+        self._run.log(values, step=records[0].step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()

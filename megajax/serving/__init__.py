@@ -1,0 +1,1 @@
+"""Generation: cached decoding and sampling."""

@@ -1,0 +1,161 @@
+"""Generation with a key-value cache: one prefill, then one token at a time, in one program.
+
+Rows may have prompts of different lengths; each continues from its own end. The cache is laid out
+by position, stacked over layers, cut over rows and key-value heads.
+
+Legend: L layers, B rows, P prompt positions, M memory positions (prompt and continuation), G
+key-value heads, K head width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, reshard
+
+from megajax.core.axes import BATCH_AXES
+from megajax.core.errors import UserError
+from megajax.core.tree import Tree
+from megajax.layers.attention import Cache
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import sharding, tensor
+from megajax.serving.sampling import SamplingConfig, sample
+
+
+class Generator:
+    """Continues prompts with a decoder whose parameters rest as training leaves them."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        mesh: Mesh,
+        zero: sharding.Zero = "full",
+        dtype: str = "float32",
+        sampling: SamplingConfig = SamplingConfig(),
+    ):
+        """zero: how the parameters are stored. dtype: of compute and cache."""
+        self._cfg, self._mesh = cfg, mesh
+        self._layout = sharding.layout(mesh, zero, decode=True)
+        with jax.set_mesh(mesh):
+            ops = tensor.ops(self._layout, "xla")
+            self._parts = decoder.parts(cfg, self._layout, ops, dtype)
+        self._sampling, self._dtype = sampling, dtype
+        self._run = jax.jit(self._generate, static_argnames=("total", "end"))
+
+    def __call__(
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        seed: int = 0,
+        end: int | None = None,
+    ) -> list[list[int]]:
+        """Returns the continuation of each prompt, without the prompt and from `end` on cut off.
+
+        Raises: UserError for an empty prompt or more positions than the model has.
+        """
+        if not prompts or any(len(p) == 0 for p in prompts):
+            raise UserError("a prompt must have at least one token (--prompt)")
+        longest = max(map(len, prompts))
+        total = longest + new_tokens
+        if total > self._cfg.max_positions:
+            raise UserError(
+                f"prompt and continuation take {total} positions; the model has "
+                f"{self._cfg.max_positions}"
+            )
+        ways = self._layout.ways(BATCH_AXES)
+        rows = -(-len(prompts) // ways) * ways  # the mesh cuts rows evenly: repeat the last
+        padded = [prompts[min(i, len(prompts) - 1)] for i in range(rows)]
+        tokens = np.zeros((rows, longest), np.int32)
+        for i, prompt in enumerate(padded):
+            tokens[i, : len(prompt)] = prompt
+        lengths = np.array([len(p) for p in padded], np.int32)
+        with jax.set_mesh(self._mesh):
+
+            def place(x: np.ndarray, *words: str | None) -> jax.Array:
+                return jax.device_put(x, self._layout.named(self._layout.act(*words)))
+
+            out = self._run(
+                params,
+                place(tokens, "batch", None),
+                place(lengths, "batch"),
+                jax.random.key(seed),
+                total=total,
+                end=end,
+            )
+            out = np.asarray(reshard(out, jax.P(None, None)))
+        continued = [out[i, len(p) : len(p) + new_tokens].tolist() for i, p in enumerate(prompts)]
+        return [row[: row.index(end)] if end in row else row for row in continued]
+
+    def _generate(
+        self,
+        params: Tree,
+        tokens_BP: jax.Array,
+        lengths_B: jax.Array,
+        key: jax.Array,
+        *,
+        total: int,
+        end: int | None,
+    ) -> jax.Array:
+        """Returns tokens_BM: prompts and continuations, M = total."""
+        layout, cfg = self._layout, self._cfg
+        B, P = tokens_BP.shape
+        shape = (cfg.layers, B, total, cfg.kv_heads, cfg.head_width)
+        spec = layout.act("layers", "batch", None, "kv_heads", None)
+        empty = jnp.zeros(shape, self._dtype, out_sharding=spec)
+        rows = layout.act("batch", None)
+        positions_BP = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
+        forward = functools.partial(self._forward, params)
+        logits_BV, cache = forward(
+            tokens_BP, reshard(positions_BP, rows), lengths_B - 1, Cache(empty, empty)
+        )
+        tokens_BM = jnp.pad(tokens_BP, ((0, 0), (0, total - P)))
+
+        def put(tokens_BM: jax.Array, next_B: jax.Array, position_B: jax.Array) -> jax.Array:
+            here_BM = jnp.arange(total)[None] == position_B[:, None]
+            return jnp.where(here_BM, next_B[:, None], tokens_BM)
+
+        def step(carry: tuple) -> tuple:
+            tokens_BM, cache, logits_BV, position_B, done_B, i = carry
+            next_B = sample(logits_BV, jax.random.fold_in(key, i), self._sampling)
+            tokens_BM = put(tokens_BM, next_B, position_B)
+            if end is not None:
+                done_B = done_B | (next_B == end)
+            zero_B = jnp.zeros_like(position_B)
+            logits_BV, cache = forward(next_B[:, None], position_B[:, None], zero_B, cache)
+            return tokens_BM, cache, logits_BV, position_B + 1, done_B, i + 1
+
+        def unfinished(carry: tuple) -> jax.Array:
+            *_, done_B, i = carry
+            return (i < total - P) & ~jnp.all(done_B)
+
+        done_B = jnp.zeros_like(lengths_B, dtype=bool)
+        carry = (tokens_BM, cache, logits_BV, lengths_B, done_B, jnp.zeros((), jnp.int32))
+        return jax.lax.while_loop(unfinished, step, carry)[0]
+
+    def _forward(
+        self,
+        params: Tree,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        last_B: jax.Array,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """Returns (logits_BV after position last_B of each row, the cache with these tokens)."""
+        parts = self._parts
+        batch = {"tokens": tokens_BS, "positions": positions_BS}
+        context = parts.context(batch, None)
+
+        def layer(x: jax.Array, stacked: tuple[Any, Cache]) -> tuple[jax.Array, Any]:
+            return parts.block(stacked[0], x, context, stacked[1])
+
+        x_BSD = parts.embed(params, batch, context)
+        x_BSD, cache = jax.lax.scan(layer, x_BSD, (params["blocks"], cache))
+        here_BS1 = (jnp.arange(x_BSD.shape[1])[None] == last_B[:, None])[..., None]
+        x_B1D = jnp.where(here_BS1, x_BSD, 0).sum(1, keepdims=True)
+        logits_BV = parts.head(params, x_B1D)[:, 0]
+        return reshard(logits_BV, self._layout.act("batch", None)), cache

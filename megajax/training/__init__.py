@@ -1,0 +1,1 @@
+"""Training: configuration, optimizers, the one train step, evaluation, and the loop around them."""

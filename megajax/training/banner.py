@@ -1,0 +1,108 @@
+"""What a run says at its start and end: device, mesh, differences, sizes, where things are."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.core import config, tree
+from megajax.core.hardware import find_card
+from megajax.core.mesh import describe
+from megajax.cost.flops import train_flops_per_token
+from megajax.data.corpus import Corpus
+from megajax.data.tokenizer import Tokenizer, check_vocabulary
+from megajax.monitor import results
+from megajax.monitor.console import Console, quantity
+from megajax.monitor.meter import Work
+from megajax.monitor.records import Sink
+from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
+from megajax.parallel.tensor import choose_attention
+from megajax.training.config import Config
+from megajax.training.run_dir import RunDir
+from megajax.training.step import TrainStep
+
+
+def sinks(cfg: Config, run_dir: RunDir) -> list[Sink]:
+    """Returns the sinks of this process; only the first one of a job writes."""
+    if jax.process_index() != 0:
+        return []
+    chosen: list[Sink] = [Jsonl(run_dir.metrics)]
+    if cfg.log.tensorboard:
+        chosen.append(TensorBoard(run_dir.path))
+    if cfg.log.wandb is not None:
+        name = run_dir.path.name
+        chosen.append(Wandb(cfg.log.wandb, name, run_dir.path, dataclasses.asdict(cfg)))
+    return chosen
+
+
+def work(cfg: Config, mesh: Mesh) -> Work:
+    """Returns what MFU divides: FLOPs in both conventions, and the devices' peak if known."""
+    seq = cfg.train.seq_len
+    card = find_card(mesh.devices.flat[0].device_kind)
+    peak = card.flops.get(cfg.train.dtype) if card else None
+    return Work(
+        cfg.train.global_batch * seq,
+        train_flops_per_token(cfg.model.work, seq, "megatron"),
+        train_flops_per_token(cfg.model.work, seq, "causal"),
+        peak * mesh.size if peak else None,
+    )
+
+
+def show_start(console: Console, cfg: Config, preset: Any, mesh: Mesh, run_dir: RunDir) -> None:
+    """Device, mesh, folder, and what differs from the preset."""
+    console.say(f"{config.start_name()}: {describe(mesh)}, run in {run_dir.path}")
+    changed = config.diff(cfg, preset)
+    for name, old, new in changed:
+        console.say(f"  {name}: {old} -> {new}")
+
+
+def show_data(console: Console, cfg: Config, corpora: list[Corpus], tokenizer: Tokenizer) -> None:
+    """What is read and how much; refuses a vocabulary that the model lacks."""
+    check_vocabulary(tokenizer, cfg.model.vocab)
+    for c in corpora:
+        held = c.held_out.tokens if c.held_out is not None else 0
+        console.say(
+            f"{c.name}: {quantity(c.train.tokens)} tokens to learn, {quantity(held)} held out "
+            f"({tokenizer.name})"
+        )
+
+
+def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh) -> None:
+    """Parameters, FLOPs and bytes a device, and which kernels were chosen why."""
+    state = train_step.abstract_state
+    flops = train_flops_per_token(cfg.model.work, cfg.train.seq_len, "megatron")
+    held = tree.nbytes_per_device(state) / 2**30
+    console.say(
+        f"{quantity(tree.count(state.params))} parameters, {quantity(flops)} FLOPs a token, "
+        f"{held:.3f} GiB of state a device"
+    )
+    kernel, why = choose_attention(train_step.layout, cfg.train.attention, cfg.train.dtype)
+    console.say(f"attention: {kernel} ({why})")
+
+
+def facts(cfg: Config, mesh: Mesh, train_step: TrainStep, name: str) -> dict[str, Any]:
+    """Returns what a result must state beside its figures."""
+    device = mesh.devices.flat[0]
+    layer = "emulated" if device.platform == "cpu" else f"measured on {device.device_kind}"
+    return results.facts(f"{mesh.size} x {device.device_kind}", layer) | {
+        "preset": name,
+        "mesh": describe(mesh),
+        "parameters": tree.count(train_step.abstract_state.params),
+        "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
+    }
+
+
+def show_end(
+    console: Console, figures: dict[str, Any], run_dir: RunDir, sample: str | None
+) -> None:
+    """The last figures and where to look."""
+    if sample is not None:
+        console.say(f"--- sample\n{sample}\n---")
+    if figures:
+        bits = figures.get("eval_bits_per_byte")
+        tail = f", held out {bits:.3f} bits per byte" if bits is not None else ""
+        loss = figures["last_10_loss"]
+        shown = f"{loss:.4f} nats" if loss is not None else "not finite"
+        console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")
+    console.say(f"see {run_dir.path}/summary.md, curve.png, metrics.jsonl")

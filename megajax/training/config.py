@@ -1,0 +1,114 @@
+"""The configuration of a training run: what experiments put together and flags change.
+
+Legend: a step is one optimizer step; a row is one packed sequence of seq_len tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megajax.core.config import group, option
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.data.config import DataConfig
+from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import Remat
+from megajax.parallel.sharding import ShardSpec
+from megajax.training.optim import OptimConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One optimizer step and how many of them."""
+
+    steps: int = option(100, "optimizer steps of the whole run")
+    global_batch: int = option(32, "rows a step, over all devices", "sequences")
+    seq_len: int = option(128, "tokens a row", "tokens")
+    seed: int = option(0, "of parameters, data order and dropout")
+    accumulate: int = option(1, "micro-batches a step, one after the other")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of compute; masters are float32")
+    remat: Remat = option("outputs", "what the backward pass keeps: all, nothing, or by name")
+    loss_chunks: int = option(1, "pieces of the sequence whose logits exist at one time")
+    z_loss: float = option(0.0, "weight of log(Z)^2 in the objective")
+    attention: Literal["auto", "xla", "cudnn"] = option("auto", "attention kernel")
+
+    def __post_init__(self):
+        """Refuses counts below 1."""
+        for name in ("steps", "global_batch", "seq_len", "accumulate", "loss_chunks"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What is measured beside training."""
+
+    every: int = option(500, "evaluate every so many steps and at the end; 0: only at the end")
+    batches: int = option(8, "held-out batches an evaluation reads; 0: no evaluation")
+    sample_tokens: int = option(200, "tokens to sample after an evaluation; 0: no sample")
+    prompt: str = option("def ", "what the sample continues")
+    temperature: float = option(0.8, "of the sample; 0: greedy")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved. The last step and a signal always save."""
+
+    every: int = option(500, "save every so many steps; 0: only at the end")
+    keep: int = option(3, "checkpoints kept; 0: all")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where progress goes beside metrics.jsonl."""
+
+    every: int = option(10, "steps between lines when the output is not a terminal")
+    tensorboard: bool = option(True, "write TensorBoard events")
+    wandb: str | None = option(None, "Weights & Biases project; none: off")
+    gc_every: int = option(500, "collect garbage on the same step on all hosts, so often", "steps")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps jax.profiler records."""
+
+    steps: str | None = option(None, "record these steps, e.g. 20..25; none: off")
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first and last step to record."""
+        if self.steps is None:
+            return None
+        first, _, last = self.steps.partition("..")
+        return int(first), int(last or first)
+
+    def __post_init__(self):
+        """Refuses what is not a..b."""
+        try:
+            span = self.span
+        except ValueError:
+            span = (1, 0)
+        if span is not None and not 1 <= span[0] <= span[1]:
+            raise UserError(
+                f"profile.steps={self.steps} must be a..b with 1 <= a <= b (--profile.steps=20..25)"
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole training run."""
+
+    model: DecoderConfig = group(DecoderConfig)
+    mesh: MeshSpec = group(MeshSpec, whole=True)
+    shard: ShardSpec = group(ShardSpec)
+    train: TrainConfig = group(TrainConfig)
+    optim: OptimConfig = group(OptimConfig)
+    data: DataConfig = group(DataConfig)
+    eval: EvalConfig = group(EvalConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig)
+    log: LogConfig = group(LogConfig)
+    profile: ProfileConfig = group(ProfileConfig)
+    emulate: int | None = option(None, "CPU devices to emulate in this process; none: real ones")
+    emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found")
+    run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
+    init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
+    cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")

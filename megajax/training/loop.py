@@ -1,0 +1,133 @@
+"""The training loop: data, step, records, evaluation, checkpoints, and every way to stop.
+
+The host stays one step ahead of the devices: it reads the numbers of step n after it has
+dispatched step n + 1, so logging costs no device time. Before a save or an evaluation it catches
+up. Checkpoints hang off the loop, never inside the step.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core.errors import UserError
+from megajax.data.loader import Loader
+from megajax.monitor.console import Console
+from megajax.monitor.meter import Meter
+from megajax.monitor.records import Recorder
+from megajax.training.config import Config
+from megajax.training.interrupts import Interrupts, QuietGarbage
+from megajax.training.profiler import Profiler
+from megajax.training.state import TrainState
+from megajax.training.step import TrainStep
+
+Stop = Literal["done", "signal"]
+
+
+class NotFinite(UserError):
+    """Loss or gradient is not finite; the state before it is kept, and nothing was saved of it."""
+
+
+@dataclasses.dataclass
+class Run:
+    """What the loop works on. evaluate(state, step) measures and samples; identity: of the data."""
+
+    cfg: Config
+    train_step: TrainStep
+    state: TrainState
+    loader: Loader
+    checkpoints: CheckpointManager
+    recorder: Recorder
+    console: Console
+    meter: Meter
+    evaluate: Callable[[TrainState, int], None]
+    identity: dict[str, Any]
+    stopped_by: int | None = None
+
+
+def data_state(run: Run) -> dict[str, Any]:
+    """Returns what a checkpoint says of the data: the position is one global count of rows."""
+    return {"rows": run.loader.position} | run.identity
+
+
+def train(run: Run) -> Stop:
+    """Trains to the last step, or until a signal. The state is saved in both cases.
+
+    Raises: NotFinite naming the step and the first bad leaf; SaveError when the last save failed.
+    """
+    cfg = run.cfg
+    first = int(run.state.step) + 1
+    profiler = Profiler(cfg.profile.span, run.checkpoints.folder.parent / "profile")
+    with Interrupts() as interrupts, QuietGarbage(cfg.log.gc_every) as garbage:
+        pending: tuple[int, dict] | None = None
+        run.meter.restart()
+        for step in range(first, cfg.train.steps + 1):
+            profiler.before(step)
+            began = time.perf_counter()
+            batch = next(run.loader)
+            run.meter.waited(time.perf_counter() - began)
+            run.state, metrics = run.train_step.step(run.state, batch)
+            if pending is not None:
+                _finish(run, *pending)
+            pending = (step, metrics)
+            stop = interrupts.asked(step)
+            last = step == cfg.train.steps
+            saves = stop or last or _due(step, cfg.checkpoint.every)
+            evaluates = last or (not stop and _due(step, cfg.eval.every))
+            if saves or evaluates or profiler.ends(step):
+                _finish(run, *pending)  # catch up, and never save or measure what is not finite
+                pending = None
+            profiler.after(step)
+            if saves:
+                run.checkpoints.save(step, run.state, data_state=data_state(run))
+            if evaluates:
+                run.evaluate(run.state, step)
+            if saves or evaluates:
+                run.meter.restart()
+            garbage.after(step)
+            if stop:
+                run.stopped_by = interrupts.signal
+                return "signal"
+    return "done"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
+    """Waits for a step and records it."""
+    values = {k: np.asarray(v) for k, v in metrics.items()}
+    loss, norm = float(values["loss"]), float(values["grad_norm"])
+    tokens = run.cfg.train.global_batch * run.cfg.train.seq_len
+    row = {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": float(values["lr"]),
+        "tokens": tokens,
+        "targets": int(values["targets"]),
+    }
+    run.recorder.emit(step, row | run.meter.finish(step, loss))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise NotFinite(_bad_step(run, step, loss, values["leaf_norms"]))
+
+
+def _bad_step(run: Run, step: int, loss: float, leaf_norms: np.ndarray) -> str:
+    bad = [
+        n for n, x in zip(run.train_step.leaf_names, leaf_norms, strict=True) if not np.isfinite(x)
+    ]
+    leaf = f"first non-finite gradient: {bad[0]} ({len(bad)} of {len(leaf_norms)} leaves)"
+    rows = run.loader.rows_per_batch
+    run.checkpoints.wait()
+    good = run.checkpoints.latest
+    kept = f"last good checkpoint: step {good}" if good is not None else "no checkpoint yet"
+    return (
+        f"step {step}: loss is {loss}; {leaf if bad else 'all gradients are finite'}; {kept} in "
+        f"{run.checkpoints.folder}; the batch held rows {(step - 1) * rows}..{step * rows - 1}. "
+        "Lower --optim.lr, or look at the data"
+    )

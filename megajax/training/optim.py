@@ -1,0 +1,224 @@
+"""AdamW, LAMB and Muon over stacked, sharded parameters; named learning-rate schedules.
+
+Each optimizer is an optax chain: a direction, decoupled weight decay, (LAMB: trust ratio), the
+learning rate. Two things optax does not do, so they are here: LAMB's trust ratio per layer slice of
+a stacked leaf (optax.lamb takes one ratio for all layers), and Muon under an Explicit mesh.
+Sources: AdamW arXiv 1711.05101; LAMB arXiv 1904.00962 (MegaScale section 3.1 uses it for 4x
+batches); Muon (Jordan et al. 2024) with Moonlight's scale (arXiv 2502.16982 section 2.2), so that
+one learning rate and weight decay serve all leaves; WSD arXiv 2404.06395.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec, reshard
+
+from megajax.core.config import option
+from megajax.core.errors import UserError
+from megajax.core.layout import Layout, Words
+from megajax.core.tree import Tree
+from megajax.models.parts import map_words
+
+STACK_WORDS = ("layers", "expert", "stage")  # dimensions that count independent weights
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    name: Literal["adamw", "lamb", "muon"] = option("adamw", "optimizer")
+    lr: float = option(3e-3, "peak learning rate")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "after warm-up")
+    warmup: int = option(10, "steps of linear warm-up from 0", "steps")
+    final: float = option(0.1, "last learning rate as a fraction of the peak")
+    decay: float = option(0.2, "wsd: fraction of the run that decays")
+    beta1: float = option(0.9, "decay of the first moment; muon: momentum")
+    beta2: float = option(0.95, "decay of the second moment")
+    eps: float = option(1e-8, "added to the root of the second moment")
+    weight_decay: float = option(0.1, "decoupled, on matrices and embeddings only")
+    clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
+
+    def __post_init__(self):
+        """Refuses values outside their range."""
+        for name, low, high in (
+            ("lr", 0.0, None),
+            ("warmup", 0, None),
+            ("final", 0.0, 1.0),
+            ("decay", 0.0, 1.0),
+            ("beta1", 0.0, 1.0),
+            ("beta2", 0.0, 1.0),
+            ("weight_decay", 0.0, None),
+            ("clip", 0.0, None),
+        ):
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                rule = f"in [{low}, {high}]" if high is not None else f"at least {low}"
+                raise UserError(f"optim.{name}={value} must be {rule} (--optim.{name})")
+
+
+def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
+    """Returns step (from 0) -> learning rate. The first step already learns."""
+    warmup = min(cfg.warmup, steps)
+    rest = max(steps - warmup, 1)
+    last = cfg.lr * cfg.final
+    tail = {
+        "constant": optax.constant_schedule(cfg.lr),
+        "cosine": optax.cosine_decay_schedule(cfg.lr, rest, cfg.final),
+        "linear": optax.linear_schedule(cfg.lr, last, rest),
+        "wsd": optax.linear_schedule(
+            cfg.lr, last, max(round(cfg.decay * steps), 1), rest - max(round(cfg.decay * steps), 1)
+        ),
+    }[cfg.schedule]
+    if not warmup:
+        return tail
+    ramp = optax.linear_schedule(cfg.lr / warmup, cfg.lr, warmup - 1 or 1)
+    return optax.join_schedules([ramp, tail], [warmup])
+
+
+def is_matrix(words: Words) -> bool:
+    """Tells matrices and embeddings, which decay, from norms and biases, which do not."""
+    return "embed" in words and len([w for w in words if w not in STACK_WORDS]) > 1
+
+
+def is_hidden_matrix(words: Words) -> bool:
+    """Tells the matrices between embedding and head, which Muon orthogonalises."""
+    return is_matrix(words) and not {"vocab", "positions"} & set(words)
+
+
+def make_optimizer(
+    cfg: OptimConfig, steps: int, axes: Tree, layout: Layout | None = None
+) -> optax.GradientTransformation:
+    """Returns the optimizer of a parameter tree whose leaves have these words.
+
+    layout: where the leaves live; None: no mesh. Gradients must already be clipped.
+    """
+    adam = _promoting(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps))
+    matrices = map_words(is_matrix, axes)
+    decay = optax.add_decayed_weights(cfg.weight_decay, mask=matrices)
+    rate = _promoting(optax.scale_by_learning_rate(make_schedule(cfg, steps)))
+    if cfg.name == "lamb":
+        return optax.chain(adam, decay, scale_by_trust_ratio(axes), rate)
+    if cfg.name == "muon":
+        labels = map_words(lambda w: "muon" if is_hidden_matrix(w) else "adam", axes)
+        muon = scale_by_muon(cfg.beta1, axes, layout)
+        return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decay, rate)
+    return optax.chain(adam, decay, rate)
+
+
+def _promoting(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Lets optax mix int32 counts with floats where the caller has strict dtype promotion."""
+
+    def update(updates: Tree, state: Any, params: Tree | None = None, **_: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+# ---- LAMB
+
+
+def scale_by_trust_ratio(axes: Tree) -> optax.GradientTransformation:
+    """Scales each weight's update by |w| / |update|, one ratio per slice of a stacked leaf.
+
+    Norms and biases keep ratio 1, and so does a slice whose weight or update is 0 (arXiv
+    1904.00962 algorithm 2 with phi the identity).
+    """
+
+    def ratio(words: Words, update: jax.Array, weight: jax.Array) -> jax.Array:
+        if not is_matrix(words):
+            return update
+        inner = tuple(i for i, w in enumerate(words) if w not in STACK_WORDS)
+
+        def norm(x: jax.Array) -> jax.Array:
+            return jnp.sqrt((x.astype(jnp.float32) ** 2).sum(inner, keepdims=True))
+
+        w, u = norm(weight), norm(update)
+        usable = (w > 0) & (u > 0)
+        return update * jnp.where(usable, w / jnp.where(usable, u, 1.0), 1.0)
+
+    def update(updates: Tree, state: Any, params: Tree | None = None, **_: Any) -> Any:
+        if params is None:
+            raise ValueError("the trust ratio needs the parameters: update(grads, state, params)")
+        return map_words(ratio, axes, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+# ---- Muon
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # (Jordan et al. 2024: quintic, steepest at 0)
+NEWTON_SCHULZ_STEPS = 5
+
+
+class MuonState(NamedTuple):
+    """Momentum of each orthogonalised leaf."""
+
+    momentum: Tree
+
+
+def orthogonalise(x: jax.Array) -> jax.Array:
+    """Returns (..., m, n) with every matrix's singular values near 1, by Newton-Schulz."""
+    a, b, c = NEWTON_SCHULZ
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (jnp.sqrt((x * x).sum((-2, -1), keepdims=True)) + 1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+def spread(count: int, layout: Layout | None) -> tuple[str, ...]:
+    """Returns mesh axes, largest first, that together cut `count` slices into equal pieces."""
+    chosen: tuple[str, ...] = ()
+    if layout is None:
+        return chosen
+    for axis in sorted(layout.mesh.shape, key=lambda a: -layout.mesh.shape[a]):
+        if layout.mesh.shape[axis] > 1 and count % layout.ways((*chosen, axis)) == 0:
+            chosen = (*chosen, axis)
+    return chosen
+
+
+def scale_by_muon(
+    momentum: float, axes: Tree, layout: Layout | None
+) -> optax.GradientTransformation:
+    """Nesterov momentum, orthogonalised per matrix, scaled to the RMS of an Adam update.
+
+    Under a mesh each device orthogonalises its share of the stacked layers: one all-to-all there
+    and one back, no collective inside Newton-Schulz.
+    """
+
+    def direction(words: Words, x: jax.Array) -> jax.Array:
+        stack = [i for i, w in enumerate(words) if w in STACK_WORDS]
+        shape, spec = x.shape, jax.typeof(x).sharding.spec
+        if layout is not None:
+            entry = spread(shape[0], layout) if stack else ()
+            x = reshard(x, PartitionSpec(entry or None, *[None] * (x.ndim - 1)))
+        # 'embed' is one side of the matrix, all other inner dimensions the other.
+        rows = shape[len(stack)] if words[len(stack)] == "embed" else -1
+        columns = shape[-1] if rows == -1 else -1
+        matrix = orthogonalise(x.reshape(*shape[: len(stack)], rows, columns))
+        matrix = matrix * (0.2 * max(matrix.shape[-2:]) ** 0.5)  # Moonlight: RMS 0.2, as Adam's
+        x = matrix.reshape(shape)
+        return x if layout is None else reshard(x, spec)
+
+    def leaf(words: Words, grad: jax.Array, buffer: jax.Array) -> jax.Array:
+        return direction(words, grad + momentum * buffer)
+
+    def update(updates: Tree, state: Any, params: Tree | None = None, **_: Any) -> Any:
+        buffers = jax.tree.map(lambda g, m: momentum * m + g, updates, state.momentum)
+        chosen = _like(axes, updates)
+        return map_words(leaf, chosen, updates, buffers), MuonState(buffers)
+
+    return optax.GradientTransformation(
+        lambda params: MuonState(jax.tree.map(jnp.zeros_like, params)), update
+    )
+
+
+def _like(axes: Tree, masked: Tree) -> Tree:
+    """Returns the words of the leaves that optax.partition left in, MaskedNode elsewhere."""
+    return map_words(lambda w, x: x if isinstance(x, optax.MaskedNode) else w, axes, masked)

@@ -1,0 +1,89 @@
+"""The folder of a run: where it is, whether it may go on, what is in it.
+
+config.json, metrics.jsonl, events.* (TensorBoard), checkpoints/, samples/, curve.png, summary.md.
+The same command finds the same folder, because its name holds a fingerprint of the configuration.
+"""
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.training.config import Config
+
+# What may change between the starts of one run: where and how fast it goes, not what is computed.
+# (mesh and micro-batches change the order of sums, nothing else.)
+FREE = (
+    "mesh", "shard", "eval", "checkpoint", "log", "profile", "emulate", "emulate_without_gpu",
+    "run_dir", "init_from", "cache_dir", "optim", "train.steps", "train.accumulate", "train.remat",
+    "train.loss_chunks", "train.attention", "train.dtype", "train.global_batch", "data.prefetch",
+)  # fmt: skip
+NOT_IN_NAME = ("run_dir", "log", "profile", "cache_dir", "data.prefetch")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Paths of a run."""
+
+    path: Path
+
+    def begin(self, cfg: Config) -> None:
+        """Makes the folder and writes the configuration, once everything else is known to work.
+
+        Raises: UserError when the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.json").write_text(config.to_json(cfg))
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror} (--run_dir)") from None
+
+    @property
+    def metrics(self) -> Path:
+        """One row for each step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a step."""
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        """Generated text, one file an evaluation."""
+        return self.path / "samples"
+
+
+def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
+    """Finds the folder of a run and checks that this configuration may continue what is there.
+
+    Raises: UserError when the folder holds a run that this one cannot continue.
+    """
+    name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
+    path = Path(cfg.run_dir or f"runs/{experiment}/{name}").expanduser()
+    saved = path / "config.json"
+    if saved.is_file() and not is_imported(path):
+        former = config.load_json(type(cfg), saved)
+        fixed = [
+            f"{n} was {old}, now {new}"
+            for n, old, new in config.diff(cfg, former)
+            if not any(n == f or n.startswith(f"{f}.") for f in FREE)
+        ]
+        if fixed:
+            raise UserError(
+                f"{path} holds another run: {'; '.join(fixed)}. Give the former values to continue "
+                "it, or another --run_dir"
+            )
+    return RunDir(path)
+
+
+def is_imported(path: Path) -> bool:
+    """Tells a folder that holds imported weights only, step 0, from a run that has trained."""
+    return [p.name for p in (path / "checkpoints").glob("[0-9]*")] == ["0"]
+
+
+def command_line() -> str:
+    """Returns the command that was typed, to type again."""
+    return shlex.join(["uv", "run", *sys.argv])

@@ -1,0 +1,186 @@
+"""Import and export against transformers: logits frozen by tests/golden/make_hf.py."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megajax.checkpoint import hf
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import named_leaves
+from megajax.models import decoder, names
+from megajax.models.decoder_config import PRESETS, DecoderConfig
+from megajax.parallel import sharding
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+FAMILIES = ["gpt2", "llama", "llama3_tied", "mistral", "qwen2", "qwen3"]
+
+
+def unpack(name, folder):
+    """Writes a golden file out as the folder that transformers would have saved."""
+    golden = np.load(GOLDEN / f"hf_{name}.npz")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(str(golden["config"]))
+    tensors = {k.removeprefix("tensor:"): golden[k] for k in golden.files if k[:7] == "tensor:"}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return golden, tensors
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (name, x), y in zip(named_leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    golden, _ = unpack(name, tmp_path)
+    cfg, params = hf.load(tmp_path)
+    tokens = golden["tokens"]
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions}
+    logits = np.asarray(jax.jit(decoder.parts(cfg).logits)(params, batch))
+    assert np.abs(golden["logits"]).max() > 1.0
+    np.testing.assert_allclose(logits[..., : cfg.vocab], golden["logits"], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_export_is_bit_for_bit(name, tmp_path):
+    """Their tensors -> ours, cut over a mesh -> their tensors, in several shards -> ours again."""
+    _, tensors = unpack(name, tmp_path / "theirs")
+    mesh = MeshSpec(tensor=2).build()
+    cfg, params = hf.load(tmp_path / "theirs", sharding.layout(mesh))
+    assert params["blocks"]["mlp"]["up"].sharding.spec == sharding.layout(mesh).stored(
+        "layers", "embed", "mlp"
+    )
+    hf.save(params, cfg, tmp_path / "ours")
+    exported = safetensors.numpy.load_file(tmp_path / "ours" / "model.safetensors")
+    assert set(exported) == set(tensors)
+    for key, tensor in tensors.items():
+        np.testing.assert_array_equal(exported[key], tensor, err_msg=key)
+    hf.save(params, cfg, tmp_path / "sharded", shard_bytes=30_000)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    again, params2 = hf.load(tmp_path / "sharded")
+    assert again == cfg
+    assert_same(params, params2)
+
+
+def test_half_precision_export_rounds_once(tmp_path):
+    _, tensors = unpack("llama", tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    hf.save(params, cfg, tmp_path / "half", dtype="bfloat16")
+    _, back = hf.load(tmp_path / "half")
+    norm = np.asarray(back["norm"]["scale"])
+    want = np.asarray(jax.numpy.asarray(tensors["model.norm.weight"], "bfloat16"), np.float32)
+    np.testing.assert_array_equal(norm, want)
+
+
+def test_gpt2s_own_names_have_no_prefix(tmp_path):
+    _, tensors = unpack("gpt2", tmp_path)
+    bare = {k.removeprefix("transformer."): v for k, v in tensors.items()}
+    bare["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)  # a buffer of old checkpoints
+    safetensors.numpy.save_file(bare, tmp_path / "model.safetensors")
+    cfg, params = hf.load(tmp_path)
+    assert params["tokens"].shape == (128, 48) and cfg.vocab == 101
+    assert np.asarray(params["tokens"])[101:].max() == 0  # rows that pad the vocabulary
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in PRESETS if n not in ("nano", "megascale_175b", "megascale_530b")]
+)
+def test_config_json_round_trip(name):
+    """Our presets survive their config.json, so an export of each can be loaded."""
+    cfg = PRESETS[name]()
+    back = names.from_hf_config(json.loads(json.dumps(names.to_hf_config(cfg, "bfloat16"))))
+    assert back == cfg
+
+
+def test_rules_cover_every_leaf():
+    for name in ("gpt2", "llama3_8b", "qwen2_7b", "qwen3_8b", "llama3_1b"):
+        cfg = dataclasses.replace(PRESETS[name](), layers=1)
+        leaves = {n for n, _ in named_leaves(decoder.parts(cfg).abstract)}
+        assert {r.ours for r in names.rules(cfg)} == leaves
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not one of"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported"),
+        ({"intermediate_size": 96}, "has shape"),
+        ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
+        ({"num_hidden_layers": 1}, "tensors that this family does not know: model.layers.1"),
+        ({"tie_word_embeddings": True, "num_attention_heads": 8}, "has shape"),
+    ],
+)
+def test_folders_that_cannot_be_read_are_refused(tmp_path, changes, words):
+    unpack("llama", tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(UserError) as error:
+        hf.load(tmp_path)
+    assert words in str(error.value)
+
+
+def test_missing_pieces_are_named(tmp_path):
+    with pytest.raises(UserError, match="config.json"):
+        hf.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        hf.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="lacks"):
+        hf.load(tmp_path)
+
+
+def test_a_window_on_some_layers_is_refused(tmp_path):
+    unpack("qwen2", tmp_path)
+    edit(
+        tmp_path,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    with pytest.raises(UserError, match="some layers only"):
+        hf.load(tmp_path)
+
+
+def test_weights_for_another_model_are_refused(tmp_path):
+    unpack("llama", tmp_path)
+    with pytest.raises(UserError) as error:
+        hf.load_params(tmp_path, DecoderConfig())
+    assert "layers is 2 there, 4 here" in str(error.value)
+
+
+def test_a_shape_without_a_family_is_refused(tmp_path):
+    cfg = dataclasses.replace(DecoderConfig(), block="parallel")
+    with pytest.raises(UserError, match="no Hugging Face family has this shape: block parallel"):
+        hf.save({}, cfg, tmp_path / "out")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    unpack("llama", tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        hf.save(params, cfg, tmp_path / "theirs")
+    with pytest.raises(UserError, match="dtype=int8"):
+        hf.save(params, cfg, tmp_path / "new", dtype="int8")
+
+
+def test_tokenizers_travel_along(tmp_path):
+    unpack("llama", tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    cfg, params = hf.load(tmp_path / "theirs")
+    hf.save(params, cfg, tmp_path / "ours", tokenizer=tmp_path / "theirs")
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{}"

@@ -1,0 +1,225 @@
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.manager import CheckpointManager, SaveError
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.training.state import TrainState
+from megajax.training.step import make_train_step
+from tests.tiny import run_config
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def assert_equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    cfg = run_config(mesh__tensor=2)
+    return make_train_step(cfg, cfg.mesh.build())
+
+
+@pytest.fixture(scope="module")
+def state(train_step):
+    return train_step.init(0)
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path, train_step, state):
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest is None and manager.steps == []
+    manager.save(7, vars(state), data_state={"rows": 112, "seed": 0}).result()
+    assert manager.steps == [7] and manager.latest == 7
+    restored, data = manager.restore(like=vars(train_step.abstract_state))
+    assert data == {"rows": 112, "seed": 0}
+    assert_equal(vars(state), restored)
+    assert_equal(TrainState(**restored), state)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mesh__tensor": 4}, {"mesh__data": 1}, {"mesh__node": 2, "shard__zero": "hybrid"}]
+)
+def test_a_state_comes_back_on_another_mesh(tmp_path, state, changes):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, vars(state), data_state={}).result()
+    cfg = run_config(**changes)
+    other = make_train_step(cfg, cfg.mesh.build())
+    restored, _ = manager.restore(like=vars(other.abstract_state))
+    for a, b in zip(jax.tree.leaves(vars(state)), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    wanted = vars(other.abstract_state)
+    for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(restored), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
+
+
+def test_donating_while_storage_goes_on_does_not_change_what_is_stored(tmp_path):
+    step = jax.jit(lambda t: jax.tree.map(lambda x: -x, t), donate_argnums=0)
+    tree = {f"x{i}": jnp.full((512, 512), float(i)) for i in range(16)}
+    shapes = like(tree)
+    manager = CheckpointManager(tmp_path)
+    handle = manager.save(1, tree, data_state={})
+    for _ in range(3):
+        tree = step(tree)
+    handle.result()
+    restored, _ = manager.restore(like=shapes)
+    assert all((np.asarray(restored[f"x{i}"]) == i).all() for i in range(16))
+
+
+def test_a_part_can_be_restored(tmp_path, train_step, state):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, vars(state), data_state={}).result()
+    wanted = {"params": train_step.abstract_state.params}
+    restored, _ = manager.restore(like=wanted, partial=True)
+    assert_equal(restored["params"], state.params)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (1, 2, 3, 10):
+        manager.save(step, {"x": jnp.ones(3)}, data_state={})
+    manager.close()
+    assert manager.steps == [3, 10]
+    everything = CheckpointManager(tmp_path / "all", keep=0)
+    for step in (1, 2, 3):
+        everything.save(step, {"x": jnp.ones(3)}, data_state={})
+    everything.close()
+    assert everything.steps == [1, 2, 3]
+
+
+def test_the_same_step_may_be_saved_again(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for value in (1.0, 2.0):
+        manager.save(5, {"x": jnp.full(3, value)}, data_state={}).result()
+    restored, _ = manager.restore(like=like({"x": jnp.ones(3)}))
+    assert restored["x"].tolist() == [2.0] * 3
+
+
+def test_leavings_of_a_killed_save_are_removed_and_ignored(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"x": jnp.ones(3)}, data_state={}).result()
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    (tmp_path / "9").mkdir()  # no checkpoint in it
+    again = CheckpointManager(tmp_path)
+    assert again.steps == [1]
+    assert not (tmp_path / "2.orbax-checkpoint-tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"x": jnp.ones(4)}, "cannot restore"),
+        ({"x": jnp.ones(3), "y": jnp.ones(3)}, "cannot restore"),
+        ({"z": jnp.ones(3)}, "cannot restore"),
+    ],
+)
+def test_a_tree_that_does_not_fit_is_refused(tmp_path, wanted, words):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"x": jnp.ones(3)}, data_state={}).result()
+    with pytest.raises(UserError, match=words):
+        manager.restore(like=like(wanted))
+
+
+def test_a_missing_step_is_named(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(UserError, match="has no step None; it has \\[\\]"):
+        manager.restore(like={})
+    manager.save(1, {"x": jnp.ones(3)}, data_state={}).result()
+    with pytest.raises(UserError, match="has no step 4; it has \\[1\\]"):
+        manager.restore(4, like={})
+
+
+def test_plain_orbax_reads_our_steps(tmp_path, state):
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    CheckpointManager(tmp_path).save(3, vars(state), data_state={}).result()
+    found = ocp.load(str(tmp_path / "3"), like(vars(state)))
+    assert_equal(vars(state), found)
+
+
+def test_a_save_that_cannot_begin_fails_in_the_handle(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    manager = CheckpointManager(tmp_path / "file" / "checkpoints")
+    handle = manager.save(1, {"x": jnp.ones(3)}, data_state={})
+    with pytest.raises(SaveError, match="step 1 was not saved"):
+        handle.result()
+
+
+def fill(folder, size):
+    (folder / "ballast").write_bytes(b"x" * size)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_harms_nothing_and_the_same_manager_recovers(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk])
+    if mounted.returncode:
+        pytest.skip("this machine does not let root mount")
+    try:
+        manager = CheckpointManager(disk / "checkpoints")
+        tree = {"x": jnp.arange(1 << 20, dtype=jnp.float32)}  # 4 MiB
+        manager.save(1, tree, data_state={"rows": 1}).result()
+        fill(disk, 10 << 20)
+        handle = manager.save(2, tree, data_state={"rows": 2})
+        with pytest.raises(SaveError) as error:
+            handle.result()
+        assert "step 2 was not saved" in str(error.value) and "full" in str(error.value) + (
+            "full" if "no space left" in str(error.value) else ""
+        )
+        assert manager.steps == [1]
+        assert [p.name for p in (disk / "checkpoints").iterdir()] == ["1"]  # no leavings
+        restored, data = manager.restore(like=like(tree))
+        assert data == {"rows": 1}
+        np.testing.assert_array_equal(np.asarray(restored["x"]), np.asarray(tree["x"]))
+        (disk / "ballast").unlink()
+        manager.save(3, tree, data_state={"rows": 3}).result()
+        assert manager.steps == [1, 3]
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+LIMITED = """
+    import resource, sys
+    import jax, jax.numpy as jnp
+    jax.config.update("jax_platforms", "cpu")
+    from megajax.checkpoint.manager import CheckpointManager, SaveError
+    manager = CheckpointManager(sys.argv[1])
+    tree = {"x": jnp.arange(1 << 20, dtype=jnp.float32)}
+    manager.save(1, tree, data_state={}).result()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    try:
+        manager.save(2, tree, data_state={}).result()
+    except SaveError as error:
+        print("refused:", error)
+    print(manager.steps)
+"""
+
+
+@pytest.mark.process
+def test_a_file_size_limit_is_like_a_full_disk(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIMITED), tmp_path], capture_output=True, text=True
+    )
+    assert "refused: step 2 was not saved" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.strip().endswith("[1]")
+
+
+def test_a_mesh_in_scope_does_not_matter(tmp_path, state, train_step):
+    manager = CheckpointManager(tmp_path)
+    with jax.set_mesh(MeshSpec(tensor=2).build()):
+        manager.save(1, vars(state), data_state={}).result()
+        restored, _ = manager.restore(like=vars(train_step.abstract_state))
+    assert_equal(vars(state), restored)

@@ -1,0 +1,107 @@
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megajax.checkpoint.safetensors import INDEX, SINGLE, TensorFolder, write_folder
+from megajax.core.errors import UserError
+
+TENSORS = {
+    "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b": np.arange(5, dtype=np.int64),
+    "c": np.array(3.5, np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+}
+CODES = {"float32": "F32", "int64": "I64", "float16": "F16", "bfloat16": "BF16"}
+
+
+def write(folder, tensors, **settings):
+    folder.mkdir(exist_ok=True)
+    table = {n: (a.shape, CODES[a.dtype.name]) for n, a in tensors.items()}
+    write_folder(folder, table, tensors.__getitem__, **settings)
+
+
+def test_the_library_reads_what_we_write(tmp_path):
+    write(tmp_path, TENSORS)
+    found = safetensors.numpy.load_file(tmp_path / SINGLE)
+    assert set(found) == set(TENSORS)
+    for name, array in TENSORS.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    safetensors.numpy.save_file(TENSORS, tmp_path / SINGLE, metadata={"format": "pt"})
+    folder = TensorFolder(tmp_path)
+    assert set(folder.names()) == set(TENSORS) and "a.weight" in folder
+    for name, array in TENSORS.items():
+        np.testing.assert_array_equal(folder.view(name), array)
+
+
+def test_bfloat16(tmp_path):
+    array = np.array([[1.5, -2.25]], ml_dtypes.bfloat16)
+    write(tmp_path, {"x": array})
+    view = TensorFolder(tmp_path).view("x")
+    assert view.dtype == ml_dtypes.bfloat16 and view.tolist() == [[1.5, -2.25]]
+
+
+def test_shards_have_an_index(tmp_path):
+    tensors = {f"t{i}": np.full((10, 10), i, np.float32) for i in range(7)}
+    write(tmp_path, tensors, shard_bytes=900)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 2800
+    assert set(index["weight_map"].values()) == {
+        f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)
+    }
+    folder = TensorFolder(tmp_path)
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(folder.view(name), array)
+
+
+def header(entries, body=b"\0" * 16):
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+GOOD = {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xff\xff\xff\xff\xff\xff\x7f{}",  # a header longer than the file
+        struct.pack("<Q", 4) + b"oops",
+        header(GOOD)[:-1],  # truncated data
+        header({"x": GOOD["x"] | {"data_offsets": [0, 12]}}),
+        header({"x": GOOD["x"] | {"shape": [-4]}}),
+        header({"x": GOOD["x"] | {"shape": [2**60, 2**60]}}),
+        header({"x": GOOD["x"] | {"dtype": "X9"}}),
+        header({"x": GOOD["x"] | {"data_offsets": [1, 17]}}),
+        header({"x": {"shape": [4]}}),
+        header([1, 2]),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, content):
+    (tmp_path / SINGLE).write_bytes(content)
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        TensorFolder(tmp_path)
+
+
+def test_a_good_header_of_the_same_kind_is_read(tmp_path):
+    (tmp_path / SINGLE).write_bytes(header(GOOD))
+    assert TensorFolder(tmp_path).view("x").tolist() == [0.0] * 4
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(UserError, match="has neither model.safetensors nor"):
+        TensorFolder(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    with pytest.raises(UserError, match="model-1.safetensors"):
+        TensorFolder(tmp_path)
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(UserError, match="is damaged"):
+        TensorFolder(tmp_path)

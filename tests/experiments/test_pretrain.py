@@ -1,0 +1,315 @@
+"""The main job as a person runs it: real processes, real signals, real kills.
+
+One straight run of 30 steps is the control; everything else must end where it ends.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core import config
+from megajax.data.corpus import open_corpora
+from megajax.data.loader import Loader, training_rows
+from megajax.training.config import Config
+from megajax.training.state import TrainState
+from megajax.training.step import make_train_step
+
+pytestmark = pytest.mark.process
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+STEPS = 30
+SMALL = [
+    "--model.layers=2", "--model.width=64", "--model.heads=4", "--model.kv_heads=4",
+    "--model.head_width=16", "--model.mlp=128", "--train.global_batch=32", "--train.seq_len=64",
+    "--eval.batches=2", "--eval.every=0", "--eval.sample_tokens=8", "--log.every=5",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Text to learn, and a cache that all processes of this module share."""
+    home = tmp_path_factory.mktemp("home")
+    text = home / "text"
+    text.mkdir()
+    random = np.random.default_rng(0)
+    words = [f"word{i}" for i in range(50)]
+    for i in range(80):
+        (text / f"{i}.txt").write_text(" ".join(random.choice(words, 300)))
+    return home
+
+
+def command(home, *flags):
+    fixed = [f"--data.source={home}/text", f"--cache_dir={home}/cache"]
+    script = str(ROOT / "experiments" / "pretrain.py")
+    return [sys.executable, script, *SMALL, *fixed, *flags]
+
+
+def environment():
+    return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | {
+        "PYTHONWARNINGS": "default",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def run(home, *flags, **settings):
+    return subprocess.run(
+        command(home, *flags), capture_output=True, text=True, env=environment(), **settings
+    )
+
+
+def start(home, *flags):
+    return subprocess.Popen(
+        command(home, *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+
+
+def rows(folder, key="loss"):
+    """{step: row}, the last of each step."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    complete = [json.loads(line) for line in lines if line.endswith("}")]
+    return {r["step"]: r for r in complete if key in r}
+
+
+def wait_for(process, condition, seconds=120):
+    """Waits until condition() holds while the process runs."""
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.time() < end
+        time.sleep(0.01)
+
+
+def last_step(folder):
+    return max(rows(folder), default=0)
+
+
+def load_config(folder):
+    return config.load_json(Config, folder / "config.json")
+
+
+def restore(folder, step, cfg=None):
+    """Returns (train step, state, data state) of a checkpoint on the mesh of `cfg`."""
+    cfg = cfg or load_config(folder)
+    train_step = make_train_step(cfg, cfg.mesh.build())
+    manager = CheckpointManager(folder / "checkpoints", keep=0)
+    restored, data = manager.restore(step, like=vars(train_step.abstract_state))
+    return train_step, TrainState(**restored), data
+
+
+def loader_of(cfg, train_step, position):
+    corpora, _ = open_corpora(cfg.data, cfg.cache_dir, lambda _: None)
+    data = training_rows(corpora, cfg.train.seq_len, cfg.train.seed)
+    return Loader(data, train_step.abstract_batch, position)
+
+
+@pytest.fixture(scope="module")
+def straight(home):
+    """30 steps without interruption."""
+    folder = home / "straight"
+    done = run(home, f"--train.steps={STEPS}", "--checkpoint.every=13", f"--run_dir={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done
+
+
+def test_a_run_says_what_it_does_and_leaves_everything(straight):
+    folder, done = straight
+    out = done.stdout
+    assert "data 4 x tensor 2 on 8 emulated cpu" in out
+    assert "train.steps: 160 -> 30" in out and "model.width: 128 -> 64" in out
+    assert "parameters" in out and "FLOPs a token" in out and "attention: xla" in out
+    assert f"step {STEPS}/{STEPS} | loss" in out and "MFU N/A" in out and "ETA 0:00" in out
+    assert "bits per byte" in out and "--- sample\ndef " in out
+    assert "Traceback" not in done.stderr
+    for name in ("config.json", "metrics.jsonl", "summary.md", "curve.png"):
+        assert (folder / name).stat().st_size > 0
+    assert list(folder.glob("events.out.tfevents*"))
+    assert (folder / "samples" / f"{STEPS:08d}.txt").read_text().startswith("def ")
+    assert CheckpointManager(folder / "checkpoints").steps == [13, 26, 30]
+
+
+def test_metrics_have_the_promised_members(straight):
+    found = rows(straight[0])
+    assert sorted(found) == list(range(1, STEPS + 1))
+    for row in found.values():
+        assert row["tokens"] == 32 * 64 and row["mfu"] is None and row["loss"] > 0
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_time_s"])
+        assert row["grad_norm"] > 0
+    assert found[30]["loss"] < found[1]["loss"] - 0.5
+    evaluations = rows(straight[0], "eval_loss")
+    assert list(evaluations) == [STEPS] and "loss" not in evaluations[STEPS]
+    ratio = evaluations[STEPS]["eval_bits_per_byte"] / evaluations[STEPS]["eval_loss"]
+    assert ratio == pytest.approx(1 / np.log(2), rel=0.01)  # bytes: one token is one byte
+
+
+def test_a_killed_run_comes_back_bit_for_bit(home, straight):
+    folder = home / "killed"
+    flags = [f"--train.steps={STEPS}", "--checkpoint.every=13", f"--run_dir={folder}"]
+    process = start(home, *flags)
+    saved = folder / "checkpoints" / "13" / "_CHECKPOINT_METADATA"
+    wait_for(process, lambda: saved.exists() and last_step(folder) > 13)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert last_step(folder) < STEPS
+    assert CheckpointManager(folder / "checkpoints").latest == 13
+    done = run(home, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed after step 13" in done.stdout
+
+    want, got = rows(straight[0]), rows(folder)
+    assert sorted(got) == list(range(1, STEPS + 1))
+    assert [got[s]["loss"] for s in got] == [want[s]["loss"] for s in got]
+    train_step, a, data_a = restore(straight[0], STEPS)
+    _, b, data_b = restore(folder, STEPS)
+    assert data_a == data_b and data_a["rows"] == 32 * STEPS
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    cfg = load_config(folder)
+    batches = [next(loader_of(cfg, train_step, d["rows"])) for d in (data_a, data_b)]
+    for key in batches[0]:
+        np.testing.assert_array_equal(np.asarray(batches[0][key]), np.asarray(batches[1][key]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh.data": 2, "mesh.tensor": 4},
+        {"mesh.data": 1, "mesh.tensor": 4},  # four devices instead of eight
+        {"mesh.node": 2, "mesh.data": 2, "mesh.tensor": 2, "train.accumulate": 2},
+    ],
+)
+def test_another_mesh_continues_to_the_same_place(straight, changes):
+    """From step 13 of the control's own checkpoint, 17 more steps."""
+    cfg = config.override(load_config(straight[0]), changes)
+    train_step, state, data = restore(straight[0], 13, cfg)
+    loader = loader_of(cfg, train_step, data["rows"])
+    want = rows(straight[0])
+    for step in range(14, STEPS + 1):
+        state, metrics = train_step.step(state, next(loader))
+        assert float(metrics["loss"]) == pytest.approx(want[step]["loss"], abs=1e-5)
+    _, control, _ = restore(straight[0], STEPS)
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(control.params), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(home, straight):
+    folder = home / "interrupted"
+    flags = [f"--train.steps={STEPS}", "--checkpoint.every=0", f"--run_dir={folder}"]
+    process = start(home, *flags)
+    wait_for(process, lambda: last_step(folder) >= 4)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "Continue with:" in out and f"--run_dir={folder}" in out and "Traceback" not in out
+    stopped = CheckpointManager(folder / "checkpoints").latest
+    assert 4 <= stopped < STEPS and f"stopped after step {stopped}" in out
+    done = run(home, *flags)
+    assert f"resumed after step {stopped}" in done.stdout, done.stdout + done.stderr
+    want, got = rows(straight[0]), rows(folder)
+    assert [got[s]["loss"] for s in sorted(got)] == [want[s]["loss"] for s in sorted(want)]
+    again = run(home, *flags)  # a finished run: nothing to do, nothing lost
+    assert again.returncode == 0 and rows(folder) == got, again.stdout + again.stderr
+
+
+def test_sigterm_saves(home):
+    folder = home / "terminated"
+    process = start(home, "--train.steps=5000", f"--run_dir={folder}")
+    wait_for(process, lambda: last_step(folder) >= 3)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Continue with:" in out
+    assert CheckpointManager(folder / "checkpoints").latest >= 3
+
+
+def test_numbers_that_are_not_finite_stop_the_run(home, straight):
+    """A learning rate of 1e30 blows the weights up; what was good stays."""
+    folder = home / "diverged"
+    shutil.copytree(straight[0], folder)
+    done = run(
+        home, "--train.steps=60", "--optim.lr=1e30", "--optim.schedule=constant",
+        "--checkpoint.every=1000", f"--run_dir={folder}",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "first non-finite gradient: blocks." in done.stderr
+    assert "last good checkpoint: step 30" in done.stderr
+    assert CheckpointManager(folder / "checkpoints").steps == [13, 26, 30]
+
+
+def test_a_full_disk_is_said_once_and_training_goes_on(home):
+    """The file system takes the metrics but not the checkpoints."""
+    disk = home / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk]
+    if os.geteuid() != 0 or subprocess.run(mount).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        done = run(
+            home, "--train.steps=12", "--checkpoint.every=5", "--log.tensorboard=false",
+            f"--run_dir={disk}/run",
+        )  # fmt: skip
+        assert sorted(rows(disk / "run")) == list(range(1, 13))
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert (
+            "step 5 was not saved" in done.stderr and "error: step 12 was not saved" in done.stderr
+        )
+        assert "Traceback" not in done.stderr
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--preset=nanoo"], "Did you mean nano?"),
+        (["--modle.layers=3"], "Did you mean: model.layers"),
+        (["--mesh.tensor=3"], "tensor 3 = 3 does not divide the 8 devices"),
+        (["--mesh.tensor=8"], "model.heads=4 must be divisible by"),
+        (["--data.tokenizer=nowhere.json"], "--data.tokenizer"),
+        (["--data.source=nowhere"], "--data.source"),
+        (["--data.tokenizer=bpe:400", "--model.vocab=300"], "model.vocab=300; nearest:"),
+        (["--init_from=nowhere"], "nowhere/config.json"),
+        (["--profile.steps=5..2"], "profile.steps=5..2 must be a..b"),
+        (["--run_dir=/proc/nowhere"], "cannot write to /proc/nowhere"),
+    ],
+)
+def test_mistakes_get_one_clear_message(home, flags, words):
+    done = run(home, "--train.steps=2", f"--run_dir={home}/never", *flags)
+    assert done.returncode in (1, 2)
+    assert words in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_run_in_the_folder_is_not_harmed(home, straight):
+    before = sorted(rows(straight[0]))
+    done = run(home, "--train.steps=40", "--model.mlp=96", f"--run_dir={straight[0]}")
+    assert done.returncode == 2 and "model.mlp was 128, now 96" in done.stderr
+    assert sorted(rows(straight[0])) == before
+    assert load_config(straight[0]).model.mlp == 128
+
+
+def test_changed_text_is_noticed(home, straight):
+    folder = home / "moved"
+    shutil.copytree(straight[0], folder)
+    other = home / "other"
+    shutil.copytree(home / "text", other)
+    (other / "0.txt").write_text("something else " * 100)
+    cfg = config.override(load_config(folder), {"data.source": str(other)})
+    (folder / "config.json").write_text(config.to_json(cfg))
+    done = run(home, "--train.steps=40", f"--data.source={other}", f"--run_dir={folder}")
+    assert done.returncode == 2 and "was trained on other data (corpora changed)" in done.stderr

@@ -1,0 +1,138 @@
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console as RichConsole
+
+from megajax.core.errors import UserError
+from megajax.monitor import results
+from megajax.monitor.console import Console, duration, quantity
+from megajax.monitor.meter import Meter, Work
+from megajax.monitor.records import Recorder
+from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb, read_jsonl, rows_by_step
+
+ROW = {
+    "loss": 2.5, "loss_smooth": 2.6, "grad_norm": 0.5, "tokens_per_s": 9830.0, "mfu": None,
+    "memory_gib": 1.5, "data_wait": 0.01, "eta_s": 61.0,
+}  # fmt: skip
+
+
+def test_rows_are_flushed_at_once_and_the_last_of_a_step_wins(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    recorder = Recorder([Jsonl(path)])
+    recorder.emit(1, {"loss": 3.0})
+    recorder.emit(2, {"loss": 2.0, "lr": 0.1})
+    recorder.emit(2, {"eval_loss": 1.5})
+    recorder.emit(2, {"loss": 1.0})  # a resumed run repeats step 2
+    rows = list(read_jsonl(path))  # before close
+    assert [r["step"] for r in rows] == [1, 2, 2, 2]
+    assert {s: r["loss"] for s, r in rows_by_step(path, "loss").items()} == {1: 3.0, 2: 1.0}
+    assert rows_by_step(path, "eval_loss")[2]["eval_loss"] == 1.5
+    recorder.close()
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    recorder = Recorder([Jsonl(tmp_path / "m.jsonl")])
+    recorder.emit(1, {"loss": math.nan, "eta_s": math.inf})
+    row = json.loads((tmp_path / "m.jsonl").read_text())
+    assert row["loss"] is None and row["eta_s"] is None
+    recorder.close()
+
+
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    recorder = Recorder([Jsonl(path)])
+    recorder.emit(2, {"loss": 2.0})
+    recorder.close()
+    assert [r["step"] for r in read_jsonl(path)] == [1, 2]
+
+
+def test_tensorboard_events_are_read_back(tmp_path):
+    recorder = Recorder([TensorBoard(tmp_path)])
+    recorder.emit(7, {"loss": 2.0, "bad": math.nan, "none": None})
+    recorder.close()
+    raw = next(tmp_path.glob("events*")).read_bytes()
+    assert b"loss" in raw and b"bad" not in raw and b"none" not in raw
+
+
+def test_wandb_without_the_package_says_how_to_get_it(tmp_path):
+    with pytest.raises(UserError, match="uv sync --extra wandb"):
+        Wandb("project", "name", tmp_path, {})
+
+
+def capture(terminal):
+    out = io.StringIO()
+    return out, RichConsole(file=out, force_terminal=terminal, width=160, highlight=False)
+
+
+def test_plain_lines_when_not_a_terminal():
+    out, rich = capture(terminal=False)
+    recorder = Recorder([console := Console(100, 10, rich)])
+    for step in range(1, 21):
+        recorder.emit(step, ROW)
+    recorder.emit(20, {"eval_loss": 2.0, "eval_bits_per_byte": 2.9})
+    console.close()
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        f"step {s}/100 | loss 2.5000 (mean 2.6000) | grad 0.5 | 9.83k tok/s | MFU N/A | 1.50 GiB"
+        " | wait 1.0 % | ETA 1:01"
+        for s in (1, 10, 20)
+    ] + ["step 20: held-out loss 2.0000 nats, 2.900 bits per byte"]
+
+
+def test_a_live_line_in_a_terminal():
+    out, rich = capture(terminal=True)
+    recorder = Recorder([console := Console(100, 10, rich)])
+    for step in range(1, 4):
+        recorder.emit(step, ROW | {"mfu": 0.512})
+    console.say("a message above")
+    recorder.close()
+    assert "step 3/100" in out.getvalue() and "MFU 51.2 %" in out.getvalue()
+    assert "a message above" in out.getvalue() and "\x1b[" in out.getvalue()
+
+
+def test_a_quiet_process_says_nothing(capsys):
+    console = Console(10, 1, quiet=True)
+    console.say("hello")
+    assert capsys.readouterr().out == ""
+
+
+def test_meter_counts_from_the_second_step(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    meter = Meter(Work(1000, 6e9, 5e9, 1e15), steps=10)
+    now[0] += 30.0  # the first step compiles
+    first = meter.finish(1, 4.0)
+    assert first["step_time_s"] == 30.0 and math.isinf(first["eta_s"])
+    now[0] += 0.5
+    meter.waited(0.1)
+    second = meter.finish(2, 2.0)
+    assert second["tokens_per_s"] == 2000 and second["eta_s"] == 4.0
+    assert second["mfu"] == pytest.approx(2000 * 6e9 / 1e15)
+    assert second["mfu_causal"] == pytest.approx(2000 * 5e9 / 1e15)
+    assert second["data_wait"] == pytest.approx(0.2)
+    assert second["loss_smooth"] == pytest.approx(0.9 * 4.0 + 0.1 * 2.0)
+    now[0] += 100.0  # an evaluation
+    meter.restart()
+    now[0] += 0.5
+    assert meter.finish(3, 2.0)["step_time_s"] == 0.5
+
+
+def test_no_peak_no_mfu():
+    assert Meter(Work(1000, 6e9, 5e9, None), 10).finish(1, 1.0)["mfu"] is None
+
+
+def test_words_for_numbers():
+    assert [duration(s) for s in (5, 61, 3723)] == ["0:05", "1:01", "1:02:03"]
+    assert [quantity(x) for x in (5, 9830, 1.24e9, 7e12)] == ["5", "9.83k", "1.24G", "7T"]
+
+
+def test_results_become_tables_with_their_source(tmp_path):
+    about = results.facts("8 x cpu", "emulated")
+    assert about["layer"] == "emulated" and about["date"]
+    results.write(tmp_path / "r.json", about, [{"a": 1.23456, "b": None}, {"a": 2, "b": "x"}])
+    table = results.table(tmp_path / "r.json", {"A": "a", "B": "b"}).splitlines()
+    assert table[:4] == ["| A | B |", "|---|---|", "| 1.235 | - |", "| 2 | x |"]
+    assert "emulated, 8 x cpu" in table[-1]

@@ -1,0 +1,110 @@
+"""The scripts as a person calls them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megajax.core import config
+from megajax.core.mesh import count_gpus
+from megajax.training.config import Config
+
+pytestmark = pytest.mark.process
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "hf_llama.npz"
+
+
+def call(script, *args):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / script, *map(str, args)],
+        capture_output=True, text=True, env=env,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder with a tokenizer that fits its vocabulary."""
+    from megajax.data.tokenizer import train_bpe
+
+    folder = tmp_path_factory.mktemp("hf") / "theirs"
+    folder.mkdir()
+    golden = np.load(GOLDEN)
+    (folder / "config.json").write_text(str(golden["config"]))
+    tensors = {k[7:]: golden[k] for k in golden.files if k.startswith("tensor:")}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    train_bpe(["some text to learn"], 260, folder / "tokenizer.json")
+    return folder
+
+
+def test_import_then_export_is_the_same_model(folder, tmp_path):
+    done = call("hf.py", "import", folder, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "49,392 parameters" in done.stdout
+    cfg = config.load_json(Config, tmp_path / "run" / "config.json")
+    assert cfg.model.layers == 2 and cfg.data.tokenizer.endswith("tokenizer.json")
+    done = call("hf.py", "export", tmp_path / "run", tmp_path / "back", "--emulate=2")
+    assert done.returncode == 0, done.stderr
+    a, b = (
+        safetensors.numpy.load_file(f / "model.safetensors") for f in (folder, tmp_path / "back")
+    )
+    assert set(a) == set(b) and all((a[k] == b[k]).all() for k in a)
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+    again = call("hf.py", "import", folder, tmp_path / "run")
+    assert again.returncode == 2 and "already holds a run" in again.stderr
+
+
+def test_generate_from_a_folder(folder):
+    done = call(
+        "generate.py", f"--hf={folder}", "--tokenizer=bytes", "--prompt=AB", "--new_tokens=5",
+        "--samples=2", "--emulate=2", "--mesh.tensor=2",
+    )  # fmt: skip
+    # 101 ids only: the begin id of the byte tokenizer is not one of them.
+    assert done.returncode == 2 and "vocabulary" in done.stderr, done.stdout + done.stderr
+
+
+def test_generate_needs_one_source():
+    done = call("generate.py")
+    assert done.returncode == 2 and "give one of --run_dir and --hf" in done.stderr
+
+
+def test_hf_wants_a_verb(tmp_path):
+    done = call("hf.py", "exprt", tmp_path, tmp_path)
+    assert done.returncode == 2 and "Did you mean export?" in done.stderr
+    done = call("hf.py", "export", tmp_path)
+    assert done.returncode == 2 and "3 words are needed" in done.stderr
+
+
+def test_tokenize_writes_what_training_reads(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(f"file number {i} " * 20)
+    out = tmp_path / "tokens" / "web"
+    flags = (f"--data.source={text}", f"--out={out}")
+    done = call("tokenize.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "40 documents" in done.stdout
+    stats = json.loads(pathlib.Path(f"{out}.json").read_text())
+    assert stats["tokens"] == sum(f.stat().st_size + 2 for f in text.iterdir())
+    again = call("tokenize.py", *flags)
+    assert again.returncode == 2 and "exists" in again.stderr
+
+
+def test_documents_quote_the_committed_results():
+    done = call("tables.py", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(count_gpus() > 0, reason="with a GPU it would run for minutes")
+def test_gpu_check_without_a_gpu_says_so():
+    done = call("gpu_check.py", "train")
+    assert done.returncode == 1 and "jax finds no GPU" in done.stderr
+    done = call("gpu_check.py", "trian")
+    assert done.returncode == 1 and "is not a part; there are train" in done.stderr

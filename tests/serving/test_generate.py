@@ -1,0 +1,117 @@
+"""Cached decoding against the whole forward pass, on one device and on a mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.models import decoder
+from megajax.parallel import sharding, tensor
+from megajax.serving.generate import Generator
+from megajax.serving.sampling import SamplingConfig, sample
+from tests.tiny import MODEL, RICH
+
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
+
+
+def sharp(cfg, seed=0):
+    """Parameters large enough that the likeliest token is clear."""
+    params = jax.jit(decoder.parts(cfg).init)(jax.random.key(seed))
+    return jax.tree.map(lambda x: 4 * x, params)
+
+
+def one_by_one(cfg, params, prompt, new):
+    """The oracle: run the whole row again for every token."""
+    parts = decoder.parts(cfg)
+    tokens = list(prompt)
+    for _ in range(new):
+        row = np.array([tokens], np.int32)
+        batch = {"tokens": row, "positions": np.arange(len(tokens), dtype=np.int32)[None]}
+        tokens.append(int(np.argmax(np.asarray(parts.logits(params, batch))[0, -1])))
+    return tokens[len(prompt) :]
+
+
+def placed(params, cfg, lo):
+    with jax.set_mesh(lo.mesh):
+        axes = decoder.parts(cfg, lo, tensor.ops(lo)).axes
+    from megajax.models.parts import map_words
+
+    return map_words(lambda w, x: jax.device_put(x, lo.named(lo.stored(*w))), axes, params)
+
+
+@pytest.mark.parametrize("cfg", [MODEL, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"tensor": 4}], ids=["one device", "mesh"])
+def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
+    params = sharp(cfg)
+    spec = MeshSpec(**mesh)
+    lo = sharding.layout(spec.build())
+    out = Generator(cfg, lo.mesh, sampling=GREEDY)(placed(params, cfg, lo), PROMPTS, 6)
+    want = [one_by_one(cfg, params, p, 6) for p in PROMPTS]
+    assert out == want
+    assert len({tuple(w) for w in want}) > 1
+
+
+def test_the_end_token_ends_a_row():
+    params = sharp(MODEL)
+    lo = sharding.layout(MeshSpec(data=1).build())
+    generator = Generator(MODEL, lo.mesh, sampling=GREEDY)
+    free = generator(placed(params, MODEL, lo), PROMPTS, 6)
+    end = free[0][2]
+    ended = generator(placed(params, MODEL, lo), PROMPTS, 6, end=end)
+    for a, b in zip(free, ended, strict=True):
+        assert b == (a[: a.index(end)] if end in a else a)
+
+
+def test_impossible_requests_are_refused():
+    generator = Generator(RICH, MeshSpec(data=1).build())
+    with pytest.raises(UserError, match="at least one token"):
+        generator({}, [[]], 3)
+    with pytest.raises(UserError, match="take 40 positions; the model has 32"):
+        generator({}, [[1] * 20], 20)
+
+
+def draw(logits, **settings):
+    """4,096 draws from one row of logits, as frequencies."""
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (4096, len(logits)))
+    ids = np.asarray(sample(rows, jax.random.key(0), SamplingConfig(**settings)))
+    return np.bincount(ids, minlength=len(logits)) / 4096
+
+
+LOGITS = np.log([0.5, 0.3, 0.15, 0.05])
+
+
+def test_sampling_follows_the_distribution():
+    np.testing.assert_allclose(draw(LOGITS, temperature=1.0), np.exp(LOGITS), atol=0.03)
+    hot = np.exp(LOGITS / 2) / np.exp(LOGITS / 2).sum()
+    np.testing.assert_allclose(draw(LOGITS, temperature=2.0), hot, atol=0.03)
+
+
+def test_greedy_top_k_and_top_p():
+    assert draw(LOGITS, temperature=0.0)[0] == 1.0
+    np.testing.assert_allclose(
+        draw(LOGITS, temperature=1.0, top_k=2), [0.625, 0.375, 0, 0], atol=0.03
+    )
+    # 0.5 alone reaches 0.5; with 0.6 the second is needed, the third is not.
+    assert draw(LOGITS, temperature=1.0, top_p=0.5)[0] == 1.0
+    np.testing.assert_allclose(
+        draw(LOGITS, temperature=1.0, top_p=0.6), [0.625, 0.375, 0, 0], atol=0.03
+    )
+
+
+def test_settings_out_of_range_are_refused():
+    for settings in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(UserError):
+            SamplingConfig(**settings)
+
+
+def test_a_sliding_window_decodes_as_it_trains():
+    cfg = dataclasses.replace(MODEL, window=3)
+    params = sharp(cfg)
+    lo = sharding.layout(MeshSpec(data=1).build())
+    out = Generator(cfg, lo.mesh, sampling=GREEDY)(placed(params, cfg, lo), [[3, 1, 4, 1, 5]], 8)
+    assert out[0] == one_by_one(cfg, params, [3, 1, 4, 1, 5], 8)

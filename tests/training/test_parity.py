@@ -1,0 +1,89 @@
+"""torchtitan's rule: one device is the control, every mesh must give its losses."""
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.core.tree import named_leaves
+from megajax.training.step import make_train_step
+from tests.tiny import MODEL, RICH, host_batch, on, run_config
+
+STEPS = 20
+MESHES = {
+    "data 8": {},
+    "tensor 4": {"mesh__data": 1, "mesh__tensor": 4},
+    "data 2, tensor 4": {"mesh__tensor": 4},
+    "node 2, data 2, tensor 2": {"mesh__node": 2, "mesh__tensor": 2},
+}
+
+
+def train(model, steps=STEPS, **changes):
+    cfg = run_config(train__steps=steps, **changes)
+    cfg = type(cfg)(**(vars(cfg) | {"model": model}))
+    train_step = make_train_step(cfg, cfg.mesh.build())
+    state, losses = train_step.init(0), []
+    for i in range(steps):
+        state, metrics = train_step.step(state, on(train_step, host_batch(i)))
+        losses.append(metrics["loss"])
+    return np.array([float(x) for x in losses]), jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def control():
+    """One device, no accumulation, by (model, optimizer)."""
+    found = {}
+
+    def get(model, optimizer):
+        key = (model, optimizer)
+        if key not in found:
+            found[key] = train(model, mesh__data=1, optim__name=optimizer)
+        return found[key]
+
+    return get
+
+
+def compare(ours, control):
+    losses, params = ours
+    assert control[0][-1] < control[0][0] - 0.02  # something was learnt
+    np.testing.assert_allclose(losses, control[0], atol=1e-4)
+    for (name, a), b in zip(named_leaves(params), jax.tree.leaves(control[1]), strict=True):
+        norm = np.linalg.norm(b)
+        assert np.linalg.norm(a - b) <= 1e-4 * norm, f"{name}: {np.linalg.norm(a - b) / norm}"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2], ids=["", "accumulate 2"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_learns_the_same(mesh, accumulate, control):
+    ours = train(MODEL, **MESHES[mesh], train__accumulate=accumulate)
+    compare(ours, control(MODEL, "adamw"))
+
+
+def test_accumulation_alone(control):
+    compare(train(MODEL, mesh__data=1, train__accumulate=4), control(MODEL, "adamw"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid"},
+        {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "none"},
+        {"mesh__context": 2, "mesh__expert": 2, "mesh__tensor": 2, "train__loss_chunks": 2},
+    ],
+    ids=["hybrid", "replicated", "context and expert"],
+)
+def test_other_shardings(changes, control):
+    compare(train(RICH, **changes), control(RICH, "adamw"))
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "muon"])
+def test_other_optimizers(optimizer, control):
+    ours = train(RICH, mesh__node=2, mesh__tensor=2, optim__name=optimizer, optim__lr=0.02)
+    want = train(RICH, mesh__data=1, optim__name=optimizer, optim__lr=0.02)
+    compare(ours, want)
+
+
+def test_bfloat16_follows_float32():
+    exact, _ = train(MODEL, 100, mesh__data=1)
+    short, _ = train(MODEL, 100, mesh__tensor=2, train__dtype="bfloat16")
+    assert exact[-1] < 0.9 * exact[0]
+    np.testing.assert_allclose(short[-10:].mean(), exact[-10:].mean(), rtol=0.02)
