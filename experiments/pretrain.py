@@ -1,0 +1,160 @@
+"""Pretraining: a sharded decoder learns real text. The main job.
+
+With no flags it trains a small GPT on Python's own standard library, on 8 emulated CPU devices
+(data 4 x tensor 2), samples from it, draws its loss curve and can be stopped and continued:
+
+    uv run experiments/pretrain.py
+    uv run experiments/pretrain.py --model.block=parallel --model.window=32 --optim.name=lamb
+    uv run --extra gpu experiments/pretrain.py --preset=gpt2 --data.source=TEXT/
+
+The same flags reach from a laptop to MegaScale's configurations (arXiv 2402.15627 section 6.1):
+any combination of --mesh.* sizes, block, optimizer and data is one command.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.check import check
+from megajax.data.corpus import open_corpora
+from megajax.data.loader import Loader, held_out_batches, training_rows
+from megajax.models.decoder_config import PRESETS as MODELS
+from megajax.monitor.console import Console, Phases
+from megajax.monitor.meter import Meter
+from megajax.monitor.records import Recorder
+from megajax.parallel import sharding
+from megajax.training import banner, resume
+from megajax.training.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LogConfig,
+    TrainConfig,
+)
+from megajax.training.loop import Run, train
+from megajax.training.measure import Measure
+from megajax.training.optim import OptimConfig
+from megajax.training.report import write_report
+from megajax.training.run_dir import command_line, open_run
+from megajax.training.step import make_train_step
+
+
+def nano() -> Config:
+    """0.9 M parameters, 4,096 tokens a step, about two minutes on two CPU cores."""
+    return Config(
+        model=MODELS["nano"](),
+        mesh=mesh_.MeshSpec(tensor=2),
+        train=TrainConfig(steps=160, global_batch=32, seq_len=128),
+        optim=OptimConfig(name="muon", lr=2e-2, warmup=10),
+        eval=EvalConfig(every=80, batches=4),
+        checkpoint=CheckpointConfig(every=80),
+        log=LogConfig(every=10),
+        emulate_without_gpu=8,
+    )
+
+
+def large(name: str) -> Config:
+    """A published model with the settings of its size: bf16, 4 million tokens a step or fewer."""
+    model = MODELS[name]()
+    seq_len = min(model.max_positions, 4096)
+    return Config(
+        model=model,
+        train=TrainConfig(
+            steps=20_000,
+            global_batch=512,
+            seq_len=seq_len,
+            dtype="bfloat16",
+            loss_chunks=8,
+            z_loss=1e-4,
+        ),
+        optim=OptimConfig(lr=3e-4, warmup=1000, final=0.1, schedule="cosine"),
+        eval=EvalConfig(every=1000, batches=16),
+    )
+
+
+PRESETS = {"nano": nano} | {
+    name: (lambda name=name: large(name)) for name in MODELS if name != "nano"
+}
+config.define_flags(PRESETS, "nano")
+
+
+def take_model(base: Config, given: Mapping[str, Any]) -> Config:
+    """With --init_from the model's shape comes from that folder; --model flags still change it."""
+    if "init_from" not in given:
+        return base
+    from megajax.checkpoint import hf
+
+    return dataclasses.replace(base, model=hf.load_config(given["init_from"]))
+
+
+def main() -> int:
+    """Runs the training job. Returns the exit code."""
+    cfg, preset = config.from_flags(PRESETS, take_model)  # 1 configuration
+    mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
+    cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
+    check(cfg, cfg.mesh.sizes(jax.device_count()), sharding.rules(cfg.shard.zero))
+    mesh = cfg.mesh.build()
+    mesh_.cache_programs(cfg.cache_dir)
+    run_dir = open_run(cfg, "pretrain", config.start_name())  # 3 the run's folder
+    first = jax.process_index() == 0  # one process of a job speaks and writes
+    console = Console(cfg.train.steps, cfg.log.every, quiet=not first)
+    phases = Phases(console)
+    banner.show_start(console, cfg, preset, mesh, run_dir)
+
+    corpora, tokenizer = open_corpora(cfg.data, cfg.cache_dir, console.say)  # 4 data
+    banner.show_data(console, cfg, corpora, tokenizer)
+    rows = training_rows(corpora, cfg.train.seq_len, cfg.train.seed)
+    phases.done("data ready")
+
+    train_step = make_train_step(cfg, mesh)  # 5 model and step
+    banner.show_model(console, cfg, train_step, mesh)
+    checkpoints = CheckpointManager(run_dir.checkpoints, cfg.checkpoint.keep)
+    identity = resume.identity(corpora, tokenizer, cfg)
+    start = resume.begin(cfg, train_step, checkpoints, identity)  # 6 own steps > init_from > new
+    phases.done(start.how)
+
+    if first:
+        run_dir.begin(cfg)
+    work = banner.work(cfg, mesh)
+    recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index())
+    measure = Measure(
+        cfg, train_step, corpora, tokenizer, recorder, console, run_dir,
+        lambda: held_out_batches(corpora, train_step.abstract_eval_batch, cfg.eval.batches),
+    )  # fmt: skip
+    run = Run(
+        cfg=cfg,
+        train_step=train_step,
+        state=start.state,
+        loader=Loader(rows, train_step.abstract_batch, start.rows, cfg.data.prefetch),
+        checkpoints=checkpoints,
+        recorder=recorder,
+        console=console,
+        meter=Meter(work, cfg.train.steps),
+        evaluate=measure,
+        identity=identity,
+    )
+    try:
+        stop = train(run)  # 7 the loop
+    finally:
+        recorder.close()
+    if stop == "signal":
+        checkpoints.close()
+        console.say(f"stopped after step {int(run.state.step)}; saved. Continue with:")
+        console.say(f"  {command_line()}")
+        return 128 + (run.stopped_by or 0)
+    if first:  # 8 what is left to look at
+        facts = banner.facts(cfg, mesh, train_step, config.start_name())
+        figures = write_report(run_dir.path, facts, measure.last_sample)
+        banner.show_end(console, figures, run_dir, measure.last_sample)
+    checkpoints.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

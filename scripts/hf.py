@@ -1,0 +1,84 @@
+"""Hugging Face folders to runs and back, without torch.
+
+    uv run scripts/hf.py import FOLDER RUN
+    uv run experiments/pretrain.py --run_dir=RUN --config=RUN/config.json    # goes on from there
+    uv run scripts/hf.py export RUN FOLDER [--step=100] [--dtype=bfloat16]
+
+`import` makes a run that has trained 0 steps; `export` writes config.json and safetensors (sharded
+above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from megajax.checkpoint import hf
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.run_folder import load_params
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.config import group, option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.tree import count
+from megajax.data.config import DataConfig
+from megajax.parallel import sharding
+from megajax.training.config import Config as RunConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to convert."""
+
+    step: int | None = option(None, "export: checkpoint of the run; none: the latest")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "export: of the tensors")
+    tokenizer: str | None = option(None, "export: folder or tokenizer.json to put beside the model")
+    emulate: int | None = option(None, "CPU devices to emulate; none: real ones")
+    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def import_folder(cfg: Config, source: str, run_dir: str) -> None:
+    """Makes a run with the folder's weights as step 0."""
+    target = Path(run_dir)
+    if (target / "config.json").exists():
+        raise UserError(f"{target} already holds a run; name a new folder")
+    layout = sharding.layout(cfg.mesh.build())
+    model, params = hf.load(source, layout)
+    tokenizer = Path(source).expanduser() / "tokenizer.json"
+    data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
+    run = replace(RunConfig(), model=model, data=data)
+    manager = CheckpointManager(target / "checkpoints", keep=0)
+    manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0}).result()
+    (target / "config.json").write_text(config.to_json(run))
+    print(f"{count(params):,} parameters of {source} are step 0 of {target}")
+
+
+def export_run(cfg: Config, run_dir: str, target: str) -> None:
+    """Writes a run's parameters as a Hugging Face folder."""
+    run = config.load_json(RunConfig, Path(run_dir) / "config.json")
+    layout = sharding.layout(cfg.mesh.build())
+    params, step = load_params(run_dir, run.model, layout, cfg.step)
+    tokenizer = cfg.tokenizer
+    if tokenizer is None and Path(run.data.tokenizer).expanduser().exists():
+        tokenizer = run.data.tokenizer
+    hf.save(params, run.model, target, cfg.dtype, tokenizer=tokenizer)
+    print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")
+
+
+def main(verb: str, source: str, target: str) -> int:
+    """Imports or exports."""
+    cfg, _ = config.from_flags(PRESETS)
+    verbs = {"import": import_folder, "export": export_run}
+    if verb not in verbs:
+        raise UserError(f"{verb!r} must be import or export.{did_you_mean(verb, verbs)}")
+    mesh_.start(cfg.emulate)
+    verbs[verb](cfg, source, target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main, positional=3))

@@ -1,0 +1,35 @@
+"""Executes every notebook of experiments/notebooks in a fresh kernel; fails with the first error.
+
+uv run scripts/notebooks.py            # check
+uv run scripts/notebooks.py --write    # and keep the outputs
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "experiments" / "notebooks"
+MAX_CELLS = 12
+
+
+def main(write: bool) -> None:
+    """Runs them one after the other, each in an empty folder."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        if len(notebook.cells) > MAX_CELLS:
+            raise SystemExit(f"{path.name} has {len(notebook.cells)} cells, at most {MAX_CELLS}")
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}})
+            client.execute()
+        print(f"{path.name}: {len(notebook.cells)} cells in {time.perf_counter() - began:.0f} s")
+        if write:
+            nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main("--write" in sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Turns a finished run into a result that documents may quote.
+
+    uv run scripts/publish.py RUN_DIR NAME
+
+Writes experiments/results/NAME.json (facts, figures, every tenth training row, the evaluations, the
+sample) and NAME.svg (the loss curve). Then `uv run scripts/tables.py` puts it into the documents.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from megajax.core.errors import UserError
+from megajax.monitor import results
+from megajax.monitor.sinks import rows_by_step
+from megajax.training.report import draw_curve
+
+RESULTS = Path(__file__).parent.parent / "experiments" / "results"
+
+
+def main(run: Path, name: str) -> None:
+    """Reads the run's own files only."""
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+    except OSError as error:
+        raise UserError(f"{run} is not a finished run: {error}") from None
+    train = rows_by_step(run / "metrics.jsonl", "loss")
+    held_out = rows_by_step(run / "metrics.jsonl", "eval_loss")
+    figures = summary.pop("rows")[0]
+    samples = sorted((run / "samples").glob("*.txt"))
+    about = summary | figures | {"sample": samples[-1].read_text() if samples else None}
+    about["wall_s"] = max(r["time"] for r in train.values()) - min(
+        r["time"] - r["step_time_s"] for r in train.values()
+    )
+    kept = [train[s] for s in sorted(train) if s == 1 or s % 10 == 0]
+    rows = [{k: v for k, v in r.items() if k != "time"} for r in (*kept, *held_out.values())]
+    results.write(RESULTS / f"{name}.json", about, rows)
+    draw_curve(RESULTS / f"{name}.svg", train, held_out)
+    print(f"{RESULTS / name}.json and .svg")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    try:
+        main(Path(sys.argv[1]), sys.argv[2])
+    except UserError as problem:
+        sys.exit(f"error: {problem}")

@@ -1,0 +1,119 @@
+"""Puts the figures of experiments/results/*.json into README.md and PAPERS.md.
+
+    uv run scripts/tables.py            # rewrite
+    uv run scripts/tables.py --check    # exit with 1 when a document is not up to date
+
+A document marks a place by `<!-- NAME -->` and `<!-- end -->`; what stands between is generated.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megajax.core.hardware import CARDS
+from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.models.decoder_config import PRESETS
+from megajax.monitor.console import training_line
+from megajax.monitor.results import table
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "experiments" / "results"
+DOCUMENTS = ("README.md", "PAPERS.md")
+
+
+def known(row: dict) -> dict:
+    """Returns a row without the members that were infinite, but with its unknown MFU."""
+    return {k: v for k, v in row.items() if v is not None or k == "mfu"}
+
+
+def nano_output() -> str:
+    """What the first command printed, from its records."""
+    run = json.loads((RESULTS / "pretrain_nano.json").read_text())
+    train = {r["step"]: r for r in run["rows"] if "loss" in r}
+    last = max(train)
+    lines = ["$ uv run experiments/pretrain.py", f"nano: {run['mesh']}"]
+    lines += [
+        f"step {s}/{last} | {training_line({'eta_s': math.inf} | known(train[s]))}"
+        for s in (1, 40, 80, 120, last)
+    ]
+    lines.append(
+        f"step {last}: held-out loss {run['eval_loss']:.4f} nats, "
+        f"{run['eval_bits_per_byte']:.3f} bits per byte"
+    )
+    return "\n".join(["```", *lines, "```"])
+
+
+def nano_figures() -> str:
+    """The sentence under the first command."""
+    run = json.loads((RESULTS / "pretrain_nano.json").read_text())
+    return (
+        f"{run['parameters'] / 1e6:.2f} M parameters, {run['steps']} steps of "
+        f"{run['tokens_per_step']:,} tokens in {run['wall_s']:.0f} s on two CPU cores: "
+        f"{run['last_10_loss']:.2f} nats a byte (mean of the last 10 steps), "
+        f"{run['eval_bits_per_byte']:.2f} bits a byte on held-out files "
+        f"({run['layer']}, {run['date']}, commit {run['commit']})."
+    )
+
+
+def bench_train() -> str:
+    """The trainer beside a hand-written loop."""
+    columns = {
+        "loop": "loop", "median s": "median_s", "p10": "p10_s", "p90": "p90_s", "n": "n",
+        "ratio": "ratio",
+    }  # fmt: skip
+    return table(RESULTS / "bench_train.json", columns)
+
+
+def megascale_mfu() -> str:
+    """MegaScale's table 2 from its own tokens a second, by our formula."""
+    work = replace(PRESETS["megascale_175b"](), window=None).work
+    flops = train_flops_per_token(work, 2048, "megatron")
+    rows = (
+        (256, 39.3, 53.0), (512, 74.1, 49.9), (768, 103.8, 46.7), (1024, 132.7, 44.7),
+        (3072, 433.6, 48.7), (6144, 851.6, 47.8), (8192, 1027.9, 43.3), (12288, 1466.8, 41.2),
+    )  # fmt: skip
+    lines = ["| GPUs (A100) | thousand tokens/s | MFU, paper | MFU, ours |", "|---|---|---|---|"]
+    for gpus, rate, paper in rows:
+        ours = 100 * mfu(1e3 * rate, flops, gpus, CARDS["A100"].flops["bfloat16"])
+        lines.append(f"| {gpus:,} | {rate} | {paper} % | {ours:.1f} % |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "nano_output": nano_output,
+    "nano_figures": nano_figures,
+    "bench_train": bench_train,
+    "megascale_mfu": megascale_mfu,
+}
+
+
+def fill(text: str) -> str:
+    """Returns a document with every marked place generated anew."""
+
+    def replace_one(match: re.Match) -> str:
+        return f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", replace_one, text, flags=re.DOTALL)
+
+
+def main(check: bool) -> int:
+    """Returns 1 when --check finds a stale document."""
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        before = path.read_text()
+        after = fill(before)
+        if after != before:
+            stale.append(name)
+            if not check:
+                path.write_text(after)
+    print(f"{'stale' if check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
