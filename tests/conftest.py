@@ -1,16 +1,29 @@
 """Every test runs on 8 emulated CPU devices, with strict promotion and warnings as errors."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 # Compiling is most of the suite's time, and its programs run a few times each.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Tests start many processes; without bytecode each would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# What one test compiled serves all: a cache that lives as long as this run of pytest, made by
+# the first process and found by its workers in the environment.
+if "MEGAJAX_TEST_CACHE" not in os.environ:
+    os.environ["MEGAJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="megajax_tests_")
+    atexit.register(shutil.rmtree, os.environ["MEGAJAX_TEST_CACHE"], ignore_errors=True)
 
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", os.environ["MEGAJAX_TEST_CACHE"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
