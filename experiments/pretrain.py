@@ -14,6 +14,7 @@ any combination of --mesh.* sizes, block, optimizer and data is one command.
 import dataclasses
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.check import check
+from megajax.core.errors import UserError
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
 from megajax.models.decoder_config import PRESETS as MODELS
@@ -85,12 +87,21 @@ config.define_flags(PRESETS, "nano")
 
 
 def take_model(base: Config, given: Mapping[str, Any]) -> Config:
-    """With --init_from the model's shape comes from that folder; --model flags still change it."""
+    """With --init_from model and tokenizer come from that folder; flags still change them."""
     if "init_from" not in given:
         return base
     from megajax.checkpoint import hf
 
-    return dataclasses.replace(base, model=hf.load_config(given["init_from"]))
+    folder = given["init_from"]
+    model = hf.load_config(folder)
+    tokenizer = Path(folder).expanduser() / "tokenizer.json"
+    if not tokenizer.is_file() and "data.tokenizer" not in given:
+        raise UserError(
+            f"init_from={folder} has no tokenizer.json: say what its tokens are "
+            "(--data.tokenizer=bytes, or a tokenizer.json)"
+        )
+    data = dataclasses.replace(base.data, tokenizer=str(tokenizer))
+    return dataclasses.replace(base, model=model, data=data)
 
 
 def main() -> int:
@@ -120,7 +131,7 @@ def main() -> int:
     phases.done(start.how)
 
     if first:
-        run_dir.begin(cfg)
+        run_dir.begin(cfg, tokenizer)
     work = banner.work(cfg, mesh)
     recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index())
     measure = Measure(

@@ -15,12 +15,12 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import group, option
 from megajax.core.errors import UserError
-from megajax.data.corpus import open_corpora
-from megajax.data.tokenizer import Tokenizer, bpe_size, check_vocabulary, open_tokenizer
+from megajax.data.tokenizer import check_vocabulary, open_tokenizer
 from megajax.parallel import sharding
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig
 from megajax.training.config import Config as RunConfig
+from megajax.training.run_dir import saved_tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,6 @@ PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
 
-def run_tokenizer(cfg: RunConfig) -> Tokenizer:
-    """Returns the tokenizer that a run was trained with."""
-    if bpe_size(cfg.data.tokenizer) is not None:  # trained on the corpus: found in its cache
-        return open_corpora(cfg.data, cfg.cache_dir)[1]
-    return open_tokenizer(cfg.data.tokenizer)
-
-
 def main() -> int:
     """Prints each continuation."""
     cfg, _ = config.from_flags(PRESETS)
@@ -64,7 +57,7 @@ def main() -> int:
         run = config.load_json(RunConfig, Path(cfg.run_dir) / "config.json")
         model = run.model
         params, step = load_params(cfg.run_dir, model, layout, cfg.step)
-        tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else run_tokenizer(run)
+        tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(cfg.run_dir)
         print(f"{cfg.run_dir}, step {step}, {mesh_.describe(mesh)}")
     else:
         model, params = hf.load(cfg.hf, layout)

@@ -52,6 +52,9 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
     run = replace(RunConfig(), model=model, data=data)
     manager = CheckpointManager(target / "checkpoints", keep=0)
+    if tokenizer.is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        hf.copy_tokenizer(tokenizer, target)
     manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0}).result()
     (target / "config.json").write_text(config.to_json(run))
     print(f"{count(params):,} parameters of {source} are step 0 of {target}")
@@ -63,8 +66,8 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     layout = sharding.layout(cfg.mesh.build())
     params, step = load_params(run_dir, run.model, layout, cfg.step)
     tokenizer = cfg.tokenizer
-    if tokenizer is None and Path(run.data.tokenizer).expanduser().exists():
-        tokenizer = run.data.tokenizer
+    if tokenizer is None and (Path(run_dir) / "tokenizer.json").is_file():
+        tokenizer = run_dir
     hf.save(params, run.model, target, cfg.dtype, tokenizer=tokenizer)
     print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")
 

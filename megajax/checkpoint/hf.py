@@ -197,7 +197,8 @@ def save(
         write_folder(temporary, tensors, produce, shard_bytes)
         text = json.dumps(names.to_hf_config(cfg, dtype), indent=2) + "\n"
         (temporary / "config.json").write_text(text)
-        _copy_tokenizer(tokenizer, temporary)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, temporary)
         temporary.chmod(0o755)
         if target.is_dir():
             target.rmdir()
@@ -229,13 +230,13 @@ def _join(rules: list[names.Rule], pieces: list[np.ndarray], cfg: DecoderConfig)
     return joined.reshape(rules[0].their_shape(cfg))
 
 
-def _copy_tokenizer(tokenizer: str | Path | None, folder: Path) -> None:
-    if tokenizer is None:
-        return
-    source = Path(tokenizer).expanduser()
-    if source.is_file():
-        shutil.copy(source, folder / "tokenizer.json")
-        source = source.parent
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file() and not (folder / name).exists():
-            shutil.copy(source / name, folder / name)
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Copies a tokenizer.json (or the one in a folder) and the settings beside it; keeps what is
+    there already."""
+    source = Path(source).expanduser()
+    files = {"tokenizer.json": source} if source.is_file() else {}
+    home = source.parent if source.is_file() else source
+    files = {name: home / name for name in TOKENIZER_FILES} | files
+    for name, file in files.items():
+        if file.is_file() and not (folder / name).exists():
+            shutil.copyfile(file, folder / name)

@@ -1,6 +1,7 @@
 """The folder of a run: where it is, whether it may go on, what is in it.
 
-config.json, metrics.jsonl, events.* (TensorBoard), checkpoints/, samples/, curve.png, summary.md.
+config.json, metrics.jsonl, events.* (TensorBoard), checkpoints/, samples/, curve.png, summary.md
+and, unless the run is on bytes, tokenizer.json.
 The same command finds the same folder, because its name holds a fingerprint of the configuration.
 """
 
@@ -9,8 +10,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from megajax.checkpoint.hf import copy_tokenizer
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from megajax.training.config import Config
 
 # What may change between the starts of one run: where and how fast it goes, not what is computed.
@@ -29,13 +32,16 @@ class RunDir:
 
     path: Path
 
-    def begin(self, cfg: Config) -> None:
-        """Makes the folder and writes the configuration, once everything else is known to work.
+    def begin(self, cfg: Config, tokenizer: Tokenizer) -> None:
+        """Makes the folder and writes what it takes to use the run elsewhere: the configuration
+        and the tokenizer. Called once everything else is known to work.
 
         Raises: UserError when the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if isinstance(tokenizer, FileTokenizer):
+                copy_tokenizer(tokenizer.path, self.path)
             (self.path / "config.json").write_text(config.to_json(cfg))
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror} (--run_dir)") from None
@@ -77,6 +83,12 @@ def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
                 "it, or another --run_dir"
             )
     return RunDir(path)
+
+
+def saved_tokenizer(folder: str | Path) -> Tokenizer:
+    """Returns the tokenizer that the run in a folder was trained with."""
+    file = Path(folder).expanduser() / "tokenizer.json"
+    return open_tokenizer(str(file)) if file.is_file() else ByteTokenizer()
 
 
 def is_imported(path: Path) -> bool:

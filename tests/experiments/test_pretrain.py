@@ -313,3 +313,34 @@ def test_changed_text_is_noticed(home, straight):
     (folder / "config.json").write_text(config.to_json(cfg))
     done = run(home, "--train.steps=40", f"--data.source={other}", f"--run_dir={folder}")
     assert done.returncode == 2 and "was trained on other data (corpora changed)" in done.stderr
+
+
+def test_a_run_on_bpe_goes_round(home, tmp_path):
+    """Trained on its own BPE, sampled from a moved folder, exported, fine-tuned from the export."""
+
+    def call(script, *args):
+        words = [sys.executable, str(ROOT / script), *map(str, args)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment())
+
+    short = ("--train.steps=2", "--eval.sample_tokens=0", f"--cache_dir={home}/cache")
+    text = f"--data.source={home}/text"
+    made = tmp_path / "made"
+    done = run(home, "--data.tokenizer=bpe:300", f"--run_dir={made}", *short)
+    assert done.returncode == 0, done.stderr
+    run_dir = made.rename(tmp_path / "moved")
+    done = call("scripts/generate.py", f"--run_dir={run_dir}", "--prompt=word1", "--new_tokens=3")
+    assert done.returncode == 0 and "---\nword1" in done.stdout, done.stderr
+    done = call("scripts/hf.py", "export", run_dir, tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    tune = (f"--init_from={tmp_path}/hf", text, f"--run_dir={tmp_path}/tuned", *short)
+    small = ("--train.global_batch=8", "--train.seq_len=64", "--eval.batches=1", "--eval.every=0")
+    done = call("experiments/pretrain.py", *tune, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cfg = load_config(tmp_path / "tuned")
+    assert cfg.model.width == 64 and cfg.data.tokenizer == f"{tmp_path}/hf/tokenizer.json"
+    ended = rows(run_dir, "eval_loss")[2]["eval_loss"]
+    assert abs(rows(tmp_path / "tuned")[1]["loss"] - ended) < 0.3  # not at ln(300) = 5.7 again
+
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    done = call("experiments/pretrain.py", f"--init_from={tmp_path}/hf", text)
+    assert done.returncode == 2 and "say what its tokens are" in done.stderr
