@@ -23,13 +23,6 @@ def named_leaves(tree: Tree, is_leaf: Callable | None = None) -> list[tuple[str,
     return [(name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
-def map_named(function: Callable, tree: Tree, *rest: Tree, is_leaf: Callable | None = None) -> Tree:
-    """Maps function(dotted name, leaf, *leaves of rest) over the tree."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(name(path), *leaves), tree, *rest, is_leaf=is_leaf
-    )
-
-
 def is_words(x: Any) -> bool:
     """Tells the tuple of logical words of one leaf from a node of the tree."""
     return type(x) is tuple and all(w is None or isinstance(w, str) for w in x)

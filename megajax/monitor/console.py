@@ -87,11 +87,6 @@ def training_line(values: dict) -> str:
     return " | ".join(parts)
 
 
-def phase_clock(out: Console) -> "Phases":
-    """Returns a clock that says how long each named phase of the start took."""
-    return Phases(out)
-
-
 class Phases:
     """Announces phases with their time: what a start at 10,000 GPUs is tuned by."""
 

@@ -28,6 +28,24 @@ def test_loss_is_the_mean_over_predicted_tokens():
     assert int(metrics["targets"]) == valid.sum()
 
 
+def test_the_gradient_is_of_the_mean_loss():
+    """Against finite differences along it of the loss that evaluation returns."""
+    batch = host_batch(0)
+    train_step, state, metrics = one_step(batch, optim__clip=0.0)
+    gradient = jax.tree.map(lambda mu: np.asarray(mu) / 0.1, state.opt[0].mu)  # mu = (1 - beta1) g
+    norm = float(metrics["grad_norm"])
+    params, device = train_step.init(0).params, on(train_step, batch)
+
+    def loss(distance):
+        def move(p, g):
+            return jax.device_put(np.asarray(p) + np.float32(distance / norm) * g, p.sharding)
+
+        sums = train_step.evaluate(jax.tree.map(move, params, gradient), device)
+        return float(sums.cross_entropy) / int(sums.count)
+
+    assert (loss(0.01) - loss(-0.01)) / 0.02 == pytest.approx(norm, rel=2e-3)
+
+
 def test_micro_batches_weigh_by_their_tokens():
     """Half of the rows predict one token only: they must not count as much as the others."""
     batch = host_batch(0)
