@@ -56,7 +56,7 @@ def test_two_processes_are_one_run(home):
     try:
         wait_for(job[0], lambda: last_step(folder) >= 5)
         job[1].send_signal(signal.SIGTERM)  # to the one that does not write
-        outputs = [p.communicate(timeout=90)[0] for p in job]
+        outputs = [p.communicate(timeout=300)[0] for p in job]
     finally:
         for p in job:
             p.kill()

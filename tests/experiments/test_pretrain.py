@@ -85,7 +85,7 @@ def rows(folder, key="loss"):
     return {r["step"]: r for r in complete if key in r}
 
 
-def wait_for(process, condition, seconds=120):
+def wait_for(process, condition, seconds=300):
     """Waits until condition() holds while the process runs."""
     end = time.time() + seconds
     while not condition():
