@@ -43,6 +43,11 @@ JAX_FREE = (
     "megajax.core.hardware",
     "megajax.cost.flops",
     "megajax.monitor.records",
+    "megajax.schedule",
+    "megajax.schedule.build",
+    "megajax.schedule.ir",
+    "megajax.schedule.simulator",
+    "megajax.schedule.trace",
 )
 
 
