@@ -44,6 +44,7 @@ JAX_FREE = (
     "megajax.cost.flops",
     "megajax.monitor.records",
     "megajax.schedule",
+    "megajax.schedule.bubbles",
     "megajax.schedule.build",
     "megajax.schedule.ir",
     "megajax.schedule.simulator",
