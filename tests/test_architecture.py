@@ -43,6 +43,12 @@ JAX_FREE = (
     "megajax.core.hardware",
     "megajax.cost.flops",
     "megajax.monitor.records",
+    "megajax.schedule",
+    "megajax.schedule.bubbles",
+    "megajax.schedule.build",
+    "megajax.schedule.ir",
+    "megajax.schedule.simulator",
+    "megajax.schedule.trace",
 )
 
 
