@@ -109,7 +109,9 @@ def main() -> int:
     cfg, preset = config.from_flags(PRESETS, take_model)  # 1 configuration
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
-    check(cfg, cfg.mesh.sizes(jax.device_count()), sharding.rules(cfg.shard.zero))
+    sizes = cfg.mesh.sizes(jax.device_count())
+    check(cfg, sizes, sharding.rules(cfg.shard.zero))
+    cfg.pipeline.check(cfg, sizes)
     mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
     run_dir = open_run(cfg, "pretrain", config.start_name())  # 3 the run's folder

@@ -19,10 +19,6 @@ def check(cfg: Any, sizes: Mapping[str, int], rules: Rules) -> None:
       sizes: {mesh axis: size}. rules: the rule table of the run.
     Raises: UserError with the value, the rule, the nearest legal value and the flag.
     """
-    if sizes["pipe"] > 1:
-        raise UserError(
-            f"mesh.pipe={sizes['pipe']}: this version has no pipeline schedule; use 1 (--mesh.pipe)"
-        )
     _check_weights(cfg.model, sizes, rules)
     _check_batch(cfg.train, sizes)
     _check_sequence(cfg, sizes)

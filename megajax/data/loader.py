@@ -106,7 +106,7 @@ def held_out_batches(
     Corpora follow one another; rows beyond the last are filled with targets that count nothing.
     """
     like = abstract["tokens"]
-    B, S = like.shape
+    B, S = int(np.prod(like.shape[:-1])), like.shape[-1]
     rows = [
         (packed, i)
         for c in corpora

@@ -1,7 +1,8 @@
 """Cross-entropy that never holds all logits and never gathers the vocabulary.
 
 The sequence is cut into chunks; each chunk's logits are made, reduced and thrown away (the backward
-pass makes them again). With a vocabulary cut over devices only (B, S) maxima and sums travel.
+pass makes them again). With a vocabulary cut over devices only (B, S) maxima and sums travel: the
+compiler sees to it, or inside a shard_map `VocabCut` (Megatron, arXiv 1909.08053 section 3).
 z-loss: PaLM (arXiv 2204.02311) section 5, keeps log Z near 0.
 
 Legend: B rows, S positions, D model width, V vocabulary.
@@ -30,29 +31,59 @@ class LossSums:
         return jax.tree.map(jnp.add, self, other)
 
 
-def mask_padding(logits: jax.Array, vocab: int) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class VocabCut:
+    """How local code sees a vocabulary that these mesh axes cut, the first one outermost.
+
+    No axes: it is whole, or its cut is the compiler's business.
+    """
+
+    axes: tuple[str, ...] = ()
+
+    def ids(self, rows: int) -> jax.Array:
+        """Returns the token ids of this device's rows of the vocabulary."""
+        ids_V = jnp.arange(rows)
+        return ids_V + jax.lax.axis_index(self.axes) * rows if self.axes else ids_V
+
+    def logsumexp(self, z_BSV: jax.Array) -> jax.Array:
+        """Returns log_z_BS over the whole vocabulary."""
+        if not self.axes:
+            return jax.nn.logsumexp(z_BSV, -1)
+        top_BS = jax.lax.pmax(jax.lax.stop_gradient(z_BSV.max(-1)), self.axes)
+        return top_BS + jnp.log(self.sum(jnp.exp(z_BSV - top_BS[..., None]).sum(-1)))
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Adds what the devices found in their rows."""
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+
+def mask_padding(logits: jax.Array, vocab: int, cut: VocabCut = VocabCut()) -> jax.Array:
     """Returns logits with the rows that only pad the vocabulary sent to minus infinity."""
     if logits.shape[-1] == vocab:
         return logits
-    real_V = jnp.arange(logits.shape[-1]) < vocab
+    real_V = cut.ids(logits.shape[-1]) < vocab
     return jnp.where(jnp.expand_dims(real_V, (0, 1)), logits, NEGATIVE)
 
 
 def cross_entropy(
-    hidden_BSD: jax.Array, targets_BS: jax.Array, logits: Callable, chunks: int = 1
+    hidden_BSD: jax.Array,
+    targets_BS: jax.Array,
+    logits: Callable,
+    chunks: int = 1,
+    cut: VocabCut = VocabCut(),
 ) -> LossSums:
     """Sums -log p(target) and log(Z)^2.
 
     Args: targets_BS: int32, negative: not predicted. logits: (B,s,D) -> float32 (B,s,V), pads
-      masked. chunks: pieces of the sequence; must divide S.
+      masked. chunks: pieces of the sequence; must divide S. cut: of the vocabulary.
     """
 
     def piece(h_BSD: jax.Array, t_BS: jax.Array) -> LossSums:
         z_BSV = logits(h_BSD)
         # A select and a sum: take_along_axis would gather a vocabulary that is cut.
-        hit_BSV = t_BS[..., None] == jnp.arange(z_BSV.shape[-1])[None, None]
-        target_BS = jnp.where(hit_BSV, z_BSV, 0.0).sum(-1)
-        log_z_BS = jax.nn.logsumexp(z_BSV, -1)
+        hit_BSV = t_BS[..., None] == cut.ids(z_BSV.shape[-1])[None, None]
+        target_BS = cut.sum(jnp.where(hit_BSV, z_BSV, 0.0).sum(-1))
+        log_z_BS = cut.logsumexp(z_BSV)
         valid_BS = t_BS >= 0
         return LossSums(
             jnp.where(valid_BS, log_z_BS - target_BS, 0.0).sum(),
@@ -63,13 +94,13 @@ def cross_entropy(
     if chunks == 1:  # no reshape: a dim of size 1 cannot be added to an array with reduced axes
         return piece(hidden_BSD, targets_BS)
 
-    def cut(x: jax.Array) -> jax.Array:  # strided, so that a cut S stays the outermost part
-        pieces = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
-        return jnp.moveaxis(pieces, 2, 0)
+    def pieces(x: jax.Array) -> jax.Array:  # strided, so that a cut S stays the outermost part
+        x = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0)
 
     def step(total: LossSums, chunk: tuple) -> tuple[LossSums, None]:
         return total + jax.checkpoint(piece)(*chunk), None
 
     zero = jnp.zeros((), jnp.float32)
     start = LossSums(zero, zero, jnp.zeros((), jnp.int32))
-    return jax.lax.scan(step, start, (cut(hidden_BSD), cut(targets_BS)))[0]
+    return jax.lax.scan(step, start, (pieces(hidden_BSD), pieces(targets_BS)))[0]

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attend import attend
+from megajax.layers.losses import VocabCut
 
 Array = jax.Array
 Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
@@ -84,7 +85,7 @@ def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions above, each replaceable."""
+    """The functions above, each replaceable; vocab: the cut of the logits inside a shard_map."""
 
     matmul: Callable = matmul
     gather: Callable = gather
@@ -93,3 +94,4 @@ class Ops:
     down: Callable = down
     lookup: Callable = lookup
     attend: Callable = attend
+    vocab: VocabCut = VocabCut()

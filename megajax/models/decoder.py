@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
 
         def project(hidden_BSD: jax.Array) -> jax.Array:
             logits = ops.matmul(hidden_BSD, w_DV, out_sharding=spec, out_dtype=jnp.float32)
-            return mask_padding(logits, self.cfg.vocab)
+            return mask_padding(logits, self.cfg.vocab, ops.vocab)
 
         return project
 
@@ -131,7 +131,8 @@ class Decoder(nnx.Module):
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int) -> LossSums:
         """Returns the cross-entropy sums of the residual stream after the last block."""
         hidden_BSD = self.ops.gather(self.norm(x_BSD))
-        return cross_entropy(hidden_BSD, targets_BS, self._project(x_BSD.dtype), chunks)
+        project = self._project(x_BSD.dtype)
+        return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
 
 
 def parts(

@@ -2,8 +2,9 @@
 
 Dense weights rest cut over tensor (Megatron's column and row cut) and, along the model width, over
 every axis that shares their gradient (ZeRO-3, FSDP). The residual stream between blocks is cut
-along the sequence over tensor too (sequence parallelism, arXiv 2205.05198). Plain data; the rest of
-the library sees it through `core.layout.Layout`.
+along the sequence over tensor too (sequence parallelism, arXiv 2205.05198). Pipeline stages hold
+their own layers and share the vocabulary. Plain data; the rest of the library sees it through
+`core.layout.Layout`.
 """
 
 from dataclasses import dataclass
@@ -40,9 +41,12 @@ def zero_axes(zero: Zero) -> tuple[str, ...]:
 def rules(zero: Zero = "full", decode: bool = False) -> Rules:
     """Returns the rule table.
 
-    decode: one token at a time has no sequence to cut, so the residual stream is whole over tensor.
+    decode: one token at a time has no sequence to cut, so the residual stream is whole over tensor,
+      and no pipeline: every stage has all layers.
     """
-    weights = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp", "vocab", "positions")}
+    weights = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp")}
+    stages = () if decode else ("pipe",)
+    weights |= {w: (*stages, "tensor") for w in ("vocab", "positions")} | {"layers": stages}
     act = {
         "batch": BATCH_AXES,
         "seq": () if decode else ("context",),

@@ -22,6 +22,7 @@ from megajax.core.tree import Tree
 from megajax.layers.attention import Cache
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import map_words
 from megajax.parallel import sharding, tensor
 from megajax.serving.sampling import SamplingConfig, sample
 
@@ -79,8 +80,11 @@ class Generator:
             def place(x: np.ndarray, *words: str | None) -> jax.Array:
                 return jax.device_put(x, self._layout.named(self._layout.act(*words)))
 
+            stored = map_words(
+                lambda w: self._layout.named(self._layout.stored(*w)), self._parts.axes
+            )
             out = self._run(
-                params,
+                jax.device_put(params, stored),  # as they are, unless pipeline stages hold them
                 place(tokens, "batch", None),
                 place(lengths, "batch"),
                 jax.random.key(seed),

@@ -84,7 +84,8 @@ def train(run: Run) -> Stop:
                 pending = None
             profiler.after(step)
             if saves:
-                run.checkpoints.save(step, run.state, data_state=data_state(run))
+                natural = run.train_step.natural(run.state)
+                run.checkpoints.save(step, natural, data_state=data_state(run))
             if evaluates:
                 run.evaluate(run.state, step)
             if saves or evaluates:

@@ -66,7 +66,7 @@ class Measure:
         prompt = begin + tokenizer.encode([cfg.eval.prompt])[0].tolist()
         room = cfg.model.max_positions - len(prompt)
         ids = self._generator(
-            state.params,
+            self._step.natural(state.params),
             [prompt],
             min(cfg.eval.sample_tokens, room),
             cfg.train.seed,

@@ -173,12 +173,19 @@ def orthogonalise(x: jax.Array) -> jax.Array:
 
 
 def spread(count: int, layout: Layout | None) -> tuple[str, ...]:
-    """Returns mesh axes, largest first, that together cut `count` slices into equal pieces."""
-    chosen: tuple[str, ...] = ()
+    """Returns mesh axes that together cut `count` slices into equal pieces.
+
+    First those that cut the layers already (pipeline stages), then the largest.
+    """
     if layout is None:
-        return chosen
+        return ()
+    chosen = layout.live(layout.rules.stored.get("layers", ()))
     for axis in sorted(layout.mesh.shape, key=lambda a: -layout.mesh.shape[a]):
-        if layout.mesh.shape[axis] > 1 and count % layout.ways((*chosen, axis)) == 0:
+        if (
+            axis not in chosen
+            and layout.mesh.shape[axis] > 1
+            and count % layout.ways((*chosen, axis)) == 0
+        ):
             chosen = (*chosen, axis)
     return chosen
 

@@ -41,7 +41,9 @@ def begin(
         if imported := checkpoints.data_state(latest).get("imported"):
             like = {"params": train_step.abstract_state.params}
             restored, _ = checkpoints.restore(latest, like=like)
-            state = dataclasses.replace(train_step.init(cfg.train.seed), **restored)
+            state = dataclasses.replace(
+                train_step.init(cfg.train.seed), **train_step.arranged(restored)
+            )
             return Start(state, 0, f"weights imported from {imported}")
         restored, data = checkpoints.restore(latest, like=vars(train_step.abstract_state))
         changed = [k for k, v in identity.items() if data.get(k) != v]
@@ -50,11 +52,13 @@ def begin(
                 f"{checkpoints.folder} was trained on other data ({', '.join(changed)} changed), "
                 "so its position means nothing here; restore the text or give another --run_dir"
             )
-        return Start(TrainState(**restored), data["rows"], f"resumed after step {latest}")
+        state = train_step.arranged(TrainState(**restored))
+        return Start(state, data["rows"], f"resumed after step {latest}")
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
         from megajax.checkpoint import hf  # the weights' own format; unused otherwise
 
         params = hf.load_params(cfg.init_from, cfg.model, train_step.layout)
+        params = train_step.arranged(params)
         return Start(dataclasses.replace(state, params=params), 0, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")

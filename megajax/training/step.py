@@ -15,16 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.core.layout import Layout
-from megajax.core.tree import Tree, named_leaves
+from megajax.core.layout import Layout, Words
+from megajax.core.tree import Tree, name, named_leaves
 from megajax.layers.losses import LossSums
 from megajax.models import decoder
-from megajax.models.parts import Batch, ModelParts
-from megajax.parallel import sharding, tensor
+from megajax.models.parts import Batch, ModelParts, map_words
+from megajax.parallel import local, sharding, tensor
+from megajax.parallel.pipeline import Pipeline, layer_order
 from megajax.training.optim import make_optimizer, make_schedule
 from megajax.training.state import TrainState
 
@@ -37,12 +39,16 @@ class TrainStep:
 
     init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state.
     evaluate(params, batch) -> LossSums. abstract_state and abstract_batch: ShapeDtypeStructs with
-    shardings. leaf_names: of metrics['leaf_norms'], in its order.
+    shardings. leaf_names: of metrics['leaf_norms'], in its order. natural(tree), arranged(tree):
+    a state or parameters with the layers in the model's order, as checkpoints hold them, and in the
+    order in which interleaved pipeline stages hold them; without those the same.
     """
 
     init: Callable[[int], TrainState]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], LossSums]
+    natural: Callable[[Any], Any]
+    arranged: Callable[[Any], Any]
     parts: ModelParts
     layout: Layout
     abstract_state: TrainState
@@ -54,16 +60,22 @@ class TrainStep:
 def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
     """Builds the step of a configuration (training.config.Config or alike) on a mesh."""
     layout = sharding.layout(mesh, cfg.shard.zero)
+    stages = mesh.shape["pipe"]
+    pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
     with jax.set_mesh(mesh):
-        parts = decoder.parts(
-            cfg.model,
-            layout,
-            tensor.ops(layout, cfg.train.attention),
-            cfg.train.dtype,
-            cfg.train.loss_chunks,
+        make_parts = functools.partial(
+            decoder.parts, cfg.model, dtype=cfg.train.dtype, loss_chunks=cfg.train.loss_chunks
         )
+        parts = make_parts(layout, tensor.ops(layout, cfg.train.attention))
+        gradients, loss = _scanned(cfg, parts), parts.loss
+        if stages > 1:
+            local_parts = make_parts(None, local.ops(layout, cfg.train.attention))
+            dtype = jnp.dtype(cfg.train.dtype)
+            pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
+            gradients, loss = _pipelined(cfg, pipe), pipe.sums
         optimizer = make_optimizer(cfg.optim, cfg.train.steps, parts.axes, layout)
-        init = functools.partial(_init, parts, optimizer)
+        order = layer_order(cfg.model.layers, stages, cfg.pipeline.chunks)
+        init = functools.partial(_init, parts, layout, optimizer, order)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
 
     def under_mesh(function: Callable) -> Callable:
@@ -77,14 +89,18 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
 
     return TrainStep(
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
-        step=under_mesh(jax.jit(functools.partial(_step, cfg, parts, optimizer), donate_argnums=0)),
-        evaluate=under_mesh(jax.jit(parts.loss)),
+        step=under_mesh(
+            jax.jit(functools.partial(_step, cfg, gradients, optimizer), donate_argnums=0)
+        ),
+        evaluate=under_mesh(jax.jit(loss)),
+        natural=under_mesh(_reorder(np.argsort(order))),
+        arranged=under_mesh(_reorder(order)),
         parts=parts,
         layout=layout,
         abstract_state=abstract,
-        abstract_batch=_abstract_batch(cfg, layout, cfg.train.accumulate),
-        abstract_eval_batch=_abstract_batch(cfg, layout, 1),
-        leaf_names=tuple(name for name, _ in named_leaves(abstract.params)),
+        abstract_batch=_abstract_batch(cfg, layout, pieces),
+        abstract_eval_batch=_abstract_batch(cfg, layout, pieces, stages > 1),
+        leaf_names=tuple(n for n, _ in named_leaves(abstract.params)),
     )
 
 
@@ -100,9 +116,36 @@ def _lower(function: Any, mesh: Mesh, args: tuple) -> Any:
         return function.lower(*args)
 
 
-def _init(parts: ModelParts, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def _init(
+    parts: ModelParts,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    order: np.ndarray,
+    seed: int,
+) -> TrainState:
     params = parts.init(jax.random.key(seed))
+
+    def place(words: Words, x: jax.Array) -> jax.Array:
+        if words[0] != "layers" or layout.mesh.shape["pipe"] == 1:
+            return x
+        # Each layer is on its stage's devices, in the order in which the stage runs them.
+        return jax.sharding.reshard(x[order], layout.stored(*words))
+
+    params = map_words(place, parts.axes, params)
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def _reorder(order: np.ndarray) -> Callable[[Any], Any]:
+    """Returns tree -> the tree with its stacked layers in another order, cut as before."""
+    if (order == np.arange(order.size)).all():
+        return lambda tree: tree
+
+    def leaf(path: tuple, x: jax.Array) -> jax.Array:
+        if "blocks" not in name(path).split("."):
+            return x
+        return x.at[order].get(out_sharding=jax.typeof(x).sharding.spec)
+
+    return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, leaf))
 
 
 def _with_shardings(tree: Tree, mesh: Mesh) -> Tree:
@@ -121,17 +164,68 @@ def batch_spec(layout: Layout, accumulate: int) -> P:
     return rows if accumulate == 1 else P(None, *rows)
 
 
-def _abstract_batch(cfg: Any, layout: Layout, accumulate: int) -> dict[str, jax.ShapeDtypeStruct]:
-    shape: tuple[int, ...] = (cfg.train.global_batch // cfg.train.accumulate, cfg.train.seq_len)
-    if accumulate > 1:
-        shape = (accumulate, *shape)
-    named = layout.named(batch_spec(layout, accumulate))
+def _abstract_batch(
+    cfg: Any, layout: Layout, pieces: int, stacked: bool = True
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """pieces: of a step's batch. stacked: all of them in leaves (A, B, S), else one of them."""
+    shape: tuple[int, ...] = (cfg.train.global_batch // pieces, cfg.train.seq_len)
+    stacked = stacked and pieces > 1
+    named = layout.named(batch_spec(layout, pieces if stacked else 1))
+    shape = (pieces, *shape) if stacked else shape
     return {k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=named) for k in BATCH_KEYS}
+
+
+Gradients = Callable[[Tree, Batch, jax.Array, jax.Array], tuple[LossSums, Tree]]
+
+
+def _objective(cfg: Any, sums: LossSums, total: jax.Array) -> jax.Array:
+    """What is differentiated: the mean over all predicted tokens of the step."""
+    return (sums.cross_entropy + cfg.train.z_loss * sums.z_squared) / total
+
+
+def _scanned(cfg: Any, parts: ModelParts) -> Gradients:
+    """Gradients by differentiating the loss, one micro-batch after the other."""
+
+    def objective(params: Tree, micro: Batch, total: jax.Array, key: jax.Array) -> tuple:
+        sums = parts.loss(params, micro, key, cfg.train.remat)
+        return _objective(cfg, sums, total), sums
+
+    grad_of = jax.grad(objective, has_aux=True)
+
+    def gradients(
+        params: Tree, batch: Batch, total: jax.Array, key: jax.Array
+    ) -> tuple[LossSums, Tree]:
+        if cfg.train.accumulate == 1:
+            grads, sums = grad_of(params, batch, total, key)
+            return sums, grads
+
+        def micro_step(carry: tuple, piece: tuple) -> tuple[tuple, None]:
+            index, micro = piece
+            grads, sums = grad_of(params, micro, total, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, carry, (sums, grads)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        none = LossSums(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
+        pieces = (jnp.arange(cfg.train.accumulate), dict(batch))
+        return jax.lax.scan(micro_step, (none, zeros), pieces)[0]
+
+    return gradients
+
+
+def _pipelined(cfg: Any, pipe: Pipeline) -> Gradients:
+    """Gradients by the pipeline's table."""
+
+    def gradients(
+        params: Tree, batch: Batch, total: jax.Array, key: jax.Array
+    ) -> tuple[LossSums, Tree]:
+        return pipe.gradients(params, batch, functools.partial(_objective, cfg), total)
+
+    return gradients
 
 
 def _step(
     cfg: Any,
-    parts: ModelParts,
+    gradients: Gradients,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Batch,
@@ -141,27 +235,7 @@ def _step(
     count = (batch["targets"] >= 0).sum()
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-
-    def objective(params: Tree, micro: Batch, key: jax.Array) -> tuple[jax.Array, LossSums]:
-        sums = parts.loss(params, micro, key, cfg.train.remat)
-        value = sums.cross_entropy + cfg.train.z_loss * sums.z_squared
-        return value / total, sums
-
-    grad_of = jax.value_and_grad(objective, has_aux=True)
-    if cfg.train.accumulate == 1:
-        (_, sums), grads = grad_of(state.params, batch, key)
-    else:
-
-        def micro_step(carry: tuple, piece: tuple) -> tuple[tuple, None]:
-            index, micro = piece
-            (_, sums), grads = grad_of(state.params, micro, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, carry, (sums, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        none = LossSums(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
-        pieces = (jnp.arange(cfg.train.accumulate), dict(batch))
-        (sums, grads), _ = jax.lax.scan(micro_step, (none, zeros), pieces)
-
+    sums, grads = gradients(state.params, batch, total, key)
     squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
     if cfg.optim.clip > 0:

@@ -1,0 +1,104 @@
+"""Ops for code that is already inside a shard_map over the whole mesh: the same communication as
+tensor.py's, written out, on local arrays.
+
+The pipeline runs so: its stages do different things, and types that say `unreduced` do not mix with
+a manual axis (jax 0.11.2). Differentiate this code with check_vma=False; then the gradient of a
+local array is that of the SUM over all devices of what they return, which makes every collective
+its neighbour's transpose. Weights arrive whole, in the compute dtype or as float32 vectors.
+
+Legend: B rows, S positions, D model width, V table rows.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.core.layout import Layout
+from megajax.layers import attend as attend_
+from megajax.layers.losses import VocabCut
+from megajax.layers.mask import Context
+from megajax.layers.ops import Ops, join
+from megajax.parallel.tensor import choose_attention
+
+Array = jax.Array
+TENSOR = "tensor"
+
+
+def ops(layout: Layout, attention: str = "auto") -> Ops:
+    """Returns the Ops of local code. attention: as in tensor.ops."""
+    return Ops(
+        gather=gather,
+        up=up,
+        down=down,
+        lookup=functools.partial(lookup, layout),
+        attend=functools.partial(attend, layout, attention),
+        vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
+    )
+
+
+def gather(x_BSD: Array) -> Array:
+    """Residual stream -> block: the sequence is gathered over tensor."""
+    return lax.all_gather(x_BSD, TENSOR, axis=1, tiled=True)
+
+
+def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Array, ...]:
+    """Column-parallel products that share one gather."""
+    x_BSD = gather(x_BSD)
+    return tuple(matmul(x_BSD, w[...].astype(x_BSD.dtype)) for w in weights)
+
+
+def down(
+    products: Sequence[tuple[Array, nnx.Param]],
+    residual_BSD: Array,
+    matmul: Callable,
+    bias: Array | None = None,
+    drop: Callable | None = None,
+) -> Array:
+    """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
+    terms = (matmul(x, w[...].astype(x.dtype), contract=w[...].ndim - 1) for x, w in products)
+    y_BSD = functools.reduce(operator.add, terms)
+    y_BSD = lax.psum_scatter(y_BSD, TENSOR, scatter_dimension=1, tiled=True)
+    return join(y_BSD, residual_BSD, bias, drop)
+
+
+def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
+    """Each device looks up the rows that it has; the partial sums are scattered together."""
+
+    def own_rows(table: nnx.Param, ids_BS: Array) -> Array:
+        axes = layout.live(layout.rules.stored[table.get_metadata("axes")[0]])
+        w_VD = table[...].astype(dtype)
+        row_BS = ids_BS - (lax.axis_index(axes) * w_VD.shape[0] if axes else 0)
+        here_BS = (row_BS >= 0) & (row_BS < w_VD.shape[0])
+        return jnp.where(here_BS[..., None], w_VD[jnp.where(here_BS, row_BS, 0)], 0)
+
+    total_BSD = functools.reduce(operator.add, (own_rows(*pair) for pair in pairs))
+    others = [a for a in layout.live(layout.rules.stored["vocab"]) if a != TENSOR]
+    total_BSD = lax.psum(total_BSD, others) if others else total_BSD
+    return lax.psum_scatter(total_BSD, TENSOR, scatter_dimension=1, tiled=True)
+
+
+def attend(
+    layout: Layout,
+    attention: str,
+    q_BSHK: Array,
+    k_BMGK: Array,
+    v_BMGK: Array,
+    query: Context,
+    memory: Context | None = None,
+    window: int | None = None,
+) -> Array:
+    """This device's rows and heads; keys are gathered over context first."""
+    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype)
+    axes = layout.live(layout.rules.act.get("seq", ()))
+
+    def gathered(x: Array) -> Array:
+        return lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
+
+    own = jax.tree.map(gathered, query) if memory is None else memory
+    return attend_.attend(q_BSHK, gathered(k_BMGK), gathered(v_BMGK), query, own, window, kernel)

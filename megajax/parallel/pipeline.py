@@ -1,0 +1,246 @@
+"""Pipeline parallelism: one jitted program that executes a schedule's tick table.
+
+A shard_map over the whole mesh. Once a step each device gathers its stage's weights (compute dtype)
+over the ZeRO axes; then it goes through the table's phases, each one loop: in a tick every stage
+takes what its neighbours sent, runs at most one F, one B and one W on the chunk and microbatch that
+the table names, and sends. Gradients add up in float32 where they are made and are reduce-scattered
+once at the end, or in every tick if asked. The backward pass is called by the table, not by
+differentiating the loop: so 1F1B's memory does not grow with the microbatches.
+
+The vocabulary is cut over pipe as well as tensor: all stages share the work of embedding and head.
+Sources: 1F1B and interleaving (Megatron-LM, arXiv
+2104.04473 section 2.2), decoupled sends and receives (MegaScale section 3.2), zero-bubble (arXiv
+2401.10241).
+
+Legend: U microbatches, B rows of one, S positions, D model width, P stages, T ticks, v chunks.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from megajax.core.axes import BATCH_AXES, MESH_AXES
+from megajax.core.config import option
+from megajax.core.errors import UserError, nearest_multiples
+from megajax.core.layout import Layout
+from megajax.core.tree import Tree
+from megajax.layers.losses import LossSums
+from megajax.models.parts import Batch, ModelParts, Remat, map_words
+from megajax.parallel.tick import PIPE, Objective, Tick
+from megajax.schedule import build
+from megajax.schedule.ir import Table
+from megajax.schedule.route import Route, route
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """The schedule of a run with mesh.pipe > 1."""
+
+    schedule: Schedule = option("1f1b", "order of forward and backward passes")
+    microbatches: int | None = option(None, "pieces of a step's batch; none: twice the stages")
+    chunks: int = option(1, "interleaved: groups of layers on each stage")
+    stash: Literal["input", "residuals"] = option(
+        "input", "kept from F to B: the chunk's input (B runs F again), or what --train.remat keeps"
+    )
+    gradients: Literal["local", "sharded"] = option(
+        "local", "local: reduce-scattered once a step; sharded: in every tick, in less memory"
+    )
+
+    def __post_init__(self):
+        """Refuses counts below 1."""
+        for name in ("microbatches", "chunks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"pipeline.{name}={value} must be at least 1 (--pipeline.{name})")
+
+    def pieces(self, stages: int) -> int:
+        """The microbatches of a step."""
+        return self.microbatches or 2 * stages
+
+    def check(self, cfg: Any, sizes: Mapping[str, int]) -> None:
+        """Refuses what a pipeline cannot run. cfg: as core.check.check's. sizes: {mesh axis: size}.
+
+        Raises: UserError with the nearest legal value and the flag.
+        """
+        stages = sizes[PIPE]
+        if stages == 1:
+            if self.microbatches is not None or self.chunks > 1:
+                raise UserError(
+                    "pipeline.microbatches and pipeline.chunks need stages: --mesh.pipe=2 or more "
+                    "(without them a step is cut by --train.accumulate)"
+                )
+            return
+        groups, pieces = stages * self.chunks, self.pieces(stages)
+        self.table(stages)
+        if cfg.model.layers % groups:
+            raise UserError(
+                f"model.layers={cfg.model.layers} must be divisible by mesh.pipe {stages} x "
+                f"pipeline.chunks {self.chunks} = {groups}; "
+                f"{nearest_multiples(cfg.model.layers, groups)} (--model.layers, --mesh.pipe, "
+                "--pipeline.chunks)"
+            )
+        ways = math.prod(sizes[a] for a in BATCH_AXES) * pieces
+        if cfg.train.global_batch % ways:
+            raise UserError(
+                f"train.global_batch={cfg.train.global_batch} must be divisible by the devices "
+                f"that cut its rows x pipeline.microbatches {pieces} = {ways}; "
+                f"{nearest_multiples(cfg.train.global_batch, ways)} (--train.global_batch, "
+                "--pipeline.microbatches)"
+            )
+        if cfg.train.accumulate > 1:
+            raise UserError(
+                f"train.accumulate={cfg.train.accumulate}: with pipeline stages a step is cut by "
+                "--pipeline.microbatches; use 1 (--train.accumulate)"
+            )
+        if cfg.model.dropout > 0:
+            raise UserError(
+                f"model.dropout={cfg.model.dropout}: pipeline stages have none; use 0 "
+                "(--model.dropout, --mesh.pipe)"
+            )
+
+    def table(self, stages: int) -> Table:
+        """Builds and checks the tick table. Raises: UserError for sizes that it cannot have."""
+        table = build.BUILDERS[self.schedule](stages, self.pieces(stages), self.chunks)
+        table.check()
+        return table
+
+
+def layer_order(layers: int, stages: int, chunks: int) -> np.ndarray:
+    """Returns the layer at each place of a stacked leaf, stage after stage, chunk after chunk.
+
+    Chunk c of stage s is the group c * stages + s, so with one chunk the order is the natural one.
+    """
+    groups = np.arange(layers).reshape(chunks, stages, -1)
+    return groups.transpose(1, 0, 2).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Runs ModelParts that were built on local Ops (parallel/local.py) by a table.
+
+    dtype: of compute. remat: of the layers inside a chunk.
+    """
+
+    parts: ModelParts
+    layout: Layout
+    cfg: PipelineConfig
+    dtype: jnp.dtype
+    remat: Remat
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.layout.mesh.shape[PIPE]
+
+    def gradients(
+        self, params: Tree, batch: Batch, objective: Objective, *scalars: jax.Array
+    ) -> tuple[LossSums, Tree]:
+        """Returns (loss sums of the batch, gradients stored as the parameters are).
+
+        Args: params: blocks in `layer_order`. batch: leaves (U, B, S). objective(sums, *scalars):
+          what is differentiated; it must be linear in the sums.
+        """
+        plan = route(self.cfg.table(self.stages))
+
+        def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
+            return self._run(plan, params, batch, lambda sums: objective(sums, *scalars))
+
+        return self._everywhere(local, (P(), self._specs), len(scalars))(params, batch, *scalars)
+
+    def sums(self, params: Tree, batch: Batch) -> LossSums:
+        """Returns the loss sums of a batch (U, B, S): the forward half of the schedule."""
+        plan = route(self.cfg.table(self.stages), backward=False)
+
+        def local(params: Tree, batch: Batch) -> LossSums:
+            return self._run(plan, params, batch, None)[0]
+
+        return self._everywhere(local, P())(params, batch)
+
+    @property
+    def _specs(self) -> Tree:
+        return map_words(lambda words: self.layout.stored(*words), self.parts.axes)
+
+    def _everywhere(self, local: Callable, out_specs: Any, scalars: int = 0) -> Callable:
+        rows = P(None, *self.layout.act("batch", "seq"))
+        # See local.py: gradients of sums over devices, which the checker does not know.
+        return jax.shard_map(
+            local,
+            mesh=self.layout.mesh,
+            in_specs=(self._specs, rows, *[P()] * scalars),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _run(
+        self, plan: Route, params: Tree, batch: Batch, objective: Objective | None
+    ) -> tuple[LossSums, Tree]:
+        """The program of one device: gather, one loop for each phase, scatter."""
+        axes = self.parts.axes
+        tick = Tick(
+            self.parts,
+            plan,
+            map_words(self._whole, axes, params),
+            batch,
+            objective,
+            chunks=self.cfg.chunks,
+            copies=self.layout.ways(self.layout.rules.stored["vocab"]),
+            remat=self.remat,
+            stashes=self.cfg.stash == "residuals",
+            settle=self._scatter if self.cfg.gradients == "sharded" else lambda words, grad: grad,
+        )
+        carry, rows = tick.start(), tick.rows()
+        for first, ticks, kinds in plan.phases:
+            here = jax.tree.map(lambda x: x[first : first + ticks], rows)  # noqa: B023
+            carry, _ = lax.scan(functools.partial(tick, kinds), carry, here)
+        partial = self.layout.live(self.layout.rules.partial)
+        sums = lax.psum(carry.sums, partial) if partial else carry.sums
+        if objective is None:
+            return sums, None
+        blocks = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), carry.blocks)
+        grads = carry.rest | {"blocks": blocks}
+        if self.cfg.gradients == "local":
+            grads = map_words(self._scatter, axes, grads)
+        return sums, map_words(self._add_copies, axes, grads)
+
+    # ---- weights and their gradients
+
+    def _whole(self, words: tuple, x: jax.Array) -> jax.Array:
+        """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is."""
+        if "embed" not in words:
+            return x
+        where, axes = self._zero_cut(words)
+        x = x.astype(self.dtype)
+        return lax.all_gather(x, axes, axis=where, tiled=True) if axes else x
+
+    def _scatter(self, words: tuple, grad: jax.Array) -> jax.Array:
+        """Sums a matrix's gradient over the ZeRO axes, leaving each device its own piece."""
+        if "embed" not in words:
+            return grad
+        where, axes = self._zero_cut(words)
+        return lax.psum_scatter(grad, axes, scatter_dimension=where, tiled=True) if axes else grad
+
+    def _zero_cut(self, words: tuple) -> tuple[int, tuple[str, ...]]:
+        """Returns (the dimension of a matrix that ZeRO cuts, the mesh axes that cut it)."""
+        where = words.index("embed")
+        return where, _axes(self.layout.stored(*words)[where])
+
+    def _add_copies(self, words: tuple, grad: jax.Array) -> jax.Array:
+        """Sums a gradient over the axes that hold copies of its leaf."""
+        cut = {a for entry in self.layout.stored(*words) for a in _axes(entry)}
+        copies = tuple(a for a in self.layout.live(MESH_AXES) if a not in cut)
+        return lax.psum(grad, copies) if copies else grad
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

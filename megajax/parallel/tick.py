@@ -1,0 +1,324 @@
+"""One tick of a pipeline on one device: land, forward, head, backward, weights, send.
+
+The body of parallel/pipeline.py's loops, inside a shard_map over the whole mesh. A `Route` says
+what this stage does in this tick; idle slots compute on zeros and add zeros. The predicates of the
+`cond`s are equal on all devices, so the collectives inside meet.
+
+Legend: U microbatches, B rows of one, S positions, T ticks.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.layout import Words
+from megajax.core.tree import Tree
+from megajax.layers.losses import LossSums
+from megajax.layers.mask import Context
+from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy
+from megajax.schedule.route import Route
+
+PIPE = "pipe"
+Objective = Callable[[LossSums], jax.Array]
+
+
+class Carry(NamedTuple):
+    """What goes from tick to tick.
+
+    x, dy: what arrived from the previous and the next stage. inputs, kept, grads: buffers of chunk
+    inputs, of residuals (if stashed) and of gradients of chunk outputs; the last place is for what
+    nobody needs. blocks, rest: gradients so far. sums: of the loss.
+    """
+
+    x: jax.Array
+    dy: jax.Array
+    inputs: jax.Array
+    kept: Tree
+    grads: jax.Array
+    blocks: Tree
+    rest: Tree
+    sums: LossSums
+
+
+class Tick:
+    """One tick of one device. Scan calls it with the kinds of the phase, the carry and a row."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        plan: Route,
+        whole: Tree,
+        batch: Batch,
+        objective: Objective | None,
+        *,
+        chunks: int,
+        copies: int,
+        remat: Remat,
+        stashes: bool,
+        settle: Callable[[Words, jax.Array], jax.Array],
+    ):
+        """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, S).
+
+        objective: what is differentiated; None: sums only. copies: devices that compute one loss
+        together, each of which counts for its share. remat: of the layers inside a chunk. stashes:
+        what remat keeps lies in a buffer from F to B; else B makes it again.
+        settle(words, gradient): done to a gradient before it is added to the total.
+        """
+        self.parts, self.plan, self.batch, self.objective = parts, plan, batch, objective
+        self.copies, self.settle, self.v = copies, settle, chunks
+        self.remat, self.stashes = remat, stashes and objective is not None
+        self.stage, self.stages = lax.axis_index(PIPE), lax.axis_size(PIPE)
+        self.blocks = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), whole["blocks"])
+        self.rest = {k: x for k, x in whole.items() if k != "blocks"}
+        self.axes = parts.axes["blocks"], {k: parts.axes[k] for k in self.rest}
+
+    def rows(self) -> dict:
+        """Returns the route as this stage reads it, leaves (T,)."""
+        plan = self.plan
+        arrays = {k: vars(lane) for k, lane in plan.lanes.items()} | {
+            "land_input": plan.land_input, "land_grad": plan.land_grad, "head": plan.head,
+            "head_place": plan.head_place, "embed": plan.embed, "unembed": plan.unembed,
+        }  # fmt: skip
+        return jax.tree.map(
+            lambda a: jnp.asarray(a)[:, self.stage] if a.ndim > 1 else jnp.asarray(a), arrays
+        )
+
+    def start(self) -> Carry:
+        """Returns the carry before the first tick: zeros."""
+        x = jax.eval_shape(self.embed, self.rest, 0)
+        blocks, rest = {}, {}
+        if self.objective is not None:
+            one = jax.tree.map(lambda w: w[0], self.blocks)
+            settled = functools.partial(map_words, self.settle)
+            chunk = jax.eval_shape(lambda: settled(self.axes[0], one))
+            blocks = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), jnp.float32), chunk)
+            outer = jax.eval_shape(lambda: settled(self.axes[1], self.rest))
+            rest = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), outer)
+        kept = {}
+        if self.stashes:
+            lane = {k: jnp.zeros((), jnp.int32) for k in ("chunk", "microbatch")}
+            kept = jax.eval_shape(lambda x: self.run(lane, self.pick(lane), x)[1], x)
+        empty = jnp.zeros(x.shape, x.dtype)
+
+        def buffer(places: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((places + 1, *like.shape), like.dtype)
+
+        inputs, grads = buffer(self.plan.inputs, x), buffer(self.plan.grads, x)
+        kept = jax.tree.map(functools.partial(buffer, self.plan.inputs), kept)
+        zero = jnp.zeros((), jnp.float32)
+        sums = LossSums(zero, zero, jnp.zeros((), jnp.int32))
+        return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums)
+
+    def __call__(self, kinds: frozenset[str], carry: Carry, row: Mapping) -> tuple[Carry, None]:
+        """Lands what arrived, then F, head, B, W as far as the phase has them, then sends."""
+        carry = carry._replace(
+            inputs=_put(carry.inputs, row["land_input"], carry.x),
+            grads=_put(carry.grads, row["land_grad"], carry.dy),
+        )
+        if "F" in kinds:
+            carry, y = self.forward(carry, row)
+            if "H" in kinds:
+                carry = self.head(carry, row, y)
+            carry = carry._replace(x=self.send(y, 1))
+        if "B" in kinds:
+            carry = self.backward(carry, row)
+        if "W" in kinds:
+            carry = self.weights(carry, row)
+        return carry, None
+
+    # ---- the kinds of work
+
+    def forward(self, carry: Carry, row: Mapping) -> tuple[Carry, jax.Array]:
+        """F: the chunk's output. On the first stage's first chunk the tokens enter."""
+        lane = row["F"]
+        x = _take(carry.inputs, lane["input"])
+        entering = (self.stage == 0) & (lane["chunk"] == 0)
+        x = lax.cond(
+            row["embed"] >= 0,
+            lambda: jnp.where(entering, self.embed(self.rest, row["embed"]), x),
+            lambda: x,
+        )
+        carry = carry._replace(inputs=_put(carry.inputs, lane["input"], x))
+        y, kept = self.run(lane, self.pick(lane), x)
+        if self.stashes:
+            put = functools.partial(_put, place=lane["input"])
+            carry = carry._replace(
+                kept=jax.tree.map(lambda b, k: put(b, value=k), carry.kept, kept)
+            )
+        return carry, y
+
+    def head(self, carry: Carry, row: Mapping, y: jax.Array) -> Carry:
+        """H: the loss of the microbatch that leaves the last stage, by all stages together."""
+        number = row["head"]
+        is_last = self.stage == self.stages - 1
+
+        def loss(rest: Tree, y: jax.Array) -> tuple[jax.Array, LossSums]:
+            y = lax.psum(jnp.where(is_last, y, 0), PIPE)
+            params = rest | {"blocks": self.blocks}
+            sums = self.parts.head_loss(params, y, self.piece(number)["targets"])
+            value = jnp.zeros(()) if self.objective is None else self.objective(sums)
+            return value / self.copies, sums
+
+        def value() -> LossSums:
+            return carry.sums + loss(self.rest, y)[1]
+
+        def gradient() -> tuple[LossSums, Tree, jax.Array]:
+            one, vjp, sums = jax.vjp(loss, self.rest, y, has_aux=True)
+            rest, dy = vjp(jnp.ones_like(one))
+            return carry.sums + sums, self.add_rest(carry.rest, rest), dy
+
+        if self.objective is None:
+            return carry._replace(sums=lax.cond(number >= 0, value, lambda: carry.sums))
+        skip = (carry.sums, carry.rest, jnp.zeros_like(y))
+        sums, rest, dy = lax.cond(number >= 0, gradient, lambda: skip)
+        place = jnp.where(is_last, row["head_place"], -1)
+        return carry._replace(sums=sums, rest=rest, grads=_put(carry.grads, place, dy))
+
+    def backward(self, carry: Carry, row: Mapping) -> Carry:
+        """B: the gradient of the chunk's input and, unless W does it, of its weights."""
+        lane = row["B"]
+        dx, blocks = self.pull(carry, lane)
+        if "W" not in row:
+            carry = carry._replace(blocks=blocks)
+
+        def leave() -> Tree:
+            vjp = jax.vjp(lambda rest: self.embed(rest, row["unembed"]), self.rest)[1]
+            return self.add_rest(carry.rest, *vjp(jnp.where(self.stage == 0, dx, 0)))
+
+        rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
+        return carry._replace(dy=self.send(dx, -1), rest=rest)
+
+    def weights(self, carry: Carry, row: Mapping) -> Carry:
+        """W: the gradient of the chunk's weights, for which the backward chain runs again."""
+        return carry._replace(blocks=self.pull(carry, row["W"])[1])
+
+    def pull(self, carry: Carry, lane: Mapping) -> tuple[jax.Array, Tree]:
+        """Returns (gradient of the chunk's input, block gradients with the chunk's added).
+
+        Layer by layer, so that one layer's weight gradient exists at a time.
+        """
+        weights, context, layer = self.pick(lane), self.context(lane), self.layer()
+        if self.stashes:
+            kept = jax.tree.map(lambda buffer: _take(buffer, lane["input"]), carry.kept)
+        else:
+            _, kept = self.run(lane, weights, _take(carry.inputs, lane["input"]))
+        dy = _take(carry.grads, lane["grad"])
+        one = jax.tree.map(lambda w: w[0], weights)
+        template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context)[1])
+
+        def down(state: tuple, item: tuple) -> tuple[tuple, None]:
+            dy, total = state
+            index, w, kept = item
+            dw, dx, _ = _attach(template, w, kept, context)(dy)
+            return (dx, self.add_layer(total, lane, index, dw)), None
+
+        items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kept)
+        (dx, total), _ = lax.scan(down, (dy, carry.blocks), items, reverse=True)
+        return dx, total
+
+    # ---- pieces
+
+    def piece(self, number: Any) -> dict:
+        """Returns one microbatch."""
+        number = jnp.maximum(number, 0)
+        pick = functools.partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
+        return {k: pick(x) for k, x in self.batch.items()}
+
+    def embed(self, rest: Tree, number: Any) -> jax.Array:
+        """Returns the start of a microbatch's residual stream; every stage adds its rows."""
+        batch = self.piece(number)
+        context = self.parts.context(batch, None)
+        return self.parts.embed(rest | {"blocks": self.blocks}, batch, context)
+
+    def pick(self, lane: Mapping) -> Tree:
+        """Returns the weights of the lane's chunk."""
+        index = jnp.maximum(lane["chunk"], 0)
+        return jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.blocks
+        )
+
+    def context(self, lane: Mapping) -> Context:
+        """Returns what the blocks need of the lane's microbatch."""
+        return self.parts.context(self.piece(lane["microbatch"]), None)
+
+    def layer(self) -> Callable[[Tree, jax.Array, Context], jax.Array]:
+        """Returns one layer as a function that jax.vjp may take apart."""
+
+        def layer(w: Tree, x: jax.Array, context: Context) -> jax.Array:
+            return self.parts.block(w, x, context)[0]
+
+        if self.remat == "none":
+            return layer
+        return jax.checkpoint(layer, policy=remat_policy(self.remat), prevent_cse=False)
+
+    def run(self, lane: Mapping, weights: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
+        """Returns (a chunk's output, what its layers' backward passes need beside weights)."""
+        layer, context = self.layer(), self.context(lane)
+
+        def up(x: jax.Array, w: Tree) -> tuple[jax.Array, Tree]:
+            y, vjp = jax.vjp(layer, w, x, context)
+            return y, _detach(vjp)
+
+        return lax.scan(up, x, weights)
+
+    def add_layer(self, total: Tree, lane: Mapping, index: jax.Array, grad: Tree) -> Tree:
+        """Adds the gradient of one layer of the lane's chunk. An idle slot's counts as zero."""
+        grad = map_words(lambda words, g: self.settle(words[1:], g), self.axes[0], grad)
+        chunk, works = jnp.maximum(lane["chunk"], 0), lane["chunk"] >= 0
+
+        def add(t: jax.Array, g: jax.Array) -> jax.Array:
+            return t.at[chunk, index].add(jnp.where(works, g, 0).astype(jnp.float32))
+
+        return jax.tree.map(add, total, grad)
+
+    def add_rest(self, total: Tree, grad: Tree) -> Tree:
+        """Adds the gradient of embedding, last norm and head."""
+        grad = map_words(self.settle, self.axes[1], grad)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grad)
+
+    def send(self, x: jax.Array, way: int) -> jax.Array:
+        """Gives x to the next (1) or previous (-1) stage; the ends are joined."""
+        P = self.stages
+        return lax.ppermute(x, PIPE, [(i, (i + way) % P) for i in range(P)])
+
+
+def _put(buffer: jax.Array, place: jax.Array, value: jax.Array) -> jax.Array:
+    """Writes at a place; -1 goes to the last one, which nobody reads."""
+    place = jnp.where(place < 0, buffer.shape[0] - 1, place)
+    return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), place, 0)
+
+
+def _take(buffer: jax.Array, place: jax.Array) -> jax.Array:
+    """Reads a place; -1 gives zeros, whatever lies there (a NaN must not spread)."""
+    value = lax.dynamic_index_in_dim(buffer, jnp.maximum(place, 0), keepdims=False)
+    return jnp.where(place < 0, jnp.zeros_like(value), value)
+
+
+def _detach(vjp: Any) -> tuple:
+    """Returns the residuals of a jax.vjp(layer, weights, x, context) without weights and context.
+
+    Only this way a buffer of residuals holds activations alone (jax 0.11.2 keeps arguments apart).
+    """
+    return vjp.args_res[1], vjp.opaque_residuals, vjp.structured_residuals
+
+
+def _attach(template: Any, weights: Tree, residuals: tuple, context: Context) -> Callable:
+    """Returns the vjp whose residuals were detached, with its weights and context again."""
+    x, opaque, structured = residuals
+
+    def fill(wanted: Any, given: Tree) -> Any:
+        """The given leaves where the vjp keeps one; what it does not need has no leaf."""
+        places, tree = jax.tree.flatten(wanted, is_leaf=lambda p: not isinstance(p, tuple | list))
+        pairs = zip(places, jax.tree.leaves(given), strict=True)
+        return tree.unflatten([leaf if jax.tree.leaves(place) else place for place, leaf in pairs])
+
+    own, _, shared = template.args_res
+    return template.replace(
+        args_res=[fill(own, weights), x, fill(shared, context)],
+        opaque_residuals=opaque,
+        structured_residuals=structured,
+    )

@@ -1,0 +1,138 @@
+"""What every stage does at every tick, as arrays that a program can be driven by.
+
+A `Table` says which work runs when. An executor that runs all stages in lockstep must also know
+where each value lies meanwhile: the input of a chunk from the tick in which it arrives until its
+backward pass, the gradient of its output until that is used. `route` finds places for both by
+colouring intervals, so the buffers are as small as the table allows (for 1F1B they do not grow with
+the microbatches).
+
+Legend of arrays: T ticks, P stages. -1: nothing.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.schedule.ir import KINDS, Kind, Op, Table
+
+NOTHING = -1
+Key = tuple[int, int, int]  # stage, chunk, microbatch
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One kind of work: chunk_TP, microbatch_TP, input_TP and grad_TP (places), each int32."""
+
+    chunk: np.ndarray
+    microbatch: np.ndarray
+    input: np.ndarray
+    grad: np.ndarray
+
+
+@dataclass(frozen=True)
+class Route:
+    """The whole table as arrays.
+
+    lanes: of F, B and (if split) W. land_input_TP, land_grad_TP: the place for what arrives from
+    the neighbour before the tick. head_T: the microbatch whose last chunk the last stage finishes
+    in this tick; its gradient goes to the last stage's head_place_T. embed_T, unembed_T: the
+    microbatch that enters, whose first chunk's backward leaves. inputs, grads: places of a stage.
+    phases: (first tick, ticks, kinds) with 'H' for the head; each is one loop.
+    """
+
+    lanes: Mapping[Kind, Lane]
+    land_input: np.ndarray
+    land_grad: np.ndarray
+    head: np.ndarray
+    head_place: np.ndarray
+    embed: np.ndarray
+    unembed: np.ndarray
+    inputs: int
+    grads: int
+    phases: tuple[tuple[int, int, frozenset[str]], ...]
+
+
+def route(table: Table, backward: bool = True) -> Route:
+    """Returns the route of a table. backward False: its forward half alone, for evaluation."""
+    when = {op: tick for op, tick in table.tick_of.items() if backward or op.kind == "F"}
+    kinds: list[Kind] = [k for k in KINDS if any(op.kind == k for op in when)]
+    T, P = max(when.values()) + 1, table.stages
+    keys = [(op.stage, op.chunk, op.microbatch) for op in when if op.kind == "F"]
+
+    def arrives(kind: Kind, key: Key) -> int | None:
+        """The tick before which the key's value comes from a neighbour; None: made in place."""
+        source = table.needs(Op(kind, *key))
+        return when[source] + 1 if source is not None and source.kind == kind else None
+
+    def life(kind: Kind, key: Key) -> tuple[int, int]:
+        start = arrives(kind, key)
+        start = when[Op("F", *key)] if start is None else start  # embedded, or its loss taken
+        return start, when[Op(kinds[-1], *key)]
+
+    input_of, inputs = _places({k: life("F", k) for k in keys}, P)
+    grad_of, grads = _places({k: life("B", k) for k in keys}, P) if backward else ({}, 0)
+    empty = np.full((T, P), NOTHING, np.int32)
+    lanes = {k: Lane(*(empty.copy() for _ in range(4))) for k in kinds}
+    for op, tick in when.items():
+        lane, stage = lanes[op.kind], op.stage
+        key = (stage, op.chunk, op.microbatch)
+        lane.chunk[tick, stage], lane.microbatch[tick, stage] = op.chunk, op.microbatch
+        lane.input[tick, stage] = input_of[key]
+        lane.grad[tick, stage] = grad_of.get(key, NOTHING)
+    land_input, land_grad = empty.copy(), empty.copy()
+    head, head_place, embed, unembed = (np.full(T, NOTHING, np.int32) for _ in range(4))
+    last = P - 1, table.chunks - 1
+    for key in keys:
+        stage, chunk, microbatch = key
+        tick = when[Op("F", *key)]
+        if (landing := arrives("F", key)) is not None:
+            land_input[landing, stage] = input_of[key]
+        else:
+            embed[tick] = microbatch
+            if backward:
+                unembed[when[Op("B", *key)]] = microbatch
+        if (stage, chunk) == last:
+            head[tick], head_place[tick] = microbatch, grad_of.get(key, NOTHING)
+        elif backward and (landing := arrives("B", key)) is not None:
+            land_grad[landing, stage] = grad_of[key]
+    phases = _phases(T, lanes, head)
+    return Route(
+        lanes, land_input, land_grad, head, head_place, embed, unembed, inputs, grads, phases
+    )
+
+
+def _places(lives: dict[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:
+    """Gives each value the lowest place that is free from its first to its last tick."""
+    found: dict[Key, int] = {}
+    most = 0
+    for stage in range(stages):
+        free: list[int] = []
+        busy: list[tuple[int, int]] = []
+        used = 0
+        mine: Iterable = sorted((life, key) for key, life in lives.items() if key[0] == stage)
+        for (start, end), key in mine:
+            while busy and busy[0][0] < start:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if not free:
+                heapq.heappush(free, used)
+                used += 1
+            found[key] = heapq.heappop(free)
+            heapq.heappush(busy, (end, found[key]))
+        most = max(most, used)
+    return found, most
+
+
+def _phases(
+    ticks: int, lanes: Mapping[Kind, Lane], head: np.ndarray
+) -> tuple[tuple[int, int, frozenset[str]], ...]:
+    """Cuts the ticks where the set of kinds changes. A phase with any head has it in every tick."""
+    busy = {k: (lane.chunk >= 0).any(1) for k, lane in lanes.items()}
+    sets = [frozenset(k for k in busy if busy[k][t]) for t in range(ticks)]
+    cuts = [0, *(t for t in range(1, ticks) if sets[t] != sets[t - 1]), ticks]
+    phases = []
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        heads = {"H"} if (head[a:b] >= 0).any() else set()
+        phases.append((a, b - a, sets[a] | heads))
+    return tuple(phases)

@@ -1,0 +1,175 @@
+"""Pipelined training against one device, schedule by schedule; what a pipeline refuses."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.parallel import tick
+from megajax.parallel.pipeline import layer_order
+from megajax.training.step import make_train_step
+from tests.tiny import MODEL, RICH, host_batch, on, run_config
+
+DEEP = dataclasses.replace(MODEL, layers=8)
+RICH4 = dataclasses.replace(RICH, layers=4)
+
+
+def make(model, **changes):
+    cfg = dataclasses.replace(run_config(optim__clip=0.0, **changes), model=model)
+    cfg.pipeline.check(cfg, cfg.mesh.sizes(8))
+    return make_train_step(cfg, cfg.mesh.build())
+
+
+def train(model, steps, **changes):
+    """Returns (losses, first gradients, last parameters, evaluation), layers in natural order."""
+    train_step = make(model, **changes)
+    state, losses, gradients = train_step.init(0), [], None
+    for i in range(steps):
+        state, metrics = train_step.step(state, on(train_step, host_batch(i)))
+        losses.append(float(metrics["loss"]))
+        if i == 0:  # the first moment is (1 - beta1) times the first gradient
+            first = train_step.natural(state.opt[0].mu)
+            gradients = jax.tree.map(lambda m: np.asarray(m) / 0.1, first)
+    params = jax.tree.map(np.asarray, train_step.natural(state.params))
+    host = host_batch(99)
+    like = train_step.abstract_eval_batch
+    batch = {k: jax.device_put(host[k].reshape(x.shape), x.sharding) for k, x in like.items()}
+    return losses, gradients, params, float(train_step.evaluate(state.params, batch).cross_entropy)
+
+
+@pytest.fixture(scope="module")
+def control():
+    """One device, by (model, steps)."""
+    found = {}
+
+    def get(model, steps):
+        if (model, steps) not in found:
+            found[model, steps] = train(model, steps, mesh__data=1)
+        return found[model, steps]
+
+    return get
+
+
+def distance(a, b):
+    """The largest relative L2 distance of two leaves."""
+    leaves = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (a, b))
+    pairs = zip(*leaves, strict=True)
+    return max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs)
+
+
+def compare(ours, want):
+    np.testing.assert_allclose(ours[0], want[0], atol=1e-4)
+    assert distance(ours[1], want[1]) < 5e-6
+    assert distance(ours[2], want[2]) < 1e-4
+    assert ours[3] == pytest.approx(want[3], rel=1e-5)
+
+
+CASES = {
+    "1f1b, pipe 2, data 2, tensor 2": (
+        MODEL, dict(mesh__pipe=2, mesh__data=2, mesh__tensor=2),
+    ),
+    "interleaved, pipe 4, data 2": (
+        DEEP,
+        dict(
+            mesh__pipe=4, mesh__data=2, pipeline__schedule="interleaved", pipeline__chunks=2,
+            pipeline__microbatches=8,
+        ),
+    ),
+    "gpipe, pipe 2, context 2, tensor 2, scattered in each tick": (
+        RICH4,
+        dict(
+            mesh__pipe=2, mesh__data=1, mesh__context=2, mesh__tensor=2, train__loss_chunks=2,
+            pipeline__schedule="gpipe", pipeline__gradients="sharded", pipeline__microbatches=2,
+        ),
+    ),
+    "zero_bubble, pipe 2, expert 2, tensor 2": (
+        RICH4,
+        dict(
+            mesh__pipe=2, mesh__data=1, mesh__expert=2, mesh__tensor=2,
+            pipeline__schedule="zero_bubble", pipeline__stash="residuals",
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_learns_the_same(case, control):
+    model, changes = CASES[case]
+    compare(train(model, 20, **changes), control(model, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages, times", list(itertools.product((2, 4), (1, 2, 3))))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_every_schedule_learns_the_same(schedule, stages, times, control):
+    model = dataclasses.replace(MODEL, layers=8)
+    changes = dict(
+        mesh__pipe=stages, mesh__data=2, train__global_batch=48, pipeline__schedule=schedule,
+        pipeline__chunks=2 if schedule == "interleaved" else 1,
+        pipeline__microbatches=times * stages,
+    )  # fmt: skip
+
+    def run(**changes):
+        train_step = make(model, **changes)
+        state, losses = train_step.init(0), []
+        for i in range(20):
+            state, metrics = train_step.step(state, on(train_step, host_batch(i, rows=48)))
+            losses.append(float(metrics["loss"]))
+        return losses
+
+    want = run(mesh__data=1, train__global_batch=48)
+    np.testing.assert_allclose(run(**changes), want, atol=1e-4)
+
+
+def test_what_lies_in_unused_places_does_not_spread(control, monkeypatch):
+    start = tick.Tick.start
+
+    def poisoned(self):
+        carry = start(self)
+        return carry._replace(
+            **{k: getattr(carry, k) * np.float32(np.nan) for k in ("x", "dy", "inputs", "grads")}
+        )
+
+    monkeypatch.setattr(tick.Tick, "start", poisoned)
+    model, changes = CASES["1f1b, pipe 2, data 2, tensor 2"]
+    compare(
+        train(model, 20, **changes)[:1] * 1 + train(model, 20, **changes)[1:], control(model, 20)
+    )
+
+
+def test_interleaved_stages_hold_their_groups():
+    assert layer_order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    train_step = make(
+        DEEP, mesh__pipe=2, mesh__data=4, pipeline__schedule="interleaved", pipeline__chunks=2
+    )
+    plain = make(DEEP, mesh__data=1).init(0)
+    state = train_step.init(0)
+    key = state.params["blocks"]["attention"]["key"]
+    assert key.sharding.spec[0] == "pipe"
+    natural = train_step.natural(state)
+    assert distance(natural.params, plain.params) == 0.0
+    assert distance(train_step.arranged(natural).params, state.params) == 0.0
+    assert (np.asarray(key)[2] == np.asarray(natural.params["blocks"]["attention"]["key"])[4]).all()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mesh__pipe": 2, "pipeline__chunks": 2, "pipeline__schedule": "interleaved"},
+         "model.layers=2 must be divisible by mesh.pipe 2 x pipeline.chunks 2 = 4; nearest: 4"),
+        ({"mesh__pipe": 2, "pipeline__chunks": 2}, "schedule 1f1b has one chunk a stage"),
+        ({"mesh__pipe": 2, "mesh__data": 4, "pipeline__microbatches": 3},
+         "train.global_batch=16 must be divisible by"),
+        ({"mesh__pipe": 2, "train__accumulate": 2}, "--pipeline.microbatches"),
+        ({"mesh__pipe": 2, "model__dropout": 0.1}, "--model.dropout"),
+        ({"pipeline__microbatches": 4}, "need stages: --mesh.pipe=2"),
+        ({"pipeline__microbatches": 0}, "must be at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused(changes, words):
+    with pytest.raises(UserError, match=words.replace(".", r"\.")):
+        cfg = run_config(**changes)
+        cfg.pipeline.check(cfg, cfg.mesh.sizes(8))

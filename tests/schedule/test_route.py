@@ -1,0 +1,113 @@
+"""The route against a replay of the table, value by value."""
+
+import numpy as np
+import pytest
+
+from megajax.schedule import build
+from megajax.schedule.ir import Slot, Table
+from megajax.schedule.route import route
+
+CASES = [
+    ("gpipe", 3, 4, 1),
+    ("gpipe", 2, 4, 2),
+    ("1f1b", 4, 5, 1),
+    ("1f1b", 2, 1, 1),
+    ("interleaved", 2, 4, 3),
+    ("interleaved", 4, 8, 2),
+    ("zero_bubble", 4, 6, 1),
+]
+
+
+def replay(table):
+    """Walks through the ticks with real buffers; every read must find the value it needs."""
+    plan = route(table)
+    S, v = table.stages, table.chunks
+    inputs = [[None] * plan.inputs for _ in range(S)]
+    grads = [[None] * plan.grads for _ in range(S)]
+    sent_x, sent_dy = [None] * S, [None] * S
+    done = []
+    for t in range(table.ticks):
+        ran = {(s.stage, s.kind): (s.chunk, s.microbatch) for s in table.slots if s.tick == t}
+        for s in range(S):
+            if plan.land_input[t, s] >= 0:
+                inputs[s][plan.land_input[t, s]] = sent_x[(s - 1) % S]
+            if plan.land_grad[t, s] >= 0:
+                grads[s][plan.land_grad[t, s]] = sent_dy[(s + 1) % S]
+        sent_x, sent_dy = [None] * S, [None] * S
+        for s in range(S):
+            for kind in "FBW":
+                if kind not in plan.lanes:
+                    continue
+                lane = plan.lanes[kind]
+                if (s, kind) not in ran:
+                    assert lane.chunk[t, s] == lane.input[t, s] == -1
+                    continue
+                c, m = ran[s, kind]
+                assert (lane.chunk[t, s], lane.microbatch[t, s]) == (c, m)
+                group = c * S + s
+                if kind == "F":
+                    if group == 0:
+                        assert plan.embed[t] == m
+                        inputs[s][lane.input[t, s]] = (0, m)
+                    sent_x[s] = (group + 1, m)
+                    if group == S * v - 1:
+                        assert plan.head[t] == m
+                        grads[s][plan.head_place[t]] = ("grad", group, m)
+                else:
+                    assert grads[s][lane.grad[t, s]] == ("grad", group, m)
+                assert inputs[s][lane.input[t, s]] == (group, m)
+                if kind == "B":
+                    sent_dy[s] = ("grad", group - 1, m)
+                    assert (plan.unembed[t] == m) == (group == 0) or s != 0
+                done.append((kind, s, c, m))
+    return done, plan
+
+
+@pytest.mark.parametrize("name, stages, microbatches, chunks", CASES)
+def test_every_value_is_where_it_is_read(name, stages, microbatches, chunks):
+    table = build.BUILDERS[name](stages, microbatches, chunks)
+    done, plan = replay(table)
+    assert sorted(done) == sorted((s.kind, s.stage, s.chunk, s.microbatch) for s in table.slots)
+    assert plan.inputs == table.check()
+
+
+def test_values_wait_for_a_slow_neighbour():
+    """A table by hand in which activations and gradients lie two ticks before they are used."""
+    slots = [(0, 0, "F", 0, 0), (1, 0, "F", 0, 1), (3, 1, "F", 0, 0), (4, 1, "F", 0, 1)]
+    slots += [(5, 1, "B", 0, 0), (6, 1, "B", 0, 1), (9, 0, "B", 0, 0), (10, 0, "B", 0, 1)]
+    _, plan = replay(Table("slow", 2, 2, 1, tuple(Slot(*s) for s in slots)))
+    assert plan.inputs == 2 and plan.grads == 2
+
+
+def test_a_place_that_is_taken_too_early_is_found():
+    """The replay itself: one place shared by two living values must fail it."""
+    table = build.one_f_one_b(3, 4)
+    plan = route(table)
+    for lane in plan.lanes.values():
+        np.minimum(lane.input, 0, out=lane.input)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "route", lambda _: plan)
+        with pytest.raises(AssertionError):
+            replay(table)
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 64])
+def test_buffers_of_1f1b_do_not_grow(microbatches):
+    plan = route(build.interleaved(4, microbatches, 2))
+    assert plan.inputs <= 2 * 2 * 4 and plan.grads == 1
+
+
+@pytest.mark.parametrize("S, v, M", [(4, 1, 8), (4, 2, 8), (8, 6, 32)])
+def test_trip_counts(S, v, M):
+    plan = route(build.interleaved(S, M, v))
+    assert [(n, "".join(sorted(k))) for _, n, k in plan.phases] == [
+        (v * S - 1, "F"),
+        (v * M + S - v * S, "BFH"),
+        (v * S - 1, "B"),
+    ]
+
+
+def test_the_forward_half_alone():
+    plan = route(build.interleaved(2, 4, 2), backward=False)
+    assert set(plan.lanes) == {"F"} and plan.grads == 0 and (plan.land_grad < 0).all()
+    assert sorted(plan.head[plan.head >= 0]) == [0, 1, 2, 3]
