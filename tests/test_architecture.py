@@ -41,7 +41,13 @@ JAX_FREE = (
     "megajax.core.axes",
     "megajax.core.check",
     "megajax.core.hardware",
+    "megajax.cost.base",
+    "megajax.cost.estimate",
     "megajax.cost.flops",
+    "megajax.cost.memory",
+    "megajax.cost.network",
+    "megajax.cost.roofline",
+    "megajax.cost.traffic",
     "megajax.monitor.records",
 )
 
