@@ -104,3 +104,8 @@ def _logits(step: StepShape) -> float:
     """float32 logits of one chunk of the loss and their gradient."""
     spread = step.ways("tensor", "pipe")
     return 2 * 4 * step.tokens / step.loss_chunks * step.work.vocab / spread
+
+
+def size(nbytes: float) -> str:
+    """Returns bytes as GiB, or as MiB below a tenth of one."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from megajax.core.axes import ZERO_AXES
 from megajax.cost.hlo import Collective
+from megajax.cost.memory import size
 
 SMALL = 2**20  # bytes of one execution (chosen: norms, biases and scalars stay below)
 
@@ -27,7 +28,7 @@ def find(
         if c.nbytes <= SMALL:
             continue
         data = set(c.axes) & set(ZERO_AXES)
-        where = f"{_size(c.total)} a step over {'+'.join(c.axes)}, {c.executions} x ({c.op_name})"
+        where = f"{size(c.total)} a step over {'+'.join(c.axes)}, {c.executions} x ({c.op_name})"
         if c.kind == "all-reduce" and set(c.axes) & set(cut):
             warnings.append(f"all-reduce where a reduce-scatter belongs: {where}")
         if data and ticks & set(c.bodies):
@@ -43,7 +44,3 @@ def find(
 
 def _far(c: Collective, gpus_per_pod: int) -> int:
     return sum(len({d // gpus_per_pod for d in group}) > 1 for group in c.groups)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -39,6 +39,14 @@ def test_recomputation_adds_what_the_formula_says(remat):
     assert step.workload.flops * step.devices == pytest.approx(per_token * 256 * 2048)
 
 
+def test_outputs_makes_the_inputs_and_half_of_attention_again():
+    """D 12288: q, k, v and up are 3 D + 4 D columns; of attention the weights, 2 D a key."""
+    work = dataclasses.replace(WORK, window=None)
+    again = recomputed_flops_per_token(work, 2048, "outputs", 1, 2048)
+    D = 12288
+    assert again == 96 * (2 * D * 7 * D + 2 * D * 2048)
+
+
 def test_full_recomputation_is_a_third_more():
     work = dataclasses.replace(WORK, window=None)
     again = recomputed_flops_per_token(work, 2048, "full", 8, 2048)

@@ -38,7 +38,7 @@ def test_an_all_reduce_of_gradients():
     (warning,) = planted(
         entry=f'%r = f32[1024,1024] all-reduce(%w), {DATA}, metadata={{op_name="jit(f)/dot"}}'
     )
-    assert "reduce-scatter belongs" in warning and "4.0 MiB a step over data" in warning
+    assert "reduce-scatter belongs" in warning and "4.00 MiB a step over data" in warning
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
