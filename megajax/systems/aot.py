@@ -8,13 +8,13 @@ terms stand beside XLA's figures. Times are ESTIMATES. What MegaScale (section 3
 
 import dataclasses
 import time
-from typing import Any
 
 import jax
 
 from megajax.core.check import check
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
+from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo, memory, traffic, traps
 from megajax.cost.base import ITEMSIZE, Pipeline, StepShape
 from megajax.cost.estimate import Estimate, estimate
@@ -185,7 +185,7 @@ def plan(cfg: Config, cluster: Cluster) -> Plan:
     return dataclasses.replace(planned, misfit=max(terms, key=lambda term: terms[term]))
 
 
-def legal_meshes(cfg: Config, cluster: Cluster) -> list[Any]:
+def legal_meshes(cfg: Config, cluster: Cluster) -> list[MeshSpec]:
     """Returns the MeshSpecs that a configuration can run with on a cluster.
 
     Tensor parallelism stays on a host; context and pipe grow by factors of 2.
@@ -194,7 +194,7 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[Any]:
     for tensor in _divisors(cluster.gpus_per_host):
         for context in _powers(8):
             for pipe in _powers(64):
-                mesh = type(cfg.mesh)(pipe=pipe, context=context, tensor=tensor)
+                mesh = MeshSpec(pipe=pipe, context=context, tensor=tensor)
                 candidate = dataclasses.replace(cfg, mesh=mesh)
                 try:
                     sizes(candidate, cluster)

@@ -125,3 +125,28 @@ def test_a_pipeline_pays_its_bubble_and_sends_between_stages():
     assert found.bubble == pytest.approx(7 / 192)
     stages = found.compute_s + found.exposed_s["tensor"] + found.exposed_s["pipe"]
     assert found.bubble_s == pytest.approx(7 / 192 * stages)
+
+
+def test_megascales_ablation_has_the_papers_signs():
+    """Table 3: parallel block, window, overlap of tensor, pipe and data, larger batch all help."""
+    cluster = parse_cluster("a100:32x8")
+    sizes = SIZES | {"pipe": 8, "data": 4}
+
+    def mfu(block, window, overlap, batch):
+        model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
+        step = StepShape(
+            model.work, batch, 2048, sizes, ("data",), remat="dots", fused_attention=True,
+            pipeline=Pipeline(8, batch // 4, 6),
+        )  # fmt: skip
+        return estimate(step, cluster, transfers(step, overlap)).mfu_megatron
+
+    found = [
+        mfu("serial", None, Overlap(), 256),
+        mfu("parallel", None, Overlap(), 256),
+        mfu("parallel", 1024, Overlap(), 256),
+        mfu("parallel", 1024, Overlap(tensor=1), 256),
+        mfu("parallel", 1024, Overlap(tensor=1, pipe=1), 256),
+        mfu("parallel", 1024, Overlap(1, 1, 1), 256),
+        mfu("parallel", 1024, Overlap(1, 1, 1), 768),
+    ]
+    assert found == sorted(found) and len(set(found)) == 7
