@@ -26,63 +26,19 @@ from megajax.core.check import check
 from megajax.core.errors import UserError
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
-from megajax.models.decoder_config import PRESETS as MODELS
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.parallel import sharding
 from megajax.training import banner, resume
-from megajax.training.config import (
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    LogConfig,
-    TrainConfig,
-)
+from megajax.training.config import Config
 from megajax.training.loop import Run, train
 from megajax.training.measure import Measure
-from megajax.training.optim import OptimConfig
+from megajax.training.presets import PRESETS
 from megajax.training.report import write_report
 from megajax.training.run_dir import command_line, open_run
 from megajax.training.step import make_train_step
 
-
-def nano() -> Config:
-    """0.9 M parameters, 4,096 tokens a step, about two minutes on two CPU cores."""
-    return Config(
-        model=MODELS["nano"](),
-        mesh=mesh_.MeshSpec(tensor=2),
-        train=TrainConfig(steps=160, global_batch=32, seq_len=128),
-        optim=OptimConfig(name="muon", lr=2e-2, warmup=10),
-        eval=EvalConfig(every=80, batches=4),
-        checkpoint=CheckpointConfig(every=80),
-        log=LogConfig(every=10),
-        emulate_without_gpu=8,
-    )
-
-
-def large(name: str) -> Config:
-    """A published model with the settings of its size: bf16, 4 million tokens a step or fewer."""
-    model = MODELS[name]()
-    seq_len = min(model.max_positions, 4096)
-    return Config(
-        model=model,
-        train=TrainConfig(
-            steps=20_000,
-            global_batch=512,
-            seq_len=seq_len,
-            dtype="bfloat16",
-            loss_chunks=8,
-            z_loss=1e-4,
-        ),
-        optim=OptimConfig(lr=3e-4, warmup=1000, final=0.1, schedule="cosine"),
-        eval=EvalConfig(every=1000, batches=16),
-    )
-
-
-PRESETS = {"nano": nano} | {
-    name: (lambda name=name: large(name)) for name in MODELS if name != "nano"
-}
 config.define_flags(PRESETS, "nano")
 
 

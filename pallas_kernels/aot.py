@@ -1,4 +1,4 @@
-"""Deviceless compilation: H100s as a compile target on a machine without a GPU.
+"""Deviceless compilation: GPUs as a compile target on a machine without a GPU.
 
 Needs the wheels of the extra `aot` (the CUDA plugin without a driver). What comes out is the real
 scheduled GPU program: its collectives, memory and kernels can be inspected, not run.
@@ -10,28 +10,42 @@ import os
 import jax
 from jax.experimental import topologies
 
-# NVIDIA H100 SXM5 80 GB as XLA's GPU compiler wants it described. Limits: CUDA C programming guide,
-# compute capability 9.0; clock and bandwidth: H100 datasheet.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+# What XLA's GPU compiler must know of a chip: name, compute capability, SMs, shared memory of an SM
+# and of a block, L2, clock in GHz, HBM bytes, HBM bytes a second. Limits: CUDA C programming guide,
+# capabilities 8.0, 9.0, 10.0; the rest: datasheets of A100 80 GB SXM, H100 SXM5, H200 and DGX B200
+# (its clock and L2 are second hand).
+CHIPS = {
+    "a100": ("A100-SXM4-80GB", 8, 108, 167936, 166912, 41943040, 1.41, 85e9, 2.039e12),
+    "h100": ("H100 80GB HBM3", 9, 132, 233472, 232448, 52428800, 1.98, 84942979072, 3.35232e12),
+    "h200": ("H200", 9, 132, 233472, 232448, 52428800, 1.98, 150.1e9, 4.8e12),
+    "h800": ("H800", 9, 132, 233472, 232448, 52428800, 1.98, 84942979072, 3.35232e12),
+    "b200": ("B200", 10, 148, 233472, 232448, 132644864, 1.965, 191.5e9, 7.7e12),
 }
-platform_name: "CUDA"  dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+
+
+def target(kind: str) -> str:
+    """Returns a chip of CHIPS as the target description (a text proto) of XLA's GPU compiler."""
+    name, major, cores, shared_core, shared_block, l2, clock, memory, bandwidth = CHIPS[kind]
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: {shared_core}
+  threads_per_core_limit: 2048  core_count: {cores}  fpus_per_core: {64 if major == 8 else 128}
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: {int(bandwidth)}  l2_cache_size: {l2}  clock_rate_ghz: {clock}
+  device_memory_size: {int(memory)}
+  shared_memory_per_block_optin: {shared_block}  cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"  dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "NVIDIA {name}"
 """
 
 
 @functools.cache
-def devices(nodes: int = 1, gpus_per_node: int = 8) -> tuple[jax.Device, ...]:
-    """Returns the H100s of a cluster that does not exist, node by node.
+def devices(nodes: int = 1, gpus_per_node: int = 8, kind: str = "h100") -> tuple[jax.Device, ...]:
+    """Returns the GPUs of a cluster that does not exist, node by node. kind: of CHIPS.
 
     Raises: NotImplementedError when the extra `aot` is not installed.
     """
@@ -39,8 +53,8 @@ def devices(nodes: int = 1, gpus_per_node: int = 8) -> tuple[jax.Device, ...]:
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            topology_name="h100",
-            target_config=H100,
+            topology_name=kind,
+            target_config=target(kind),
             topology=f"1x{nodes}x{gpus_per_node}",
         )
     except (RuntimeError, ValueError, NotImplementedError) as error:

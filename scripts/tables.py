@@ -83,11 +83,21 @@ def megascale_mfu() -> str:
     return "\n".join(lines)
 
 
+def megascale_ablation() -> str:
+    """MegaScale's table 3 beside the cost model's simulation of it."""
+    columns = {
+        "added": "added", "MFU, paper": "paper", "gain, paper": "paper_gain",
+        "MFU, simulated": "ours", "gain, simulated": "gain",
+    }  # fmt: skip
+    return table(RESULTS / "megascale_ablation.json", columns)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,
     "megascale_mfu": megascale_mfu,
+    "megascale_ablation": megascale_ablation,
 }
 
 

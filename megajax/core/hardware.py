@@ -4,11 +4,15 @@ Plain data, no jax. Peaks are dense (no structured sparsity) vendor figures; wha
 is measured elsewhere and never written here.
 Sources: NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950-r4), H100 datasheet
 (SXM5 column, halved where the sheet quotes sparsity), H200 datasheet, H800 (H100 die, NVLink cut to
-400 GB/s both ways; secondary source), DGX B200 datasheet divided by its 8 GPUs.
+400 GB/s both ways; secondary source), DGX B200 datasheet divided by its 8 GPUs. Latencies of links:
+NCCL src/graph/tuning.cc (ring, simple protocol).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from megajax.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,62 @@ CARDS = {
     "H800": DeviceCard("H800", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 200e9, 50e9),
     "B200": DeviceCard("B200", _B200_FLOPS, 180 * 10**9, 7.7e12, 900e9, 50e9),
 }
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link: bytes a second, and seconds that a message waits."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of equal devices. Devices are numbered host by host.
+
+    hosts_per_pod: hosts under one set of top-of-rack switches (MegaScale section 3.6: 64).
+    """
+
+    card: DeviceCard
+    hosts: int
+    gpus_per_host: int
+    hosts_per_pod: int = 64
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def inside(self) -> Link:
+        """NVLink between devices of a host."""
+        return Link(self.card.link_bytes_per_s, 3.4e-6)
+
+    @property
+    def between(self) -> Link:
+        """A device's own NIC to another host."""
+        return Link(self.card.network_bytes_per_s, 14e-6)
+
+    @property
+    def name(self) -> str:
+        """E.g. 'h100:1536x8'."""
+        return f"{self.card.name.lower()}:{self.hosts}x{self.gpus_per_host}"
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Returns the cluster of 'kind:hosts x gpus', e.g. 'h100:1536x8'. Raises: UserError."""
+    match = re.fullmatch(r"(\w+):(\d+)x(\d+)", text)
+    if match is None or not int(match[2]) or not int(match[3]):
+        raise UserError(f"cluster={text} must be kind:HOSTSxGPUS, e.g. h100:1536x8 (--cluster)")
+    kinds = {name.lower(): card for name, card in CARDS.items()}
+    card = kinds.get(match[1].lower())
+    if card is None:
+        near = did_you_mean(match[1].lower(), kinds)
+        raise UserError(
+            f"cluster={text}: {match[1]} must be one of {', '.join(kinds)}.{near} (--cluster)"
+        )
+    return Cluster(card, int(match[2]), int(match[3]))
 
 
 def find_card(device_kind: str) -> DeviceCard | None:

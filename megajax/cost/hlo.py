@@ -9,19 +9,14 @@ backward pass; how often it runs from the trip counts of the loops around it.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megajax.cost.hlo_module import ARRAY, NAME, Module, Place, ints, nbytes
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
-BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2,
-    "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
-}  # fmt: skip
 _COLLECTIVE = re.compile(rf"= (.*?) ((?:ragged-)?(?:{'|'.join(KINDS)}))(-start)?\(")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +24,11 @@ class Collective:
     """One collective instruction.
 
     axes: mesh axes it spans. arrays: how many it carries (the compiler combines). nbytes: of the
-    larger side, one device. loops: trip counts of the enclosing loops, outermost first.
-    is_async: started and finished apart, so that compute may lie between.
+    larger side, one device, one execution. loops: trip counts of the enclosing loops, outermost
+    first. is_async: started and finished apart, so that compute may lie between. op_name: of the
+    model's operation that asked for it. flops_beside: of the matmuls that the schedule puts between
+    its start and its end. bodies: names of the enclosing loops' bodies. groups: the first group of
+    devices; of a permute all (source, target) pairs.
     """
 
     kind: str
@@ -40,11 +38,24 @@ class Collective:
     loops: tuple[int, ...]
     is_async: bool
     op_name: str
+    flops_beside: int
+    bodies: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
 
     @property
     def executions(self) -> int:
         """How often it runs in one call of the program."""
         return math.prod(self.loops)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all executions."""
+        return self.nbytes * self.executions
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether a matmul is scheduled beside it."""
+        return self.is_async and self.flops_beside > 0
 
     @property
     def is_backward(self) -> bool:
@@ -57,92 +68,103 @@ class Collective:
 
 
 def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """Returns the collectives of an optimised module (`compiled.as_text()`)."""
+    """Returns the collectives of an optimised module (`compiled.as_text()`).
+
+    A permute from every device to itself is a copy and is left out.
+    """
     found = []
-    for line, loops in _lines_with_loops(text):
-        match = _COLLECTIVE.search(line)
-        if match is None or "-done(" in line:
+    devices = math.prod(mesh_shape.values())
+    module = Module(text)
+    for place in module.places():
+        match = _COLLECTIVE.search(place.line)
+        if match is None or "-done(" in place.line:
             continue
         result, kind, start = match.groups()
-        groups = _first_group(line)
-        parts = [_size(a) for a in _result_arrays(result, bool(start))]
-        nbytes = sum(parts) * (len(groups) if kind == "reduce-scatter" else 1)
-        name = re.search(r'op_name="([^"]*)"', line)
+        groups = _groups(place.line, devices)
+        if kind == "collective-permute" and all(a == b for a, b in groups):
+            continue
+        parts = [nbytes(a) for a in _result_arrays(result, bool(start))]
+        size = sum(parts) * (len(groups[0]) if kind == "reduce-scatter" else 1)
+        is_async = bool(start) and '"is_sync":true' not in place.line
+        beside = place.until_done() if is_async else ()
         found.append(
             Collective(
                 kind,
                 _axes(groups, mesh_shape),
                 len(parts),
-                nbytes,
-                loops,
-                bool(start) and '"is_sync":true' not in line,
-                name[1] if name else "",
+                size,
+                place.loops,
+                is_async,
+                _op_name(place),
+                module.flops(beside, place.computation),
+                place.bodies,
+                groups,
             )
         )
     return found
 
 
-def _lines_with_loops(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields every line that runs, with the trip counts around it."""
-    bodies: dict[str, list[str]] = {}
-    entry = current = ""
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            current = match[2]
-            bodies[current] = []
-            entry = current if match[1] else entry
-        elif current:
-            bodies[current].append(line)
+def attributed(found: Sequence[Collective]) -> float:
+    """Returns the fraction of all collective bytes whose mesh axes and operation are known."""
+    total = sum(c.total for c in found)
+    return sum(c.total for c in found if c.axes and c.op_name) / total if total else 1.0
 
-    def visit(name: str, loops: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for line in bodies.get(name, []):
-            yield line, loops
-            if " while(" in line and (body := re.search(r"body=%?([\w.\-]+)", line)):
-                count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                yield from visit(body[1], (*loops, int(count[1]) if count else 1))
-            elif re.search(r" (?:fusion|call|conditional|async-start)\(", line):
-                for called in _CALLED.findall(line):
-                    yield from visit(called, loops)
 
-    yield from visit(entry, ())
+def _op_name(place: Place) -> str:
+    """Returns the instruction's op_name, or that of the first operand that has one."""
+    if name := re.search(r'op_name="([^"]*)"', place.line):
+        return name[1]
+    operands = re.findall(r"%([\w.\-]+)", place.line.split("(", 1)[1].split("), ", 1)[0])
+    for line in place.lines[: place.index]:
+        match = NAME.match(line)
+        if match and match[1] in operands and (name := re.search(r'op_name="([^"]*)"', line)):
+            return name[1]
+    return ""
 
 
 def _result_arrays(result: str, start: bool) -> list[tuple[str, str]]:
     """Returns the arrays that a collective gives; a -start gives (inputs, outputs)."""
-    arrays = _ARRAY.findall(result)
+    arrays = ARRAY.findall(result)
     return arrays[len(arrays) // 2 :] if start and len(arrays) > 1 else arrays
 
 
-def _size(array: tuple[str, str]) -> int:
-    dtype, dims = array
-    return BYTES.get(dtype, 4) * math.prod(_ints(dims))
+def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the first group of devices, or all pairs of a permute.
 
-
-def _ints(text: str) -> list[int]:
-    return [int(i) for i in text.split(",") if i]
-
-
-def _first_group(line: str) -> list[int]:
-    """Returns the device numbers of the first group; XLA spells replica_groups in three ways."""
+    XLA spells replica_groups in four ways: over a named mesh, as an iota with a transposition, as
+    lists, and empty for all devices.
+    """
+    if match := re.search(r"source_target_pairs=\{(\{[\d,{}\s]*\})\}", line):
+        return tuple(tuple(ints(p)) for p in re.findall(r"\{([\d,]+)\}", match[1]))
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
-        dims = re.findall(r"'(\w+)'=(\d+)", match[1])
-        ids = np.arange(math.prod(int(n) for _, n in dims)).reshape([int(n) for _, n in dims])
-        return (
-            ids[tuple(slice(None) if f"'{d}'" in match[2] else 0 for d, _ in dims)].ravel().tolist()
-        )
+        return (_mesh_group(match[1], match[2]),)
     pattern = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
     if match := re.search(pattern, line):
-        ids = np.arange(math.prod(_ints(match[2]))).reshape(_ints(match[2]))
-        ids = ids.transpose(_ints(match[3])) if match[3] else ids
-        return ids.reshape(_ints(match[1]))[0].tolist()
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)", line):
-        return _ints(match[1])
-    return [0]
+        ids = np.arange(math.prod(ints(match[2]))).reshape(ints(match[2]))
+        ids = ids.transpose(ints(match[3])) if match[3] else ids
+        return (tuple(ids.reshape(ints(match[1]))[0].tolist()),)
+    if match := re.search(r"replica_groups=\{\{([\d,]+)", line):
+        return (tuple(ints(match[1])),)
+    return (tuple(range(devices)),)
 
 
-def _axes(group: list[int], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
+    """Returns the first group of mesh['a'=4,'b'=8] {'a','b':(2)4}; (2)4 is a part of an axis: the
+    factor of size 4 that stands behind a factor of size 2."""
+    chosen = {m[0]: m[1:] for m in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)}
+    shape: list[int] = []
+    picks: list[slice | int] = []
+    for name, size in ((n, int(s)) for n, s in re.findall(r"'(\w+)'=(\d+)", mesh)):
+        before, part = (int(i) if i else 0 for i in chosen.get(name, ("", "")))
+        factors = [before, part, size // (before * part)] if part else [size]
+        shape += factors
+        picks += [0, slice(None), 0] if part else [slice(None) if name in chosen else 0]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return tuple(ids[tuple(picks)].ravel().tolist())
+
+
+def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes along which the members of a group differ."""
-    coordinates = np.unravel_index(group, tuple(mesh_shape.values()))
-    return tuple(
-        axis for axis, c in zip(mesh_shape, coordinates, strict=True) if len(set(c.tolist())) > 1
-    )
+    coordinates = np.array(np.unravel_index(np.array(groups), tuple(mesh_shape.values())))
+    differ = (coordinates != coordinates[..., :1]).any((1, 2))
+    return tuple(axis for axis, differs in zip(mesh_shape, differ, strict=True) if differs)

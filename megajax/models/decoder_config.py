@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megajax.core.config import group, option
 from megajax.core.errors import UserError, nearest_divisors
+from megajax.cost.base import Workload, decoder_workload
 from megajax.cost.flops import DecoderWork
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import Activation, MlpConfig
@@ -120,8 +121,24 @@ class DecoderConfig:
         matrices = 3 if self.activation == "swiglu" else 2
         per_layer = self.width * (2 * attended + 2 * kv + matrices * self.mlp)
         return DecoderWork(
-            self.layers, self.width, attended, self.layers * per_layer, self.vocab, self.window
+            self.layers,
+            self.width,
+            attended,
+            self.layers * per_layer,
+            self.vocab,
+            self.window,
+            heads=self.heads,
+            kv_width=kv,
+            hidden=self.mlp,
+            gated=self.activation == "swiglu",
+            parallel=self.block == "parallel",
+            tied=self.tied,
+            positions=self.max_positions if self.position == "learned" else 0,
         )
+
+    def workload(self, batch: int, seq_len: int) -> Workload:
+        """Returns the forward pass of this many rows as a list of operations."""
+        return decoder_workload(self.work, batch, seq_len)
 
 
 def _gpt2(layers: int, width: int, heads: int) -> DecoderConfig:

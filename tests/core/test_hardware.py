@@ -1,4 +1,7 @@
-from megajax.core.hardware import CARDS, find_card
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import CARDS, find_card, parse_cluster
 
 
 def test_cards_are_found_by_jaxs_names():
@@ -10,3 +13,16 @@ def test_cards_are_found_by_jaxs_names():
 
 def test_a100_peak_is_the_one_that_megascale_divides_by():
     assert CARDS["A100"].flops["bfloat16"] == 312e12
+
+
+def test_clusters_are_written_as_kind_hosts_gpus():
+    cluster = parse_cluster("h100:1536x8")
+    assert cluster.card is CARDS["H100"] and cluster.devices == 12288
+    assert cluster.name == "h100:1536x8" and cluster.hosts_per_pod == 64
+    assert cluster.inside.bytes_per_s == 450e9 and cluster.between.bytes_per_s == 50e9
+
+
+@pytest.mark.parametrize("text", ["h100", "h100:8", "h100:0x8", "h101:1x8", "h100:1x8x2"])
+def test_a_cluster_that_cannot_be_read_is_explained(text):
+    with pytest.raises(UserError, match="--cluster"):
+        parse_cluster(text)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megajax.cost.hlo import collectives
+from megajax.cost.hlo import attributed, collectives
+from megajax.cost.hlo_module import Module
 
 MESH = {"pipe": 1, "node": 2, "data": 2, "tensor": 2}
 MODULE = """HloModule jit_step
@@ -13,7 +14,15 @@ MODULE = """HloModule jit_step
 
 %inner (p: (s32[], bf16[4])) -> (s32[], bf16[4]) {
   %ag = ((bf16[2]{0}), bf16[4]{0}) all-gather-start(%x), replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, metadata={op_name="jit(f)/transpose(jvp(blocks))/while/body/reshard"}, backend_config={"is_sync":false}
+  %gemm = bf16[6,5]{1,0} fusion(%x), kind=kCustom, calls=%gemm_computation
   %agd = bf16[4]{0} all-gather-done(%ag)
+  %late = bf16[6,5]{1,0} fusion(%x), kind=kCustom, calls=%gemm_computation
+}
+
+%gemm_computation (a: bf16[6,7], b: bf16[7,5]) -> bf16[6,5] {
+  %a = bf16[6,7]{1,0} parameter(0)
+  %b = bf16[7,5]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[6,5]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
 %outer (p: (s32[])) -> (s32[]) {
@@ -29,13 +38,21 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %call = (f32[8], f32[16]) call(%p), to_apply=%wrapped
   %ar = f32[10]{0} all-reduce(%q), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add, metadata={op_name="jit(f)/reduce_sum"}
   %sync = ((f32[6]{0}), f32[6]{0}) all-reduce-start(%q), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add, backend_config={"is_sync":true}
-  %perm = f32[6]{0} collective-permute(%q), source_target_pairs={{0,4},{4,0}}
+  %perm = f32[6]{0} collective-permute(%q), source_target_pairs={{0,0},{4,2},{2,4}}
+  %copy = f32[6]{0} collective-permute(%q), source_target_pairs={{0,0},{1,1}}
+  %a2a = ((f32[8]{0}), f32[8]{0}) ragged-all-to-all-start(%call), replica_groups=mesh['x'=8] {'x':(2)2}
+  %a2ad = f32[8]{0} ragged-all-to-all-done(%a2a)
+  %every = f32[6]{0} all-gather(%call), replica_groups={}
 }
 """  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def found():
+    return found_by_kind()
+
+
+def found_by_kind():
     return {(c.kind, c.axes): c for c in collectives(MODULE, MESH)}
 
 
@@ -56,7 +73,26 @@ def test_scatters_count_their_input(found):
 def test_groups_in_all_spellings(found):
     assert ("all-reduce", ("node",)) in found
     assert ("all-reduce", ("node", "data", "tensor")) in found
-    assert ("collective-permute", ("node",)) in found
+    assert ("collective-permute", ("node", "data")) in found
+    assert ("ragged-all-to-all", ("data",)) in found  # x:(2)2 is the middle factor of 2 x 2 x 2
+    assert ("all-gather", ("node", "data", "tensor")) in found
+
+
+def test_what_runs_beside_a_transfer():
+    """Matmuls between its start and its done count, those after it do not."""
+    gather = found_by_kind()["all-gather", ("tensor",)]
+    assert gather.flops_beside == 2 * 6 * 5 * 7 and gather.is_hidden
+    scattered = found_by_kind()["ragged-all-to-all", ("data",)]
+    assert scattered.is_async and not scattered.is_hidden
+    module = Module(MODULE)
+    assert module.flops_of(module.entry) == 5 * 3 * 2 * 2 * 6 * 5 * 7
+
+
+def test_attribution_counts_bytes():
+    """Named: 15 x 8 bytes gathered, 192 scattered, 40 reduced."""
+    named = 15 * 8 + 192 + 40
+    unnamed = 24 + 24 + 32 + 24
+    assert attributed(collectives(MODULE, MESH)) == pytest.approx(named / (named + unnamed))
 
 
 def test_sync_is_told_from_async(found):
@@ -65,4 +101,4 @@ def test_sync_is_told_from_async(found):
 
 
 def test_done_halves_are_not_counted():
-    assert len(collectives(MODULE, MESH)) == 5
+    assert len(collectives(MODULE, MESH)) == 7  # nor is the permute that copies

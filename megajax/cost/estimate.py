@@ -1,0 +1,116 @@
+"""Step time, tokens a second and MFU of a planned step: ESTIMATES, never measurements.
+
+    step = (compute + exposed communication inside the stages) x (1 + bubble)
+         + exposed communication of weights and gradients + optimizer update
+
+Compute comes from a CostModel, communication from the alpha-beta model; a transfer is exposed for
+as long as it takes beyond the matmuls that run beside it. A transfer's window is its own: two that
+share one window are both credited with it, so the estimate is on the fast side there.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+from megajax.core.axes import ZERO_AXES
+from megajax.core.hardware import Cluster
+from megajax.cost.base import Op, StepShape
+from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.cost.memory import MOMENTS
+from megajax.cost.network import collective_time, group_of
+from megajax.cost.roofline import Roofline
+from megajax.cost.traffic import members
+
+
+class Sent(Protocol):
+    """What a planned transfer and a compiled collective have in common."""
+
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+    @property
+    def axes(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def nbytes(self) -> float: ...  # noqa: D102
+    @property
+    def executions(self) -> float: ...  # noqa: D102
+    @property
+    def flops_beside(self) -> float: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step by cause, and what follows from them.
+
+    communication_s and exposed_s: by mesh axes ('data', 'node+data'), all and unhidden. bubble:
+    idle time over work. mfu_megatron, mfu_causal: 0..1, see cost/flops.py.
+    """
+
+    step_s: float
+    sigma_s: float
+    compute_s: float
+    update_s: float
+    bubble_s: float
+    bubble: float
+    communication_s: dict[str, float]
+    exposed_s: dict[str, float]
+    tokens_per_s: float
+    mfu_megatron: float
+    mfu_causal: float
+
+
+def transfer_seconds(
+    sent: Sent, step: StepShape, cluster: Cluster, flops_per_s: float
+) -> tuple[float, float]:
+    """Returns (seconds of all executions, those of them with no matmul beside)."""
+    group = group_of(members(sent.axes, step.sizes), cluster.gpus_per_host)
+    once = collective_time(sent.kind, sent.nbytes, group, cluster)
+    return once * sent.executions, max(
+        0.0, once - sent.flops_beside / flops_per_s
+    ) * sent.executions
+
+
+def estimate(
+    step: StepShape,
+    cluster: Cluster,
+    sent: Iterable[Sent],
+    dtype: str = "bfloat16",
+    model: Roofline = Roofline(),
+) -> Estimate:
+    """Returns the estimate of a step that sends these transfers."""
+    compute = model.workload_time(step.workload, cluster.card, dtype)
+    flops_per_s = model.matmul * cluster.card.flops[dtype]
+    spent: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    inside = outside = 0.0
+    for transfer in sent:
+        if not transfer.axes:
+            continue
+        name = "+".join(transfer.axes)
+        whole, bare = transfer_seconds(transfer, step, cluster, flops_per_s)
+        spent[name] = spent.get(name, 0.0) + whole
+        exposed[name] = exposed.get(name, 0.0) + bare
+        if set(transfer.axes) & set(ZERO_AXES):
+            outside += bare
+        else:
+            inside += bare
+    bubble_s = step.pipeline.bubble * (compute + inside)
+    update = _update(step, cluster, model)
+    total = compute + inside + bubble_s + outside + update
+    tokens = step.global_batch * step.seq_len
+    peak = cluster.card.flops[dtype]
+
+    def utilisation(convention) -> float:
+        flops = train_flops_per_token(step.work, step.seq_len, convention)
+        return mfu(tokens / total, flops, step.devices, peak)
+
+    return Estimate(
+        total, model.sigma * total, compute, update, bubble_s, step.pipeline.bubble, spent, exposed,
+        tokens / total, utilisation("megatron"), utilisation("causal"),
+    )  # fmt: skip
+
+
+def _update(step: StepShape, cluster: Cluster, model: Roofline) -> float:
+    """Masters, moments and gradients are read, masters and moments written, in float32."""
+    held = step.work.params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
+    arrays = 2 * (1 + MOMENTS[step.optimizer]) + 1
+    return model.op_time(Op("update", 0, arrays * held), cluster.card, "float32")[0]

@@ -1,0 +1,111 @@
+"""Bytes a device holds at the peak of a step, by term: a lower bound on what a compiler can reach.
+
+State (parameters, optimizer, gradients) is exact. The rest counts only what must exist at the same
+time: what the backward pass keeps of every layer (the stash), one block's working set or one chunk
+of logits, whichever is larger, and the weights in use. Fragmentation, communication buffers and
+fusion failures come on top; deviceless XLA tells how much.
+Sources: models/parts.py:remat_policy (what is kept); Megatron-LM (arXiv 2104.04473) section 3 and
+2205.05198 for the terms; training in float32 masters with a 16-bit compute dtype.
+"""
+
+from megajax.cost.base import StepShape
+
+MASTER = 4  # bytes of float32 masters, gradients and moments
+MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1}
+
+
+def terms(step: StepShape) -> dict[str, float]:
+    """Returns {term: bytes a device}. Their sum, with the smaller of activations and logits left
+    out, is `bound`."""
+    work = step.work
+    held = work.params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
+    tables = work.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
+    moments = MOMENTS[step.optimizer]
+    adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
+    gathered = work.params / step.ways("pipe", "tensor")
+    return {
+        "parameters": MASTER * held,
+        "optimizer": MASTER * (moments * held + adam_tables),
+        "gradients": MASTER * (gathered if step.local_gradients else held),
+        "weights in use": _weights_in_use(step),
+        "stash": _stash(step),
+        "activations": _block(step),
+        "logits": _logits(step),
+        "batch": 4 * 4 * step.rows * step.micro_steps * step.seq_len / step.ways("context"),
+    }
+
+
+def bound(found: dict[str, float]) -> float:
+    """Returns the least memory that these terms allow: block and head do not run together."""
+    return sum(found.values()) - min(found["activations"], found["logits"])
+
+
+def misfit(found: dict[str, float], capacity: float) -> str | None:
+    """Returns the largest term of a step that does not fit, or None when it does."""
+    return max(found, key=lambda term: found[term]) if bound(found) > capacity else None
+
+
+def layer_weights(step: StepShape) -> float:
+    """Returns the bytes of one layer's matrices in the compute dtype, gathered over ZeRO axes."""
+    return step.itemsize * step.work.matmul_params / step.work.layers / step.ways("tensor")
+
+
+def residual(step: StepShape) -> float:
+    """Returns the bytes of one micro-batch's residual stream, cut over tensor too."""
+    return step.itemsize * step.tokens * step.work.width / step.ways("tensor")
+
+
+def _weights_in_use(step: StepShape) -> float:
+    if step.pipeline.stages > 1:  # gathered once a step and kept (ZeRO-2, MegaScale section 3.2)
+        return layer_weights(step) * step.layers if step.ways(*step.zero_axes) > 1 else 0.0
+    table = step.itemsize * step.work.vocab * step.work.width / step.ways("tensor")
+    return layer_weights(step) + table
+
+
+def _kept(step: StepShape) -> float:
+    """What the backward pass keeps of one layer of one micro-batch, its input included."""
+    work, cut = step.work, step.itemsize / step.ways("tensor")
+    first = 0.0 if work.parallel else residual(step)  # the attention's result, input of the MLP
+    more = {
+        "full": 0.0,
+        "outputs": first + cut * step.tokens * work.attention_width,
+        "dots": first + cut * step.tokens * work.input_width,
+        "none": first
+        + cut * step.tokens * (work.input_width + work.output_width)
+        + (layer_weights(step) if step.ways(*step.zero_axes) > 1 else 0.0)
+        + (0.0 if step.fused_attention else _weights_of_attention(step, step.itemsize)),
+    }
+    return residual(step) + more[step.remat]
+
+
+def _stash(step: StepShape) -> float:
+    pipeline = step.pipeline
+    if pipeline.stages == 1:
+        return step.layers * _kept(step)
+    # A ring of chunk inputs, flat in the micro-batches, and one chunk's layers in its backward.
+    flying = min(2 * pipeline.chunks * pipeline.stages - 1, pipeline.chunks * pipeline.microbatches)
+    return flying * residual(step) + step.layers / pipeline.chunks * _kept(step)
+
+
+def _weights_of_attention(step: StepShape, itemsize: int) -> float:
+    queries = step.tokens * step.work.heads / step.ways("tensor")
+    return itemsize * queries * step.seq_len
+
+
+def _block(step: StepShape) -> float:
+    """The backward pass of one block: its gathered input, its inner values, and their gradients."""
+    inner = step.itemsize * step.tokens * step.work.input_width / step.ways("tensor")
+    whole = step.itemsize * step.tokens * step.work.width
+    attention = 0.0 if step.fused_attention else _weights_of_attention(step, 4 + step.itemsize)
+    return 2 * whole + 2 * inner + attention
+
+
+def _logits(step: StepShape) -> float:
+    """float32 logits of one chunk of the loss and their gradient."""
+    spread = step.ways("tensor", "pipe")
+    return 2 * 4 * step.tokens / step.loss_chunks * step.work.vocab / spread
+
+
+def size(nbytes: float) -> str:
+    """Returns bytes as GiB, or as MiB below a tenth of one."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"

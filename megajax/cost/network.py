@@ -1,0 +1,74 @@
+"""Alpha-beta model of collectives: a latency for each message, then bytes over bandwidth.
+
+n devices, N bytes of the larger side of one device (what an all-gather gives, what a reduce-scatter
+takes). Rings move (n - 1) / n N through every device's link, the optimum of bandwidth (Chan et al.
+2007, table 1); an all-reduce is a reduce-scatter and an all-gather. Messages: n - 1 inside a host
+(NCCL's ring), log2 n between hosts (NCCL's trees and PAT; a ring of 1,536 hosts would wait 20 ms
+for its messages alone). A group that has m members on each of k hosts works in two levels: each
+member exchanges its m-th part between hosts, all m NICs at once, then the host exchanges inside.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from megajax.core.hardware import Cluster, Link
+
+CALL_S = 8.4e-6  # (NCCL src/graph/tuning.cc: base latency, ring, simple protocol)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Devices that talk to each other: `inside` of them on each of `hosts` hosts."""
+
+    inside: int
+    hosts: int
+
+    @property
+    def size(self) -> int:
+        """All members."""
+        return self.inside * self.hosts
+
+
+def group_of(members: Sequence[int], gpus_per_host: int) -> Group:
+    """Returns the shape of a group of device numbers; hosts with few members count as full."""
+    hosts = [m // gpus_per_host for m in members]
+    return Group(max(hosts.count(h) for h in set(hosts)), len(set(hosts)))
+
+
+def _scatter(nbytes: float, n: int, link: Link, messages: int) -> float:
+    return messages * link.latency_s + (n - 1) / n * nbytes / link.bytes_per_s if n > 1 else 0.0
+
+
+def _spread(nbytes: float, group: Group, cluster: Cluster) -> float:
+    """An all-gather or a reduce-scatter, which mirror each other."""
+    between = nbytes / group.inside
+    inside = _scatter(nbytes, group.inside, cluster.inside, group.inside - 1)
+    return inside + _scatter(
+        between, group.hosts, cluster.between, math.ceil(math.log2(max(group.hosts, 1)))
+    )
+
+
+def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
+    """Returns seconds of one execution.
+
+    kind: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute' (XLA's
+    names; 'ragged-all-to-all' like all-to-all). nbytes: of the larger side on one device.
+    """
+    if group.size == 1:
+        return 0.0
+    if kind == "collective-permute":
+        link = cluster.between if group.hosts > 1 else cluster.inside
+        return CALL_S + link.latency_s + nbytes / link.bytes_per_s
+    if kind == "all-reduce":
+        return CALL_S + 2 * _spread(nbytes, group, cluster)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        n = group.size
+        near = nbytes * (group.inside - 1) / n / cluster.inside.bytes_per_s
+        far = nbytes * (n - group.inside) / n / cluster.between.bytes_per_s
+        # The two go over different links at the same time; messages are pipelined per peer class.
+        latency = cluster.between.latency_s if group.hosts > 1 else cluster.inside.latency_s
+        return CALL_S + latency + max(near, far)
+    if kind in ("all-gather", "reduce-scatter"):
+        return CALL_S + _spread(nbytes, group, cluster)
+    raise ValueError(f"unknown collective {kind!r}")

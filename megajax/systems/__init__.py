@@ -1,0 +1,1 @@
+"""Compositions: parts of the library put together for one purpose."""

@@ -1,0 +1,230 @@
+"""A plan: the real train step compiled for a cluster that is not there, and what it will do.
+
+`plan(cfg, cluster)` builds the step that training runs, compiles it for the cluster's GPUs without
+a driver, and reads memory, collectives and matmuls from the scheduled program; the cost model's own
+terms stand beside XLA's figures. Times are ESTIMATES. What MegaScale (section 3) tunes by hand on
+12,288 GPUs can so be looked at on a laptop.
+"""
+
+import dataclasses
+import time
+
+import jax
+
+from megajax.core.check import check
+from megajax.core.errors import UserError
+from megajax.core.hardware import Cluster
+from megajax.core.mesh import MeshSpec
+from megajax.cost import hlo, memory, traffic, traps
+from megajax.cost.base import ITEMSIZE, Pipeline, StepShape
+from megajax.cost.estimate import Estimate, estimate
+from megajax.cost.hlo_module import Module
+from megajax.cost.roofline import Roofline
+from megajax.parallel import sharding
+from megajax.training.config import Config
+from megajax.training.step import make_train_step
+from pallas_kernels import aot
+
+# Held by NCCL's buffers, the CUDA context and fragmentation (assumed until measured).
+RESERVE_BYTES = 2.5e9
+# Nothing runs, so kernels need no optimising; schedule and memory stay as they are (measured).
+QUICK = {"xla_backend_optimization_level": 0}
+INSTALL = "uv sync --extra aot"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The program of one step for one cluster.
+
+    xla: {'arguments', 'temporary', 'peak': bytes a device}. state: exact bytes a device of
+    parameters and optimizer. matmul_flops: executed by one device. cpu_s: CPU seconds it took.
+    """
+
+    text: str
+    xla: dict[str, float]
+    state: dict[str, int]
+    collectives: tuple[hlo.Collective, ...]
+    matmul_flops: int
+    cpu_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known of a step on a cluster before anybody owns it.
+
+    terms: {term: bytes a device}, a lower bound. compiled: None when the terms alone do not fit.
+    misfit: the largest term of a step that does not fit, or None.
+    """
+
+    cfg: Config
+    cluster: Cluster
+    step: StepShape
+    terms: dict[str, float]
+    estimate: Estimate
+    compiled: Compiled | None
+    warnings: tuple[str, ...]
+    misfit: str | None
+
+    @property
+    def needed(self) -> float:
+        """Bytes a device that the step needs: XLA's peak where it is known, and the reserve."""
+        found = self.compiled.xla["peak"] if self.compiled else memory.bound(self.terms)
+        return found + RESERVE_BYTES
+
+
+def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
+    """Returns {mesh axis: size} on this cluster, checked.
+
+    Raises: UserError when the configuration cannot run there or leaves devices idle.
+    """
+    found = cfg.mesh.sizes(cluster.devices)
+    used = StepShape(cfg.model.work, 1, 1, found, ()).devices
+    if used != cluster.devices:
+        raise UserError(
+            f"mesh uses {used} of the {cluster.devices} devices of {cluster.name}; leave out "
+            f"--mesh.data, it takes the devices that remain (--mesh.data, --cluster)"
+        )
+    check(cfg, found, sharding.rules(cfg.shard.zero))
+    return found
+
+
+def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False) -> StepShape:
+    """Returns what the cost model must know of a configuration. With a pipeline, the micro-batches
+    of --train.accumulate run in it."""
+    piped, train = found["pipe"] > 1, cfg.train
+    return StepShape(
+        work=cfg.model.work,
+        global_batch=train.global_batch,
+        seq_len=train.seq_len,
+        sizes=found,
+        zero_axes=tuple(a for a in sharding.zero_axes(cfg.shard.zero) if found[a] > 1),
+        accumulate=1 if piped else train.accumulate,
+        remat=train.remat,
+        loss_chunks=train.loss_chunks,
+        itemsize=ITEMSIZE[train.dtype],
+        optimizer=cfg.optim.name,
+        fused_attention=fused_attention,
+        pipeline=Pipeline(found["pipe"], train.accumulate if piped else 1),
+    )
+
+
+def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
+    """Compiles the step of a configuration for a cluster, without devices.
+
+    Attention is XLA's: cuDNN's kernel cannot be compiled without its library and a driver.
+    Raises: UserError when the compiler is not installed.
+    """
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, attention="xla"))
+    began = time.process_time()
+    try:
+        kind = cluster.card.name.lower()
+        mesh = cfg.mesh.build(aot.devices(cluster.hosts, cluster.gpus_per_host, kind))
+        step = make_train_step(cfg, mesh)
+        lowered = step.step.lower(  # type: ignore[missing-attribute]
+            step.abstract_state, step.abstract_batch
+        )
+        program = lowered.compile(compiler_options=QUICK)
+    except NotImplementedError as error:
+        raise UserError(f"planning needs the CUDA compiler and no GPU: {INSTALL}") from error
+    except jax.errors.JaxRuntimeError as error:
+        if any(tool in str(error) for tool in ("ptxas", "libdevice", "nvlink", "libnvvm")):
+            first = str(error).splitlines()[0]
+            raise UserError(f"the CUDA compiler is incomplete: {INSTALL} ({first})") from error
+        raise
+    spent = time.process_time() - began
+    text, used = program.as_text(), program.memory_analysis()
+    xla = {
+        "arguments": float(used.argument_size_in_bytes),
+        "temporary": float(used.temp_size_in_bytes),
+        "peak": float(used.peak_memory_in_bytes),
+    }
+    state = step.abstract_state
+    held = Roofline().memory(
+        {
+            "parameters": jax.tree.leaves(state.params),
+            "optimizer": jax.tree.leaves(state.opt),
+        }
+    )
+    module = Module(text)
+    found = tuple(hlo.collectives(text, dict(mesh.shape)))
+    return Compiled(text, xla, held, found, module.flops_of(module.entry), spent)
+
+
+def outline(cfg: Config, cluster: Cluster, fused_attention: bool = False) -> Plan:
+    """Returns the plan that the cost model alone makes: no compiler, milliseconds.
+
+    Nothing is assumed to overlap, which is what a schedule does at worst.
+    """
+    step = step_shape(cfg, sizes(cfg, cluster), fused_attention)
+    terms = memory.terms(step)
+    guess = estimate(step, cluster, traffic.transfers(step), cfg.train.dtype)
+    misfit = memory.misfit(terms, cluster.card.memory_bytes - RESERVE_BYTES)
+    return Plan(cfg, cluster, step, terms, guess, None, (), misfit)
+
+
+def plan(cfg: Config, cluster: Cluster) -> Plan:
+    """Returns the plan of the compiled step; only outlined if it cannot fit anyway."""
+    outlined = outline(cfg, cluster)
+    if outlined.misfit:
+        return outlined
+    compiled = compile_step(cfg, cluster)
+    step, terms = outlined.step, outlined.terms | compiled.state
+    pod = cluster.hosts_per_pod * cluster.gpus_per_host
+    planned = Plan(
+        cfg,
+        cluster,
+        step,
+        terms,
+        estimate(step, cluster, compiled.collectives, cfg.train.dtype),
+        compiled,
+        tuple(traps.find(compiled.collectives, step.zero_axes, pod)),
+        None,
+    )
+    if planned.needed <= cluster.card.memory_bytes:
+        return planned
+    return dataclasses.replace(planned, misfit=max(terms, key=lambda term: terms[term]))
+
+
+def legal_meshes(cfg: Config, cluster: Cluster) -> list[MeshSpec]:
+    """Returns the MeshSpecs that a configuration can run with on a cluster.
+
+    Tensor parallelism stays on a host; context and pipe grow by factors of 2.
+    """
+    found = []
+    for tensor in _divisors(cluster.gpus_per_host):
+        for context in _powers(8):
+            for pipe in _powers(64):
+                mesh = MeshSpec(pipe=pipe, context=context, tensor=tensor)
+                candidate = dataclasses.replace(cfg, mesh=mesh)
+                try:
+                    sizes(candidate, cluster)
+                except UserError:
+                    continue
+                found.append(mesh)
+    return found
+
+
+def search(cfg: Config, cluster: Cluster, best: int = 3) -> tuple[list[Plan], list[Plan]]:
+    """Ranks all legal meshes by estimated step time, then compiles the best few.
+
+    Returns: (compiled plans that fit, fastest first; all outlines, those that fit first).
+    Raises: UserError when no mesh is legal.
+    """
+    meshes = legal_meshes(cfg, cluster)
+    if not meshes:
+        raise UserError(
+            f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
+            f"{cfg.train.global_batch} or --cluster"
+        )
+    outlines = [outline(dataclasses.replace(cfg, mesh=mesh), cluster) for mesh in meshes]
+    outlines.sort(key=lambda p: (p.misfit is not None, p.estimate.step_s))
+    plans = [plan(p.cfg, cluster) for p in outlines[:best] if p.misfit is None]
+    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s)), outlines
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(most.bit_length())]

@@ -1,0 +1,211 @@
+"""A plan as text, Markdown, JSON and a picture. Every time in them carries the word 'estimate'."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.cost import hlo, memory
+from megajax.monitor import results
+from megajax.monitor.console import quantity
+from megajax.systems.aot import RESERVE_BYTES, Plan
+
+GIB = 2**30
+REMEDY = {
+    "parameters": "--shard.zero=full, more --mesh.data or --mesh.tensor",
+    "optimizer": "--shard.zero=full, more --mesh.data or --mesh.tensor",
+    "gradients": "--shard.zero=full, more --mesh.data or --mesh.tensor",
+    "weights in use": "more --mesh.tensor",
+    "stash": "--train.remat=full, more --train.accumulate or --mesh.tensor",
+    "activations": "more --train.accumulate, --mesh.tensor or --mesh.context",
+    "logits": "more --train.loss_chunks",
+    "batch": "more --train.accumulate",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Collectives that one operation asked for. nbytes: of one step on one device."""
+
+    kind: str
+    axes: str
+    nbytes: int
+    executions: int
+    schedule: str
+    op_name: str
+
+
+def rows(found: Sequence[hlo.Collective]) -> list[Row]:
+    """Returns the collectives by operation, most bytes first."""
+    merged: dict[tuple, list[hlo.Collective]] = {}
+    for c in found:
+        how = "hidden" if c.is_hidden else "async, exposed" if c.is_async else "exposed"
+        merged.setdefault((c.kind, "+".join(c.axes) or "?", how, c.op_name or "?"), []).append(c)
+    made = [
+        Row(kind, axes, sum(c.total for c in cs), sum(c.executions for c in cs), how, name)
+        for (kind, axes, how, name), cs in merged.items()
+    ]
+    return sorted(made, key=lambda row: -row.nbytes)
+
+
+def verdict(plan: Plan) -> str:
+    """Returns whether it fits, and if not, what to change."""
+    have, need = plan.cluster.card.memory_bytes / GIB, plan.needed / GIB
+    sizes = f"needs {need:.1f} of {have:.1f} GiB a GPU ({RESERVE_BYTES / GIB:.1f} reserved)"
+    if plan.misfit is None:
+        return f"fits: {sizes}"
+    term = memory.size(plan.terms[plan.misfit])
+    return f"DOES NOT FIT: {sizes}; largest term: {plan.misfit}, {term}: " + (REMEDY[plan.misfit])
+
+
+def headline(plan: Plan) -> str:
+    """Returns the mesh and the estimate in two lines."""
+    mesh = " x ".join(f"{a} {n}" for a, n in plan.step.sizes.items() if n > 1) or "one GPU"
+    e, low = plan.estimate, plan.step
+    return (
+        f"{plan.cluster.name}: {mesh}; {quantity(low.work.params)} parameters, "
+        f"{low.global_batch} rows of {low.seq_len:,} tokens\n"
+        f"estimate: {e.step_s:.4g} s a step +- {e.sigma_s:.2g}, estimate: {e.tokens_per_s:,.0f} "
+        f"tokens/s, estimate: MFU {100 * e.mfu_megatron:.1f} % (Megatron convention) or "
+        f"{100 * e.mfu_causal:.1f} % (causal)"
+    )
+
+
+def markdown(plan: Plan) -> str:
+    """Returns the whole plan."""
+    parts = ["# Plan", headline(plan).replace("\n", "\n\n"), verdict(plan)]
+    parts += ["## Memory of a GPU", _table(("term", "bytes", "source"), _memory(plan))]
+    if plan.compiled:
+        found = plan.compiled.collectives
+        top = [
+            (r.kind, r.axes, memory.size(r.nbytes), r.executions, r.schedule, f"`{r.op_name}`")
+            for r in rows(found)[:10]
+        ]
+        columns = ("collective", "axis", "bytes a step", "executions", "schedule", "asked for by")
+        share = f"{100 * hlo.attributed(found):.3f} % of all bytes have an axis and an operation."
+        parts += ["## Top 10 collectives of a GPU", _table(columns, top), share]
+    parts += ["## Time of a step (estimate)", _table(("part", "estimate, s"), _seconds(plan))]
+    if plan.compiled:
+        flops = plan.compiled.matmul_flops / 1e12
+        ours = plan.step.workload.flops / 1e12
+        parts.append(
+            f"Matmuls of one GPU: {flops:,.4g} TFLOP in the program, {ours:,.4g} by formula."
+        )
+    parts.append(f"Pipeline bubble: {100 * plan.estimate.bubble:.1f} % of the work.")
+    lines = [f"- {w}" for w in plan.warnings] or ["none"]
+    return "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan)}*"]) + "\n"
+
+
+def to_json(plan: Plan) -> str:
+    """Returns every figure of the plan as JSON."""
+    found = plan.compiled.collectives if plan.compiled else ()
+    members: dict[str, Any] = results.facts(plan.cluster.name, _layer(plan)) | {
+        "mesh": dict(plan.step.sizes),
+        "parameters": plan.step.work.params,
+        "memory_terms_bytes": plan.terms,
+        "memory_bound_bytes": memory.bound(plan.terms),
+        "memory_xla_bytes": plan.compiled.xla if plan.compiled else None,
+        "misfit": plan.misfit,
+        "estimate": dataclasses.asdict(plan.estimate),
+        "collective_bytes_attributed": hlo.attributed(found),
+        "collectives": [dataclasses.asdict(row) for row in rows(found)],
+        "matmul_flops": plan.compiled.matmul_flops if plan.compiled else None,
+        "compile_cpu_s": plan.compiled.cpu_s if plan.compiled else None,
+        "warnings": plan.warnings,
+    }
+    return json.dumps(members, indent=2) + "\n"
+
+
+def ranking(plans: Sequence[Plan]) -> str:
+    """Returns a Markdown table of plans in their order."""
+    columns = ("mesh", "source", "estimate, s a step", "estimate, MFU", "GiB a GPU", "fits")
+    lines = []
+    for p in plans:
+        mesh = " x ".join(f"{a} {n}" for a, n in p.step.sizes.items() if n > 1) or "one GPU"
+        e, source = p.estimate, "compiled" if p.compiled else "cost model"
+        fits = "yes" if p.misfit is None else f"no: {p.misfit}"
+        share = f"{100 * e.mfu_megatron:.1f} %"
+        lines.append((mesh, source, f"{e.step_s:.4g}", share, f"{p.needed / GIB:.1f}", fits))
+    return _table(columns, lines)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draws memory by term beside XLA's peak, and the estimated step time by part."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    bottom = 0.0
+    hidden = min(("activations", "logits"), key=lambda term: plan.terms[term])
+    for term, value in plan.terms.items():
+        if term != hidden:
+            left.bar("cost model", value / GIB, bottom=bottom / GIB, label=term)
+            bottom += value
+    if plan.compiled:
+        left.bar("XLA's peak", plan.compiled.xla["peak"] / GIB, color="0.6")
+    capacity, top = plan.cluster.card.memory_bytes / GIB, left.get_ylim()[1]
+    if top > capacity / 3:  # else the line would flatten the bars
+        left.axhline(capacity, color="0.2", linestyle="--", linewidth=1)
+    left.set(ylabel="GiB a GPU", title=f"needs {plan.needed / GIB:.1f} of {capacity:.1f} GiB")
+    left.set_xlim(-0.6, 2.6)
+    left.legend(fontsize=8, loc="center right", frameon=False)
+    times = _times(plan)
+    right.barh(list(times), list(times.values()), color="C0")
+    right.invert_yaxis()
+    right.set(xlabel="s (estimate)", title=f"estimate: {plan.estimate.step_s:.4g} s a step")
+    figure.suptitle(headline(plan).splitlines()[0], fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """Writes plan.md, plan.json and plan.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.md").write_text(markdown(plan))
+    (folder / "plan.json").write_text(to_json(plan))
+    draw(plan, folder / "plan.png")
+
+
+def _memory(plan: Plan) -> list[tuple]:
+    state = "exact" if plan.compiled else "cost model"
+    source = {"parameters": state, "optimizer": state}
+    lines = [
+        (term, memory.size(value), source.get(term, "cost model"))
+        for term, value in plan.terms.items()
+    ]
+    bound = memory.bound(plan.terms)
+    lines.append(("lower bound of these", memory.size(bound), "block and head do not overlap"))
+    if plan.compiled:
+        xla = plan.compiled.xla
+        lines += [(f"XLA: {name}", memory.size(xla[name]), "compiled") for name in xla]
+        lines.append(("XLA's peak / lower bound", f"{xla['peak'] / bound:.2f}", ""))
+    return lines
+
+
+def _times(plan: Plan) -> dict[str, float]:
+    e = plan.estimate
+    parts = {"compute": e.compute_s, "pipeline bubble": e.bubble_s}
+    parts |= {f"exposed over {axes}": seconds for axes, seconds in e.exposed_s.items()}
+    return parts | {"optimizer update": e.update_s}
+
+
+def _seconds(plan: Plan) -> list[tuple[str, str]]:
+    parts = _times(plan) | {"step": plan.estimate.step_s}
+    return [(name, f"{seconds:.4g}") for name, seconds in parts.items()]
+
+
+def _layer(plan: Plan) -> str:
+    return f"compiled for {plan.cluster.card.name}" if plan.compiled else "simulated"
+
+
+def _provenance(plan: Plan) -> str:
+    facts = results.facts(plan.cluster.name, _layer(plan))
+    return (
+        f"Times are estimates: assumed efficiencies and link speeds (megajax/cost). Attention is "
+        f"XLA's. {facts['layer']}, {facts['date']}, {facts['commit']}"
+    )
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(head + ["| " + " | ".join(map(str, line)) + " |" for line in lines])

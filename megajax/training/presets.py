@@ -1,0 +1,59 @@
+"""Named configurations: where pretraining starts, and what a plan plans."""
+
+from collections.abc import Callable
+
+from megajax.core.mesh import MeshSpec
+from megajax.models.decoder_config import PRESETS as MODELS
+from megajax.training.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LogConfig,
+    TrainConfig,
+)
+from megajax.training.optim import OptimConfig
+
+
+def nano() -> Config:
+    """0.9 M parameters, 4,096 tokens a step, about two minutes on two CPU cores."""
+    return Config(
+        model=MODELS["nano"](),
+        mesh=MeshSpec(tensor=2),
+        train=TrainConfig(steps=160, global_batch=32, seq_len=128),
+        optim=OptimConfig(name="muon", lr=2e-2, warmup=10),
+        eval=EvalConfig(every=80, batches=4),
+        checkpoint=CheckpointConfig(every=80),
+        log=LogConfig(every=10),
+        emulate_without_gpu=8,
+    )
+
+
+def large(name: str, global_batch: int = 512) -> Config:
+    """A published model with the settings of its size: bf16, 2 million tokens a step or fewer."""
+    model = MODELS[name]()
+    seq_len = min(model.max_positions, 4096)
+    return Config(
+        model=model,
+        train=TrainConfig(
+            steps=20_000,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            dtype="bfloat16",
+            loss_chunks=8,
+            z_loss=1e-4,
+        ),
+        optim=OptimConfig(lr=3e-4, warmup=1000, final=0.1, schedule="cosine"),
+        eval=EvalConfig(every=1000, batches=16),
+    )
+
+
+def megascale(name: str) -> Config:
+    """MegaScale table 2: 6,144 rows of 2,048 tokens a step on 3,072 GPUs and more."""
+    return large(name, 6144)
+
+
+PRESETS: dict[str, Callable[[], Config]] = {"nano": nano} | {
+    name: (lambda name=name: megascale(name) if "megascale" in name else large(name))
+    for name in MODELS
+    if name != "nano"
+}

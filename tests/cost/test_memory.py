@@ -1,0 +1,69 @@
+"""Terms of memory by hand; against XLA's own figure they stand in tests/systems/test_aot.py."""
+
+import dataclasses
+
+from megajax.cost.base import Pipeline, StepShape
+from megajax.cost.flops import DecoderWork
+from megajax.cost.memory import bound, misfit, terms
+
+# 4 layers, D 8, 2 heads of 4, F 32, V 64, tied: a layer has 4 x 64 + 2 x 256 = 768 parameters.
+WORK = DecoderWork(4, 8, 8, 4 * 768, 64, heads=2, kv_width=8, hidden=32, parallel=False, tied=True)
+SIZES = {"pipe": 1, "node": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
+STEP = StepShape(WORK, 4, 16, SIZES, ("data",), remat="full")
+
+
+def test_state_is_cut_over_data_and_tensor():
+    found = terms(STEP)
+    params = 4 * 768 + 64 * 8
+    assert found["parameters"] == 4 * params / 4
+    assert found["optimizer"] == 2 * found["parameters"]
+    assert found["gradients"] == found["parameters"]
+    whole = terms(dataclasses.replace(STEP, zero_axes=(), local_gradients=True))
+    assert whole["parameters"] == whole["gradients"] == 4 * params / 2
+
+
+def test_what_the_backward_pass_keeps():
+    """2 rows of 16 tokens a device, width 8, 2 bytes, the stream cut over tensor 2."""
+    stream = 2 * 16 * 8 * 2 / 2
+    assert terms(STEP)["stash"] == 4 * stream
+    # outputs: the attention's result in its heads, and what it added to the stream.
+    outputs = terms(dataclasses.replace(STEP, remat="outputs"))["stash"]
+    assert outputs == 4 * (stream + stream + 2 * 16 * 8 * 2 / 2)
+    parallel = dataclasses.replace(WORK, parallel=True)
+    assert (
+        terms(dataclasses.replace(STEP, work=parallel, remat="outputs"))["stash"] == 4 * 2 * stream
+    )
+    order = [
+        terms(dataclasses.replace(STEP, remat=r))["stash"] for r in ("full", "outputs", "none")
+    ]
+    assert order == sorted(order) and len(set(order)) == 3
+
+
+def test_logits_are_cut_into_chunks():
+    one, four = (terms(dataclasses.replace(STEP, loss_chunks=n))["logits"] for n in (1, 4))
+    assert one == 2 * 4 * 32 * 64 / 2 and four == one / 4
+
+
+def test_a_fused_attention_has_no_logits_of_queries_by_keys():
+    plain, fused = (
+        terms(dataclasses.replace(STEP, fused_attention=f))["activations"] for f in (False, True)
+    )
+    assert plain - fused == 6 * 2 * 1 * 16 * 16  # rows x heads of this device x S x S
+
+
+def test_a_pipelines_stash_is_flat_in_the_microbatches():
+    def stash(microbatches):
+        sizes = SIZES | {"pipe": 2}
+        step = dataclasses.replace(
+            STEP, sizes=sizes, global_batch=2 * microbatches, pipeline=Pipeline(2, microbatches)
+        )
+        return terms(step)["stash"]
+
+    assert stash(64) == stash(16) > 0
+
+
+def test_the_term_that_does_not_fit_is_named():
+    found = terms(dataclasses.replace(STEP, global_batch=4096))
+    assert misfit(found, 1e9) is None
+    assert misfit(found, 1e3) == max(found, key=found.get)
+    assert bound(found) < sum(found.values())

@@ -1,0 +1,62 @@
+"""The faults that a compiler slips in, planted in hand-made modules; compiled ones are in
+tests/systems/test_aot.py."""
+
+import pytest
+
+from megajax.cost.hlo import collectives
+from megajax.cost.traps import find
+
+MESH = {"pipe": 2, "node": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
+
+MODULE = """HloModule jit_step
+
+%tick (p: (s32[], bf16[4])) -> (s32[], bf16[4]) {
+  %send = bf16[1024,1024]{1,0} collective-permute(%x), source_target_pairs={{0,4},{4,0},{1,5},{5,1},{2,6},{6,2},{3,7},{7,3}}, metadata={op_name="jit(f)/ppermute"}
+  EXTRA
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w1 = (s32[]) while(%t), condition=%c, body=%tick, backend_config={"known_trip_count":{"n":"5"}}
+  ENTRY_EXTRA
+}
+"""  # noqa: E501
+DATA = "replica_groups=[4,2]<=[2,2,2]T(0,2,1)"
+
+
+def planted(inside="", entry=""):
+    text = MODULE.replace("ENTRY_EXTRA", entry).replace("EXTRA", inside)
+    return find(collectives(text, MESH), ("data",))
+
+
+def test_a_clean_program_has_no_warning():
+    gather = f'%g = bf16[1024,1024] all-gather(%w), {DATA}, metadata={{op_name="jit(f)/reshard"}}'
+    small = f'%r = f32[16] all-reduce(%w), {DATA}, metadata={{op_name="jit(f)/norm"}}'
+    assert planted(entry=f"{gather}\n{small}") == []
+
+
+def test_an_all_reduce_of_gradients():
+    (warning,) = planted(
+        entry=f'%r = f32[1024,1024] all-reduce(%w), {DATA}, metadata={{op_name="jit(f)/dot"}}'
+    )
+    assert "reduce-scatter belongs" in warning and "4.00 MiB a step over data" in warning
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+def test_data_collectives_in_the_tick_loop(kind):
+    (warning,) = planted(
+        f'%g = bf16[1024,1024] {kind}(%w), {DATA}, metadata={{op_name="jit(f)/x"}}'
+    )
+    assert f"{kind} inside the pipeline's tick loop" in warning and "5 x" in warning
+
+
+def test_updates_of_the_embedding_gathered():
+    line = f'%g = bf16[1024,1024] all-gather(%w), {DATA}, metadata={{op_name="jit(f)/scatter-add"}}'
+    (warning,) = planted(entry=line)
+    assert "updates of a scatter" in warning
+
+
+def test_neighbours_across_pods():
+    found = collectives(MODULE, MESH)
+    assert find(found, ("data",), gpus_per_pod=8) == []
+    (warning,) = find(found, ("data",), gpus_per_pod=4)
+    assert "8 of 8 pairs" in warning

@@ -1,0 +1,39 @@
+"""The planning command as a user meets it: what is refused, and in which words."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def plan(*flags):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "plan.py"), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.process
+def test_what_does_not_fit_ends_with_2_and_the_term(tmp_path):
+    done = plan(
+        "--preset=megascale_175b", "--cluster=h100:2x8", "--mesh.tensor=8",
+        "--train.global_batch=16", f"--out={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("DOES NOT FIT") and "largest term: optimizer" in last
+    assert {p.name for p in tmp_path.iterdir()} == {"plan.md", "plan.json", "plan.png"}
+
+
+@pytest.mark.process
+def test_a_cluster_that_cannot_be_read_is_one_line():
+    done = plan("--cluster=h300:1x8")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cluster=h300:1x8: h300 must be one of a100, h100")
+    assert "Traceback" not in done.stderr

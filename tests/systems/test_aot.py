@@ -1,0 +1,249 @@
+"""Plans: compiled programs against hand counts, memory against its bound, planted faults."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from megajax.core import config
+from megajax.core.axes import MESH_AXES
+from megajax.core.errors import UserError
+from megajax.core.hardware import parse_cluster
+from megajax.cost import memory, traffic
+from megajax.cost.hlo import attributed, collectives
+from megajax.cost.traps import find
+from megajax.models.decoder_config import DecoderConfig
+from megajax.systems import aot, plan_report
+from megajax.training.config import Config
+from megajax.training.presets import PRESETS
+from pallas_kernels import aot as target
+from tests.tiny import run_config
+
+HOST = parse_cluster("h100:1x8")
+MODEL = DecoderConfig(
+    layers=4,
+    width=1024,
+    heads=8,
+    kv_heads=8,
+    head_width=128,
+    mlp=4096,
+    vocab=8192,
+    tied=False,
+    activation="gelu",
+    position="none",
+)
+
+
+def configured(**changes):
+    settings = {
+        "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 2048,
+        "train.loss_chunks": 4, "mesh.tensor": 4,
+    }  # fmt: skip
+    changes = {k.replace("__", "."): v for k, v in changes.items()}
+    return config.override(dataclasses.replace(Config(), model=MODEL), settings | changes)
+
+
+# ---- without a compiler
+
+
+def test_outlines_of_the_large_presets_on_their_clusters():
+    cfg = config.override(PRESETS["megascale_175b"](), {"mesh.tensor": 8})
+    planned = aot.outline(cfg, parse_cluster("h100:1536x8"))
+    assert planned.misfit is None and planned.step.sizes["data"] == 1536
+    assert 0 < planned.estimate.mfu_causal < planned.estimate.mfu_megatron < 1
+
+
+def test_what_does_not_fit_is_not_compiled():
+    cfg = config.override(PRESETS["megascale_175b"](), {"mesh.tensor": 8, "train.global_batch": 16})
+    planned = aot.plan(cfg, parse_cluster("h100:2x8"))
+    assert planned.compiled is None and planned.misfit == "optimizer"
+    assert "DOES NOT FIT" in plan_report.verdict(planned)
+    assert "largest term: optimizer" in plan_report.verdict(planned)
+
+
+def test_idle_devices_are_refused():
+    with pytest.raises(UserError, match="mesh uses 8 of the 16 devices"):
+        aot.sizes(run_config(mesh__tensor=2, mesh__data=4), parse_cluster("h100:2x8"))
+
+
+def test_every_legal_mesh_is_listed_once():
+    """Tiny: 4 heads, 16 rows of 16 tokens, width 32, 8 GPUs."""
+    meshes = aot.legal_meshes(run_config(), HOST)
+    found = {(m.context, m.tensor) for m in meshes}
+    assert len(found) == len(meshes)
+    # tensor 8 does not divide 4 heads, every other pair whose product divides 8 does.
+    assert found == {(c, t) for c in (1, 2, 4, 8) for t in (1, 2, 4) if c * t <= 8}
+
+
+def test_a_missing_compiler_names_the_command(monkeypatch):
+    def missing(*_):
+        raise NotImplementedError("no plugin")
+
+    monkeypatch.setattr(target, "devices", missing)
+    with pytest.raises(UserError, match="uv sync --extra aot"):
+        aot.compile_step(run_config(), HOST)
+
+
+def test_reports_say_estimate_beside_every_time(tmp_path):
+    planned = aot.outline(configured(), HOST)
+    plan_report.write(planned, tmp_path)
+    text = (tmp_path / "plan.md").read_text()
+    for line in text.splitlines():
+        if any(word in line for word in ("s a step", "tokens/s", "MFU", "Time of")):
+            assert "estimate" in line, line
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["layer"] == "simulated" and figures["memory_xla_bytes"] is None
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+# ---- deviceless compiles
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return aot.plan(configured(), HOST)
+
+
+@pytest.mark.aot
+def test_the_step_sends_what_the_cost_model_says(planned):
+    """Bytes by axis and kind, within 2 %: norms and biases are not in the model."""
+    assert attributed(planned.compiled.collectives) >= 0.99
+    for axis in ("data", "tensor"):
+        for kind in ("all-gather", "reduce-scatter"):
+            ours, xlas = (
+                sum(t.total for t in side if t.axes == (axis,) and t.kind == kind)
+                for side in (traffic.transfers(planned.step), planned.compiled.collectives)
+            )
+            assert xlas == pytest.approx(ours, rel=0.02), (axis, kind)
+
+
+@pytest.mark.aot
+def test_the_step_executes_the_matmuls_of_the_formula(planned):
+    assert planned.compiled.matmul_flops == pytest.approx(planned.step.workload.flops, rel=0.01)
+
+
+@pytest.mark.aot
+def test_memory_lies_between_the_bound_and_twice_it(planned):
+    bound = memory.bound(planned.terms)
+    assert bound <= planned.compiled.xla["peak"] <= 2 * bound
+    state = planned.terms["parameters"] + planned.terms["optimizer"]
+    assert planned.compiled.xla["arguments"] == pytest.approx(state, rel=0.01)
+    assert memory.terms(planned.step)["parameters"] == pytest.approx(
+        planned.terms["parameters"], rel=0.01
+    )
+
+
+@pytest.mark.aot
+def test_our_step_has_no_trap_and_the_report_shows_the_program(planned):
+    assert planned.warnings == () and planned.misfit is None
+    text = plan_report.markdown(planned)
+    assert "99.9" in text.split(" % of all bytes")[0][-7:] and "XLA: peak" in text
+    assert text.count("| reduce-scatter |") + text.count("| all-gather |") >= 8
+
+
+def small_mesh(**sizes):
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    devices = np.array(target.devices(1, 8)).reshape(shape)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Explicit,) * len(shape))
+
+
+def compiled(function, mesh, *arrays):
+    values = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, p)) for s, p in arrays
+    ]
+    with jax.set_mesh(mesh):
+        text = jax.jit(function).lower(*values).compile().as_text()
+    return collectives(text, dict(mesh.shape))
+
+
+@pytest.mark.aot
+def test_an_mlp_sends_what_was_counted_by_hand():
+    """Two layers, FSDP over data 4, TP over tensor 2: forward and the weights' gradients."""
+    B, S, D, F, layers = 8, 512, 1024, 4096, 2
+
+    def layer(x_BSD, weights):
+        up, down = (
+            reshard(w, P(*spec, reduced={"data"}))
+            for w, spec in zip(weights, ((None, "tensor"), ("tensor", None)), strict=True)
+        )
+        whole = reshard(x_BSD, P("data", None, None, reduced={"tensor"}))
+        hidden = jnp.einsum("bsd,df->bsf", whole, up, out_sharding=P("data", None, "tensor"))
+        out = P("data", None, None, unreduced={"tensor"})
+        y = jnp.einsum("bsf,fd->bsd", jax.nn.relu(hidden), down, out_sharding=out)
+        return reshard(y, P("data", "tensor", None)), None
+
+    def loss(ups, downs, x):
+        return (jax.lax.scan(layer, x, (ups, downs))[0].astype(jnp.float32) ** 2).sum()
+
+    mesh = small_mesh(data=4, tensor=2)
+    found = compiled(
+        jax.grad(loss, (0, 1)), mesh,
+        ((layers, D, F), P(None, "data", "tensor")),
+        ((layers, F, D), P(None, "tensor", "data")),
+        ((B, S, D), P("data", "tensor", None)),
+    )  # fmt: skip
+    weights, stream = 2 * D * F * 2 // 2, B // 4 * S * D * 2
+    by_hand = {
+        # No remat: weights and inputs are gathered once and kept.
+        ("data", "all-gather"): layers * weights,
+        ("data", "reduce-scatter"): layers * weights,
+        # Forward one gather and one scatter a layer; backward their mirrors.
+        ("tensor", "all-gather"): 2 * layers * stream,
+        ("tensor", "reduce-scatter"): 2 * layers * stream,
+    }
+    for (axis, kind), expected in by_hand.items():
+        got = sum(c.total for c in found if c.axes == (axis,) and c.kind == kind)
+        assert got == pytest.approx(expected, rel=0.02), (axis, kind)
+
+
+@pytest.mark.aot
+def test_planted_collectives_in_a_tick_loop_are_reported():
+    """A loop that sends over pipe, and gathers weights and scatters gradients over data in it."""
+    mesh = small_mesh(pipe=2, data=4)
+
+    def ticks(w, x, inside):
+        def tick(x, _):
+            y = jax.lax.ppermute(x, "pipe", [(0, 1), (1, 0)])
+            if inside:
+                whole = jax.lax.all_gather(w * jax.lax.optimization_barrier(y[0, 0]), "data",
+                                           axis=0, tiled=True)  # fmt: skip
+                y = y + jax.lax.psum_scatter(y @ whole, "data", scatter_dimension=0, tiled=True
+                                             ).sum(0, keepdims=True)  # fmt: skip
+            return jnp.tanh(y), None
+
+        return jax.lax.scan(tick, x, None, length=5)[0]
+
+    def warnings(inside):
+        body = functools.partial(ticks, inside=inside)
+        specs = (P("data", None), P(("pipe", "data"), None))
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+        found = compiled(mapped, mesh, ((1024, 1024), specs[0]), ((8192, 1024), specs[1]))
+        return find(found, ("data",))
+
+    assert warnings(False) == []
+    assert {w.split(" inside")[0] for w in warnings(True)} == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.aot
+def test_a_planted_lookup_is_reported():
+    """`table[ids]` of a table cut over data: its gradient is summed whole on every device."""
+    mesh = small_mesh(data=4, tensor=2)
+
+    def loss(table, x):
+        rows = jnp.arange(8 * 512, dtype=jnp.int32).reshape(8, 512) % 4096
+        ids = reshard(rows, P("data", None))
+        whole = reshard(table, P(None, None))
+        looked_up = whole.at[ids].get(out_sharding=P("data", "tensor", None))
+        return (looked_up * x).astype(jnp.float32).sum()
+
+    found = compiled(
+        jax.grad(loss), mesh,
+        ((4096, 1024), P("tensor", "data")), ((8, 512, 1024), P("data", "tensor", None)),
+    )  # fmt: skip
+    assert any("reduce-scatter belongs" in w for w in find(found, ("data",)))
