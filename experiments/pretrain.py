@@ -136,13 +136,17 @@ def main() -> int:
     recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index())
     measure = Measure(
         cfg, train_step, corpora, tokenizer, recorder, console, run_dir,
-        lambda: held_out_batches(corpora, train_step.abstract_eval_batch, cfg.eval.batches),
+        lambda: held_out_batches(
+            corpora, train_step.abstract_eval_batch, cfg.eval.batches, train_step.order
+        ),
     )  # fmt: skip
     run = Run(
         cfg=cfg,
         train_step=train_step,
         state=start.state,
-        loader=Loader(rows, train_step.abstract_batch, start.rows, cfg.data.prefetch),
+        loader=Loader(
+            rows, train_step.abstract_batch, start.rows, cfg.data.prefetch, train_step.order
+        ),
         checkpoints=checkpoints,
         recorder=recorder,
         console=console,

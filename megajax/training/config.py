@@ -12,6 +12,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.data.config import DataConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
+from megajax.parallel.context import ContextSpec
 from megajax.parallel.sharding import ShardSpec
 from megajax.training.optim import OptimConfig
 
@@ -100,6 +101,7 @@ class Config:
     model: DecoderConfig = group(DecoderConfig)
     mesh: MeshSpec = group(MeshSpec, whole=True)
     shard: ShardSpec = group(ShardSpec)
+    context: ContextSpec = group(ContextSpec)
     train: TrainConfig = group(TrainConfig)
     optim: OptimConfig = group(OptimConfig)
     data: DataConfig = group(DataConfig)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,7 +38,8 @@ class TrainStep:
 
     init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state.
     evaluate(params, batch) -> LossSums. abstract_state and abstract_batch: ShapeDtypeStructs with
-    shardings. leaf_names: of metrics['leaf_norms'], in its order.
+    shardings. order: which token of a row lies at each of its places, for whoever places a batch;
+    None: as they come. leaf_names: of metrics['leaf_norms'], in its order.
     """
 
     init: Callable[[int], TrainState]
@@ -48,6 +50,7 @@ class TrainStep:
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
+    order: np.ndarray | None
     leaf_names: tuple[str, ...]
 
 
@@ -58,7 +61,7 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         parts = decoder.parts(
             cfg.model,
             layout,
-            tensor.ops(layout, cfg.train.attention),
+            tensor.ops(layout, cfg.train.attention, cfg.context),
             cfg.train.dtype,
             cfg.train.loss_chunks,
         )
@@ -84,6 +87,7 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         abstract_state=abstract,
         abstract_batch=_abstract_batch(cfg, layout, cfg.train.accumulate),
         abstract_eval_batch=_abstract_batch(cfg, layout, 1),
+        order=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
         leaf_names=tuple(name for name, _ in named_leaves(abstract.params)),
     )
 
