@@ -13,6 +13,7 @@ any combination of --mesh.* sizes, block, optimizer and data is one command.
 
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,12 @@ import jax
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.check import check
 from megajax.core.errors import UserError
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
-from megajax.parallel import sharding
 from megajax.training import banner, resume
 from megajax.training.config import Config
 from megajax.training.loop import Run, train
@@ -62,45 +61,49 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
 
 def main() -> int:
     """Runs the training job. Returns the exit code."""
+    phases = Phases(time.perf_counter())
     cfg, preset = config.from_flags(PRESETS, take_model)  # 1 configuration
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
-    sizes = cfg.mesh.sizes(jax.device_count())
-    check(cfg, sizes, sharding.rules(cfg.shard.zero))
-    cfg.pipeline.check(cfg, sizes)
+    cfg.check(cfg.mesh.sizes(jax.device_count()))
     mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
     run_dir = open_run(cfg, "pretrain", config.start_name())  # 3 the run's folder
     first = jax.process_index() == 0  # one process of a job speaks and writes
     console = Console(cfg.train.steps, cfg.log.every, quiet=not first)
-    phases = Phases(console)
     banner.show_start(console, cfg, preset, mesh, run_dir)
+    phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
 
     corpora, tokenizer = open_corpora(cfg.data, cfg.cache_dir, console.say)  # 4 data
     banner.show_data(console, cfg, corpora, tokenizer)
     rows = training_rows(corpora, cfg.train.seq_len, cfg.train.seed)
-    phases.done("data ready")
+    phases.done("data", console, "data ready")
 
     train_step = make_train_step(cfg, mesh)  # 5 model and step
     banner.show_model(console, cfg, train_step, mesh)
     checkpoints = CheckpointManager(run_dir.checkpoints, cfg.checkpoint.keep)
     identity = resume.identity(corpora, tokenizer, cfg)
     start = resume.begin(cfg, train_step, checkpoints, identity)  # 6 own steps > init_from > new
-    phases.done(start.how)
+    phases.done("state", console, start.how)
 
     if first:
         run_dir.begin(cfg, tokenizer)
     work = banner.work(cfg, mesh)
     recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index())
+    recorder.emit(int(start.state.step), phases.seconds)
     measure = Measure(
         cfg, train_step, corpora, tokenizer, recorder, console, run_dir,
-        lambda: held_out_batches(corpora, train_step.abstract_eval_batch, cfg.eval.batches),
+        lambda: held_out_batches(
+            corpora, train_step.abstract_eval_batch, cfg.eval.batches, train_step.order
+        ),
     )  # fmt: skip
     run = Run(
         cfg=cfg,
         train_step=train_step,
         state=start.state,
-        loader=Loader(rows, train_step.abstract_batch, start.rows, cfg.data.prefetch),
+        loader=Loader(
+            rows, train_step.abstract_batch, start.rows, cfg.data.prefetch, train_step.order
+        ),
         checkpoints=checkpoints,
         recorder=recorder,
         console=console,

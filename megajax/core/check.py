@@ -22,6 +22,8 @@ def check(cfg: Any, sizes: Mapping[str, int], rules: Rules) -> None:
     _check_weights(cfg.model, sizes, rules)
     _check_batch(cfg.train, sizes)
     _check_sequence(cfg, sizes)
+    if sizes["context"] > 1:
+        _check_context(cfg, sizes)
 
 
 def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[int, str]:
@@ -75,4 +77,30 @@ def _check_sequence(cfg: Any, sizes: Mapping[str, int]) -> None:
         raise UserError(
             f"train.seq_len={train.seq_len} is beyond the model's positions; at most "
             f"{model.max_positions} (--train.seq_len, --model.max_positions)"
+        )
+
+
+def _check_context(cfg: Any, sizes: Mapping[str, int]) -> None:
+    train, kind, ways = cfg.train, cfg.context.kind, sizes["context"]
+    if kind == "ulysses":
+        heads, (size, flag) = sizes["tensor"] * ways, cfg.model.sizes["heads"]
+        if size % heads:
+            near = nearest_divisors(size // sizes["tensor"], ways)
+            raise UserError(
+                f"{flag}={size} must be divisible by mesh.tensor {sizes['tensor']} x mesh.context "
+                f"{ways} = {heads} for ulysses; change {flag} ({nearest_multiples(size, heads)}) "
+                f"or mesh.context ({near}), or use a ring (--{flag}, --mesh.context, "
+                "--context.kind=ring)"
+            )
+    elif cfg.context.order == "zigzag" and train.seq_len % (2 * ways):
+        raise UserError(
+            f"train.seq_len={train.seq_len} must be divisible by 2 x mesh.context = {2 * ways} for "
+            f"the zigzag order; {nearest_multiples(train.seq_len, 2 * ways)} (--train.seq_len, "
+            "--context.order=plain)"
+        )
+    if kind == "ring" and train.attention == "cudnn":
+        raise UserError(
+            "train.attention=cudnn gives no log-sum-exp to join the blocks of a ring with; use "
+            "auto or xla, or another context.kind: ulysses, gather (--train.attention, "
+            "--context.kind)"
         )

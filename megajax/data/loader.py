@@ -56,12 +56,22 @@ class _HostBatches:
 class Loader(Iterator[dict[str, jax.Array]]):
     """Endless batches placed on the devices. `position` counts rows consumed so far."""
 
-    def __init__(self, rows: Rows, abstract: Abstract, position: int = 0, prefetch: int = 4):
-        """abstract: the batch as ShapeDtypeStructs with shardings. position: rows to skip."""
+    def __init__(
+        self,
+        rows: Rows,
+        abstract: Abstract,
+        position: int = 0,
+        prefetch: int = 4,
+        order: np.ndarray | None = None,
+    ):
+        """abstract: the batch as ShapeDtypeStructs with shardings. position: rows to skip.
+
+        order: which token of a row lies at each of its places (TrainStep.order).
+        """
         import grain  # here: machines that only benchmark have none
 
         like = abstract["tokens"]
-        self._abstract, self.position = abstract, position
+        self._abstract, self._order, self.position = abstract, order, position
         self.rows_per_batch = int(np.prod(like.shape[:-1]))
         self._indices = host_rows(like)
         host: Any = _HostBatches(rows, self._indices, self.rows_per_batch, position)
@@ -70,7 +80,7 @@ class Loader(Iterator[dict[str, jax.Array]]):
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the next batch."""
-        batch = place(next(self._iterator), self._abstract, self._indices)
+        batch = place(next(self._iterator), self._abstract, self._indices, self._order)
         self.position += self.rows_per_batch
         return batch
 
@@ -84,14 +94,18 @@ def host_rows(like: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def place(
-    host: Mapping[str, np.ndarray], abstract: Abstract, indices: np.ndarray
+    host: Mapping[str, np.ndarray],
+    abstract: Abstract,
+    indices: np.ndarray,
+    order: np.ndarray | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns device arrays from this host's rows (len(indices), S)."""
+    """Returns device arrays from this host's rows (len(indices), S), their tokens in `order`."""
     arrays: dict[str, jax.Array] = {}
     for key, like in abstract.items():
         numbers = np.arange(int(np.prod(like.shape[:-1]))).reshape(like.shape[:-1])
+        rows = host[key] if order is None else host[key][:, order]
 
-        def piece(index: Any, rows: Any = host[key], numbers: Any = numbers) -> np.ndarray:
+        def piece(index: Any, rows: Any = rows, numbers: Any = numbers) -> np.ndarray:
             return rows[np.searchsorted(indices, numbers[index[:-1]])][..., index[-1]]
 
         arrays[key] = jax.make_array_from_callback(like.shape, like.sharding, piece)
@@ -99,7 +113,7 @@ def place(
 
 
 def held_out_batches(
-    corpora: Sequence[Corpus], abstract: Abstract, batches: int
+    corpora: Sequence[Corpus], abstract: Abstract, batches: int, order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
     """Yields up to `batches` batches of held-out rows, the same ones at every call.
 
@@ -123,4 +137,5 @@ def held_out_batches(
             if i >= len(rows):
                 row = row | {"targets": np.full_like(row["targets"], IGNORED)}
             held.append(row)
-        yield place({k: np.stack([r[k] for r in held]) for k in held[0]}, abstract, indices)
+        stacked = {k: np.stack([r[k] for r in held]) for k in held[0]}
+        yield place(stacked, abstract, indices, order)

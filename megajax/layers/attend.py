@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
@@ -29,11 +30,22 @@ def attend(
 
     Args: memory: the keys' positions and segments; None: the query's own. implementation: 'xla'
       keeps the (S, M) logits in memory; 'cudnn' is fused, for 16-bit types on NVIDIA GPUs.
-    Returns: out_BSHK in q's dtype. Every query must see a key; itself, where M holds it.
+    Returns: out_BSHK in q's dtype, named 'attended' for the remat policies. Every query must see a
+      key; itself, where M holds it.
     """
     memory = query if memory is None else memory
-    if implementation == "cudnn":
-        return _cudnn(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+    kernel = _cudnn if implementation == "cudnn" else _xla
+    return checkpoint_name(kernel(q_BSHK, k_BMGK, v_BMGK, query, memory, window), "attended")
+
+
+def _xla(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context,
+    window: int | None,
+) -> jax.Array:
     mask_B1SM = visible(query, memory, window)
     B, S, H, K = q_BSHK.shape
     G = k_BMGK.shape[2]

@@ -13,7 +13,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.layout import Layout
 from megajax.layers import param
@@ -90,8 +89,7 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = cache.write(k, v, context.positions_BS)
             k, v, memory = cache.k_BMGK, cache.v_BMGK, cache.context()
-        y_BSHK = self.ops.attend(q, k, v, context, memory, self.cfg.window)
-        return checkpoint_name(y_BSHK, "attended"), cache
+        return self.ops.attend(q, k, v, context, memory, self.cfg.window), cache
 
 
 @jax.tree_util.register_dataclass

@@ -88,14 +88,19 @@ def training_line(values: dict) -> str:
 
 
 class Phases:
-    """Announces phases with their time: what a start at 10,000 GPUs is tuned by."""
+    """Announces phases with their time: what a start at 10,000 GPUs is tuned by.
 
-    def __init__(self, out: Console):
-        """Starts the clock."""
-        self._out, self._begin = out, time.perf_counter()
+    seconds: of each phase so far, by the name 'start_<name>_s' that it has in metrics.jsonl.
+    """
 
-    def done(self, what: str) -> None:
-        """Ends a phase."""
+    def __init__(self, begin: float):
+        """begin: of the first phase, as time.perf_counter counts."""
+        self._begin = begin
+        self.seconds: dict[str, float] = {}
+
+    def done(self, name: str, out: Console, what: str) -> None:
+        """Ends a phase and says what was done in it."""
         now = time.perf_counter()
-        self._out.say(f"{what} [{now - self._begin:.1f} s]")
+        self.seconds[f"start_{name}_s"] = now - self._begin
+        out.say(f"{what} [{now - self._begin:.1f} s]")
         self._begin = now

@@ -20,24 +20,24 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.layout import Layout
-from megajax.layers import attend as attend_
 from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
-from megajax.parallel.tensor import choose_attention
+from megajax.parallel.context import ContextSpec
+from megajax.parallel.tensor import choose_attention, local_attention
 
 Array = jax.Array
 TENSOR = "tensor"
 
 
-def ops(layout: Layout, attention: str = "auto") -> Ops:
-    """Returns the Ops of local code. attention: as in tensor.ops."""
+def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextSpec()) -> Ops:
+    """Returns the Ops of local code. attention, context: as in tensor.ops."""
     return Ops(
         gather=gather,
         up=up,
         down=down,
         lookup=functools.partial(lookup, layout),
-        attend=functools.partial(attend, layout, attention),
+        attend=functools.partial(attend, layout, attention=attention, context=context),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
     )
 
@@ -85,20 +85,17 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
 
 def attend(
     layout: Layout,
-    attention: str,
     q_BSHK: Array,
     k_BMGK: Array,
     v_BMGK: Array,
     query: Context,
     memory: Context | None = None,
     window: int | None = None,
+    *,
+    attention: str,
+    context: ContextSpec,
 ) -> Array:
-    """This device's rows and heads; keys are gathered over context first."""
-    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype)
-    axes = layout.live(layout.rules.act.get("seq", ()))
-
-    def gathered(x: Array) -> Array:
-        return lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
-
-    own = jax.tree.map(gathered, query) if memory is None else memory
-    return attend_.attend(q_BSHK, gathered(k_BMGK), gathered(v_BMGK), query, own, window, kernel)
+    """This device's rows and heads."""
+    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context)
+    here = local_attention(layout, kernel, context)
+    return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)

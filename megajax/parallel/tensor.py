@@ -24,15 +24,18 @@ from megajax.core.layout import Layout
 from megajax.layers import attend as attend_
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
+from megajax.parallel import context as context_
+from megajax.parallel.context import ContextSpec
 
 Array = jax.Array
 TENSOR = ("tensor",)
 
 
-def ops(layout: Layout, attention: str = "auto") -> Ops:
+def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextSpec()) -> Ops:
     """Returns the Ops that put XLA's collectives around local compute.
 
-    attention: 'xla', 'cudnn', or 'auto' (cuDNN for 16-bit types on GPUs).
+    attention: 'xla', 'cudnn', or 'auto' (cuDNN for 16-bit types on GPUs). context: how queries
+    meet the keys of other devices where the sequence is cut.
     """
     return Ops(
         gather=functools.partial(gather, layout),
@@ -40,7 +43,7 @@ def ops(layout: Layout, attention: str = "auto") -> Ops:
         up=functools.partial(up, layout),
         down=functools.partial(down, layout),
         lookup=functools.partial(lookup, layout),
-        attend=functools.partial(attend, layout, attention),
+        attend=functools.partial(attend, layout, attention=attention, context=context),
     )
 
 
@@ -147,21 +150,21 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
 
 def attend(
     layout: Layout,
-    attention: str,
     q_BSHK: Array,
     k_BMGK: Array,
     v_BMGK: Array,
     query: Context,
     memory: Context | None = None,
     window: int | None = None,
+    *,
+    attention: str = "auto",
+    context: ContextSpec = ContextSpec(),
 ) -> Array:
     """This device's rows and heads, in a shard_map: a kernel sees plain local arrays.
 
-    With a cut sequence the keys are gathered over context first; the transpose of that gather
-    reduce-scatters their gradients.
+    Where the sequence is cut, parallel.context brings queries and keys together.
     """
-    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype)
-    axes = layout.live(layout.rules.act.get("seq", ()))
+    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context)
     rows = layout.act("batch", "seq")
 
     def places(context: Context) -> Context:
@@ -171,19 +174,12 @@ def attend(
             None if segments is None else reshard(segments, rows),
         )
 
-    def gathered(x: Array) -> Array:
-        return lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
-
-    def local(q: Array, k: Array, v: Array, query: Context, memory: Context | None) -> Array:
-        own = jax.tree.map(gathered, query) if memory is None else memory
-        return attend_.attend(q, gathered(k), gathered(v), query, own, window, kernel)
-
     heads = layout.act("batch", "seq", "heads", None)
     kv = layout.act("batch", "seq", "kv_heads", None)
     # A custom kernel does not say over which axes its result varies, so the check is XLA's only.
     # All live axes cut an operand, so nothing rests on it (tests/parallel/test_tensor.py).
     return jax.shard_map(
-        local,
+        functools.partial(local_attention(layout, kernel, context), window=window),
         mesh=layout.mesh,
         in_specs=(heads, kv, kv, rows, rows),
         out_specs=heads,
@@ -191,8 +187,28 @@ def attend(
     )(q_BSHK, k_BMGK, v_BMGK, places(query), None if memory is None else places(memory))
 
 
-def choose_attention(layout: Layout, wanted: str, dtype: Any) -> tuple[attend_.Implementation, str]:
+def local_attention(
+    layout: Layout, kernel: attend_.Implementation, context: ContextSpec
+) -> Callable[..., Array]:
+    """Returns the attention of one device's arrays, inside a shard_map over the whole mesh."""
+    cut = layout.live(layout.rules.act.get("seq", ()))
+
+    def attend(
+        q: Array, k: Array, v: Array, query: Context, memory: Context | None, window: int | None
+    ) -> Array:
+        if cut:
+            return context_.attend(context.kind, cut[0], q, k, v, query, window, kernel)
+        return attend_.attend(q, k, v, query, memory, window, kernel)
+
+    return attend
+
+
+def choose_attention(
+    layout: Layout, wanted: str, dtype: Any, context: ContextSpec = ContextSpec()
+) -> tuple[attend_.Implementation, str]:
     """Returns (the attention kernel, why). wanted: 'auto' or a kernel's name."""
+    if context.kind == "ring" and layout.live(layout.rules.act.get("seq", ())):
+        return "xla", "a ring joins its blocks itself"
     if wanted != "auto":
         return wanted, "asked for"  # type: ignore[return-value]
     if layout.mesh.devices.flat[0].platform == "cpu":

@@ -11,7 +11,6 @@ import time
 
 import jax
 
-from megajax.core.check import check
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
 from megajax.core.mesh import MeshSpec
@@ -84,27 +83,27 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
             f"mesh uses {used} of the {cluster.devices} devices of {cluster.name}; leave out "
             f"--mesh.data, it takes the devices that remain (--mesh.data, --cluster)"
         )
-    check(cfg, found, sharding.rules(cfg.shard.zero))
+    cfg.check(found)
     return found
 
 
 def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False) -> StepShape:
-    """Returns what the cost model must know of a configuration. With a pipeline, the micro-batches
-    of --train.accumulate run in it."""
-    piped, train = found["pipe"] > 1, cfg.train
+    """Returns what the cost model must know of a configuration."""
+    stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
     return StepShape(
         work=cfg.model.work,
         global_batch=train.global_batch,
         seq_len=train.seq_len,
         sizes=found,
         zero_axes=tuple(a for a in sharding.zero_axes(cfg.shard.zero) if found[a] > 1),
-        accumulate=1 if piped else train.accumulate,
+        accumulate=train.accumulate,
         remat=train.remat,
         loss_chunks=train.loss_chunks,
         itemsize=ITEMSIZE[train.dtype],
         optimizer=cfg.optim.name,
         fused_attention=fused_attention,
-        pipeline=Pipeline(found["pipe"], train.accumulate if piped else 1),
+        local_gradients=stages > 1 and pipeline.gradients == "local",
+        pipeline=Pipeline(stages, pipeline.pieces(stages) if stages > 1 else 1, pipeline.chunks),
     )
 
 

@@ -77,8 +77,13 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         f"{quantity(tree.count(state.params))} parameters, {quantity(flops)} FLOPs a token, "
         f"{held:.3f} GiB of state a device"
     )
-    kernel, why = choose_attention(train_step.layout, cfg.train.attention, cfg.train.dtype)
+    kernel, why = choose_attention(
+        train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context
+    )
     console.say(f"attention: {kernel} ({why})")
+    if mesh.shape["context"] > 1:
+        order = "plain" if train_step.order is None else "zigzag"
+        console.say(f"context: {cfg.context.kind}, {order} order")
 
 
 def facts(cfg: Config, mesh: Mesh, train_step: TrainStep, name: str) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 Legend: a step is one optimizer step; a row is one packed sequence of seq_len tokens.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megajax.core import check
 from megajax.core.config import group, option
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.config import DataConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
+from megajax.parallel.context import ContextSpec
 from megajax.parallel.pipeline import PipelineConfig
-from megajax.parallel.sharding import ShardSpec
+from megajax.parallel.sharding import ShardSpec, rules
 from megajax.training.optim import OptimConfig
 
 
@@ -102,6 +105,7 @@ class Config:
     mesh: MeshSpec = group(MeshSpec, whole=True)
     shard: ShardSpec = group(ShardSpec)
     pipeline: PipelineConfig = group(PipelineConfig)
+    context: ContextSpec = group(ContextSpec)
     train: TrainConfig = group(TrainConfig)
     optim: OptimConfig = group(OptimConfig)
     data: DataConfig = group(DataConfig)
@@ -114,3 +118,11 @@ class Config:
     run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
     init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
     cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Refuses what cannot run on a mesh of these {axis: size}, before anything compiles.
+
+        Raises: UserError with the value, the rule, the nearest legal value and the flag.
+        """
+        check.check(self, sizes, rules(self.shard.zero))
+        self.pipeline.check(self, sizes)

@@ -20,6 +20,7 @@ from megajax.data.loader import Loader
 from megajax.monitor.console import Console
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
+from megajax.monitor.skew import LaunchSkew
 from megajax.training.config import Config
 from megajax.training.interrupts import Interrupts, QuietGarbage
 from megajax.training.profiler import Profiler
@@ -47,6 +48,7 @@ class Run:
     meter: Meter
     evaluate: Callable[[TrainState, int], None]
     identity: dict[str, Any]
+    skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
     stopped_by: int | None = None
 
 
@@ -71,6 +73,7 @@ def train(run: Run) -> Stop:
             began = time.perf_counter()
             batch = next(run.loader)
             run.meter.waited(time.perf_counter() - began)
+            run.skew.launch(step)
             run.state, metrics = run.train_step.step(run.state, batch)
             if pending is not None:
                 _finish(run, *pending)
@@ -113,7 +116,7 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
         "tokens": tokens,
         "targets": int(values["targets"]),
     }
-    run.recorder.emit(step, row | run.meter.finish(step, loss))
+    run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NotFinite(_bad_step(run, step, loss, values["leaf_norms"]))
 

@@ -19,10 +19,10 @@ from megajax.training.config import Config
 # What may change between the starts of one run: where and how fast it goes, not what is computed.
 # (mesh and micro-batches change the order of sums, nothing else.)
 FREE = (
-    "mesh", "shard", "pipeline", "eval", "checkpoint", "log", "profile", "emulate",
+    "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
-    "train.accumulate", "train.remat", "train.loss_chunks", "train.attention",
-    "train.dtype", "train.global_batch", "data.prefetch",
+    "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
+    "train.global_batch", "data.prefetch",
 )  # fmt: skip
 NOT_IN_NAME = ("run_dir", "log", "profile", "cache_dir", "data.prefetch")
 

@@ -39,9 +39,10 @@ class TrainStep:
 
     init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state.
     evaluate(params, batch) -> LossSums. abstract_state and abstract_batch: ShapeDtypeStructs with
-    shardings. leaf_names: of metrics['leaf_norms'], in its order. natural(tree), arranged(tree):
-    a state or parameters with the layers in the model's order, as checkpoints hold them, and in the
-    order in which interleaved pipeline stages hold them; without those the same.
+    shardings. order: which token of a row lies at each of its places, for whoever places a batch;
+    None: as they come. leaf_names: of metrics['leaf_norms'], in its order. natural(tree),
+    arranged(tree): a state or parameters with the layers in the model's order, as checkpoints hold
+    them, and in the order in which interleaved pipeline stages hold them; else the same.
     """
 
     init: Callable[[int], TrainState]
@@ -54,6 +55,7 @@ class TrainStep:
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
+    order: np.ndarray | None
     leaf_names: tuple[str, ...]
 
 
@@ -66,10 +68,11 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         make_parts = functools.partial(
             decoder.parts, cfg.model, dtype=cfg.train.dtype, loss_chunks=cfg.train.loss_chunks
         )
-        parts = make_parts(layout, tensor.ops(layout, cfg.train.attention))
+        attention = cfg.train.attention, cfg.context
+        parts = make_parts(layout, tensor.ops(layout, *attention))
         gradients, loss = _scanned(cfg, parts), parts.loss
         if stages > 1:
-            local_parts = make_parts(None, local.ops(layout, cfg.train.attention))
+            local_parts = make_parts(None, local.ops(layout, *attention))
             dtype = jnp.dtype(cfg.train.dtype)
             pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
             gradients, loss = _pipelined(cfg, pipe), pipe.sums
@@ -100,6 +103,7 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         abstract_state=abstract,
         abstract_batch=_abstract_batch(cfg, layout, pieces),
         abstract_eval_batch=_abstract_batch(cfg, layout, pieces, stages > 1),
+        order=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
         leaf_names=tuple(n for n, _ in named_leaves(abstract.params)),
     )
 

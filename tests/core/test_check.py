@@ -27,6 +27,9 @@ def run(changes, devices=8):
         {"mesh.context": 2, "mesh.tensor": 2},
         {"mesh.expert": 2},
         {"train.accumulate": 2, "train.loss_chunks": 4},
+        {"mesh.context": 2, "mesh.tensor": 2, "context.kind": "ulysses", "model.kv_heads": 2},
+        {"mesh.context": 2, "train.seq_len": 126, "context.order": "plain"},
+        {"mesh.context": 2, "context.kind": "gather", "train.attention": "cudnn"},
     ],
 )
 def test_legal_combinations(changes):
@@ -44,7 +47,18 @@ def test_legal_combinations(changes):
         ({"train.seq_len": 130, "mesh.tensor": 4}, ["train.seq_len=130", "nearest: 128, 132"]),
         ({"train.loss_chunks": 3}, ["train.loss_chunks = 3", "nearest: 126, 129"]),
         ({"model.max_positions": 64}, ["train.seq_len=128", "at most 64"]),
-        ({"mesh.pipe": 2}, ["mesh.pipe=2", "--mesh.pipe"]),
+        (
+            {"mesh.context": 4, "mesh.tensor": 2, "context.kind": "ulysses"},
+            ["model.heads=4", "x mesh.context 4 = 8", "nearest: 8", "nearest: 2", "--context.kind"],
+        ),
+        (
+            {"mesh.context": 2, "train.seq_len": 126},
+            ["train.seq_len=126", "2 x mesh.context = 4", "nearest: 124, 128", "--context.order"],
+        ),
+        (
+            {"mesh.context": 2, "train.attention": "cudnn"},
+            ["train.attention=cudnn", "ulysses, gather", "--context.kind"],
+        ),
     ],
 )
 def test_illegal_combinations_name_flag_and_nearest_value(changes, words):

@@ -62,6 +62,18 @@ def test_a_cut_sequence_is_cut():
     assert {s.data.shape for s in placed.addressable_shards} == {(2, S // 2)}
 
 
+def test_an_order_moves_all_arrays_of_a_row_alike():
+    class Ramps:
+        def __getitem__(self, i):
+            return {k: np.arange(S, dtype=np.int32) + n for n, k in enumerate(abstract(4))}
+
+    order = np.random.default_rng(0).permutation(S)
+    mesh = MeshSpec(context=2, data=2, tensor=2).build()
+    batch = next(Loader(Ramps(), abstract(4, mesh=mesh), order=order))
+    for n, value in enumerate(batch.values()):
+        np.testing.assert_array_equal(np.asarray(value)[1], order + n)
+
+
 def test_a_host_reads_only_its_rows():
     """Devices of the second half of the data axis: rows 8..15 of 16."""
     mesh = MeshSpec().build()

@@ -7,7 +7,7 @@ from rich.console import Console as RichConsole
 
 from megajax.core.errors import UserError
 from megajax.monitor import results
-from megajax.monitor.console import Console, duration, quantity
+from megajax.monitor.console import Console, Phases, duration, quantity
 from megajax.monitor.meter import Meter, Work
 from megajax.monitor.records import Recorder
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb, read_jsonl, rows_by_step
@@ -136,3 +136,15 @@ def test_results_become_tables_with_their_source(tmp_path):
     table = results.table(tmp_path / "r.json", {"A": "a", "B": "b"}).splitlines()
     assert table[:4] == ["| A | B |", "|---|---|", "| 1.235 | - |", "| 2 | x |"]
     assert "emulated, 8 x cpu" in table[-1]
+
+
+def test_phases_follow_one_another_from_the_given_moment(monkeypatch):
+    moments = iter([3.5, 10.0])
+    monkeypatch.setattr("megajax.monitor.console.time.perf_counter", lambda: next(moments))
+    text = io.StringIO()
+    console = Console(10, 5, RichConsole(file=text))
+    phases = Phases(begin=1.0)
+    phases.done("devices", console, "joined")
+    phases.done("data", console, "data ready")
+    assert phases.seconds == {"start_devices_s": 2.5, "start_data_s": 6.5}
+    assert text.getvalue() == "joined [2.5 s]\ndata ready [6.5 s]\n"

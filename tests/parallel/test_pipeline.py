@@ -19,7 +19,7 @@ RICH4 = dataclasses.replace(RICH, layers=4)
 
 def make(model, **changes):
     cfg = dataclasses.replace(run_config(optim__clip=0.0, **changes), model=model)
-    cfg.pipeline.check(cfg, cfg.mesh.sizes(8))
+    cfg.check(cfg.mesh.sizes(8))
     return make_train_step(cfg, cfg.mesh.build())
 
 
@@ -172,4 +172,4 @@ def test_interleaved_stages_hold_their_groups():
 def test_what_cannot_run_is_refused(changes, words):
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
         cfg = run_config(**changes)
-        cfg.pipeline.check(cfg, cfg.mesh.sizes(8))
+        cfg.check(cfg.mesh.sizes(8))

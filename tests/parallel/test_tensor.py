@@ -9,6 +9,7 @@ import pytest
 from megajax.core.mesh import MeshSpec
 from megajax.layers import attend as attend_
 from megajax.parallel import sharding, tensor
+from megajax.parallel.context import ContextSpec
 from megajax.training.step import make_train_step
 from tests.tiny import host_batch, on, run_config
 
@@ -22,8 +23,10 @@ def one_step(**changes):
     return float(metrics["loss"]), np.asarray(metrics["leaf_norms"])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["one device", "mesh"])
-def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, monkeypatch):
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [(MESHES[0], "ring"), (MESHES[1], "ulysses"), (MESHES[1], "gather")]
+)
+def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypatch):
     """cuDNN's path on this machine: its shard_map cannot be checked, so its gradients are."""
     want = one_step(**MESHES[0])
     plain = attend_.attend
@@ -35,7 +38,7 @@ def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, monkeypatch):
         return plain(*rest, "xla")
 
     monkeypatch.setattr(attend_, "attend", stand_in)
-    got = one_step(train__attention="cudnn", **mesh)
+    got = one_step(train__attention="cudnn", context__kind=kind, **mesh)
     assert set(seen) == {"cudnn"}
     assert got[0] == pytest.approx(want[0], abs=1e-5)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-4)
@@ -49,9 +52,16 @@ def test_attention_is_chosen_with_a_reason():
     from unittest import mock
 
     device = mock.Mock(platform="gpu")
-    gpu = mock.Mock(mesh=mock.Mock(devices=np.array([device])))
+    gpu = mock.Mock(mesh=mock.Mock(devices=np.array([device])), live=mock.Mock(return_value=()))
     assert tensor.choose_attention(gpu, "auto", "float32")[0] == "xla"
     assert tensor.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
+    gpu.live.return_value = ("context",)
+    assert tensor.choose_attention(gpu, "auto", "bfloat16") == (
+        "xla",
+        "a ring joins its blocks itself",
+    )
+    ulysses = ContextSpec("ulysses")
+    assert tensor.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
 
 
 @pytest.mark.parametrize("decode", [False, True])

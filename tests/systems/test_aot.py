@@ -1,6 +1,7 @@
 """Plans: compiled programs against hand counts, memory against its bound, planted faults."""
 
 import dataclasses
+import itertools
 import functools
 import json
 
@@ -75,10 +76,11 @@ def test_idle_devices_are_refused():
 def test_every_legal_mesh_is_listed_once():
     """Tiny: 4 heads, 16 rows of 16 tokens, width 32, 8 GPUs."""
     meshes = aot.legal_meshes(run_config(), HOST)
-    found = {(m.context, m.tensor) for m in meshes}
+    found = {(m.pipe, m.context, m.tensor) for m in meshes}
     assert len(found) == len(meshes)
-    # tensor 8 does not divide 4 heads, every other pair whose product divides 8 does.
-    assert found == {(c, t) for c in (1, 2, 4, 8) for t in (1, 2, 4) if c * t <= 8}
+    # tensor 8 does not divide 4 heads, pipe 4 not 2 layers; else every product up to 8 is legal.
+    sizes = itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4))
+    assert found == {(p, c, t) for p, c, t in sizes if p * c * t <= 8}
 
 
 def test_a_missing_compiler_names_the_command(monkeypatch):

@@ -67,9 +67,22 @@ def test_accumulation_alone(control):
     [
         {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid"},
         {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "none"},
-        {"mesh__context": 2, "mesh__expert": 2, "mesh__tensor": 2, "train__loss_chunks": 2},
+        {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ring"},
+        {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ulysses"},
+        pytest.param(
+            {"mesh__context": 2, "mesh__expert": 2, "mesh__tensor": 2, "train__loss_chunks": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"mesh__context": 4, "mesh__tensor": 2, "context__kind": "gather"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"mesh__context": 4, "mesh__data": 2, "context__order": "plain"},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["hybrid", "replicated", "context and expert"],
+    ids=["hybrid", "replicated", "ring", "ulysses", "context and expert", "gather", "plain order"],
 )
 def test_other_shardings(changes, control):
     compare(train(RICH, **changes), control(RICH, "adamw"))

@@ -1,0 +1,165 @@
+"""A training job on a Ray cluster: one process a host, restarted together when one fails.
+
+    uv run --extra ray scripts/launch_ray.py --hosts=4 --gpus=8 --preset=llama3_8b --mesh.tensor=8
+
+Flags that are not this script's go to experiments/pretrain.py, which must lie in the same place on
+every host. Ctrl-C or SIGTERM here reaches every process: the run saves, and the same command goes
+on. After a failure all processes are started again, at most --restarts times; wrong flags (exit
+code 2) are not tried again.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TRAINER = Path(__file__).resolve().parent.parent / "experiments" / "pretrain.py"
+GRACE_S = 600  # (chosen) for the last checkpoint of a run that is told to stop
+LOST_S = 30  # (chosen) for the others to leave by themselves once one has failed
+
+
+def environment(coordinator: str, hosts: int, host: int) -> dict[str, str]:
+    """Returns what core.mesh reads in the process of a host."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_NUM_PROCESSES": str(hosts),
+        "JAX_PROCESS_ID": str(host),
+    }
+
+
+class Host:
+    """The process of one host; a Ray actor where there is Ray."""
+
+    def __init__(self) -> None:
+        """Nothing runs yet."""
+        self._process: subprocess.Popen | None = None
+
+    def address(self) -> str:
+        """Returns this host's address with a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("10.255.255.255", 1))  # sends nothing: it asks which way packets leave
+            return f"{probe.getsockname()[0]}:{port}"
+
+    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Starts the process.
+
+        Without SLURM's variables, should Ray itself run there: jax would read from them that there
+        is one process a GPU.
+        """
+        own = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        self._process = subprocess.Popen(command, env=own | dict(env))
+
+    def code(self) -> int | None:
+        """Returns the exit code as a shell has it, None while the process runs."""
+        assert self._process is not None
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def send(self, number: int) -> None:
+        """Sends a signal to a process that still runs."""
+        if self.code() is None:
+            assert self._process is not None
+            self._process.send_signal(number)
+
+
+def run_once(each: Callable[..., list[Any]], asked: Callable[[], bool], pause_s: float) -> int:
+    """Waits for started processes. Returns 0, or the exit code of the one that failed first.
+
+    each(method, *args): calls a method of all Hosts and returns what they say. asked: whether to
+    stop. The processes of a job cannot go on without one another, so the rest are ended too.
+    """
+    failed, told, deadline = 0, False, float("inf")
+    while None in (codes := each("code")):
+        failed = failed or next((c for c in codes if c), 0)
+        if asked() and not told:
+            told, deadline = True, time.monotonic() + GRACE_S
+            each("send", signal.SIGTERM)
+        elif failed and deadline == float("inf"):
+            deadline = time.monotonic() + LOST_S
+        if time.monotonic() > deadline:
+            each("send", signal.SIGKILL)
+        time.sleep(pause_s)
+    return failed or next((c for c in codes if c), 0)
+
+
+def supervise(
+    each: Callable[..., list[Any]],
+    start: Callable[[], None],
+    asked: Callable[[], bool],
+    restarts: int,
+    pause_s: float = 1.0,
+) -> int:
+    """Runs the job until it is done, told to stop, wrong or out of restarts. Returns its code."""
+    for attempt in range(restarts + 1):
+        start()
+        code = run_once(each, asked, pause_s)
+        if code in (0, 2) or asked():
+            return code
+        print(f"exit code {code}; {restarts - attempt} restarts left", file=sys.stderr)
+    return code
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns (this script's settings, the trainer's flags)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--hosts", type=int, default=1, help="machines; one process each")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a machine")
+    parser.add_argument("--address", default="auto", help="of the Ray cluster")
+    parser.add_argument("--restarts", type=int, default=3, help="of the job after a failure")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts a Host on every machine and watches them. Returns the exit code."""
+    settings, flags = parse(argv)
+    try:
+        import ray  # type: ignore[import-not-found]
+        from ray.util.placement_group import placement_group  # type: ignore[import-not-found]
+        from ray.util.scheduling_strategies import (  # type: ignore[import-not-found]
+            PlacementGroupSchedulingStrategy,
+        )
+    except ImportError:
+        print("error: launch_ray needs the package: uv sync --extra ray", file=sys.stderr)
+        return 2
+    ray.init(address=settings.address)
+    bundle = {"CPU": 1, "GPU": settings.gpus}
+    group = placement_group([bundle] * settings.hosts, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    actor = ray.remote(Host)
+    hosts = [
+        actor.options(
+            num_cpus=1,
+            num_gpus=settings.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
+        ).remote()
+        for i in range(settings.hosts)
+    ]
+
+    def each(method: str, *args: Any) -> list[Any]:
+        return ray.get([getattr(h, method).remote(*args) for h in hosts])
+
+    def start() -> None:
+        coordinator = ray.get(hosts[0].address.remote())
+        command = [sys.executable, str(TRAINER), *flags]
+        envs = [environment(coordinator, len(hosts), i) for i in range(len(hosts))]
+        ray.get([h.start.remote(command, e) for h, e in zip(hosts, envs, strict=True)])
+
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+    return supervise(each, start, lambda: bool(signals), settings.restarts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# A training job under SLURM: one process a host, which finds the others by itself.
+#
+#   sbatch --nodes=4 --time=24:00:00 scripts/launch_slurm.sh --preset=llama3_8b --mesh.tensor=8 ...
+#
+# Everything after the script's name goes to experiments/pretrain.py. Submit from the repository.
+# Before the time limit, at a preemption and at `scancel --signal=TERM --batch JOB` the run saves;
+# it then goes on in a requeued job from its last step. A run that fails is requeued too, at most
+# MAX_RESTARTS (3) times; wrong flags (exit code 2) are not tried again. PYTHON: the interpreter.
+#SBATCH --job-name=megajax
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@300
+set -uo pipefail
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit 1
+
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  "${PYTHON:-.venv/bin/python}" experiments/pretrain.py "$@" &
+step=$!
+asked=
+# scancel tells the processes and not this shell; srun would make a SIGTERM of its own a SIGKILL of
+# theirs. jax lets them stop, and save, at the same step.
+trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+
+code=0
+wait "$step" || code=$?
+while kill -0 "$step" 2>/dev/null; do # the signal ended the wait, not the step
+  code=0
+  wait "$step" || code=$?
+done
+
+if [[ $code == 0 || $code == 2 ]]; then
+  exit "$code"
+fi
+restarts=${SLURM_RESTART_COUNT:-0}
+if [[ -n $asked || $restarts -lt ${MAX_RESTARTS:-3} ]]; then
+  echo "exit code $code; requeueing job ${SLURM_JOB_ID:-?} (restarts so far: $restarts)" >&2
+  scontrol requeue "${SLURM_JOB_ID:?not inside a SLURM job}"
+fi
+exit "$code"

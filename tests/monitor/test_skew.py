@@ -1,0 +1,41 @@
+from unittest import mock
+
+from megajax.monitor import skew
+from megajax.monitor.skew import LaunchSkew
+
+
+class Store:
+    """The three calls of jax.distributed's key-value store that are used."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value):
+        assert key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [(k, v) for k, v in self.values.items() if k.startswith(folder)]
+
+    def key_value_delete(self, folder):
+        for key in [k for k in self.values if k.startswith(folder)]:
+            del self.values[key]
+
+
+def test_skew_is_last_minus_first_of_one_step():
+    store = Store()
+    hosts = [LaunchSkew(store, i) for i in range(3)]
+    moments = {1: (100.0, 100.25, 99.5), 11: (200.0, 200.0, 203.0)}
+    for step, times in moments.items():
+        for host, now in zip(hosts, times, strict=True):
+            with mock.patch.object(skew.time, "time", return_value=now):
+                host.launch(step)
+    assert hosts[1].finish(1) == {} and hosts[0].finish(1) == {"launch_skew_s": 0.75}
+    assert hosts[0].finish(11) == {"launch_skew_s": 3.0}
+    assert not store.values
+
+
+def test_a_process_alone_measures_nothing():
+    alone = LaunchSkew.of_job()
+    alone.launch(1)
+    assert alone.finish(1) == {}

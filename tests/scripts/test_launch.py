@@ -1,0 +1,195 @@
+"""The launchers without a cluster: what they start, what they do with signals and failures."""
+
+import importlib.util
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from megajax.core.mesh import find_cluster
+
+pytestmark = pytest.mark.process
+
+SCRIPTS = pathlib.Path(__file__).parent.parent.parent / "scripts"
+SLURM = SCRIPTS / "launch_slurm.sh"
+
+# Ends as $SRUN_CODE says, or, with `wait`, only when its step is told to. A SIGTERM of its own is a
+# SIGKILL of its tasks, as srun has it.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*"
+[[ $SRUN_CODE == wait ]] || exit "$SRUN_CODE"
+trap 'echo killed; exit 137' TERM
+trap 'echo saved; exit 143' USR1
+echo $$ > srun.pid && mv srun.pid ready
+for _ in $(seq 600); do sleep 0.05; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*"
+"""
+SCANCEL = """#!/usr/bin/env bash
+echo "scancel $*"
+kill -USR1 "$(cat ready)"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Starts the script under a SLURM that is not there: (code, environment) -> process."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def start(code, **env):
+        env = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "7", "PYTHON": "python3", "SRUN_CODE": str(code), **env,
+        }  # fmt: skip
+        command = ["bash", SLURM, "--preset=nano", "--eval.prompt=two words"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=env, **pipes)
+
+    return start
+
+
+def test_slurm_script_parses_and_asks_for_one_process_a_host():
+    assert subprocess.run(["bash", "-n", SLURM]).returncode == 0
+    options = [x for x in SLURM.read_text().splitlines() if x.startswith("#SBATCH")]
+    assert "#SBATCH --ntasks-per-node=1" in options and "#SBATCH --signal=B:TERM@300" in options
+    first_command = SLURM.read_text().index("set -uo")  # sbatch reads no option after one
+    assert SLURM.read_text().rindex("#SBATCH") < first_command
+
+
+def test_slurm_job_passes_its_flags_on(slurm):
+    out, err = slurm(0).communicate(timeout=20)
+    assert out == (
+        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 python3 experiments/pretrain.py "
+        "--preset=nano --eval.prompt=two words\n"
+    ), err
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "requeued"), [(1, 0, True), (1, 3, False), (2, 0, False), (0, 0, False)]
+)
+def test_slurm_job_is_requeued_after_a_failure(slurm, code, count, requeued):
+    job = slurm(code, SLURM_RESTART_COUNT=str(count))
+    out, _ = job.communicate(timeout=20)
+    assert job.returncode == code and ("scontrol requeue 7" in out) == requeued
+
+
+def test_slurm_job_hands_sigterm_on_and_waits_for_the_save(slurm, tmp_path):
+    job = slurm("wait", SLURM_RESTART_COUNT="9")
+    while not (tmp_path / "ready").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=20)
+    assert job.returncode == 143
+    assert out.endswith("scancel --signal=TERM 7\nsaved\nscontrol requeue 7\n"), out
+
+
+def test_jobset_gives_every_pod_what_the_mesh_reads():
+    jobset = yaml.safe_load((SCRIPTS / "launch_k8s.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    env = {e["name"]: e.get("value", "3") for e in container["env"]}
+    found = find_cluster(env | {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "3"})
+    assert found.processes == spec["parallelism"] == spec["completions"] == 4
+    assert found.process == 3
+    # Pod 0 of job 0, as JobSet names it.
+    assert found.coordinator == f"{jobset['metadata']['name']}-{job['name']}-0-0.megajax:8476"
+    (index,) = (e for e in container["env"] if "valueFrom" in e)
+    assert "job-completion-index" in index["valueFrom"]["fieldRef"]["fieldPath"]
+    assert spec["completionMode"] == "Indexed"
+    (policy,) = spec["podFailurePolicy"]["rules"]
+    assert policy["onExitCodes"]["containerName"] == container["name"]
+    assert container["command"] == ["python", "experiments/pretrain.py"]
+    assert (SCRIPTS.parent / container["command"][1]).is_file()
+
+
+# ---- Ray
+
+
+@pytest.fixture(scope="module")
+def ray_script():
+    spec = importlib.util.spec_from_file_location("launch_ray", SCRIPTS / "launch_ray.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ray_script_explains_itself_and_its_package():
+    def call(*args):
+        command = [sys.executable, SCRIPTS / "launch_ray.py", *args]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = call("--help")
+    assert done.returncode == 0 and "--hosts" in done.stdout and "--restarts" in done.stdout
+    if importlib.util.find_spec("ray") is None:
+        done = call("--hosts=2", "--preset=nano")
+        assert done.returncode == 2 and "uv sync --extra ray" in done.stderr
+
+
+def test_ray_flags_of_the_trainer_pass_through(ray_script):
+    settings, flags = ray_script.parse(["--hosts=2", "--mesh.tensor=8", "--gpus", "4", "--res=1"])
+    assert (settings.hosts, settings.gpus, settings.restarts) == (2, 4, 3)
+    assert flags == ["--mesh.tensor=8", "--res=1"]
+    found = find_cluster(ray_script.environment("a:1", 2, 1))
+    assert (found.coordinator, found.processes, found.process) == ("a:1", 2, 1)
+
+
+def job_of(ray_script, programs):
+    """(each, start) over plain Hosts that run these Python programs."""
+    hosts = [ray_script.Host() for _ in programs]
+
+    def start():
+        for host, program in zip(hosts, programs, strict=True):
+            host.start([sys.executable, "-c", program], {"PYTHONUNBUFFERED": "1"})
+
+    return (lambda method, *args: [getattr(h, method)(*args) for h in hosts]), start
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1), (7, 3)])
+def test_ray_job_restarts_after_a_failure(ray_script, code, starts, monkeypatch):
+    """One process fails; the other would wait for it for ever."""
+    monkeypatch.setattr(ray_script, "LOST_S", 0)
+    other = "import time; time.sleep(60)" if code else ""
+    each, start = job_of(ray_script, [other, f"raise SystemExit({code})"])
+    count = []
+    got = ray_script.supervise(
+        each, lambda: (count.append(1), start()), lambda: False, restarts=2, pause_s=0.01
+    )
+    assert got == code and len(count) == starts
+
+
+def test_ray_job_told_to_stop_saves_and_is_not_restarted(ray_script, tmp_path):
+    program = (
+        "import signal, sys, time, pathlib\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'ready').touch()\n"
+        "time.sleep(60)"
+    )
+    each, start = job_of(ray_script, [program])
+    asked = (tmp_path / "ready").exists
+    assert ray_script.supervise(each, start, asked, restarts=2, pause_s=0.01) == 143
+
+
+def test_ray_process_is_not_taken_for_one_of_slurms(ray_script, monkeypatch):
+    """Ray on SLURM: jax would take SLURM_LOCALID for the one GPU that the process may see."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    host = ray_script.Host()
+    program = "import os; raise SystemExit(any(n.startswith('SLURM') for n in os.environ))"
+    host.start([sys.executable, "-c", program], {})
+    while host.code() is None:
+        time.sleep(0.01)
+    assert host.code() == 0
+
+
+def test_ray_host_names_an_address_that_others_can_reach(ray_script):
+    address, port = ray_script.Host().address().split(":")
+    assert address.count(".") == 3 and 1024 <= int(port) < 65536
