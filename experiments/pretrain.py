@@ -61,6 +61,13 @@ def nano() -> Config:
     )
 
 
+def nano_moe() -> Config:
+    """nano with 8 experts, of which a token uses 2: as many active parameters, 2 devices a copy."""
+    return dataclasses.replace(
+        nano(), model=MODELS["nano_moe"](), mesh=mesh_.MeshSpec(expert=2, tensor=2)
+    )
+
+
 def large(name: str) -> Config:
     """A published model with the settings of its size: bf16, 4 million tokens a step or fewer."""
     model = MODELS[name]()
@@ -80,9 +87,8 @@ def large(name: str) -> Config:
     )
 
 
-PRESETS = {"nano": nano} | {
-    name: (lambda name=name: large(name)) for name in MODELS if name != "nano"
-}
+SMALL = {"nano": nano, "nano_moe": nano_moe}
+PRESETS = SMALL | {name: (lambda name=name: large(name)) for name in MODELS if name not in SMALL}
 config.define_flags(PRESETS, "nano")
 
 

@@ -17,7 +17,8 @@ Convention = Literal["megatron", "causal"]
 class DecoderWork:
     """What the FLOPs of a decoder depend on.
 
-    matmul_params: parameters that every token multiplies, without embedding lookups and head.
+    matmul_params: parameters that a token multiplies, without embedding lookups and head; of a
+    mixture of experts only those of the experts that it uses, routed and shared, and the router's.
     attention_width: heads x head width. window: keys a query sees at most; None: all.
     """
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree, named_leaves
-from megajax.layers.losses import LossSums
+from megajax.layers.losses import LossSums, MoeSums
 from megajax.models import decoder
 from megajax.models.parts import Batch, ModelParts
 from megajax.parallel import sharding, tensor
@@ -137,15 +137,18 @@ def _step(
     batch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step. The objective is the mean over all predicted tokens of all micro-batches,
-    so a micro-batch with fewer of them weighs less."""
+    so a micro-batch with fewer of them weighs less; plus the mean over micro-batches, all of one
+    size, of the routers' penalties, which count every token."""
     count = (batch["targets"] >= 0).sum()
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
 
     def objective(params: Tree, micro: Batch, key: jax.Array) -> tuple[jax.Array, LossSums]:
         sums = parts.loss(params, micro, key, cfg.train.remat)
-        value = sums.cross_entropy + cfg.train.z_loss * sums.z_squared
-        return value / total, sums
+        value = (sums.cross_entropy + cfg.train.z_loss * sums.z_squared) / total
+        if sums.moe is not None:
+            value += sums.moe.penalty.sum() / cfg.train.accumulate
+        return value, sums
 
     grad_of = jax.value_and_grad(objective, has_aux=True)
     if cfg.train.accumulate == 1:
@@ -158,7 +161,9 @@ def _step(
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
-        none = LossSums(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
+        first = jax.tree.map(lambda x: x[0], dict(batch))
+        found = jax.eval_shape(objective, state.params, first, key)[1]
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
         pieces = (jnp.arange(cfg.train.accumulate), dict(batch))
         (sums, grads), _ = jax.lax.scan(micro_step, (none, zeros), pieces)
 
@@ -168,7 +173,8 @@ def _step(
         scale = jnp.minimum(1.0, cfg.optim.clip / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt = optimizer.update(grads, state.opt, state.params)
-    new = TrainState(optax.apply_updates(state.params, updates), opt, state.step + 1)
+    params = parts.settle(optax.apply_updates(state.params, updates), sums)
+    new = TrainState(params, opt, state.step + 1)
     loss = sums.cross_entropy / total
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
@@ -182,4 +188,21 @@ def _step(
         "lr": jnp.asarray(rate, jnp.float32),
         "leaf_norms": jnp.sqrt(squares),
     }
-    return new, metrics
+    return new, metrics | _moe_metrics(sums.moe, cfg.train.accumulate)
+
+
+def _moe_metrics(sums: MoeSums | None, batches: int) -> dict[str, jax.Array]:
+    """moe_aux and moe_z: means over layers and micro-batches, beside the loss, never in it.
+
+    moe_dropped: pairs of token and expert without a slot, of all layers. moe_max_load: of the
+    busiest expert of any layer, over a balanced one's.
+    """
+    if sums is None:
+        return {}
+    load = sums.load_E.astype(jnp.float32)
+    return {
+        "moe_aux": sums.aux.mean() / batches,
+        "moe_z": sums.z.mean() / batches,
+        "moe_dropped": sums.dropped.sum(),
+        "moe_max_load": (load / load.mean(-1, keepdims=True)).max(),
+    }

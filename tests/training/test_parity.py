@@ -1,14 +1,19 @@
 """torchtitan's rule: one device is the control, every mesh must give its losses."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from megajax.core.tree import named_leaves
 from megajax.training.step import make_train_step
-from tests.tiny import MODEL, RICH, host_batch, on, run_config
+from tests.tiny import DEEPSEEK, MODEL, MOE, RICH, host_batch, on, run_config
 
 STEPS = 20
+CAPACITY = dataclasses.replace(
+    MOE, moe=dataclasses.replace(MOE.moe, mode="capacity", capacity_factor=1.0)
+)
 MESHES = {
     "data 8": {},
     "tensor 4": {"mesh__data": 1, "mesh__tensor": 4},
@@ -73,6 +78,29 @@ def test_accumulation_alone(control):
 )
 def test_other_shardings(changes, control):
     compare(train(RICH, **changes), control(RICH, "adamw"))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (DEEPSEEK, {"mesh__expert": 2, "mesh__tensor": 2}),
+        pytest.param(MOE, {"mesh__data": 1, "mesh__expert": 8}, marks=pytest.mark.slow),
+        pytest.param(
+            MOE, {"mesh__node": 2, "mesh__expert": 2, "mesh__context": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(DEEPSEEK, {"mesh__data": 1, "mesh__expert": 8}, marks=pytest.mark.slow),
+        pytest.param(
+            CAPACITY,
+            {"mesh__expert": 2, "mesh__context": 2, "mesh__tensor": 2, "shard__zero": "hybrid"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(MOE, {"mesh__expert": 4, "optim__name": "lamb"}, marks=pytest.mark.slow),
+        pytest.param(MOE, {"mesh__expert": 4, "optim__name": "muon"}, marks=pytest.mark.slow),
+    ],
+    ids=["deepseek 2 2 2", "8", "2 2 2", "deepseek 8", "capacity", "lamb", "muon"],
+)
+def test_experts(model, changes, control):
+    compare(train(model, **changes), control(model, changes.get("optim__name", "adamw")))
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
