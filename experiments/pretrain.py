@@ -62,9 +62,9 @@ def nano() -> Config:
 
 
 def nano_moe() -> Config:
-    """nano with 8 experts, of which a token uses 2: as many active parameters, 2 devices a copy."""
+    """nano with 8 experts, of which a token uses 2: as many active parameters."""
     return dataclasses.replace(
-        nano(), model=MODELS["nano_moe"](), mesh=mesh_.MeshSpec(expert=2, tensor=2)
+        nano(), model=MODELS["nano_moe"](), mesh=mesh_.MeshSpec(expert=4, tensor=2)
     )
 
 
