@@ -27,12 +27,12 @@ def run(params, x, graph):
     return jax.jit(lambda params, x: nnx.merge(graph, params)(x))(params, x)
 
 
-OFTEN_ALIKE = ["top 3", "top 4", "top 6", "top 7"]
+SELDOM = ["top 3", "top 4", "top 6", "top 7"]
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in OFTEN_ALIKE else n for n in CASES],
+    [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in CASES],
 )
 def test_a_loop_over_tokens(name, seed):
     cfg = CASES[name]

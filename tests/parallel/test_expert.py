@@ -15,8 +15,11 @@ CONFIGS = {
     f"top {k}": MoeConfig(experts=8, top_k=k, normalise=False, bias_rate=0.1) for k in range(1, 9)
 } | {"capacity": MoeConfig(experts=8, top_k=3, mode="capacity", capacity_factor=0.7)}
 MESHES = {"8": {"expert": 8}, "mixed": {"expert": 2, "context": 2, "tensor": 2}}
-CASES = [("top 1", "8"), ("top 8", "mixed"), ("capacity", "mixed")] + [
-    pytest.param(name, mesh, marks=pytest.mark.slow) for name in CONFIGS for mesh in MESHES
+OFTEN = {("top 1", "8"), ("top 8", "mixed"), ("capacity", "mixed")}
+CASES = [
+    pytest.param(name, mesh, marks=() if (name, mesh) in OFTEN else pytest.mark.slow)
+    for name in CONFIGS
+    for mesh in MESHES
 ]
 
 
