@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from megajax.core import config
+from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.training.config import Config, EvalConfig, TrainConfig
 from megajax.training.optim import OptimConfig
@@ -27,6 +28,16 @@ RICH = dataclasses.replace(
     window=5,
     tied=False,
 )
+# Experts in MODEL's place, as Mixtral has them, and with everything that DeepSeek-V3 adds.
+MOE = dataclasses.replace(MODEL, moe=MoeConfig(experts=8, top_k=2, width=32, z_loss=1e-3))
+DEEPSEEK = dataclasses.replace(
+    MODEL,
+    block="parallel",
+    moe=MoeConfig(
+        experts=8, top_k=3, width=16, shared=2, score="sigmoid", scale=2.5, groups=4, top_groups=2,
+        bias_rate=1e-3,
+    ),
+)  # fmt: skip
 
 
 def run_config(**changes) -> Config:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.checkpoint.safetensors import SHARD_BYTES, TensorFolder, write_folder
 from megajax.core import config as config_
@@ -66,11 +67,13 @@ def load_params(path: str | Path, cfg: DecoderConfig, layout: Layout | None = No
     vocabulary.
     """
     theirs = load_config(path)
+    free = {"dropout", "window", "vocab_multiple", "max_positions", "norm_eps"}
+    free |= {f"moe.{name}" for name in names.TRAINED}
+    free |= {"mlp"} if cfg.moe.experts else set()
     shaping = [
         f"{name} is {old} there, {new} here"
         for name, old, new in config_.diff(cfg, theirs)
-        if name not in ("dropout", "window", "vocab_multiple", "max_positions", "norm_eps")
-        or (name == "max_positions" and cfg.position == "learned")
+        if name not in free or (name == "max_positions" and cfg.position == "learned")
     ]
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
@@ -100,8 +103,8 @@ def _find_tensors(
     bare = "transformer."  # GPT-2's own files leave this prefix out
     found, used = {}, set()
     for rule in rules:
-        for i in range(cfg.layers if "{i}" in rule.theirs else 1):
-            name = rule.theirs.format(i=i)
+        for index in np.ndindex(rule.stack(cfg)):
+            name = rule.name(index)
             stored = name if name in files else name.removeprefix(bare)
             view = files.view(stored)
             if view.shape != rule.their_shape(cfg):
@@ -129,19 +132,16 @@ def _make_leaf(
     layout: Layout | None,
 ) -> jax.Array:
     """Makes a (stacked) leaf; each device's piece is read where it lies in the files."""
-    stacked = "{i}" in rule.theirs
-    count = cfg.layers if stacked else 1
-    views = [rule.to_ours(tensors[rule.theirs.format(i=i)], cfg) for i in range(count)]
+    stack = rule.stack(cfg)
+    views = {i: rule.to_ours(tensors[rule.name(i)], cfg) for i in np.ndindex(stack)}
 
     def piece(wanted: Any) -> np.ndarray:
         index = tuple(slice(*s.indices(n)) for s, n in zip(wanted, like.shape, strict=True))
         shape = [s.stop - s.start for s in index]
         out = np.zeros(shape, np.float32)  # rows that pad the vocabulary stay 0
-        layers = range(index[0].start, index[0].stop) if stacked else [0]
-        inner = index[1:] if stacked else index
-        for k, layer in enumerate(layers):
-            part = views[layer][inner]
-            place = (k,) if stacked else ()
+        outer, inner = index[: len(stack)], index[len(stack) :]
+        for place in np.ndindex(*shape[: len(stack)]):
+            part = views[tuple(s.start + k for s, k in zip(outer, place, strict=True))][inner]
             out[(*place, *(slice(0, n) for n in part.shape))] = part
         return out
 
@@ -175,14 +175,13 @@ def save(
     for rule in names.rules(cfg):
         groups.setdefault(rule.theirs, []).append(rule)
     wanted = {}
-    for theirs, rules in groups.items():
-        for i in range(cfg.layers if "{i}" in theirs else 1):
-            wanted[theirs.format(i=i)] = (rules, i)
+    for rules in groups.values():
+        for index in np.ndindex(rules[0].stack(cfg)):
+            wanted[rules[0].name(index)] = (rules, index)
 
     def produce(name: str) -> np.ndarray:
-        rules, layer = wanted[name]
-        stacked = "{i}" in rules[0].theirs
-        pieces = [_fetch(leaves[r.ours][layer] if stacked else leaves[r.ours]) for r in rules]
+        rules, index = wanted[name]
+        pieces = [_fetch(leaves[r.ours], index) for r in rules]
         return _join(rules, pieces, cfg)
 
     tensors = {n: (rules[0].their_shape(cfg), CODES[dtype]) for n, (rules, _) in wanted.items()}
@@ -210,8 +209,13 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fetch(x: jax.Array) -> np.ndarray:
-    """Returns a whole array on this host."""
+def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    """Returns one piece of a stacked leaf, all of it, on this host."""
+    if index and isinstance(x.sharding, NamedSharding):
+        rest = x.sharding.update(spec=PartitionSpec(*x.sharding.spec[len(index) :]))
+        x = x.at[index].get(out_sharding=rest)  # the experts' dimension may be cut
+    elif index:
+        x = x[index]
     if not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -40,6 +40,7 @@ LETTERS = {
     "K": "head width",
     "V": "vocabulary",
     "L": "layers",
+    "N": "(token, expert) pairs in the experts' order",
     "E": "experts",
     "A": "active experts a token",
     "R": "query heads that share a key-value head",

@@ -32,12 +32,13 @@ def option(default: Any, help: str, unit: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit})
 
 
-def group(factory: Callable[[], Any], whole: bool = False) -> Any:
+def group(factory: Callable[[], Any], whole: bool = False, flag: str | None = None) -> Any:
     """Returns a field that holds a nested config.
 
     whole: one flag of the group drops what the preset says of all its other members.
+    flag: what its flags begin with ('moe': --moe.experts); None: the dotted path from the root.
     """
-    return dataclasses.field(default_factory=factory, metadata={"whole": whole})
+    return dataclasses.field(default_factory=factory, metadata={"whole": whole, "flag": flag})
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
@@ -49,6 +50,19 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.
             yield from leaves(typing.cast(type, hint), f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, hint, field
+
+
+def flag_names(cls: type, prefix: str = "", shown: str = "") -> dict[str, str]:
+    """Returns {dotted name: flag} of every leaf: they differ where a group has its own flag."""
+    hints = typing.get_type_hints(cls)
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        name, flag = prefix + field.name, field.metadata.get("flag") or shown + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= flag_names(typing.cast(type, hints[field.name]), f"{name}.", f"{flag}.")
+        else:
+            found[name] = flag
+    return found
 
 
 def get(cfg: Any, name: str) -> Any:
@@ -156,14 +170,15 @@ def define_flags(presets: Presets, default: str) -> None:
     names = Literal[tuple(presets)]  # type: ignore[valid-type]
     flags.DEFINE(_Parser(names), "preset", default, "where the configuration starts")
     flags.DEFINE(_Parser(str | None), "config", None, "start from this config.json, not a preset")
+    shown = flag_names(type(base))
     for name, hint, field in leaves(type(base)):
         unit = field.metadata.get("unit")
         help = field.metadata.get("help", "") + (f" [{unit}]" if unit else "")
         help += f"; {default}: {get(base, name)}"
         if hint is bool:
-            flags.DEFINE_boolean(name, None, help)
+            flags.DEFINE_boolean(shown[name], None, help)
         else:
-            flags.DEFINE(_Parser(hint), name, None, help)
+            flags.DEFINE(_Parser(hint), shown[name], None, help)
 
 
 def from_flags(
@@ -178,7 +193,8 @@ def from_flags(
     base = presets[values.preset]()
     if values.config is not None:
         base = load_json(type(base), values.config)
-    given = {n: values[n].value for n, _, _ in leaves(type(base)) if values[n].present}
+    names = flag_names(type(base)).items()
+    given = {name: values[flag].value for name, flag in names if values[flag].present}
     if adapt is not None:
         base = adapt(base, given)
     start = base

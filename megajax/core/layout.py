@@ -34,15 +34,18 @@ class Layout:
 
     def stored(self, *words: str | None) -> P:
         """Returns how a parameter with these dimensions rests."""
-        return P(*(self._entry(self.rules.stored.get(w or "", ())) for w in words))
+        return P(*map(self._entry, self._cuts(words)))
 
     def whole(self, *words: str | None) -> P:
         """Returns how it looks in use: gathered over the axes that share its gradient."""
-        partial = self.rules.partial
-        kept = (
-            tuple(a for a in self.rules.stored.get(w or "", ()) if a not in partial) for w in words
-        )
-        return P(*(self._entry(axes) for axes in kept), reduced=set(self.live(partial)))
+        partial = self.partial(*words)
+        kept = (tuple(a for a in axes if a not in partial) for axes in self._cuts(words))
+        return P(*map(self._entry, kept), reduced=set(self.live(partial)))
+
+    def partial(self, *words: str | None) -> Axes:
+        """Returns the axes that share its gradient: not those along which the experts differ."""
+        own = self.rules.stored.get("expert", ()) if "expert" in words else ()
+        return tuple(a for a in self.rules.partial if a not in own)
 
     def act(
         self,
@@ -71,6 +74,14 @@ class Layout:
     def ways(self, axes: Axes) -> int:
         """Returns into how many pieces these axes cut together."""
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _cuts(self, words: Words) -> list[Axes]:
+        """The axes that cut each dimension at rest; an axis cuts the first one that names it."""
+        found: list[Axes] = []
+        for word in words:
+            axes = self.rules.stored.get(word or "", ())
+            found.append(tuple(a for a in axes if not any(a in before for before in found)))
+        return found
 
     def _entry(self, axes: Axes) -> Axes | str | None:
         live = self.live(axes)

@@ -27,7 +27,8 @@ RECOMPUTED = {
 class DecoderWork:
     """What the FLOPs of a decoder depend on.
 
-    matmul_params: parameters that every token multiplies, without embedding lookups and head.
+    matmul_params: parameters that a token multiplies, without embedding lookups and head; of a
+    mixture of experts only those of the experts that it uses, routed and shared, and the router's.
     attention_width: heads x head width. window: keys a query sees at most; None: all. kv_width:
     key-value heads x head width. hidden: feed-forward width. gated: whether the feed-forward layer
     has two input matrices. parallel: attention and feed-forward side by side (one gather and one

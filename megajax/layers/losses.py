@@ -5,7 +5,7 @@ pass makes them again). With a vocabulary cut over devices only (B, S) maxima an
 compiler sees to it, or inside a shard_map `VocabCut` (Megatron, arXiv 1909.08053 section 3).
 z-loss: PaLM (arXiv 2204.02311) section 5, keeps log Z near 0.
 
-Legend: B rows, S positions, D model width, V vocabulary.
+Legend: B rows, S positions, D model width, V vocabulary, L layers, E experts.
 """
 
 import dataclasses
@@ -19,12 +19,34 @@ NEGATIVE = -1e30  # (chosen: exp gives exactly 0 in float32, and no inf - inf)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MoeSums:
+    """How routing went in one block, over all tokens of a batch; members add up over batches.
+
+    penalty: what the objective adds (weighted aux and z). aux: load-balance loss, 1 when balanced.
+    z: mean squared log-sum-exp of the scores. These are float32 scalars. dropped: int32, pairs of
+    token and expert that found no slot. load_E: int32, pairs that chose each expert. Stacked over
+    the blocks every member has the layers first.
+    """
+
+    penalty: jax.Array
+    aux: jax.Array
+    z: jax.Array
+    dropped: jax.Array
+    load_E: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over the predicted tokens (targets >= 0), float32 scalars; count is int32."""
+    """Sums over the predicted tokens (targets >= 0), float32 scalars; count is int32.
+
+    moe: of all blocks, stacked; None in a dense model.
+    """
 
     cross_entropy: jax.Array
     z_squared: jax.Array
     count: jax.Array
+    moe: MoeSums | None = None
 
     def __add__(self, other: "LossSums") -> "LossSums":
         """Adds member by member."""

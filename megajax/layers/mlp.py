@@ -51,9 +51,14 @@ class Mlp(nnx.Module):
 
     def __call__(self, projected: tuple[jax.Array, ...]) -> jax.Array:
         """From the projected inputs (each B,S,F) to the hidden values, ready for `down`."""
-        up_BSF = projected[-1]
+        *gate, up_BSF = projected
         if self.cfg.bias:
             up_BSF = up_BSF + param.broadcast(self.up_bias, up_BSF, up_BSF.dtype)
-        if self.cfg.activation == "swiglu":
-            return jax.nn.silu(projected[0]) * up_BSF
-        return jax.nn.gelu(up_BSF, approximate=self.cfg.activation == "gelu_tanh")
+        return activate(self.cfg.activation, (*gate, up_BSF))
+
+
+def activate(kind: Activation, projected: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns the hidden values of the products with gate (SwiGLU only) and up."""
+    if kind == "swiglu":
+        return jax.nn.silu(projected[0]) * projected[-1]
+    return jax.nn.gelu(projected[-1], approximate=kind == "gelu_tanh")

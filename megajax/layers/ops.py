@@ -3,10 +3,11 @@
 A block is written once. What differs between one device, tensor parallelism, a fused
 GEMM-with-communication, a tile-sparse or a quantized GEMM and another attention kernel is which
 functions stand in here. `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
-communication around it and take it as an argument, so the two choices compose. The defaults are
-local; parallel/tensor.py builds the sharded ones.
+communication around it and take it as an argument, so the two choices compose. For mixtures of
+experts `grouped` is the local compute, `score` and `expert` what is around it. The defaults are
+local; parallel/tensor.py and parallel/expert.py build the sharded ones.
 
-Legend: B rows, S positions, D model width, F any hidden width, V table rows.
+Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts.
 A weight argument is an nnx.Param whose metadata `axes` names its dimensions.
 """
 
@@ -21,6 +22,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attend import attend
+from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
 
 Array = jax.Array
@@ -83,6 +85,11 @@ def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
     return functools.reduce(operator.add, rows)
 
 
+def score(x_BSD: Array, w_DE: nnx.Param) -> Array:
+    """The router's float32 product with the normalised residual stream, which stays as it lies."""
+    return matmul(x_BSD.astype("float32"), whole(w_DE, "float32"))
+
+
 @dataclass(frozen=True)
 class Ops:
     """The functions above, each replaceable; vocab: the cut of the logits inside a shard_map."""
@@ -95,3 +102,6 @@ class Ops:
     lookup: Callable = lookup
     attend: Callable = attend
     vocab: VocabCut = VocabCut()
+    grouped: Callable = jax.lax.ragged_dot
+    score: Callable = score
+    expert: Callable = expert

@@ -1,9 +1,10 @@
-"""The decoder: GPT-2, Llama, Qwen and MegaScale's parallel block, one definition.
+"""The decoder: GPT-2, Llama, Qwen, Mixtral and MegaScale's parallel block, one definition.
 
 A token enters `embed`, passes `layers` equal blocks and leaves through `head_loss`. A serial block
 is x + MLP(norm(x + Attn(norm(x)))); the parallel one x + MLP(norm(x)) + Attn(norm(x)), which shares
-one norm, one gather and one scatter (MegaScale section 3.1). The module knows logical words; where
-arrays live is Layout's business, how they travel is Ops'.
+one norm, one gather and one scatter (MegaScale section 3.1). With experts, MLP(x) is Moe(x) plus,
+where some are shared, their MLP(x). The module knows logical words; where arrays live is Layout's
+business, how they travel is Ops'.
 
 Legend: B rows, S positions, D model width, V vocabulary.
 """
@@ -21,11 +22,12 @@ from megajax.core.tree import Tree
 from megajax.layers import param
 from megajax.layers.attention import Attention, Cache
 from megajax.layers.dropout import drop
-from megajax.layers.losses import LossSums, cross_entropy, mask_padding
+from megajax.layers.losses import LossSums, MoeSums, cross_entropy, mask_padding
 from megajax.layers.mask import Context
 from megajax.layers.mlp import Mlp
+from megajax.layers.moe import Moe, balance
 from megajax.layers.norm import Norm
-from megajax.layers.ops import Ops
+from megajax.layers.ops import Ops, join
 from megajax.layers.rope import rotary
 from megajax.models import parts as parts_
 from megajax.models.decoder_config import DecoderConfig
@@ -42,31 +44,49 @@ class Block(nnx.Module):
         if cfg.block == "serial":
             self.mlp_norm = norm()
         self.attention = Attention(cfg.attention, layout, ops, rngs=rngs)
-        self.mlp = Mlp(cfg.feed_forward, layout, rngs=rngs)
+        self.moe = Moe(cfg.moe, cfg.expert, layout, ops, rngs=rngs) if cfg.moe.experts else None
+        shape = cfg.feed_forward
+        self.mlp = Mlp(shape, layout, rngs=rngs) if shape.hidden else None
 
     def __call__(
         self, x_BSD: jax.Array, context: Context, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
-        """Returns (the residual stream after this layer, its cache with these tokens)."""
+    ) -> tuple[jax.Array, Cache | None, MoeSums | None]:
+        """Returns (the residual stream after this layer, its cache with these tokens, the router's
+        sums of a mixture of experts)."""
         ops, attention, mlp = self.ops, self.attention, self.mlp
         out_bias = attention.out_bias[...] if self.cfg.attention.out_bias else None
-        down_bias = mlp.down_bias[...] if self.cfg.feed_forward.bias else None
+        down_bias = mlp.down_bias[...] if mlp and mlp.cfg.bias else None
+        normed = self.attention_norm(x_BSD)
         if self.cfg.block == "parallel":
-            weights = attention.inputs + mlp.inputs
-            projected = ops.up(self.attention_norm(x_BSD), weights, ops.matmul)
+            weights = attention.inputs + (mlp.inputs if mlp else ())
+            projected = ops.up(normed, weights, ops.matmul)
             y, cache = attention(projected[:3], context, cache)
-            products = ((y, attention.out), (mlp(projected[3:]), mlp.down))
+            products = [(y, attention.out)]
+            if mlp:
+                products.append((mlp(projected[3:]), mlp.down))
             both = [b for b in (out_bias, down_bias) if b is not None]
             bias = functools.reduce(operator.add, both) if both else None
+            x_BSD, sums = self._add_experts(normed, x_BSD, context)
             x_BSD = ops.down(products, x_BSD, ops.matmul, bias, self._dropper(context, 0))
-            return x_BSD, cache
-        projected = ops.up(self.attention_norm(x_BSD), attention.inputs, ops.matmul)
-        y, cache = attention(projected, context, cache)
+            return x_BSD, cache, sums
+        y, cache = attention(ops.up(normed, attention.inputs, ops.matmul), context, cache)
         dropper = self._dropper(context, 0)
         x_BSD = ops.down(((y, attention.out),), x_BSD, ops.matmul, out_bias, dropper)
-        hidden = mlp(ops.up(self.mlp_norm(x_BSD), mlp.inputs, ops.matmul))
-        dropper = self._dropper(context, 1)
-        return ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, down_bias, dropper), cache
+        normed = self.mlp_norm(x_BSD)
+        x_BSD, sums = self._add_experts(normed, x_BSD, context)
+        if mlp:
+            hidden = mlp(ops.up(normed, mlp.inputs, ops.matmul))
+            dropper = self._dropper(context, 1)
+            x_BSD = ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, down_bias, dropper)
+        return x_BSD, cache, sums
+
+    def _add_experts(
+        self, normed_BSD: jax.Array, x_BSD: jax.Array, context: Context
+    ) -> tuple[jax.Array, MoeSums | None]:
+        if self.moe is None:
+            return x_BSD, None
+        y_BSD, sums = self.moe(normed_BSD)
+        return join(y_BSD, x_BSD, drop=self._dropper(context, 2)), sums
 
     def _dropper(self, context: Context, place: int) -> Callable | None:
         if context.dropout is None:
@@ -161,8 +181,15 @@ def parts(
 
     def block(
         weights: Tree, x: jax.Array, context: Context, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Cache | None, MoeSums | None]:
         return nnx.merge(block_graph, weights)(x, context, cache)
+
+    def settle(params: Tree, sums: LossSums) -> Tree:
+        if sums.moe is None or cfg.moe.bias_rate == 0:
+            return params
+        moe = params["blocks"]["moe"]
+        bias_LE = balance(moe["bias"], sums.moe.load_E, cfg.moe.bias_rate)
+        return params | {"blocks": params["blocks"] | {"moe": moe | {"bias": bias_LE}}}
 
     merge = functools.partial(nnx.merge, graph)
     context_of = merge(abstract).context  # reads the configuration only, no parameter
@@ -176,4 +203,5 @@ def parts(
         block=block,
         head=lambda params, x: merge(params).logits(x),
         head_loss=lambda params, x, targets: merge(params).loss(x, targets, loss_chunks),
+        settle=settle,
     )

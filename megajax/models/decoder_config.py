@@ -14,6 +14,7 @@ from megajax.cost.base import Workload, decoder_workload
 from megajax.cost.flops import DecoderWork
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import Activation, MlpConfig
+from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 
 
@@ -26,7 +27,7 @@ class DecoderConfig:
     heads: int = option(4, "query heads H")
     kv_heads: int = option(4, "key-value heads G; must divide the query heads")
     head_width: int = option(32, "width of one head K")
-    mlp: int = option(384, "feed-forward width F")
+    mlp: int = option(384, "feed-forward width F of a model without experts")
     vocab: int = option(512, "token ids that the model can predict")
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this")
     block: Literal["serial", "parallel"] = option("serial", "parallel: MegaScale section 3.1")
@@ -41,6 +42,7 @@ class DecoderConfig:
     tied: bool = option(True, "the head is the embedding transposed")
     dropout: float = option(0.0, "on the embedding and on each sublayer's output")
     rope: RopeConfig = group(RopeConfig)
+    moe: MoeConfig = group(MoeConfig, flag="moe")
 
     def __post_init__(self):
         """Refuses shapes that cannot be built."""
@@ -65,6 +67,10 @@ class DecoderConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be in [0, 1) (--model.dropout)")
+        if self.moe.experts and self.bias == "all":
+            raise UserError(
+                "model.bias=all: experts have no biases; use none or qkv (--model.bias)"
+            )
 
     @property
     def padded_vocab(self) -> int:
@@ -89,9 +95,15 @@ class DecoderConfig:
 
     @property
     def feed_forward(self) -> MlpConfig:
-        """The feed-forward layer's own shape."""
+        """The feed-forward layer's own shape, or the shared experts' together (hidden 0: none)."""
+        hidden = self.moe.shared * self.moe.width if self.moe.experts else self.mlp
         bias = self.bias == "all"
-        return MlpConfig(self.width, self.mlp, self.activation, bias, self._out_std)
+        return MlpConfig(self.width, hidden, self.activation, bias, self._out_std)
+
+    @property
+    def expert(self) -> MlpConfig:
+        """The shape of one routed expert."""
+        return MlpConfig(self.width, self.moe.width, self.activation, False, self._out_std)
 
     @property
     def _out_std(self) -> float:
@@ -100,26 +112,32 @@ class DecoderConfig:
     @property
     def sizes(self) -> dict[str, tuple[int, str]]:
         """{logical word: (size of that dimension, the flag that sets it)}."""
-        return {
+        found = {
             "embed": (self.width, "model.width"),
             "heads": (self.heads, "model.heads"),
             "kv_heads": (self.kv_heads, "model.kv_heads"),
             "mlp": (self.mlp, "model.mlp"),
             "vocab": (self.padded_vocab, "model.vocab_multiple"),
             "layers": (self.layers, "model.layers"),
-        } | (
-            {"positions": (self.max_positions, "model.max_positions")}
-            if self.position == "learned"
-            else {}
-        )
+        }
+        if self.position == "learned":
+            found["positions"] = (self.max_positions, "model.max_positions")
+        if self.moe.experts:
+            found["mlp"] = (self.moe.width, "moe.width")
+            found["expert"] = (self.moe.experts, "moe.experts")
+        return found
 
     @property
     def work(self) -> DecoderWork:
-        """What FLOPs depend on. Biases and norms are left out, as every convention does."""
+        """What FLOPs depend on: of experts, those that a token uses, and the router. Biases and
+        norms are left out, as every convention does."""
         attended = self.heads * self.head_width
         kv = self.kv_heads * self.head_width
         matrices = 3 if self.activation == "swiglu" else 2
-        per_layer = self.width * (2 * attended + 2 * kv + matrices * self.mlp)
+        moe, hidden, router = self.moe, self.mlp, 0
+        if moe.experts:
+            hidden, router = (moe.top_k + moe.shared) * moe.width, moe.experts
+        per_layer = self.width * (2 * attended + 2 * kv + matrices * hidden + router)
         return DecoderWork(
             self.layers,
             self.width,
@@ -195,6 +213,24 @@ def _qwen(layers: int, width: int, heads: int, kv_heads: int, mlp: int, **change
     return DecoderConfig(**(values | changes))
 
 
+def _mixtral_8x7b() -> DecoderConfig:
+    """Mixtral 8x7B (arXiv 2401.04088, table 1; rotary base and epsilon of its config.json)."""
+    return DecoderConfig(
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        head_width=128,
+        mlp=14336,
+        vocab=32000,
+        norm_eps=1e-5,
+        max_positions=32768,
+        tied=False,
+        rope=RopeConfig(theta=1000000.0),
+        moe=MoeConfig(experts=8, top_k=2, width=14336),
+    )
+
+
 def _megascale(layers: int, width: int, heads: int) -> DecoderConfig:
     """MegaScale section 6.1. The paper gives no window: 1024 is (chosen, half its sequence)."""
     return DecoderConfig(
@@ -231,6 +267,12 @@ PRESETS: dict[str, Callable[[], DecoderConfig]] = {
     "qwen2_7b": lambda: _qwen(28, 3584, 28, 4, 18944, bias="qkv", vocab=152064),
     "qwen3_0p6b": lambda: _qwen(28, 1024, 16, 8, 3072, qk_norm=True, tied=True),
     "qwen3_8b": lambda: _qwen(36, 4096, 32, 8, 12288, qk_norm=True),
+    "nano_moe": lambda: DecoderConfig(mlp=192, moe=MoeConfig(experts=8, top_k=2, width=192)),
+    "mixtral_8x7b": _mixtral_8x7b,
+    # arXiv 2505.09388 table 2; widths of its config.json.
+    "qwen3_30b_a3b": lambda: _qwen(
+        48, 2048, 32, 4, 6144, qk_norm=True, moe=MoeConfig(experts=128, top_k=8, width=768)
+    ),
     "megascale_175b": lambda: _megascale(96, 12288, 128),
     "megascale_530b": lambda: _megascale(105, 20480, 160),
 }

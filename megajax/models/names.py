@@ -3,39 +3,54 @@
 A rule says how one tensor's dimensions are read and in which order ours has them, letter by letter
 ('HKD->DHK': a torch Linear of q_proj). Both directions are views, so a shard of a leaf is read
 from the file without touching the rest. Families: gpt2, llama, mistral (llama with a window),
-qwen2, qwen3.
+qwen2, qwen3, mixtral, qwen3_moe.
 
-Legend: D width, F feed-forward, H query heads, G key-value heads, K head width, V vocabulary, N
-positions, 3 the fused q, k, v of GPT-2.
+Legend: D width, F feed-forward (of one expert, where there are any), E experts, H query heads, G
+key-value heads, K head width, V vocabulary, N positions, 3 the fused q, k, v of GPT-2.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+
+# Members of MoeConfig that a checkpoint knows nothing of.
+TRAINED = ("mode", "capacity_factor", "aux_loss", "z_loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One leaf and its tensor. '{i}' in `theirs`: the layer. part: of a fused tensor's '3'."""
+    """One leaf and its tensor, or tensors: '{i}' in `theirs` is the layer, '{e}' the expert, and
+    our leaf is stacked over both. part: of a fused tensor's '3'."""
 
     ours: str
     theirs: str
     dims: str
     part: int | None = None
 
+    def stack(self, cfg: DecoderConfig) -> tuple[int, ...]:
+        """Returns how many tensors make the leaf, by leading dimension: (), (L,) or (L, E)."""
+        counts = {"{i}": cfg.layers, "{e}": cfg.moe.experts}
+        return tuple(n for mark, n in counts.items() if mark in self.theirs)
+
+    def name(self, index: tuple[int, ...]) -> str:
+        """Returns the name of one of the tensors."""
+        return self.theirs.format(**dict(zip("ie", index, strict=False)))
+
     def sizes(self, cfg: DecoderConfig) -> dict[str, int]:
         """Returns {letter: size} in their tensor."""
+        F = cfg.moe.width if cfg.moe.experts else cfg.mlp
         return {
-            "D": cfg.width, "F": cfg.mlp, "H": cfg.heads, "G": cfg.kv_heads, "K": cfg.head_width,
-            "V": cfg.vocab, "N": cfg.max_positions, "3": 3,
+            "D": cfg.width, "F": F, "E": cfg.moe.experts, "H": cfg.heads, "G": cfg.kv_heads,
+            "K": cfg.head_width, "V": cfg.vocab, "N": cfg.max_positions, "3": 3,
         }  # fmt: skip
 
     def their_shape(self, cfg: DecoderConfig) -> tuple[int, ...]:
@@ -50,7 +65,7 @@ class Rule:
         return tuple(sizes[c] for c in merged)
 
     def to_ours(self, tensor: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
-        """Returns their tensor as a view in our shape (of one layer)."""
+        """Returns their tensor as a view in our shape (of one layer, of one expert)."""
         theirs, ours = self.dims.split("->")
         view = tensor.reshape([self.sizes(cfg)[c] for c in theirs])
         if self.part is not None:
@@ -59,7 +74,7 @@ class Rule:
         return view.transpose([theirs.index(c) for c in ours])
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """Returns one layer of our leaf with their order of dimensions (the '3' left out)."""
+        """Returns one piece of our leaf with their order of dimensions (the '3' left out)."""
         theirs, ours = self.dims.split("->")
         return array.transpose([ours.index(c) for c in theirs.replace("3", "")])
 
@@ -99,10 +114,17 @@ def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
     layer = "model.layers.{i}"
     found = [Rule("tokens", "model.embed_tokens.weight", "VD->VD")]
     found += _attention(layer, cfg.bias, cfg.qk_norm)
+    ours, theirs, gate, up, down = "mlp", "mlp", "gate_proj", "up_proj", "down_proj"
+    if cfg.moe.experts:
+        ours, home = "moe", f"{layer}.mlp"
+        if family(cfg) == "mixtral":
+            home, gate, up, down = f"{layer}.block_sparse_moe", "w1", "w3", "w2"
+        theirs = home.removeprefix(f"{layer}.") + ".experts.{e}"
+        found.append(Rule("blocks.moe.router", f"{home}.gate.weight", "ED->DE"))
     found += [
-        Rule("blocks.mlp.gate", f"{layer}.mlp.gate_proj.weight", "FD->DF"),
-        Rule("blocks.mlp.up", f"{layer}.mlp.up_proj.weight", "FD->DF"),
-        Rule("blocks.mlp.down", f"{layer}.mlp.down_proj.weight", "DF->FD"),
+        Rule(f"blocks.{ours}.gate", f"{layer}.{theirs}.{gate}.weight", "FD->DF"),
+        Rule(f"blocks.{ours}.up", f"{layer}.{theirs}.{up}.weight", "FD->DF"),
+        Rule(f"blocks.{ours}.down", f"{layer}.{theirs}.{down}.weight", "DF->FD"),
         Rule("blocks.attention_norm.scale", f"{layer}.input_layernorm.weight", "D->D"),
         Rule("blocks.mlp_norm.scale", f"{layer}.post_attention_layernorm.weight", "D->D"),
         Rule("norm.scale", "model.norm.weight", "D->D"),
@@ -160,7 +182,15 @@ def family(cfg: DecoderConfig) -> Family:
     if cfg.block == "serial" and like_gpt2 and not cfg.qk_norm and cfg.window is None:
         if cfg.kv_heads == cfg.heads and cfg.heads * cfg.head_width == cfg.width:
             return "gpt2"
-    if cfg.block == "serial" and like_llama:
+    if cfg.block == "serial" and like_llama and cfg.moe.experts:
+        told = ("experts", "top_k", "width", "normalise", *TRAINED)
+        plain = dataclasses.replace(MoeConfig(), **{n: getattr(cfg.moe, n) for n in told})
+        if cfg.bias == "none" and cfg.moe == plain:
+            if cfg.qk_norm:
+                return "qwen3_moe"
+            if cfg.moe.normalise:
+                return "mixtral"
+    elif cfg.block == "serial" and like_llama:
         if cfg.qk_norm and cfg.bias == "none":
             return "qwen3"
         if cfg.bias == "qkv" and not cfg.qk_norm:
@@ -170,7 +200,8 @@ def family(cfg: DecoderConfig) -> Family:
     raise UserError(
         f"no Hugging Face family has this shape: block {cfg.block}, norm {cfg.norm}, position "
         f"{cfg.position}, activation {cfg.activation}, bias {cfg.bias}, qk_norm {cfg.qk_norm}, "
-        f"window {cfg.window}; gpt2, llama, mistral, qwen2 and qwen3 can be written"
+        f"window {cfg.window}, moe {cfg.moe if cfg.moe.experts else 'none'}; "
+        f"{', '.join(get_args(Family))} can be written"
     )
 
 
@@ -182,6 +213,8 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -207,11 +240,24 @@ def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
         norm_eps=found["rms_norm_eps"],
         max_positions=found["max_position_embeddings"],
         bias="qkv" if kind == "qwen2" else "none",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         window=_window(found),
         tied=found.get("tie_word_embeddings", False),
         rope=_rope(found),
+        moe=_moe(found),
     )
+
+
+def _moe(found: Mapping[str, Any]) -> MoeConfig:
+    """Reads the routing of Mixtral and Qwen3-MoE; other families have none."""
+    if found["model_type"] not in ("mixtral", "qwen3_moe"):
+        return MoeConfig()
+    experts = found.get("num_local_experts") or found["num_experts"]  # transformers 5, or 4
+    if found["model_type"] == "mixtral":
+        return MoeConfig(experts, found["num_experts_per_tok"], found["intermediate_size"])
+    _require(found, decoder_sparse_step=1, mlp_only_layers=[])
+    width, normalise = found["moe_intermediate_size"], found.get("norm_topk_prob", False)
+    return MoeConfig(experts, found["num_experts_per_tok"], width, normalise=normalise)
 
 
 def _require(found: Mapping[str, Any], **wanted: Any) -> None:
@@ -309,7 +355,7 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "original_max_position_embeddings": cfg.rope.original_positions,
         }
     window = {"sliding_window": cfg.window}
-    if kind in ("qwen2", "qwen3"):
+    if kind.startswith("qwen"):
         window |= {"use_sliding_window": cfg.window is not None, "max_window_layers": 0}
     return (
         common
@@ -327,4 +373,22 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "hidden_act": "silu",
             "attention_bias": False,
         }
+        | _moe_to_hf(kind, cfg)
     )
+
+
+def _moe_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:
+    moe = cfg.moe
+    if kind == "mixtral":
+        own = {"num_local_experts": moe.experts, "intermediate_size": moe.width}
+    elif kind == "qwen3_moe":
+        own = {
+            "num_experts": moe.experts,
+            "moe_intermediate_size": moe.width,
+            "norm_topk_prob": moe.normalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    else:
+        return {}
+    return own | {"num_experts_per_tok": moe.top_k}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.tree import Tree, is_words
-from megajax.layers.losses import LossSums
+from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 
 Batch = Mapping[str, jax.Array]  # tokens, targets, segments, positions: each int32 (B, S)
@@ -27,8 +27,10 @@ class ModelParts:
 
     abstract: the parameters as ShapeDtypeStructs. axes: the logical words of each leaf.
     context(batch, key): what all blocks need. embed(params, batch, context) -> x.
-    block(layer params, x, context, cache) -> (x, cache). head(params, x) -> float32 logits.
-    head_loss(params, x, targets) -> LossSums.
+    block(layer params, x, context, cache) -> (x, cache, MoeSums or None); the objective adds the
+    MoeSums' penalty. head(params, x) -> float32 logits. head_loss(params, x, targets) -> LossSums
+    without the blocks' part. settle(params, sums of a step) -> params: what follows a rule and no
+    gradient (the experts' bias), once a step.
     """
 
     layers: int
@@ -37,41 +39,47 @@ class ModelParts:
     init: Callable[[jax.Array], Tree]
     context: Callable[..., Context]
     embed: Callable[..., jax.Array]
-    block: Callable[..., tuple[jax.Array, Any]]
+    block: Callable[..., tuple[jax.Array, Any, MoeSums | None]]
     head: Callable[..., jax.Array]
     head_loss: Callable[..., LossSums]
+    settle: Callable[[Tree, LossSums], Tree]
 
-    def hidden(self, params: Tree, batch: Batch, key: jax.Array | None, remat: Remat) -> jax.Array:
-        """Returns the residual stream after the last block; one scan over the stacked layers."""
+    def hidden(
+        self, params: Tree, batch: Batch, key: jax.Array | None, remat: Remat
+    ) -> tuple[jax.Array, MoeSums | None]:
+        """Returns (the residual stream after the last block, the blocks' sums); one scan over the
+        stacked layers."""
         context = self.context(batch, key)
 
-        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, None]:
+        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, MoeSums | None]:
             weights, index = layer
             here = context
             if context.dropout is not None:
                 here = dataclasses.replace(
                     context, dropout=jax.random.fold_in(context.dropout, index)
                 )
-            return self.block(weights, x, here)[0], None
+            x, _, moe = self.block(weights, x, here)
+            return x, moe
 
         if remat != "none":
             step = jax.checkpoint(step, policy=remat_policy(remat), prevent_cse=False)
         with jax.named_scope("embed"):
             x = self.embed(params, batch, context)
         with jax.named_scope("blocks"):
-            return jax.lax.scan(step, x, (params["blocks"], jnp.arange(self.layers)))[0]
+            return jax.lax.scan(step, x, (params["blocks"], jnp.arange(self.layers)))
 
     def loss(
         self, params: Tree, batch: Batch, key: jax.Array | None = None, remat: Remat = "none"
     ) -> LossSums:
         """Returns the sums over all predicted tokens of the batch."""
-        x = self.hidden(params, batch, key, remat)
+        x, moe = self.hidden(params, batch, key, remat)
         with jax.named_scope("head"):
-            return self.head_loss(params, x, batch["targets"])
+            sums = self.head_loss(params, x, batch["targets"])
+        return dataclasses.replace(sums, moe=moe)
 
     def logits(self, params: Tree, batch: Batch) -> jax.Array:
         """Returns float32 logits (B, S, padded vocabulary), all at once: for small batches."""
-        return self.head(params, self.hidden(params, batch, None, "none"))
+        return self.head(params, self.hidden(params, batch, None, "none")[0])
 
 
 def remat_policy(name: Remat) -> Callable:

@@ -102,6 +102,11 @@ class PipelineConfig:
                 f"train.accumulate={cfg.train.accumulate}: with pipeline stages a step is cut by "
                 "--pipeline.microbatches; use 1 (--train.accumulate)"
             )
+        if cfg.model.moe.experts:
+            raise UserError(
+                f"moe.experts={cfg.model.moe.experts}: pipeline stages have dense layers only; use "
+                "mesh.pipe=1 and spread the experts over --mesh.expert (--mesh.pipe, --moe.experts)"
+            )
         if cfg.model.dropout > 0:
             raise UserError(
                 f"model.dropout={cfg.model.dropout}: pipeline stages have none; use 0 "

@@ -1,10 +1,10 @@
 """The rule tables: which mesh axes cut which logical word.
 
 Dense weights rest cut over tensor (Megatron's column and row cut) and, along the model width, over
-every axis that shares their gradient (ZeRO-3, FSDP). The residual stream between blocks is cut
-along the sequence over tensor too (sequence parallelism, arXiv 2205.05198). Pipeline stages hold
-their own layers and share the vocabulary. Plain data; the rest of the library sees it through
-`core.layout.Layout`.
+every axis that shares their gradient (ZeRO-3, FSDP). Experts rest on the axis `expert`, so their
+width is cut over the other three. The residual stream between blocks is cut along the sequence over
+tensor too (sequence parallelism, arXiv 2205.05198). Pipeline stages hold their own layers and share
+the vocabulary. Plain data; the rest of the library sees it through `core.layout.Layout`.
 """
 
 from dataclasses import dataclass
@@ -53,9 +53,8 @@ def rules(zero: Zero = "full", decode: bool = False) -> Rules:
         **{w: ("tensor",) for w in ("heads", "kv_heads", "mlp", "vocab")},
     }
     residual = {"batch": BATCH_AXES, "seq": () if decode else ("context", "tensor")}
-    return Rules(
-        stored=weights | {"embed": zero_axes(zero)}, act=act, residual=residual, partial=ZERO_AXES
-    )
+    stored = weights | {"expert": ("expert",), "embed": zero_axes(zero)}
+    return Rules(stored=stored, act=act, residual=residual, partial=ZERO_AXES)
 
 
 def layout(mesh: Mesh, zero: Zero = "full", decode: bool = False) -> Layout:

@@ -25,6 +25,7 @@ from megajax.layers import attend as attend_
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
 from megajax.parallel import context as context_
+from megajax.parallel import expert
 from megajax.parallel.context import ContextSpec
 
 Array = jax.Array
@@ -44,6 +45,8 @@ def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextS
         down=functools.partial(down, layout),
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
+        score=functools.partial(expert.score, layout, whole),
+        expert=functools.partial(expert.expert, layout, whole),
     )
 
 
@@ -52,25 +55,29 @@ def gather(layout: Layout, x_BSD: Array) -> Array:
     return reshard(x_BSD, layout.act("batch", "seq", None, reduced=TENSOR))
 
 
-def whole(layout: Layout, w: nnx.Param, dtype: Any) -> Array:
+def whole(layout: Layout, w: nnx.Param, dtype: Any, beside: tuple[str, ...] = ()) -> Array:
     """Cast, then gather over the ZeRO axes: the compute dtype travels, forward and backward.
 
     Copies on other nodes (hybrid sharding) are made `reduced` first, so that the backward pass
-    reduce-scatters inside the node and all-reduces only the shard between nodes.
+    reduce-scatters inside the node and all-reduces only the shard between nodes. beside: axes that
+    hold copies too and that cut what the weight meets (tensor, on the residual stream).
     """
     axes = w.get_metadata("axes")
     x = w[...].astype(dtype)
     target = layout.whole(*axes)
-    cut, copied = _zero_axes(layout)
+    target = target.update(reduced=target.reduced | set(layout.live(beside)))
+    cut, copied = _zero_axes(layout, *axes)
+    copied += layout.live(beside)
     if cut and copied:
         x = reshard(x, layout.stored(*axes).update(reduced=set(copied)))
     return reshard(x, target)
 
 
-def _zero_axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _zero_axes(layout: Layout, *words: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns (axes that cut the width of a stored weight, axes that hold copies of it)."""
-    cut = layout.live(layout.rules.stored.get("embed", ()))
-    return cut, tuple(a for a in layout.live(layout.rules.partial) if a not in cut)
+    partial = layout.live(layout.partial(*words))
+    cut = tuple(a for a in partial if a in layout.rules.stored.get("embed", ()))
+    return cut, tuple(a for a in partial if a not in cut)
 
 
 def up(

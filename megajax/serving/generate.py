@@ -155,7 +155,7 @@ class Generator:
         context = parts.context(batch, None)
 
         def layer(x: jax.Array, stacked: tuple[Any, Cache]) -> tuple[jax.Array, Any]:
-            return parts.block(stacked[0], x, context, stacked[1])
+            return parts.block(stacked[0], x, context, stacked[1])[:2]
 
         x_BSD = parts.embed(params, batch, context)
         x_BSD, cache = jax.lax.scan(layer, x_BSD, (params["blocks"], cache))

@@ -116,6 +116,7 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
         "tokens": tokens,
         "targets": int(values["targets"]),
     }
+    row |= {k: v.item() for k, v in values.items() if k.startswith("moe_")}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NotFinite(_bad_step(run, step, loss, values["leaf_norms"]))

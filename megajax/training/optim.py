@@ -172,20 +172,18 @@ def orthogonalise(x: jax.Array) -> jax.Array:
     return x if wide else x.mT
 
 
-def spread(count: int, layout: Layout | None) -> tuple[str, ...]:
+def spread(count: int, layout: Layout | None, taken: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Returns mesh axes that together cut `count` slices into equal pieces.
 
-    First those that cut the layers already (pipeline stages), then the largest.
+    First those that cut the layers already (pipeline stages), then the largest. taken: axes that
+    must not be used.
     """
     if layout is None:
         return ()
     chosen = layout.live(layout.rules.stored.get("layers", ()))
-    for axis in sorted(layout.mesh.shape, key=lambda a: -layout.mesh.shape[a]):
-        if (
-            axis not in chosen
-            and layout.mesh.shape[axis] > 1
-            and count % layout.ways((*chosen, axis)) == 0
-        ):
+    free = [a for a in layout.mesh.shape if a not in (*taken, *chosen)]
+    for axis in sorted(free, key=lambda a: -layout.mesh.shape[a]):
+        if layout.mesh.shape[axis] > 1 and count % layout.ways((*chosen, axis)) == 0:
             chosen = (*chosen, axis)
     return chosen
 
@@ -195,16 +193,21 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Nesterov momentum, orthogonalised per matrix, scaled to the RMS of an Adam update.
 
-    Under a mesh each device orthogonalises its share of the stacked layers: one all-to-all there
-    and one back, no collective inside Newton-Schulz.
+    Under a mesh each device orthogonalises its share of the stacked layers and experts (these stay
+    on their axis): one all-to-all there and one back, no collective inside Newton-Schulz.
     """
 
     def direction(words: Words, x: jax.Array) -> jax.Array:
         stack = [i for i, w in enumerate(words) if w in STACK_WORDS]
         shape, spec = x.shape, jax.typeof(x).sharding.spec
         if layout is not None:
-            entry = spread(shape[0], layout) if stack else ()
-            x = reshard(x, PartitionSpec(entry or None, *[None] * (x.ndim - 1)))
+            held = [layout.live(layout.rules.stored.get(words[i] or "", ())) for i in stack]
+            taken, entries = sum(held, ()), []
+            for i, own in zip(stack, held, strict=True):
+                more = spread(shape[i] // layout.ways(own), layout, taken)
+                taken += more
+                entries.append((*own, *more) or None)
+            x = reshard(x, PartitionSpec(*entries, *[None] * (x.ndim - len(stack))))
         # 'embed' is one side of the matrix, all other inner dimensions the other.
         rows = shape[len(stack)] if words[len(stack)] == "embed" else -1
         columns = shape[-1] if rows == -1 else -1

@@ -1,5 +1,6 @@
 """Named configurations: where pretraining starts, and what a plan plans."""
 
+import dataclasses
 from collections.abc import Callable
 
 from megajax.core.mesh import MeshSpec
@@ -28,6 +29,12 @@ def nano() -> Config:
     )
 
 
+def nano_moe() -> Config:
+    """nano with 8 experts, of which a token uses 2: as many active parameters."""
+    mesh = MeshSpec(expert=4, tensor=2)
+    return dataclasses.replace(nano(), model=MODELS["nano_moe"](), mesh=mesh)
+
+
 def large(name: str, global_batch: int = 512) -> Config:
     """A published model with the settings of its size: bf16, 2 million tokens a step or fewer."""
     model = MODELS[name]()
@@ -52,8 +59,9 @@ def megascale(name: str) -> Config:
     return large(name, 6144)
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"nano": nano} | {
+SMALL: dict[str, Callable[[], Config]] = {"nano": nano, "nano_moe": nano_moe}
+PRESETS = SMALL | {
     name: (lambda name=name: megascale(name) if "megascale" in name else large(name))
     for name in MODELS
-    if name != "nano"
+    if name not in SMALL
 }

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, name, named_leaves
-from megajax.layers.losses import LossSums
+from megajax.layers.losses import LossSums, MoeSums
 from megajax.models import decoder
 from megajax.models.parts import Batch, ModelParts, map_words
 from megajax.parallel import local, sharding, tensor
@@ -93,7 +93,7 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
     return TrainStep(
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
         step=under_mesh(
-            jax.jit(functools.partial(_step, cfg, gradients, optimizer), donate_argnums=0)
+            jax.jit(functools.partial(_step, cfg, parts, gradients, optimizer), donate_argnums=0)
         ),
         evaluate=under_mesh(jax.jit(loss)),
         natural=under_mesh(_reorder(np.argsort(order))),
@@ -189,17 +189,21 @@ def _objective(cfg: Any, sums: LossSums, total: jax.Array) -> jax.Array:
 
 def _scanned(cfg: Any, parts: ModelParts) -> Gradients:
     """Gradients by differentiating the loss, one micro-batch after the other."""
+    pieces = cfg.train.accumulate
 
     def objective(params: Tree, micro: Batch, total: jax.Array, key: jax.Array) -> tuple:
         sums = parts.loss(params, micro, key, cfg.train.remat)
-        return _objective(cfg, sums, total), sums
+        value = _objective(cfg, sums, total)
+        if sums.moe is not None:
+            value += sums.moe.penalty.sum() / pieces
+        return value, sums
 
     grad_of = jax.grad(objective, has_aux=True)
 
     def gradients(
         params: Tree, batch: Batch, total: jax.Array, key: jax.Array
     ) -> tuple[LossSums, Tree]:
-        if cfg.train.accumulate == 1:
+        if pieces == 1:
             grads, sums = grad_of(params, batch, total, key)
             return sums, grads
 
@@ -209,9 +213,10 @@ def _scanned(cfg: Any, parts: ModelParts) -> Gradients:
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        none = LossSums(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
-        pieces = (jnp.arange(cfg.train.accumulate), dict(batch))
-        return jax.lax.scan(micro_step, (none, zeros), pieces)[0]
+        first = jax.tree.map(lambda x: x[0], dict(batch))
+        found = jax.eval_shape(objective, params, first, total, key)[1]
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
+        return jax.lax.scan(micro_step, (none, zeros), (jnp.arange(pieces), dict(batch)))[0]
 
     return gradients
 
@@ -229,13 +234,15 @@ def _pipelined(cfg: Any, pipe: Pipeline) -> Gradients:
 
 def _step(
     cfg: Any,
+    parts: ModelParts,
     gradients: Gradients,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step. The objective is the mean over all predicted tokens of all micro-batches,
-    so a micro-batch with fewer of them weighs less."""
+    so a micro-batch with fewer of them weighs less; plus the mean over micro-batches, all of one
+    size, of the routers' penalties, which count every token."""
     count = (batch["targets"] >= 0).sum()
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
@@ -246,7 +253,8 @@ def _step(
         scale = jnp.minimum(1.0, cfg.optim.clip / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt = optimizer.update(grads, state.opt, state.params)
-    new = TrainState(optax.apply_updates(state.params, updates), opt, state.step + 1)
+    params = parts.settle(optax.apply_updates(state.params, updates), sums)
+    new = TrainState(params, opt, state.step + 1)
     loss = sums.cross_entropy / total
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
@@ -260,4 +268,21 @@ def _step(
         "lr": jnp.asarray(rate, jnp.float32),
         "leaf_norms": jnp.sqrt(squares),
     }
-    return new, metrics
+    return new, metrics | _moe_metrics(sums.moe, cfg.train.accumulate)
+
+
+def _moe_metrics(sums: MoeSums | None, batches: int) -> dict[str, jax.Array]:
+    """moe_aux and moe_z: means over layers and micro-batches, beside the loss, never in it.
+
+    moe_dropped: pairs of token and expert without a slot, of all layers. moe_max_load: of the
+    busiest expert of any layer, over a balanced one's.
+    """
+    if sums is None:
+        return {}
+    load = sums.load_E.astype(jnp.float32)
+    return {
+        "moe_aux": sums.aux.mean() / batches,
+        "moe_z": sums.z.mean() / batches,
+        "moe_dropped": sums.dropped.sum(),
+        "moe_max_load": (load / load.mean(-1, keepdims=True)).max(),
+    }

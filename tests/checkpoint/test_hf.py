@@ -18,7 +18,7 @@ from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-FAMILIES = ["gpt2", "llama", "llama3_tied", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["gpt2", "llama", "llama3_tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
 
 def unpack(name, folder):
@@ -53,11 +53,14 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 def test_export_is_bit_for_bit(name, tmp_path):
     """Their tensors -> ours, cut over a mesh -> their tensors, in several shards -> ours again."""
     _, tensors = unpack(name, tmp_path / "theirs")
-    mesh = MeshSpec(tensor=2).build()
-    cfg, params = hf.load(tmp_path / "theirs", sharding.layout(mesh))
-    assert params["blocks"]["mlp"]["up"].sharding.spec == sharding.layout(mesh).stored(
-        "layers", "embed", "mlp"
-    )
+    lo = sharding.layout(MeshSpec(tensor=2, expert=2).build())
+    cfg, params = hf.load(tmp_path / "theirs", lo)
+    blocks = params["blocks"]
+    if cfg.moe.experts:
+        words = ("layers", "expert", "embed", "mlp")
+        assert blocks["moe"]["up"].sharding.spec == lo.stored(*words)
+    else:
+        assert blocks["mlp"]["up"].sharding.spec == lo.stored("layers", "embed", "mlp")
     hf.save(params, cfg, tmp_path / "ours")
     exported = safetensors.numpy.load_file(tmp_path / "ours" / "model.safetensors")
     assert set(exported) == set(tensors)
@@ -101,7 +104,8 @@ def test_config_json_round_trip(name):
 
 
 def test_rules_cover_every_leaf():
-    for name in ("gpt2", "llama3_8b", "qwen2_7b", "qwen3_8b", "llama3_1b"):
+    names_ = "gpt2 llama3_8b qwen2_7b qwen3_8b llama3_1b mixtral_8x7b qwen3_30b_a3b"
+    for name in names_.split():
         cfg = dataclasses.replace(PRESETS[name](), layers=1)
         leaves = {n for n, _ in named_leaves(decoder.parts(cfg).abstract)}
         assert {r.ours for r in names.rules(cfg)} == leaves

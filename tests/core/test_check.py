@@ -26,6 +26,7 @@ def run(changes, devices=8):
         {"mesh.node": 2, "mesh.data": 2, "mesh.tensor": 2},
         {"mesh.context": 2, "mesh.tensor": 2},
         {"mesh.expert": 2},
+        {"mesh.expert": 8, "model.moe.experts": 8, "model.mlp": 7},
         {"train.accumulate": 2, "train.loss_chunks": 4},
         {"mesh.context": 2, "mesh.tensor": 2, "context.kind": "ulysses", "model.kv_heads": 2},
         {"mesh.context": 2, "train.seq_len": 126, "context.order": "plain"},
@@ -59,6 +60,11 @@ def test_legal_combinations(changes):
             {"mesh.context": 2, "train.attention": "cudnn"},
             ["train.attention=cudnn", "ulysses, gather", "--context.kind"],
         ),
+        (
+            {"model.moe.experts": 6, "mesh.expert": 4},
+            ["moe.experts=6", "mesh.expert 4", "nearest: 4, 8", "nearest: 3, 6", "--moe.experts"],
+        ),
+        ({"model.moe.experts": 4, "model.moe.width": 5, "mesh.tensor": 2}, ["moe.width=5", "4, 6"]),
     ],
 )
 def test_illegal_combinations_name_flag_and_nearest_value(changes, words):

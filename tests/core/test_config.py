@@ -31,11 +31,24 @@ class Outer:
     on: bool = option(False, "a switch")
 
 
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    outer: Outer = group(Outer)
+    part: Outer = group(Outer, flag="short")
+
+
 def test_leaves_are_dotted():
     assert [n for n, _, _ in config.leaves(Outer)] == [
         "inner.size", "inner.kind", "inner.limit", "inner.rate",
         "mesh.size", "mesh.kind", "mesh.limit", "mesh.rate", "name", "on",
     ]  # fmt: skip
+
+
+def test_a_group_may_shorten_its_flags():
+    names = config.flag_names(Nested)
+    assert list(names) == [n for n, _, _ in config.leaves(Nested)]
+    assert names["part.inner.size"] == "short.inner.size" and names["part.on"] == "short.on"
+    assert names["outer.inner.size"] == "outer.inner.size"
 
 
 def test_override_replaces_and_keeps_the_rest():

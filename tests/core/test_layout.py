@@ -31,6 +31,15 @@ def test_hybrid_keeps_a_copy_on_each_node():
     assert lo.whole("embed", "mlp") == P(None, "tensor", reduced=set(ZERO))
 
 
+def test_experts_differ_along_their_axis():
+    """Their width is cut over the other axes, and only these share the gradient."""
+    lo, others = layout(full_mesh()), ("node", "data", "context")
+    assert lo.stored("expert", "embed", "mlp") == P("expert", others, "tensor")
+    assert lo.stored("layers", "expert", "mlp", "embed") == P(None, "expert", "tensor", others)
+    assert lo.whole("expert", "embed", "mlp") == P("expert", None, "tensor", reduced=set(others))
+    assert layout(full_mesh(), "none").stored("expert", "embed", None) == P("expert", None, None)
+
+
 def test_none_keeps_a_copy_everywhere():
     lo = layout(full_mesh(), "none")
     assert lo.stored("embed", "mlp") == P(None, "tensor")

@@ -3,16 +3,19 @@
 Run it in an environment of its own (it needs torch and transformers, which megajax does not):
 
     python -m venv hf && hf/bin/pip install torch transformers numpy
-    hf/bin/python tests/golden/make_hf.py
+    hf/bin/python tests/golden/make_hf.py [case ...]
 
-Each file holds the config.json text, every tensor of the state dict that transformers would save,
-the tokens and the float32 logits of eager attention. Made with transformers 5.23.0, torch 2.13.0.
+Each file holds the config.json text, every tensor that transformers saves, the tokens and the
+float32 logits of eager attention. Made with transformers 5.23.0, torch 2.13.0.
 """
 
 import json
 import pathlib
+import sys
+import tempfile
 
 import numpy as np
+import safetensors.numpy
 import torch
 import transformers
 
@@ -26,6 +29,7 @@ SMALL = dict(
     num_key_value_heads=2,
     max_position_embeddings=128,
 )
+SMALL_MOE = SMALL | dict(intermediate_size=24)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -43,12 +47,24 @@ CASES = {
     "mistral": transformers.MistralConfig(**SMALL, sliding_window=5, head_dim=12),
     "qwen2": transformers.Qwen2Config(**SMALL),
     "qwen3": transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(**SMALL_MOE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SMALL_MOE,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        head_dim=16,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
 }
 
 
 def main() -> None:
     """Writes one file for each case."""
-    for name, config in CASES.items():
+    for name in sys.argv[1:] or CASES:
+        config = CASES[name]
         torch.manual_seed(0)
         config._attn_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
@@ -58,9 +74,9 @@ def main() -> None:
         tokens = torch.randint(0, 101, (2, 24))
         with torch.no_grad():
             logits = model(tokens).logits
-        state = {k: v.numpy() for k, v in model.state_dict().items()}
-        if config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            state = safetensors.numpy.load_file(f"{folder}/model.safetensors")
         np.savez_compressed(
             FOLDER / f"hf_{name}.npz",
             config=json.dumps(

@@ -59,7 +59,7 @@ def influence(cfg, batch, tokens_from, layers=None):
     def last(x):
         for layer in range(cfg.layers):
             weights = jax.tree.map(lambda w: w[layer], params["blocks"])  # noqa: B023
-            x, _ = parts.block(weights, x, context)
+            x, _, _ = parts.block(weights, x, context)
         return x[0, tokens_from]
 
     x = parts.embed(params, batch, context)

@@ -13,7 +13,7 @@ from megajax.models import decoder
 from megajax.parallel import sharding, tensor
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig, sample
-from tests.tiny import MODEL, RICH
+from tests.tiny import DEEPSEEK, MODEL, RICH
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
@@ -44,8 +44,17 @@ def placed(params, cfg, lo):
     return map_words(lambda w, x: jax.device_put(x, lo.named(lo.stored(*w))), axes, params)
 
 
-@pytest.mark.parametrize("cfg", [MODEL, RICH], ids=["plain", "rich"])
-@pytest.mark.parametrize("mesh", [{"data": 1}, {"tensor": 4}], ids=["one device", "mesh"])
+@pytest.mark.parametrize(
+    ("cfg", "mesh"),
+    [
+        (MODEL, {"data": 1}),
+        pytest.param(MODEL, {"tensor": 4}, marks=pytest.mark.slow),
+        pytest.param(RICH, {"data": 1}, marks=pytest.mark.slow),
+        (RICH, {"tensor": 4}),
+        (DEEPSEEK, {"expert": 4, "tensor": 2}),
+    ],
+    ids=["plain", "plain on a mesh", "rich", "rich on a mesh", "experts on a mesh"],
+)
 def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
     params = sharp(cfg)
     spec = MeshSpec(**mesh)

@@ -16,6 +16,7 @@ from megajax.training.optim import (
     make_optimizer,
     make_schedule,
     orthogonalise,
+    scale_by_muon,
     spread,
 )
 
@@ -176,6 +177,21 @@ def test_muon_updates_matrices_layer_by_layer_and_adam_the_rest(seed):
             np.testing.assert_allclose(step, 0.1 * want, atol=2e-5)
     for k in ("tokens", "bias", "norm"):  # Adam's first step is the sign of the gradient
         np.testing.assert_allclose(params[k] - got[k], 0.1 * np.sign(grads[0][k]), atol=1e-5)
+
+
+def test_muon_orthogonalises_each_expert_alone(seed):
+    """On a mesh whose devices hold different experts, against one matrix at a time."""
+    words = ("layers", "expert", "embed", "mlp")
+    grad = np.random.default_rng(seed).normal(size=(2, 4, 8, 6)).astype(np.float32)
+    lo = layout(MeshSpec(expert=2, tensor=2).build())
+    with jax.set_mesh(lo.mesh):
+        placed = {"up": jax.device_put(grad, lo.named(lo.stored(*words)))}
+        muon = scale_by_muon(0.9, {"up": words}, lo)
+        got = jax.jit(lambda g: muon.update(g, muon.init(g))[0])(placed)["up"]
+    assert got.sharding.spec == lo.stored(*words)
+    for i in np.ndindex(2, 4):
+        want = 0.2 * 8**0.5 * np.asarray(orthogonalise(jnp.asarray(grad[i])))
+        np.testing.assert_allclose(np.asarray(got)[i], want, atol=2e-5)
 
 
 def test_spread_uses_axes_that_divide():

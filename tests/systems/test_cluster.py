@@ -1,8 +1,8 @@
 """Plans: compiled programs against hand counts, memory against its bound, planted faults."""
 
 import dataclasses
-import itertools
 import functools
+import itertools
 import json
 
 import jax

@@ -1,0 +1,180 @@
+"""Mixture of experts: the router, its auxiliary losses, and the experts' parameters.
+
+A token goes to top_k of `experts` feed-forward networks; which ones, and with which weights, is a
+Dispatch (layers/dispatch.py, with the compute). Sources: Switch (arXiv 2101.03961 section 2.2, load
+balance), ST-MoE (arXiv 2202.08906 section 2.2, router z-loss), Mixtral (arXiv 2401.04088 section
+2.1), DeepSeek-V3 (arXiv 2412.19437 section 2.1.2: sigmoid scores, groups, expert bias, shared
+experts, which the block computes as an ordinary MLP beside this layer). Every layer is alike: dense
+first layers, which DeepSeek has, are left out because the stack of layers is scanned. Experts have
+no biases.
+
+Legend: B rows, S positions, D model width, F width of an expert, E experts, A active experts a
+token, G groups of experts, L layers.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.core.config import option
+from megajax.core.errors import UserError, nearest_divisors
+from megajax.core.layout import Layout
+from megajax.layers import param
+from megajax.layers.dispatch import Dispatch, ExpertWeights
+from megajax.layers.losses import MoeSums
+from megajax.layers.mlp import MlpConfig, activate
+from megajax.layers.ops import Ops
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Experts in the place of the feed-forward layer."""
+
+    experts: int = option(0, "experts E of a layer; 0: a dense model")
+    top_k: int = option(2, "experts that a token uses")
+    width: int = option(128, "feed-forward width of one expert")
+    shared: int = option(0, "experts of the same width that every token uses besides")
+    score: Literal["softmax", "sigmoid"] = option("softmax", "of the router")
+    normalise: bool = option(True, "a token's weights add up to `scale`")
+    scale: float = option(1.0, "factor of the weights")
+    groups: int = option(1, "groups of experts, one a node (DeepSeek-V3's node-limited routing)")
+    top_groups: int = option(1, "groups that a token may use")
+    mode: Literal["dropless", "capacity"] = option("dropless", "capacity: fixed slots an expert")
+    capacity_factor: float = option(1.25, "capacity: slots over a balanced load")
+    aux_loss: float = option(0.01, "weight of each layer's load-balance loss, 1 when balanced")
+    z_loss: float = option(0.0, "weight of each layer's mean squared log-sum-exp of the scores")
+    bias_rate: float = option(0.0, "a step's change of the experts' bias, by load; 0: no bias")
+
+    def __post_init__(self):
+        """Refuses routers that cannot be built."""
+        if self.experts == 0:
+            return
+        for name, low in (
+            *((n, 1) for n in ("experts", "top_k", "width", "groups", "top_groups")),
+            *((n, 0) for n in ("shared", "aux_loss", "z_loss", "bias_rate")),
+        ):
+            value = getattr(self, name)
+            if value < low:
+                raise UserError(f"moe.{name}={value} must be at least {low} (--moe.{name})")
+        if self.capacity_factor <= 0:
+            value = self.capacity_factor
+            raise UserError(f"moe.capacity_factor={value} must be above 0 (--moe.capacity_factor)")
+        if self.experts % self.groups:
+            raise UserError(
+                f"moe.groups={self.groups} must divide moe.experts={self.experts}; "
+                f"{nearest_divisors(self.experts, self.groups)} (--moe.groups)"
+            )
+        if self.top_groups > self.groups:
+            raise UserError(
+                f"moe.top_groups={self.top_groups} must be at most moe.groups={self.groups} "
+                "(--moe.top_groups)"
+            )
+        reach = self.experts // self.groups * self.top_groups
+        if self.top_k > reach:
+            raise UserError(
+                f"moe.top_k={self.top_k} must be at most {reach}, the experts that a token may use "
+                "(--moe.top_k, --moe.experts, --moe.top_groups)"
+            )
+
+    def slots(self, seq_len: int) -> int | None:
+        """Slots that an expert has for one row of the batch; None: as many as it needs."""
+        if self.mode == "dropless":
+            return None
+        fair = seq_len * self.top_k / self.experts
+        return min(math.ceil(self.capacity_factor * fair), seq_len)
+
+
+class Moe(nnx.Module):
+    """Router and experts of one layer."""
+
+    def __init__(
+        self, cfg: MoeConfig, mlp: MlpConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs
+    ):
+        """Makes router (D,E), up and, for SwiGLU, gate (E,D,F), down (E,F,D), and bias (E,).
+
+        mlp: the shape of one expert.
+        """
+        D, F, E = mlp.width, mlp.hidden, cfg.experts
+        self.cfg, self.mlp, self.ops = cfg, mlp, ops
+        self.router = param.normal(rngs, layout, (D, E), ("embed", None), 0.02)
+        into = ("expert", "embed", "mlp")
+        if mlp.activation == "swiglu":
+            self.gate = param.normal(rngs, layout, (E, D, F), into, 0.02)
+        self.up = param.normal(rngs, layout, (E, D, F), into, 0.02)
+        self.down = param.normal(rngs, layout, (E, F, D), ("expert", "mlp", "embed"), mlp.down_std)
+        if cfg.bias_rate > 0:
+            self.bias = param.constant(layout, (E,), (None,), 0.0)
+
+    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, MoeSums]:
+        """From the normalised residual stream to what the experts add to it, both lying alike."""
+        kind = self.mlp.activation
+        inputs = (self.gate, self.up) if kind == "swiglu" else (self.up,)
+        weights = ExpertWeights(inputs, self.down, functools.partial(activate, kind))
+        with jax.named_scope("router"):
+            scores_BSE = self.ops.score(x_BSD, self.router)
+            bias_11E = None
+            if self.cfg.bias_rate > 0:
+                bias_11E = param.broadcast(self.bias, scores_BSE, scores_BSE.dtype)
+            dispatch, sums = route(self.cfg, scores_BSE, bias_11E)
+        with jax.named_scope("experts"):
+            slots = self.cfg.slots(x_BSD.shape[1])
+            y_BSD, kept_BSA = self.ops.expert(x_BSD, dispatch, weights, slots, self.ops.grouped)
+        if kept_BSA is not None:
+            sums = dataclasses.replace(sums, dropped=(~kept_BSA).sum(dtype=jnp.int32))
+        return y_BSD, sums
+
+
+def route(
+    cfg: MoeConfig, logits_BSE: jax.Array, bias_11E: jax.Array | None
+) -> tuple[Dispatch, MoeSums]:
+    """Chooses experts and weights, and sums up over all tokens, on every device, how it went.
+
+    The bias and the groups decide the choice only; the weights are the scores themselves.
+    """
+    E = cfg.experts
+    if cfg.score == "softmax":
+        scores_BSE = shares_BSE = jax.nn.softmax(logits_BSE, -1)
+    else:
+        scores_BSE = jax.nn.sigmoid(logits_BSE)
+        shares_BSE = scores_BSE / scores_BSE.sum(-1, keepdims=True)
+    choice_BSE = scores_BSE if bias_11E is None else scores_BSE + bias_11E
+    if cfg.groups > 1:
+        choice_BSE = jnp.where(_open(cfg, choice_BSE), choice_BSE, -jnp.inf)
+    experts_BSA = jax.lax.top_k(choice_BSE, cfg.top_k)[1]
+    hot_BSAE = experts_BSA[..., None] == jnp.arange(E)[None, None, None]
+    # A select and a sum: take_along_axis would need to know how the tokens are cut.
+    weights_BSA = jnp.where(hot_BSAE, scores_BSE[:, :, None], 0.0).sum(-1)
+    if cfg.normalise:
+        weights_BSA = weights_BSA / (weights_BSA.sum(-1, keepdims=True) + 1e-20)
+    load_E = hot_BSAE.sum((0, 1, 2), dtype=jnp.int32)
+    fraction_E = load_E / load_E.sum()
+    aux = E * (fraction_E * shares_BSE.mean((0, 1))).sum()
+    z = (jax.nn.logsumexp(logits_BSE, -1) ** 2).mean()
+    sums = MoeSums(
+        penalty=cfg.aux_loss * aux + cfg.z_loss * z,
+        aux=aux,
+        z=z,
+        dropped=jnp.zeros((), jnp.int32),
+        load_E=load_E,
+    )
+    return Dispatch(experts_BSA, cfg.scale * weights_BSA), sums
+
+
+def _open(cfg: MoeConfig, choice_BSE: jax.Array) -> jax.Array:
+    """True for the experts of each token's best groups, by the sum of a group's two best."""
+    each = cfg.experts // cfg.groups
+    best = jax.lax.top_k(choice_BSE.reshape(*choice_BSE.shape[:2], cfg.groups, each), min(2, each))
+    chosen_BSA = jax.lax.top_k(best[0].sum(-1), cfg.top_groups)[1]
+    group_E = jnp.arange(cfg.experts) // each
+    return (chosen_BSA[..., None] == group_E[None, None, None]).any(2)
+
+
+def balance(bias_LE: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
+    """Returns the bias after a step: lower for experts above the mean load, higher below it."""
+    load_LE = load_LE.astype(jnp.float32)
+    return bias_LE + rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)

@@ -1,0 +1,72 @@
+"""Expert parallelism against the loop over tokens: eight devices, and experts beside tensor."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.core.mesh import MeshSpec
+from megajax.layers.moe import MoeConfig
+from megajax.parallel import sharding, tensor
+from tests.moe_oracle import build, gradients, loop, tokens
+
+CONFIGS = {
+    f"top {k}": MoeConfig(experts=8, top_k=k, normalise=False, bias_rate=0.1) for k in range(1, 9)
+} | {"capacity": MoeConfig(experts=8, top_k=3, mode="capacity", capacity_factor=0.7)}
+MESHES = {"8": {"expert": 8}, "mixed": {"expert": 2, "context": 2, "tensor": 2}}
+OFTEN = {("top 1", "8"), ("top 8", "mixed"), ("capacity", "mixed")}
+CASES = [
+    pytest.param(name, mesh, marks=() if (name, mesh) in OFTEN else pytest.mark.slow)
+    for name in CONFIGS
+    for mesh in MESHES
+]
+
+
+def under_mesh(cfg, **mesh):
+    """Returns f(params, x) -> (((y^2).sum(), (y, sums)), gradients) of the sharded layer."""
+    lo = sharding.layout(MeshSpec(**mesh).build())
+    ops = tensor.ops(lo)
+    spec = lo.named(lo.act("batch", "seq", None, residual=True))
+    with jax.set_mesh(lo.mesh):
+        graph, _ = build(cfg, lo, ops)
+        words = {k: v.get_metadata("axes") for k, v in nnx.state(nnx.merge(graph, _)).items()}
+
+    def value(params, x):
+        y, sums = nnx.merge(graph, params)(x)
+        return (y**2).sum(), (y, sums)
+
+    run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+
+    def call(params, x):
+        placed = {k: jax.device_put(v, lo.named(lo.stored(*words[k]))) for k, v in params.items()}
+        with jax.set_mesh(lo.mesh):
+            return jax.tree.map(np.asarray, run(placed, jax.device_put(x, spec)))
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_nothing_is_lost_and_drops_are_counted(name, mesh, seed):
+    cfg = CONFIGS[name]
+    graph, params = build(cfg)
+    call = under_mesh(cfg, **MESHES[mesh])
+    cases = {"as it comes": 0.0}
+    if cfg.bias_rate:
+        cases |= {
+            "one expert": 100.0 * (np.arange(8) == 5),
+            "three empty": -9.0 * (np.arange(8) < 3),
+        }
+    for case, bias in cases.items():
+        if cfg.bias_rate:
+            params["bias"] = jnp.zeros(8) + jnp.asarray(bias, "float32")
+        x = tokens(seed)
+        (_, (y, sums)), grads = call(params, x)
+        want, dropped, load = loop(params, x, cfg)
+        np.testing.assert_allclose(y, want, atol=1e-5, err_msg=case)
+        assert int(sums.dropped) == dropped and (dropped > 0) == (name == "capacity")
+        np.testing.assert_array_equal(sums.load_E, load)
+        # The one-device gradients stand on finite differences (tests/layers/test_moe.py).
+        plain = jax.tree.leaves(gradients(params, x, graph))
+        for a, b in zip(jax.tree.leaves(grads), plain, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()), err_msg=case)
