@@ -92,12 +92,66 @@ def megascale_ablation() -> str:
     return table(RESULTS / "megascale_ablation.json", columns)
 
 
+def schedules() -> str:
+    """Pipeline schedules, ideal and as executed."""
+    columns = {
+        "schedule": "schedule", "ideal makespan": "ideal", "ideal bubble": "bubble",
+        "lockstep, residuals stashed": "residuals", "lockstep, inputs stashed": "inputs",
+        "inputs kept a stage": "places",
+    }  # fmt: skip
+    return table(RESULTS / "schedules.json", columns)
+
+
+def plans() -> str:
+    """The two plans of the 175B model on 12,288 GPUs."""
+    found = [
+        json.loads((RESULTS / f"plan_175b_{kind}.json").read_text())
+        for kind in ("fsdp", "pipeline")
+    ]
+
+    def line(name: str, value: Callable[[dict], str]) -> str:
+        return f"| {name} | " + " | ".join(map(value, found)) + " |"
+
+    def gib(x: float) -> str:
+        return f"{x / 2**30:.1f} GiB"
+
+    def sent(plan: dict) -> str:
+        total: dict[str, int] = {}
+        for c in plan["collectives"]:
+            total[c["axes"]] = total.get(c["axes"], 0) + c["nbytes"]
+        largest = sorted(total.items(), key=lambda item: -item[1])[:3]
+        return ", ".join(f"{gib(n)} over {axes}" for axes, n in largest)
+
+    def mesh(plan: dict) -> str:
+        return " x ".join(f"{a} {n}" for a, n in plan["mesh"].items() if n > 1)
+
+    def step(plan: dict) -> str:
+        e = plan["estimate"]
+        return f"estimate: {e['step_s']:.1f} s, estimate: MFU {100 * e['mfu_megatron']:.0f} %"
+
+    lines = [
+        line("", mesh),
+        "|---|---|---|",
+        line("memory a GPU, bound by term", lambda p: gib(p["memory_bound_bytes"])),
+        line("memory a GPU, XLA's peak", lambda p: gib(p["memory_xla_bytes"]["peak"])),
+        line("bytes sent a step and GPU", sent),
+        line("of which attributed", lambda p: f"{100 * p['collective_bytes_attributed']:.3f} %"),
+        line("pipeline bubble", lambda p: f"{100 * p['estimate']['bubble']:.1f} % of the work"),
+        line("a step", step),
+        line("CPU seconds of the compiler", lambda p: f"{p['compile_cpu_s']:.0f}"),
+    ]
+    first = found[0]
+    return "\n".join([*lines, "", f"*{first['layer']}, {first['date']}, {first['commit']}*"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,
     "megascale_mfu": megascale_mfu,
     "megascale_ablation": megascale_ablation,
+    "schedules": schedules,
+    "plans": plans,
 }
 
 

@@ -9,15 +9,20 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from megajax.core import config
 from megajax.core.layout import Layout
+from megajax.core.mesh import MeshSpec
 from megajax.cost.hlo import Collective, collectives
+from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
-from megajax.parallel import tensor
+from megajax.models.parts import map_words
+from megajax.parallel import local, sharding, tensor
+from megajax.parallel.pipeline import Pipeline, PipelineConfig
 from megajax.training.config import Config
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
@@ -197,3 +202,61 @@ def test_the_deviceless_target_is_an_h100():
     devices = aot.devices(2)
     assert len(devices) == 16 and "H100" in devices[0].device_kind
     assert jax.devices()[0].platform == "cpu"
+
+
+# ---- pipelines
+
+
+def compile_pipeline(microbatches: int):
+    """32 layers of width 4096 on 8 stages, bf16, one row a microbatch: gradients alone."""
+    layout = sharding.layout(MeshSpec(pipe=8).build(aot.devices(1)))
+    model = DecoderConfig(
+        layers=32, width=4096, heads=32, kv_heads=32, head_width=128, mlp=16384, vocab=65536,
+        activation="gelu_tanh", tied=False,
+    )  # fmt: skip
+    with jax.set_mesh(layout.mesh):
+        parts = decoder.parts(model, None, local.ops(layout, "xla"), "bfloat16")
+        cfg = PipelineConfig("1f1b", microbatches)
+        pipe = Pipeline(parts, layout, cfg, jnp.dtype("bfloat16"), "full")
+
+        def like(words, x):
+            spec = layout.named(layout.stored(*words))
+            return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=spec)
+
+        everywhere = layout.named(P())
+        rows = jax.ShapeDtypeStruct((microbatches, 1, 2048), jnp.int32, sharding=everywhere)
+        total = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+
+        def gradients(params, batch, total):
+            return pipe.gradients(params, batch, lambda s, n: s.cross_entropy / n, total)
+
+        batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), rows)
+        params = map_words(like, parts.axes, parts.abstract)
+        return jax.jit(gradients).lower(params, batch, total).compile(), cfg.table(8)
+
+
+def test_a_pipelines_memory_does_not_grow_with_its_microbatches():
+    few, table = compile_pipeline(16)
+    many, _ = compile_pipeline(64)
+    temporary = [c.memory_analysis().temp_size_in_bytes for c in (few, many)]
+    assert abs(temporary[1] - temporary[0]) <= 0.05 * temporary[0]
+    assert max(temporary) <= 3.5 * 2**30
+    # The loops that run are the table's phases; the others are the layers of a chunk.
+    trips = [int(n) for n in re.findall(r'known_trip_count.{0,8}"n":"(\d+)"', few.as_text())]
+    assert [n for n in trips if n != 4] == [phase.ticks for phase in table.phases] == [7, 16, 7]
+
+
+def test_no_data_collective_in_the_tick_loop():
+    found = compile_step(mesh__pipe=2, mesh__data=2, mesh__tensor=2, pipeline__microbatches=4)
+    ticks = {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}
+    assert ticks  # activations and gradients travel in the loop
+    large = [c for c in found if c.nbytes > MIB and set(c.axes) & ZERO]
+    assert {c.kind for c in large} == {"all-gather", "reduce-scatter"}
+    assert not [place(c) for c in large if c.bodies]
+
+    every = compile_step(
+        mesh__pipe=2, mesh__data=2, mesh__tensor=2, pipeline__microbatches=4,
+        pipeline__gradients="sharded",
+    )  # fmt: skip
+    inside = [c for c in every if c.nbytes > MIB and set(c.axes) & ZERO and c.bodies]
+    assert {c.kind for c in inside} == {"reduce-scatter"}  # asked for: in every tick

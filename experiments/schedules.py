@@ -1,0 +1,79 @@
+"""Pipeline schedules side by side: as papers draw them and as our one program executes them.
+
+    uv run experiments/schedules.py [--stages=4 --microbatches=8 --chunks=2]
+
+No device and no jax: times are in units of one forward pass of a stage, SIMULATED. Ideal: every
+stage runs its ops as soon as their inputs are there, B and W cost as much as F. Lockstep: a tick
+ends when all stages have ended it, which is what a single SPMD program does; where inputs are
+stashed, B (and a split W) runs F again; a split W runs the backward chain of its layers again.
+Writes schedules.json and schedules.svg into --out; README's table is made from them.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megajax.core import config
+from megajax.core.config import option
+from megajax.monitor import results
+from megajax.schedule import build, simulate
+from megajax.schedule.ir import Table
+from megajax.schedule.simulator import lockstep
+from megajax.schedule.trace import gantt
+
+IDEAL = {"F": 1.0, "B": 1.0, "W": 1.0}
+# A table that does not split the backward pass gives B the sum of B and W.
+RESIDUALS = {False: IDEAL, True: {"F": 1.0, "B": 1.0, "W": 2.0}}
+INPUTS = {False: {"F": 1.0, "B": 1.0, "W": 2.0}, True: {"F": 1.0, "B": 2.0, "W": 3.0}}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to draw."""
+
+    stages: int = option(4, "pipeline stages")
+    microbatches: int = option(8, "of a step")
+    chunks: int = option(2, "groups of layers a stage, for the interleaved schedule")
+    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def row(name: str, table: Table) -> dict:
+    """Returns what the table costs, in forward passes of a stage."""
+    ideal = simulate(table, IDEAL)
+    return {
+        "schedule": name,
+        "ideal": ideal.makespan,
+        "bubble": f"{100 * ideal.bubble_fraction:.0f} %",
+        "residuals": lockstep(table, RESIDUALS[table.is_split]).makespan,
+        "inputs": lockstep(table, INPUTS[table.is_split]).makespan,
+        "places": table.check(),
+    }
+
+
+def main() -> int:
+    """Prints the table, writes JSON and chart."""
+    cfg, _ = config.from_flags(PRESETS)
+    sizes = cfg.stages, cfg.microbatches
+    tables = {
+        "gpipe": build.gpipe(*sizes),
+        "1f1b": build.one_f_one_b(*sizes),
+        f"interleaved, {cfg.chunks} chunks": build.interleaved(*sizes, cfg.chunks),
+        "zero_bubble": build.zero_bubble(*sizes),
+    }
+    rows = [row(name, table) for name, table in tables.items()]
+    for r in rows:
+        print(r)
+    out = Path(cfg.out)
+    device = f"{cfg.stages} stages, {cfg.microbatches} microbatches"
+    results.write(out / "schedules.json", results.facts(device, "simulated"), rows)
+    gantt({k: simulate(t, IDEAL) for k, t in tables.items()}, out / "schedules.svg", "forward")
+    print(f"{out}/schedules.json and .svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))
