@@ -189,7 +189,7 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     [
         {"mesh.data": 2, "mesh.tensor": 4},
         {"mesh.data": 1, "mesh.tensor": 4},  # four devices instead of eight
-        {"mesh.node": 2, "mesh.data": 2, "mesh.tensor": 2, "train.accumulate": 2},
+        {"mesh.pipe": 2, "mesh.data": 2, "mesh.tensor": 2},  # stages instead of one program for all
     ],
 )
 def test_another_mesh_continues_to_the_same_place(straight, changes):

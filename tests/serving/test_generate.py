@@ -51,7 +51,7 @@ def placed(params, cfg, lo):
         pytest.param(MODEL, {"tensor": 4}, marks=pytest.mark.slow),
         pytest.param(RICH, {"data": 1}, marks=pytest.mark.slow),
         (RICH, {"tensor": 4}),
-        (DEEPSEEK, {"expert": 4, "tensor": 2}),
+        pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["plain", "plain on a mesh", "rich", "rich on a mesh", "experts on a mesh"],
 )
