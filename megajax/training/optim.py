@@ -173,15 +173,14 @@ def orthogonalise(x: jax.Array) -> jax.Array:
 
 
 def spread(count: int, layout: Layout | None, taken: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Returns mesh axes that together cut `count` slices into equal pieces.
+    """Returns mesh axes, largest first, that together cut `count` slices into equal pieces.
 
-    First those that cut the layers already (pipeline stages), then the largest. taken: axes that
-    must not be used.
+    taken: axes that must not be used.
     """
     if layout is None:
         return ()
-    chosen = layout.live(layout.rules.stored.get("layers", ()))
-    free = [a for a in layout.mesh.shape if a not in (*taken, *chosen)]
+    chosen: tuple[str, ...] = ()
+    free = [a for a in layout.mesh.shape if a not in taken]
     for axis in sorted(free, key=lambda a: -layout.mesh.shape[a]):
         if layout.mesh.shape[axis] > 1 and count % layout.ways((*chosen, axis)) == 0:
             chosen = (*chosen, axis)
@@ -201,6 +200,7 @@ def scale_by_muon(
         stack = [i for i, w in enumerate(words) if w in STACK_WORDS]
         shape, spec = x.shape, jax.typeof(x).sharding.spec
         if layout is not None:
+            # Pipeline stages and experts keep their own slices; free axes share out the rest.
             held = [layout.live(layout.rules.stored.get(words[i] or "", ())) for i in stack]
             taken, entries = sum(held, ()), []
             for i, own in zip(stack, held, strict=True):
