@@ -1,19 +1,21 @@
 """Everything that waits for a GPU, in order of worth, one JSON.
 
     PYTHONPATH=. python3 scripts/gpu_check.py            # all parts, inside 8 minutes
-    PYTHONPATH=. python3 scripts/gpu_check.py train      # one part
+    PYTHONPATH=. python3 scripts/gpu_check.py train      # one part; or plan
 
 train: correctness first (losses of a small model on the GPU against this machine's CPU, the cuDNN
 attention against XLA's), then the step time and MFU of a 1.2B decoder in bf16 on one GPU, against a
 plain bf16 matmul's rate in the same run. Results are written after every row, so a run that is
 cut off still counts: experiments/results/gpu_train.json (or under $OUT, where that is set).
+plan: the cost model's estimate of such steps, and its memory bound, beside their measurement
+(gpu_plan.json).
 Needs jax with CUDA, flax, optax and absl only.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ import numpy as np
 from absl import app, logging
 
 from megajax.core import config
-from megajax.core.hardware import find_card
+from megajax.core.hardware import find_card, parse_cluster
 from megajax.core.mesh import MeshSpec
+from megajax.cost import memory
 from megajax.cost.flops import train_flops_per_token
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.monitor import results
+from megajax.systems import aot
 from megajax.training.config import Config, TrainConfig
 from megajax.training.optim import OptimConfig
 from megajax.training.step import TrainStep, make_train_step
@@ -151,35 +155,71 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+class Report:
+    """Rows of one part, written and printed as they come."""
+
+    def __init__(self, part: str):
+        """part: names the file."""
+        kind = jax.devices()[0].device_kind
+        self.about: dict[str, Any] = results.facts(kind, f"measured on {kind}")
+        self._path, self._rows = FOLDER / f"gpu_{part}.json", []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Adds a row."""
+        self._rows.append(row)
+        results.write(self._path, self.about, self._rows)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+    def each(self, wanted: Iterable[str], deadline: float, measure: Callable) -> None:
+        """Adds measure(configuration) for each variant: one that fails must not lose the others."""
+        for name in wanted:
+            if time.perf_counter() > deadline:
+                self.add({"variant": name, "note": "not run: out of time"})
+                continue
+            try:
+                self.add({"variant": name} | measure(large(**VARIANTS[name])))
+            except Exception as error:
+                self.add({"variant": name, "note": f"{type(error).__name__}: {str(error)[:300]}"})
+
+
 def check_train(deadline: float) -> None:
     """Correctness, then times."""
-    device = jax.devices()[0]
-    about: dict[str, Any] = results.facts(device.device_kind, f"measured on {device.device_kind}")
-    path = FOLDER / "gpu_train.json"
-    rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        results.write(path, about, rows)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    rows = Report("train")
 
     def report(check: str, value: float | None, bound: float | None, note: str = "") -> None:
         passed = value is not None and bound is not None and value <= bound
-        add({"check": check, "value": value, "bound": bound, "passed": passed, "note": note})
+        rows.add({"check": check, "value": value, "bound": bound, "passed": passed, "note": note})
 
     check_losses(report)
-    about["matmul_tflops"] = matmul_rate() / 1e12
-    for name, changes in VARIANTS.items():
-        if time.perf_counter() > deadline:
-            add({"variant": name, "note": "not run: out of time"})
-            continue
-        try:
-            add({"variant": name} | time_step(large(**changes), 30, pieces=4))
-        except Exception as error:  # out of memory in one variant must not lose the others
-            add({"variant": name, "note": f"{type(error).__name__}: {str(error)[:300]}"})
+    rows.about["matmul_tflops"] = matmul_rate() / 1e12
+    rows.each(VARIANTS, deadline, lambda cfg: time_step(cfg, 30, pieces=4))
 
 
-PARTS = {"train": check_train}
+def estimated(cfg: Config, kind: str) -> dict[str, float]:
+    """Returns what the plan of one GPU says of a step: estimate_s and bound_gib."""
+    fused = cfg.train.attention != "xla"
+    planned = aot.outline(cfg, parse_cluster(f"{kind}:1x1"), fused_attention=fused)
+    return {
+        "estimate_s": planned.estimate.step_s,
+        "bound_gib": memory.bound(planned.terms) / 2**30,
+    }
+
+
+def check_plan(deadline: float) -> None:
+    """Estimate over measurement; the aim is within 15 percent."""
+    rows = Report("plan")
+    card = find_card(jax.devices()[0].device_kind)
+    if card is None:
+        sys.exit(f"error: no hardware card for {jax.devices()[0].device_kind}")
+
+    def measure(cfg: Config) -> dict[str, Any]:
+        row = estimated(cfg, card.name) | time_step(cfg, 20, pieces=4)
+        return row | {"estimate_over_measured": row["estimate_s"] / row["median_s"]}
+
+    rows.each(VARIANTS, deadline, measure)
+
+
+PARTS = {"train": check_train, "plan": check_plan}
 
 
 def main(argv: list[str]) -> None:
