@@ -28,7 +28,8 @@ class Collective:
     first. is_async: started and finished apart, so that compute may lie between. op_name: of the
     model's operation that asked for it. flops_beside: of the matmuls that the schedule puts between
     its start and its end. bodies: names of the enclosing loops' bodies. groups: the first group of
-    devices; of a permute all (source, target) pairs.
+    devices; of a permute all (source, target) pairs. taken: in a branch, how often that runs, where
+    somebody knows; None: whenever its loops turn.
     """
 
     kind: str
@@ -41,11 +42,12 @@ class Collective:
     flops_beside: int
     bodies: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
+    taken: int | None = None
 
     @property
     def executions(self) -> int:
         """How often it runs in one call of the program."""
-        return math.prod(self.loops)
+        return math.prod(self.loops) if self.taken is None else self.taken
 
     @property
     def total(self) -> int:

@@ -23,6 +23,8 @@ from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_poli
 from megajax.schedule.route import Route
 
 PIPE = "pipe"
+# Named scopes of the branches that few ticks take; plans count them by these (`branches`).
+ENTER, HEAD, LEAVE = "pipeline_enter", "pipeline_head", "pipeline_leave"
 Objective = Callable[[LossSums], jax.Array]
 
 
@@ -137,11 +139,12 @@ class Tick:
         lane = row["F"]
         x = _take(carry.inputs, lane["input"])
         entering = (self.stage == 0) & (lane["chunk"] == 0)
-        x = lax.cond(
-            row["embed"] >= 0,
-            lambda: jnp.where(entering, self.embed(self.rest, row["embed"]), x),
-            lambda: x,
-        )
+        with jax.named_scope(ENTER):
+            x = lax.cond(
+                row["embed"] >= 0,
+                lambda: jnp.where(entering, self.embed(self.rest, row["embed"]), x),
+                lambda: x,
+            )
         carry = carry._replace(inputs=_put(carry.inputs, lane["input"], x))
         y, kept = self.run(lane, self.pick(lane), x)
         if self.stashes:
@@ -174,7 +177,8 @@ class Tick:
         if self.objective is None:
             return carry._replace(sums=lax.cond(number >= 0, value, lambda: carry.sums))
         skip = (carry.sums, carry.rest, jnp.zeros_like(y))
-        sums, rest, dy = lax.cond(number >= 0, gradient, lambda: skip)
+        with jax.named_scope(HEAD):
+            sums, rest, dy = lax.cond(number >= 0, gradient, lambda: skip)
         place = jnp.where(is_last, row["head_place"], -1)
         return carry._replace(sums=sums, rest=rest, grads=_put(carry.grads, place, dy))
 
@@ -189,7 +193,8 @@ class Tick:
             vjp = jax.vjp(lambda rest: self.embed(rest, row["unembed"]), self.rest)[1]
             return self.add_rest(carry.rest, *vjp(jnp.where(self.stage == 0, dx, 0)))
 
-        rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
+        with jax.named_scope(LEAVE):
+            rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
         return carry._replace(dy=self.send(dx, -1), rest=rest)
 
     def weights(self, carry: Carry, row: Mapping) -> Carry:
@@ -284,6 +289,17 @@ class Tick:
         """Gives x to the next (1) or previous (-1) stage; the ends are joined."""
         P = self.stages
         return lax.ppermute(x, PIPE, [(i, (i + way) % P) for i in range(P)])
+
+
+def branches(plan: Route) -> dict[tuple[str, int], int]:
+    """Returns {(scope, ticks of a loop): how many of its ticks take the branch}."""
+    taken: dict[tuple[str, int], int] = {}
+    numbers = {ENTER: ("F", plan.embed), HEAD: ("H", plan.head), LEAVE: ("B", plan.unembed)}
+    for first, ticks, kinds in plan.phases:
+        for scope, (kind, number) in numbers.items():
+            if kind in kinds:
+                taken[scope, ticks] = int((number[first : first + ticks] >= 0).sum())
+    return taken
 
 
 def _put(buffer: jax.Array, place: jax.Array, value: jax.Array) -> jax.Array:

@@ -7,7 +7,9 @@ terms stand beside XLA's figures. Times are ESTIMATES. What MegaScale (section 3
 """
 
 import dataclasses
+import math
 import time
+from collections.abc import Iterable
 
 import jax
 
@@ -20,6 +22,8 @@ from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo_module import Module
 from megajax.cost.roofline import Roofline
 from megajax.parallel import sharding
+from megajax.parallel.tick import branches
+from megajax.schedule.route import route
 from megajax.training.config import Config
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
@@ -145,8 +149,25 @@ def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
         }
     )
     module = Module(text)
-    found = tuple(hlo.collectives(text, dict(mesh.shape)))
+    found = _with_branches(hlo.collectives(text, dict(mesh.shape)), cfg, mesh.shape["pipe"])
     return Compiled(text, xla, held, found, module.flops_of(module.entry), spent)
+
+
+def _with_branches(
+    found: Iterable[hlo.Collective], cfg: Config, stages: int
+) -> tuple[hlo.Collective, ...]:
+    """Counts what lies in a pipeline's branches as often as its table takes them."""
+    if stages == 1:
+        return tuple(found)
+    taken = branches(route(cfg.pipeline.table(stages)))
+
+    def counted(c: hlo.Collective) -> hlo.Collective:
+        for (scope, ticks), times in taken.items():
+            if scope in c.op_name and c.loops and c.loops[0] == ticks:
+                return dataclasses.replace(c, taken=times * math.prod(c.loops[1:]))
+        return c
+
+    return tuple(map(counted, found))
 
 
 def outline(cfg: Config, cluster: Cluster, fused_attention: bool = False) -> Plan:

@@ -10,6 +10,8 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.parallel import tick
 from megajax.parallel.pipeline import layer_order
+from megajax.schedule import build
+from megajax.schedule.route import route
 from megajax.training.step import make_train_step
 from tests.tiny import RICH, host_batch, on, run_config
 
@@ -116,6 +118,14 @@ def test_what_lies_in_unused_places_does_not_spread(control, monkeypatch):
 
     monkeypatch.setattr(tick.Tick, "start", poisoned)
     compare(train(DEEP, 20, **CASES["1f1b, pipe 2, data 2, tensor 2"]), control)
+
+
+def test_branches_run_once_a_microbatch():
+    """MegaScale's own sizes: 8 stages, 6 chunks, 32 microbatches; loops of 47, 152 and 47 ticks."""
+    taken = tick.branches(route(build.interleaved(8, 32, 6)))
+    assert {ticks for _, ticks in taken} == {47, 152}
+    for scope in (tick.ENTER, tick.HEAD, tick.LEAVE):
+        assert sum(times for (name, _), times in taken.items() if name == scope) == 32
 
 
 def test_interleaved_stages_hold_their_groups():
