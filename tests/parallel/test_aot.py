@@ -148,6 +148,7 @@ def test_hybrid_sharding_reduces_only_the_shard_between_nodes():
     )
 
 
+@pytest.mark.slow
 def test_a_ring_travels_while_it_works_and_needs_little_memory():
     """32,768 tokens over 4 devices; gathered keys hold float32 logits of 8,192 x 32,768."""
     ring, gather = (
@@ -235,6 +236,7 @@ def compile_pipeline(microbatches: int):
         return jax.jit(gradients).lower(params, batch, total).compile(), cfg.table(8)
 
 
+@pytest.mark.slow
 def test_a_pipelines_memory_does_not_grow_with_its_microbatches():
     few, table = compile_pipeline(16)
     many, _ = compile_pipeline(64)
