@@ -11,7 +11,6 @@ nothing: the loss stands between the F and the B part of a tick, so there B may 
 Chunk c of stage s is the layer group c * stages + s.
 """
 
-import heapq
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,16 +151,6 @@ class Table:
         """Whether W stands apart from B; if not, B computes both gradients."""
         return any(slot.kind == "W" for slot in self.slots)
 
-    @property
-    def is_systolic(self) -> bool:
-        """Whether all that is sent is used in the very next tick: no buffer for arrivals needed."""
-        hops = ((op, self.needs(op)) for op in self.tick_of if op.kind != "W")
-        return all(
-            self.tick_of[op] == self.tick_of[needed] + 1
-            for op, needed in hops
-            if needed is not None and needed.kind == op.kind
-        )
-
     def needs(self, op: Op) -> Op | None:
         """Returns the op whose result `op` takes; None for the first chunk's F."""
         kind, stage, chunk, microbatch = op
@@ -178,7 +167,7 @@ class Table:
     def check(self) -> int:
         """Refuses a table that cannot be executed.
 
-        Returns: places that a ring buffer of chunk inputs needs on every stage.
+        Returns: the greatest number of chunk inputs that any stage keeps at once.
         Raises: ValueError naming the slots: an op that is missing, doubled or out of range, a
           result used before it is there, two ops of a kind on one stage in one tick.
         """
@@ -233,43 +222,17 @@ class Table:
             first += ticks
         return found
 
-    def array(self, kind: str) -> np.ndarray:
-        """Returns int32 (ticks, stages, 2): chunk and micro-batch of each slot, -1 where idle."""
-        out = np.full((self.ticks, self.stages, 2), -1, np.int32)
-        for slot in self.slots:
-            if slot.kind == kind:
-                out[slot.tick, slot.stage] = slot.chunk, slot.microbatch
-        return out
-
     @property
     def live(self) -> tuple[int, ...]:
-        """The greatest number of chunk inputs that are kept at once, for each stage."""
-        index, _ = self.ring("F")
-        return tuple((index.max(axis=(1, 2)) + 1).tolist())
-
-    def ring(self, kind: str) -> tuple[np.ndarray, int]:
-        """Returns places in a buffer for the values that `kind` stores, and the buffer's size.
-
-        Args: kind: 'F': chunk inputs, kept from F until B, or until W where B and W are split.
-          'B': gradients of chunk outputs, kept from B until W. 'H': the model's last output, or the
-          loss gradient made of it, kept on the last stage from F until B.
-        Returns: int32 (stages, chunks, microbatches), -1 where nothing is stored; size. A place is
-          taken again in a later tick than its last use, since F writes before B and W read. The
-          size is least: greedy colouring of intervals.
-        """
-        last = "B" if kind == "H" or not self.is_split else "W"
-        index = np.full((self.stages, self.chunks, self.microbatches), -1, np.int32)
-        kept: list[list[tuple[int, int]]] = [[] for _ in range(self.stages)]  # heaps: until, place
-        for tick, stage, stored, chunk, microbatch in self.slots:
-            is_output = (stage, chunk) == (self.stages - 1, self.chunks - 1)
-            if stored != ("F" if kind == "H" else kind) or (kind == "H" and not is_output):
-                continue
-            places = kept[stage]
-            is_over = bool(places) and places[0][0] < tick
-            place = heapq.heappop(places)[1] if is_over else len(places)
-            heapq.heappush(places, (self.tick_of[Op(last, stage, chunk, microbatch)], place))
-            index[stage, chunk, microbatch] = place
-        return index, max(map(len, kept))
+        """The greatest number of chunk inputs that a stage keeps at once, for each stage: from F
+        until B, or until W where B and W are split. Where they lie is `route`'s business."""
+        last = "W" if self.is_split else "B"
+        kept = np.zeros((self.stages, self.ticks + 1), np.int64)
+        for tick, stage, kind, chunk, microbatch in self.slots:
+            if kind == "F":
+                kept[stage, tick] += 1
+                kept[stage, self.tick_of[Op(last, stage, chunk, microbatch)] + 1] -= 1
+        return tuple(kept.cumsum(1).max(1).tolist())
 
 
 def _running_order(slot: Slot) -> tuple[int, int, int, int, int]:
