@@ -6,9 +6,11 @@ scheduled GPU program: its collectives, memory and kernels can be inspected, not
 
 import functools
 import os
+from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 # What XLA's GPU compiler must know of a chip: name, compute capability, SMs, shared memory of an SM
 # and of a block, L2, clock in GHz, HBM bytes, HBM bytes a second. Limits: CUDA C programming guide,
@@ -62,3 +64,21 @@ def devices(nodes: int = 1, gpus_per_node: int = 8, kind: str = "h100") -> tuple
             f"deviceless compilation needs the CUDA plugin: uv sync --extra aot ({error})"
         ) from error
     return tuple(topology.devices)
+
+
+def compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> Any:
+    """Returns the compiled program of a step lowered for `devices`.
+
+    options: compiler options. The cache on disk is left out: it takes such a program and cannot
+    give it back, for reading one needs a client with devices (jax 0.11).
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        return lowered.compile(compiler_options=options)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        return lowered.compile(compiler_options=options)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()

@@ -126,7 +126,7 @@ def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
         lowered = step.step.lower(  # type: ignore[missing-attribute]
             step.abstract_state, step.abstract_batch
         )
-        program = lowered.compile(compiler_options=QUICK)
+        program = aot.compile(lowered, QUICK)
     except NotImplementedError as error:
         raise UserError(f"planning needs the CUDA compiler and no GPU: {INSTALL}") from error
     except jax.errors.JaxRuntimeError as error:

@@ -51,7 +51,7 @@ def compile_program(nodes=1, model=MODEL, **changes):
     mesh = cfg.mesh.build(aot.devices(nodes))
     train_step = make_train_step(cfg, mesh)
     lowered = train_step.step.lower(train_step.abstract_state, train_step.abstract_batch)
-    return lowered.compile(), mesh
+    return aot.compile(lowered), mesh
 
 
 def compile_step(nodes=1, model=MODEL, **changes) -> list[Collective]:
@@ -233,7 +233,8 @@ def compile_pipeline(microbatches: int):
 
         batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), rows)
         params = map_words(like, parts.axes, parts.abstract)
-        return jax.jit(gradients).lower(params, batch, total).compile(), cfg.table(8)
+        lowered = jax.jit(gradients).lower(params, batch, total)
+        return aot.compile(lowered), cfg.table(8)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def compiled(function, mesh, *arrays):
         jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, p)) for s, p in arrays
     ]
     with jax.set_mesh(mesh):
-        text = jax.jit(function).lower(*values).compile().as_text()
+        text = target.compile(jax.jit(function).lower(*values)).as_text()
     return collectives(text, dict(mesh.shape))
 
 
