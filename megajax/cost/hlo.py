@@ -42,17 +42,17 @@ class Collective:
     flops_beside: int
     bodies: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
-    taken: int | None = None
+    taken: float | None = None
 
     @property
-    def executions(self) -> int:
-        """How often it runs in one call of the program."""
+    def executions(self) -> float:
+        """How often it runs in one call of the program (a mean, see `taken`)."""
         return math.prod(self.loops) if self.taken is None else self.taken
 
     @property
     def total(self) -> int:
         """Bytes of all executions."""
-        return self.nbytes * self.executions
+        return round(self.nbytes * self.executions)
 
     @property
     def is_hidden(self) -> bool:

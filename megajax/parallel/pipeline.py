@@ -1,16 +1,16 @@
 """Pipeline parallelism: one jitted program that executes a schedule's tick table.
 
-A shard_map over the whole mesh. Once a step each device gathers its stage's weights (compute dtype)
-over the ZeRO axes; then it goes through the table's phases, each one loop: in a tick every stage
-takes what its neighbours sent, runs at most one F, one B and one W on the chunk and microbatch that
-the table names, and sends. Gradients add up in float32 where they are made and are reduce-scattered
-once at the end, or in every tick if asked. The backward pass is called by the table, not by
-differentiating the loop: so 1F1B's memory does not grow with the microbatches.
+A shard_map over the whole mesh. It goes through the table's phases, each one loop: in a tick every
+stage takes what its neighbours sent, runs at most one F, one B and one W on the chunk and
+microbatch that the table names, and sends. A chunk's weights are gathered over the ZeRO axes once a
+step (compute dtype), beside the ticks before its first use; its gradients add up in float32 where
+they are made and are reduce-scattered once, beside the ticks after its last, or in every tick if
+asked. The backward pass is called by the table, not by differentiating the loop: so 1F1B's memory
+does not grow with the microbatches.
 
 The vocabulary is cut over pipe as well as tensor: all stages share the work of embedding and head.
-Sources: 1F1B and interleaving (Megatron-LM, arXiv
-2104.04473 section 2.2), decoupled sends and receives (MegaScale section 3.2), zero-bubble (arXiv
-2401.10241).
+Sources: 1F1B and interleaving (Megatron-LM, arXiv 2104.04473 section 2.2), decoupled sends and
+receives, gathers and scatters by chunk (MegaScale section 3.2), zero-bubble (arXiv 2401.10241).
 
 Legend: U microbatches, B rows of one, S positions, D model width, P stages, T ticks, v chunks.
 """
@@ -18,7 +18,7 @@ Legend: U microbatches, B rows of one, S positions, D model width, P stages, T t
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -54,6 +54,9 @@ class PipelineConfig:
     )
     gradients: Literal["local", "sharded"] = option(
         "local", "local: reduce-scattered once a step; sharded: in every tick, in less memory"
+    )
+    overlap: Literal["chunk", "none"] = option(
+        "chunk", "chunk: other chunks' ticks hide each one's weight gather and gradient scatter"
     )
 
     def __post_init__(self):
@@ -119,6 +122,10 @@ class PipelineConfig:
         table.check()
         return table
 
+    def route(self, stages: int, backward: bool = True) -> Route:
+        """Returns what runs when, as the program executes it."""
+        return route(self.table(stages), backward, self.overlap == "chunk")
+
 
 def layer_order(layers: int, stages: int, chunks: int) -> np.ndarray:
     """Returns the layer at each place of a stacked leaf, stage after stage, chunk after chunk.
@@ -127,6 +134,16 @@ def layer_order(layers: int, stages: int, chunks: int) -> np.ndarray:
     """
     groups = np.arange(layers).reshape(chunks, stages, -1)
     return groups.transpose(1, 0, 2).reshape(-1)
+
+
+# What XLA's GPU scheduler must be told to hide a chunk's weights behind other chunks' ticks: a loop
+# that communicates may have a collective beside it, and a chunk's collectives are one. Without
+# these no gather overlaps a loop (compiled for H100, jax 0.11.2).
+OVERLAP = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 40,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 40,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +172,7 @@ class Pipeline:
         Args: params: blocks in `layer_order`. batch: leaves (U, B, S). objective(sums, *scalars):
           what is differentiated; it must be linear in the sums.
         """
-        plan = route(self.cfg.table(self.stages))
+        plan = self.cfg.route(self.stages)
 
         def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
             return self._run(plan, params, batch, lambda sums: objective(sums, *scalars))
@@ -164,12 +181,19 @@ class Pipeline:
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
         """Returns the loss sums of a batch (U, B, S): the forward half of the schedule."""
-        plan = route(self.cfg.table(self.stages), backward=False)
+        plan = self.cfg.route(self.stages, backward=False)
 
         def local(params: Tree, batch: Batch) -> LossSums:
             return self._run(plan, params, batch, None)[0]
 
         return self._everywhere(local, P())(params, batch)
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """Of the programs that call `gradients` or `sums`."""
+        gpu = self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        hides = self.cfg.overlap == "chunk" and self.cfg.chunks > 1
+        return OVERLAP if gpu and hides else None
 
     @property
     def _specs(self) -> Tree:
@@ -189,35 +213,64 @@ class Pipeline:
     def _run(
         self, plan: Route, params: Tree, batch: Batch, objective: Objective | None
     ) -> tuple[LossSums, Tree]:
-        """The program of one device: gather, one loop for each phase, scatter."""
-        axes = self.parts.axes
+        """The program of one device: its loops, and beside them the chunks' gathers and scatters.
+
+        While a loop runs, the weights of the chunk that the next one opens are gathered, and the
+        gradients of the chunk that the last one finished are scattered: the first gather and the
+        last scatter alone are exposed. (MegaScale section 3.2, overlapping in data parallelism.)
+        """
+        axes, v = self.parts.axes, self.cfg.chunks
+        rest = {k: map_words(self._whole, axes[k], x) for k, x in params.items() if k != "blocks"}
+        cut = jax.tree.map(lambda x: x.reshape(v, -1, *x.shape[1:]), params["blocks"])
+        first = [self._gather(cut, chunk) for chunk in range(plan.loops[0].chunks)]
+        held = jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0])
+        held = _write(held, 0, first)
         tick = Tick(
             self.parts,
             plan,
-            map_words(self._whole, axes, params),
+            rest | {"blocks": held},
             batch,
             objective,
-            chunks=self.cfg.chunks,
+            chunks=v,
             copies=self.layout.ways(self.layout.rules.stored["vocab"]),
             remat=self.remat,
             stashes=self.cfg.stash == "residuals",
             settle=self._scatter if self.cfg.gradients == "sharded" else lambda words, grad: grad,
         )
-        carry, rows = tick.start(), tick.rows()
-        for first, ticks, kinds in plan.phases:
-            here = jax.tree.map(lambda x: x[first : first + ticks], rows)  # noqa: B023
-            carry, _ = lax.scan(functools.partial(tick, kinds), carry, here)
+        carry, rows, done = tick.start(), tick.rows(), {}
+        local = objective is not None and self.cfg.gradients == "local"
+        for loop, following in zip(plan.loops, (*plan.loops[1:], plan.loops[-1]), strict=True):
+            # Barriers, for the compiler believes any few operations to be enough beside a gather:
+            # this one starts when the loop has all that it needs, and nobody waits for it inside.
+            (cut, carry, held), _ = lax.optimization_barrier(((cut, carry, held), rest))
+            coming = [self._gather(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
+            tick.blocks = held
+            here = jax.tree.map(lambda x: x[loop.first : loop.first + loop.ticks], rows)  # noqa: B023
+            carry, _ = lax.scan(functools.partial(tick, loop.kinds), carry, here)
+            carry, held, coming = lax.optimization_barrier((carry, held, coming))
+            held = _write(held, loop.chunks, coming)
+            for chunk in loop.done if local else ():
+                grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
+                grads, done = lax.optimization_barrier((grads, done))
+                done[chunk] = map_words(self._scatter, axes["blocks"], grads)
         partial = self.layout.live(self.layout.rules.partial)
         sums = lax.psum(carry.sums, partial) if partial else carry.sums
         if objective is None:
             return sums, None
-        blocks = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), carry.blocks)
-        grads = carry.rest | {"blocks": blocks}
-        if self.cfg.gradients == "local":
-            grads = map_words(self._scatter, axes, grads)
-        return sums, map_words(self._add_copies, axes, grads)
+        blocks, rest = carry.blocks, carry.rest
+        if local:
+            blocks = jax.tree.map(lambda *g: jnp.stack(g), *(done[c] for c in range(v)))
+            rest, _ = lax.optimization_barrier((rest, done))
+            rest = {k: map_words(self._scatter, axes[k], g) for k, g in rest.items()}
+        blocks = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), blocks)
+        return sums, map_words(self._add_copies, axes, rest | {"blocks": blocks})
 
     # ---- weights and their gradients
+
+    def _gather(self, cut: Tree, chunk: int) -> Tree:
+        """Returns one chunk's weights in use."""
+        mine = jax.tree.map(lambda x: x[chunk], cut)
+        return map_words(self._whole, self.parts.axes["blocks"], mine)
 
     def _whole(self, words: tuple, x: jax.Array) -> jax.Array:
         """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is."""
@@ -244,6 +297,13 @@ class Pipeline:
         cut = {a for entry in self.layout.stored(*words) for a in _axes(entry)}
         copies = tuple(a for a in self.layout.live(MESH_AXES) if a not in cut)
         return lax.psum(grad, copies) if copies else grad
+
+
+def _write(held: Tree, place: int, chunks: Sequence[Tree]) -> Tree:
+    """Puts chunks' weights side by side, from a place on."""
+    for index, mine in enumerate(chunks, place):
+        held = jax.tree.map(lambda h, w: h.at[index].set(w), held, mine)  # noqa: B023
+    return held
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -74,8 +74,8 @@ class Tick:
         self.copies, self.settle, self.v = copies, settle, chunks
         self.remat, self.stashes = remat, stashes and objective is not None
         self.stage, self.stages = lax.axis_index(PIPE), lax.axis_size(PIPE)
-        self.blocks = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), whole["blocks"])
         self.rest = {k: x for k, x in whole.items() if k != "blocks"}
+        self.blocks = whole["blocks"]
         self.axes = parts.axes["blocks"], {k: parts.axes[k] for k in self.rest}
 
     def rows(self) -> dict:
@@ -122,29 +122,30 @@ class Tick:
             grads=_put(carry.grads, row["land_grad"], carry.dy),
         )
         if "F" in kinds:
-            carry, y = self.forward(carry, row)
+            carry, y = self.forward(carry, row, enters="E" in kinds)
             if "H" in kinds:
                 carry = self.head(carry, row, y)
             carry = carry._replace(x=self.send(y, 1))
         if "B" in kinds:
-            carry = self.backward(carry, row)
+            carry = self.backward(carry, row, leaves="L" in kinds)
         if "W" in kinds:
             carry = self.weights(carry, row)
         return carry, None
 
     # ---- the kinds of work
 
-    def forward(self, carry: Carry, row: Mapping) -> tuple[Carry, jax.Array]:
+    def forward(self, carry: Carry, row: Mapping, enters: bool) -> tuple[Carry, jax.Array]:
         """F: the chunk's output. On the first stage's first chunk the tokens enter."""
         lane = row["F"]
         x = _take(carry.inputs, lane["input"])
-        entering = (self.stage == 0) & (lane["chunk"] == 0)
-        with jax.named_scope(ENTER):
-            x = lax.cond(
-                row["embed"] >= 0,
-                lambda: jnp.where(entering, self.embed(self.rest, row["embed"]), x),
-                lambda: x,
-            )
+
+        def enter() -> jax.Array:
+            entering = (self.stage == 0) & (lane["chunk"] == 0)
+            return jnp.where(entering, self.embed(self.rest, row["embed"]), x)
+
+        if enters:
+            with jax.named_scope(ENTER):
+                x = lax.cond(row["embed"] >= 0, enter, lambda: x)
         carry = carry._replace(inputs=_put(carry.inputs, lane["input"], x))
         y, kept = self.run(lane, self.pick(lane), x)
         if self.stashes:
@@ -182,7 +183,7 @@ class Tick:
         place = jnp.where(is_last, row["head_place"], -1)
         return carry._replace(sums=sums, rest=rest, grads=_put(carry.grads, place, dy))
 
-    def backward(self, carry: Carry, row: Mapping) -> Carry:
+    def backward(self, carry: Carry, row: Mapping, leaves: bool) -> Carry:
         """B: the gradient of the chunk's input and, unless W does it, of its weights."""
         lane = row["B"]
         dx, blocks = self.pull(carry, lane)
@@ -193,9 +194,11 @@ class Tick:
             vjp = jax.vjp(lambda rest: self.embed(rest, row["unembed"]), self.rest)[1]
             return self.add_rest(carry.rest, *vjp(jnp.where(self.stage == 0, dx, 0)))
 
-        with jax.named_scope(LEAVE):
-            rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
-        return carry._replace(dy=self.send(dx, -1), rest=rest)
+        if leaves:
+            with jax.named_scope(LEAVE):
+                rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
+            carry = carry._replace(rest=rest)
+        return carry._replace(dy=self.send(dx, -1))
 
     def weights(self, carry: Carry, row: Mapping) -> Carry:
         """W: the gradient of the chunk's weights, for which the backward chain runs again."""
@@ -291,15 +294,20 @@ class Tick:
         return lax.ppermute(x, PIPE, [(i, (i + way) % P) for i in range(P)])
 
 
-def branches(plan: Route) -> dict[tuple[str, int], int]:
-    """Returns {(scope, ticks of a loop): how many of its ticks take the branch}."""
-    taken: dict[tuple[str, int], int] = {}
-    numbers = {ENTER: ("F", plan.embed), HEAD: ("H", plan.head), LEAVE: ("B", plan.unembed)}
-    for first, ticks, kinds in plan.phases:
-        for scope, (kind, number) in numbers.items():
-            if kind in kinds:
-                taken[scope, ticks] = int((number[first : first + ticks] >= 0).sum())
-    return taken
+def branches(plan: Route) -> dict[tuple[str, int], float]:
+    """Returns {(scope, ticks of a loop): how many of its ticks take the branch}.
+
+    Loops of equal length that have the branch are told apart by nobody who reads a program: each
+    counts for their mean, so that the sum is right.
+    """
+    taken: dict[tuple[str, int], list[int]] = {}
+    numbers = {ENTER: ("E", plan.embed), HEAD: ("H", plan.head), LEAVE: ("L", plan.unembed)}
+    for loop in plan.loops:
+        for scope, (event, number) in numbers.items():
+            if event in loop.kinds:
+                here = number[loop.first : loop.first + loop.ticks]
+                taken.setdefault((scope, loop.ticks), []).append(int((here >= 0).sum()))
+    return {key: sum(times) / len(times) for key, times in taken.items()}
 
 
 def _put(buffer: jax.Array, place: jax.Array, value: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ Legend of arrays: T ticks, P stages. -1: nothing.
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,21 @@ class Lane:
     grad: np.ndarray
 
 
+class Stretch(NamedTuple):
+    """Ticks that one loop runs.
+
+    kinds: of the work in them; with E where microbatches enter, H where they meet the head and L
+    where their gradients leave. chunks: how many chunks, from the first, have
+    been used when it ends. done: the chunks whose last weight gradient it makes.
+    """
+
+    first: int
+    ticks: int
+    kinds: frozenset[str]
+    chunks: int
+    done: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Route:
     """The whole table as arrays.
@@ -39,7 +55,7 @@ class Route:
     the neighbour before the tick. head_T: the microbatch whose last chunk the last stage finishes
     in this tick; its gradient goes to the last stage's head_place_T. embed_T, unembed_T: the
     microbatch that enters, whose first chunk's backward leaves. inputs, grads: places of a stage.
-    phases: (first tick, ticks, kinds) with 'H' for the head; each is one loop.
+    loops: the ticks, stretch by stretch.
     """
 
     lanes: Mapping[Kind, Lane]
@@ -51,11 +67,15 @@ class Route:
     unembed: np.ndarray
     inputs: int
     grads: int
-    phases: tuple[tuple[int, int, frozenset[str]], ...]
+    loops: tuple[Stretch, ...]
 
 
-def route(table: Table, backward: bool = True) -> Route:
-    """Returns the route of a table. backward False: its forward half alone, for evaluation."""
+def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
+    """Returns the route of a table.
+
+    backward False: its forward half alone, for evaluation. by_chunk: a new loop also begins where a
+    chunk is used for the first time and where it has been for the last.
+    """
     when = {op: tick for op, tick in table.tick_of.items() if backward or op.kind == "F"}
     kinds: list[Kind] = [k for k in KINDS if any(op.kind == k for op in when)]
     T, P = max(when.values()) + 1, table.stages
@@ -97,9 +117,9 @@ def route(table: Table, backward: bool = True) -> Route:
             head[tick], head_place[tick] = microbatch, grad_of.get(key, NOTHING)
         elif backward and (landing := arrives("B", key)) is not None:
             land_grad[landing, stage] = grad_of[key]
-    phases = _phases(T, lanes, head)
+    loops = _loops(lanes, {"E": embed, "H": head, "L": unembed}, by_chunk)
     return Route(
-        lanes, land_input, land_grad, head, head_place, embed, unembed, inputs, grads, phases
+        lanes, land_input, land_grad, head, head_place, embed, unembed, inputs, grads, loops
     )
 
 
@@ -124,15 +144,29 @@ def _places(lives: dict[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, i
     return found, most
 
 
-def _phases(
-    ticks: int, lanes: Mapping[Kind, Lane], head: np.ndarray
-) -> tuple[tuple[int, int, frozenset[str]], ...]:
-    """Cuts the ticks where the set of kinds changes. A phase with any head has it in every tick."""
-    busy = {k: (lane.chunk >= 0).any(1) for k, lane in lanes.items()}
-    sets = [frozenset(k for k in busy if busy[k][t]) for t in range(ticks)]
-    cuts = [0, *(t for t in range(1, ticks) if sets[t] != sets[t - 1]), ticks]
-    phases = []
-    for a, b in zip(cuts, cuts[1:], strict=False):
-        heads = {"H"} if (head[a:b] >= 0).any() else set()
-        phases.append((a, b - a, sets[a] | heads))
-    return tuple(phases)
+def _loops(
+    lanes: Mapping[Kind, Lane], events: Mapping[str, np.ndarray], by_chunk: bool
+) -> tuple[Stretch, ...]:
+    """Cuts the ticks where the set of kinds changes. A loop with any event has it in every tick."""
+    busy = np.stack([(lane.chunk >= 0).any(1) for lane in lanes.values()])
+    starts, ends = _spans(list(lanes.values()))
+    cuts = {0, *(1 + np.flatnonzero((busy[:, 1:] != busy[:, :-1]).any(0))), busy.shape[1]}
+    if by_chunk:
+        cuts |= {*starts, *(end + 1 for end in ends)}
+    edges = sorted(int(tick) for tick in cuts)
+    loops = []
+    for a, b in zip(edges, edges[1:], strict=False):
+        kinds = {kind for kind, works in zip(lanes, busy[:, a], strict=True) if works}
+        kinds |= {event for event, number in events.items() if (number[a:b] >= 0).any()}
+        used = sum(start < b for start in starts)
+        done = tuple(c for c, end in enumerate(ends) if a <= end < b)
+        loops.append(Stretch(a, b - a, frozenset(kinds), used, done))
+    return tuple(loops)
+
+
+def _spans(lanes: list[Lane]) -> tuple[list[int], list[int]]:
+    """Returns the first and the last tick of each chunk's work on any stage."""
+    first, last = lanes[0].chunk, lanes[-1].chunk
+    chunks = range(first.max() + 1)
+    ticks = [[np.flatnonzero((lane == c).any(1)) for c in chunks] for lane in (first, last)]
+    return [int(t[0]) for t in ticks[0]], [int(t[-1]) for t in ticks[1]]

@@ -23,7 +23,6 @@ from megajax.cost.hlo_module import Module
 from megajax.cost.roofline import Roofline
 from megajax.parallel import sharding
 from megajax.parallel.tick import branches
-from megajax.schedule.route import route
 from megajax.training.config import Config
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
@@ -159,7 +158,7 @@ def _with_branches(
     """Counts what lies in a pipeline's branches as often as its table takes them."""
     if stages == 1:
         return tuple(found)
-    taken = branches(route(cfg.pipeline.table(stages)))
+    taken = branches(cfg.pipeline.route(stages))
 
     def counted(c: hlo.Collective) -> hlo.Collective:
         for (scope, ticks), times in taken.items():

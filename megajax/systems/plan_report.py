@@ -43,7 +43,7 @@ def rows(found: Sequence[hlo.Collective]) -> list[Row]:
         how = "hidden" if c.is_hidden else "async, exposed" if c.is_async else "exposed"
         merged.setdefault((c.kind, "+".join(c.axes) or "?", how, c.op_name or "?"), []).append(c)
     made = [
-        Row(kind, axes, sum(c.total for c in cs), sum(c.executions for c in cs), how, name)
+        Row(kind, axes, sum(c.total for c in cs), round(sum(c.executions for c in cs)), how, name)
         for (kind, axes, how, name), cs in merged.items()
     ]
     return sorted(made, key=lambda row: -row.nbytes)

@@ -70,13 +70,14 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         )
         attention = cfg.train.attention, cfg.context
         parts = make_parts(layout, tensor.ops(layout, *attention))
-        gradients, loss = _scanned(cfg, parts), parts.loss
+        gradients, loss, options = _scanned(cfg, parts), parts.loss, None
         if stages > 1:
             local_parts = make_parts(None, local.ops(layout, *attention))
             dtype = jnp.dtype(cfg.train.dtype)
             pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
-            gradients, loss = _pipelined(cfg, pipe), pipe.sums
+            gradients, loss, options = _pipelined(cfg, pipe), pipe.sums, pipe.compiler_options
         optimizer = make_optimizer(cfg.optim, cfg.train.steps, parts.axes, layout)
+        step = functools.partial(_step, cfg, parts, gradients, optimizer)
         order = layer_order(cfg.model.layers, stages, cfg.pipeline.chunks)
         init = functools.partial(_init, parts, layout, optimizer, order)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
@@ -92,10 +93,8 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
 
     return TrainStep(
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
-        step=under_mesh(
-            jax.jit(functools.partial(_step, cfg, parts, gradients, optimizer), donate_argnums=0)
-        ),
-        evaluate=under_mesh(jax.jit(loss)),
+        step=under_mesh(jax.jit(step, donate_argnums=0, compiler_options=options)),
+        evaluate=under_mesh(jax.jit(loss, compiler_options=options)),
         natural=under_mesh(_reorder(np.argsort(order))),
         arranged=under_mesh(_reorder(order)),
         parts=parts,

@@ -23,6 +23,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words
 from megajax.parallel import local, sharding, tensor
 from megajax.parallel.pipeline import Pipeline, PipelineConfig
+from megajax.systems.aot import QUICK
 from megajax.training.config import Config
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
@@ -51,7 +52,7 @@ def compile_program(nodes=1, model=MODEL, **changes):
     mesh = cfg.mesh.build(aot.devices(nodes))
     train_step = make_train_step(cfg, mesh)
     lowered = train_step.step.lower(train_step.abstract_state, train_step.abstract_batch)
-    return aot.compile(lowered), mesh
+    return aot.compile(lowered, QUICK), mesh
 
 
 def compile_step(nodes=1, model=MODEL, **changes) -> list[Collective]:
@@ -234,7 +235,7 @@ def compile_pipeline(microbatches: int):
         batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), rows)
         params = map_words(like, parts.axes, parts.abstract)
         lowered = jax.jit(gradients).lower(params, batch, total)
-        return aot.compile(lowered), cfg.table(8)
+        return aot.compile(lowered, QUICK), cfg.table(8)
 
 
 @pytest.mark.slow
@@ -249,17 +250,36 @@ def test_a_pipelines_memory_does_not_grow_with_its_microbatches():
     assert [n for n in trips if n != 4] == [phase.ticks for phase in table.phases] == [7, 16, 7]
 
 
-def test_no_data_collective_in_the_tick_loop():
-    found = compile_step(mesh__pipe=2, mesh__data=2, mesh__tensor=2, pipeline__microbatches=4)
-    ticks = {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}
-    assert ticks  # activations and gradients travel in the loop
-    large = [c for c in found if c.nbytes > MIB and set(c.axes) & ZERO]
-    assert {c.kind for c in large} == {"all-gather", "reduce-scatter"}
-    assert not [place(c) for c in large if c.bodies]
+PIPED = {
+    "mesh.pipe": 2, "mesh.data": 2, "mesh.tensor": 2, "pipeline.microbatches": 4,
+    "train.seq_len": 2048,
+}  # fmt: skip
 
-    every = compile_step(
-        mesh__pipe=2, mesh__data=2, mesh__tensor=2, pipeline__microbatches=4,
-        pipeline__gradients="sharded",
-    )  # fmt: skip
-    inside = [c for c in every if c.nbytes > MIB and set(c.axes) & ZERO and c.bodies]
-    assert {c.kind for c in inside} == {"reduce-scatter"}  # asked for: in every tick
+
+def over_data(found):
+    return [c for c in found if c.nbytes > MIB and set(c.axes) & ZERO]
+
+
+def test_ticks_hide_the_weights_of_other_chunks():
+    """Interleaved, two chunks: the first gather and the last scatter are exposed, no others."""
+    model = dataclasses.replace(MODEL, layers=8)
+    chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
+    found = compile_step(model=model, **PIPED, **chunks)
+    assert {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}  # ticks exchange
+    weights = over_data(found)
+    assert not [place(c) for c in weights if c.bodies]  # and never touch the weights
+    for kind in ("all-gather", "reduce-scatter"):
+        arrays = collections.Counter()
+        for c in weights:
+            arrays[c.is_hidden] += c.arrays * (c.kind == kind)
+        assert arrays == {True: 7, False: 9}, kind  # seven matrices; embedding and head besides
+    assert sum(c.arrays for c in weights) == 32
+
+
+@pytest.mark.slow
+def test_data_collectives_leave_the_tick_loop_unless_asked():
+    once = over_data(compile_step(**PIPED))
+    assert {c.kind for c in once} == {"all-gather", "reduce-scatter"}
+    assert not [place(c) for c in once if c.bodies]
+    every = over_data(compile_step(**PIPED, pipeline__gradients="sharded"))
+    assert {c.kind for c in every if c.bodies} == {"reduce-scatter"}  # asked for: in every tick

@@ -120,12 +120,20 @@ def test_what_lies_in_unused_places_does_not_spread(control, monkeypatch):
     compare(train(DEEP, 20, **CASES["1f1b, pipe 2, data 2, tensor 2"]), control)
 
 
-def test_branches_run_once_a_microbatch():
-    """MegaScale's own sizes: 8 stages, 6 chunks, 32 microbatches; loops of 47, 152 and 47 ticks."""
-    taken = tick.branches(route(build.interleaved(8, 32, 6)))
-    assert {ticks for _, ticks in taken} == {47, 152}
-    for scope in (tick.ENTER, tick.HEAD, tick.LEAVE):
-        assert sum(times for (name, _), times in taken.items() if name == scope) == 32
+@pytest.mark.parametrize(
+    "table, by_chunk",
+    [
+        (build.interleaved(8, 32, 6), False),
+        (build.interleaved(8, 32, 6), True),
+        (build.zero_bubble(8, 8), False),  # two loops of 7 ticks: 7 microbatches enter, then 1
+    ],
+)
+def test_branches_run_once_a_microbatch(table, by_chunk):
+    plan = route(table, by_chunk=by_chunk)
+    taken = tick.branches(plan)
+    for scope, event in ((tick.ENTER, "E"), (tick.HEAD, "H"), (tick.LEAVE, "L")):
+        loops = [loop for loop in plan.loops if event in loop.kinds]
+        assert sum(taken[scope, loop.ticks] for loop in loops) == table.microbatches
 
 
 def test_interleaved_stages_hold_their_groups():

@@ -100,11 +100,47 @@ def test_buffers_of_1f1b_do_not_grow(microbatches):
 @pytest.mark.parametrize("S, v, M", [(4, 1, 8), (4, 2, 8), (8, 6, 32)])
 def test_trip_counts(S, v, M):
     plan = route(build.interleaved(S, M, v))
-    assert [(n, "".join(sorted(k))) for _, n, k in plan.phases] == [
+    assert [(loop.ticks, "".join(sorted(loop.kinds & set("FBW")))) for loop in plan.loops] == [
         (v * S - 1, "F"),
-        (v * M + S - v * S, "BFH"),
+        (v * M + S - v * S, "BF"),
         (v * S - 1, "B"),
     ]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("name, stages, microbatches, chunks", CASES)
+def test_loops_begin_and_end_with_the_chunks(name, stages, microbatches, chunks, backward):
+    """What a loop may use is in `chunks`; what is `done` is never worked on again."""
+    table = build.BUILDERS[name](stages, microbatches, chunks)
+    slots = [s for s in table.slots if backward or s.kind == "F"]
+    loops = route(table, backward, by_chunk=True).loops
+    tick, open_before, finished = 0, 0, []
+    for loop in loops:
+        assert loop.first == tick and loop.ticks > 0
+        tick += loop.ticks
+        here = [s for s in slots if loop.first <= s.tick < tick]
+        assert loop.kinds & set("FBW") == {s.kind for s in here}
+        assert {s.chunk for s in here} <= set(range(loop.chunks)) - set(finished)
+        # A loop that uses a chunk first uses it in its first tick: it never waits for nothing.
+        new = {s.chunk for s in here if s.tick == loop.first} & set(range(open_before, chunks))
+        assert new == set(range(open_before, loop.chunks))
+        finished += loop.done
+        open_before = loop.chunks
+    assert sorted(finished) == list(range(chunks)) == list(range(open_before))
+    last = slots[-1].kind if not backward else "W" if table.is_split else "B"
+    for loop in loops:
+        for chunk in loop.done:
+            ends = max(s.tick for s in slots if s.chunk == chunk and s.kind == last)
+            assert ends == loop.first + loop.ticks - 1
+
+
+def test_warm_up_and_cool_down_open_and_finish_a_chunk_at_a_time():
+    loops = route(build.interleaved(8, 32, 6), by_chunk=True).loops
+    assert [loop.ticks for loop in loops] == [8] * 5 + [7, 152, 7] + [8] * 5
+    assert [loop.chunks for loop in loops] == [1, 2, 3, 4, 5, 6] + [6] * 7
+    assert [loop.done for loop in loops[7:]] == [(5,), (4,), (3,), (2,), (1,), (0,)]
+    assert ["E" in loop.kinds for loop in loops[:7]] == [True] + [False] * 5 + [True]
+    assert ["L" in loop.kinds for loop in loops[6:]] == [True] + [False] * 5 + [True]
 
 
 def test_the_forward_half_alone():
