@@ -142,10 +142,10 @@ def route(
     else:
         scores_BSE = jax.nn.sigmoid(logits_BSE)
         shares_BSE = scores_BSE / scores_BSE.sum(-1, keepdims=True)
-    choice_BSE = scores_BSE if bias_11E is None else scores_BSE + bias_11E
+    choice_BSE = jax.lax.stop_gradient(scores_BSE if bias_11E is None else scores_BSE + bias_11E)
     if cfg.groups > 1:
         choice_BSE = jnp.where(_open(cfg, choice_BSE), choice_BSE, -jnp.inf)
-    experts_BSA = jax.lax.top_k(choice_BSE, cfg.top_k)[1]
+    experts_BSA = _best(choice_BSE, cfg.top_k)
     hot_BSAE = experts_BSA[..., None] == jnp.arange(E)[None, None, None]
     # A select and a sum: take_along_axis would need to know how the tokens are cut.
     weights_BSA = jnp.where(hot_BSAE, scores_BSE[:, :, None], 0.0).sum(-1)
@@ -168,10 +168,19 @@ def route(
 def _open(cfg: MoeConfig, choice_BSE: jax.Array) -> jax.Array:
     """True for the experts of each token's best groups, by the sum of a group's two best."""
     each = cfg.experts // cfg.groups
-    best = jax.lax.top_k(choice_BSE.reshape(*choice_BSE.shape[:2], cfg.groups, each), min(2, each))
-    chosen_BSA = jax.lax.top_k(best[0].sum(-1), cfg.top_groups)[1]
+    grouped_BSGE = choice_BSE.reshape(*choice_BSE.shape[:2], cfg.groups, each)
+    chosen_BSA = _best(jnp.sort(grouped_BSGE, -1)[..., -2:].sum(-1), cfg.top_groups)
     group_E = jnp.arange(cfg.experts) // each
     return (chosen_BSA[..., None] == group_E[None, None, None]).any(2)
+
+
+def _best(scores_BSE: jax.Array, k: int) -> jax.Array:
+    """Returns int32 places_BSA of the k highest scores, best first, the first of equals.
+
+    Not jax.lax.top_k: XLA flattens its leading dimensions, and where these are cut it gathers the
+    scores of all tokens to every device (jax 0.11.2, H100 target).
+    """
+    return jnp.argsort(-scores_BSE, axis=-1, stable=True)[..., :k]
 
 
 def balance(bias_LE: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
