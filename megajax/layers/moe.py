@@ -122,8 +122,9 @@ class Moe(nnx.Module):
                 bias_11E = param.broadcast(self.bias, scores_BSE, scores_BSE.dtype)
             dispatch, sums = route(self.cfg, scores_BSE, bias_11E)
         with jax.named_scope("experts"):
-            slots = self.cfg.slots(x_BSD.shape[1])
-            y_BSD, kept_BSA = self.ops.expert(x_BSD, dispatch, weights, slots, self.ops.grouped)
+            y_BSD, kept_BSA = self.ops.expert(
+                x_BSD, dispatch, weights, self.cfg.slots, self.ops.grouped
+            )
         if kept_BSA is not None:
             sums = dataclasses.replace(sums, dropped=(~kept_BSA).sum(dtype=jnp.int32))
         return y_BSD, sums
