@@ -15,6 +15,7 @@ token, G groups of experts, L layers.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -28,7 +29,7 @@ from megajax.layers import param
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import MoeSums
 from megajax.layers.mlp import MlpConfig, activate
-from megajax.layers.ops import Ops
+from megajax.layers.ops import Ops, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Moe(nnx.Module):
         """
         D, F, E = mlp.width, mlp.hidden, cfg.experts
         self.cfg, self.mlp, self.ops = cfg, mlp, ops
-        self.router = param.normal(rngs, layout, (D, E), ("embed", None), 0.02)
+        self.router = param.normal(rngs, layout, (D, E), ("embed", "router"), 0.02)
         into = ("expert", "embed", "mlp")
         if mlp.activation == "swiglu":
             self.gate = param.normal(rngs, layout, (E, D, F), into, 0.02)
@@ -120,22 +121,24 @@ class Moe(nnx.Module):
             bias_11E = None
             if self.cfg.bias_rate > 0:
                 bias_11E = param.broadcast(self.bias, scores_BSE, scores_BSE.dtype)
-            dispatch, sums = route(self.cfg, scores_BSE, bias_11E)
+            dispatch, sums = route(self.cfg, scores_BSE, bias_11E, self.ops.total)
         with jax.named_scope("experts"):
             y_BSD, kept_BSA = self.ops.expert(
                 x_BSD, dispatch, weights, self.cfg.slots, self.ops.grouped
             )
         if kept_BSA is not None:
-            sums = dataclasses.replace(sums, dropped=(~kept_BSA).sum(dtype=jnp.int32))
+            dropped = self.ops.total((~kept_BSA).sum(dtype=jnp.int32))
+            sums = dataclasses.replace(sums, dropped=dropped)
         return y_BSD, sums
 
 
 def route(
-    cfg: MoeConfig, logits_BSE: jax.Array, bias_11E: jax.Array | None
+    cfg: MoeConfig, logits_BSE: jax.Array, bias_11E: jax.Array | None, total: Callable = total
 ) -> tuple[Dispatch, MoeSums]:
     """Chooses experts and weights, and sums up over all tokens, on every device, how it went.
 
-    The bias and the groups decide the choice only; the weights are the scores themselves.
+    The bias and the groups decide the choice only; the weights are the scores themselves. total:
+    as layers.ops.total.
     """
     E = cfg.experts
     if cfg.score == "softmax":
@@ -152,10 +155,18 @@ def route(
     weights_BSA = jnp.where(hot_BSAE, scores_BSE[:, :, None], 0.0).sum(-1)
     if cfg.normalise:
         weights_BSA = weights_BSA / (weights_BSA.sum(-1, keepdims=True) + 1e-20)
-    load_E = hot_BSAE.sum((0, 1, 2), dtype=jnp.int32)
-    fraction_E = load_E / load_E.sum()
-    aux = E * (fraction_E * shares_BSE.mean((0, 1))).sum()
-    z = (jax.nn.logsumexp(logits_BSE, -1) ** 2).mean()
+    # Sums first: only they can be added over devices, and the losses are of the whole batch.
+    load_E, shares_E, squares = total(
+        (
+            hot_BSAE.sum((0, 1, 2), dtype=jnp.int32),
+            shares_BSE.sum((0, 1)),
+            (jax.nn.logsumexp(logits_BSE, -1) ** 2).sum(),
+        )
+    )
+    pairs = load_E.sum()
+    tokens = pairs / cfg.top_k
+    aux = E * (load_E / pairs * shares_E / tokens).sum()
+    z = squares / tokens
     sums = MoeSums(
         penalty=cfg.aux_loss * aux + cfg.z_loss * z,
         aux=aux,

@@ -39,6 +39,9 @@ from megajax.schedule import build
 from megajax.schedule.ir import Table
 from megajax.schedule.route import Route, route
 
+# How sums leave the stages: the loss on all devices, the routers' with each stage's own layers.
+SUMS = LossSums(P(), P(), P(), P(PIPE))  # type: ignore[bad-argument-type]
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
@@ -102,11 +105,6 @@ class PipelineConfig:
                 f"train.accumulate={cfg.train.accumulate}: with pipeline stages a step is cut by "
                 "--pipeline.microbatches; use 1 (--train.accumulate)"
             )
-        if cfg.model.moe.experts:
-            raise UserError(
-                f"moe.experts={cfg.model.moe.experts}: pipeline stages have dense layers only; use "
-                "mesh.pipe=1 and spread the experts over --mesh.expert (--mesh.pipe, --moe.experts)"
-            )
         if cfg.model.dropout > 0:
             raise UserError(
                 f"model.dropout={cfg.model.dropout}: pipeline stages have none; use 0 "
@@ -153,14 +151,15 @@ class Pipeline:
         """Returns (loss sums of the batch, gradients stored as the parameters are).
 
         Args: params: blocks in `layer_order`. batch: leaves (U, B, S). objective(sums, *scalars):
-          what is differentiated; it must be linear in the sums.
+          what is differentiated; it must be linear in the sums. It is also called
+          with one layer's MoeSums and zeros, and with the rest without them.
         """
         plan = route(self.cfg.table(self.stages))
 
         def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
             return self._run(plan, params, batch, lambda sums: objective(sums, *scalars))
 
-        return self._everywhere(local, (P(), self._specs), len(scalars))(params, batch, *scalars)
+        return self._everywhere(local, (SUMS, self._specs), len(scalars))(params, batch, *scalars)
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
         """Returns the loss sums of a batch (U, B, S): the forward half of the schedule."""
@@ -169,7 +168,7 @@ class Pipeline:
         def local(params: Tree, batch: Batch) -> LossSums:
             return self._run(plan, params, batch, None)[0]
 
-        return self._everywhere(local, P())(params, batch)
+        return self._everywhere(local, SUMS)(params, batch)
 
     @property
     def _specs(self) -> Tree:
@@ -209,9 +208,10 @@ class Pipeline:
             carry, _ = lax.scan(functools.partial(tick, kinds), carry, here)
         partial = self.layout.live(self.layout.rules.partial)
         sums = lax.psum(carry.sums, partial) if partial else carry.sums
+        blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
+        sums = dataclasses.replace(sums, moe=moe)
         if objective is None:
             return sums, None
-        blocks = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), carry.blocks)
         grads = carry.rest | {"blocks": blocks}
         if self.cfg.gradients == "local":
             grads = map_words(self._scatter, axes, grads)
@@ -220,11 +220,14 @@ class Pipeline:
     # ---- weights and their gradients
 
     def _whole(self, words: tuple, x: jax.Array) -> jax.Array:
-        """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is."""
+        """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is.
+
+        A router's matrix is gathered as it is: what it scores may not be rounded.
+        """
         if "embed" not in words:
             return x
         where, axes = self._zero_cut(words)
-        x = x.astype(self.dtype)
+        x = x if "router" in words else x.astype(self.dtype)
         return lax.all_gather(x, axes, axis=where, tiled=True) if axes else x
 
     def _scatter(self, words: tuple, grad: jax.Array) -> jax.Array:
