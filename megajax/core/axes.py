@@ -24,6 +24,7 @@ WORDS = {
     "vocab": "token ids",
     "positions": "learned positions",
     "expert": "experts",
+    "router": "experts as a router scores them: never cut, and its weights stay float32 in use",
     "layers": "the stack of equal layers",
     "stage": "pipeline stages",
 }

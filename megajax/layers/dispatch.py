@@ -56,16 +56,17 @@ def expert(
     x_BSD: Array,
     dispatch: Dispatch,
     params: ExpertWeights,
-    slots: int | None,
+    slots_of: Callable[[int], int | None],
     grouped: Callable,
 ) -> tuple[Array, Array | None]:
     """Every token's weighted sum of its experts' answers.
 
-    Args: params: holds nnx.Params. slots: Q; None: dropless. grouped: (N,D), (E,D,F), int32 sizes
-      (E,) -> (N,F).
+    Args: params: holds nnx.Params. slots_of: positions of a whole row -> Q; None: dropless.
+      grouped: (N,D), (E,D,F), int32 sizes (E,) -> (N,F).
     Returns: (y_BSD in x's dtype; kept_BSA, False for the pairs that found no slot, or None).
     """
     weights = params.map(lambda w: w[...].astype(x_BSD.dtype))
+    slots = slots_of(x_BSD.shape[1])
     if slots is None:
         return dropless(x_BSD, dispatch, weights, grouped), None
     places_BSA = queue(dispatch.experts_BSA)

@@ -15,6 +15,7 @@ token, G groups of experts, L layers.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -28,7 +29,7 @@ from megajax.layers import param
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import MoeSums
 from megajax.layers.mlp import MlpConfig, activate
-from megajax.layers.ops import Ops
+from megajax.layers.ops import Ops, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Moe(nnx.Module):
         """
         D, F, E = mlp.width, mlp.hidden, cfg.experts
         self.cfg, self.mlp, self.ops = cfg, mlp, ops
-        self.router = param.normal(rngs, layout, (D, E), ("embed", None), 0.02)
+        self.router = param.normal(rngs, layout, (D, E), ("embed", "router"), 0.02)
         into = ("expert", "embed", "mlp")
         if mlp.activation == "swiglu":
             self.gate = param.normal(rngs, layout, (E, D, F), into, 0.02)
@@ -120,21 +121,24 @@ class Moe(nnx.Module):
             bias_11E = None
             if self.cfg.bias_rate > 0:
                 bias_11E = param.broadcast(self.bias, scores_BSE, scores_BSE.dtype)
-            dispatch, sums = route(self.cfg, scores_BSE, bias_11E)
+            dispatch, sums = route(self.cfg, scores_BSE, bias_11E, self.ops.total)
         with jax.named_scope("experts"):
-            slots = self.cfg.slots(x_BSD.shape[1])
-            y_BSD, kept_BSA = self.ops.expert(x_BSD, dispatch, weights, slots, self.ops.grouped)
+            y_BSD, kept_BSA = self.ops.expert(
+                x_BSD, dispatch, weights, self.cfg.slots, self.ops.grouped
+            )
         if kept_BSA is not None:
-            sums = dataclasses.replace(sums, dropped=(~kept_BSA).sum(dtype=jnp.int32))
+            dropped = self.ops.total((~kept_BSA).sum(dtype=jnp.int32))
+            sums = dataclasses.replace(sums, dropped=dropped)
         return y_BSD, sums
 
 
 def route(
-    cfg: MoeConfig, logits_BSE: jax.Array, bias_11E: jax.Array | None
+    cfg: MoeConfig, logits_BSE: jax.Array, bias_11E: jax.Array | None, total: Callable = total
 ) -> tuple[Dispatch, MoeSums]:
     """Chooses experts and weights, and sums up over all tokens, on every device, how it went.
 
-    The bias and the groups decide the choice only; the weights are the scores themselves.
+    The bias and the groups decide the choice only; the weights are the scores themselves. total:
+    as layers.ops.total.
     """
     E = cfg.experts
     if cfg.score == "softmax":
@@ -142,19 +146,27 @@ def route(
     else:
         scores_BSE = jax.nn.sigmoid(logits_BSE)
         shares_BSE = scores_BSE / scores_BSE.sum(-1, keepdims=True)
-    choice_BSE = scores_BSE if bias_11E is None else scores_BSE + bias_11E
+    choice_BSE = jax.lax.stop_gradient(scores_BSE if bias_11E is None else scores_BSE + bias_11E)
     if cfg.groups > 1:
         choice_BSE = jnp.where(_open(cfg, choice_BSE), choice_BSE, -jnp.inf)
-    experts_BSA = jax.lax.top_k(choice_BSE, cfg.top_k)[1]
+    experts_BSA = _best(choice_BSE, cfg.top_k)
     hot_BSAE = experts_BSA[..., None] == jnp.arange(E)[None, None, None]
     # A select and a sum: take_along_axis would need to know how the tokens are cut.
     weights_BSA = jnp.where(hot_BSAE, scores_BSE[:, :, None], 0.0).sum(-1)
     if cfg.normalise:
         weights_BSA = weights_BSA / (weights_BSA.sum(-1, keepdims=True) + 1e-20)
-    load_E = hot_BSAE.sum((0, 1, 2), dtype=jnp.int32)
-    fraction_E = load_E / load_E.sum()
-    aux = E * (fraction_E * shares_BSE.mean((0, 1))).sum()
-    z = (jax.nn.logsumexp(logits_BSE, -1) ** 2).mean()
+    # Sums first: only they can be added over devices, and the losses are of the whole batch.
+    load_E, shares_E, squares = total(
+        (
+            hot_BSAE.sum((0, 1, 2), dtype=jnp.int32),
+            shares_BSE.sum((0, 1)),
+            (jax.nn.logsumexp(logits_BSE, -1) ** 2).sum(),
+        )
+    )
+    pairs = load_E.sum()
+    tokens = pairs / cfg.top_k
+    aux = E * (load_E / pairs * shares_E / tokens).sum()
+    z = squares / tokens
     sums = MoeSums(
         penalty=cfg.aux_loss * aux + cfg.z_loss * z,
         aux=aux,
@@ -168,10 +180,19 @@ def route(
 def _open(cfg: MoeConfig, choice_BSE: jax.Array) -> jax.Array:
     """True for the experts of each token's best groups, by the sum of a group's two best."""
     each = cfg.experts // cfg.groups
-    best = jax.lax.top_k(choice_BSE.reshape(*choice_BSE.shape[:2], cfg.groups, each), min(2, each))
-    chosen_BSA = jax.lax.top_k(best[0].sum(-1), cfg.top_groups)[1]
+    grouped_BSGE = choice_BSE.reshape(*choice_BSE.shape[:2], cfg.groups, each)
+    chosen_BSA = _best(jnp.sort(grouped_BSGE, -1)[..., -2:].sum(-1), cfg.top_groups)
     group_E = jnp.arange(cfg.experts) // each
     return (chosen_BSA[..., None] == group_E[None, None, None]).any(2)
+
+
+def _best(scores_BSE: jax.Array, k: int) -> jax.Array:
+    """Returns int32 places_BSA of the k highest scores, best first, the first of equals.
+
+    Not jax.lax.top_k: XLA flattens its leading dimensions, and where these are cut it gathers the
+    scores of all tokens to every device (jax 0.11.2, H100 target).
+    """
+    return jnp.argsort(-scores_BSE, axis=-1, stable=True)[..., :k]
 
 
 def balance(bias_LE: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:

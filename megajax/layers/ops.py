@@ -4,8 +4,9 @@ A block is written once. What differs between one device, tensor parallelism, a 
 GEMM-with-communication, a tile-sparse or a quantized GEMM and another attention kernel is which
 functions stand in here. `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
 communication around it and take it as an argument, so the two choices compose. For mixtures of
-experts `grouped` is the local compute, `score` and `expert` what is around it. The defaults are
-local; parallel/tensor.py and parallel/expert.py build the sharded ones.
+experts `grouped` is the local compute, `score`, `expert` and `total` what is around it. The
+defaults are local; parallel/tensor.py and parallel/expert.py build the sharded ones, and
+parallel/local.py those of code inside a shard_map.
 
 Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts.
 A weight argument is an nnx.Param whose metadata `axes` names its dimensions.
@@ -90,6 +91,14 @@ def score(x_BSD: Array, w_DE: nnx.Param) -> Array:
     return matmul(x_BSD.astype("float32"), whole(w_DE, "float32"))
 
 
+def total(sums: Any) -> Any:
+    """Adds a tree of sums over tokens up over all devices that hold tokens of this batch.
+
+    Global arrays have them all.
+    """
+    return sums
+
+
 @dataclass(frozen=True)
 class Ops:
     """The functions above, each replaceable; vocab: the cut of the logits inside a shard_map."""
@@ -105,3 +114,4 @@ class Ops:
     grouped: Callable = jax.lax.ragged_dot
     score: Callable = score
     expert: Callable = expert
+    total: Callable = total

@@ -12,8 +12,9 @@ capacity: each expert has a fixed number of slots a row, so a plain all-to-all t
     the experts and another one takes the answers back; tensor is gathered before and scattered
     after, as around any MLP.
 
-Both are one shard_map of its own, entered through `Ops.expert`; a kernel that overlaps the exchange
-with the grouped matmuls (COMET, arXiv 2502.19811) takes that seam.
+`exchange` is either of them on local arrays, as pipeline stages call it; `expert` puts a shard_map
+of its own around it. A kernel that overlaps the exchange with the grouped matmuls (COMET, arXiv
+2502.19811) takes the seam `Ops.expert`.
 
 Legend: B rows, S positions, D model width, E experts, A active experts a token, N slots of an
 expert for all rows.
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import reshard
@@ -32,6 +34,7 @@ from megajax.core.layout import Layout
 from megajax.layers import dispatch as dispatch_
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.ops import matmul
+from megajax.parallel.context import ContextSpec
 
 Array = jax.Array
 TENSOR, EXPERT = ("tensor",), ("expert",)
@@ -52,25 +55,46 @@ def expert(
     x_BSD: Array,
     dispatch: Dispatch,
     params: ExpertWeights,
-    slots: int | None,
+    slots_of: Callable[[int], int | None],
     grouped: Callable,
+    *,
+    context: ContextSpec,
 ) -> tuple[Array, Array | None]:
-    """What `layers.dispatch.expert` computes, under a mesh."""
+    """What `layers.dispatch.expert` computes, under a mesh. context: whose order the rows have."""
     weights = params.map(lambda w: whole(layout, w, x_BSD.dtype))
     specs = params.map(lambda w: layout.whole(*w.get_metadata("axes")))
     tokens = layout.act("batch", "seq", None, residual=True)
-    exchange = functools.partial(_dropless, layout, grouped=grouped)
-    if slots is not None:
-        exchange = functools.partial(_slotted, layout, slots=slots)
+    slots = slots_of(x_BSD.shape[1])
+    inside = functools.partial(exchange, layout, slots=slots, grouped=grouped, context=context)
     # Without a cut sequence (decoding) the result is equal over context and tensor, which the
     # checker cannot see through a gather; nothing differentiates that case.
     return jax.shard_map(
-        lambda x, d, inputs, down: exchange(x, d, ExpertWeights(inputs, down, params.activate)),
+        lambda x, d, inputs, down: inside(x, d, ExpertWeights(inputs, down, params.activate)),
         mesh=layout.mesh,
         in_specs=(tokens, tokens, specs.inputs, specs.down),
         out_specs=(tokens, None if slots is None else tokens),
         check_vma=_cut(layout),
     )(reshard(x_BSD, tokens), reshard(dispatch, tokens), weights.inputs, weights.down)
+
+
+def exchange(
+    layout: Layout,
+    x_BSD: Array,
+    dispatch: Dispatch,
+    weights: ExpertWeights,
+    slots: int | None,
+    grouped: Callable,
+    context: ContextSpec,
+) -> tuple[Array, Array | None]:
+    """What `expert` computes, for code inside a shard_map over the whole mesh.
+
+    Args: x_BSD, dispatch: this device's part of the residual stream. weights: of its experts, whole
+      over the ZeRO axes. slots: Q of a whole row; None: dropless. context: whose order rows have.
+    Returns: as layers.dispatch.expert.
+    """
+    if slots is None:
+        return _dropless(layout, x_BSD, dispatch, weights, grouped), None
+    return _slotted(layout, x_BSD, dispatch, weights, slots, context)
 
 
 def _cut(layout: Layout) -> bool:
@@ -98,7 +122,7 @@ def _scatter(layout: Layout, y_BSD: Array) -> Array:
 
 def _dropless(
     layout: Layout, x_BSD: Array, dispatch: Dispatch, weights: ExpertWeights, grouped: Callable
-) -> tuple[Array, None]:
+) -> Array:
     axes = layout.live(EXPERT)
     if _cut(layout):
         x_BSD, dispatch = _gather(layout, (x_BSD, dispatch), TENSOR, 1)
@@ -107,17 +131,27 @@ def _dropless(
     y_BSD = dispatch_.dropless(x_BSD, dispatch, weights, grouped, first)
     if axes:
         y_BSD = lax.psum_scatter(y_BSD, axes, scatter_dimension=0, tiled=True)
-    return _scatter(layout, y_BSD), None
+    return _scatter(layout, y_BSD)
 
 
 def _slotted(
-    layout: Layout, x_BSD: Array, dispatch: Dispatch, weights: ExpertWeights, slots: int
+    layout: Layout,
+    x_BSD: Array,
+    dispatch: Dispatch,
+    weights: ExpertWeights,
+    slots: int,
+    context: ContextSpec,
 ) -> tuple[Array, Array]:
     axes = layout.live(EXPERT)
     along = layout.live(layout.rules.residual.get("seq", ()))
     S = x_BSD.shape[1]
-    # A row's slots are given out over all of its positions, wherever they are.
-    kept_BSA = dispatch_.queue(_gather(layout, dispatch.experts_BSA, along, 1)) < slots
+    # A row's slots are given out over all of its positions, wherever they are, first come first.
+    experts_BSA = _gather(layout, dispatch.experts_BSA, along, 1)
+    order_S = context.order_of(experts_BSA.shape[1], layout.ways(layout.rules.act["seq"]))
+    if order_S is None:
+        kept_BSA = dispatch_.queue(experts_BSA) < slots
+    else:
+        kept_BSA = (dispatch_.queue(experts_BSA[:, np.argsort(order_S)]) < slots)[:, order_S]
     if along:
         kept_BSA = lax.dynamic_slice_in_dim(kept_BSA, lax.axis_index(along) * S, S, 1)
     x, d, kept = x_BSD, dispatch, kept_BSA

@@ -4,7 +4,8 @@ tensor.py's, written out, on local arrays.
 The pipeline runs so: its stages do different things, and types that say `unreduced` do not mix with
 a manual axis (jax 0.11.2). Differentiate this code with check_vma=False; then the gradient of a
 local array is that of the SUM over all devices of what they return, which makes every collective
-its neighbour's transpose. Weights arrive whole, in the compute dtype or as float32 vectors.
+its neighbour's transpose. Weights arrive whole, in the compute dtype; vectors and routers in
+float32, so that the default `Ops.score` serves.
 
 Legend: B rows, S positions, D model width, V table rows.
 """
@@ -20,9 +21,11 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.layout import Layout
+from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
+from megajax.parallel import expert as expert_
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.tensor import choose_attention, local_attention
 
@@ -39,6 +42,8 @@ def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextS
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
+        expert=functools.partial(expert, layout, context=context),
+        total=functools.partial(total, layout),
     )
 
 
@@ -99,3 +104,25 @@ def attend(
     kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context)
     here = local_attention(layout, kernel, context)
     return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+
+
+def expert(
+    layout: Layout,
+    x_BSD: Array,
+    dispatch: Dispatch,
+    params: ExpertWeights,
+    slots_of: Callable[[int], int | None],
+    grouped: Callable,
+    *,
+    context: ContextSpec,
+) -> tuple[Array, Array | None]:
+    """This device's tokens, at the experts wherever they are."""
+    weights = params.map(lambda w: w[...].astype(x_BSD.dtype))
+    slots = slots_of(x_BSD.shape[1] * layout.ways(layout.rules.residual["seq"]))
+    return expert_.exchange(layout, x_BSD, dispatch, weights, slots, grouped, context)
+
+
+def total(layout: Layout, sums: Any) -> Any:
+    """Adds up over all axes that cut the tokens of the residual stream."""
+    axes = layout.live(layout.rules.residual["batch"] + layout.rules.residual["seq"])
+    return lax.psum(sums, axes) if axes else sums

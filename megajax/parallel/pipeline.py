@@ -39,6 +39,9 @@ from megajax.schedule import build
 from megajax.schedule.ir import Table
 from megajax.schedule.route import Route, route
 
+# How sums leave the stages: the loss on all devices, the routers' with each stage's own layers.
+SUMS = LossSums(P(), P(), P(), P(PIPE))  # type: ignore[bad-argument-type]
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
@@ -105,11 +108,6 @@ class PipelineConfig:
                 f"train.accumulate={cfg.train.accumulate}: with pipeline stages a step is cut by "
                 "--pipeline.microbatches; use 1 (--train.accumulate)"
             )
-        if cfg.model.moe.experts:
-            raise UserError(
-                f"moe.experts={cfg.model.moe.experts}: pipeline stages have dense layers only; use "
-                "mesh.pipe=1 and spread the experts over --mesh.expert (--mesh.pipe, --moe.experts)"
-            )
         if cfg.model.dropout > 0:
             raise UserError(
                 f"model.dropout={cfg.model.dropout}: pipeline stages have none; use 0 "
@@ -170,14 +168,15 @@ class Pipeline:
         """Returns (loss sums of the batch, gradients stored as the parameters are).
 
         Args: params: blocks in `layer_order`. batch: leaves (U, B, S). objective(sums, *scalars):
-          what is differentiated; it must be linear in the sums.
+          what is differentiated; it must be linear in the sums. It is also called with one
+          layer's MoeSums and zeros, and with the rest without them.
         """
         plan = self.cfg.route(self.stages)
 
         def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
             return self._run(plan, params, batch, lambda sums: objective(sums, *scalars))
 
-        return self._everywhere(local, (P(), self._specs), len(scalars))(params, batch, *scalars)
+        return self._everywhere(local, (SUMS, self._specs), len(scalars))(params, batch, *scalars)
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
         """Returns the loss sums of a batch (U, B, S): the forward half of the schedule."""
@@ -186,7 +185,7 @@ class Pipeline:
         def local(params: Tree, batch: Batch) -> LossSums:
             return self._run(plan, params, batch, None)[0]
 
-        return self._everywhere(local, P())(params, batch)
+        return self._everywhere(local, SUMS)(params, batch)
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
@@ -255,14 +254,15 @@ class Pipeline:
                 done[chunk] = map_words(self._scatter, axes["blocks"], grads)
         partial = self.layout.live(self.layout.rules.partial)
         sums = lax.psum(carry.sums, partial) if partial else carry.sums
+        blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
+        sums = dataclasses.replace(sums, moe=moe)
         if objective is None:
             return sums, None
-        blocks, rest = carry.blocks, carry.rest
+        rest = carry.rest
         if local:
-            blocks = jax.tree.map(lambda *g: jnp.stack(g), *(done[c] for c in range(v)))
+            blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
             rest, _ = lax.optimization_barrier((rest, done))
             rest = {k: map_words(self._scatter, axes[k], g) for k, g in rest.items()}
-        blocks = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), blocks)
         return sums, map_words(self._add_copies, axes, rest | {"blocks": blocks})
 
     # ---- weights and their gradients
@@ -273,11 +273,14 @@ class Pipeline:
         return map_words(self._whole, self.parts.axes["blocks"], mine)
 
     def _whole(self, words: tuple, x: jax.Array) -> jax.Array:
-        """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is."""
+        """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is.
+
+        A router's matrix is gathered as it is: what it scores may not be rounded.
+        """
         if "embed" not in words:
             return x
         where, axes = self._zero_cut(words)
-        x = x.astype(self.dtype)
+        x = x if "router" in words else x.astype(self.dtype)
         return lax.all_gather(x, axes, axis=where, tiled=True) if axes else x
 
     def _scatter(self, words: tuple, grad: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextS
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         score=functools.partial(expert.score, layout, whole),
-        expert=functools.partial(expert.expert, layout, whole),
+        expert=functools.partial(expert.expert, layout, whole, context=context),
     )
 
 

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.axes import MESH_AXES
 from megajax.core.layout import Words
 from megajax.core.tree import Tree
-from megajax.layers.losses import LossSums
+from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy
 from megajax.schedule.route import Route
@@ -33,7 +34,8 @@ class Carry(NamedTuple):
 
     x, dy: what arrived from the previous and the next stage. inputs, kept, grads: buffers of chunk
     inputs, of residuals (if stashed) and of gradients of chunk outputs; the last place is for what
-    nobody needs. blocks, rest: gradients so far. sums: of the loss.
+    nobody needs. blocks, rest: gradients so far. sums: of the loss. moe: of the routers, leaves
+    (chunks, layers of one, ...), equal on all devices of the stage; None in a dense model.
     """
 
     x: jax.Array
@@ -44,6 +46,7 @@ class Carry(NamedTuple):
     blocks: Tree
     rest: Tree
     sums: LossSums
+    moe: MoeSums | None
 
 
 class Tick:
@@ -100,10 +103,10 @@ class Tick:
             blocks = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), jnp.float32), chunk)
             outer = jax.eval_shape(lambda: settled(self.axes[1], self.rest))
             rest = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), outer)
-        kept = {}
-        if self.stashes:
-            lane = {k: jnp.zeros((), jnp.int32) for k in ("chunk", "microbatch")}
-            kept = jax.eval_shape(lambda x: self.run(lane, self.pick(lane), x)[1], x)
+        lane = {k: jnp.zeros((), jnp.int32) for k in ("chunk", "microbatch")}
+        _, kept, moe = jax.eval_shape(lambda x: self.run(lane, self.pick(lane), x), x)
+        kept = kept if self.stashes else {}
+        moe = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), s.dtype), moe)
         empty = jnp.zeros(x.shape, x.dtype)
 
         def buffer(places: int, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -113,7 +116,7 @@ class Tick:
         kept = jax.tree.map(functools.partial(buffer, self.plan.inputs), kept)
         zero = jnp.zeros((), jnp.float32)
         sums = LossSums(zero, zero, jnp.zeros((), jnp.int32))
-        return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums)
+        return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums, moe)
 
     def __call__(self, kinds: frozenset[str], carry: Carry, row: Mapping) -> tuple[Carry, None]:
         """Lands what arrived, then F, head, B, W as far as the phase has them, then sends."""
@@ -147,7 +150,8 @@ class Tick:
             with jax.named_scope(ENTER):
                 x = lax.cond(row["embed"] >= 0, enter, lambda: x)
         carry = carry._replace(inputs=_put(carry.inputs, lane["input"], x))
-        y, kept = self.run(lane, self.pick(lane), x)
+        y, kept, moe = self.run(lane, self.pick(lane), x)
+        carry = carry._replace(moe=_add(carry.moe, lane, moe))
         if self.stashes:
             put = functools.partial(_put, place=lane["input"])
             carry = carry._replace(
@@ -164,8 +168,7 @@ class Tick:
             y = lax.psum(jnp.where(is_last, y, 0), PIPE)
             params = rest | {"blocks": self.blocks}
             sums = self.parts.head_loss(params, y, self.piece(number)["targets"])
-            value = jnp.zeros(()) if self.objective is None else self.objective(sums)
-            return value / self.copies, sums
+            return self.value(sums) / self.copies, sums
 
         def value() -> LossSums:
             return carry.sums + loss(self.rest, y)[1]
@@ -213,15 +216,16 @@ class Tick:
         if self.stashes:
             kept = jax.tree.map(lambda buffer: _take(buffer, lane["input"]), carry.kept)
         else:
-            _, kept = self.run(lane, weights, _take(carry.inputs, lane["input"]))
+            kept = self.run(lane, weights, _take(carry.inputs, lane["input"]))[1]
         dy = _take(carry.grads, lane["grad"])
         one = jax.tree.map(lambda w: w[0], weights)
-        template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context)[1])
+        (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
+        share = self.share(moe)
 
         def down(state: tuple, item: tuple) -> tuple[tuple, None]:
             dy, total = state
             index, w, kept = item
-            dw, dx, _ = _attach(template, w, kept, context)(dy)
+            dw, dx, _ = _attach(template, w, kept, context)((dy, share))
             return (dx, self.add_layer(total, lane, index, dw)), None
 
         items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kept)
@@ -253,35 +257,54 @@ class Tick:
         """Returns what the blocks need of the lane's microbatch."""
         return self.parts.context(self.piece(lane["microbatch"]), None)
 
-    def layer(self) -> Callable[[Tree, jax.Array, Context], jax.Array]:
+    def layer(self) -> Callable[[Tree, jax.Array, Context], tuple[jax.Array, MoeSums | None]]:
         """Returns one layer as a function that jax.vjp may take apart."""
 
-        def layer(w: Tree, x: jax.Array, context: Context) -> jax.Array:
-            return self.parts.block(w, x, context)[0]
+        def layer(w: Tree, x: jax.Array, context: Context) -> tuple[jax.Array, MoeSums | None]:
+            y, _, moe = self.parts.block(w, x, context)
+            return y, moe
 
         if self.remat == "none":
             return layer
         return jax.checkpoint(layer, policy=remat_policy(self.remat), prevent_cse=False)
 
-    def run(self, lane: Mapping, weights: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
-        """Returns (a chunk's output, what its layers' backward passes need beside weights)."""
+    def run(
+        self, lane: Mapping, weights: Tree, x: jax.Array
+    ) -> tuple[jax.Array, Tree, MoeSums | None]:
+        """Returns (a chunk's output, what its layers' backward passes need beside weights, the
+        layers' own sums)."""
         layer, context = self.layer(), self.context(lane)
 
-        def up(x: jax.Array, w: Tree) -> tuple[jax.Array, Tree]:
-            y, vjp = jax.vjp(layer, w, x, context)
-            return y, _detach(vjp)
+        def up(x: jax.Array, w: Tree) -> tuple[jax.Array, tuple]:
+            (y, moe), vjp = jax.vjp(layer, w, x, context)
+            return y, (_detach(vjp), moe)
 
-        return lax.scan(up, x, weights)
+        y, (kept, moe) = lax.scan(up, x, weights)
+        return y, kept, moe
+
+    def value(self, sums: LossSums) -> jax.Array:
+        """Returns the objective, 0 where nothing is differentiated."""
+        return jnp.zeros(()) if self.objective is None else self.objective(sums)
+
+    def share(self, moe: MoeSums | None) -> MoeSums | None:
+        """Returns the objective's gradient by a layer's sums, this device's share of it.
+
+        moe: what they look like. They are equal on all devices of the stage, each of which gives
+        its own share, because the gradient here is that of the sum over all devices (local.py).
+        """
+        zero = jnp.zeros((), jnp.float32)
+
+        def part(moe: MoeSums | None) -> jax.Array:
+            sums = LossSums(zero, zero, jnp.zeros((), jnp.int32), moe)
+            return self.value(sums) / (lax.axis_size(MESH_AXES) // self.stages)
+
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), moe)
+        return jax.grad(part, allow_int=True)(zeros)
 
     def add_layer(self, total: Tree, lane: Mapping, index: jax.Array, grad: Tree) -> Tree:
-        """Adds the gradient of one layer of the lane's chunk. An idle slot's counts as zero."""
+        """Adds the gradient of one layer of the lane's chunk."""
         grad = map_words(lambda words, g: self.settle(words[1:], g), self.axes[0], grad)
-        chunk, works = jnp.maximum(lane["chunk"], 0), lane["chunk"] >= 0
-
-        def add(t: jax.Array, g: jax.Array) -> jax.Array:
-            return t.at[chunk, index].add(jnp.where(works, g, 0).astype(jnp.float32))
-
-        return jax.tree.map(add, total, grad)
+        return _add(total, lane, grad, index)
 
     def add_rest(self, total: Tree, grad: Tree) -> Tree:
         """Adds the gradient of embedding, last norm and head."""
@@ -320,6 +343,16 @@ def _take(buffer: jax.Array, place: jax.Array) -> jax.Array:
     """Reads a place; -1 gives zeros, whatever lies there (a NaN must not spread)."""
     value = lax.dynamic_index_in_dim(buffer, jnp.maximum(place, 0), keepdims=False)
     return jnp.where(place < 0, jnp.zeros_like(value), value)
+
+
+def _add(total: Tree, lane: Mapping, value: Tree, *index: jax.Array) -> Tree:
+    """Adds what a slot made to the place of the lane's chunk; an idle slot's counts as zero."""
+    chunk, works = jnp.maximum(lane["chunk"], 0), lane["chunk"] >= 0
+
+    def add(t: jax.Array, v: jax.Array) -> jax.Array:
+        return t.at[(chunk, *index)].add(jnp.where(works, v, 0).astype(t.dtype))
+
+    return jax.tree.map(add, total, value)
 
 
 def _detach(vjp: Any) -> tuple:

@@ -70,14 +70,15 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         )
         attention = cfg.train.attention, cfg.context
         parts = make_parts(layout, tensor.ops(layout, *attention))
-        gradients, loss, options = _scanned(cfg, parts), parts.loss, None
+        objective = functools.partial(_objective, cfg, pieces)
+        gradients, loss, options = _scanned(cfg, parts, objective), parts.loss, None
         if stages > 1:
             local_parts = make_parts(None, local.ops(layout, *attention))
             dtype = jnp.dtype(cfg.train.dtype)
             pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
-            gradients, loss, options = _pipelined(cfg, pipe), pipe.sums, pipe.compiler_options
+            gradients, loss, options = _pipelined(pipe, objective), pipe.sums, pipe.compiler_options
         optimizer = make_optimizer(cfg.optim, cfg.train.steps, parts.axes, layout)
-        step = functools.partial(_step, cfg, parts, gradients, optimizer)
+        step = functools.partial(_step, cfg, pieces, parts, gradients, optimizer)
         order = layer_order(cfg.model.layers, stages, cfg.pipeline.chunks)
         init = functools.partial(_init, parts, layout, optimizer, order)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
@@ -181,21 +182,21 @@ def _abstract_batch(
 Gradients = Callable[[Tree, Batch, jax.Array, jax.Array], tuple[LossSums, Tree]]
 
 
-def _objective(cfg: Any, sums: LossSums, total: jax.Array) -> jax.Array:
-    """What is differentiated: the mean over all predicted tokens of the step."""
-    return (sums.cross_entropy + cfg.train.z_loss * sums.z_squared) / total
+def _objective(cfg: Any, pieces: int, sums: LossSums, total: jax.Array) -> jax.Array:
+    """What is differentiated: the mean over all predicted tokens of the step, so a micro-batch with
+    fewer of them weighs less; plus the mean over micro-batches, all of one size, of the routers'
+    penalties, which count every token."""
+    value = (sums.cross_entropy + cfg.train.z_loss * sums.z_squared) / total
+    return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
 
 
-def _scanned(cfg: Any, parts: ModelParts) -> Gradients:
+def _scanned(cfg: Any, parts: ModelParts, value: Callable) -> Gradients:
     """Gradients by differentiating the loss, one micro-batch after the other."""
     pieces = cfg.train.accumulate
 
     def objective(params: Tree, micro: Batch, total: jax.Array, key: jax.Array) -> tuple:
         sums = parts.loss(params, micro, key, cfg.train.remat)
-        value = _objective(cfg, sums, total)
-        if sums.moe is not None:
-            value += sums.moe.penalty.sum() / pieces
-        return value, sums
+        return value(sums, total), sums
 
     grad_of = jax.grad(objective, has_aux=True)
 
@@ -220,28 +221,27 @@ def _scanned(cfg: Any, parts: ModelParts) -> Gradients:
     return gradients
 
 
-def _pipelined(cfg: Any, pipe: Pipeline) -> Gradients:
+def _pipelined(pipe: Pipeline, value: Callable) -> Gradients:
     """Gradients by the pipeline's table."""
 
     def gradients(
         params: Tree, batch: Batch, total: jax.Array, key: jax.Array
     ) -> tuple[LossSums, Tree]:
-        return pipe.gradients(params, batch, functools.partial(_objective, cfg), total)
+        return pipe.gradients(params, batch, value, total)
 
     return gradients
 
 
 def _step(
     cfg: Any,
+    pieces: int,
     parts: ModelParts,
     gradients: Gradients,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step. The objective is the mean over all predicted tokens of all micro-batches,
-    so a micro-batch with fewer of them weighs less; plus the mean over micro-batches, all of one
-    size, of the routers' penalties, which count every token."""
+    """One optimizer step. pieces: micro-batches of it."""
     count = (batch["targets"] >= 0).sum()
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
@@ -267,7 +267,7 @@ def _step(
         "lr": jnp.asarray(rate, jnp.float32),
         "leaf_norms": jnp.sqrt(squares),
     }
-    return new, metrics | _moe_metrics(sums.moe, cfg.train.accumulate)
+    return new, metrics | _moe_metrics(sums.moe, pieces)
 
 
 def _moe_metrics(sums: MoeSums | None, batches: int) -> dict[str, jax.Array]:

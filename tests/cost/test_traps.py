@@ -7,6 +7,7 @@ from megajax.cost.hlo import collectives
 from megajax.cost.traps import find
 
 MESH = {"pipe": 2, "node": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
+EXPERT_MESH = MESH | {"data": 1, "expert": 2}
 
 MODULE = """HloModule jit_step
 
@@ -23,9 +24,9 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 DATA = "replica_groups=[4,2]<=[2,2,2]T(0,2,1)"
 
 
-def planted(inside="", entry=""):
+def planted(inside="", entry="", mesh=MESH):
     text = MODULE.replace("ENTRY_EXTRA", entry).replace("EXTRA", inside)
-    return find(collectives(text, MESH), ("data",))
+    return find(collectives(text, mesh), ("data", "expert"))
 
 
 def test_a_clean_program_has_no_warning():
@@ -47,6 +48,20 @@ def test_data_collectives_in_the_tick_loop(kind):
         f'%g = bf16[1024,1024] {kind}(%w), {DATA}, metadata={{op_name="jit(f)/x"}}'
     )
     assert f"{kind} inside the pipeline's tick loop" in warning and "5 x" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "warnings"),
+    [
+        ("body/jvp(experts)/all_gather", 0),
+        ("body/(jvp(experts)/all_gather:jvp(experts)/all_gather)", 0),
+        ("body/jvp(attention)/all_gather", 1),
+        ("body/(jvp(experts)/all_gather:jvp(attention)/all_gather)", 1),
+    ],
+)
+def test_tokens_may_go_to_their_experts_in_the_tick_loop(name, warnings):
+    line = f'%g = bf16[1024,1024] all-gather(%w), {DATA}, metadata={{op_name="jit(f)/{name}"}}'
+    assert len(planted(line, mesh=EXPERT_MESH)) == warnings
 
 
 def test_updates_of_the_embedding_gathered():

@@ -161,7 +161,6 @@ def test_interleaved_stages_hold_their_groups():
          "train.global_batch=16 must be divisible by"),
         ({"mesh__pipe": 2, "train__accumulate": 2}, "--pipeline.microbatches"),
         ({"mesh__pipe": 2, "model__dropout": 0.1}, "--model.dropout"),
-        ({"mesh__pipe": 2, "model__moe__experts": 8}, "--mesh.expert"),
         ({"pipeline__microbatches": 4}, "need stages: --mesh.pipe=2"),
         ({"pipeline__microbatches": 0}, "must be at least 1"),
     ],

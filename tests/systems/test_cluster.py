@@ -233,6 +233,40 @@ def test_planted_collectives_in_a_tick_loop_are_reported():
 
 
 @pytest.mark.aot
+def test_a_planted_gather_of_the_embeddings_updates_is_reported():
+    """A pipeline manual over pipe alone: the compiler scatters the input's gradients into
+    the whole table in every tick, so it gathers them over data."""
+    T, V, B, S, D = 5, 4096, 8, 512, 1024
+    shape = [{"pipe": 2, "data": 2, "tensor": 2}.get(axis, 1) for axis in MESH_AXES]
+    devices = np.array(target.devices(1, 8)).reshape(shape)
+    mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+    def ticks(table, x, embeds):
+        def tick(carry, number):
+            x, total = carry
+            x = jax.lax.ppermute(x, "pipe", [(0, 1), (1, 0)])
+            if embeds:
+                ids = (jnp.arange(B * S, dtype=jnp.int32).reshape(B, S) * 7 + number) % V
+                total = total + jax.vjp(lambda table: table[ids], table)[1](x)[0]
+            return (jnp.tanh(x), total), None
+
+        return jax.lax.scan(tick, (x, jnp.zeros_like(table)), jnp.arange(T))[0]
+
+    def warnings(embeds):
+        mapped = jax.shard_map(
+            functools.partial(ticks, embeds=embeds), mesh=mesh, in_specs=(P(), P("pipe")),
+            out_specs=(P("pipe"), P()), axis_names={"pipe"}, check_vma=False,
+        )  # fmt: skip
+        rows = P(("pipe", "data"), None, None)
+        found = compiled(mapped, mesh, ((V, D), P("tensor", "data")), ((2 * B, S, D), rows))
+        return find(found, ("data",))
+
+    (warning,) = warnings(True)
+    assert "all-gather inside the pipeline's tick loop: 40" in warning and "5 x" in warning
+    assert not warnings(False)
+
+
+@pytest.mark.aot
 def test_a_planted_lookup_is_reported():
     """`table[ids]` of a table cut over data: its gradient is summed whole on every device."""
     mesh = small_mesh(data=4, tensor=2)
