@@ -17,9 +17,10 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo, memory, traffic, traps
-from megajax.cost.base import ITEMSIZE, Pipeline, StepShape
+from megajax.cost.base import ITEMSIZE, StepShape
 from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo_module import Module
+from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
 from megajax.parallel import sharding
 from megajax.parallel.tick import branches
@@ -94,6 +95,11 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
 def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False) -> StepShape:
     """Returns what the cost model must know of a configuration."""
     stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
+    schedule = Pipeline()
+    if stages > 1:
+        schedule = Pipeline(
+            stages, pipeline.pieces(stages), pipeline.chunks, pipeline.schedule, pipeline.stash
+        )
     return StepShape(
         work=cfg.model.work,
         global_batch=train.global_batch,
@@ -107,7 +113,8 @@ def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False
         optimizer=cfg.optim.name,
         fused_attention=fused_attention,
         local_gradients=stages > 1 and pipeline.gradients == "local",
-        pipeline=Pipeline(stages, pipeline.pieces(stages) if stages > 1 else 1, pipeline.chunks),
+        pipeline=schedule,
+        context=cfg.context.kind,
     )
 
 
@@ -174,6 +181,7 @@ def outline(cfg: Config, cluster: Cluster, fused_attention: bool = False) -> Pla
     """Returns the plan that the cost model alone makes: no compiler, milliseconds.
 
     Nothing is assumed to overlap, which is what a schedule does at worst.
+    Raises: UserError when the configuration cannot run there.
     """
     step = step_shape(cfg, sizes(cfg, cluster), fused_attention)
     terms = memory.terms(step)

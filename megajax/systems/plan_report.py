@@ -88,7 +88,7 @@ def markdown(plan: Plan) -> str:
     parts += ["## Time of a step (estimate)", _table(("part", "estimate, s"), _seconds(plan))]
     if plan.compiled:
         flops = plan.compiled.matmul_flops / 1e12
-        ours = plan.step.workload.flops / 1e12
+        ours = (plan.step.workload.flops + plan.step.masked.flops) / 1e12
         parts.append(
             f"Matmuls of one GPU: {flops:,.4g} TFLOP in the program, {ours:,.4g} by formula."
         )

@@ -17,8 +17,9 @@ from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
 from megajax.core.hardware import parse_cluster
 from megajax.cost import memory, traffic
-from megajax.cost.hlo import attributed, collectives
+from megajax.cost.hlo import KINDS, attributed, collectives
 from megajax.cost.traps import find
+from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.systems import aot, plan_report
 from megajax.training.config import Config
@@ -147,6 +148,46 @@ def test_our_step_has_no_trap_and_the_report_shows_the_program(planned):
     text = plan_report.markdown(planned)
     assert "99.9" in text.split(" % of all bytes")[0][-7:] and "XLA: peak" in text
     assert text.count("| reduce-scatter |") + text.count("| all-gather |") >= 8
+
+
+MOE = MoeConfig(experts=8, top_k=2, width=2048)
+MODES = {
+    "dropless": MOE,
+    "capacity": dataclasses.replace(MOE, mode="capacity", shared=1),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(MODES))
+def test_experts_send_and_hold_what_the_cost_model_says(mode):
+    """Expert 4 x tensor 2. Bytes by axis and kind within 3 %: the router's scores, which its top-k
+    gathers over expert, and weights of norms are not in the model."""
+    model = dataclasses.replace(MODEL, layers=2, activation="swiglu", moe=MODES[mode])
+    settings = {
+        "train.dtype": "bfloat16", "train.global_batch": 8, "train.seq_len": 1024,
+        "mesh.expert": 4, "mesh.tensor": 2,
+    }  # fmt: skip
+    cfg = config.override(dataclasses.replace(Config(), model=model), settings)
+    planned = aot.plan(cfg, HOST)
+    assert attributed(planned.compiled.collectives) >= 0.99
+    wanted = {(axis, kind) for axis in ("expert", "tensor") for kind in KINDS[:2]}
+    if mode == "capacity":
+        wanted.add(("expert", "all-to-all"))
+    for axis, kind in wanted:
+        ours, xlas = (
+            sum(t.total for t in side if t.axes == (axis,) and t.kind == kind)
+            for side in (traffic.transfers(planned.step), planned.compiled.collectives)
+        )
+        assert xlas == pytest.approx(ours, rel=0.03), (axis, kind)
+    bound = memory.bound(planned.terms)
+    assert bound <= planned.compiled.xla["peak"] <= 2 * bound
+    assert memory.terms(planned.step)["parameters"] == pytest.approx(
+        planned.terms["parameters"], rel=0.01
+    )
+    if mode == "capacity":  # XLA's ragged_dot of dropless multiplies more than the experts' rows
+        flops = planned.step.workload.flops
+        assert planned.compiled.matmul_flops == pytest.approx(flops, rel=0.01)
 
 
 def small_mesh(**sizes):
