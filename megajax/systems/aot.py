@@ -15,7 +15,6 @@ import jax
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
-from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo, memory, traffic, traps
 from megajax.cost.base import ITEMSIZE, StepShape
 from megajax.cost.estimate import Estimate, estimate
@@ -211,48 +210,3 @@ def plan(cfg: Config, cluster: Cluster) -> Plan:
     if planned.needed <= cluster.card.memory_bytes:
         return planned
     return dataclasses.replace(planned, misfit=max(terms, key=lambda term: terms[term]))
-
-
-def legal_meshes(cfg: Config, cluster: Cluster) -> list[MeshSpec]:
-    """Returns the MeshSpecs that a configuration can run with on a cluster.
-
-    Tensor parallelism stays on a host; context and pipe grow by factors of 2.
-    """
-    found = []
-    for tensor in _divisors(cluster.gpus_per_host):
-        for context in _powers(8):
-            for pipe in _powers(64):
-                mesh = MeshSpec(pipe=pipe, context=context, tensor=tensor)
-                candidate = dataclasses.replace(cfg, mesh=mesh)
-                try:
-                    sizes(candidate, cluster)
-                except UserError:
-                    continue
-                found.append(mesh)
-    return found
-
-
-def search(cfg: Config, cluster: Cluster, best: int = 3) -> tuple[list[Plan], list[Plan]]:
-    """Ranks all legal meshes by estimated step time, then compiles the best few.
-
-    Returns: (compiled plans that fit, fastest first; all outlines, those that fit first).
-    Raises: UserError when no mesh is legal.
-    """
-    meshes = legal_meshes(cfg, cluster)
-    if not meshes:
-        raise UserError(
-            f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
-            f"{cfg.train.global_batch} or --cluster"
-        )
-    outlines = [outline(dataclasses.replace(cfg, mesh=mesh), cluster) for mesh in meshes]
-    outlines.sort(key=lambda p: (p.misfit is not None, p.estimate.step_s))
-    plans = [plan(p.cfg, cluster) for p in outlines[:best] if p.misfit is None]
-    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s)), outlines
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _powers(most: int) -> list[int]:
-    return [2**k for k in range(most.bit_length())]
