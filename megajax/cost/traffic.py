@@ -81,62 +81,55 @@ def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
-    """Weights into use and gradients home; copies are summed on the shard.
+    """Weights into use and gradients home."""
+    work, pipeline = step.work, step.pipeline
+    piped = pipeline.stages > 1
+    again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass
+    beside = overlap.data * _layer_flops(step)
+    layers = step.layers, again, pipeline.ticks["W" if pipeline.is_split else "B"] / pipeline.chunks
+    # Embedding and head meet each micro-batch both, also where they are one table.
+    both = 2 * work.vocab + work.positions
+    rows = work.table_params / work.width if piped else both
+    tables = step.itemsize * work.width * rows / step.ways("tensor", "pipe")
+    dense = step.zero_axes, ZERO_AXES
+    routed = step.expert_zero_axes, tuple(a for a in ZERO_AXES if a != "expert")
+    return [
+        *_matrices(step, "layer", layer_weights(step), dense, layers, beside),
+        *_matrices(step, "expert", expert_weights(step), routed, layers, 0.0),
+        *_matrices(
+            step, "embedding and head", tables, dense, (1, 1, step.micro_steps * both / rows), 0.0
+        ),
+    ]
+
+
+def _matrices(
+    step: StepShape,
+    what: str,
+    nbytes: float,
+    axes: tuple[tuple[str, ...], tuple[str, ...]],
+    times: tuple[float, float, float],
+    beside: float,
+) -> list[Transfer]:
+    """Matrices gathered, their gradients scattered, copies summed on the shard.
 
     A pipeline gathers once a step. So it scatters float32 sums, or in every tick what one
     micro-batch gives, and sums copies at the end.
+    Args: axes: that cut them at rest, and over which their gradients are partial. times: how many
+      there are, gathers of each, scatters of each in a pipeline's ticks.
     """
-    work, pipeline, once = step.work, step.pipeline, step.accumulate
-    piped = pipeline.stages > 1
-    rows = work.table_params / work.width if piped else 2 * work.vocab + work.positions
-    tables = step.itemsize * work.width * rows / step.ways("tensor", "pipe")
-    again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass
-    wide = MASTER / step.itemsize if piped else 1
-    # In ticks: of the head and of the embedding, also where they are one.
-    leaves = step.micro_steps * (2 * work.vocab + work.positions) / rows
-    every = pipeline.ticks["W" if pipeline.is_split else "B"] / pipeline.chunks
-    beside = overlap.data * _layer_flops(step)
-    spread = tuple(a for a in ZERO_AXES if a != "expert")
-    found = []
-    for what, nbytes, rests, shared, count, gathers, scatters, flops in (
-        (
-            "layer",
-            layer_weights(step),
-            step.zero_axes,
-            ZERO_AXES,
-            step.layers,
-            again,
-            every,
-            beside,
-        ),
-        (
-            "expert",
-            expert_weights(step),
-            step.expert_zero_axes,
-            spread,
-            step.layers,
-            again,
-            every,
-            0,
-        ),
-        ("embedding and head", tables, step.zero_axes, ZERO_AXES, 1, 1, leaves, 0),
-    ):
-        cut = _live(step, rests)
-        copied = _live(step, tuple(a for a in shared if a not in rests))
-        sharded = piped and not step.local_gradients
-        home = nbytes if sharded else nbytes * wide
-        found += [
-            Transfer("all-gather", cut, nbytes, gathers * count * once, flops, f"{what} weights"),
-            Transfer(
-                "reduce-scatter", cut, home, count * (scatters if sharded else once), 2 * flops,
-                f"{what} gradients",
-            ),
-            Transfer(
-                "all-reduce", copied, nbytes * wide / step.ways(*cut), count * once, flops,
-                f"{what} gradients",
-            ),
-        ]  # fmt: skip
-    return found
+    (rests, partial), (count, gathers, ticks) = axes, times
+    cut = _live(step, rests)
+    copied = _live(step, tuple(a for a in partial if a not in rests))
+    count, once, home, wide = count * step.accumulate, 1.0, nbytes, nbytes
+    if step.pipeline.stages > 1:
+        wide = nbytes * MASTER / step.itemsize
+        once, home = (1.0, wide) if step.local_gradients else (ticks, nbytes)
+    grads = f"{what} gradients"
+    return [
+        Transfer("all-gather", cut, nbytes, gathers * count, beside, f"{what} weights"),
+        Transfer("reduce-scatter", cut, home, once * count, 2 * beside, grads),
+        Transfer("all-reduce", copied, wide / step.ways(*cut), count, beside, grads),
+    ]
 
 
 def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
