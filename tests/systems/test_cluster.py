@@ -139,6 +139,16 @@ def test_our_step_has_no_trap_and_the_report_shows_the_program(planned):
     assert text.count("| reduce-scatter |") + text.count("| all-gather |") >= 8
 
 
+def assert_sent(planned, wanted):
+    """Bytes by axis and kind within 3 %."""
+    for axis, kind in wanted:
+        ours, xlas = (
+            sum(t.total for t in side if t.axes == (axis,) and t.kind == kind)
+            for side in (traffic.transfers(planned.step), planned.compiled.collectives)
+        )
+        assert xlas == pytest.approx(ours, rel=0.03) and ours, (axis, kind)
+
+
 MOE = MoeConfig(experts=8, top_k=2, width=2048)
 MODES = {
     "dropless": MOE,
@@ -163,18 +173,43 @@ def test_experts_send_and_hold_what_the_cost_model_says(mode):
     wanted = {(axis, kind) for axis in ("expert", "tensor") for kind in KINDS[:2]}
     if mode == "capacity":
         wanted.add(("expert", "all-to-all"))
-    for axis, kind in wanted:
-        ours, xlas = (
-            sum(t.total for t in side if t.axes == (axis,) and t.kind == kind)
-            for side in (traffic.transfers(planned.step), planned.compiled.collectives)
-        )
-        assert xlas == pytest.approx(ours, rel=0.03), (axis, kind)
+    assert_sent(planned, wanted)
     bound = memory.bound(planned.terms)
     assert bound <= planned.compiled.xla["peak"] <= 2 * bound
     assert memory.terms(planned.step)["parameters"] == pytest.approx(
         planned.terms["parameters"], rel=0.01
     )
     if mode == "capacity":  # XLA's ragged_dot of dropless multiplies more than the experts' rows
+        flops = planned.step.workload.flops
+        assert planned.compiled.matmul_flops == pytest.approx(flops, rel=0.01)
+
+
+SPREAD = {(axis, kind) for axis in ("data", "tensor") for kind in KINDS[:2]}
+PARALLEL = {
+    # Two layers a chunk: of one, the rerun for B leaves out what only the next layer would need.
+    "pipe": (
+        {"model.layers": 8, "mesh.pipe": 2, "mesh.tensor": 2, "pipeline.microbatches": 4,
+         "pipeline.schedule": "interleaved", "pipeline.chunks": 2},
+        SPREAD | {("pipe", "collective-permute"), ("pipe", "all-reduce")},
+    ),
+    "ring": ({"mesh.context": 4, "mesh.tensor": 2}, {("context", "collective-permute")}),
+    "ulysses": (
+        {"mesh.context": 4, "mesh.tensor": 2, "context.kind": "ulysses"},
+        {("context", "all-to-all")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PARALLEL))
+def test_pipelines_and_contexts_send_what_the_cost_model_says(name):
+    changes, wanted = PARALLEL[name]
+    planned = aot.plan(config.override(configured(mesh__tensor=1), changes), HOST)
+    assert_sent(planned, wanted)
+    bound = memory.bound(planned.terms)
+    assert bound <= planned.compiled.xla["peak"] <= 2 * bound
+    if name != "pipe":
         flops = planned.step.workload.flops
         assert planned.compiled.matmul_flops == pytest.approx(flops, rel=0.01)
 
