@@ -15,8 +15,9 @@ from pathlib import Path
 
 from megajax.core import config
 from megajax.core.hardware import parse_cluster
-from megajax.cost.base import Pipeline, StepShape
+from megajax.cost.base import StepShape
 from megajax.cost.estimate import estimate
+from megajax.cost.pipeline import Pipeline
 from megajax.cost.traffic import Overlap, transfers
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor import results
@@ -39,7 +40,7 @@ def mfu(parallel: bool, window: int | None, overlap: Overlap, batch: int) -> flo
     """
     block = "parallel" if parallel else "serial"
     model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
-    pipeline = Pipeline(SIZES["pipe"], batch // SIZES["data"], chunks=6)
+    pipeline = Pipeline(SIZES["pipe"], batch // SIZES["data"], 6, stash="residuals")
     step = StepShape(
         model.work, batch, 2048, SIZES, ("data",), remat="dots", fused_attention=True,
         local_gradients=True, pipeline=pipeline,

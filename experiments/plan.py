@@ -8,7 +8,9 @@
 Flags are those of pretraining, so the plan and the run differ in the script's name only. It prints
 memory by term beside XLA's own figure, the largest collectives of the scheduled program, what the
 compiler did that nobody wanted, and step time and MFU as ESTIMATES (MegaScale, arXiv 2402.15627,
-sections 3 and 6). Exit code 2: it does not fit, and which term is to blame.
+sections 3 and 6). --search looks for the mesh, the pipeline's schedule, the micro-batches and the
+rematerialisation itself, whatever the flags say of them, and ranks what it found with the flags to
+paste behind pretrain.py. Exit code 2: it does not fit, and which term is to blame.
 """
 
 import sys
@@ -19,34 +21,37 @@ from absl import flags
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.hardware import parse_cluster
-from megajax.systems import aot, plan_report
+from megajax.monitor import results
+from megajax.systems import aot, plan_report, search_report, strategies
 from megajax.training.presets import PRESETS
 
 config.define_flags(PRESETS, "nano")
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOSTSxGPUS")
 OUT = flags.DEFINE_string("out", None, "folder for plan.md, plan.json and plan.png; none: print")
-SEARCH = flags.DEFINE_boolean("search", False, "rank all legal meshes, compile the best few")
-BEST = flags.DEFINE_integer("best", 3, "how many meshes --search compiles", lower_bound=1)
+SEARCH = flags.DEFINE_boolean("search", False, "rank meshes and schedules, compile the best few")
+BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lower_bound=1)
 
 
 def main() -> int:
     """Plans. Returns 0, or 2 when it does not fit."""
-    cfg, _ = config.from_flags(PRESETS)  # 1 configuration
+    cfg, base = config.from_flags(PRESETS)  # 1 configuration
     cluster = parse_cluster(CLUSTER.value)
     mesh_.start(1)  # no device is used
-    if SEARCH.value:  # 2 either rank all meshes
-        plans, outlines = aot.search(cfg, cluster, BEST.value)
-        text = f"{plan_report.ranking(plans)}\n\n{plan_report.ranking(outlines)}\n"
-        plan = [*plans, *outlines][0]
-        print(text)
-    else:  # or plan the one that was asked for
+    section, search = "", None
+    if SEARCH.value:  # 2 either rank what could run
+        found = strategies.search(cfg, cluster, BEST.value)
+        plan = found.best
+        rows = search_report.rows(found, base, [config.start_flag()])
+        section, search = search_report.markdown(found, rows), search_report.figures(found, rows)
+    else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster)
-    print(plan_report.markdown(plan))  # 3 what it will do
+    print(plan_report.markdown(plan, section))  # 3 what it will do
     if OUT.value is not None:
         folder = Path(OUT.value).expanduser()
-        plan_report.write(plan, folder)
-        if SEARCH.value:
-            (folder / "search.md").write_text(text)
+        plan_report.write(plan, folder, section, search)
+        if search:
+            about = results.facts(cluster.name, f"estimate, best compiled for {cluster.card.name}")
+            results.write(folder / "search.json", about | search, search["rows"])
         print(f"see {folder}/plan.md, plan.json, plan.png")
     print(plan_report.verdict(plan))
     return 2 if plan.misfit else 0

@@ -144,6 +144,24 @@ def plans() -> str:
     return "\n".join([*lines, "", f"*{first['layer']}, {first['date']}, {first['commit']}*"])
 
 
+def plan_search() -> str:
+    """The search for the 175B model on 12,288 GPUs: how many, and the best few with their flags."""
+    path = RESULTS / "plan_175b_search.json"
+    found = json.loads(path.read_text())
+    columns = {
+        "mesh": "mesh", "schedule": "schedule", "remat": "remat", "source": "source",
+        "a step": "estimate", "GiB a GPU": "needed_gib",
+    }  # fmt: skip
+    dropped = ", ".join(f"{term} {count:,}" for term, count in found["dropped"].items())
+    text = (
+        f"{found['candidates']:,} candidates on {found['legal_meshes']} legal meshes in "
+        f"{found['search_cpu_s']:.0f} CPU seconds before anything is compiled; "
+        f"{sum(found['dropped'].values()):,} fit no GPU by their bound (largest term: {dropped})."
+    )
+    flags = f"The first row: `pretrain.py {found['rows'][0]['flags']}`."
+    return "\n\n".join([text, table(path, columns), flags])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
@@ -152,6 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "megascale_ablation": megascale_ablation,
     "schedules": schedules,
     "plans": plans,
+    "plan_search": plan_search,
 }
 
 

@@ -46,6 +46,7 @@ JAX_FREE = (
     "megajax.cost.flops",
     "megajax.cost.memory",
     "megajax.cost.network",
+    "megajax.cost.pipeline",
     "megajax.cost.roofline",
     "megajax.cost.traffic",
     "megajax.monitor.records",

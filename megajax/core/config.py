@@ -211,6 +211,12 @@ def start_name() -> str:
     return flags.FLAGS.preset if path is None else Path(path).stem
 
 
+def start_flag() -> str:
+    """Returns the flag that starts from there: --preset or --config."""
+    path = flags.FLAGS.config
+    return f"--preset={flags.FLAGS.preset}" if path is None else f"--config={path}"
+
+
 def run(main: Callable[..., Any], positional: int = 0) -> None:
     """Runs a script under absl: flags, then main(*words); a UserError ends it in one line.
 
@@ -278,6 +284,25 @@ def diff(cfg: Any, base: Any) -> list[tuple[str, Any, Any]]:
     """Returns [(dotted name, value in base, value in cfg)] of the leaves that differ."""
     pairs = [(name, get(base, name), get(cfg, name)) for name, _, _ in leaves(type(cfg))]
     return [(name, old, new) for name, old, new in pairs if old != new]
+
+
+def spell(cfg: Any, base: Any) -> list[str]:
+    """Returns the flags that make `cfg` of `base`: what from_flags reads, for a command line."""
+    names, flat = flag_names(type(cfg)), diff(cfg, base)
+    for field in dataclasses.fields(cfg):
+        mine = [d for d in flat if d[0].startswith(f"{field.name}.")]
+        if field.metadata.get("whole") and mine:  # one flag drops what base says of the others
+            factory = typing.cast(Callable, field.default_factory)
+            fresh = dataclasses.replace(base, **{field.name: factory()})
+            own = [d for d in diff(cfg, fresh) if d[0].startswith(f"{field.name}.")]
+            flat = [d for d in flat if d not in mine] + (own or mine[:1])
+    order = list(names)
+    flat.sort(key=lambda d: order.index(d[0]))
+    words = {None: "none", True: "true", False: "false"}
+    return [
+        f"--{names[name]}={words[new] if new is None or isinstance(new, bool) else new}"
+        for name, _, new in flat
+    ]
 
 
 def fingerprint(cfg: Any, ignore: tuple[str, ...] = ()) -> str:

@@ -1,23 +1,23 @@
 """Step time, tokens a second and MFU of a planned step: ESTIMATES, never measurements.
 
-    step = (compute + exposed communication inside the stages) x (1 + bubble)
-         + exposed communication of weights and gradients + optimizer update
+    step = compute + compute of idle ticks + exposed communication + optimizer update
 
 Compute comes from a CostModel, communication from the alpha-beta model; a transfer is exposed for
 as long as it takes beyond the matmuls that run beside it. A transfer's window is its own: two that
-share one window are both credited with it, so the estimate is on the fast side there.
+share one window are both credited with it, so the estimate is on the fast side there. A pipeline is
+taken as its program runs it: idle ticks compute and send.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Protocol
 
-from megajax.core.axes import ZERO_AXES
 from megajax.core.hardware import Cluster
 from megajax.cost.base import Op, StepShape
 from megajax.cost.flops import mfu, train_flops_per_token
-from megajax.cost.memory import MOMENTS
-from megajax.cost.network import collective_time, group_of
+from megajax.cost.memory import MOMENTS, held
+from megajax.cost.network import Group, collective_time, group_of
 from megajax.cost.roofline import Roofline
 from megajax.cost.traffic import members
 
@@ -41,8 +41,9 @@ class Sent(Protocol):
 class Estimate:
     """Seconds of one step by cause, and what follows from them.
 
-    communication_s and exposed_s: by mesh axes ('data', 'node+data'), all and unhidden. bubble:
-    idle time over work. mfu_megatron, mfu_causal: 0..1, see cost/flops.py.
+    communication_s and exposed_s: by mesh axes ('data', 'node+data'), all and unhidden. bubble_s:
+    compute of idle ticks. bubble: the same over that of the stages' work. mfu_megatron, mfu_causal:
+    0..1, see cost/flops.py.
     """
 
     step_s: float
@@ -62,11 +63,17 @@ def transfer_seconds(
     sent: Sent, step: StepShape, cluster: Cluster, flops_per_s: float
 ) -> tuple[float, float]:
     """Returns (seconds of all executions, those of them with no matmul beside)."""
-    group = group_of(members(sent.axes, step.sizes), cluster.gpus_per_host)
+    group = _group(sent.axes, tuple(step.sizes.items()), cluster.gpus_per_host)
     once = collective_time(sent.kind, sent.nbytes, group, cluster)
     return once * sent.executions, max(
         0.0, once - sent.flops_beside / flops_per_s
     ) * sent.executions
+
+
+@functools.cache
+def _group(axes: tuple[str, ...], sizes: tuple[tuple[str, int], ...], gpus_per_host: int) -> Group:
+    """The group of these axes; a search asks for the same ones again and again."""
+    return group_of(members(axes, dict(sizes)), gpus_per_host)
 
 
 def estimate(
@@ -77,11 +84,16 @@ def estimate(
     model: Roofline = Roofline(),
 ) -> Estimate:
     """Returns the estimate of a step that sends these transfers."""
-    compute = model.workload_time(step.workload, cluster.card, dtype)
+    compute = idle = layers = 0.0
+    for op in step.forward.ops:
+        seconds = op.count * model.op_time(op, cluster.card, dtype)[0]
+        done, masked = step.counts[op.part]
+        compute += seconds * done
+        layers += seconds * done * (op.part != "head")
+        idle += seconds * masked
     flops_per_s = model.matmul * cluster.card.flops[dtype]
     spent: dict[str, float] = {}
     exposed: dict[str, float] = {}
-    inside = outside = 0.0
     for transfer in sent:
         if not transfer.axes:
             continue
@@ -89,13 +101,8 @@ def estimate(
         whole, bare = transfer_seconds(transfer, step, cluster, flops_per_s)
         spent[name] = spent.get(name, 0.0) + whole
         exposed[name] = exposed.get(name, 0.0) + bare
-        if set(transfer.axes) & set(ZERO_AXES):
-            outside += bare
-        else:
-            inside += bare
-    bubble_s = step.pipeline.bubble * (compute + inside)
     update = _update(step, cluster, model)
-    total = compute + inside + bubble_s + outside + update
+    total = compute + idle + sum(exposed.values()) + update
     tokens = step.global_batch * step.seq_len
     peak = cluster.card.flops[dtype]
 
@@ -104,13 +111,12 @@ def estimate(
         return mfu(tokens / total, flops, step.devices, peak)
 
     return Estimate(
-        total, model.sigma * total, compute, update, bubble_s, step.pipeline.bubble, spent, exposed,
+        total, model.sigma * total, compute, update, idle, idle / layers, spent, exposed,
         tokens / total, utilisation("megatron"), utilisation("causal"),
     )  # fmt: skip
 
 
 def _update(step: StepShape, cluster: Cluster, model: Roofline) -> float:
     """Masters, moments and gradients are read, masters and moments written, in float32."""
-    held = step.work.params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
     arrays = 2 * (1 + MOMENTS[step.optimizer]) + 1
-    return model.op_time(Op("update", 0, arrays * held), cluster.card, "float32")[0]
+    return model.op_time(Op("update", 0, arrays * held(step)), cluster.card, "float32")[0]

@@ -7,6 +7,7 @@ query really sees, so a sliding window counts with its own size. Recomputation i
 Source: MegaScale tables 2 and 3 reproduce to 0.1 % (tests/cost/test_flops.py).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +15,40 @@ Convention = Literal["megatron", "causal"]
 Remat = Literal["none", "full", "outputs", "dots"]
 
 # How often the backward pass makes a forward value again, by what is kept (models/parts.py). An
-# attention whose result is kept makes its weights again: one of its two products.
+# attention whose result is kept makes its weights again: one of its two products. Experts are made
+# again whole, because the gradient of a token's weights needs their answers.
+_AGAIN = {"norm": 1.0, "attention": 1.0, "activation": 1.0, "experts": 1.0}
 RECOMPUTED = {
     "none": {},
-    "dots": {"norm": 1.0, "attention": 1.0, "activation": 1.0},
-    "outputs": {"norm": 1.0, "input": 1.0, "attention": 0.5, "activation": 1.0},
-    "full": {"norm": 1.0, "input": 1.0, "attention": 1.0, "activation": 1.0, "output": 1.0},
+    "dots": _AGAIN,
+    "outputs": _AGAIN | {"input": 1.0, "attention": 0.5, "router": 1.0},
+    "full": _AGAIN | {"input": 1.0, "output": 1.0, "router": 1.0},
 }
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """Routed experts of every layer (layers/moe.py).
+
+    experts: of a layer. top_k: that a token uses. hidden: width of one. capacity: slots of an
+    expert over a balanced load, given out row by row; None: dropless.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    capacity: float | None = None
+
+    def slots(self, seq_len: int) -> int | None:
+        """Slots of an expert for one row (layers/moe.py:MoeConfig.slots); None: dropless."""
+        if self.capacity is None:
+            return None
+        return min(math.ceil(self.capacity * seq_len * self.top_k / self.experts), seq_len)
+
+    def pairs(self, seq_len: int) -> float:
+        """Expert rows that are computed for each token: with capacity all slots, filled or not."""
+        slots = self.slots(seq_len)
+        return self.top_k if slots is None else self.experts * slots / seq_len
 
 
 @dataclass(frozen=True)
@@ -30,9 +58,10 @@ class DecoderWork:
     matmul_params: parameters that a token multiplies, without embedding lookups and head; of a
     mixture of experts only those of the experts that it uses, routed and shared, and the router's.
     attention_width: heads x head width. window: keys a query sees at most; None: all. kv_width:
-    key-value heads x head width. hidden: feed-forward width. gated: whether the feed-forward layer
-    has two input matrices. parallel: attention and feed-forward side by side (one gather and one
-    scatter a block). tied: the head is the embedding. positions: rows of a learned position table.
+    key-value heads x head width. hidden: feed-forward width, of a mixture of experts the shared
+    experts' (0: none). gated: whether the feed-forward layer has two input matrices. parallel:
+    attention and feed-forward side by side (one gather and one scatter a block). tied: the head is
+    the embedding. positions: rows of a learned position table. routed: the experts; None: dense.
     """
 
     layers: int
@@ -48,6 +77,28 @@ class DecoderWork:
     parallel: bool = False
     tied: bool = False
     positions: int = 0
+    routed: ExpertWork | None = None
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert in all layers."""
+        hidden = self.routed.hidden if self.routed else 0
+        return self.layers * self.width * (2 + self.gated) * hidden
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts, used by a token or not."""
+        return self.expert_params * (self.routed.experts if self.routed else 0)
+
+    @property
+    def dense_params(self) -> int:
+        """Parameters of the layers that every token multiplies, routers included."""
+        return self.matmul_params - self.expert_params * (self.routed.top_k if self.routed else 0)
+
+    @property
+    def sublayers(self) -> int:
+        """Gathers of the residual stream into a block, its routed experts' left out."""
+        return 1 if self.parallel or not self.hidden else 2
 
     @property
     def input_width(self) -> int:
@@ -66,7 +117,12 @@ class DecoderWork:
 
     @property
     def params(self) -> int:
-        """All parameters but norms and biases."""
+        """All parameters but norms and biases, of all experts."""
+        return self.dense_params + self.routed_params + self.table_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that a token meets."""
         return self.matmul_params + self.table_params
 
 
@@ -98,6 +154,10 @@ def recomputed_flops_per_token(
     layer = 2 * work.width * work.input_width * again.get("input", 0.0)
     layer += 2 * work.width * work.output_width * again.get("output", 0.0)
     layer += 4 * work.attention_width * keys * again.get("attention", 0.0)
+    if (routed := work.routed) is not None:
+        layer += 2 * work.width * routed.experts * again.get("router", 0.0)
+        pairs = routed.pairs(seq_len) * again.get("experts", 0.0)
+        layer += 2 * work.expert_params / work.layers * pairs
     return work.layers * layer + (2 * work.vocab * work.width if loss_chunks > 1 else 0)
 
 

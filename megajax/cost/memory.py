@@ -18,18 +18,16 @@ def terms(step: StepShape) -> dict[str, float]:
     """Returns {term: bytes a device}. Their sum, with the smaller of activations and logits left
     out, is `bound`."""
     work = step.work
-    held = work.params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
     tables = work.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
-    moments = MOMENTS[step.optimizer]
+    moments, rest = MOMENTS[step.optimizer], held(step)
     adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
-    gathered = work.params / step.ways("pipe", "tensor")
     return {
-        "parameters": MASTER * held,
-        "optimizer": MASTER * (moments * held + adam_tables),
-        "gradients": MASTER * (gathered if step.local_gradients else held),
+        "parameters": MASTER * rest,
+        "optimizer": MASTER * (moments * rest + adam_tables),
+        "gradients": MASTER * (_gathered(step) if step.local_gradients else rest),
         "weights in use": _weights_in_use(step),
         "stash": _stash(step),
-        "activations": _block(step),
+        "activations": max(_block(step), _experts(step)),
         "logits": _logits(step),
         "batch": 4 * 4 * step.rows * step.micro_steps * step.seq_len / step.ways("context"),
     }
@@ -45,9 +43,31 @@ def misfit(found: dict[str, float], capacity: float) -> str | None:
     return max(found, key=lambda term: found[term]) if bound(found) > capacity else None
 
 
+def held(step: StepShape) -> float:
+    """Returns the parameters that rest on one device. Experts rest on their axis."""
+    work = step.work
+    everyone = (work.dense_params + work.table_params) / step.ways(*step.zero_axes)
+    experts = work.routed_params / (step.ways("expert") * step.ways(*step.expert_zero_axes))
+    return (everyone + experts) / step.ways("pipe", "tensor")
+
+
+def _gathered(step: StepShape) -> float:
+    """The parameters that one device holds when its pieces are gathered over the ZeRO axes."""
+    work = step.work
+    dense = work.dense_params + work.table_params
+    return (dense + work.routed_params / step.ways("expert")) / step.ways("pipe", "tensor")
+
+
 def layer_weights(step: StepShape) -> float:
-    """Returns the bytes of one layer's matrices in the compute dtype, gathered over ZeRO axes."""
-    return step.itemsize * step.work.matmul_params / step.work.layers / step.ways("tensor")
+    """Returns the bytes of one layer's matrices in the compute dtype, gathered over ZeRO axes; of
+    routed experts none."""
+    return step.itemsize * step.work.dense_params / step.work.layers / step.ways("tensor")
+
+
+def expert_weights(step: StepShape) -> float:
+    """Returns the bytes of one layer's routed experts of one device, gathered over ZeRO axes."""
+    whole = step.itemsize * step.work.routed_params / step.work.layers
+    return whole / step.ways("expert", "tensor")
 
 
 def residual(step: StepShape) -> float:
@@ -55,11 +75,21 @@ def residual(step: StepShape) -> float:
     return step.itemsize * step.tokens * step.work.width / step.ways("tensor")
 
 
+def slotted(step: StepShape) -> float:
+    """Returns the rows that one device's tokens fill at all experts of a layer (capacity mode)."""
+    routed = step.work.routed
+    slots = routed.slots(step.seq_len) if routed else None
+    if routed is None or slots is None:
+        return 0.0
+    return routed.experts * step.rows * min(slots, step.seq_len / step.ways("context"))
+
+
 def _weights_in_use(step: StepShape) -> float:
+    layer = layer_weights(step) + expert_weights(step)
     if step.pipeline.stages > 1:  # gathered once a step and kept (ZeRO-2, MegaScale section 3.2)
-        return layer_weights(step) * step.layers if step.ways(*step.zero_axes) > 1 else 0.0
+        return layer * step.layers if step.ways(*step.zero_axes) > 1 else 0.0
     table = step.itemsize * step.work.vocab * step.work.width / step.ways("tensor")
-    return layer_weights(step) + table
+    return layer + table
 
 
 def _kept(step: StepShape) -> float:
@@ -73,7 +103,8 @@ def _kept(step: StepShape) -> float:
         "none": first
         + cut * step.tokens * (work.input_width + work.output_width)
         + (layer_weights(step) if step.ways(*step.zero_axes) > 1 else 0.0)
-        + (0.0 if step.fused_attention else _weights_of_attention(step, step.itemsize)),
+        + (_weights_of_attention(step, step.itemsize) if step.keeps_attention else 0.0)
+        + _experts(step) / 2,
     }
     return residual(step) + more[step.remat]
 
@@ -82,9 +113,11 @@ def _stash(step: StepShape) -> float:
     pipeline = step.pipeline
     if pipeline.stages == 1:
         return step.layers * _kept(step)
-    # A ring of chunk inputs, flat in the micro-batches, and one chunk's layers in its backward.
-    flying = min(2 * pipeline.chunks * pipeline.stages - 1, pipeline.chunks * pipeline.microbatches)
-    return flying * residual(step) + step.layers / pipeline.chunks * _kept(step)
+    # A buffer of chunk inputs, flat in the micro-batches unless all F come first, with one place
+    # for what nobody needs. Residuals lie in one too; else one chunk's exist, in its backward pass.
+    places = pipeline.kept + 1
+    chunks = places if pipeline.stash == "residuals" else 1
+    return places * residual(step) + chunks * step.layers / pipeline.chunks * _kept(step)
 
 
 def _weights_of_attention(step: StepShape, itemsize: int) -> float:
@@ -96,8 +129,21 @@ def _block(step: StepShape) -> float:
     """The backward pass of one block: its gathered input, its inner values, and their gradients."""
     inner = step.itemsize * step.tokens * step.work.input_width / step.ways("tensor")
     whole = step.itemsize * step.tokens * step.work.width
-    attention = 0.0 if step.fused_attention else _weights_of_attention(step, 4 + step.itemsize)
+    attention = _weights_of_attention(step, 4 + step.itemsize) if step.keeps_attention else 0.0
     return 2 * whole + 2 * inner + attention
+
+
+def _experts(step: StepShape) -> float:
+    """The backward pass of a layer's routed experts: the rows that they read, their inner values,
+    their answers, and the gradients of each."""
+    work, routed = step.work, step.work.routed
+    if routed is None:
+        return 0.0
+    # Dropless has room for every token of the axis at every expert that it may use here.
+    most = min(routed.top_k, routed.experts / step.ways("expert"))
+    rows = slotted(step) or step.tokens * step.ways("expert") * most
+    inner = (2 + work.gated) * routed.hidden / step.ways("tensor")
+    return 2 * step.itemsize * rows * (2 * work.width + inner)
 
 
 def _logits(step: StepShape) -> float:

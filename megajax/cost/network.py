@@ -8,6 +8,7 @@ for its messages alone). A group that has m members on each of k hosts works in 
 member exchanges its m-th part between hosts, all m NICs at once, then the host exchanges inside.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -32,8 +33,8 @@ class Group:
 
 def group_of(members: Sequence[int], gpus_per_host: int) -> Group:
     """Returns the shape of a group of device numbers; hosts with few members count as full."""
-    hosts = [m // gpus_per_host for m in members]
-    return Group(max(hosts.count(h) for h in set(hosts)), len(set(hosts)))
+    hosts = collections.Counter(m // gpus_per_host for m in members)
+    return Group(max(hosts.values()), len(hosts))
 
 
 def _scatter(nbytes: float, n: int, link: Link, messages: int) -> float:

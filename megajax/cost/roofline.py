@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megajax.core.hardware import DeviceCard, Link
-from megajax.cost.base import ITEMSIZE, Op, Workload
+from megajax.cost.base import ITEMSIZE, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,6 @@ class Roofline:
     def memory(self, trees: Mapping[str, Iterable[Any]]) -> dict[str, int]:
         """Returns bytes a device by name; leaves have shape, dtype and sharding."""
         return {name: sum(map(leaf_bytes, leaves)) for name, leaves in trees.items()}
-
-    def workload_time(self, workload: Workload, device: DeviceCard, dtype: str) -> float:
-        """Returns seconds of all executions, one after the other."""
-        return sum(op.count * self.op_time(op, device, dtype)[0] for op in workload.ops)
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -1,17 +1,19 @@
 """What a step sends, from sizes alone: the collectives that the design asks for.
 
-The list mirrors parallel/tensor.py and models/parts.py; a test holds it against the compiled H100
-program. Weights travel in the compute dtype. Sequence parallelism gathers and scatters the residual
-stream around every sublayer, or once around a parallel block (MegaScale section 3.1).
+The list mirrors parallel/tensor.py, expert.py, context.py, tick.py and models/parts.py; tests hold
+it against compiled H100 programs. Weights travel in the compute dtype. Sequence parallelism gathers
+and scatters the residual stream around every sublayer, or once around a parallel block (MegaScale
+section 3.1). A pipeline's idle ticks send too, as its program does.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 
 from megajax.core.axes import MESH_AXES, ZERO_AXES
 from megajax.cost.base import StepShape
-from megajax.cost.memory import layer_weights, residual
+from megajax.cost.memory import MASTER, expert_weights, layer_weights, residual, slotted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +62,10 @@ def members(axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[int]:
 
 def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
     """Returns the collectives of one step above the size of norms and scalars."""
-    found = [*_weights(step, overlap), *_residuals(step, overlap), *_keys(step)]
-    if step.pipeline.stages > 1:
-        sends = 2 * step.pipeline.chunks * step.micro_steps
-        beside = overlap.pipe * _layer_flops(step) * step.layers / step.pipeline.chunks
-        found.append(
-            Transfer(
-                "collective-permute", ("pipe",), residual(step), sends, beside, "residual stream"
-            )
-        )
+    found = [
+        *_weights(step, overlap), *_residuals(step, overlap), *_keys(step), *_experts(step),
+        *_stages(step, overlap),
+    ]  # fmt: skip
     return [t for t in found if t.nbytes * t.executions and step.ways(*t.axes) > 1]
 
 
@@ -84,60 +81,164 @@ def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
-    cut = _live(step, step.zero_axes)
-    copied = tuple(a for a in _live(step, ZERO_AXES) if a not in cut)
-    tables = (2 * step.work.vocab + step.work.positions) * (
-        step.itemsize * step.work.width / step.ways("tensor", "pipe")
-    )
-    piped = step.pipeline.stages > 1
-    times = 1 if piped else step.accumulate
+    """Weights into use and gradients home."""
+    work, pipeline = step.work, step.pipeline
+    piped = pipeline.stages > 1
     again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass
-    found = []
-    for what, nbytes, layers, gathers, beside in (
-        ("layer", layer_weights(step), step.layers, again, overlap.data * _layer_flops(step)),
-        ("embedding and head", tables, 1, 1, 0.0),
-    ):
-        count = layers * times
-        found += [
-            Transfer("all-gather", cut, nbytes, gathers * count, beside, f"{what} weights"),
-            Transfer("reduce-scatter", cut, nbytes, count, 2 * beside, f"{what} gradients"),
-            Transfer(
-                "all-reduce", copied, nbytes / step.ways(*cut), count, beside, f"{what} gradients"
-            ),
-        ]
-    return found
+    beside = overlap.data * _layer_flops(step)
+    layers = step.layers, again, pipeline.ticks["W" if pipeline.is_split else "B"] / pipeline.chunks
+    # Embedding and head meet each micro-batch both, also where they are one table.
+    both = 2 * work.vocab + work.positions
+    rows = work.table_params / work.width if piped else both
+    tables = step.itemsize * work.width * rows / step.ways("tensor", "pipe")
+    dense = step.zero_axes, ZERO_AXES
+    routed = step.expert_zero_axes, tuple(a for a in ZERO_AXES if a != "expert")
+    return [
+        *_matrices(step, "layer", layer_weights(step), dense, layers, beside),
+        *_matrices(step, "expert", expert_weights(step), routed, layers, 0.0),
+        *_matrices(
+            step, "embedding and head", tables, dense, (1, 1, step.micro_steps * both / rows), 0.0
+        ),
+    ]
+
+
+def _matrices(
+    step: StepShape,
+    what: str,
+    nbytes: float,
+    axes: tuple[tuple[str, ...], tuple[str, ...]],
+    times: tuple[float, float, float],
+    beside: float,
+) -> list[Transfer]:
+    """Matrices gathered, their gradients scattered, copies summed on the shard.
+
+    A pipeline gathers once a step. So it scatters float32 sums, or in every tick what one
+    micro-batch gives, and sums copies at the end.
+    Args: axes: that cut them at rest, and over which their gradients are partial. times: how many
+      there are, gathers of each, scatters of each in a pipeline's ticks.
+    """
+    (rests, partial), (count, gathers, ticks) = axes, times
+    cut = _live(step, rests)
+    copied = _live(step, tuple(a for a in partial if a not in rests))
+    count, once, home, wide = count * step.accumulate, 1.0, nbytes, nbytes
+    if step.pipeline.stages > 1:
+        wide = nbytes * MASTER / step.itemsize
+        once, home = (1.0, wide) if step.local_gradients else (ticks, nbytes)
+    grads = f"{what} gradients"
+    return [
+        Transfer("all-gather", cut, nbytes, gathers * count, beside, f"{what} weights"),
+        Transfer("reduce-scatter", cut, home, once * count, 2 * beside, grads),
+        Transfer("all-reduce", copied, wide / step.ways(*cut), count, beside, grads),
+    ]
 
 
 def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
     whole = residual(step) * step.ways("tensor")
-    sublayers = 1 if step.work.parallel else 2
+    sublayers = step.work.sublayers
     again = 0 if step.remat == "none" else sublayers
-    remade = 1 if step.remat in ("full", "dots") and not step.work.parallel else 0
-    blocks = step.layers * step.micro_steps
+    remade = 1 if step.remat in ("full", "dots") and sublayers > 1 else 0
     beside = overlap.tensor * _layer_flops(step) / sublayers
-    axes = ("tensor",)
+    axes, pieces = ("tensor",), step.micro_steps
     # Embedding and head: a scatter and a gather forward, their mirrors backward.
     return [
         Transfer(
-            "all-gather", axes, whole, blocks * (2 * sublayers + again), beside, "residual stream"
-        ),
-        Transfer(
-            "reduce-scatter", axes, whole, blocks * (2 * sublayers + remade), beside,
+            "all-gather", axes, whole, step.executions(sublayers, sublayers + again), beside,
             "residual stream",
         ),
-        Transfer("all-gather", axes, whole, 2 * step.micro_steps, 0.0, "embedding and head"),
-        Transfer("reduce-scatter", axes, whole, 2 * step.micro_steps, 0.0, "embedding and head"),
+        Transfer(
+            "reduce-scatter", axes, whole, step.executions(sublayers, sublayers + remade), beside,
+            "residual stream",
+        ),
+        Transfer("all-gather", axes, whole, 2 * pieces, 0.0, "embedding and head"),
+        Transfer("reduce-scatter", axes, whole, 2 * pieces, 0.0, "embedding and head"),
+        # The softmax over a cut vocabulary: small, but waited for. Two arrays forward, and again
+        # where the logits are cut into chunks, and one backward.
+        Transfer(
+            "all-reduce", _live(step, ("pipe", "tensor")), 4 * step.tokens / step.loss_chunks,
+            (3 + 2 * (step.loss_chunks > 1)) * step.loss_chunks * pieces, 0.0, "softmax sums",
+        ),
     ]  # fmt: skip
 
 
-def _keys(step: StepShape) -> list[Transfer]:
-    """Context parallelism gathers keys and values, forward and again backward."""
-    width = 2 * step.work.kv_width * step.itemsize / step.ways("tensor")
-    nbytes = step.rows * step.seq_len * width
-    blocks = step.layers * step.micro_steps
-    again = 1 if step.remat == "none" else 2
-    axes = ("context",)
+def _stages(step: StepShape, overlap: Overlap) -> list[Transfer]:
+    """A pipeline's sends in every tick, and the vocabulary that its stages share."""
+    pipeline, pipe, stream = step.pipeline, ("pipe",), residual(step)
+    sends = pipeline.ticks["F"] + pipeline.ticks["B"]
+    beside = overlap.pipe * _layer_flops(step) * step.layers / pipeline.chunks
+    whole = stream * step.ways("tensor")
     return [
-        Transfer("all-gather", axes, nbytes, again * blocks, 0.0, "keys and values"),
-        Transfer("reduce-scatter", axes, nbytes, blocks, 0.0, "gradients of keys and values"),
+        Transfer("collective-permute", pipe, stream, sends, beside, "residual stream"),
+        Transfer("all-reduce", pipe, stream, 2 * step.micro_steps, 0.0, "head"),
+        Transfer("all-reduce", pipe, whole, 2 * step.micro_steps, 0.0, "embedding"),
     ]
+
+
+def _keys(step: StepShape) -> list[Transfer]:
+    """Context parallelism: keys and values meet all queries, forward and again backward."""
+    ways, axes = step.ways("context"), ("context",)
+    cut = step.itemsize * step.rows * step.seq_len / step.ways("tensor")
+    again = 0 if step.remat == "none" else 1
+    if step.context == "ring":
+        # Hops of a device's own; gradients travel behind in float32. `outputs` keeps the result.
+        own = 2 * cut * step.work.kv_width / ways
+        hops = ways - 1
+        remade = hops if step.remat in ("full", "dots") else 0
+        return [
+            Transfer(
+                "collective-permute", axes, own, step.executions(hops, hops + remade), 0.0,
+                "keys and values",
+            ),
+            Transfer(
+                "collective-permute", axes, own * MASTER / step.itemsize,
+                step.executions(0, ways), 0.0, "gradients of keys and values",
+            ),
+        ]  # fmt: skip
+    if step.context == "ulysses":
+        queries = cut * step.work.attention_width / ways
+        keys = cut * step.work.kv_width / ways
+        groups = step.work.kv_width * step.work.heads / step.work.attention_width
+        keys *= ways // math.gcd(ways, round(groups / step.ways("tensor")))  # repeated if too few
+        both_ways = step.executions(2, 2 + 2 * again)
+        return [
+            Transfer("all-to-all", axes, queries, both_ways, 0.0, "queries and results"),
+            Transfer("all-to-all", axes, keys, both_ways, 0.0, "keys and values"),
+        ]
+    both = 2 * cut * step.work.kv_width
+    return [
+        Transfer("all-gather", axes, both, step.executions(1, again), 0.0, "keys and values"),
+        Transfer(
+            "reduce-scatter", axes, both, step.executions(0, 1), 0.0, "gradients of keys and values"
+        ),
+    ]
+
+
+def _experts(step: StepShape) -> list[Transfer]:
+    """The exchange around routed experts (parallel/expert.py), its routing included.
+
+    Tokens are gathered over tensor and the sums scattered. dropless: so over expert too. capacity:
+    slots go to their experts and back, over expert.
+    """
+    routed = step.work.routed
+    if routed is None:
+        return []
+    again = 0 if step.remat == "none" else 1
+    tokens = residual(step) * step.ways("tensor")
+    routing = 4 * step.tokens * routed.top_k  # int32 experts, float32 weights: one array each
+    tensor, expert = ("tensor",), ("expert",)
+    rows = slotted(step)
+    there = Transfer("all-to-all", expert, step.itemsize * rows * step.work.width, 0, 0.0, "slots")
+    exchanges = [(tensor, 1), (expert, step.ways("expert"))]
+    if rows:
+        exchanges = [(tensor, 1)]
+        there = dataclasses.replace(there, executions=step.executions(2, 2 + 2 * again))
+    found = [there]
+    for axes, wide in exchanges:
+        found += [
+            Transfer("all-gather", axes, wide * tokens, step.executions(1, 1 + again), 0, "tokens"),
+            Transfer("reduce-scatter", axes, wide * tokens, step.executions(1, 1), 0, "sums"),
+            Transfer(
+                "all-gather", axes, wide * 2 * routing, step.executions(1, again), 0, "routing"
+            ),
+            Transfer("reduce-scatter", axes, wide * routing, step.executions(0, 1), 0, "routing"),
+        ]
+    return found

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megajax.core.config import group, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.cost.base import Workload, decoder_workload
-from megajax.cost.flops import DecoderWork
+from megajax.cost.flops import DecoderWork, ExpertWork
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
@@ -134,9 +134,12 @@ class DecoderConfig:
         attended = self.heads * self.head_width
         kv = self.kv_heads * self.head_width
         matrices = 3 if self.activation == "swiglu" else 2
-        moe, hidden, router = self.moe, self.mlp, 0
+        moe, shared = self.moe, self.feed_forward.hidden
+        hidden, router, routed = shared, 0, None
         if moe.experts:
-            hidden, router = (moe.top_k + moe.shared) * moe.width, moe.experts
+            hidden, router = shared + moe.top_k * moe.width, moe.experts
+            capacity = moe.capacity_factor if moe.mode == "capacity" else None
+            routed = ExpertWork(moe.experts, moe.top_k, moe.width, capacity)
         per_layer = self.width * (2 * attended + 2 * kv + matrices * hidden + router)
         return DecoderWork(
             self.layers,
@@ -147,11 +150,12 @@ class DecoderConfig:
             self.window,
             heads=self.heads,
             kv_width=kv,
-            hidden=self.mlp,
+            hidden=shared,
             gated=self.activation == "swiglu",
             parallel=self.block == "parallel",
             tied=self.tied,
             positions=self.max_positions if self.position == "learned" else 0,
+            routed=routed,
         )
 
     def workload(self, batch: int, seq_len: int) -> Workload:

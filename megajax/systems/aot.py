@@ -15,11 +15,11 @@ import jax
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
-from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo, memory, traffic, traps
-from megajax.cost.base import ITEMSIZE, Pipeline, StepShape
+from megajax.cost.base import ITEMSIZE, StepShape
 from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo_module import Module
+from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
 from megajax.parallel import sharding
 from megajax.parallel.tick import branches
@@ -93,6 +93,11 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
 def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False) -> StepShape:
     """Returns what the cost model must know of a configuration."""
     stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
+    schedule = Pipeline()
+    if stages > 1:
+        schedule = Pipeline(
+            stages, pipeline.pieces(stages), pipeline.chunks, pipeline.schedule, pipeline.stash
+        )
     return StepShape(
         work=cfg.model.work,
         global_batch=train.global_batch,
@@ -106,7 +111,8 @@ def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False
         optimizer=cfg.optim.name,
         fused_attention=fused_attention,
         local_gradients=stages > 1 and pipeline.gradients == "local",
-        pipeline=Pipeline(stages, pipeline.pieces(stages) if stages > 1 else 1, pipeline.chunks),
+        pipeline=schedule,
+        context=cfg.context.kind,
     )
 
 
@@ -173,6 +179,7 @@ def outline(cfg: Config, cluster: Cluster, fused_attention: bool = False) -> Pla
     """Returns the plan that the cost model alone makes: no compiler, milliseconds.
 
     Nothing is assumed to overlap, which is what a schedule does at worst.
+    Raises: UserError when the configuration cannot run there.
     """
     step = step_shape(cfg, sizes(cfg, cluster), fused_attention)
     terms = memory.terms(step)
@@ -202,48 +209,3 @@ def plan(cfg: Config, cluster: Cluster) -> Plan:
     if planned.needed <= cluster.card.memory_bytes:
         return planned
     return dataclasses.replace(planned, misfit=max(terms, key=lambda term: terms[term]))
-
-
-def legal_meshes(cfg: Config, cluster: Cluster) -> list[MeshSpec]:
-    """Returns the MeshSpecs that a configuration can run with on a cluster.
-
-    Tensor parallelism stays on a host; context and pipe grow by factors of 2.
-    """
-    found = []
-    for tensor in _divisors(cluster.gpus_per_host):
-        for context in _powers(8):
-            for pipe in _powers(64):
-                mesh = MeshSpec(pipe=pipe, context=context, tensor=tensor)
-                candidate = dataclasses.replace(cfg, mesh=mesh)
-                try:
-                    sizes(candidate, cluster)
-                except UserError:
-                    continue
-                found.append(mesh)
-    return found
-
-
-def search(cfg: Config, cluster: Cluster, best: int = 3) -> tuple[list[Plan], list[Plan]]:
-    """Ranks all legal meshes by estimated step time, then compiles the best few.
-
-    Returns: (compiled plans that fit, fastest first; all outlines, those that fit first).
-    Raises: UserError when no mesh is legal.
-    """
-    meshes = legal_meshes(cfg, cluster)
-    if not meshes:
-        raise UserError(
-            f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
-            f"{cfg.train.global_batch} or --cluster"
-        )
-    outlines = [outline(dataclasses.replace(cfg, mesh=mesh), cluster) for mesh in meshes]
-    outlines.sort(key=lambda p: (p.misfit is not None, p.estimate.step_s))
-    plans = [plan(p.cfg, cluster) for p in outlines[:best] if p.misfit is None]
-    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s)), outlines
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _powers(most: int) -> list[int]:
-    return [2**k for k in range(most.bit_length())]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,11 @@ def headline(plan: Plan) -> str:
     )
 
 
-def markdown(plan: Plan) -> str:
-    """Returns the whole plan."""
+def markdown(plan: Plan, search: str = "") -> str:
+    """Returns the whole plan. search: the section on how it was chosen."""
     parts = ["# Plan", headline(plan).replace("\n", "\n\n"), verdict(plan)]
-    parts += ["## Memory of a GPU", _table(("term", "bytes", "source"), _memory(plan))]
+    parts += [search] if search else []
+    parts += ["## Memory of a GPU", table(("term", "bytes", "source"), _memory(plan))]
     if plan.compiled:
         found = plan.compiled.collectives
         top = [
@@ -84,11 +85,11 @@ def markdown(plan: Plan) -> str:
         ]
         columns = ("collective", "axis", "bytes a step", "executions", "schedule", "asked for by")
         share = f"{100 * hlo.attributed(found):.3f} % of all bytes have an axis and an operation."
-        parts += ["## Top 10 collectives of a GPU", _table(columns, top), share]
-    parts += ["## Time of a step (estimate)", _table(("part", "estimate, s"), _seconds(plan))]
+        parts += ["## Top 10 collectives of a GPU", table(columns, top), share]
+    parts += ["## Time of a step (estimate)", table(("part", "estimate, s"), _seconds(plan))]
     if plan.compiled:
         flops = plan.compiled.matmul_flops / 1e12
-        ours = plan.step.workload.flops / 1e12
+        ours = (plan.step.workload.flops + plan.step.masked.flops) / 1e12
         parts.append(
             f"Matmuls of one GPU: {flops:,.4g} TFLOP in the program, {ours:,.4g} by formula."
         )
@@ -97,8 +98,8 @@ def markdown(plan: Plan) -> str:
     return "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan)}*"]) + "\n"
 
 
-def to_json(plan: Plan) -> str:
-    """Returns every figure of the plan as JSON."""
+def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
+    """Returns every figure of the plan as JSON, and those of the search that chose it."""
     found = plan.compiled.collectives if plan.compiled else ()
     members: dict[str, Any] = results.facts(plan.cluster.name, _layer(plan)) | {
         "mesh": dict(plan.step.sizes),
@@ -114,20 +115,14 @@ def to_json(plan: Plan) -> str:
         "compile_cpu_s": plan.compiled.cpu_s if plan.compiled else None,
         "warnings": plan.warnings,
     }
+    members |= {"search": search} if search else {}
     return json.dumps(members, indent=2) + "\n"
 
 
-def ranking(plans: Sequence[Plan]) -> str:
-    """Returns a Markdown table of plans in their order."""
-    columns = ("mesh", "source", "estimate, s a step", "estimate, MFU", "GiB a GPU", "fits")
-    lines = []
-    for p in plans:
-        mesh = " x ".join(f"{a} {n}" for a, n in p.step.sizes.items() if n > 1) or "one GPU"
-        e, source = p.estimate, "compiled" if p.compiled else "cost model"
-        fits = "yes" if p.misfit is None else f"no: {p.misfit}"
-        share = f"{100 * e.mfu_megatron:.1f} %"
-        lines.append((mesh, source, f"{e.step_s:.4g}", share, f"{p.needed / GIB:.1f}", fits))
-    return _table(columns, lines)
+def table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """Returns a Markdown table."""
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(head + ["| " + " | ".join(map(str, line)) + " |" for line in lines])
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -158,11 +153,13 @@ def draw(plan: Plan, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def write(plan: Plan, folder: Path) -> None:
-    """Writes plan.md, plan.json and plan.png."""
+def write(
+    plan: Plan, folder: Path, section: str = "", search: Mapping[str, Any] | None = None
+) -> None:
+    """Writes plan.md, plan.json and plan.png. section, search: of the search that chose it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.md").write_text(markdown(plan))
-    (folder / "plan.json").write_text(to_json(plan))
+    (folder / "plan.md").write_text(markdown(plan, section))
+    (folder / "plan.json").write_text(to_json(plan, search))
     draw(plan, folder / "plan.png")
 
 
@@ -204,8 +201,3 @@ def _provenance(plan: Plan) -> str:
         f"Times are estimates: assumed efficiencies and link speeds (megajax/cost). Attention is "
         f"XLA's. {facts['layer']}, {facts['date']}, {facts['commit']}"
     )
-
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join(head + ["| " + " | ".join(map(str, line)) + " |" for line in lines])

@@ -158,6 +158,23 @@ def test_a_flag_of_a_whole_group_drops_the_presets_group(script):
     assert cfg["inner"]["size"] == 100
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inner.limit": None, "on": True, "name": "a b", "inner.kind": "green"},
+        {"mesh.limit": None},  # the preset has 2
+        {"mesh.size": 3, "mesh.limit": None},  # the group as it is without a preset
+        {"mesh.size": 5, "mesh.rate": 0.25},
+    ],
+)
+def test_a_configuration_is_spelled_in_flags(script, changes):
+    big = Outer(inner=Inner(size=100), mesh=Inner(size=5, limit=2))
+    cfg = config.override(big, changes)
+    done = script("--preset=big", *config.spell(cfg, big))
+    assert done.stdout == config.to_json(cfg) + "\n", done.stderr
+    assert config.spell(big, big) == []
+
+
 def test_help_lists_typed_leaves(script):
     done = script("--help")
     assert "A script that does nothing." in done.stdout

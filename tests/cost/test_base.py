@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from megajax.core.hardware import CARDS, parse_cluster
-from megajax.cost.base import Op, Pipeline, StepShape
+from megajax.cost.base import Op, StepShape
 from megajax.cost.estimate import estimate
 from megajax.cost.flops import recomputed_flops_per_token, train_flops_per_token
+from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
 from megajax.cost.traffic import Overlap, members, transfers
 from megajax.models.decoder_config import PRESETS
@@ -55,13 +56,6 @@ def test_full_recomputation_is_a_third_more():
 
 def test_a_fused_kernel_skips_what_the_window_hides():
     assert shape().keys == 2048 and shape(fused_attention=True).keys == 1024
-
-
-def test_bubble():
-    """MegaScale's 175B on 256 GPUs: PP 8, 6 chunks, 192 micro-batches; and a plain pipeline."""
-    assert Pipeline(8, 32, 6).bubble == pytest.approx(7 / 192)
-    assert Pipeline(4, 8).bubble == pytest.approx(3 / 8)
-    assert Pipeline().bubble == 0
 
 
 def test_roofline_takes_the_longer_of_arithmetic_and_memory():
@@ -119,12 +113,92 @@ def test_a_pipeline_pays_its_bubble_and_sends_between_stages():
     step = shape(sizes=sizes, remat="full", pipeline=Pipeline(8, 32, 6))
     assert step.rows == 1 and step.layers == 12
     sent = {t.kind: t for t in transfers(step) if t.axes == ("pipe",)}
-    assert sent["collective-permute"].executions == 2 * 6 * 32
+    assert sent["collective-permute"].executions == 2 * (6 * 32 + 7)
     assert sent["collective-permute"].nbytes == 2 * 2048 * 12288 / 8
     found = estimate(step, parse_cluster("h100:64x8"), transfers(step))
     assert found.bubble == pytest.approx(7 / 192)
-    stages = found.compute_s + found.exposed_s["tensor"] + found.exposed_s["pipe"]
-    assert found.bubble_s == pytest.approx(7 / 192 * stages)
+    head = sum(op.flops * op.count for op in step.workload.ops if op.part == "head")
+    assert step.masked.flops == pytest.approx(7 / 192 * (step.workload.flops - head))
+    parts = found.compute_s + found.update_s + found.bubble_s + sum(found.exposed_s.values())
+    assert found.step_s == pytest.approx(parts)
+
+
+MOE = PRESETS["mixtral_8x7b"]().work
+MOE_SIZES = SIZES | {"data": 4, "expert": 8, "tensor": 4}
+
+
+def experts(**changes):
+    step = StepShape(MOE, 64, 4096, MOE_SIZES, ("data", "expert"), loss_chunks=8)
+    return dataclasses.replace(step, **changes)
+
+
+def test_dropless_experts_exchange_tokens_by_hand():
+    """2 rows of 4096 tokens, D 4096, bf16; 8 devices of tokens meet. Forward, made again, back."""
+    found = {(t.kind, t.axes, t.what): t for t in transfers(experts())}
+    whole = 2 * 2 * 4096 * 4096
+    there = found["all-gather", ("expert",), "tokens"]
+    assert there.nbytes == 8 * whole and there.executions == 32 * 3
+    back = found["reduce-scatter", ("expert",), "sums"]
+    assert back.nbytes == 8 * whole and back.executions == 32 * 2
+    assert found["all-gather", ("tensor",), "tokens"].nbytes == whole
+    stream = found["all-gather", ("tensor",), "residual stream"]
+    assert stream.executions == 32 * 3  # attention alone: there are no shared experts
+    weights = found["all-gather", ("data",), "expert weights"]
+    assert weights.nbytes == 2 * 8 * 3 * 4096 * 14336 / 8 / 4 and weights.executions == 2 * 32
+    router = found["all-gather", ("data", "expert"), "layer weights"]
+    assert router.nbytes == 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 4096 * 8) / 4
+
+
+def test_slots_travel_there_and_back():
+    """8 experts, 2 a token, factor 1.25: 1280 slots a row and expert, filled or not."""
+    routed = dataclasses.replace(MOE.routed, capacity=1.25)
+    step = experts(work=dataclasses.replace(MOE, routed=routed))
+    found = transfers(step)
+    (slots,) = (t for t in found if t.kind == "all-to-all")
+    assert slots.axes == ("expert",) and slots.nbytes == 2 * 8 * 2 * 1280 * 4096
+    assert slots.executions == 32 * (2 + 2 + 2)
+    assert not any(t.axes == ("expert",) and t.what in ("tokens", "sums") for t in found)
+    assert all(t.executions == 32 * 4 for t in transfers(dataclasses.replace(step, remat="none"))
+               if t.kind == "all-to-all")  # fmt: skip
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "outputs", "full"])
+def test_experts_recompute_what_the_formula_says(remat):
+    step = experts(remat=remat)
+    per_token = train_flops_per_token(MOE, 4096, "megatron")
+    per_token += recomputed_flops_per_token(MOE, 4096, remat, 8, 4096)
+    assert step.workload.flops * step.devices == pytest.approx(per_token * 64 * 4096)
+
+
+def test_mfu_counts_active_experts():
+    """As many experts again, never used, leave FLOPs as they are and the utilisation below it."""
+    more = dataclasses.replace(MOE, routed=dataclasses.replace(MOE.routed, experts=16))
+    one, two = (
+        estimate(experts(work=w), parse_cluster("h100:16x8"), transfers(experts(work=w)))
+        for w in (MOE, more)
+    )
+    flops = train_flops_per_token(MOE, 4096, "megatron") * 64 * 4096
+    assert one.mfu_megatron == pytest.approx(flops / one.step_s / 128 / 989.5e12)
+    assert two.step_s > one.step_s and two.mfu_megatron < one.mfu_megatron
+
+
+def test_keys_of_other_devices_by_hand():
+    """Context 4, 1 row of 8192, 12288 wide on tensor 8: k and v of a piece 2 x 2048 x 1536."""
+    sizes = SIZES | {"data": 16, "context": 4}
+    step = shape(sizes=sizes, zero_axes=("data", "context"), global_batch=16, seq_len=8192)
+    own = 2 * 2 * 2048 * 12288 / 8
+
+    def sent(kind):
+        found = transfers(dataclasses.replace(step, context=kind))
+        found = [t for t in found if t.axes == ("context",) and t.kind != "all-reduce"]
+        return [(t.kind, t.nbytes, t.executions / 96) for t in found if "keys" in t.what]
+
+    # `outputs` keeps a ring's result: 3 hops forward, 3 back with 4 of the float32 gradients.
+    assert sent("ring") == [("collective-permute", own, 6), ("collective-permute", 2 * own, 4)]
+    gathered = [("all-gather", 4 * own, 2), ("reduce-scatter", 4 * own, 1)]
+    assert sent("gather") == gathered
+    # Two there and two back for queries and results, the same for keys and values.
+    assert sent("ulysses") == [("all-to-all", own / 2, 6)]
 
 
 def test_megascales_ablation_has_the_papers_signs():
@@ -136,7 +210,8 @@ def test_megascales_ablation_has_the_papers_signs():
         model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
         step = StepShape(
             model.work, batch, 2048, sizes, ("data",), remat="dots", fused_attention=True,
-            pipeline=Pipeline(8, batch // 4, 6),
+                local_gradients=True,
+            pipeline=Pipeline(8, batch // 4, 6, stash="residuals"),
         )  # fmt: skip
         return estimate(step, cluster, transfers(step, overlap)).mfu_megatron
 

@@ -1,4 +1,6 @@
-"""MegaScale's tables 2 and 3 are the oracle."""
+"""MegaScale's tables 2 and 3 are the oracle; for experts, model cards and counting."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,8 +14,6 @@ PEAK = CARDS["A100"].flops["bfloat16"]
 
 def gpt(name):
     """The baseline of the table: the same shape without a window."""
-    import dataclasses
-
     return dataclasses.replace(PRESETS[name](), window=None).work
 
 
@@ -49,3 +49,33 @@ def test_dense_flops_are_six_a_parameter():
     flops = tokens * train_flops_per_token(work, seq, "causal")
     head, attention = 6 * work.vocab * work.width, 12 * work.layers * work.attention_width
     assert flops == 6 * work.matmul_params + head + attention
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("mixtral_8x7b", 46.70e9, 12.88e9), ("qwen3_30b_a3b", 30.53e9, 3.35e9)],
+)
+def test_parameters_of_published_experts(name, total, active):
+    """Model cards; norms are not counted."""
+    work = PRESETS[name]().work
+    assert work.params == pytest.approx(total, rel=1e-3)
+    assert work.active_params == pytest.approx(active, rel=5e-3)
+
+
+def test_only_active_experts_count():
+    """D 128, E 8 of which 2 with F 192 and three matrices; attention 4 x 128 x 128."""
+    work = PRESETS["nano_moe"]().work
+    per_token = 4 * 128 * 128 + 2 * 3 * 128 * 192 + 128 * 8
+    assert work.matmul_params == 4 * per_token
+    assert work.params - work.table_params == 4 * (4 * 128**2 + 8 * 3 * 128 * 192 + 128 * 8)
+    flops = train_flops_per_token(work, 16, "megatron")
+    assert flops == 6 * (4 * per_token + 512 * 128) + 12 * 4 * 128 * 16
+
+
+@pytest.mark.parametrize(("factor", "seq"), [(1.25, 128), (1.0, 7), (100.0, 16)])
+def test_slots_are_the_layers_own(factor, seq):
+    moe = dataclasses.replace(PRESETS["nano_moe"]().moe, mode="capacity", capacity_factor=factor)
+    cfg = dataclasses.replace(PRESETS["nano_moe"](), moe=moe)
+    routed = cfg.work.routed
+    assert routed.slots(seq) == moe.slots(seq)
+    assert routed.pairs(seq) == pytest.approx(8 * moe.slots(seq) / seq)

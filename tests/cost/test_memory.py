@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from megajax.cost.base import Pipeline, StepShape
-from megajax.cost.flops import DecoderWork
+from megajax.cost.base import StepShape
+from megajax.cost.flops import DecoderWork, ExpertWork
 from megajax.cost.memory import bound, misfit, terms
+from megajax.cost.pipeline import Pipeline
 
 # 4 layers, D 8, 2 heads of 4, F 32, V 64, tied: a layer has 4 x 64 + 2 x 256 = 768 parameters.
 WORK = DecoderWork(4, 8, 8, 4 * 768, 64, heads=2, kv_width=8, hidden=32, parallel=False, tied=True)
@@ -49,6 +50,9 @@ def test_a_fused_attention_has_no_logits_of_queries_by_keys():
         terms(dataclasses.replace(STEP, fused_attention=f))["activations"] for f in (False, True)
     )
     assert plain - fused == 6 * 2 * 1 * 16 * 16  # rows x heads of this device x S x S
+    ring = dataclasses.replace(STEP, sizes=SIZES | {"context": 2})
+    other = dataclasses.replace(ring, context="gather")
+    assert terms(other)["activations"] - terms(ring)["activations"] == 6 * 2 * 1 * 8 * 16
 
 
 def test_a_pipelines_stash_is_flat_in_the_microbatches():
@@ -60,6 +64,40 @@ def test_a_pipelines_stash_is_flat_in_the_microbatches():
         return terms(step)["stash"]
 
     assert stash(64) == stash(16) > 0
+
+
+def test_stashed_residuals_lie_in_every_place():
+    """1F1B on 2 stages keeps 3 inputs, and there is one place more; residuals for 2 layers each."""
+    sizes = SIZES | {"pipe": 2}
+    stream = 1 * 16 * 8 * 2 / 2  # 16 rows over data 2 and 8 micro-batches
+
+    def stash(kind):
+        pipeline = Pipeline(2, 8, 1, "1f1b", kind)
+        step = dataclasses.replace(STEP, sizes=sizes, global_batch=16, pipeline=pipeline)
+        return terms(step)["stash"]
+
+    assert stash("input") == 4 * stream + 2 * stream
+    assert stash("residuals") == 4 * stream + 4 * 2 * stream
+
+
+def test_experts_rest_on_their_axis_and_are_cut_over_the_others():
+    """8 experts of width 16, gated: 3 x 8 x 16 each; of a layer 4 x 64 + 64 are everyone's."""
+    dense, one = 4 * (4 * 64 + 64), 4 * 3 * 8 * 16
+    routed = ExpertWork(8, 2, 16)
+    work = dataclasses.replace(
+        WORK, matmul_params=dense + 2 * one, hidden=0, gated=True, routed=routed
+    )
+    sizes = SIZES | {"data": 4, "expert": 2}
+    step = dataclasses.replace(STEP, work=work, sizes=sizes, zero_axes=("data", "expert"))
+    found = terms(step)
+    # Tensor 2 cuts all; ZeRO cuts everyone's over data and expert, an expert over data.
+    assert found["parameters"] == 4 * ((dense + 64 * 8) / 8 + 8 * one / 2 / 4) / 2
+    assert found["optimizer"] == 2 * found["parameters"]
+    copied = terms(dataclasses.replace(step, zero_axes=()))
+    assert copied["parameters"] == 4 * (dense + 64 * 8 + 8 * one / 2) / 2
+    # Dropless: both devices' tokens may use 2 of 4 experts here. In and out 8 wide, 3 x 16 inside
+    # cut over tensor, and the gradients of all; half a row of 16 tokens a device.
+    assert found["activations"] == 2 * 2 * (8 * 2 * 2) * (2 * 8 + 3 * 16 / 2)
 
 
 def test_the_term_that_does_not_fit_is_named():

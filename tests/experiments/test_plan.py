@@ -37,3 +37,14 @@ def test_a_cluster_that_cannot_be_read_is_one_line():
     assert done.returncode == 2
     assert done.stderr.startswith("error: cluster=h300:1x8: h300 must be one of a100, h100")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_a_search_that_finds_nothing_ends_with_2_and_the_term():
+    done = plan(
+        "--preset=megascale_175b", "--cluster=h100:1x8", "--train.global_batch=8", "--search"
+    )
+    assert done.returncode == 2, done.stderr
+    assert "legal meshes" in done.stdout and "fit no GPU by their bound" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("DOES NOT FIT") and "largest term: optimizer" in last

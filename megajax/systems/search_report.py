@@ -1,0 +1,82 @@
+"""A search as a ranked table: text for people, rows for plan.json, flags for pretrain.py."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.core import config
+from megajax.systems.aot import Plan
+from megajax.systems.plan_report import GIB, table
+from megajax.systems.strategies import Found
+from megajax.training.config import Config
+
+
+def summary(found: Found) -> str:
+    """Returns how many were looked at, and why most were dropped."""
+    dropped = sum(found.dropped.values())
+    text = (
+        f"{found.proposals:,} candidates on {found.meshes} legal meshes, priced by the cost model "
+        f"in {found.cpu_s:.0f} CPU seconds"
+    )
+    if dropped:
+        terms = ", ".join(f"{term} {count:,}" for term, count in found.dropped.items())
+        text += f"; {dropped:,} fit no GPU by their bound (largest term: {terms})"
+    return f"{text}."
+
+
+def rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns one row a plan, best first, compiled ones before the others.
+
+    base, start: what the flags started from, and the words that say so (--preset=...).
+    """
+    return [
+        {
+            "rank": rank,
+            "mesh": " x ".join(f"{a} {n}" for a, n in p.step.sizes.items() if n > 1) or "one GPU",
+            "schedule": _schedule(p),
+            "remat": p.cfg.train.remat,
+            "source": "compiled" if p.compiled else "cost model",
+            "estimate_step_s": p.estimate.step_s,
+            "estimate_mfu": p.estimate.mfu_megatron,
+            "estimate": f"estimate: {p.estimate.step_s:.4g} s, estimate: MFU "
+            f"{100 * p.estimate.mfu_megatron:.1f} %",
+            "needed_gib": p.needed / GIB,
+            "fits": "yes" if p.misfit is None else f"no: {p.misfit}",
+            "flags": shlex.join([*start, *config.spell(p.cfg, base)]),
+        }
+        for rank, p in enumerate(found.plans, 1)
+    ]
+
+
+def figures(found: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what JSON tells of a search."""
+    return {
+        "label": "estimate",
+        "candidates": found.proposals,
+        "legal_meshes": found.meshes,
+        "dropped": dict(found.dropped),
+        "search_cpu_s": found.cpu_s,
+        "rows": list(ranking),
+    }
+
+
+def markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
+    """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py."""
+    columns = ("", "mesh", "schedule", "remat", "source", "a step", "GiB a GPU", "fits")
+    keys = ("rank", "mesh", "schedule", "remat", "source", "estimate", "needed_gib", "fits")
+    lines = [[f"{r[k]:.1f}" if k == "needed_gib" else r[k] for k in keys] for r in ranking]
+    flags = "\n".join(f"{r['rank']}: {r['flags']}" for r in ranking)
+    return "\n\n".join(
+        ["## Search", summary(found), table(columns, lines), f"Flags:\n\n```\n{flags}\n```"]
+    )
+
+
+def _schedule(plan: Plan) -> str:
+    pipeline, pieces = plan.cfg.pipeline, plan.cfg.train.accumulate
+    if plan.step.sizes["pipe"] == 1:
+        return f"{pieces} micro-batches" if pieces > 1 else "no pipeline"
+    chunks = f" v {pipeline.chunks}" if pipeline.chunks > 1 else ""
+    return (
+        f"{pipeline.schedule}{chunks}, M {pipeline.microbatches}, keeps {pipeline.stash}, "
+        f"{pipeline.gradients} gradients"
+    )

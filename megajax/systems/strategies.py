@@ -1,0 +1,243 @@
+"""Search: which mesh and which schedule a configuration should have on a cluster.
+
+Every mesh, schedule and rematerialisation is proposed; the check that a run uses says which meshes
+can be, the memory bound drops what fits no device, the cost model ranks the rest, and the best few
+are compiled. The model, its batch and its optimizer stay as they are. Times are ESTIMATES.
+
+A search asks the cost model 10^5 times, so each proposal is priced before it is checked once more
+as a whole, and only the best are: the check builds and verifies the tick table that would run.
+"""
+
+import dataclasses
+import itertools
+import time
+import typing
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import Cluster
+from megajax.core.mesh import MeshSpec
+from megajax.cost import memory, traffic
+from megajax.cost.estimate import estimate
+from megajax.models.parts import Remat
+from megajax.parallel.pipeline import PipelineConfig, Schedule
+from megajax.systems import aot
+from megajax.systems.aot import RESERVE_BYTES, Plan
+from megajax.training.config import Config
+
+SHOWN = 10  # rows of the ranking beside the compiled ones (chosen)
+MOST_CONTEXT = 8  # devices that share a row (chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """A proposal that fits by its bound. step_s: estimate. bound: bytes a device."""
+
+    step_s: float
+    bound: float
+    cfg: Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    compiled: those that fit first, fastest first. ranked: the best by the cost model. meshes,
+    proposals: how many were looked at. dropped: {largest memory term: proposals that do not fit}.
+    cpu_s: CPU seconds before anything was compiled.
+    """
+
+    compiled: tuple[Plan, ...]
+    ranked: tuple[Plan, ...]
+    meshes: int
+    proposals: int
+    dropped: Mapping[str, int]
+    cpu_s: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest that fits; if none does, what comes nearest."""
+        return [*self.compiled, *self.ranked][0]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The compiled ones, then the ranked ones that were not compiled."""
+        done = [p.cfg for p in self.compiled]
+        return (*self.compiled, *(p for p in self.ranked if p.cfg not in done))
+
+
+def search(cfg: Config, cluster: Cluster, best: int = 3, compiles: bool = True) -> Found:
+    """Ranks what could run by the cost model, compiles the best few and ranks those again.
+
+    best: how many that fit are compiled, of at most twice as many that are tried.
+    Raises: UserError when nothing is legal.
+    """
+    began = time.process_time()
+    meshes = legal_meshes(cfg, cluster)
+    if not meshes:
+        raise UserError(
+            f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
+            f"{cfg.train.global_batch} or --cluster"
+        )
+    priced, dropped, nearest = price(cfg, cluster, meshes)
+    ranked = tuple(itertools.islice(legal(priced or nearest, cluster), SHOWN if priced else 1))
+    spent = time.process_time() - began
+    compiled = compile_best(priced, cluster, best) if compiles else []
+    looked_at = len(priced) + sum(dropped.values())
+    return Found(tuple(compiled), ranked, len(meshes), looked_at, dropped, spent)
+
+
+def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str, int]]]:
+    """Returns (mesh, its sizes) of every mesh on which some schedule can run.
+
+    Tensor parallelism stays on a host. `node` cuts data parallelism only where that changes
+    something, with hybrid sharding. What the schedule adds to a mesh only adds conditions, so a
+    mesh is legal if one micro-batch in one piece is.
+    """
+    experts = _divisors(cfg.model.moe.experts) or [1]
+    nodes = _divisors(cluster.hosts) if cfg.shard.zero == "hybrid" else [1]
+    found = []
+    for pipe in _divisors(cfg.model.layers):
+        plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
+        for node in nodes:
+            for expert in experts:
+                for context in _powers(MOST_CONTEXT):
+                    for tensor in _divisors(cluster.gpus_per_host):
+                        mesh = MeshSpec(
+                            pipe=pipe, node=node, expert=expert, context=context, tensor=tensor
+                        )
+                        try:
+                            sizes = aot.sizes(dataclasses.replace(plainest, mesh=mesh), cluster)
+                        except UserError:
+                            continue
+                        found.append((mesh, sizes))
+    return found
+
+
+def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator[Config]:
+    """Yields the configuration with every schedule and rematerialisation for a legal mesh.
+
+    Micro-batches are the ways to cut a replica's rows; fewer than stages would leave most stages
+    idle. Interleaved with one chunk is 1f1b and left out.
+    """
+    pipe = sizes["pipe"]
+    rows = cfg.train.global_batch // (sizes["node"] * sizes["data"] * sizes["expert"])
+    cfg = dataclasses.replace(cfg, mesh=mesh)
+    for remat in typing.get_args(Remat):
+        if pipe == 1:
+            for pieces in _divisors(rows):
+                train = dataclasses.replace(cfg.train, remat=remat, accumulate=pieces)
+                yield dataclasses.replace(_schedule(cfg, "1f1b", 1, None), train=train)
+            continue
+        train = dataclasses.replace(cfg.train, remat=remat, accumulate=1)
+        for pipeline in _pipelines(pipe, rows, cfg.model.layers // pipe):
+            yield dataclasses.replace(cfg, train=train, pipeline=pipeline)
+
+
+def _pipelines(pipe: int, rows: int, layers: int) -> Iterator[PipelineConfig]:
+    for microbatches in _divisors(rows):
+        for schedule in typing.get_args(Schedule)[::-1]:  # of equals gpipe comes last
+            for chunks in _divisors(layers):
+                if microbatches < pipe or not _has(schedule, chunks, microbatches, pipe):
+                    continue
+                for stash in ("input", "residuals"):
+                    for gradients in ("local", "sharded"):
+                        yield PipelineConfig(schedule, microbatches, chunks, stash, gradients)
+
+
+def _has(schedule: str, chunks: int, microbatches: int, pipe: int) -> bool:
+    """Whether a schedule is worth proposing with so many chunks; the check refuses the others."""
+    if schedule in ("1f1b", "zero_bubble"):
+        return chunks == 1
+    if schedule == "interleaved" and chunks == 1:
+        return False
+    return chunks == 1 or microbatches % pipe == 0
+
+
+def price(
+    cfg: Config, cluster: Cluster, meshes: list[tuple[MeshSpec, dict[str, int]]]
+) -> tuple[list[Priced], dict[str, int], list[Priced]]:
+    """Returns (proposals that fit, fastest first; counts of the others by their largest term; if
+    none fits, those that need least)."""
+    capacity = cluster.card.memory_bytes - RESERVE_BYTES
+    fits, dropped, least = [], Counter(), float("inf")
+    nearest: list[Priced] = []
+    for mesh, sizes in meshes:
+        for candidate in proposals(cfg, mesh, sizes):
+            step = aot.step_shape(candidate, sizes)
+            terms = memory.terms(step)
+            bound = memory.bound(terms)
+            if misfit := memory.misfit(terms, capacity):
+                dropped[misfit] += 1
+                if bound < least:
+                    least = bound
+                    nearest.insert(0, Priced(0.0, bound, candidate))
+                continue
+            guess = estimate(step, cluster, traffic.transfers(step), cfg.train.dtype)
+            fits.append(Priced(guess.step_s, bound, candidate))
+    fits.sort(key=lambda p: (p.step_s, p.bound))
+    return fits, dict(dropped.most_common()), nearest
+
+
+def legal(priced: Iterable[Priced], cluster: Cluster) -> Iterator[Plan]:
+    """Yields the outlines of those that a run would accept, in their order.
+
+    Of equally fast ones on a mesh (gpipe beside interleaved) only the first, which needs least.
+    """
+    before = None
+    for one in priced:
+        if before and (before.step_s, before.cfg.mesh) == (one.step_s, one.cfg.mesh):
+            continue
+        try:
+            yield aot.outline(one.cfg, cluster)
+        except UserError:
+            continue
+        before = one
+
+
+def compile_best(priced: Iterable[Priced], cluster: Cluster, best: int) -> list[Plan]:
+    """Returns the compiled plans, those that fit first, fastest first.
+
+    A program needs more than its bound. One whose bound, times the least factor seen of what keeps
+    the same, fits no device is not tried.
+    """
+    plans: list[Plan] = []
+    factors: dict[tuple, float] = {}
+
+    def worth(one: Priced) -> bool:
+        need = factors.get(_keeps(one.cfg), 1.0) * one.bound
+        return need + RESERVE_BYTES <= cluster.card.memory_bytes
+
+    for outlined in legal(filter(worth, priced), cluster):
+        planned = aot.plan(outlined.cfg, cluster)
+        plans.append(planned)
+        if planned.compiled:
+            kind, bound = _keeps(planned.cfg), memory.bound(outlined.terms)
+            factor = planned.compiled.xla["peak"] / bound
+            factors[kind] = min(factors.get(kind, factor), factor)
+        if sum(p.misfit is None for p in plans) == best or len(plans) == 2 * best:
+            break
+    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s))
+
+
+def _keeps(cfg: Config) -> tuple:
+    """What decides how far a program's memory lies above its bound."""
+    return cfg.mesh.pipe > 1, cfg.pipeline.stash, cfg.train.remat
+
+
+def _schedule(cfg: Config, schedule: Schedule, chunks: int, microbatches: int | None) -> Config:
+    """The configuration with a pipeline's order, and a step in one piece."""
+    return dataclasses.replace(
+        cfg,
+        pipeline=PipelineConfig(schedule, microbatches, chunks),
+        train=dataclasses.replace(cfg.train, accumulate=1),
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(most.bit_length())]

@@ -1,0 +1,210 @@
+"""The search against trying everything, on models small enough for that; and its report."""
+
+import dataclasses
+import itertools
+import json
+import typing
+
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import parse_cluster
+from megajax.core.mesh import MeshSpec
+from megajax.cost import memory
+from megajax.models.parts import Remat
+from megajax.parallel.pipeline import PipelineConfig, Schedule
+from megajax.systems import aot, plan_report, search_report, strategies
+from tests.tiny import MOE, run_config
+
+HOST = parse_cluster("h100:1x8")
+TINY = run_config(train__global_batch=6, model__layers=4)
+
+
+def everything(cfg, cluster):
+    """Every value of every knob, kept if the check of a run lets it pass.
+
+    Left out on purpose, as in the search: fewer micro-batches than stages, interleaving one chunk.
+    """
+    ways, pieces = (1, 2, 4, 8), range(1, cfg.train.global_batch + 1)
+    for pipe, expert, context, tensor in itertools.product(ways, ways, ways, ways):
+        if cluster.devices % (pipe * expert * context * tensor):
+            continue
+        mesh = MeshSpec(pipe=pipe, expert=expert, context=context, tensor=tensor)
+        if pipe == 1:
+            schedules = [(PipelineConfig(), n) for n in pieces]
+        else:
+            knobs = itertools.product(
+                typing.get_args(Schedule), pieces, (1, 2, 3), ("input", "residuals"),
+                ("local", "sharded"),
+            )  # fmt: skip
+            schedules = [
+                (PipelineConfig(*k), 1)
+                for k in knobs
+                if k[1] >= pipe and (k[0], k[2]) != ("interleaved", 1)
+            ]
+        for (pipeline, accumulate), remat in itertools.product(schedules, typing.get_args(Remat)):
+            train = dataclasses.replace(cfg.train, accumulate=accumulate, remat=remat)
+            one = dataclasses.replace(cfg, mesh=mesh, pipeline=pipeline, train=train)
+            try:
+                aot.sizes(one, cluster)
+            except UserError:
+                continue
+            yield one
+
+
+@pytest.fixture(scope="module")
+def legal():
+    found = list(everything(TINY, HOST))
+    assert len(found) > 500
+    return found
+
+
+@pytest.fixture(scope="module")
+def outlines(legal):
+    return [aot.outline(c, HOST) for c in legal if c.mesh.expert == 1]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return strategies.search(TINY, HOST, compiles=False)
+
+
+def proposed(cfg, cluster):
+    meshes = strategies.legal_meshes(cfg, cluster)
+    return [c for mesh, sizes in meshes for c in strategies.proposals(cfg, mesh, sizes)]
+
+
+def test_proposals_are_exactly_what_a_run_accepts(legal):
+    """A dense model on `expert` runs as on `data`, so that axis is proposed for experts only."""
+    found = proposed(TINY, HOST)
+    assert len(found) == len(set(found))
+    assert set(found) == {c for c in legal if c.mesh.expert == 1}
+
+
+def test_the_winner_is_that_of_trying_everything(found, outlines):
+    fastest = min(p.estimate.step_s for p in outlines if p.misfit is None)
+    assert found.best.estimate.step_s == fastest and found.best.misfit is None
+    times = [p.estimate.step_s for p in found.ranked]
+    assert times == sorted(times) and len(times) == strategies.SHOWN
+    assert found.proposals == len(outlines) and not found.dropped
+
+
+def test_what_fits_no_device_is_dropped_and_counted(outlines):
+    """Half of the candidates fit a card of this size: the same half, and the same winner."""
+    bounds = sorted(memory.bound(p.terms) for p in outlines)
+    room = bounds[len(bounds) // 2]
+    card = dataclasses.replace(HOST.card, memory_bytes=aot.RESERVE_BYTES + room)
+    small = dataclasses.replace(HOST, card=card)
+    found = strategies.search(TINY, small, compiles=False)
+    fits = [p for p in outlines if memory.bound(p.terms) <= room]
+    assert sum(found.dropped.values()) == len(outlines) - len(fits) > 0
+    assert found.best.estimate.step_s == min(p.estimate.step_s for p in fits)
+    assert "fit no GPU by their bound (largest term: " in search_report.summary(found)
+
+
+def test_a_model_that_fits_nowhere_names_the_term(outlines):
+    card = dataclasses.replace(HOST.card, memory_bytes=aot.RESERVE_BYTES + 1)
+    nowhere = dataclasses.replace(HOST, card=card)
+    found = strategies.search(TINY, nowhere)
+    least = min(memory.bound(p.terms) for p in outlines)
+    terms = found.best.terms
+    assert memory.bound(terms) == least and found.compiled == ()
+    assert found.best.misfit == max(terms, key=terms.get)
+    assert plan_report.verdict(found.best).startswith("DOES NOT FIT")
+
+
+def test_experts_and_nodes_are_proposed_where_they_change_something():
+    experts = {m.expert for m, _ in strategies.legal_meshes(run_config(model__moe__experts=8,
+               model__moe__width=32), HOST)}  # fmt: skip
+    assert experts == {1, 2, 4, 8}
+    two = parse_cluster("h100:4x2")
+    assert {m.node for m, _ in strategies.legal_meshes(run_config(), two)} == {1}
+    hybrid = run_config(shard__zero="hybrid")
+    assert {m.node for m, _ in strategies.legal_meshes(hybrid, two)} == {1, 2, 4}
+
+
+def test_a_mixture_of_experts_is_searched():
+    cfg = dataclasses.replace(run_config(), model=MOE)
+    found = strategies.search(cfg, HOST, compiles=False)
+    for plan in found.ranked:
+        plan.cfg.check(plan.step.sizes)
+    assert found.best.misfit is None and found.best.step.work.routed.experts == 8
+
+
+def test_nothing_legal_says_what_to_change():
+    with pytest.raises(UserError, match="--train.global_batch=7"):
+        strategies.search(run_config(train__global_batch=7, model__heads=1, model__kv_heads=1,
+                                     train__seq_len=15), HOST)  # fmt: skip
+
+
+def pretend(monkeypatch, peaks):
+    """Compiles in which a program's peak is so many times its bound."""
+    tried = []
+
+    def plan(cfg, cluster):
+        outlined = aot.outline(cfg, cluster)
+        peak = peaks[len(tried)] * memory.bound(outlined.terms)
+        tried.append(cfg)
+        compiled = aot.Compiled("", {"peak": peak}, {}, (), 0, 0.0)
+        made = dataclasses.replace(outlined, compiled=compiled)
+        fits = made.needed <= cluster.card.memory_bytes
+        return made if fits else dataclasses.replace(made, misfit="stash")
+
+    monkeypatch.setattr(aot, "plan", plan)
+    return tried
+
+
+def test_the_best_few_that_fit_are_compiled(monkeypatch):
+    tried = pretend(monkeypatch, [1e9, 1.5, 1.5, 1.5])
+    found = strategies.search(TINY, HOST, best=2)
+    # The first needs too much, so what keeps as much is left out, and a third is tried.
+    first = found.ranked[0].cfg
+    assert tried[0] == first and len(tried) == 3
+    assert all((c.mesh.pipe > 1, c.train.remat) != (first.mesh.pipe > 1, first.train.remat)
+               for c in tried[1:])  # fmt: skip
+    assert [p.misfit for p in found.compiled] == [None, None, "stash"]
+    assert found.compiled[0].estimate.step_s <= found.compiled[1].estimate.step_s
+    assert found.plans[:3] == found.compiled and found.best.misfit is None
+
+
+def test_what_needs_more_than_its_bound_is_not_tried(monkeypatch):
+    """All programs need 1.5 bounds: one whose bound has no such room is not compiled."""
+    priced = strategies.price(TINY, HOST, strategies.legal_meshes(TINY, HOST))[0]
+    priced = [p for p in priced if p.cfg.mesh.pipe == 1 and p.cfg.train.remat == "full"]
+    room = 1.5 * sorted(p.bound for p in priced)[len(priced) // 2]
+    card = dataclasses.replace(HOST.card, memory_bytes=aot.RESERVE_BYTES + room)
+    tried = pretend(monkeypatch, [1.5] * 99)
+    strategies.compile_best(priced, dataclasses.replace(HOST, card=card), 99)
+    first, *others = [p.cfg for p in priced]
+    small = {p.cfg for p in priced if 1.5 * p.bound <= room}
+    assert tried[0] == first and tried[1:] == [c for c in others if c in small]
+    assert 0 < len(small) < len(priced)
+
+
+def test_the_report_has_the_table_and_flags_to_paste(found, tmp_path):
+    rows = search_report.rows(found, run_config(), ["--preset=nano"])
+    text = search_report.markdown(found, rows)
+    plan_report.write(found.best, tmp_path, text, search_report.figures(found, rows))
+    assert f"{found.proposals:,} candidates on" in (tmp_path / "plan.md").read_text()
+    figures = json.loads((tmp_path / "plan.json").read_text())["search"]
+    assert figures["label"] == "estimate" and len(figures["rows"]) == strategies.SHOWN
+    for row, plan in zip(figures["rows"], found.plans, strict=True):
+        words = row["flags"].split()
+        assert words[0] == "--preset=nano" and "--train.global_batch=6" in words
+        pipe = plan.step.sizes["pipe"]
+        assert (f"--mesh.pipe={pipe}" in words) == (pipe > 1)
+        assert (
+            row["estimate"].count("estimate") == 2
+            and f"1: {row['flags']}" in text
+            or row["rank"] > 1
+        )
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_a_whole_search_of_nano():
+    from megajax.training.presets import PRESETS
+
+    found = strategies.search(PRESETS["nano"](), HOST, best=1)
+    assert found.best.compiled is not None and found.best.misfit is None
+    assert found.best.cfg in [p.cfg for p in found.ranked]
