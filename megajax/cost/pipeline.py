@@ -20,7 +20,8 @@ class Pipeline:
     """A pipeline's schedule. One stage: no pipeline.
 
     stash: what is kept from F to B: a chunk's input, so that B runs its F again, or what
-    rematerialisation keeps of its layers.
+    rematerialisation keeps of its layers. hides: chunks' weights and gradients travel beside other
+    chunks' ticks.
     """
 
     stages: int = 1
@@ -28,6 +29,7 @@ class Pipeline:
     chunks: int = 1
     schedule: Schedule = "interleaved"
     stash: Stash = "input"
+    hides: bool = False
 
     @property
     def is_split(self) -> bool:

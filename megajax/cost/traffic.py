@@ -93,13 +93,18 @@ def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
     tables = step.itemsize * work.width * rows / step.ways("tensor", "pipe")
     dense = step.zero_axes, ZERO_AXES
     routed = step.expert_zero_axes, tuple(a for a in ZERO_AXES if a != "expert")
-    return [
-        *_matrices(step, "layer", layer_weights(step), dense, layers, beside),
-        *_matrices(step, "expert", expert_weights(step), routed, layers, 0.0),
-        *_matrices(
-            step, "embedding and head", tables, dense, (1, 1, step.micro_steps * both / rows), 0.0
-        ),
-    ]
+    found = _matrices(
+        step, "embedding and head", tables, dense, (1, 1, step.micro_steps * both / rows), 0.0
+    )
+    shares = [(1.0, beside, 0.0)]
+    if piped and pipeline.hides:  # while the stages take turns on one chunk, another's travel
+        first, window = 1 / pipeline.chunks, pipeline.stages * _layer_flops(step)
+        shares = [(first, beside, 0.0), (1 - first, max(beside, window), window)]
+    for share, dense_beside, expert_beside in shares:
+        cut = share * layers[0], *layers[1:]
+        found += _matrices(step, "layer", layer_weights(step), dense, cut, dense_beside)
+        found += _matrices(step, "expert", expert_weights(step), routed, cut, expert_beside)
+    return found
 
 
 def _matrices(
@@ -120,14 +125,15 @@ def _matrices(
     (rests, partial), (count, gathers, ticks) = axes, times
     cut = _live(step, rests)
     copied = _live(step, tuple(a for a in partial if a not in rests))
+    in_ticks = step.pipeline.stages > 1 and not step.local_gradients  # scattered, hidden by nothing
     count, once, home, wide = count * step.accumulate, 1.0, nbytes, nbytes
     if step.pipeline.stages > 1:
         wide = nbytes * MASTER / step.itemsize
-        once, home = (1.0, wide) if step.local_gradients else (ticks, nbytes)
+        once, home = (ticks, nbytes) if in_ticks else (1.0, wide)
     grads = f"{what} gradients"
     return [
         Transfer("all-gather", cut, nbytes, gathers * count, beside, f"{what} weights"),
-        Transfer("reduce-scatter", cut, home, once * count, 2 * beside, grads),
+        Transfer("reduce-scatter", cut, home, once * count, 0 if in_ticks else 2 * beside, grads),
         Transfer("all-reduce", copied, wide / step.ways(*cut), count, beside, grads),
     ]
 

@@ -95,9 +95,10 @@ def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False
     stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
     schedule = Pipeline()
     if stages > 1:
-        schedule = Pipeline(
-            stages, pipeline.pieces(stages), pipeline.chunks, pipeline.schedule, pipeline.stash
-        )
+        # XLA's scheduler hides nothing beside chunks of one layer (compiled for H100, jax 0.11.2).
+        hides = pipeline.overlap == "chunk" and cfg.model.layers > stages * pipeline.chunks
+        pieces, order = pipeline.pieces(stages), pipeline.schedule
+        schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
     return StepShape(
         work=cfg.model.work,
         global_batch=train.global_batch,
@@ -178,7 +179,8 @@ def _with_branches(
 def outline(cfg: Config, cluster: Cluster, fused_attention: bool = False) -> Plan:
     """Returns the plan that the cost model alone makes: no compiler, milliseconds.
 
-    Nothing is assumed to overlap, which is what a schedule does at worst.
+    Nothing is assumed to overlap, which is what a schedule does at worst, save for what a
+    pipeline's program makes overlap: chunks' weights and gradients.
     Raises: UserError when the configuration cannot run there.
     """
     step = step_shape(cfg, sizes(cfg, cluster), fused_attention)

@@ -225,3 +225,18 @@ def test_megascales_ablation_has_the_papers_signs():
         mfu("parallel", 1024, Overlap(1, 1, 1), 768),
     ]
     assert found == sorted(found) and len(set(found)) == 7
+
+
+def test_chunks_hide_all_but_the_first_gather_and_the_last_scatter():
+    """4 stages of 24 layers in 6 chunks: of 24 gathers a stage 4 are exposed, 20 have 4 ticks'."""
+    sizes = SIZES | {"pipe": 4, "data": 16}
+    pipeline = Pipeline(4, 8, 6, "interleaved", hides=True)
+    found = transfers(shape(sizes=sizes, pipeline=pipeline, local_gradients=True))
+    for kind, what in (("all-gather", "layer weights"), ("reduce-scatter", "layer gradients")):
+        mine = [t for t in found if (t.kind, t.what) == (kind, what)]
+        assert [t.executions for t in mine] == pytest.approx([4, 20])
+        assert mine[0].flops_beside == 0 < mine[1].flops_beside
+    plain = transfers(
+        shape(sizes=sizes, pipeline=Pipeline(4, 8, 6, "interleaved"), local_gradients=True)
+    )
+    assert sum(t.total for t in found) == pytest.approx(sum(t.total for t in plain))
