@@ -37,7 +37,7 @@ from megajax.models.parts import Batch, ModelParts, Remat, map_words
 from megajax.parallel.tick import PIPE, Objective, Tick
 from megajax.schedule import build
 from megajax.schedule.ir import Table
-from megajax.schedule.route import Route, route
+from megajax.schedule.route import Route, Stretch, route
 
 # How sums leave the stages: the loss on all devices, the routers' with each stage's own layers.
 SUMS = LossSums(P(), P(), P(), P(PIPE))  # type: ignore[bad-argument-type]
@@ -238,15 +238,17 @@ class Pipeline:
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"
+        here = _rows(rows, plan.loops[0])
         for loop, following in zip(plan.loops, (*plan.loops[1:], plan.loops[-1]), strict=True):
-            # Barriers, for the compiler believes any few operations to be enough beside a gather:
-            # this one starts when the loop has all that it needs, and nobody waits for it inside.
+            # Barriers, for the scheduler goes backwards and takes what is ready first: the gather
+            # starts when the loop has all that it needs, and ends where the next loop's rows are
+            # cut. That is work, so the end is ready before the loop is, which then lies between.
             (cut, carry, held), _ = lax.optimization_barrier(((cut, carry, held), rest))
             coming = [self._gather(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
             tick.blocks = held
-            here = jax.tree.map(lambda x: x[loop.first : loop.first + loop.ticks], rows)  # noqa: B023
             carry, _ = lax.scan(functools.partial(tick, loop.kinds), carry, here)
-            carry, held, coming = lax.optimization_barrier((carry, held, coming))
+            carry, rows = lax.optimization_barrier((carry, rows))
+            here, held, coming = lax.optimization_barrier((_rows(rows, following), held, coming))
             held = _write(held, loop.chunks, coming)
             for chunk in loop.done if local else ():
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
@@ -300,6 +302,11 @@ class Pipeline:
         cut = {a for entry in self.layout.stored(*words) for a in _axes(entry)}
         copies = tuple(a for a in self.layout.live(MESH_AXES) if a not in cut)
         return lax.psum(grad, copies) if copies else grad
+
+
+def _rows(rows: dict, loop: Stretch) -> dict:
+    """Returns what a loop's ticks read of the route."""
+    return jax.tree.map(lambda x: x[loop.first : loop.first + loop.ticks], rows)
 
 
 def _write(held: Tree, place: int, chunks: Sequence[Tree]) -> Tree:

@@ -95,8 +95,7 @@ def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False
     stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
     schedule = Pipeline()
     if stages > 1:
-        # XLA's scheduler hides nothing beside chunks of one layer (compiled for H100, jax 0.11.2).
-        hides = pipeline.overlap == "chunk" and cfg.model.layers > stages * pipeline.chunks
+        hides = pipeline.overlap == "chunk"
         pieces, order = pipeline.pieces(stages), pipeline.schedule
         schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
     return StepShape(

@@ -262,9 +262,8 @@ def over_data(found):
 
 def test_ticks_hide_the_weights_of_other_chunks():
     """Interleaved, two chunks: the first gather and the last scatter are exposed, no others."""
-    model = dataclasses.replace(MODEL, layers=8)
     chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
-    found = compile_step(model=model, **PIPED, **chunks)
+    found = compile_step(**PIPED, **chunks)
     assert {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}  # ticks exchange
     weights = over_data(found)
     assert not [place(c) for c in weights if c.bodies]  # and never touch the weights
