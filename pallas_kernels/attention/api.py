@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import reference
+from pallas_kernels.attention import hopper_backward, hopper_forward, reference
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
+WIDTHS = (64, 96, 128, 256)  # that the Hopper kernels take
 
 
 def varlen_attention(
@@ -56,16 +57,17 @@ def varlen_attention(
       max_seqlen: the longest segment, a static hint for the tile size; never changes the result.
       causal: no key after the query's own position, aligned at the segments' ends.
       window: (left, right), keys from p - left to p + right; None on a side: no limit there.
-      scale: of the logits; None: K ** -0.5.
+      scale: of the logits, above 0; None: K ** -0.5.
       softcap: c > 0, logits become c tanh(logits / c).
       alibi_slopes: (H,) float, -slope x distance is added to the logits. Constants: no gradient.
-      implementation: see `dispatch`. 'hopper' takes bf16 and f16.
+      implementation: see `dispatch`. 'hopper' takes bf16 and f16, K of 64, 96, 128, 256; capacities
+        that are multiples of 128 spare it a copy. Under a mesh it runs inside a shard_map only.
       return_lse: also return the log of the softmax's denominators.
     Returns: out_THK in q's type, or (out_THK, lse_HT float32, natural log); both differentiable.
     Raises: ValueError for shapes, types and concrete cu_seqlens that break the above;
       NotImplementedError with all reasons where the implementation asked for cannot run.
     """
-    _check(q_THK, k_SGK, v_SGK, softcap, window)
+    _check(q_THK, k_SGK, v_SGK, scale, softcap, window)
     cu_q = _prefix_sums("cu_seqlens_q", cu_seqlens_q, q_THK.shape[0])
     cu_k = cu_q
     if cu_seqlens_k is not None:
@@ -79,7 +81,7 @@ def varlen_attention(
             f"{q_THK.shape[0]} query and {k_SGK.shape[0]} key tokens need cu_seqlens_k= as well"
         )
     rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
-    spec = _spec("varlen_attention", q_THK, scale, softcap, implementation)
+    spec = _spec("varlen_attention", q_THK, scale, softcap, implementation, max_seqlen)
     slopes = _slopes(alibi_slopes, q_THK.shape[1])
     # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
     q_THK = _erase(q_THK, cu_q[-1])
@@ -116,8 +118,9 @@ def packed_attention(
         )
     if k_BSGK.shape[:2] != q_BSHK.shape[:2]:
         raise ValueError(f"q {q_BSHK.shape} and k {k_BSGK.shape} must agree in (B, S)")
-    _check(q_BSHK[0], k_BSGK[0], v_BSGK[0], softcap, window)
-    spec = _spec("packed_attention", q_BSHK, scale, softcap, implementation)
+    q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
+    _check(q, k, v, scale, softcap, window)
+    spec = _spec("packed_attention", q_BSHK, scale, softcap, implementation, max_seqlen)
     slopes = _slopes(alibi_slopes, q_BSHK.shape[2])
 
     def row(q_SHK: Array, k_SGK: Array, v_SGK: Array, ids_S: Array) -> tuple[Array, Array]:
@@ -136,7 +139,13 @@ def _attend(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec) -> tuple[Array, Array
 
 
 def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
-    out_THK, lse_HT = reference.forward(q_THK, k_SGK, v_SGK, rows, slopes, spec=spec)
+    choice, static, tile, _ = spec
+    out_THK, lse_HT = dispatch.run(
+        choice,
+        functools.partial(hopper_forward.forward, spec=static, tile=tile),
+        functools.partial(reference.forward, spec=static),
+        q_THK, k_SGK, v_SGK, rows, slopes,
+    )  # fmt: skip
     return (out_THK, lse_HT), (q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT)
 
 
@@ -147,9 +156,13 @@ def _backward(spec, saved, cotangents):
     dout_THK = jnp.where(live_T[:, None, None], dout_THK, jnp.zeros((), dout_THK.dtype))
     delta_HT = (out_THK.astype(jnp.float32) * dout_THK.astype(jnp.float32)).sum(-1).T
     delta_HT = jnp.where(live_T[None], delta_HT - dlse_HT, 0.0)
-    grads = reference.backward(
-        q_THK, k_SGK, v_SGK, rows, slopes, lse_HT, delta_HT, dout_THK, spec=spec
-    )
+    choice, static, _, tile = spec
+    grads = dispatch.run(
+        choice,
+        functools.partial(hopper_backward.backward, spec=static, tile=tile),
+        functools.partial(reference.backward, spec=static),
+        q_THK, k_SGK, v_SGK, rows, slopes, lse_HT, delta_HT, dout_THK,
+    )  # fmt: skip
     zeros = jax.tree.map(_no_gradient, (rows, slopes))
     return (*grads, *zeros)
 
@@ -182,9 +195,25 @@ def _erase(x_TxK: Array, end: Array) -> Array:
     return jnp.where(live_T11, x_TxK, jnp.zeros((), x_TxK.dtype))
 
 
-def _spec(op: str, q_TxK: Array, scale, softcap, implementation) -> Spec:
-    dispatch.choose(op, implementation, ["there is no Hopper kernel of it yet"])
-    return Spec(q_TxK.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
+def _spec(
+    op: str,
+    q_TxK: Array,
+    scale: float | None,
+    softcap: float | None,
+    implementation: str | None,
+    max_seqlen: int | None,
+) -> tuple[str, Spec, hopper_forward.Tile, hopper_backward.Tile]:
+    """Everything static: which implementation, the mathematics, the kernels' tiles."""
+    K = q_TxK.shape[-1]
+    reasons = []
+    if q_TxK.dtype.name not in ("bfloat16", "float16"):
+        reasons.append(f"needs bfloat16 or float16, found {q_TxK.dtype}")
+    if K not in WIDTHS:
+        reasons.append(f"needs a head width of {WIDTHS}, found {K}: pad it with zeros, set scale=")
+    choice = dispatch.choose(op, implementation, reasons)
+    static = Spec(K**-0.5 if scale is None else float(scale), softcap)
+    tiles = hopper_forward.heuristic(K, max_seqlen), hopper_backward.heuristic(K)
+    return choice, static, *tiles
 
 
 def _slopes(slopes: Array | Sequence[float] | None, heads: int) -> Array | None:
@@ -214,7 +243,14 @@ def _prefix_sums(name: str, cu: Array, tokens: int) -> Array:
     return jnp.asarray(cu)
 
 
-def _check(q: Array, k: Array, v: Array, softcap: float | None, window: Window | None) -> None:
+def _check(
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    v: Array | jax.ShapeDtypeStruct,
+    scale: float | None,
+    softcap: float | None,
+    window: Window | None,
+) -> None:
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape} must be (T, H, K), (S, G, K), (S, G, K)"
@@ -229,5 +265,7 @@ def _check(q: Array, k: Array, v: Array, softcap: float | None, window: Window |
         raise ValueError(f"{H} query heads must be a multiple of {G} key-value heads; G of {near}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be above 0, or None for no cap")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale={scale} must be above 0, or None for K ** -0.5")
     if window is not None and (len(window) != 2 or any(w is not None and w < 0 for w in window)):
         raise ValueError(f"window={window} must be (left, right), each 0 or more, or None")
