@@ -164,15 +164,12 @@ def times(case: Case, attend, shapes, clock: bench.Clock, runs: int) -> Iterator
         }  # fmt: skip
 
 
-def check_kernels(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
-    """Adds the rows. Times come when half of the time is left at the latest."""
+def check_matrix(add: Add, deadline: float, rehearsal: bool) -> None:
+    """Adds a row for each program of the matrix, until the deadline."""
     implementation = "interpret" if rehearsal else "hopper"
-    clock = bench.wall_clock if rehearsal else bench.device_clock
-    began = time.perf_counter()
-    half = began + (deadline - began) / 2
     for check in [TINY] if rehearsal else matrix():
-        if time.perf_counter() > half:
-            add({"check": "matrix", "note": "cut off: half of the time is for the benchmarks"})
+        if time.perf_counter() > deadline:
+            add({"check": "matrix", "note": "cut off: the rest of the time is for the benchmarks"})
             break
         row: dict[str, Any] = {"check": str(check)}
         try:
@@ -181,17 +178,29 @@ def check_kernels(add: Add, about: dict[str, Any], deadline: float, rehearsal: b
         except Exception as error:  # one failure must not lose the others
             row |= {"passed": False, "note": f"{type(error).__name__}: {str(error)[:300]}"}
         add(row)
+
+
+def time_cases(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
+    """Adds the peaks of this machine to `about`, and the times of every case, ours and cuDNN's."""
+    implementation = "interpret" if rehearsal else "hopper"
+    clock = bench.wall_clock if rehearsal else bench.device_clock
     about |= bench.peaks(256 if rehearsal else 8192, clock)
     for case in [TINY_CASE] if rehearsal else CASES:
-        for name, (attend, shapes) in (
-            ("ours", mine(case, implementation)), ("cudnn padded", rival(case))
-        ):  # fmt: skip
+        sides = {"ours": mine(case, implementation), "cudnn padded": rival(case)}
+        for name, (attend, shapes) in sides.items():
+            side = {"case": case.name, "implementation": name}
             if time.perf_counter() > deadline:
-                add({"case": case.name, "implementation": name, "note": "not run: out of time"})
+                add(side | {"note": "not run: out of time"})
                 continue
             try:
                 for row in times(case, attend, shapes, clock, 1 if rehearsal else 50):
-                    add({"case": case.name, "implementation": name, **row})
+                    add(side | row)
             except Exception as error:
-                note = f"{type(error).__name__}: {str(error)[:300]}"
-                add({"case": case.name, "implementation": name, "note": note})
+                add(side | {"note": f"{type(error).__name__}: {str(error)[:300]}"})
+
+
+def check_kernels(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
+    """Adds the rows; at least half of the time is for the benchmarks."""
+    began = time.perf_counter()
+    check_matrix(add, began + (deadline - began) / 2, rehearsal)
+    time_cases(add, about, deadline, rehearsal)

@@ -73,7 +73,7 @@ def test_no_tile_without_a_live_pair_is_visited_in_either_direction(case, blocks
 
 def test_segment_ids_are_prefix_sums():
     ids = jnp.array([7, 7, 7, 2, 2, -1, -1, 3, 3, 3], jnp.int32)
-    for options in ((False, None), (True, None), (True, (1, 0)), (False, (1, 2))):
+    for options in ((True, None), (False, (1, 2))):
         got = jax.jit(ranges.segment_rows, static_argnums=(1, 2))(ids, *options)
         cu = jnp.array([0, 3, 5, 7, 10], jnp.int32)
         want = packed_rows(cu, cu, 10, *options)

@@ -83,10 +83,9 @@ def naive(case, q, k, v):
     return jnp.einsum("hts,shk->thk", weights, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(CASES[1], "bfloat16"), pytest.param(CASES[0], "float16", marks=pytest.mark.slow)],
-    ids=str,
+    ("case", "dtype"), [(CASES[1], "bfloat16"), (CASES[0], "float16")], ids=str
 )
 def test_16_bit_errors_are_within_twice_the_plain_ones(case, dtype, seed):
     arrays = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in case.arrays(seed)]
@@ -132,21 +131,25 @@ def test_transformations_change_nothing(kind, seed):
         return jax.grad(jax.checkpoint(value), (0, 1, 2), has_aux=True)(*x)
 
     grad = jax.grad(value, (0, 1, 2), has_aux=True)
-    alone = jax.jit(grad)
-    one_by_one = [alone(*(x[i] for x in batch), cus[i]) for i in range(2)]
-    want = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    other = Case((40, 1, 0), causal=True, heads=(4, 2), spare=7)
+    one_by_one = [
+        attention(c, *(np.asarray(x[i], np.float64) for x in batch), np.zeros((4, 48)))
+        for i, c in enumerate((case, other))
+    ]
+    out, _, *grads = (np.stack(x) for x in zip(*one_by_one, strict=True))
+    want = (tuple(grads), out)
     mesh = Mesh(np.array(jax.devices()[:2]), "x")
     rows = jax.shard_map(jax.vmap(grad), mesh=mesh, in_specs=(P("x"),) * 5, out_specs=P("x"))
     if kind != "heads":
         changed = {"vmap": jax.vmap(grad), "scan": lambda *x: jax.lax.map(each, x), "batch": rows}
         got = jax.jit(changed[kind])(*batch, cus)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, want)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), got, want)
         return
     heads = P(None, "x", None)
     specs = (heads,) * 4 + (P(),)
     cut = jax.shard_map(lambda *x: grad(*x)[0], mesh=mesh, in_specs=specs, out_specs=heads)
     got = jax.jit(cut)(q, k, v, dout, cus[0])
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[0], atol=1e-5), got, want[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[0], atol=1e-4), got, want[0])
 
 
 def test_packed_rows_are_packed_segments(seed):
@@ -162,16 +165,14 @@ def test_packed_rows_are_packed_segments(seed):
         )  # fmt: skip
         return (out[0] * dout).sum(), out
 
-    def varlen(q, k, v):
-        cu = jnp.array([0, 13, 23], jnp.int32)
-        out = pallas_kernels.varlen_attention(q, k, v, cu_seqlens_q=cu, causal=True)
-        return (out * dout).sum(), out
-
     got, out = jax.jit(jax.grad(packed, (0, 1, 2), has_aux=True))(q, k, v)
-    want, alone = jax.jit(jax.grad(varlen, (0, 1, 2), has_aux=True))(q, k, v)
-    np.testing.assert_allclose(out[0], alone, atol=1e-6)
+    same = Case((13, 10), causal=True, heads=(4, 2), spare=9)
+    arrays = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    alone, _, *grads = attention(same, *arrays, np.zeros((4, 32)))
+    np.testing.assert_allclose(out[0], alone, atol=1e-5)
     assert np.isfinite(out[1]).all()
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, want)
+    for x, want in zip(got, grads, strict=True):
+        np.testing.assert_allclose(x, want, atol=1e-4)
 
 
 @pytest.mark.slow
