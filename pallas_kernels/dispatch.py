@@ -55,14 +55,18 @@ def choose(op: str, implementation: str | None, reasons: Sequence[str]) -> str:
 def run(choice: str, hopper: Callable[..., Any], reference: Callable[..., Any], *args: Any) -> Any:
     """Calls what `choose` chose; hopper also takes `interpret=`.
 
-    'auto' leaves both in the program, and the platform that it is lowered for takes one.
+    'auto' leaves both in the program, and the platform that it is lowered for takes one; 'hopper'
+    leaves the kernel only, so that lowering for anything but CUDA raises NotImplementedError.
     """
-    if choice == "auto":
-        kernel = functools.partial(hopper, interpret=False)
-        return jax.lax.platform_dependent(*args, cuda=kernel, default=reference)
-    if choice == "reference":
-        return reference(*args)
-    return hopper(*args, interpret=choice == "interpret")
+    kernel = functools.partial(hopper, interpret=choice == "interpret")
+    match choice:
+        case "auto":
+            return jax.lax.platform_dependent(*args, cuda=kernel, default=reference)
+        case "hopper":
+            return jax.lax.platform_dependent(*args, cuda=kernel)
+        case "interpret":
+            return kernel(*args)
+    return reference(*args)
 
 
 def _refuse(op: str, implementation: str, reasons: Sequence[str]) -> None:
