@@ -69,6 +69,20 @@ def run(choice: str, hopper: Callable[..., Any], reference: Callable[..., Any], 
     return reference(*args)
 
 
+def alike(arrays: Any) -> Any:
+    """Inside a shard_map: casts all to vary over the mesh axes over which any of them does.
+
+    What is copied over an axis then gets its gradient summed over it.
+    """
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).mat.varying}
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - set(jax.typeof(x).mat.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
 def _refuse(op: str, implementation: str, reasons: Sequence[str]) -> None:
     if reasons:
         raise NotImplementedError(

@@ -86,7 +86,7 @@ def varlen_attention(
     # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
     q_THK = _erase(q_THK, cu_q[-1])
     k_SGK, v_SGK = _erase(k_SGK, cu_k[-1]), _erase(v_SGK, cu_k[-1])
-    out_THK, lse_HT = _attend(*_alike((q_THK, k_SGK, v_SGK, rows, slopes)), spec)
+    out_THK, lse_HT = _attend(*dispatch.alike((q_THK, k_SGK, v_SGK, rows, slopes)), spec)
     return (out_THK, lse_HT) if return_lse else out_THK
 
 
@@ -127,7 +127,7 @@ def packed_attention(
         rows = segment_rows(ids_S, causal, window)
         live_S11 = (ids_S >= 0)[:, None, None]
         clean = (jnp.where(live_S11, x, jnp.zeros((), x.dtype)) for x in (q_SHK, k_SGK, v_SGK))
-        return _attend(*_alike((*clean, rows, slopes)), spec)
+        return _attend(*dispatch.alike((*clean, rows, slopes)), spec)
 
     out_BSHK, lse_BHS = jax.vmap(row)(q_BSHK, k_BSGK, v_BSGK, segment_ids)
     return (out_BSHK, lse_BHS) if return_lse else out_BSHK
@@ -174,20 +174,6 @@ def _no_gradient(x: Array) -> Any:
     if jnp.issubdtype(x.dtype, jnp.integer):
         return np.zeros(x.shape, jax.dtypes.float0)
     return jnp.zeros_like(x)
-
-
-def _alike(arrays: Any) -> Any:
-    """Inside a shard_map: casts all to vary over the mesh axes over which any of them does.
-
-    What is copied over an axis then gets its gradient summed over it.
-    """
-    axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).mat.varying}
-
-    def cast(x: Array) -> Array:
-        missing = tuple(axes - set(jax.typeof(x).mat.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, arrays)
 
 
 def _erase(x_TxK: Array, end: Array) -> Array:
