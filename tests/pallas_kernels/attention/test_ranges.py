@@ -53,7 +53,9 @@ def blocks_of(seen, block_q, block_k):
     return tiles.any((2, 3)), masked
 
 
-@pytest.mark.parametrize("blocks", [(16, 32), (32, 8)], ids=str)
+@pytest.mark.parametrize(
+    "blocks", [(16, 32), pytest.param((32, 8), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_tile_without_a_live_pair_is_visited_in_either_direction(case, blocks):
     seen = seen_by(case)

@@ -70,6 +70,7 @@ def test_16_bit_keeps_float32_statistics(seed):
     np.testing.assert_allclose(np.asarray(y, np.float64), want, atol=0.02)
 
 
+@pytest.mark.slow
 def test_shard_map_and_scan_sum_the_shared_gradients(seed):
     given = {k: jnp.asarray(v, jnp.float32) for k, v in arrays(seed).items()}
     x, scale = given["x"][:4], given["scale"]
