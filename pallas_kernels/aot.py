@@ -4,8 +4,13 @@ Needs the wheels of the extra `aot` (the CUDA plugin without a driver). What com
 scheduled GPU program: its collectives, memory and kernels can be inspected, not run.
 """
 
+import dataclasses
 import functools
 import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,3 +87,64 @@ def compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) 
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """What ptxas says of one Mosaic GPU kernel.
+
+    registers: of a thread at launch. spilled_bytes: stores and loads to local memory. shared_bytes:
+    shared memory of a thread block, without barriers. serialized: wgmma instructions had to wait
+    for each other, which costs most of their speed.
+    """
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    serialized: bool
+
+
+def report(function: Callable[..., Any], *args: Any) -> list[KernelReport]:
+    """Compiles a function for `devices`, its arguments being abstract; one report a kernel.
+
+    Raises: NotImplementedError where the compiler left no report.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        before = {name: os.environ.get(name) for name in flags}
+        os.environ.update(flags)
+        try:
+            compile(jax.jit(function).lower(*args))
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
+        found = [_parse(path) for path in sorted(pathlib.Path(folder).glob("*.ptxas"))]
+    if not found:
+        raise NotImplementedError(
+            "the compiler left no ptxas report; is the kernel in the program?"
+        )
+    return found
+
+
+def _parse(path: pathlib.Path) -> KernelReport:
+    text = path.read_text()
+    resources = path.with_suffix(".resources.txt").read_text()
+
+    def find(pattern: str, source: str = text) -> str:
+        found = re.search(pattern, source)
+        if found is None:
+            raise NotImplementedError(f"ptxas says nothing of {pattern!r}: {source[:300]}")
+        return found[1]
+
+    spilled = (int(find(rf"(\d+) bytes spill {what}")) for what in ("stores", "loads"))
+    return KernelReport(
+        name=find(r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?'"),
+        registers=int(find(r"Used (\d+) registers")),
+        spilled_bytes=sum(spilled),
+        shared_bytes=int(find(r"smem_scratch_bytes=(\d+)", resources)),
+        serialized="serializ" in text or "C7510" in text,
+    )

@@ -1,10 +1,13 @@
 """Benchmarks: ours beside the best rival, interleaved in one process.
 
     uv run scripts/bench.py train [--preset=nano] [--mesh.data=4 --mesh.tensor=2]
+    uv run scripts/bench.py kernels              # on a GPU
 
 train: the trainer's step (data, step, record) over a minimal hand-written JAX loop of the same
 model, mesh, stored shardings and remat (scripts/plain_train.py), A/B/A/B, median of --rounds pairs.
 Writes experiments/results/bench_train.json. On a CPU the ratio counts, not the times.
+kernels: packed attention beside cuDNN's of the same tokens padded, device time, and this machine's
+peaks. Writes bench_kernels.json. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
 """
 
 import sys
@@ -16,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import plain_train
+from gpu_kernels import time_cases
 from jax.sharding import NamedSharding
 
 from megajax.core import config
@@ -42,7 +46,7 @@ class Config:
     """What to compare."""
 
     rounds: int = option(30, "timed pairs, after 5 of warm-up")
-    write: bool = option(True, "write experiments/results/bench_train.json")
+    write: bool = option(True, "write the result into experiments/results")
     run: RunConfig = group(RunConfig)
     emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU")
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
@@ -121,10 +125,27 @@ def bench_train(cfg: Config) -> None:
         results.write(RESULTS / "bench_train.json", about, found)
 
 
+def bench_kernels(cfg: Config) -> None:
+    """Times every case of pallas_kernels/attention/cases.py."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise UserError(f"kernels are timed on a GPU only; jax found {device.device_kind}")
+    about: dict = results.facts(device.device_kind, f"measured on {device.device_kind}")
+    rows: list[dict] = []
+
+    def add(row: dict) -> None:
+        rows.append(row)
+        print({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        if cfg.write:
+            results.write(RESULTS / "bench_kernels.json", about, rows)
+
+    time_cases(add, about, float("inf"), rehearsal=False)
+
+
 def main(what: str) -> int:
     """Runs one benchmark."""
     cfg, _ = config.from_flags(PRESETS)
-    benches = {"train": bench_train}
+    benches = {"train": bench_train, "kernels": bench_kernels}
     if what not in benches:
         raise UserError(
             f"{what!r} is not a benchmark: {list(benches)}{did_you_mean(what, benches)}"

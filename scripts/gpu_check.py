@@ -1,12 +1,14 @@
 """Everything that waits for a GPU, in order of worth, one JSON.
 
     PYTHONPATH=. python3 scripts/gpu_check.py            # all parts, inside 8 minutes
-    PYTHONPATH=. python3 scripts/gpu_check.py train      # one part; or plan
+    PYTHONPATH=. python3 scripts/gpu_check.py kernels    # one part; or train, plan
+    PYTHONPATH=. python3 scripts/gpu_check.py kernels rehearse   # on a CPU, tiny, interpreted
 
 train: correctness first (losses of a small model on the GPU against this machine's CPU, the cuDNN
 attention against XLA's), then the step time and MFU of a 1.2B decoder in bf16 on one GPU, against a
 plain bf16 matmul's rate in the same run. Results are written after every row, so a run that is
 cut off still counts: experiments/results/gpu_train.json (or under $OUT, where that is set).
+kernels: packed attention, correctness matrix, then times beside cuDNN's (gpu_kernels.json).
 plan: the cost model's estimate of such steps, and its memory bound, beside their measurement
 (gpu_plan.json).
 Needs jax with CUDA, flax, optax and absl only.
@@ -23,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, logging
+from gpu_kernels import check_kernels
 
 from megajax.core import config
 from megajax.core.hardware import find_card, parse_cluster
@@ -219,12 +222,21 @@ def check_plan(deadline: float) -> None:
     rows.each(VARIANTS, deadline, measure)
 
 
-PARTS = {"train": check_train, "plan": check_plan}
+def check_attention(deadline: float, rehearsal: bool = False) -> None:
+    """Correctness and times of the kernels."""
+    rows = Report("kernels_rehearsal" if rehearsal else "kernels")
+    check_kernels(rows.add, rows.about, deadline, rehearsal)
+
+
+PARTS = {"train": check_train, "plan": check_plan, "kernels": check_attention}
 
 
 def main(argv: list[str]) -> None:
     """Runs the parts that are named, or all."""
     logging.set_verbosity(logging.WARNING)
+    if argv[1:] == ["kernels", "rehearse"]:
+        jax.config.update("jax_num_cpu_devices", 8)  # the interpreter needs as many threads
+        return check_attention(time.perf_counter() + BUDGET_S, rehearsal=True)
     wanted = argv[1:] or list(PARTS)
     unknown = [w for w in wanted if w not in PARTS]
     if unknown:

@@ -19,10 +19,11 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
+from pallas_kernels.attention.cases import CASES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = ("README.md", "PAPERS.md")
+DOCUMENTS = ("README.md", "PAPERS.md", "pallas_kernels/attention/README.md")
 
 
 def known(row: dict) -> dict:
@@ -162,6 +163,44 @@ def plan_search() -> str:
     return "\n\n".join([text, table(path, columns), flags])
 
 
+def kernel_report() -> str:
+    """What ptxas says of every shipped configuration."""
+    columns = {
+        "configuration": "config", "kernel": "name", "registers": "registers",
+        "spilled bytes": "spilled_bytes", "shared bytes": "shared_bytes",
+        "wgmma serialised": "serialized",
+    }  # fmt: skip
+    return table(RESULTS / "kernel_report.json", columns)
+
+
+def attention_floors() -> str:
+    """The time floor of every attention case, and what a GPU took where one was there."""
+    path = RESULTS / "gpu_kernels.json"
+    measured = json.loads(path.read_text())["rows"] if path.exists() else []
+
+    def took(case: str, direction: str, implementation: str) -> str:
+        wanted = {"case": case, "direction": direction, "implementation": implementation}
+        found = [r["median_s"] for r in measured if wanted.items() <= r.items()]
+        return f"{1e6 * found[0]:.0f}" if found else ""
+
+    lines = [
+        "| case | pass | GFLOP | MB | floor, us | ours, us | cuDNN padded, us |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        for direction, parts in (("forward", (False,)), ("forward+backward", (False, True))):
+            flops, nbytes, floor = (
+                sum(f(part) for part in parts) for f in (case.flops, case.bytes, case.floor_s)
+            )
+            cells = [
+                case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
+                f"{1e6 * floor:.0f}", took(case.name, direction, "ours"),
+                took(case.name, direction, "cudnn padded"),
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
@@ -171,6 +210,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "schedules": schedules,
     "plans": plans,
     "plan_search": plan_search,
+    "kernel_report": kernel_report,
+    "attention_floors": attention_floors,
 }
 
 

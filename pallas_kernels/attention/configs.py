@@ -1,0 +1,68 @@
+"""Every tile of the Hopper kernels that is shipped, and its deviceless compile.
+
+A configuration is a kernel at a head width with the tile that `heuristic` gives, plain and with all
+that adds registers (softcap, ALiBi). Causal order and windows are data: one program serves them.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import aot
+from pallas_kernels.attention import hopper_backward, hopper_forward
+from pallas_kernels.attention.ranges import Rows
+from pallas_kernels.attention.reference import Spec
+
+WIDTHS = (64, 96, 128, 256)
+CONFIGS = (
+    *(f"{kind} d{width}" for kind in ("forward", "backward") for width in WIDTHS),
+    *(f"{kind} d{width} softcap alibi" for kind in ("forward", "backward") for width in WIDTHS),
+    *(f"forward d{width} short" for width in (64, 96, 128)),
+)
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
+
+
+def report(name: str) -> list[dict[str, Any]]:
+    """Returns one row for each kernel of a configuration, compiled for an H100."""
+    kind, width = name.split()[0], int(name.split()[1][1:])
+    T, H, G = 1024, 4, 2
+    sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    rows = Rows(*(array(T, dtype=jnp.int32),) * 3)
+    slopes = array(H, dtype=jnp.float32) if "alibi" in name else None
+    spec = Spec(width**-0.5, 30.0 if "softcap" in name else None)
+    q, k, sums = array(T, H, width), array(T, G, width), array(H, T, dtype=jnp.float32)
+    if kind == "forward":
+        tile = hopper_forward.heuristic(width, 128 if "short" in name else None)
+        run = functools.partial(hopper_forward.forward, spec=spec, tile=tile)
+        found = aot.report(run, q, k, k, rows, slopes)
+    else:
+        tile = hopper_backward.heuristic(width)
+        run = functools.partial(hopper_backward.backward, spec=spec, tile=tile)
+        found = aot.report(run, q, k, k, rows, slopes, sums, sums, q)
+    about = {"config": name, "tile": dataclasses.asdict(tile)}
+    return [about | dataclasses.asdict(x) for x in found]
+
+
+def source_hash() -> str:
+    """Of the code that makes the kernels, without comments and docstrings, and of jax's version."""
+    folder = pathlib.Path(__file__).parent
+    digest = hashlib.sha256(jax.__version__.encode())
+    for file in ("hopper_forward.py", "hopper_backward.py", "configs.py"):
+        tree = ast.parse((folder / file).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:16]

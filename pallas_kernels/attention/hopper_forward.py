@@ -1,0 +1,337 @@
+"""The forward kernel for Hopper, after FlashAttention-3 (arXiv 2407.08608) sections 3.1 and 3.2.
+
+One thread block takes 128 query rows of one head: two compute warpgroups of 64 rows and a warpgroup
+that only starts copies. Tiles of keys and values come through a ring of `stages` buffers:
+
+    producer      wait k_free[s] | TMA K -> k_ready[s]      wait v_free[s] | TMA V -> v_ready[s]
+    each compute  wait k_ready[s], S = Q K^T, arrive k_free[s], mask, softmax,
+                  wait v_ready[s], O += P V, arrive v_free[s]
+    turns         the two compute warpgroups alternate: one has the tensor cores while the other
+                  does its softmax; each step passes the barrier twice
+
+Which tiles come is the table of ranges.py; all lie on the aligned grid. Both warpgroups pass every
+tile that either needs, so that each observes every phase of every barrier; tiles that are not its
+own it lets go. A warpgroup's own tiles fall in three loops: masked, without a mask, masked.
+Softmax is in base 2, as the hardware's exponential is.
+
+Legend: T query rows, S key rows, H query heads, G key-value heads, K head width, C thread blocks of
+128 rows, Q = 64 rows of a warpgroup, N rows of a key tile.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import interpret as interpreter
+from pallas_kernels.attention.ranges import Rows, visits
+from pallas_kernels.attention.reference import LOWEST, Spec
+
+LOG2E = math.log2(math.e)
+WARPGROUPS = 2
+ROWS = 64  # of a warpgroup: the M of every wgmma instruction
+BLOCK_Q = WARPGROUPS * ROWS
+SHORT = 256  # (chosen: tiles of 64 keys visit 1.6 times the useful pairs there, those of 128 2.1)
+WGMMA = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """block_k: key rows of a tile. stages: tiles in flight."""
+
+    block_k: int
+    stages: int
+
+
+def heuristic(width: int, longest: int | None = None) -> Tile:
+    """The tile where nothing was measured: the largest that fits in SMEM; small for short segments.
+
+    longest: rows of the longest segment, if known.
+    """
+    block_k = 64 if width > 128 or (longest is not None and longest <= SHORT) else 128
+    stages = 4 if width <= 64 else 2 if block_k == 128 or width > 128 else 4
+    return Tile(block_k, stages)
+
+
+def forward(
+    q_THK: jax.Array,
+    k_SGK: jax.Array,
+    v_SGK: jax.Array,
+    rows: Rows,
+    slopes_H: jax.Array | None,
+    *,
+    spec: Spec,
+    tile: Tile,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """As reference.forward, for bf16 and f16. Capacities that are whole tiles are not copied."""
+    T, H, K = q_THK.shape
+    over_keys, _ = visits(rows, k_SGK.shape[0], ROWS, tile.block_k)
+    rows_3T = pad(jnp.stack([rows.lo, rows.hi, rows.self]), BLOCK_Q, axis=1)
+    q_THK = pad(q_THK, BLOCK_Q)
+    k_SGK, v_SGK = (pad(x, tile.block_k) for x in (k_SGK, v_SGK))
+    C = q_THK.shape[0] // BLOCK_Q
+    rings = functools.partial(ring, (tile.stages, tile.block_k, K), q_THK.dtype)
+    scratch = {
+        "q_smem": ring((WARPGROUPS, ROWS, K), q_THK.dtype),
+        "k_smem": rings(),
+        "v_smem": rings(),
+        "lse_smem": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        "p_smem": staging((WARPGROUPS, ROWS, tile.block_k), q_THK.dtype, interpret),
+        "q_ready": plgpu.Barrier(num_barriers=WARPGROUPS),
+        "k_ready": plgpu.Barrier(num_barriers=tile.stages),
+        "v_ready": plgpu.Barrier(num_barriers=tile.stages),
+        "k_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
+        "v_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
+        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+    }
+    slopes = jnp.zeros(H, jnp.float32) if slopes_H is None else slopes_H * LOG2E
+    body = functools.partial(
+        _body, spec=spec, tile=tile, alibi=slopes_H is not None, interpret=interpret
+    )
+    out_THK, lse_HT = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype),
+            jax.ShapeDtypeStruct((H, q_THK.shape[0]), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(H, C),
+        grid_names=("head", "block"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        kernel_name="varlen_attention_forward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpreter.params() if interpret else None,
+    )(block_table(over_keys.spans, WARPGROUPS, C), over_keys.tiles, rows_3T, slopes, q_THK,
+      k_SGK, v_SGK)  # fmt: skip
+    return varying_as(q_THK, (out_THK[:T], lse_HT[:, :T]))
+
+
+def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
+    """Whole multiples along the token axis; added rows are dead."""
+    widths = [(0, -n % multiple if i == axis else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths)
+
+
+def varying_as(like: jax.Array, outputs: Any) -> Any:
+    """A kernel's outputs do not say over which axes of a shard_map they vary: as `like` does."""
+    axes = tuple(jax.typeof(like).mat.varying)
+    return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), outputs) if axes else outputs
+
+
+def ring(shape: tuple[int, ...], dtype, most: int = 128) -> Any:
+    """Shared memory that wgmma reads and TMA writes. most: bytes of the swizzle."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(most, plgpu.find_swizzle(shape[-1] * itemsize * 8))
+    columns = swizzle // itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
+    """Where `multiply_into` puts its left operand when interpreted; nothing on a GPU."""
+    return ring(shape, dtype) if interpret else plgpu.SMEM(shape[:1], jnp.int32)
+
+
+def block_table(spans: jax.Array, own: int, blocks: int) -> jax.Array:
+    """(C, 2 + 4 own): the tiles a thread block loads, then each warpgroup's span among them."""
+    spans = jnp.pad(spans, ((0, blocks * own - spans.shape[0]), (0, 0))).reshape(blocks, own, 4)
+    empty = spans[..., 0] >= spans[..., 3]
+    first = jnp.where(empty, jnp.iinfo(jnp.int32).max, spans[..., 0]).min(1)
+    last = jnp.where(empty, 0, spans[..., 3]).max(1)
+    first = jnp.minimum(first, last)
+    spans = jnp.where(empty[..., None], first[:, None, None], spans)
+    return jnp.concatenate([first[:, None], last[:, None], spans.reshape(blocks, -1)], axis=1)
+
+
+def number(table, block, column):
+    """One entry of the block table.
+
+    Inside a shard_map what is read varies over mesh axes and what is computed of it does not: the
+    sum makes loop bounds and counters alike.
+    """
+    return table[block, column] + 0
+
+
+def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):
+    """acc + left right, left in registers.
+
+    The interpreter knows neither such operands nor initialised accumulators: there, left goes
+    through shared memory, and the sum is made afterwards.
+    """
+    if interpret:
+        staging_smem[...] = left
+        plgpu.commit_smem()
+
+        def run(acc_ref):
+            plgpu.wgmma(acc_ref, staging_smem, right_smem)
+            return acc_ref[...]
+
+        return acc + pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, left, right_smem))(plgpu.ACC.init(acc))
+
+
+def product(lefts, rights, shape: tuple[int, int], meanwhile=lambda: None):
+    """The sum of left right^T over pieces of the columns, all in shared memory.
+
+    meanwhile: runs before the wait for the result.
+    """
+
+    def run(acc_ref):
+        for left, right in zip(lefts, rights, strict=True):
+            plgpu.wgmma(acc_ref, left, right.transpose((1, 0)))
+        meanwhile()
+        return acc_ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def row_vector(ref, start):
+    """64 values, one a row of a wgmma result."""
+    return plgpu.load(ref.at[pl.ds(start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+
+
+def by_row(x, shape):
+    """Spreads one value a row over the columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def logits(s, key, own, slope, spec: Spec):
+    """Returns (base-2 logits before the mask from s = q k; the natural ones' derivative by s).
+
+    key, own: int32 like s; own None: no ALiBi.
+    """
+    change = spec.scale
+    if spec.softcap is None:
+        s = s * (spec.scale * LOG2E)
+    else:
+        bounded = jnp.tanh(s * (spec.scale / spec.softcap))
+        s, change = bounded * (spec.softcap * LOG2E), spec.scale * (1 - bounded * bounded)
+    if own is not None:
+        s -= slope * jnp.abs(own - key).astype(jnp.float32)
+    return s, change
+
+
+def _body(
+    table, tiles, rows_3T, slopes, q_THK, k_SGK, v_SGK, out_THK, lse_HT,
+    *, q_smem, k_smem, v_smem, lse_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
+    spec, tile, alibi, interpret,
+):  # fmt: skip
+    H, K = q_THK.shape[1:]
+    N, stages = tile.block_k, tile.stages
+    shape = (ROWS, N)
+    head, warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
+    # Later rows see more keys under a causal mask: the long blocks start first.
+    block = table.shape[0] - 1 - lax.axis_index("block")
+    begin, end = (number(table, block, i) for i in range(2))
+
+    def slot_of(c):
+        return lax.rem(c - begin, jnp.int32(stages))
+
+    def take_turn():
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        start = pl.multiple_of(block * BLOCK_Q + warpgroup * ROWS, ROWS)
+        own_q = q_smem.at[warpgroup]
+        here = (pl.ds(start, ROWS), head)
+        plgpu.copy_gmem_to_smem(q_THK.at[here], own_q, q_ready.at[warpgroup])
+        lo, hi = (row_vector(rows_3T.at[i], start) for i in range(2))
+        first, full_first, full_last, last = (
+            number(table, block, 2 + 4 * warpgroup + j) for j in range(4)
+        )
+        own = by_row(row_vector(rows_3T.at[2], start), shape) if alibi else None
+        slope = slopes[head] if alibi else None
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        pl.when(warpgroup == 1)(take_turn)
+
+        def step(c, carry, masked):
+            acc, maximum, total = carry
+            slot = slot_of(c)
+            plgpu.barrier_wait(k_ready.at[slot])
+            s = product([own_q], [k_smem.at[slot]], shape, take_turn)
+            plgpu.barrier_arrive(k_free.at[slot])
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + tiles[c] * N
+            s, _ = logits(s, key, own, slope, spec)
+            if masked:
+                s = jnp.where((key >= by_row(lo, shape)) & (key < by_row(hi, shape)), s, -jnp.inf)
+            new = jnp.maximum(maximum, s.max(axis=1))
+            shrink = jnp.exp2(maximum - new)
+            p = jnp.exp2(s - by_row(new, shape))
+            acc *= by_row(shrink, acc.shape)
+            total = total * shrink + p.sum(axis=1)
+            p = p.astype(q_THK.dtype)
+            if not interpret:
+                acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
+            plgpu.barrier_arrive(turn)  # the other's products may start
+            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(turn)
+            acc = multiply_into(acc, p, v_smem.at[slot], p_smem.at[warpgroup], interpret)
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, new, total
+
+        def let_go(c, _):
+            slot = slot_of(c)
+            plgpu.barrier_wait(k_ready.at[slot])
+            plgpu.barrier_arrive(k_free.at[slot])
+            take_turn()
+            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
+            take_turn()
+
+        def filled(value):
+            return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), WGMMA.reduce(1))
+
+        acc = plgpu.layout_cast(jnp.zeros((ROWS, K), jnp.float32), WGMMA)
+        carry = (acc, filled(LOWEST), filled(0.0))
+        lax.fori_loop(begin, first, let_go, None)
+        masked, plain = (functools.partial(step, masked=m) for m in (True, False))
+        carry = lax.fori_loop(first, full_first, masked, carry)
+        carry = lax.fori_loop(full_first, full_last, plain, carry)
+        carry = lax.fori_loop(full_last, last, masked, carry)
+        lax.fori_loop(last, end, let_go, None)
+        pl.when(warpgroup == 0)(take_turn)
+
+        acc, maximum, total = carry
+        live = lo < hi
+        total = jnp.where(live, total, 1.0)
+        acc = jnp.where(by_row(live, acc.shape), acc / by_row(total, acc.shape), 0.0)
+        own_q[...] = acc.astype(q_THK.dtype)  # all reads of q are over
+        lse = (maximum + jnp.log2(total)) / LOG2E
+        lse_smem[warpgroup] = jnp.where(live, lse, -jnp.inf)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_q, out_THK.at[here])
+        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_HT.at[head, pl.ds(start, ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _produce():
+        plgpu.set_max_registers(40, action="decrease")
+        kv_head = lax.div(head, jnp.int32(H // k_SGK.shape[1]))
+
+        @pl.loop(begin, end)
+        def _(c):
+            slot = slot_of(c)
+            here = (pl.ds(pl.multiple_of(tiles[c] * N, N), N), kv_head)
+            for source, target, ready, free in (
+                (k_SGK, k_smem, k_ready, k_free),
+                (v_SGK, v_smem, v_ready, v_free),
+            ):
+                pl.when(c >= begin + stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                plgpu.copy_gmem_to_smem(source.at[here], target.at[slot], ready.at[slot])
+
+        # Every phase of every barrier is observed before the block ends.
+        @pl.loop(jnp.maximum(begin, end - stages), end)
+        def _(c):
+            plgpu.barrier_wait(k_free.at[slot_of(c)])
+            plgpu.barrier_wait(v_free.at[slot_of(c)])

@@ -1,0 +1,1 @@
+"""Normalisation fused with what comes before it: bias and residual."""
