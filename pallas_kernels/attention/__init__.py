@@ -1,0 +1,1 @@
+"""Variable-length attention over packed tokens: forward, backward, log-sum-exp."""

@@ -1,0 +1,233 @@
+"""Attention over packed tokens, differentiable, with the kernel that fits the device.
+
+Sources: ByteTransformer (arXiv 2210.03052) section 3.3, FlashAttention-3 (arXiv 2407.08608),
+grouped queries (arXiv 2305.13245), soft capping (arXiv 2408.00118 section 2), ALiBi
+(arXiv 2108.12409).
+
+Legend: T packed query tokens, S packed key tokens, B segments (for `packed_attention`: rows of a
+batch), H query heads, G key-value heads, K head width.
+Not here: dropout on the weights, paged keys, second derivatives.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
+from pallas_kernels.attention.reference import Spec
+
+Array = jax.Array
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def varlen_attention(
+    q_THK: Array,
+    k_SGK: Array,
+    v_SGK: Array,
+    *,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
+    implementation: dispatch.Implementation | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """softmax(scale q k^T) v inside each of B segments of a packed axis.
+
+    Tokens at or past cu_seqlens[-1] are dead: output 0, gradients 0, lse -inf, whatever they hold,
+    NaN too. Queries that see no key (an empty key segment; causal with more queries than keys) get
+    the same. Inputs of other segments never change a result, as long as they are finite.
+
+    Args:
+      q_THK: bf16|f16|f32. k_SGK, v_SGK: the same type, H a multiple of G.
+      cu_seqlens_q: (B+1,) int32, the segments' starts and the last one's end, from 0, never
+        decreasing, at most T. The capacity B is static; a shorter list repeats its last value.
+      cu_seqlens_k: the same over the keys; None: the queries' own.
+      max_seqlen: the longest segment, a static hint for the tile size; never changes the result.
+      causal: no key after the query's own position, aligned at the segments' ends.
+      window: (left, right), keys from p - left to p + right; None on a side: no limit there.
+      scale: of the logits; None: K ** -0.5.
+      softcap: c > 0, logits become c tanh(logits / c).
+      alibi_slopes: (H,) float, -slope x distance is added to the logits. Constants: no gradient.
+      implementation: see `dispatch`. 'hopper' takes bf16 and f16.
+      return_lse: also return the log of the softmax's denominators.
+    Returns: out_THK in q's type, or (out_THK, lse_HT float32, natural log); both differentiable.
+    Raises: ValueError for shapes, types and concrete cu_seqlens that break the above;
+      NotImplementedError with all reasons where the implementation asked for cannot run.
+    """
+    _check(q_THK, k_SGK, v_SGK, softcap, window)
+    cu_q = _prefix_sums("cu_seqlens_q", cu_seqlens_q, q_THK.shape[0])
+    cu_k = cu_q
+    if cu_seqlens_k is not None:
+        cu_k = _prefix_sums("cu_seqlens_k", cu_seqlens_k, k_SGK.shape[0])
+        if cu_k.shape != cu_q.shape:
+            raise ValueError(
+                f"cu_seqlens_q {cu_q.shape} and cu_seqlens_k {cu_k.shape} must be equally long"
+            )
+    elif q_THK.shape[0] != k_SGK.shape[0]:
+        raise ValueError(
+            f"{q_THK.shape[0]} query and {k_SGK.shape[0]} key tokens need cu_seqlens_k= as well"
+        )
+    rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
+    spec = _spec("varlen_attention", q_THK, scale, softcap, implementation)
+    slopes = _slopes(alibi_slopes, q_THK.shape[1])
+    # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
+    q_THK = _erase(q_THK, cu_q[-1])
+    k_SGK, v_SGK = _erase(k_SGK, cu_k[-1]), _erase(v_SGK, cu_k[-1])
+    out_THK, lse_HT = _attend(*_alike((q_THK, k_SGK, v_SGK, rows, slopes)), spec)
+    return (out_THK, lse_HT) if return_lse else out_THK
+
+
+def packed_attention(
+    q_BSHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    *,
+    segment_ids: Array,
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | Sequence[float] | None = None,
+    implementation: dispatch.Implementation | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`varlen_attention` of rows that hold several segments each.
+
+    Args: segment_ids: int32 (B, S); a run of equal ids is a segment, ids below 0 are padding, dead
+      as there. q_BSHK, k_BSGK, v_BSGK: one token axis. The rest as in `varlen_attention`.
+    Returns: out_BSHK, or (out_BSHK, lse_BHS).
+    """
+    if q_BSHK.ndim != 4 or segment_ids.shape != q_BSHK.shape[:2] or k_BSGK.ndim != 4:
+        raise ValueError(
+            f"q {q_BSHK.shape}, k {k_BSGK.shape} must be (B, S, heads, K) and segment_ids "
+            f"{segment_ids.shape} (B, S)"
+        )
+    if k_BSGK.shape[:2] != q_BSHK.shape[:2]:
+        raise ValueError(f"q {q_BSHK.shape} and k {k_BSGK.shape} must agree in (B, S)")
+    _check(q_BSHK[0], k_BSGK[0], v_BSGK[0], softcap, window)
+    spec = _spec("packed_attention", q_BSHK, scale, softcap, implementation)
+    slopes = _slopes(alibi_slopes, q_BSHK.shape[2])
+
+    def row(q_SHK: Array, k_SGK: Array, v_SGK: Array, ids_S: Array) -> tuple[Array, Array]:
+        rows = segment_rows(ids_S, causal, window)
+        live_S11 = (ids_S >= 0)[:, None, None]
+        clean = (jnp.where(live_S11, x, jnp.zeros((), x.dtype)) for x in (q_SHK, k_SGK, v_SGK))
+        return _attend(*_alike((*clean, rows, slopes)), spec)
+
+    out_BSHK, lse_BHS = jax.vmap(row)(q_BSHK, k_BSGK, v_BSGK, segment_ids)
+    return (out_BSHK, lse_BHS) if return_lse else out_BSHK
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec) -> tuple[Array, Array]:
+    return _forward(q_THK, k_SGK, v_SGK, rows, slopes, spec)[0]
+
+
+def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
+    out_THK, lse_HT = reference.forward(q_THK, k_SGK, v_SGK, rows, slopes, spec=spec)
+    return (out_THK, lse_HT), (q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT)
+
+
+def _backward(spec, saved, cotangents):
+    q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT = saved
+    dout_THK, dlse_HT = cotangents
+    live_T = rows.lo < rows.hi
+    dout_THK = jnp.where(live_T[:, None, None], dout_THK, jnp.zeros((), dout_THK.dtype))
+    delta_HT = (out_THK.astype(jnp.float32) * dout_THK.astype(jnp.float32)).sum(-1).T
+    delta_HT = jnp.where(live_T[None], delta_HT - dlse_HT, 0.0)
+    grads = reference.backward(
+        q_THK, k_SGK, v_SGK, rows, slopes, lse_HT, delta_HT, dout_THK, spec=spec
+    )
+    zeros = jax.tree.map(_no_gradient, (rows, slopes))
+    return (*grads, *zeros)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _no_gradient(x: Array) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return np.zeros(x.shape, jax.dtypes.float0)
+    return jnp.zeros_like(x)
+
+
+def _alike(arrays: Any) -> Any:
+    """Inside a shard_map: casts all to vary over the mesh axes over which any of them does.
+
+    What is copied over an axis then gets its gradient summed over it.
+    """
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).mat.varying}
+
+    def cast(x: Array) -> Array:
+        missing = tuple(axes - set(jax.typeof(x).mat.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
+def _erase(x_TxK: Array, end: Array) -> Array:
+    live_T11 = (jnp.arange(x_TxK.shape[0], dtype=jnp.int32) < end)[:, None, None]
+    return jnp.where(live_T11, x_TxK, jnp.zeros((), x_TxK.dtype))
+
+
+def _spec(op: str, q_TxK: Array, scale, softcap, implementation) -> Spec:
+    dispatch.choose(op, implementation, ["there is no Hopper kernel of it yet"])
+    return Spec(q_TxK.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
+
+
+def _slopes(slopes: Array | Sequence[float] | None, heads: int) -> Array | None:
+    if slopes is None:
+        return None
+    slopes_H = jax.lax.stop_gradient(jnp.asarray(slopes, jnp.float32))
+    if slopes_H.shape != (heads,):
+        raise ValueError(f"alibi_slopes {slopes_H.shape} must be one per query head, ({heads},)")
+    return slopes_H
+
+
+def _prefix_sums(name: str, cu: Array, tokens: int) -> Array:
+    """Checks the shape and type always, and the values where they are known."""
+    if cu.ndim != 1 or cu.shape[0] < 2 or cu.dtype != jnp.int32:
+        raise ValueError(
+            f"{name} must be int32 (segments + 1,), at least 2, got {cu.dtype}{cu.shape}"
+        )
+    if not isinstance(cu, jax.core.Tracer):
+        values = np.asarray(cu)
+        steps = np.diff(values)
+        if values[0] != 0 or (steps < 0).any() or values[-1] > tokens:
+            where = int(np.argmax(steps < 0)) if (steps < 0).any() else 0
+            raise ValueError(
+                f"{name} must start at 0, never decrease and end at {tokens} tokens at most; got "
+                f"first {values[0]}, last {values[-1]}, and after place {where} {steps[where]:+d}"
+            )
+    return jnp.asarray(cu)
+
+
+def _check(q: Array, k: Array, v: Array, softcap: float | None, window: Window | None) -> None:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape} must be (T, H, K), (S, G, K), (S, G, K)"
+        )
+    if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"q {q.dtype}, k {k.dtype}, v {v.dtype} must have one type of {', '.join(DTYPES)}"
+        )
+    H, G = q.shape[1], k.shape[1]
+    if H % G:
+        near = [g for g in range(1, H + 1) if H % g == 0]
+        raise ValueError(f"{H} query heads must be a multiple of {G} key-value heads; G of {near}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be above 0, or None for no cap")
+    if window is not None and (len(window) != 2 or any(w is not None and w < 0 for w in window)):
+        raise ValueError(f"window={window} must be (left, right), each 0 or more, or None")

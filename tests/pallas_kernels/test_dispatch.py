@@ -1,0 +1,50 @@
+"""Choosing an implementation: nothing falls back silently."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+
+
+def test_reasons_are_all_in_the_error():
+    for choice in ("hopper", "interpret"):
+        with pytest.raises(NotImplementedError, match=r"op: .*needs bf16; needs 64.*'reference'"):
+            dispatch.choose("op", choice, ["needs bf16", "needs 64"])
+
+
+def test_a_default_falls_back_and_says_so_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert dispatch.choose("this test", None, ["needs bf16"]) == "reference"
+    assert [r.getMessage() for r in caplog.records].count(
+        "this test runs its reference implementation: needs bf16"
+    ) == 1
+
+
+def test_one_program_takes_what_its_platform_has():
+    assert dispatch.choose("op", None, []) == "auto"
+
+    def kernel(x, interpret):
+        return x + (2 if interpret else 1)
+
+    def reference(x):
+        return x - 1
+
+    x = jnp.zeros(())
+    for choice, want in (("auto", -1), ("reference", -1), ("interpret", 2), ("hopper", 1)):
+        assert jax.jit(lambda x, c=choice: dispatch.run(c, kernel, reference, x))(x) == want
+
+
+def test_another_gpu_is_a_reason(monkeypatch):
+    class Device:
+        compute_capability = "8.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    with pytest.raises(NotImplementedError, match=r"capability 9.0 \(Hopper\), found 8.0"):
+        dispatch.choose("op", "hopper", [])
+    Device.compute_capability = "9.0"
+    assert dispatch.choose("op", None, []) == "auto"
