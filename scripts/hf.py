@@ -47,7 +47,8 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
     layout = sharding.layout(cfg.mesh.build())
-    model, params = hf.load(source, layout)
+    model = hf.load_decoder_config(source)  # a run trains decoders
+    params = hf.load_params(source, model, layout)
     tokenizer = Path(source).expanduser() / "tokenizer.json"
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
     run = replace(RunConfig(), model=model, data=data)
