@@ -5,7 +5,8 @@
     uv run scripts/hf.py export RUN FOLDER [--step=100] [--dtype=bfloat16]
 
 `import` makes a run that has trained 0 steps; `export` writes config.json and safetensors (sharded
-above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3.
+above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3, mixtral,
+qwen3_moe. Encoders (bert and relatives) are for the library: megajax.checkpoint.hf.
 """
 
 import sys
