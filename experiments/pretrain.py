@@ -48,7 +48,7 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
     from megajax.checkpoint import hf
 
     folder = given["init_from"]
-    model = hf.load_config(folder)
+    model = hf.load_decoder_config(folder)
     tokenizer = Path(folder).expanduser() / "tokenizer.json"
     if not tokenizer.is_file() and "data.tokenizer" not in given:
         raise UserError(

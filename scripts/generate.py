@@ -60,7 +60,8 @@ def main() -> int:
         tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(cfg.run_dir)
         print(f"{cfg.run_dir}, step {step}, {mesh_.describe(mesh)}")
     else:
-        model, params = hf.load(cfg.hf, layout)
+        model = hf.load_decoder_config(cfg.hf)
+        params = hf.load_params(cfg.hf, model, layout)
         tokenizer = open_tokenizer(cfg.tokenizer or cfg.hf)
         print(f"{cfg.hf}, {mesh_.describe(mesh)}")
     check_vocabulary(tokenizer, model.vocab)

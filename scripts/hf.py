@@ -5,7 +5,8 @@
     uv run scripts/hf.py export RUN FOLDER [--step=100] [--dtype=bfloat16]
 
 `import` makes a run that has trained 0 steps; `export` writes config.json and safetensors (sharded
-above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3.
+above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3, mixtral,
+qwen3_moe. Encoders (bert and relatives) are for the library: megajax.checkpoint.hf.
 """
 
 import sys
@@ -47,7 +48,8 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
     layout = sharding.layout(cfg.mesh.build())
-    model, params = hf.load(source, layout)
+    model = hf.load_decoder_config(source)  # a run trains decoders
+    params = hf.load_params(source, model, layout)
     tokenizer = Path(source).expanduser() / "tokenizer.json"
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
     run = replace(RunConfig(), model=model, data=data)

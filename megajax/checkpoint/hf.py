@@ -3,7 +3,7 @@
 Import makes every device's piece of a leaf straight from the memory-mapped files: the host never
 holds a whole leaf, let alone a model. Export streams the other way, one tensor at a time, and the
 folder appears under its name only when it is whole. What it needs to know of the families is in
-models/names.py.
+models/names.py and models/encoder_names.py.
 """
 
 import json
@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -23,19 +23,21 @@ from megajax.core import config as config_
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree, named_leaves, nest
-from megajax.models import decoder, names
+from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.encoder_config import EncoderConfig
+from megajax.models.name_rules import Rule, Sizes
 from megajax.models.parts import map_words
 
-# Buffers that some checkpoints carry and no model needs.
-IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+ModelConfig = DecoderConfig | EncoderConfig
+FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES)
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
 )  # fmt: skip
 
 
-def load_config(path: str | Path) -> DecoderConfig:
+def load_config(path: str | Path) -> ModelConfig:
     """Reads a folder's config.json. Raises: UserError when it is missing or not supported."""
     file = Path(path).expanduser() / "config.json"
     try:
@@ -44,13 +46,28 @@ def load_config(path: str | Path) -> DecoderConfig:
         raise UserError(f"cannot read {file}: {error.strerror} (--init_from)") from None
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
+    kind = found.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"{file}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
     try:
-        return names.from_hf_config(found)
+        return maps.from_hf_config(found)
     except KeyError as error:
         raise UserError(f"{file} lacks {error}") from None
 
 
-def load(path: str | Path, layout: Layout | None = None) -> tuple[DecoderConfig, Tree]:
+def load_decoder_config(path: str | Path) -> DecoderConfig:
+    """Reads config.json for a program that runs decoders only; else a UserError, as load_config."""
+    cfg = load_config(path)
+    if not isinstance(cfg, DecoderConfig):
+        raise UserError(
+            f"{path} holds an encoder ({encoder_names.family(cfg)}); this program runs decoders: "
+            f"{', '.join(get_args(names.Family))}"
+        )
+    return cfg
+
+
+def load(path: str | Path, layout: Layout | None = None) -> tuple[ModelConfig, Tree]:
     """Returns (configuration, float32 parameters as `layout` stores them).
 
     layout: None: whole on the first device.
@@ -60,34 +77,40 @@ def load(path: str | Path, layout: Layout | None = None) -> tuple[DecoderConfig,
     return cfg, load_params(path, cfg, layout)
 
 
-def load_params(path: str | Path, cfg: DecoderConfig, layout: Layout | None = None) -> Tree:
+def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None) -> Tree:
     """Returns the parameters of a folder for a configuration that must have its shapes.
 
     What does not change shapes may differ from the folder's: dropout, window, the padding of the
     vocabulary.
     """
     theirs = load_config(path)
-    free = {"dropout", "window", "vocab_multiple", "max_positions", "norm_eps"}
-    free |= {f"moe.{name}" for name in names.TRAINED}
-    free |= {"mlp"} if cfg.moe.experts else set()
+    if type(theirs) is not type(cfg):
+        raise UserError(f"{path} has a {type(theirs).__name__}, not a {type(cfg).__name__}")
+    maps, network = _home(cfg)
+    free = maps.free(cfg)
     shaping = [
         f"{name} is {old} there, {new} here"
         for name, old, new in config_.diff(cfg, theirs)
-        if name not in free or (name == "max_positions" and cfg.position == "learned")
+        if name not in free
     ]
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
     files = TensorFolder(Path(path).expanduser())
-    rules = {rule.ours: rule for rule in names.rules(theirs)}
+    rules, sizes = {rule.ours: rule for rule in maps.rules(theirs)}, maps.sizes(theirs)
     tensors = _find_tensors(files, list(rules.values()), theirs)
-    parts = decoder.parts(cfg)  # for shapes and words; no mesh needed
+    parts = network.parts(cfg)  # for shapes and words; no mesh needed
     leaves = {
-        name: _make_leaf(rules[name], tensors, theirs, like, words, layout)
+        name: _make_leaf(rules[name], tensors, sizes, like, words, layout)
         for (name, like), words in zip(
             named_leaves(parts.abstract), _leaf_words(parts.axes), strict=True
         )
     }
     return nest(leaves)
+
+
+def _home(cfg: ModelConfig) -> tuple[Any, Any]:
+    """Returns the modules (name map, network) of a configuration."""
+    return (encoder_names, encoder) if isinstance(cfg, EncoderConfig) else (names, decoder)
 
 
 def _leaf_words(axes: Tree) -> list[tuple]:
@@ -97,25 +120,25 @@ def _leaf_words(axes: Tree) -> list[tuple]:
 
 
 def _find_tensors(
-    files: TensorFolder, rules: list[names.Rule], cfg: DecoderConfig
+    files: TensorFolder, rules: list[Rule], cfg: ModelConfig
 ) -> dict[str, np.ndarray]:
     """Returns views of all tensors that the rules name; refuses strangers and wrong shapes."""
-    bare = "transformer."  # GPT-2's own files leave this prefix out
+    maps, _ = _home(cfg)
+    sizes = maps.sizes(cfg)
     found, used = {}, set()
     for rule in rules:
-        for index in np.ndindex(rule.stack(cfg)):
+        for index in np.ndindex(rule.stack(sizes)):
             name = rule.name(index)
-            stored = name if name in files else name.removeprefix(bare)
+            stored = next((n for n in maps.spellings(name) if n in files), name)
             view = files.view(stored)
-            if view.shape != rule.their_shape(cfg):
+            if view.shape != rule.their_shape(sizes):
                 raise UserError(
                     f"{files.folder}: {stored} has shape {view.shape}, config.json says "
-                    f"{rule.their_shape(cfg)}"
+                    f"{rule.their_shape(sizes)}"
                 )
             found[name] = view
             used.add(stored)
-    tied = {"lm_head.weight"} if cfg.tied else set()
-    strangers = [n for n in files.names() if n not in used | tied and not n.endswith(IGNORED)]
+    strangers = [n for n in files.names() if n not in used and not maps.is_needless(n, cfg)]
     if strangers:
         raise UserError(
             f"{files.folder} has tensors that this family does not know: {', '.join(strangers[:5])}"
@@ -124,21 +147,21 @@ def _find_tensors(
 
 
 def _make_leaf(
-    rule: names.Rule,
+    rule: Rule,
     tensors: Mapping[str, np.ndarray],
-    cfg: DecoderConfig,
+    sizes: Sizes,
     like: jax.ShapeDtypeStruct,
     words: tuple,
     layout: Layout | None,
 ) -> jax.Array:
     """Makes a (stacked) leaf; each device's piece is read where it lies in the files."""
-    stack = rule.stack(cfg)
-    views = {i: rule.to_ours(tensors[rule.name(i)], cfg) for i in np.ndindex(stack)}
+    stack = rule.stack(sizes)
+    views = {i: rule.to_ours(tensors[rule.name(i)], sizes) for i in np.ndindex(stack)}
 
     def piece(wanted: Any) -> np.ndarray:
         index = tuple(slice(*s.indices(n)) for s, n in zip(wanted, like.shape, strict=True))
         shape = [s.stop - s.start for s in index]
-        out = np.zeros(shape, np.float32)  # rows that pad the vocabulary stay 0
+        out = np.zeros(shape, np.float32)  # rows that pad a table stay 0
         outer, inner = index[: len(stack)], index[len(stack) :]
         for place in np.ndindex(*shape[: len(stack)]):
             part = views[tuple(s.start + k for s, k in zip(outer, place, strict=True))][inner]
@@ -154,7 +177,7 @@ def _make_leaf(
 
 def save(
     params: Tree,
-    cfg: DecoderConfig,
+    cfg: ModelConfig,
     path: str | Path,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
@@ -171,20 +194,22 @@ def save(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder")
     leaves = dict(named_leaves(params))
-    groups: dict[str, list[names.Rule]] = {}
-    for rule in names.rules(cfg):
+    maps, _ = _home(cfg)
+    sizes = maps.sizes(cfg)
+    groups: dict[str, list[Rule]] = {}
+    for rule in maps.rules(cfg):
         groups.setdefault(rule.theirs, []).append(rule)
     wanted = {}
     for rules in groups.values():
-        for index in np.ndindex(rules[0].stack(cfg)):
+        for index in np.ndindex(rules[0].stack(sizes)):
             wanted[rules[0].name(index)] = (rules, index)
 
     def produce(name: str) -> np.ndarray:
         rules, index = wanted[name]
         pieces = [_fetch(leaves[r.ours], index) for r in rules]
-        return _join(rules, pieces, cfg)
+        return _join(rules, pieces, sizes)
 
-    tensors = {n: (rules[0].their_shape(cfg), CODES[dtype]) for n, (rules, _) in wanted.items()}
+    tensors = {n: (rules[0].their_shape(sizes), CODES[dtype]) for n, (rules, _) in wanted.items()}
     if jax.process_index() != 0:  # every process takes part in fetching; one writes
         for name in tensors:
             produce(name)
@@ -194,7 +219,7 @@ def save(
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         write_folder(temporary, tensors, produce, shard_bytes)
-        text = json.dumps(names.to_hf_config(cfg, dtype), indent=2) + "\n"
+        text = json.dumps(maps.to_hf_config(cfg, dtype), indent=2) + "\n"
         (temporary / "config.json").write_text(text)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary)
@@ -221,17 +246,15 @@ def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     return np.asarray(x)
 
 
-def _join(rules: list[names.Rule], pieces: list[np.ndarray], cfg: DecoderConfig) -> np.ndarray:
+def _join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarray:
     """Returns their tensor from ours: transposed, fused if they fuse, without padding rows."""
     views = [r.to_theirs(p) for r, p in zip(rules, pieces, strict=True)]
     theirs = rules[0].dims.split("->")[0]
     if rules[0].part is not None:
         joined = np.stack(views, theirs.index("3"))
     else:
-        joined = views[0]
-        if "V" in theirs:
-            joined = joined[tuple(slice(cfg.vocab if c == "V" else None) for c in theirs)]
-    return joined.reshape(rules[0].their_shape(cfg))
+        joined = views[0][tuple(slice(sizes[c]) for c in theirs)]
+    return joined.reshape(rules[0].their_shape(sizes))
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who may attend to whom: causal order, packed segments, sliding window.
+"""Who may attend to whom: causal order or none, packed segments, sliding window.
 
 Positions restart at every segment, so inside one segment their order is the order of the tokens,
 whatever the layout of the row. That one rule serves packed training rows, cached decoding (the
@@ -11,6 +11,7 @@ Legend: B rows, S query positions, M memory positions, K head width.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -18,23 +19,31 @@ import jax
 class Context:
     """What the blocks need to know of the tokens, the same for all layers.
 
-    positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row).
-    rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or None (off).
+    positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row);
+    below 0: dead, what pads a row. rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or
+    None (off). causal: static; False: tokens also see what follows them, as in an encoder.
     """
 
     positions_BS: jax.Array
     segments_BS: jax.Array | None = None
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout: jax.Array | None = None
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 def visible(query: Context, memory: Context, window: int | None) -> jax.Array:
     """Returns mask_B1SM, True where the query may see the key.
 
-    window: a query sees `window` keys at most, itself included; None: all before it.
+    window: a query sees `window` keys at most on each side where it sees any, itself included;
+    None: all.
     """
     q_BS1, k_B1M = query.positions_BS[:, :, None], memory.positions_BS[:, None, :]
-    mask_BSM = k_B1M <= q_BS1
+    if query.causal:
+        mask_BSM = k_B1M <= q_BS1
+    elif window is not None:
+        mask_BSM = k_B1M < q_BS1 + window
+    else:
+        mask_BSM = jnp.ones_like(k_B1M, bool) & jnp.ones_like(q_BS1, bool)
     if window is not None:
         mask_BSM &= k_B1M > q_BS1 - window
     if query.segments_BS is not None and memory.segments_BS is not None:

@@ -86,9 +86,10 @@ def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
     return functools.reduce(operator.add, rows)
 
 
-def score(x_BSD: Array, w_DE: nnx.Param) -> Array:
-    """The router's float32 product with the normalised residual stream, which stays as it lies."""
-    return matmul(x_BSD.astype("float32"), whole(w_DE, "float32"))
+def score(x_BSD: Array, w_DE: nnx.Param, dtype: Any = "float32") -> Array:
+    """A small product with the residual stream, which stays as it lies: a router's, in float32, or
+    those around an encoder's blocks."""
+    return matmul(x_BSD.astype(dtype), whole(w_DE, dtype))
 
 
 def total(sums: Any) -> Any:

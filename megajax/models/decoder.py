@@ -21,7 +21,7 @@ from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers import param
 from megajax.layers.attention import Attention, Cache
-from megajax.layers.dropout import drop
+from megajax.layers.dropout import drop, dropper
 from megajax.layers.losses import LossSums, MoeSums, cross_entropy, mask_padding
 from megajax.layers.mask import Context
 from megajax.layers.mlp import Mlp
@@ -89,10 +89,7 @@ class Block(nnx.Module):
         return join(y_BSD, x_BSD, drop=self._dropper(context, 2)), sums
 
     def _dropper(self, context: Context, place: int) -> Callable | None:
-        if context.dropout is None:
-            return None
-        key = jax.random.fold_in(context.dropout, place)
-        return functools.partial(drop, rate=self.cfg.dropout, key=key)
+        return dropper(context.dropout, self.cfg.dropout, place)
 
 
 class Decoder(nnx.Module):

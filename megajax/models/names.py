@@ -1,9 +1,7 @@
 """Hugging Face name maps: our leaves <-> their tensors, and our configuration <-> config.json.
 
-A rule says how one tensor's dimensions are read and in which order ours has them, letter by letter
-('HKD->DHK': a torch Linear of q_proj). Both directions are views, so a shard of a leaf is read
-from the file without touching the rest. Families: gpt2, llama, mistral (llama with a window),
-qwen2, qwen3, mixtral, qwen3_moe.
+Of the decoders; encoder_names.py has the encoders'. Families: gpt2, llama, mistral (llama with a
+window), qwen2, qwen3, mixtral, qwen3_moe.
 
 Legend: D width, F feed-forward (of one expert, where there are any), E experts, H query heads, G
 key-value heads, K head width, V vocabulary, N positions, 3 the fused q, k, v of GPT-2.
@@ -13,70 +11,29 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from megajax.core.errors import UserError
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.name_rules import Rule, require
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+
+# Buffers that some checkpoints carry and no model needs.
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 # Members of MoeConfig that a checkpoint knows nothing of.
 TRAINED = ("mode", "capacity_factor", "aux_loss", "z_loss")
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One leaf and its tensor, or tensors: '{i}' in `theirs` is the layer, '{e}' the expert, and
-    our leaf is stacked over both. part: of a fused tensor's '3'."""
-
-    ours: str
-    theirs: str
-    dims: str
-    part: int | None = None
-
-    def stack(self, cfg: DecoderConfig) -> tuple[int, ...]:
-        """Returns how many tensors make the leaf, by leading dimension: (), (L,) or (L, E)."""
-        counts = {"{i}": cfg.layers, "{e}": cfg.moe.experts}
-        return tuple(n for mark, n in counts.items() if mark in self.theirs)
-
-    def name(self, index: tuple[int, ...]) -> str:
-        """Returns the name of one of the tensors."""
-        return self.theirs.format(**dict(zip("ie", index, strict=False)))
-
-    def sizes(self, cfg: DecoderConfig) -> dict[str, int]:
-        """Returns {letter: size} in their tensor."""
-        F = cfg.moe.width if cfg.moe.experts else cfg.mlp
-        return {
-            "D": cfg.width, "F": F, "E": cfg.moe.experts, "H": cfg.heads, "G": cfg.kv_heads,
-            "K": cfg.head_width, "V": cfg.vocab, "N": cfg.max_positions, "3": 3,
-        }  # fmt: skip
-
-    def their_shape(self, cfg: DecoderConfig) -> tuple[int, ...]:
-        """Returns the tensor's shape: heads and head width are one dimension there."""
-        sizes = self.sizes(cfg)
-        merged = self.dims.split("->")[0]
-        for fused in ("3HK", "HK", "GK"):
-            if fused in merged:
-                size = int(np.prod([sizes[c] for c in fused]))
-                others = [sizes[c] for c in merged.replace(fused, "*") if c != "*"]
-                return (size, *others) if merged.startswith(fused) else (*others, size)
-        return tuple(sizes[c] for c in merged)
-
-    def to_ours(self, tensor: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
-        """Returns their tensor as a view in our shape (of one layer, of one expert)."""
-        theirs, ours = self.dims.split("->")
-        view = tensor.reshape([self.sizes(cfg)[c] for c in theirs])
-        if self.part is not None:
-            view = view[(slice(None),) * theirs.index("3") + (self.part,)]
-            theirs = theirs.replace("3", "")
-        return view.transpose([theirs.index(c) for c in ours])
-
-    def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """Returns one piece of our leaf with their order of dimensions (the '3' left out)."""
-        theirs, ours = self.dims.split("->")
-        return array.transpose([ours.index(c) for c in theirs.replace("3", "")])
+def sizes(cfg: DecoderConfig) -> dict[str, int]:
+    """Returns {letter of a rule's dims: size}; '{i}': the layers, '{e}': the experts."""
+    F = cfg.moe.width if cfg.moe.experts else cfg.mlp
+    return {
+        "{i}": cfg.layers, "{e}": cfg.moe.experts, "D": cfg.width, "F": F, "E": cfg.moe.experts,
+        "H": cfg.heads, "G": cfg.kv_heads, "K": cfg.head_width, "V": cfg.vocab,
+        "N": cfg.max_positions, "3": 3,
+    }  # fmt: skip
 
 
 def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
@@ -173,6 +130,23 @@ def rules(cfg: DecoderConfig) -> list[Rule]:
     return _gpt2_rules(cfg) if family(cfg) == "gpt2" else _llama_rules(cfg)
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """Returns how files may call a tensor: GPT-2's own leave a prefix out."""
+    return name, name.removeprefix("transformer.")
+
+
+def is_needless(name: str, cfg: DecoderConfig) -> bool:
+    """Tells whether a tensor of a checkpoint is a copy of a tied one or a buffer."""
+    return (cfg.tied and name == "lm_head.weight") or name.endswith(IGNORED)
+
+
+def free(cfg: DecoderConfig) -> set[str]:
+    """Returns the members that may differ from a folder whose weights are loaded."""
+    found = {"dropout", "window", "vocab_multiple", "norm_eps"} | {f"moe.{n}" for n in TRAINED}
+    found |= {"mlp"} if cfg.moe.experts else set()
+    return found | ({"max_positions"} if cfg.position != "learned" else set())
+
+
 def family(cfg: DecoderConfig) -> Family:
     """Returns the Hugging Face model type of this shape. Raises: UserError when there is none."""
     like_gpt2 = (cfg.norm, cfg.position, cfg.activation, cfg.bias) == (
@@ -225,9 +199,9 @@ def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
         return _from_gpt2(found)
     if kind not in _ARCHITECTURES:
         raise UserError(f"model_type {kind!r} is not one of {', '.join(_ARCHITECTURES)}")
-    _require(found, hidden_act="silu", mlp_bias=False)
+    require(found, hidden_act="silu", mlp_bias=False)
     if kind != "qwen2":  # which always has them, and no such member
-        _require(found, attention_bias=False)
+        require(found, attention_bias=False)
     heads, width = found["num_attention_heads"], found["hidden_size"]
     return DecoderConfig(
         layers=found["num_hidden_layers"],
@@ -255,16 +229,9 @@ def _moe(found: Mapping[str, Any]) -> MoeConfig:
     experts = found.get("num_local_experts") or found["num_experts"]  # transformers 5, or 4
     if found["model_type"] == "mixtral":
         return MoeConfig(experts, found["num_experts_per_tok"], found["intermediate_size"])
-    _require(found, decoder_sparse_step=1, mlp_only_layers=[])
+    require(found, decoder_sparse_step=1, mlp_only_layers=[])
     width, normalise = found["moe_intermediate_size"], found.get("norm_topk_prob", False)
     return MoeConfig(experts, found["num_experts_per_tok"], width, normalise=normalise)
-
-
-def _require(found: Mapping[str, Any], **wanted: Any) -> None:
-    """Refuses settings that change the arithmetic."""
-    for name, value in wanted.items():
-        if found.get(name, value) != value:
-            raise UserError(f"config.json: {name}={found[name]} is not supported, only {value}")
 
 
 def _window(found: Mapping[str, Any]) -> int | None:
@@ -299,7 +266,7 @@ def _rope(found: Mapping[str, Any]) -> RopeConfig:
 
 
 def _from_gpt2(found: Mapping[str, Any]) -> DecoderConfig:
-    _require(
+    require(
         found,
         activation_function="gelu_new",
         scale_attn_weights=True,

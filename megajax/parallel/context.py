@@ -140,7 +140,7 @@ def ring(
     def cut(x_BS: Array) -> Array:
         return x_BS.reshape(B, N, S // N).transpose(1, 0, 2)
 
-    memory = jax.tree.map(cut, Context(query.positions_BS, query.segments_BS))
+    memory = jax.tree.map(cut, dataclasses.replace(query, rotary=None, dropout=None))
     rows = jax.tree.map(lambda x_NBS: jnp.repeat(x_NBS, R, axis=2), memory)
     spec = _Ring(axis, lax.axis_size(axis), window)
     out = _attend(spec, q_NBGTK, (k, v), rows, memory).reshape(N, B, G, S // N, R, K)

@@ -40,13 +40,15 @@ Array = jax.Array
 TENSOR, EXPERT = ("tensor",), ("expert",)
 
 
-def score(layout: Layout, whole: Callable, x_BSD: Array, w_DE: nnx.Param) -> Array:
+def score(
+    layout: Layout, whole: Callable, x_BSD: Array, w_DE: nnx.Param, dtype: Any = "float32"
+) -> Array:
     """The router's product where the tokens are: no token travels, the gradient is summed once.
 
     whole: parallel.tensor.whole.
     """
     beside = TENSOR if _cut(layout) else ()
-    return matmul(x_BSD.astype("float32"), whole(layout, w_DE, "float32", beside))
+    return matmul(x_BSD.astype(dtype), whole(layout, w_DE, dtype, beside))
 
 
 def expert(

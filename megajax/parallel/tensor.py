@@ -35,8 +35,8 @@ TENSOR = ("tensor",)
 def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextSpec()) -> Ops:
     """Returns the Ops that put XLA's collectives around local compute.
 
-    attention: 'xla', 'cudnn', or 'auto' (cuDNN for 16-bit types on GPUs). context: how queries
-    meet the keys of other devices where the sequence is cut.
+    attention: 'xla', 'cudnn', 'varlen', or 'auto' (cuDNN for 16-bit types on GPUs). context: how
+    queries meet the keys of other devices where the sequence is cut.
     """
     return Ops(
         gather=functools.partial(gather, layout),
@@ -179,6 +179,7 @@ def attend(
         return Context(
             reshard(context.positions_BS, rows),
             None if segments is None else reshard(segments, rows),
+            causal=context.causal,
         )
 
     heads = layout.act("batch", "seq", "heads", None)

@@ -6,9 +6,11 @@ Run it in an environment of its own (it needs torch and transformers, which mega
     hf/bin/python tests/golden/make_hf.py [case ...]
 
 Each file holds the config.json text, every tensor that transformers saves, the tokens and the
-float32 logits of eager attention. Made with transformers 5.23.0, torch 2.13.0.
+float32 logits of eager attention; encoders' also token types and the lengths of padded rows.
+Made with transformers 5.23.0, torch 2.13.0.
 """
 
+import copy
 import json
 import pathlib
 import sys
@@ -59,35 +61,82 @@ CASES = {
         mlp_only_layers=[],
     ),
 }
+TINY = dict(vocab_size=101, max_position_embeddings=32)
+TINY_BERT = TINY | dict(
+    hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4
+)
+TINY_DISTILBERT = TINY | dict(dim=32, hidden_dim=56, n_layers=2, n_heads=4)
+ENCODERS = {
+    "bert": transformers.BertConfig(**TINY_BERT),
+    "roberta": transformers.RobertaConfig(**TINY_BERT, type_vocab_size=1, layer_norm_eps=1e-5),
+    "distilbert": transformers.DistilBertConfig(**TINY_DISTILBERT),
+    # Two groups of two layers that share their weights.
+    "albert": transformers.AlbertConfig(
+        **TINY_BERT | dict(num_hidden_layers=4), embedding_size=16, num_hidden_groups=2
+    ),
+}
+LENGTHS = (20, 7, 1)
 
 
 def main() -> None:
     """Writes one file for each case."""
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or [*CASES, *ENCODERS, *(f"{n}_classify" for n in ENCODERS)]:
+        if name.removesuffix("_classify") in ENCODERS:
+            make_encoder(name)
+            continue
         config = CASES[name]
         torch.manual_seed(0)
         config._attn_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
-        with torch.no_grad():  # the usual initial values hide biases and norm scales
-            for p in model.parameters():
-                p.add_(0.08 * torch.randn_like(p))
+        disturb(model)
         tokens = torch.randint(0, 101, (2, 24))
         with torch.no_grad():
             logits = model(tokens).logits
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            state = safetensors.numpy.load_file(f"{folder}/model.safetensors")
-        np.savez_compressed(
-            FOLDER / f"hf_{name}.npz",
-            config=json.dumps(
-                json.loads(config.to_json_string(use_diff=False))
-                | {"model_type": config.model_type}
-            ),
-            tokens=tokens.numpy().astype(np.int32),
-            logits=logits.numpy(),
-            **{f"tensor:{k}": v for k, v in state.items()},
-        )
-        print(name, logits.shape, float(logits.abs().max()))
+        save(name, model, logits, tokens=tokens)
+
+
+def make_encoder(name: str) -> None:
+    """Writes the file of one encoder, for masked tokens or with three classes."""
+    config = copy.deepcopy(ENCODERS[name.removesuffix("_classify")])
+    torch.manual_seed(0)
+    config._attn_implementation, config.num_labels = "eager", 3
+    if name.endswith("_classify"):
+        kind = transformers.AutoModelForSequenceClassification
+    else:
+        kind = transformers.AutoModelForMaskedLM
+    model = kind.from_config(config).eval().float()
+    disturb(model)
+    lengths = torch.tensor(LENGTHS)
+    live = torch.arange(max(LENGTHS))[None] < lengths[:, None]
+    tokens = torch.where(live, torch.randint(4, 101, live.shape), config.pad_token_id)
+    types = torch.randint(0, max(getattr(config, "type_vocab_size", 1), 1), live.shape)
+    options = {} if config.model_type == "distilbert" else {"token_type_ids": types}
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=live.long(), **options).logits
+    save(name, model, logits, tokens=tokens, types=types, lengths=lengths)
+
+
+def disturb(model: torch.nn.Module) -> None:
+    """Moves all weights: the usual initial values hide biases and norm scales."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.08 * torch.randn_like(p))
+
+
+def save(name: str, model: torch.nn.Module, logits: torch.Tensor, **inputs: torch.Tensor) -> None:
+    """Writes one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        state = safetensors.numpy.load_file(f"{folder}/model.safetensors")
+    config = json.loads(model.config.to_json_string(use_diff=False))  # saving adds the classes
+    np.savez_compressed(
+        FOLDER / f"hf_{name}.npz",
+        config=json.dumps(config | {"model_type": model.config.model_type}),
+        **{k: v.numpy().astype(np.int32) for k, v in inputs.items()},
+        logits=logits.numpy(),
+        **{f"tensor:{k}": v for k, v in state.items()},
+    )
+    print(name, logits.shape, float(logits.abs().max()))
 
 
 if __name__ == "__main__":

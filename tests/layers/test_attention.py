@@ -25,9 +25,17 @@ def oracle(q, k, v, mask):
     return np.einsum("bhsm,bmhk->bshk", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("packed", [False, True])
-def test_attend_against_numpy(window, packed, seed):
+@pytest.mark.parametrize(
+    ("window", "packed", "causal", "implementation"),
+    [
+        *((w, p, True, "xla") for p in (False, True) for w in (None, 1, 4)),
+        (None, False, False, "xla"),
+        (3, True, False, "xla"),
+        (4, True, True, "varlen"),
+        (3, True, False, "varlen"),
+    ],
+)
+def test_attend_against_numpy(window, packed, causal, implementation, seed):
     random = np.random.default_rng(seed)
     q = random.normal(size=(B, S, H, K)).astype(np.float32)
     k, v = (random.normal(size=(B, S, G, K)).astype(np.float32) for _ in range(2))
@@ -37,10 +45,18 @@ def test_attend_against_numpy(window, packed, seed):
         segments[:, 5:] = 1
         positions[:, 5:] -= 5
     i, j = np.arange(S)[:, None], np.arange(S)[None]
-    mask = (j <= i) & (j > i - (window or S)) & (segments[0][:, None] == segments[0][None])
-    context = Context(jnp.asarray(positions, jnp.int32), jnp.asarray(segments))
-    out = attend(*map(jnp.asarray, (q, k, v)), context, None, window)
-    np.testing.assert_allclose(out, oracle(q, k, v, mask), atol=2e-6)
+    mask = (j > i - (window or S)) & (segments[0][:, None] == segments[0][None])
+    mask &= j <= i if causal else j < i + (window or S)
+    context = Context(jnp.asarray(positions, jnp.int32), jnp.asarray(segments), causal=causal)
+    run = jax.jit(lambda *qkv: attend(*qkv, context, None, window, implementation))
+    np.testing.assert_allclose(run(q, k, v), oracle(q, k, v, mask), atol=2e-6)
+
+
+def test_varlen_has_no_memory():
+    x = jnp.zeros((1, 2, 1, 8))
+    query, memory = (Context(jnp.zeros((1, 2), jnp.int32)) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="use 'xla' with a cache"):
+        attend(x, x, x, query, memory, implementation="varlen")
 
 
 def test_visible_counts_the_query_itself():

@@ -1,0 +1,130 @@
+"""Shape of an encoder and its presets, each with the source of its numbers.
+
+Tables (tokens, positions, token types) are padded to a multiple that every tensor-parallel size
+divides; logits of the added rows are masked.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megajax.core.config import option
+from megajax.core.errors import UserError, nearest_divisors
+from megajax.layers.attention import AttentionConfig
+from megajax.layers.mlp import MlpConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Everything that decides the parameters and the arithmetic of an encoder."""
+
+    layers: int = option(4, "blocks with weights of their own")
+    repeats: int = option(1, "times that each block is applied in turn (ALBERT shares weights)")
+    width: int = option(128, "model width D")
+    heads: int = option(4, "heads H; must divide the width")
+    mlp: int = option(512, "feed-forward width F")
+    vocab: int = option(512, "token ids that the model can predict")
+    vocab_multiple: int = option(128, "the rows of all tables are padded to a multiple of this")
+    max_positions: int = option(512, "rows of the position table", "tokens")
+    position_offset: int = option(0, "row of a sequence's first token (RoBERTa: 2)")
+    types: int = option(2, "token types (sentence A or B); 0: none")
+    embed_width: int = option(0, "of the tables, which are then projected; 0: the model's own")
+    activation: Literal["gelu", "gelu_tanh"] = option("gelu", "of the feed-forward layer")
+    norm_eps: float = option(1e-12, "added to the variance")
+    dropout: float = option(0.0, "on the embedding and on each sublayer's output")
+    head: Literal["mlm", "classify"] = option("mlm", "token ids, or labels from the first token")
+    labels: int = option(2, "classes of a classification head")
+    pooler: Literal["tanh", "relu"] = option("tanh", "activation before the classes")
+
+    def __post_init__(self):
+        """Refuses shapes that cannot be built."""
+        positive = ("layers", "repeats", "width", "heads", "mlp", "vocab", "labels")
+        for name, least in [(n, 1) for n in positive] + [("types", 0), ("embed_width", 0)]:
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"model.{name}={getattr(self, name)} must be at least {least} (--model.{name})"
+                )
+        if self.width % self.heads:
+            raise UserError(
+                f"model.heads={self.heads} must divide model.width={self.width}; "
+                f"{nearest_divisors(self.width, self.heads)} (--model.heads)"
+            )
+        if not 0 <= self.position_offset < self.max_positions:
+            raise UserError(
+                f"model.position_offset={self.position_offset} must be from 0 to "
+                f"model.max_positions - 1 = {self.max_positions - 1} (--model.position_offset)"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"model.dropout={self.dropout} must be in [0, 1) (--model.dropout)")
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head, K."""
+        return self.width // self.heads
+
+    @property
+    def table_width(self) -> int:
+        """Width of the tables and of the tied product with them."""
+        return self.embed_width or self.width
+
+    def padded(self, rows: int) -> int:
+        """Returns the rows of a table that holds this many."""
+        return -(-rows // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention layer's own shape."""
+        return AttentionConfig(
+            self.width,
+            self.heads,
+            self.heads,
+            self.head_width,
+            qkv_bias=True,
+            out_bias=True,
+            qk_norm=False,
+            norm_eps=self.norm_eps,
+            window=None,
+            out_std=0.02,
+        )
+
+    @property
+    def feed_forward(self) -> MlpConfig:
+        """The feed-forward layer's own shape."""
+        return MlpConfig(self.width, self.mlp, self.activation, True, 0.02)
+
+
+def _bert(layers: int, width: int, heads: int, **changes) -> EncoderConfig:
+    """BERT (arXiv 1810.04805, section 3; vocabulary of the uncased models' cards)."""
+    values: dict[str, Any] = dict(
+        layers=layers, width=width, heads=heads, mlp=4 * width, vocab=30522, dropout=0.1
+    )
+    return EncoderConfig(**(values | changes))
+
+
+def _roberta(layers: int, width: int, heads: int) -> EncoderConfig:
+    """RoBERTa (arXiv 1907.11692, table 9; tables and epsilon of its config.json)."""
+    return _bert(
+        layers, width, heads, vocab=50265, max_positions=514, position_offset=2, types=1,
+        norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def _albert(repeats: int, width: int, heads: int) -> EncoderConfig:
+    """ALBERT version 2 (arXiv 1909.11942, table 1): all layers share one block's weights."""
+    return _bert(
+        1, width, heads, repeats=repeats, vocab=30000, embed_width=128, activation="gelu_tanh",
+        dropout=0.0,
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], EncoderConfig]] = {
+    "nano": EncoderConfig,
+    "bert_base": lambda: _bert(12, 768, 12),
+    "bert_large": lambda: _bert(24, 1024, 16),
+    "roberta_base": lambda: _roberta(12, 768, 12),
+    "roberta_large": lambda: _roberta(24, 1024, 16),
+    # arXiv 1910.01108 section 3: BERT with half its layers, no token types and no pooler.
+    "distilbert_base": lambda: _bert(6, 768, 12, types=0, pooler="relu"),
+    "albert_base": lambda: _albert(12, 768, 12),
+    "albert_large": lambda: _albert(24, 1024, 16),
+}

@@ -1,0 +1,256 @@
+"""Hugging Face name maps of the encoders: bert, roberta, distilbert, albert.
+
+The counterpart of names.py for EncoderConfig, with its rules. Which head a folder has is in its
+`architectures`: ...ForMaskedLM or ...ForSequenceClassification; of other classes, and of the
+pre-training ones, the head for masked tokens is read. Left out: DeBERTa, whose attention this
+encoder does not compute, and position embeddings that are relative or not learned.
+
+Legend: D width, F feed-forward, H heads, K head width, V vocabulary, N positions, Y token types, W
+table width, C classes, X the width as a result.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from megajax.core.errors import UserError
+from megajax.models.encoder_config import EncoderConfig
+from megajax.models.name_rules import Rule, require
+
+Family = Literal["bert", "roberta", "distilbert", "albert"]
+FAMILIES = get_args(Family)
+
+# Parts of checkpoints that no head of ours has: next-sentence prediction and its pooler, buffers.
+IGNORED = (
+    ".position_ids", "cls.seq_relationship.weight", "cls.seq_relationship.bias",
+    "sop_classifier.classifier.weight", "sop_classifier.classifier.bias",
+)  # fmt: skip
+POOLERS = (".pooler.dense.weight", ".pooler.dense.bias", "albert.pooler.weight",
+           "albert.pooler.bias")  # fmt: skip
+TIED = ("cls.predictions.decoder.", "lm_head.decoder.", "vocab_projector.weight",
+        "predictions.decoder.")  # fmt: skip
+
+# {ours: (dims of the weight, dims of the bias)}, of the blocks' linears; the rest are norms.
+_DIMS = {
+    "attention.query": ("HKD->DHK", "HK->HK"),
+    "attention.key": ("HKD->DHK", "HK->HK"),
+    "attention.value": ("HKD->DHK", "HK->HK"),
+    "attention.out": ("DHK->HKD", "D->D"),
+    "mlp.up": ("FD->DF", "F->F"),
+    "mlp.down": ("DF->FD", "D->D"),
+}
+# Where each family keeps a block, and what they call its members, in this order: the six above, the
+# norm after attention, the norm after the MLP.
+_MEMBERS = (*_DIMS, "attention_norm", "mlp_norm")
+_BERT = (
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    "intermediate.dense", "output.dense", "attention.output.LayerNorm", "output.LayerNorm",
+)  # fmt: skip
+_DISTILBERT = (
+    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1",
+    "ffn.lin2", "sa_layer_norm", "output_layer_norm",
+)  # fmt: skip
+_ALBERT = (
+    "attention.query", "attention.key", "attention.value", "attention.dense", "ffn", "ffn_output",
+    "attention.LayerNorm", "full_layer_layer_norm",
+)  # fmt: skip
+_BLOCKS = {
+    "bert": ("bert.encoder.layer.{i}", _BERT),
+    "roberta": ("roberta.encoder.layer.{i}", _BERT),
+    "distilbert": ("distilbert.transformer.layer.{i}", _DISTILBERT),
+    "albert": ("albert.encoder.albert_layer_groups.{i}.albert_layers.0", _ALBERT),
+}
+# (dense, its norm, bias of the tied product) and (dense, classes).
+_MLM = {
+    "bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm",
+             "cls.predictions.bias"),
+    "roberta": ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    "distilbert": ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+    "albert": ("predictions.dense", "predictions.LayerNorm", "predictions.bias"),
+}  # fmt: skip
+_CLASSIFY = {
+    "bert": ("bert.pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "distilbert": ("pre_classifier", "classifier"),
+    "albert": ("albert.pooler", "classifier"),
+}
+
+
+def sizes(cfg: EncoderConfig) -> dict[str, int]:
+    """Returns {letter of a rule's dims: size}; '{i}': the blocks."""
+    return {
+        "{i}": cfg.layers, "D": cfg.width, "F": cfg.mlp, "H": cfg.heads, "K": cfg.head_width,
+        "V": cfg.vocab, "N": cfg.max_positions, "Y": cfg.types, "W": cfg.table_width,
+        "C": cfg.labels, "X": cfg.width,
+    }  # fmt: skip
+
+
+def rules(cfg: EncoderConfig) -> list[Rule]:
+    """Returns one rule for each leaf. Raises: UserError when no family has this shape."""
+    kind = family(cfg)
+    home, names = _BLOCKS[kind]
+    found = []
+    for member, theirs in zip(_MEMBERS, names, strict=True):
+        dims = _DIMS.get(member)
+        if dims is None:
+            found += _norm(f"blocks.{member}", f"{home}.{theirs}", "D")
+        else:
+            found += _linear(f"blocks.{member}", f"{home}.{theirs}", *dims)
+    tables = {"tokens": ("word", "V"), "positions": ("position", "N"), "types": ("token_type", "Y")}
+    for ours, (theirs, rows) in tables.items():
+        name = f"{kind}.embeddings.{theirs}_embeddings.weight"
+        if ours != "types" or cfg.types:
+            found.append(Rule(ours, name, f"{rows}W->{rows}W"))
+    found += _norm("embed_norm", f"{kind}.embeddings.LayerNorm", "W")
+    if cfg.embed_width:
+        name = f"{kind}.encoder.embedding_hidden_mapping_in"
+        found += _linear("widen", name, "DW->WD", "D->D")
+    if cfg.head == "classify":
+        dense, classes = _CLASSIFY[kind]
+        found += _linear("dense", dense, "XD->DX", "X->X")
+        return found + _linear("classes", classes, "CD->DC", "C->C")
+    dense, norm, bias = _MLM[kind]
+    found += _linear("dense", dense, "WD->DW", "W->W") + _norm("head_norm", norm, "W")
+    return [*found, Rule("head_bias", bias, "V->V")]
+
+
+def _linear(ours: str, theirs: str, weight: str, bias: str) -> list[Rule]:
+    return [Rule(ours, f"{theirs}.weight", weight), Rule(f"{ours}_bias", f"{theirs}.bias", bias)]
+
+
+def _norm(ours: str, theirs: str, width: str) -> list[Rule]:
+    dims = f"{width}->{width}"
+    return [
+        Rule(f"{ours}.scale", f"{theirs}.weight", dims),
+        Rule(f"{ours}.shift", f"{theirs}.bias", dims),
+    ]
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """Returns how files may call a tensor: the first BERTs call a norm's two gamma and beta."""
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+    return name, old.replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+def is_needless(name: str, cfg: EncoderConfig) -> bool:
+    """Tells whether a tensor of a checkpoint is a copy of a tied one or has no part in ours."""
+    masked = cfg.head == "mlm" and (name.startswith(TIED) or name.endswith(POOLERS))
+    return masked or name.endswith(IGNORED)
+
+
+def free(cfg: EncoderConfig) -> set[str]:
+    """Returns the members that may differ from a folder whose weights are loaded."""
+    return {"dropout", "vocab_multiple", "norm_eps"}
+
+
+def family(cfg: EncoderConfig) -> Family:
+    """Returns the Hugging Face model type of this shape. Raises: UserError when there is none."""
+    kind: Family = "bert"
+    if cfg.embed_width:
+        kind = "albert"
+    elif cfg.position_offset:
+        kind = "roberta"
+    elif not cfg.types:
+        kind = "distilbert"
+    wanted: dict[str, Any] = {"repeats": 1, "position_offset": 0, "pooler": "tanh"}
+    if kind == "distilbert":
+        wanted |= {"pooler": "relu", "norm_eps": 1e-12}
+    for name in {"albert": ("repeats",), "roberta": ("position_offset",)}.get(kind, ()):
+        del wanted[name]
+    wrong = [f"{n} {getattr(cfg, n)}" for n, v in wanted.items() if getattr(cfg, n) != v]
+    if kind != "distilbert" and not cfg.types:
+        wrong.append("no token types")
+    if wrong:
+        raise UserError(f"no Hugging Face family has this shape: like {kind}, but {wrong}")
+    return kind
+
+
+# ---- config.json
+
+_CLASSES = {
+    "bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert", "albert": "Albert",
+}  # fmt: skip
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+# DistilBERT's own words for what the others call alike.
+_DISTIL_WORDS = {
+    "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads", "hidden_act": "activation", "hidden_dropout_prob": "dropout",
+}  # fmt: skip
+
+
+def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
+    """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
+    kind = found.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    if kind == "distilbert":
+        found = dict(found) | {word: found[own] for word, own in _DISTIL_WORDS.items()}
+    classify = any(
+        a.endswith("ForSequenceClassification") for a in found.get("architectures") or ()
+    )
+    require(
+        found, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False,
+        inner_group_num=1, **({} if classify else {"tie_word_embeddings": True}),
+    )  # fmt: skip
+    activation = found["hidden_act"]
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise UserError(f"config.json: hidden_act={activation} is not supported, only {known}")
+    layers = found["num_hidden_layers"]
+    groups = found["num_hidden_groups"] if kind == "albert" else layers
+    if layers % groups:
+        raise UserError(f"config.json: num_hidden_groups={groups} must divide {layers} layers")
+    labels = found.get("num_labels") or len(found.get("id2label") or {}) or 2
+    return EncoderConfig(
+        layers=groups,
+        repeats=layers // groups,
+        width=found["hidden_size"],
+        heads=found["num_attention_heads"],
+        mlp=found["intermediate_size"],
+        vocab=found["vocab_size"],
+        max_positions=found["max_position_embeddings"],
+        position_offset=found["pad_token_id"] + 1 if kind == "roberta" else 0,
+        types=0 if kind == "distilbert" else found["type_vocab_size"],
+        embed_width=found["embedding_size"] if kind == "albert" else 0,
+        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        norm_eps=1e-12 if kind == "distilbert" else found["layer_norm_eps"],
+        dropout=found["hidden_dropout_prob"],
+        head="classify" if classify else "mlm",
+        labels=labels,
+        pooler="relu" if kind == "distilbert" else "tanh",
+    )
+
+
+def to_hf_config(cfg: EncoderConfig, dtype: str) -> dict[str, Any]:
+    """Returns the config.json that `from_hf_config` and transformers read."""
+    kind = family(cfg)
+    head = "ForMaskedLM" if cfg.head == "mlm" else "ForSequenceClassification"
+    shared = {
+        "hidden_size": cfg.width,
+        "intermediate_size": cfg.mlp,
+        "num_hidden_layers": cfg.layers * cfg.repeats,
+        "num_attention_heads": cfg.heads,
+        "hidden_act": "gelu" if cfg.activation == "gelu" else "gelu_new",
+        "hidden_dropout_prob": cfg.dropout,
+    }
+    if kind == "distilbert":
+        shared = {_DISTIL_WORDS[word]: value for word, value in shared.items()}
+    else:
+        shared |= {"type_vocab_size": cfg.types, "layer_norm_eps": cfg.norm_eps}
+    if kind == "albert":
+        shared |= {
+            "embedding_size": cfg.embed_width,
+            "num_hidden_groups": cfg.layers,
+            "inner_group_num": 1,
+        }
+    if kind == "roberta":
+        shared["pad_token_id"] = cfg.position_offset - 1
+    return shared | {
+        "architectures": [_CLASSES[kind] + head],
+        "model_type": kind,
+        "vocab_size": cfg.vocab,
+        "max_position_embeddings": cfg.max_positions,
+        "id2label": {str(i): f"LABEL_{i}" for i in range(cfg.labels)},
+        "label2id": {f"LABEL_{i}": i for i in range(cfg.labels)},
+        "tie_word_embeddings": True,
+        "torch_dtype": dtype,
+    }

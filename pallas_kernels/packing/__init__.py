@@ -1,0 +1,1 @@
+"""Packed tokens: sequences end to end on one axis, without padding."""

@@ -1,0 +1,187 @@
+"""Packed tokens: (B, S, ...) padded rows to (T, ...) and back, and how large T should be.
+
+A batch of unequal sequences is packed once where it enters a network and unpacked once where it
+leaves; all between works on T tokens (ByteTransformer, arXiv 2210.03052, section 3.2). That paper
+copies the number of tokens to the host to size its buffers; a compiled program has ONE size, so
+here T is a static capacity with a dead tail, and `bucket` picks it from few sizes, from the lengths
+that the data loader knows anyway.
+
+Legend: B sequences, S padded length, T packed tokens (the capacity), x any further dims.
+Not here: several sequences in each of several rows with a fixed length, for training on text; the
+rows are packed where they are read, and attention takes them as `packed_attention`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.packing import reference
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackInfo:
+    """Where the tokens of a padded batch are on the packed axis.
+
+    cu_seqlens: int32 (B+1,), the sequences' starts and the last one's end. Tokens past it are the
+    dead tail. capacity: T. length: S. Both static.
+    """
+
+    cu_seqlens: Array
+    capacity: int = dataclasses.field(metadata={"static": True})
+    length: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def segment_ids(self) -> Array:
+        """int32 (T,): which sequence, -1 in the dead tail."""
+        return reference.segment_ids(self.cu_seqlens, self.capacity)
+
+    @property
+    def positions(self) -> Array:
+        """int32 (T,): the place in the sequence, 0 in the dead tail."""
+        return reference.positions(self.cu_seqlens, self.capacity)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedTokens:
+    """Sequences of any lengths, end to end.
+
+    tokens: (T, ...), of any type; those at or past cu_seqlens[-1] are dead and may hold anything.
+    cu_seqlens: int32 (B+1,); a batch of fewer sequences repeats its last value.
+    """
+
+    tokens: Array
+    cu_seqlens: Array
+
+    @property
+    def capacity(self) -> int:
+        """T, static."""
+        return self.tokens.shape[0]
+
+    @property
+    def segment_ids(self) -> Array:
+        """int32 (T,): which sequence, -1 in the dead tail."""
+        return reference.segment_ids(self.cu_seqlens, self.capacity)
+
+    @property
+    def positions(self) -> Array:
+        """int32 (T,): the place in the sequence, 0 in the dead tail."""
+        return reference.positions(self.cu_seqlens, self.capacity)
+
+
+def pack(x_BSx: Array, lengths_B: Array, capacity: int) -> tuple[Array, PackInfo]:
+    """The first lengths[b] tokens of each row, end to end, in the order of the rows.
+
+    Args:
+      x_BSx: any type. What pads it is never read, so NaN there goes nowhere; its gradient is 0.
+      lengths_B: integers, 0 to S.
+      capacity: T, static; see `bucket`.
+    Returns: (x_Tx with a tail of 0, how to unpack it). Lengths that are traced cannot be checked:
+      longer than S counts as S, and tokens past the capacity are left out.
+    Raises: ValueError for shapes and types, and for concrete lengths that do not fit.
+    """
+    if x_BSx.ndim < 2 or lengths_B.shape != x_BSx.shape[:1]:
+        raise ValueError(f"x {x_BSx.shape} must be (B, S, ...) and lengths {lengths_B.shape} (B,)")
+    if not jnp.issubdtype(lengths_B.dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers, got {lengths_B.dtype}")
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity} must be at least 1 token")
+    length = x_BSx.shape[1]
+    if not isinstance(lengths_B, jax.core.Tracer):
+        _check_lengths(np.asarray(lengths_B), length, capacity)
+    lengths_B = jnp.clip(jnp.asarray(lengths_B), 0, length)
+    cu_seqlens = jnp.minimum(reference.prefix_sums(lengths_B), capacity)
+    info = PackInfo(cu_seqlens, capacity, length)
+    return _pack(x_BSx, cu_seqlens, capacity), info
+
+
+def unpack(x_Tx: Array, info: PackInfo) -> Array:
+    """The inverse of `pack`: x_BSx with 0 where it pads, whatever the dead tail holds.
+
+    Raises: ValueError when x does not have the capacity's tokens.
+    """
+    if x_Tx.ndim < 1 or x_Tx.shape[0] != info.capacity:
+        raise ValueError(f"x {x_Tx.shape} must be (T, ...) with T = capacity = {info.capacity}")
+    return _unpack(x_Tx, info.cu_seqlens, info.length)
+
+
+def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: int = 128) -> int:
+    """The capacity for a batch of this many tokens, one of few.
+
+    Capacities have `steps` equal steps from each power of two to the next, so batches of n to 2 n
+    tokens need steps + 2 compiled programs at most, and the dead tail is below
+    max(tokens / steps, multiple) tokens.
+
+    Args: most: what no batch exceeds (B x S); it is the last bucket, rounded up to `multiple`.
+      steps: per doubling. multiple: of which a capacity is one (rows of a kernel's tile).
+    Raises: ValueError for numbers below 1 (tokens: below 0), and more tokens than `most`.
+    """
+    if min(steps, multiple) < 1 or tokens < 0 or (most is not None and tokens > most):
+        raise ValueError(
+            f"tokens={tokens}, steps={steps}, multiple={multiple}, most={most}: steps and multiple "
+            "must be at least 1, and tokens from 0 to most"
+        )
+    octave = 1 << max((tokens - 1).bit_length() - 1, 0)  # the power of two below tokens
+    grain = max(octave // steps // multiple, 1) * multiple
+    capacity = max(-(-tokens // grain), 1) * grain
+    if most is None:
+        return capacity
+    return min(capacity, max(-(-most // multiple), 1) * multiple)
+
+
+def _check_lengths(lengths_B: np.ndarray, length: int, capacity: int) -> None:
+    if lengths_B.size and (lengths_B.min() < 0 or lengths_B.max() > length):
+        raise ValueError(
+            f"lengths must be from 0 to {length}, the padded length; got {lengths_B.min()} to "
+            f"{lengths_B.max()}"
+        )
+    tokens = int(lengths_B.sum())
+    if tokens > capacity:
+        raise ValueError(
+            f"capacity={capacity} is too small for {tokens} tokens; it must be at least {tokens}, "
+            f"and bucket({tokens}) = {bucket(tokens)}"
+        )
+
+
+def _no_gradient(cu_seqlens: Array) -> Any:
+    return np.zeros(cu_seqlens.shape, jax.dtypes.float0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _pack(x_BSx: Array, cu_seqlens: Array, capacity: int) -> Array:
+    return reference.pack(x_BSx, cu_seqlens, capacity)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unpack(x_Tx: Array, cu_seqlens: Array, length: int) -> Array:
+    return reference.unpack(x_Tx, cu_seqlens, length)
+
+
+# Each is the other's transpose. Left to itself, JAX would transpose a gather to a scatter-add.
+def _pack_forward(x_BSx: Array, cu_seqlens: Array, capacity: int):
+    return _pack(x_BSx, cu_seqlens, capacity), (cu_seqlens, x_BSx.shape[1])
+
+
+def _pack_backward(capacity: int, saved, dx_Tx: Array):
+    cu_seqlens, length = saved
+    return _unpack(dx_Tx, cu_seqlens, length), _no_gradient(cu_seqlens)
+
+
+def _unpack_forward(x_Tx: Array, cu_seqlens: Array, length: int):
+    return _unpack(x_Tx, cu_seqlens, length), (cu_seqlens, x_Tx.shape[0])
+
+
+def _unpack_backward(length: int, saved, dx_BSx: Array):
+    cu_seqlens, capacity = saved
+    return _pack(dx_BSx, cu_seqlens, capacity), _no_gradient(cu_seqlens)
+
+
+_pack.defvjp(_pack_forward, _pack_backward)
+_unpack.defvjp(_unpack_forward, _unpack_backward)

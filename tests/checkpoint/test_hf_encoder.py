@@ -1,0 +1,135 @@
+"""Encoders in and out against transformers: logits frozen by tests/golden/make_hf.py."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megajax.checkpoint import hf
+from megajax.core.errors import UserError
+from megajax.core.tree import named_leaves
+from megajax.layers.ops import Ops
+from megajax.models import encoder, encoder_names
+from megajax.models.encoder_config import PRESETS, EncoderConfig
+from tests.checkpoint.test_hf import assert_same, edit, unpack
+
+FAMILIES = ["bert", "roberta", "distilbert", "albert"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    """Per valid token; on padded rows, for tests/models/test_encoder.py has packed = padded."""
+    golden, _ = unpack(name, tmp_path)
+    cfg, params = hf.load(tmp_path)
+    batch = {k: golden[k] for k in ("tokens", "types")}
+    run = jax.jit(functools.partial(encoder.logits, encoder.parts(cfg, ops=Ops())))
+    logits = np.asarray(run(params, batch, golden["lengths"]))[..., : cfg.vocab]
+    live = np.arange(logits.shape[1]) < golden["lengths"][:, None]
+    assert np.abs(golden["logits"]).max() > 1.0
+    np.testing.assert_allclose(logits[live], golden["logits"][live], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "distilbert" else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
+def test_classes_are_those_of_transformers(name, tmp_path):
+    golden, _ = unpack(f"{name}_classify", tmp_path)
+    cfg, params = hf.load(tmp_path)
+    assert isinstance(cfg, EncoderConfig) and (cfg.head, cfg.labels) == ("classify", 3)
+    batch = {k: golden[k] for k in ("tokens", "types")}
+    run = jax.jit(functools.partial(encoder.classify, encoder.parts(cfg, ops=Ops())))
+    found = np.asarray(run(params, batch, golden["lengths"]))
+    np.testing.assert_allclose(found, golden["logits"], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(f"{n}_classify" for n in FAMILIES)])
+def test_export_is_bit_for_bit(name, tmp_path):
+    """Their tensors -> ours -> their tensors -> ours again."""
+    _, tensors = unpack(name, tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    leaves = dict(named_leaves(params))
+    assert set(leaves) == {rule.ours for rule in encoder_names.rules(cfg)}
+    hf.save(params, cfg, tmp_path / "ours")
+    exported = safetensors.numpy.load_file(tmp_path / "ours" / "model.safetensors")
+    assert set(exported) == set(tensors)
+    for key, tensor in tensors.items():
+        np.testing.assert_array_equal(exported[key], tensor, err_msg=key)
+    again, params2 = hf.load(tmp_path / "ours")
+    assert again == cfg
+    assert_same(params, params2)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_config_json_round_trip(name):
+    for changes in ({}, {"head": "classify", "labels": 5}):
+        cfg = dataclasses.replace(PRESETS[name](), **changes)
+        written = json.loads(json.dumps(encoder_names.to_hf_config(cfg, "bfloat16")))
+        assert encoder_names.from_hf_config(written) == cfg
+
+
+def test_the_first_berts_files_are_read(tmp_path):
+    """gamma and beta, the pooler, next-sentence prediction, copies of what is tied."""
+    _, tensors = unpack("bert", tmp_path)
+    cfg, params = hf.load(tmp_path)
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    old = {}
+    for key, tensor in tensors.items():
+        end = ".".join(key.split(".")[-2:])
+        old[key.removesuffix(end) + names.get(end, end)] = tensor
+    old |= {
+        "bert.pooler.dense.weight": np.ones((32, 32), np.float32),
+        "cls.seq_relationship.bias": np.ones(2, np.float32),
+        "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"],
+        "bert.embeddings.position_ids": np.arange(32)[None],
+    }
+    safetensors.numpy.save_file(old, tmp_path / "model.safetensors")
+    edit(tmp_path, architectures=["BertForPreTraining"])
+    assert hf.load_config(tmp_path) == cfg
+    assert_same(hf.load(tmp_path)[1], params)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("bert", {"model_type": "deberta"}, "model_type 'deberta' is not one of gpt2, llama"),
+        ("bert", {"hidden_act": "silu"}, "hidden_act=silu is not supported, only gelu, gelu_new"),
+        ("bert", {"position_embedding_type": "relative_key"}, "only absolute"),
+        ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
+        ("bert", {"intermediate_size": 96}, "has shape"),
+        ("bert", {"num_hidden_layers": 1}, "this family does not know: bert.encoder.layer.1"),
+        ("albert", {"num_hidden_groups": 3}, "num_hidden_groups=3 must divide 4 layers"),
+        ("albert", {"inner_group_num": 2}, "inner_group_num=2 is not supported, only 1"),
+    ],
+)
+def test_folders_that_cannot_be_read_are_refused(name, changes, words, tmp_path):
+    unpack(name, tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(UserError) as error:
+        hf.load(tmp_path)
+    assert words in str(error.value)
+
+
+def test_an_encoder_is_not_a_decoder(tmp_path):
+    unpack("bert", tmp_path)
+    with pytest.raises(UserError, match=r"holds an encoder \(bert\); this program runs decoders"):
+        hf.load_decoder_config(tmp_path)
+    with pytest.raises(UserError, match="types is 2 there, 0 here"):
+        hf.load_params(tmp_path, dataclasses.replace(hf.load_config(tmp_path), types=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"repeats": 2}, r"like bert, but \['repeats 2'\]"),
+        ({"types": 0}, "like distilbert, but"),
+        ({"embed_width": 64, "types": 0}, "no token types"),
+    ],
+)
+def test_a_shape_without_a_family_is_refused(changes, words, tmp_path):
+    cfg = dataclasses.replace(EncoderConfig(), **changes)
+    with pytest.raises(UserError, match=words):
+        hf.save({}, cfg, tmp_path / "out")
