@@ -11,7 +11,7 @@ from megajax.core.axes import ZERO_AXES
 from megajax.cost.hlo import Collective
 from megajax.cost.memory import size
 
-SMALL = 2**20  # bytes of one execution (chosen: norms, biases and scalars stay below)
+SMALL = 2**20  # bytes of an array (chosen: norms, biases and scalars stay below)
 
 
 def find(
@@ -25,10 +25,10 @@ def find(
     ticks = {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}
     warnings = []
     for c in found:
-        if c.nbytes <= SMALL:
+        if c.nbytes <= SMALL * c.arrays:
             continue
         data = set() if _is_exchange(c) else set(c.axes) & set(ZERO_AXES)
-        where = f"{size(c.total)} a step over {'+'.join(c.axes)}, {c.executions} x ({c.op_name})"
+        where = f"{size(c.total)} a step over {'+'.join(c.axes)}, {c.executions:g} x ({c.op_name})"
         if c.kind == "all-reduce" and set(c.axes) & set(cut):
             warnings.append(f"all-reduce where a reduce-scatter belongs: {where}")
         if data and ticks & set(c.bodies):
