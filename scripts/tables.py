@@ -141,8 +141,8 @@ def plans() -> str:
         line("a step", step),
         line("CPU seconds of the compiler", lambda p: f"{p['compile_cpu_s']:.0f}"),
     ]
-    first = found[0]
-    return "\n".join([*lines, "", f"*{first['layer']}, {first['date']}, {first['commit']}*"])
+    made = " and ".join(f"{p['date']}, {p['commit']}" for p in found)
+    return "\n".join([*lines, "", f"*{found[0]['layer']}, {made}*"])
 
 
 def plan_search() -> str:
