@@ -315,6 +315,7 @@ def test_changed_text_is_noticed(home, straight):
     assert done.returncode == 2 and "was trained on other data (corpora changed)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_on_bpe_goes_round(home, tmp_path):
     """Trained on its own BPE, sampled from a moved folder, exported, fine-tuned from the export."""
 
