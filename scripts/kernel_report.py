@@ -1,36 +1,52 @@
-"""Compiles every committed kernel configuration for an H100 that is not there.
+"""Compiles the committed kernel configurations for an H100 that is not there.
 
-    uv run --extra aot scripts/kernel_report.py            # all, minutes
-    uv run --extra aot scripts/kernel_report.py forward    # those whose name contains a word
+    uv run --extra aot scripts/kernel_report.py              # what changed since the last report
+    uv run --extra aot scripts/kernel_report.py forward d64  # those whose name has all these words
+    uv run --extra aot scripts/kernel_report.py all          # every one, many minutes
 
-Writes experiments/results/kernel_report.json: registers, spilled bytes, shared memory, serialised
-wgmma, beside a hash of the sources. tests/pallas_kernels/test_report.py holds it to the rules.
+Writes experiments/results/kernel_report.json after every configuration: registers, spilled bytes,
+shared memory, serialised wgmma, and a hash of the sources (pallas_kernels/report.py).
 """
 
+import json
 import sys
 from pathlib import Path
 
 from absl import app
 
 from megajax.monitor import results
-from pallas_kernels.attention import configs
+from pallas_kernels import report
 
 PATH = Path(__file__).parent.parent / "experiments" / "results" / "kernel_report.json"
 
 
-def main(argv: list[str]) -> None:
-    """Writes after every row."""
-    rows = []
-    for name in configs.CONFIGS:
-        if argv[1:] and not any(word in name for word in argv[1:]):
-            continue
-        rows += configs.report(name)
-        print(rows[-1], flush=True)
-    if not rows:
-        sys.exit(f"error: no configuration is called so; there are {', '.join(configs.CONFIGS)}")
-    if not argv[1:]:
-        about = results.facts("H100, deviceless", "compiled for H100")
-        results.write(PATH, about | {"source": configs.source_hash()}, rows)
+def main(argv: list[str]) -> int:
+    """Returns 1 when a configuration spills or is serialised."""
+    words = argv[1:]
+    known = {row["config"]: [] for row in json.loads(PATH.read_text())["rows"]}
+    for row in json.loads(PATH.read_text())["rows"]:
+        known[row["config"]].append(row)
+    chosen = [
+        name
+        for name in report.names()
+        if words == ["all"]
+        or (words and set(words) <= set(name.split()))
+        or (
+            not words
+            and (name not in known or known[name][0]["source"] != report.source_hash(name))
+        )
+    ]
+    if words and not chosen:
+        sys.exit(f"error: no configuration is called so; there are {', '.join(report.names())}")
+    faults = []
+    for name in chosen:
+        known[name] = report.compile_config(name)
+        faults += [fault for row in known[name] for fault in report.faults(row)]
+        print(*known[name], sep="\n", flush=True)
+        rows = [row for each in report.names() if each in known for row in known[each]]
+        results.write(PATH, results.facts("H100, deviceless", "compiled for H100"), rows)
+    print(f"{len(chosen)} of {len(report.names())} configurations compiled", *faults, sep="\n")
+    return bool(faults)
 
 
 if __name__ == "__main__":

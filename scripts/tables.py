@@ -6,6 +6,7 @@
 A document marks a place by `<!-- NAME -->` and `<!-- end -->`; what stands between is generated.
 """
 
+import functools
 import json
 import math
 import re
@@ -163,14 +164,14 @@ def plan_search() -> str:
     return "\n\n".join([text, table(path, columns), flags])
 
 
-def kernel_report() -> str:
-    """What ptxas says of every shipped configuration."""
+def kernel_report(folder: str) -> str:
+    """What ptxas says of every shipped configuration of a folder of kernels."""
     columns = {
         "configuration": "config", "kernel": "name", "registers": "registers",
         "spilled bytes": "spilled_bytes", "shared bytes": "shared_bytes",
         "wgmma serialised": "serialized",
     }  # fmt: skip
-    return table(RESULTS / "kernel_report.json", columns)
+    return table(RESULTS / "kernel_report.json", columns, config=f"{folder} ")
 
 
 def attention_floors() -> str:
@@ -210,7 +211,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "schedules": schedules,
     "plans": plans,
     "plan_search": plan_search,
-    "kernel_report": kernel_report,
+    "kernel_report_attention": functools.partial(kernel_report, "attention"),
     "attention_floors": attention_floors,
 }
 

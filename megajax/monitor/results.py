@@ -45,11 +45,16 @@ def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     path.write_text(json.dumps({**about, "rows": list(rows)}, indent=2) + "\n")
 
 
-def table(path: Path, columns: Mapping[str, str]) -> str:
-    """Returns a Markdown table of a result file. columns: heading -> member of a row."""
+def table(path: Path, columns: Mapping[str, str], **wanted: str) -> str:
+    """Returns a Markdown table of a result file.
+
+    columns: heading -> member of a row. wanted: member -> how it begins; other rows are left out.
+    """
     found = json.loads(path.read_text())
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in found["rows"]:
+        if not all(str(row[key]).startswith(word) for key, word in wanted.items()):
+            continue
         lines.append("| " + " | ".join(_cell(row.get(key)) for key in columns.values()) + " |")
     source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found.get(k))
     return "\n".join([*lines, "", f"*{source}*"])

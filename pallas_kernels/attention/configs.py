@@ -4,11 +4,10 @@ A configuration is a kernel at a head width with the tile that `heuristic` gives
 that adds registers (softcap, ALiBi). Causal order and windows are data: one program serves them.
 """
 
-import ast
 import dataclasses
 import functools
-import hashlib
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,11 +26,11 @@ CONFIGS = (
     *(f"{kind} d{width} softcap alibi" for kind in ("forward", "backward") for width in WIDTHS),
     *(f"forward d{width} short" for width in (64, 96, 128)),
 )
-DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
+FOLDER = pathlib.Path(__file__).parent
 
 
-def report(name: str) -> list[dict[str, Any]]:
-    """Returns one row for each kernel of a configuration, compiled for an H100."""
+def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]:
+    """Returns (function, its abstract arguments on an H100, the tile) of a configuration."""
     kind, width = name.split()[0], int(name.split()[1][1:])
     T, H, G = 1024, 4, 2
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
@@ -46,23 +45,13 @@ def report(name: str) -> list[dict[str, Any]]:
     if kind == "forward":
         tile = hopper_forward.heuristic(width, 128 if "short" in name else None)
         run = functools.partial(hopper_forward.forward, spec=spec, tile=tile)
-        found = aot.report(run, q, k, k, rows, slopes)
-    else:
-        tile = hopper_backward.heuristic(width)
-        run = functools.partial(hopper_backward.backward, spec=spec, tile=tile)
-        found = aot.report(run, q, k, k, rows, slopes, sums, sums, q)
-    about = {"config": name, "tile": dataclasses.asdict(tile)}
-    return [about | dataclasses.asdict(x) for x in found]
+        return run, (q, k, k, rows, slopes), dataclasses.asdict(tile)
+    tile = hopper_backward.heuristic(width)
+    run = functools.partial(hopper_backward.backward, spec=spec, tile=tile)
+    return run, (q, k, k, rows, slopes, sums, sums, q), dataclasses.asdict(tile)
 
 
-def source_hash() -> str:
-    """Of the code that makes the kernels, without comments and docstrings, and of jax's version."""
-    folder = pathlib.Path(__file__).parent
-    digest = hashlib.sha256(jax.__version__.encode())
-    for file in ("hopper_forward.py", "hopper_backward.py", "configs.py"):
-        tree = ast.parse((folder / file).read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
-                node.body = node.body[1:]
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()[:16]
+def sources(name: str) -> tuple[pathlib.Path, ...]:
+    """The files that make a configuration's kernels."""
+    backward = ("hopper_backward.py",) if name.startswith("backward") else ()
+    return tuple(FOLDER / file for file in ("hopper_forward.py", *backward))

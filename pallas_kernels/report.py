@@ -1,0 +1,62 @@
+"""The deviceless gate: every shipped kernel configuration, compiled for an H100 that is not there.
+
+A kernel folder's configs.py names its configurations (`CONFIGS`), says what to compile (`program`:
+a function, its abstract arguments, the tile) and which files make it (`sources`). Compiling all
+takes many minutes, so rows carry a hash of their sources and of jax's version: what did not change
+need not be compiled again.
+"""
+
+import ast
+import hashlib
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from pallas_kernels import aot
+from pallas_kernels.attention import configs as attention
+
+FOLDERS = {"attention": attention}
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
+
+
+def names() -> list[str]:
+    """'<folder> <configuration>', all that is shipped."""
+    return [f"{folder} {name}" for folder, module in FOLDERS.items() for name in module.CONFIGS]
+
+
+def compile_config(name: str) -> list[dict[str, Any]]:
+    """Returns one row for each kernel of a configuration: its tile and what ptxas says of it."""
+    folder, _, config = name.partition(" ")
+    function, args, tile = FOLDERS[folder].program(config)
+    about = {"config": name, "source": source_hash(name), "tile": tile}
+    return [about | vars(kernel) for kernel in aot.report(function, *args)]
+
+
+def source_hash(name: str) -> str:
+    """Of the code that makes a configuration, without comments, and of jax's version."""
+    folder, _, config = name.partition(" ")
+    return hash_of(FOLDERS[folder].sources(config))
+
+
+def hash_of(files: Iterable[pathlib.Path]) -> str:
+    """Of the syntax trees of files, and of jax's version."""
+    digest = hashlib.sha256(jax.__version__.encode())
+    for file in files:
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:16]
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """Returns what is wrong with a row; nothing may be shipped with a fault."""
+    found = []
+    if row["spilled_bytes"]:
+        found.append(f"spills {row['spilled_bytes']} bytes")
+    if row["serialized"]:
+        found.append("wgmma instructions wait for each other")
+    return [f"{row['config']} ({row['name']}): {fault}" for fault in found]
