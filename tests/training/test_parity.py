@@ -140,6 +140,6 @@ def test_other_optimizers(optimizer, control):
 
 def test_bfloat16_follows_float32():
     exact, _ = train(MODEL, 100, mesh__data=1)
-    short, _ = train(MODEL, 100, mesh__tensor=2, train__dtype="bfloat16")
+    short, _ = train(MODEL, 100, mesh__data=1, train__dtype="bfloat16")
     assert exact[-1] < 0.9 * exact[0]
     np.testing.assert_allclose(short[-10:].mean(), exact[-10:].mean(), rtol=0.02)
