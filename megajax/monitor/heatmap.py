@@ -149,7 +149,7 @@ def _claim(values: Mapping[int, float], grid: Grid) -> str:
     if not found:
         return f"No rank of {len(values)} is {SLOW - 1:.0%} slower than the median"
     rank, ratio = next(iter(found.items()))
-    others = f", and {len(found) - 1} more are slow" if len(found) > 1 else ""
+    others = f"; slow too: {len(found) - 1}" if len(found) > 1 else ""
     return f"Rank {rank} {grid.place(rank)} takes {ratio - 1:.0%} longer than the median{others}"
 
 
