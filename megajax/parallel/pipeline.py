@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import layout
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.axes import BATCH_AXES, MESH_AXES
@@ -312,8 +313,18 @@ def _rows(rows: dict, loop: Stretch) -> dict:
 def _write(held: Tree, place: int, chunks: Sequence[Tree]) -> Tree:
     """Puts chunks' weights side by side, from a place on."""
     for index, mine in enumerate(chunks, place):
+        mine = jax.tree.map(_row_major, mine)
         held = jax.tree.map(lambda h, w: h.at[index].set(w), held, mine)  # noqa: B023
     return held
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """A gather leaves the dimension that it joins outermost in memory, and loops want rows.
+
+    Left alone, XLA keeps all chunks as gathered and turns all of them around before every loop:
+    one more copy of the stage's weights.
+    """
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
