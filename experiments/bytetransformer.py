@@ -37,10 +37,18 @@ from pallas_kernels.attention.cases import paper_lengths
 
 ALPHAS = (0.1, 0.6, 1.0)  # average over longest; the paper's is 0.6
 PAPER_LENGTHS = "64,128,256,384,512,768,1024"
-# Milliseconds of 12 layers on an A100, fp16, batch 16, average 0.6 (the paper's repository, README;
-# its table has no 128).
-PAPER_MS = {64: 2.09, 256: 6.85, 384: 8.44, 512: 9.22, 768: 16.30, 1024: 24.70}
-PAPER_ATTENTION = 6.13  # times PyTorch's attention (abstract)
+# Milliseconds of 12 layers on an A100, fp16, batch 16, average 0.6, at these maximum lengths (the
+# README of the paper's repository).
+PAPER_AT = (64, 256, 384, 512, 768, 1024)
+PAPER_MS = {
+    "PyTorch": (3.20, 9.56, 15.01, 21.0, 35.31, 53.21),
+    "TensorFlow": (4.57, 12.17, 18.56, 26.03, 44.62, 65.94),
+    "FasterTransformer": (2.24, 6.77, 10.37, 18.03, 32.09, 50.28),
+    "FasterTransformer, no padding": (1.93, 5.49, 7.05, 13.79, 28.21, 45.22),
+    "DeepSpeed": (2.81, 9.03, 15.19, 21.55, 37.95, 59.96),
+    "ByteTransformer": (2.09, 6.85, 8.44, 9.22, 16.30, 24.70),
+}
+PAPER = {"lengths": PAPER_AT, "ms": PAPER_MS, "attention_over_pytorch": 6.13}  # the last: abstract
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def main() -> int:
     device, on_gpu = jax.devices()[0], jax.default_backend() == "gpu"
     layer = f"measured on {device.device_kind}" if on_gpu else "emulated, work counted"
     about: dict[str, Any] = results.facts(device.device_kind, layer)
-    about |= {"preset": config.start_name(), "model": dataclasses.asdict(cfg.model)}
+    about |= {"preset": config.start_name(), "model": dataclasses.asdict(cfg.model), "paper": PAPER}
     path = Path(cfg.out).expanduser() / f"bytetransformer_{'gpu' if on_gpu else 'cpu'}.json"
     rows: list[dict[str, Any]] = []
 
@@ -169,7 +177,8 @@ def draw(rows: list[dict[str, Any]], path: Path, on_gpu: bool) -> None:
     elif on_gpu and not any("median_ms" in row for row in rows):
         print("nothing was timed: no figure")
     elif on_gpu:
-        report.draw_times(rows, PAPER_MS, path)
+        paper_ms = dict(zip(PAPER_AT, PAPER_MS["ByteTransformer"], strict=True))
+        report.draw_times(rows, paper_ms, path)
     else:
         report.draw_counts(rows, path)
 

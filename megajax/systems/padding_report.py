@@ -235,6 +235,7 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: Path) -> None:
+
     axes.set_title(axes.get_title(), fontsize=10)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
