@@ -1,206 +1,193 @@
-"""The kernels part of gpu_check.py: correctness matrix first, then times beside cuDNN's.
+"""The kernels part of gpu_check.py: is it right, and how fast, in order of worth.
 
-Correct: the error against float32 attention is at most twice that of plain bf16 attention, plus
-1e-3 (gradients: 2e-3). Times: device time of forward and of forward with backward, on useful FLOPs,
-beside cuDNN's attention of the same tokens padded to rows. A rehearsal runs the same lines on a CPU
-through the interpreter, on tiny shapes; its times mean nothing.
+A sample of every folder's correctness matrix comes first. Then times, of the goals that matter
+most first: device time of forward and of forward with backward on useful FLOPs, ours beside rivals
+on the same inputs in the same process, and a BERT forward (ByteTransformer's workload). What is
+left of the matrix comes last. A rehearsal runs the same lines on a CPU through the interpreter, on
+tiny shapes; its times mean nothing. A kernel folder's script (gpu_attention.py, ...) has CASES,
+TINY_CASES, checks(rehearsal) and sides(case, implementation).
 """
 
 import functools
-import itertools
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
+import gpu_attention
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels import bench, varlen_attention
-from pallas_kernels.attention.cases import CASES, Case
+from megajax.models.encoder_config import PRESETS as ENCODERS
+from megajax.models.encoder_config import EncoderConfig
+from megajax.systems import padding_free, padding_report
+from pallas_kernels import bench
 
 Add = Callable[[dict[str, Any]], None]
+FORWARD, BOTH = "forward", "forward+backward"
+SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
+TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
 
 
 @dataclass(frozen=True)
-class Check:
-    """One program of the correctness matrix; it runs on all of LENGTHS."""
+class Bench:
+    """One case of a folder in one direction, with all its sides."""
 
-    heads: tuple[int, int]
-    width: int
-    causal: bool
-    window: tuple[int, int] | None
-    dtype: str
+    folder: str
+    case: Any
+    direction: str
 
-
-# Segments at unaligned starts, of length 0 and 1, one long, many dead tokens; and the capacity.
-LENGTHS = (((1, 0, 300, 57, 700), (1024, 0, 0, 0, 0), (64, 128, 0, 0, 5)), 1152)
-TINY_LENGTHS = (((40, 0, 70), (1, 127, 0)), 128)
-TINY = Check((2, 1), 64, True, None, "bfloat16")
-TINY_CASE = Case("tiny", (60, 68), (1, 1), 64, True)
-
-
-def matrix() -> list[Check]:
-    """Each width once, then the rest in an order where any beginning is a sample."""
-    options = itertools.product(
-        ((4, 4), (8, 2), (4, 1)), (128, 64, 256, 96), (True, False), (None, (100, 0), (37, 64)),
-        ("bfloat16", "float16"),
-    )  # fmt: skip
-    rest = [Check(*each) for each in options]
-    first = [Check((8, 2), width, True, None, "bfloat16") for width in (128, 64, 256, 96)]
-    order = np.random.default_rng(0).permutation(len(rest))
-    return first + [rest[i] for i in order if rest[i] not in first]
-
-
-def arrays(check: Check, T: int, tokens: int) -> list[jax.Array]:
-    """q, k, v, dout; random normal, NaN in the dead rows."""
-    H, G = check.heads
-    keys = jax.random.split(jax.random.key(tokens), 4)
-    shapes = ((T, n, check.width) for n in (H, G, G, H))
-    dead = (jnp.arange(T) >= tokens)[:, None, None]
-    found = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    return [jnp.where(dead, jnp.nan, x).astype(check.dtype) for x in found]
-
-
-def plain(q, k, v, cu, causal, window):
-    """What one writes without a kernel: all pairs, a mask, a softmax."""
-    T, R = q.shape[0], q.shape[1] // k.shape[1]
-    t = jnp.arange(T)
-    segment = jnp.searchsorted(cu, t, side="right")
-    live = t < cu[-1]
-    q, k, v = (jnp.where(live[:, None, None], x, 0) for x in (q, k, v))
-    seen = (segment[:, None] == segment[None]) & live[:, None] & live[None]
-    left, right = window or (T, T)
-    away = t[None] - t[:, None]
-    seen &= (away >= -left) & (away <= (0 if causal else right))
-    k, v = (jnp.repeat(x, R, 1) for x in (k, v))
-    logits = jnp.einsum("thk,shk->hts", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    weights = jax.nn.softmax(jnp.where(seen[None], logits, -1e30), -1)
-    return jnp.einsum("hts,shk->thk", jnp.where(seen[None], weights, 0).astype(v.dtype), v)
-
-
-def errors(check: Check, implementation: str, lengths: Any) -> dict[str, float]:
-    """Returns error over bound of the output and of the gradients; at most 1 is right."""
-    masks = {"causal": check.causal, "window": check.window}
-
-    def ours(q, k, v, cu):
-        return varlen_attention(q, k, v, cu_seqlens_q=cu, implementation=implementation, **masks)
-
-    def all_of(attend):
-        def run(q, k, v, dout, cu):
-            out, pull = jax.vjp(lambda *x: attend(*x, cu), q, k, v)
-            return out, *pull(jnp.where(jnp.isnan(dout), 0, dout).astype(out.dtype))
-
-        return jax.jit(run)
-
-    kernel, naive = all_of(ours), all_of(functools.partial(plain, **masks))
-    worst = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
-    for each in lengths[0]:
-        cu = jnp.asarray(np.concatenate([[0], np.cumsum(each)]), jnp.int32)
-        inputs = arrays(check, lengths[1], sum(each))
-        with jax.default_matmul_precision("highest"):
-            wanted = naive(*(x.astype(jnp.float32) for x in inputs), cu)
-        sides = zip(worst, kernel(*inputs, cu), naive(*inputs, cu), wanted, strict=True)
-        for name, *values in sides:
-            found, rough, want = (np.asarray(x, np.float64) for x in values)
-            bound = 2 * np.abs(rough - want).max() + (1e-3 if name == "out" else 2e-3)
-            worst[name] = max(worst[name], float(np.abs(found - want).max() / bound))
-    return worst
-
-
-def rival(case: Case):
-    """cuDNN's attention of the same segments, padded to rows of the longest."""
-    B, S = len(case.lengths), max(case.lengths)
-    lengths = None if min(case.lengths) == S else jnp.asarray(case.lengths, jnp.int32)
-    H, G = case.heads
-
-    def attend(q, k, v):
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=case.causal, implementation="cudnn",
-            query_seq_lengths=lengths, key_value_seq_lengths=lengths,
-        )  # fmt: skip
-
-    shapes = [(B, S, n, case.width) for n in (H, G, G, H)]
-    return attend, shapes
-
-
-def mine(case: Case, implementation: str):
-    """Ours, on the packed axis without padding save to whole tiles."""
-    H, G = case.heads
-    T = -(-case.tokens // 128) * 128
-    cu = jnp.asarray(np.concatenate([[0], np.cumsum(case.lengths)]), jnp.int32)
-    attend = functools.partial(
-        varlen_attention, cu_seqlens_q=cu, causal=case.causal, implementation=implementation,
-        max_seqlen=max(case.lengths),
-    )  # fmt: skip
-    return attend, [(T, n, case.width) for n in (H, G, G, H)]
-
-
-def times(case: Case, attend, shapes, clock: bench.Clock, runs: int) -> Iterator[dict[str, Any]]:
-    """Rows of forward, and of forward with backward."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    inputs = [
-        tuple(
-            jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16)
-            for i, shape in enumerate(shapes)
+    @property
+    def worth(self) -> int:
+        """Its place in the queue: the goals first, in their order."""
+        name, backward = self.case.name, self.direction == BOTH
+        goals = (
+            self.folder == "attention" and name.startswith("d128 16k") and not backward,
+            self.folder == "attention" and name.startswith("varlen"),
+            self.folder == "attention" and name.startswith("d128"),
+            self.folder != "attention" and not backward,
+            True,
         )
-        for key in keys
+        return goals.index(True)
+
+
+def folders() -> dict[str, ModuleType]:
+    """The kernel folders that are there, by name."""
+    found = {"attention": gpu_attention}
+    for name in ("norm", "gemm"):
+        if importlib.util.find_spec(f"pallas_kernels.{name}") and importlib.util.find_spec(
+            f"pallas_kernels.{name}.cases"
+        ):
+            found[name] = importlib.import_module(f"gpu_{name}")
+    return found
+
+
+def queue(rehearsal: bool) -> list[Bench]:
+    """All cases, forward and with backward, in order of worth; a rehearsal needs the larger."""
+    found = [
+        Bench(name, case, direction)
+        for name, folder in folders().items()
+        for case in (folder.TINY_CASES if rehearsal else folder.CASES)
+        for direction in ((BOTH,) if rehearsal else (FORWARD, BOTH))
     ]
-
-    def both(q, k, v, dout):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, pull(dout)
-
-    for name, function, sets, flops, floor in (
-        ("forward", attend, [x[:3] for x in inputs], case.flops(), case.floor_s()),
-        ("forward+backward", both, inputs, case.flops() + case.flops(True),
-         case.floor_s() + case.floor_s(True)),
-    ):  # fmt: skip
-        timing = bench.measure(jax.jit(function), sets, runs, min(10, runs), clock)
-        yield {
-            "direction": name, **asdict(timing), "tflops": flops / timing.median_s / 1e12,
-            "of_floor": floor / timing.median_s,
-        }  # fmt: skip
+    return sorted(found, key=lambda each: each.worth)
 
 
-def check_matrix(add: Add, deadline: float, rehearsal: bool) -> None:
-    """Adds a row for each program of the matrix, until the deadline."""
-    implementation = "interpret" if rehearsal else "hopper"
-    for check in [TINY] if rehearsal else matrix():
+def time_side(
+    each: Bench, function: Callable, like: list[Any], clock: bench.Clock, runs: int
+) -> dict[str, Any]:
+    """Times one side; its row says how much of the H200's floor that is."""
+
+    def normal(key: jax.Array, shapes: Any) -> Any:
+        leaves, form = jax.tree.flatten(shapes)
+        keys = jax.random.split(key, len(leaves))
+        drawn = (jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True))
+        return form.unflatten(drawn)
+
+    def both(cotangents, *args):
+        out, pull = jax.vjp(function, *args)
+        return out, pull(cotangents)
+
+    run, shapes = function, tuple(like)
+    case, passes = each.case, (False,)
+    if each.direction == BOTH:
+        run, passes = both, (False, True)
+        shapes = (jax.eval_shape(function, *like), *like)
+    inputs = [normal(key, shapes) for key in jax.random.split(jax.random.key(0), 3)]
+    compiled = jax.jit(run)
+    clock(compiled, *inputs[0])
+    # What takes long is run less often: the whole has minutes.
+    runs = max(1, min(runs, int(SIDE_S / clock(compiled, *inputs[1]))))
+    timing = bench.measure(compiled, inputs, runs, min(10, runs), clock)
+    flops, nbytes, floor = (
+        sum(count(part) for part in passes) for count in (case.flops, case.bytes, case.floor_s)
+    )
+    return {
+        **asdict(timing), "tflops": flops / timing.median_s / 1e12,
+        "gbytes_per_s": nbytes / timing.median_s / 1e9, "of_floor": floor / timing.median_s,
+    }  # fmt: skip
+
+
+def attempt(add: Add, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+    """Adds a row; one that fails must not lose the others."""
+    began = time.perf_counter()
+    try:
+        row = about | measure()
+    except Exception as error:
+        row = about | {"note": f"{type(error).__name__}: {str(error)[:300]}"}
+    add(row | {"took_s": time.perf_counter() - began})
+
+
+def check(add: Add, checks: list, deadline: float) -> None:
+    """Adds a row for each check, until the deadline."""
+    for name, errors in checks:
         if time.perf_counter() > deadline:
-            add({"check": "matrix", "note": "cut off: the rest of the time is for the benchmarks"})
-            break
-        row: dict[str, Any] = {"check": str(check)}
-        try:
-            found = errors(check, implementation, TINY_LENGTHS if rehearsal else LENGTHS)
-            row |= found | {"passed": max(found.values()) <= 1}
-        except Exception as error:  # one failure must not lose the others
-            row |= {"passed": False, "note": f"{type(error).__name__}: {str(error)[:300]}"}
-        add(row)
+            return add({"check": name, "note": "not run: out of time, nor what follows it"})
+
+        def measure(errors: Callable = errors) -> dict[str, Any]:
+            found = errors()
+            return found | {"passed": max(found.values()) <= 1}
+
+        attempt(add, {"check": name}, measure)
 
 
-def time_cases(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
-    """Adds the peaks of this machine to `about`, and the times of every case, ours and cuDNN's."""
+def time_cases(
+    add: Add, about: dict[str, Any], deadline: float, rehearsal: bool, wanted: Any = None
+) -> None:
+    """Adds the peaks of this machine to `about`, and the times of every case on every side.
+
+    wanted: of a Bench, whether it is run; None: all.
+    """
     implementation = "interpret" if rehearsal else "hopper"
     clock = bench.wall_clock if rehearsal else bench.device_clock
-    about |= bench.peaks(256 if rehearsal else 8192, clock)
-    for case in [TINY_CASE] if rehearsal else CASES:
-        sides = {"ours": mine(case, implementation), "cudnn padded": rival(case)}
-        for name, (attend, shapes) in sides.items():
-            side = {"case": case.name, "implementation": name}
+    if "matmul_flops_per_s" not in about:
+        about |= bench.peaks(256 if rehearsal else 8192, clock)
+    for each in queue(rehearsal):
+        if wanted is not None and not wanted(each):
+            continue
+        sides = folders()[each.folder].sides(each.case, implementation)
+        for name, build in sides.items():
+            row = {
+                "folder": each.folder, "case": each.case.name, "direction": each.direction,
+                "implementation": name,
+            }  # fmt: skip
             if time.perf_counter() > deadline:
-                add(side | {"note": "not run: out of time"})
+                add(row | {"note": "not run: out of time"})
                 continue
-            try:
-                for row in times(case, attend, shapes, clock, 1 if rehearsal else 50):
-                    add(side | row)
-            except Exception as error:
-                add(side | {"note": f"{type(error).__name__}: {str(error)[:300]}"})
+
+            def measure(each: Bench = each, build: Callable = build) -> dict[str, Any]:
+                return time_side(each, *build(), clock, 1 if rehearsal else 50)
+
+            attempt(add, row, measure)
+
+
+def bert(rehearsal: bool) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """ByteTransformer's workload at batch 16, length 1024: the stack, then attention alone."""
+    cfg = TINY_BERT if rehearsal else ENCODERS["bert_base"]()
+    dtype, batch, longest = ("float32", 2, 16) if rehearsal else ("bfloat16", 16, 1024)
+    clock = bench.wall_clock if rehearsal else bench.device_clock
+    steps = (padding_free.OURS, padding_free.CUDNN, padding_free.PADDED)
+    for timed in (padding_report.timed, padding_report.timed_attention):
+        for step in steps:
+            measure = functools.partial(
+                timed, cfg, step, dtype, batch, longest, clock, 1 if rehearsal else 50
+            )
+            yield {"bert": timed.__name__, "step": step.name}, measure
 
 
 def check_kernels(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
-    """Adds the rows; at least half of the time is for the benchmarks."""
+    """Adds the rows: a sample of checks, the goals' times, BERT, all other times, all checks."""
     began = time.perf_counter()
-    check_matrix(add, began + (deadline - began) / 2, rehearsal)
-    time_cases(add, about, deadline, rehearsal)
+    checks = {name: folder.checks(rehearsal) for name, folder in folders().items()}
+    sample = [each for found in checks.values() for each in found[:4]]
+    rest = [each for found in checks.values() for each in found[4:]]
+    check(add, sample, began + (deadline - began) / 3)
+    time_cases(add, about, deadline, rehearsal, lambda each: each.worth < 3)
+    for row, measure in bert(rehearsal):
+        if time.perf_counter() > deadline:
+            add(row | {"note": "not run: out of time"})
+        else:
+            attempt(add, row, measure)
+    time_cases(add, about, deadline, rehearsal, lambda each: each.worth >= 3)
+    check(add, rest, deadline)

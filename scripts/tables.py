@@ -7,6 +7,7 @@ A document marks a place by `<!-- NAME -->` and `<!-- end -->`; what stands betw
 """
 
 import functools
+import importlib
 import json
 import math
 import re
@@ -20,11 +21,11 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from pallas_kernels.attention.cases import CASES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = ("README.md", "PAPERS.md", "pallas_kernels/attention/README.md")
+KERNELS = sorted(path.relative_to(ROOT) for path in (ROOT / "pallas_kernels").glob("*/README.md"))
+DOCUMENTS = ("README.md", "PAPERS.md", *map(str, KERNELS))
 
 
 def known(row: dict) -> dict:
@@ -174,32 +175,93 @@ def kernel_report(folder: str) -> str:
     return table(RESULTS / "kernel_report.json", columns, config=f"{folder} ")
 
 
-def attention_floors() -> str:
-    """The time floor of every attention case, and what a GPU took where one was there."""
+# What stands beside our times of a folder: heading -> implementation in gpu_kernels.json.
+SIDES = {
+    "attention": {
+        "ours, us": "ours", "cuDNN padded, us": "cudnn padded", "cuDNN packed, us": "cudnn packed",
+        "tokamax packed, us": "tokamax packed", "XLA, us": "reference",
+    },
+    "norm": {"ours, us": "ours", "XLA, us": "xla"},
+    "gemm": {"ours, us": "ours", "XLA, us": "xla"},
+}  # fmt: skip
+
+
+def floors(folder: str) -> str:
+    """The roofline of every case of a folder, and what a GPU took where one was there."""
+    cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
     path = RESULTS / "gpu_kernels.json"
-    measured = json.loads(path.read_text())["rows"] if path.exists() else []
+    measured = json.loads(path.read_text()) if path.exists() else {"rows": []}
 
     def took(case: str, direction: str, implementation: str) -> str:
         wanted = {"case": case, "direction": direction, "implementation": implementation}
-        found = [r["median_s"] for r in measured if wanted.items() <= r.items()]
+        found = [
+            row["median_s"]
+            for row in measured["rows"]
+            if wanted.items() <= row.items() and row["folder"] == folder and "median_s" in row
+        ]
         return f"{1e6 * found[0]:.0f}" if found else ""
 
-    lines = [
-        "| case | pass | GFLOP | MB | floor, us | ours, us | cuDNN padded, us |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for case in CASES:
+    columns = ["case", "pass", "GFLOP", "MB", "floor, us", *SIDES[folder]]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for case in cases:
         for direction, parts in (("forward", (False,)), ("forward+backward", (False, True))):
             flops, nbytes, floor = (
                 sum(f(part) for part in parts) for f in (case.flops, case.bytes, case.floor_s)
             )
             cells = [
                 case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
-                f"{1e6 * floor:.0f}", took(case.name, direction, "ours"),
-                took(case.name, direction, "cudnn padded"),
+                f"{1e6 * floor:.0f}",
+                *(took(case.name, direction, side) for side in SIDES[folder].values()),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    source = ", ".join(str(measured[k]) for k in ("layer", "date", "commit") if measured.get(k))
+    return "\n".join([*lines, *(["", f"*{source}*"] if source else [])])
+
+
+def bytetransformer_counts() -> str:
+    """What padding costs on the paper's workload, counted."""
+    columns = {
+        "maximum length": "longest", "tokens, padded": "padded_tokens", "in the bucket": "capacity",
+        "GFLOP, padded": "gflop_padded", "GFLOP, ours": "gflop_ours", "GB, padded": "gbyte_padded",
+        "GB, ours": "gbyte_ours", "attention, pairs saved": "attention_saving_visited",
+        "at most": "attention_saving_useful",
+    }  # fmt: skip
+    return table(RESULTS / "bytetransformer_cpu.json", columns, part="count")
+
+
+def bytetransformer_steps() -> str:
+    """The steps of figure 13, counted: an H200's floor, which no kernel reaches."""
+    columns = {
+        "maximum length": "longest", "step": "step", "GFLOP": "gflop", "GB": "gbyte",
+        "floor, ms (estimate)": "floor_ms_estimate", "gain, % (estimate)": "gain_percent_estimate",
+        "gain, %, paper (from memory)": "gain_percent_paper",
+    }  # fmt: skip
+    return table(RESULTS / "bytetransformer_cpu.json", columns, part="step")
+
+
+def bytetransformer_times() -> str:
+    """The paper's milliseconds beside ours: empty until a GPU was there."""
+    path = RESULTS / "bytetransformer_gpu.json"
+    ours = json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+    def took(step: str, longest: int) -> str:
+        wanted = {"part": "time", "step": step, "longest": longest, "batch": 16}
+        found = [row.get("median_ms") for row in ours["rows"] if wanted.items() <= row.items()]
+        return f"{found[0]:.2f}" if found and found[0] else ""
+
+    paper = json.loads((RESULTS / "bytetransformer_cpu.json").read_text())["paper"]
+    lengths = paper["lengths"]
+    lines = [
+        f"| ms at maximum length | {' | '.join(map(str, lengths))} |",
+        "|---|" + "---|" * len(lengths),
+    ]
+    for name, times in paper["ms"].items():
+        lines.append(f"| {name}, A100 (paper) | {' | '.join(f'{t:.2f}' for t in times)} |")
+    for name in ("padded, XLA", "padded, cuDNN", "+ fused attention"):
+        shown = name.replace("+ fused attention", "packed")
+        lines.append(f"| ours: {shown} | {' | '.join(took(name, n) for n in lengths)} |")
+    source = ours.get("layer", "ours: not reproduced, no GPU yet")
+    return "\n".join([*lines, "", f"*{source}*"])
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -212,7 +274,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "plans": plans,
     "plan_search": plan_search,
     "kernel_report_attention": functools.partial(kernel_report, "attention"),
-    "attention_floors": attention_floors,
+    "attention_floors": functools.partial(floors, "attention"),
+    "norm_floors": functools.partial(floors, "norm"),
+    "gemm_floors": functools.partial(floors, "gemm"),
+    "kernel_report_norm": functools.partial(kernel_report, "norm"),
+    "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
+    "bytetransformer_counts": bytetransformer_counts,
+    "bytetransformer_steps": bytetransformer_steps,
+    "bytetransformer_times": bytetransformer_times,
 }
 
 

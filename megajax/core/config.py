@@ -218,7 +218,8 @@ def start_flag() -> str:
 
 
 def run(main: Callable[..., Any], positional: int = 0) -> None:
-    """Runs a script under absl: flags, then main(*words); a UserError ends it in one line.
+    """Runs a script under absl: flags, then main(*words); a UserError, or Ctrl-C where main does
+    not handle it, ends it in one line.
 
     positional: how many words the command line must have beside its flags.
     """
@@ -238,6 +239,9 @@ def run(main: Callable[..., Any], positional: int = 0) -> None:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            sys.exit(130)
         sys.exit(code)
 
     app.run(guarded)

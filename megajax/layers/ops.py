@@ -3,10 +3,11 @@
 A block is written once. What differs between one device, tensor parallelism, a fused
 GEMM-with-communication, a tile-sparse or a quantized GEMM and another attention kernel is which
 functions stand in here. `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
-communication around it and take it as an argument, so the two choices compose. For mixtures of
+communication around it and take it as an argument, so the two choices compose. `settle` and
+`expand` are where a kernel joins a product with the element-wise work after it. For mixtures of
 experts `grouped` is the local compute, `score`, `expert` and `total` what is around it. The
-defaults are local; parallel/tensor.py and parallel/expert.py build the sharded ones, and
-parallel/local.py those of code inside a shard_map.
+defaults are local; layers/fused.py has kernels for some, parallel/tensor.py and parallel/expert.py
+build the sharded ones, and parallel/local.py those of code inside a shard_map.
 
 Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts.
 A weight argument is an nnx.Param whose metadata `axes` names its dimensions.
@@ -60,24 +61,47 @@ def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Ar
 
 def down(
     products: Sequence[tuple[Array, nnx.Param]],
-    residual_BSD: Array,
+    residual_BSD: Array | None,
     matmul: Callable,
     bias: Array | None = None,
     drop: Callable | None = None,
 ) -> Array:
-    """residual + drop(sum of x . w + bias) for (x, w (..., D)) pairs, sharing one scatter."""
+    """residual + drop(sum of x . w + bias) for (x, w (..., D)) pairs, sharing one scatter; without
+    a residual (None) `settle` adds it."""
     terms = (matmul(x, whole(w, x.dtype), contract=w[...].ndim - 1) for x, w in products)
     return join(functools.reduce(operator.add, terms), residual_BSD, bias, drop)
 
 
 def join(
-    y_BSD: Array, residual_BSD: Array, bias: Array | None = None, drop: Callable | None = None
+    y_BSD: Array,
+    residual_BSD: Array | None,
+    bias: Array | None = None,
+    drop: Callable | None = None,
 ) -> Array:
     """The end of every `down`: bias, dropout, residual. Named for the remat policies."""
-    y_BSD = checkpoint_name(y_BSD, "block_out")
+    return add(checkpoint_name(y_BSD, "block_out"), residual_BSD, bias, drop)
+
+
+def add(
+    y_BSD: Array, residual_BSD: Array | None, bias: Array | None, drop: Callable | None
+) -> Array:
+    """residual + drop(y + bias), of which only y must be there."""
     if bias is not None:
         y_BSD = y_BSD + bias.astype(y_BSD.dtype)[None, None]
-    return residual_BSD + (drop(y_BSD) if drop is not None else y_BSD)
+    y_BSD = drop(y_BSD) if drop is not None else y_BSD
+    return y_BSD if residual_BSD is None else residual_BSD + y_BSD
+
+
+def settle(
+    norm: Callable, y_BSD: Array, residual_BSD: Array, bias: Array, drop: Callable | None
+) -> Array:
+    """norm(residual + drop(y + bias)): the end of a sublayer that is normalised after it."""
+    return norm(add(y_BSD, residual_BSD, bias, drop))
+
+
+def expand(mlp: Any, x_BSD: Array, up: Callable, matmul: Callable) -> Array:
+    """The first half of a feed-forward layer, to hidden_BSF: product, bias, activation."""
+    return mlp(up(x_BSD, mlp.inputs, matmul))
 
 
 def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
@@ -109,6 +133,8 @@ class Ops:
     whole: Callable = whole
     up: Callable = up
     down: Callable = down
+    settle: Callable = settle
+    expand: Callable = expand
     lookup: Callable = lookup
     attend: Callable = attend
     vocab: VocabCut = VocabCut()

@@ -25,7 +25,7 @@ from flax import nnx
 from megajax.core.layout import Layout
 from megajax.core.packing import PackInfo, pack, unpack
 from megajax.core.tree import Tree
-from megajax.layers import param
+from megajax.layers import fused, param
 from megajax.layers.attend import attend
 from megajax.layers.attention import Attention
 from megajax.layers.dropout import drop, dropper
@@ -37,7 +37,7 @@ from megajax.layers.ops import Ops
 from megajax.models import parts as parts_
 from megajax.models.encoder_config import EncoderConfig
 
-PACKED = Ops(attend=functools.partial(attend, implementation="varlen"))
+PACKED = Ops(attend=functools.partial(attend, implementation="varlen"), settle=fused.settle)
 
 
 class Block(nnx.Module):
@@ -56,13 +56,12 @@ class Block(nnx.Module):
         ops, attention, mlp = self.ops, self.attention, self.mlp
         add = functools.partial(dropper, context.dropout, self.cfg.dropout)
         y, _ = attention(ops.up(x_BSD, attention.inputs, ops.matmul), context)
+        y_BSD = ops.down(((y, attention.out),), None, ops.matmul)
         bias = attention.out_bias[...]
-        x_BSD = ops.down(((y, attention.out),), x_BSD, ops.matmul, bias, add(0))
-        x_BSD = self.attention_norm(x_BSD)
-        hidden = mlp(ops.up(x_BSD, mlp.inputs, ops.matmul))
-        bias = mlp.down_bias[...]
-        x_BSD = ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, bias, add(1))
-        return self.mlp_norm(x_BSD)
+        x_BSD = ops.settle(self.attention_norm, y_BSD, x_BSD, bias, add(0))
+        hidden = ops.expand(mlp, x_BSD, ops.up, ops.matmul)
+        y_BSD = ops.down(((hidden, mlp.down),), None, ops.matmul)
+        return ops.settle(self.mlp_norm, y_BSD, x_BSD, mlp.down_bias[...], add(1))
 
 
 class Encoder(nnx.Module):
@@ -166,7 +165,7 @@ def parts(
     A batch has tokens, positions and, where wanted, segments (below 0: dead), types and targets.
     A classifier's targets are at the first tokens, -1 elsewhere.
 
-    Args: ops: None: local, attention over packed tokens. dtype: of the residual stream and all
+    Args: ops: None: local, kernels over packed tokens. dtype: of the residual stream and all
       matmuls. loss_chunks: pieces of the sequence whose logits exist at one time; must divide it.
     """
     ops = PACKED if ops is None else ops

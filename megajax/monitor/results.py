@@ -40,9 +40,14 @@ def facts(device: str, layer: str) -> dict[str, str]:
 
 
 def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes {**about, "rows": [...]}; called after each row, so that a cut-off run counts."""
+    """Writes {**about, "rows": [...]}; called after each row, so that a cut-off run counts.
+
+    A run that is cut off while it writes leaves the rows before.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "rows": list(rows)}, indent=2) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps({**about, "rows": list(rows)}, indent=2) + "\n")
+    part.replace(path)
 
 
 def table(path: Path, columns: Mapping[str, str], **wanted: str) -> str:

@@ -60,7 +60,7 @@ def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Ar
 
 def down(
     products: Sequence[tuple[Array, nnx.Param]],
-    residual_BSD: Array,
+    residual_BSD: Array | None,
     matmul: Callable,
     bias: Array | None = None,
     drop: Callable | None = None,

@@ -96,7 +96,7 @@ def up(
 def down(
     layout: Layout,
     products: Sequence[tuple[Array, nnx.Param]],
-    residual_BSD: Array,
+    residual_BSD: Array | None,
     matmul: Callable,
     bias: Array | None = None,
     drop: Callable | None = None,

@@ -48,10 +48,16 @@ class Case:
         return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
 
 
-def paper_lengths(longest: int, batch: int = PAPER_BATCH, seed: int = 0) -> tuple[int, ...]:
-    """ByteTransformer's draw (its benchmark): uniform in [2 average - longest, longest]."""
-    average = int(PAPER_ALPHA * longest)
-    drawn = np.random.default_rng(seed).integers(2 * average - longest, longest + 1, batch)
+def paper_lengths(
+    longest: int, batch: int = PAPER_BATCH, seed: int = 0, alpha: float = PAPER_ALPHA
+) -> tuple[int, ...]:
+    """ByteTransformer's draw (its benchmark): uniform in [2 average - longest, longest].
+
+    alpha: average over longest; below a half, uniform in [0, 2 average].
+    """
+    average = int(alpha * longest)
+    least, most = max(2 * average - longest, 0), min(2 * average, longest)
+    drawn = np.random.default_rng(seed).integers(least, most + 1, batch)
     return tuple(int(n) for n in drawn)
 
 

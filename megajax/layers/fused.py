@@ -1,0 +1,37 @@
+"""Seams of a block filled with fused kernels, for arrays that lie on one device.
+
+ByteTransformer (arXiv 2210.03052) section 3.2: bias, residual and LayerNorm in one pass over the
+tokens. Each kernel runs where it can and its plain JAX reference elsewhere. Under a mesh they
+belong inside a shard_map.
+
+Legend: B rows, S positions, D model width.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from megajax.layers import ops
+from megajax.layers.norm import Norm
+from pallas_kernels import fused_layer_norm
+
+
+def settle(
+    norm: Norm,
+    y_BSD: jax.Array,
+    residual_BSD: jax.Array,
+    bias: jax.Array,
+    drop: Callable | None,
+) -> jax.Array:
+    """norm(residual + drop(y + bias)) as one kernel; with dropout, which lies between, as many."""
+    if drop is not None:
+        return ops.settle(norm, y_BSD, residual_BSD, bias, drop)
+    return fused_layer_norm(
+        y_BSD,
+        residual=residual_BSD,
+        bias=bias,
+        scale=norm.scale[...],
+        offset=norm.shift[...] if norm.kind == "layer" else None,
+        kind=norm.kind,
+        eps=norm.eps,
+    )[0]

@@ -1,0 +1,204 @@
+"""Attention on a GPU: the correctness matrix, and every case beside its rivals.
+
+Correct: the error against float32 attention is at most twice that of plain bf16 attention, plus
+1e-3 (gradients: 2e-3). Rivals work on the same tokens: cuDNN on rows padded to the longest, cuDNN
+on packed tokens (private to jax), tokamax on packed tokens (by its kernel's own mask; where it is
+installed), and our plain JAX reference. What a rival cannot do is a row that says why.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import varlen_attention
+from pallas_kernels.attention.cases import CASES as CASES
+from pallas_kernels.attention.cases import Case
+from pallas_kernels.attention.ranges import packed_rows
+
+Side = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]  # what is timed, its arguments
+
+
+@dataclass(frozen=True)
+class Check:
+    """One program of the correctness matrix; it runs on all of LENGTHS."""
+
+    heads: tuple[int, int]
+    width: int
+    causal: bool
+    window: tuple[int, int] | None
+    dtype: str
+
+
+# Segments at unaligned starts, of length 0 and 1, one long, many dead tokens; and the capacity.
+LENGTHS = (((1, 0, 300, 57, 700), (1024, 0, 0, 0, 0), (64, 128, 0, 0, 5)), 1152)
+TINY_LENGTHS = (((40, 0, 70),), 128)
+TINY = Check((2, 1), 64, True, None, "bfloat16")
+
+
+def matrix() -> list[Check]:
+    """Each width once, then the rest in an order where any beginning is a sample."""
+    options = itertools.product(
+        ((4, 4), (8, 2), (4, 1)), (128, 64, 256, 96), (True, False), (None, (100, 0), (37, 64)),
+        ("bfloat16", "float16"),
+    )  # fmt: skip
+    rest = [Check(*each) for each in options]
+    first = [Check((8, 2), width, True, None, "bfloat16") for width in (128, 64, 256, 96)]
+    order = np.random.default_rng(0).permutation(len(rest))
+    return first + [rest[i] for i in order if rest[i] not in first]
+
+
+def arrays(check: Check, T: int, tokens: int) -> list[jax.Array]:
+    """q, k, v, dout; random normal, NaN in the dead rows."""
+    H, G = check.heads
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    shapes = ((T, n, check.width) for n in (H, G, G, H))
+    dead = (jnp.arange(T) >= tokens)[:, None, None]
+    found = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return [jnp.where(dead, jnp.nan, x).astype(check.dtype) for x in found]
+
+
+def plain(q, k, v, cu, causal, window):
+    """What one writes without a kernel: all pairs, a mask, a softmax."""
+    T, R = q.shape[0], q.shape[1] // k.shape[1]
+    t = jnp.arange(T)
+    segment = jnp.searchsorted(cu, t, side="right")
+    live = t < cu[-1]
+    q, k, v = (jnp.where(live[:, None, None], x, 0) for x in (q, k, v))
+    seen = (segment[:, None] == segment[None]) & live[:, None] & live[None]
+    left, right = window or (T, T)
+    away = t[None] - t[:, None]
+    seen &= (away >= -left) & (away <= (0 if causal else right))
+    k, v = (jnp.repeat(x, R, 1) for x in (k, v))
+    logits = jnp.einsum("thk,shk->hts", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    weights = jax.nn.softmax(jnp.where(seen[None], logits, -1e30), -1)
+    return jnp.einsum("hts,shk->thk", jnp.where(seen[None], weights, 0).astype(v.dtype), v)
+
+
+def errors(check: Check, implementation: str, lengths: Any) -> dict[str, float]:
+    """Returns error over bound of the output and of the gradients; at most 1 is right."""
+    masks = {"causal": check.causal, "window": check.window}
+
+    def mine(q, k, v, cu):
+        return varlen_attention(q, k, v, cu_seqlens_q=cu, implementation=implementation, **masks)
+
+    def all_of(attend):
+        def run(q, k, v, dout, cu):
+            out, pull = jax.vjp(lambda *x: attend(*x, cu), q, k, v)
+            return out, *pull(jnp.where(jnp.isnan(dout), 0, dout).astype(out.dtype))
+
+        return jax.jit(run)
+
+    kernel, naive = all_of(mine), all_of(functools.partial(plain, **masks))
+    worst = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    for each in lengths[0]:
+        cu = jnp.asarray(np.concatenate([[0], np.cumsum(each)]), jnp.int32)
+        inputs = arrays(check, lengths[1], sum(each))
+        with jax.default_matmul_precision("highest"):
+            wanted = naive(*(x.astype(jnp.float32) for x in inputs), cu)
+        sides = zip(worst, kernel(*inputs, cu), naive(*inputs, cu), wanted, strict=True)
+        for name, *values in sides:
+            found, rough, want = (np.asarray(x, np.float64) for x in values)
+            bound = 2 * np.abs(rough - want).max() + (1e-3 if name == "out" else 2e-3)
+            worst[name] = max(worst[name], float(np.abs(found - want).max() / bound))
+    return worst
+
+
+TINY_CASE = Case("tiny", (60, 68), (1, 1), 64, True)
+TINY_CASES = (TINY_CASE,)
+
+
+def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """(name, what gives error over bound) of the matrix."""
+    lengths = TINY_LENGTHS if rehearsal else LENGTHS
+    implementation = "interpret" if rehearsal else "hopper"
+    return [
+        (f"attention {check}", functools.partial(errors, check, implementation, lengths))
+        for check in ([TINY] if rehearsal else matrix())
+    ]
+
+
+def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+    """What is timed on a case: ours and its rivals, each built when its turn comes."""
+    return {
+        "ours": lambda: ours(case, implementation),
+        "cudnn padded": lambda: cudnn_padded(case),
+        "cudnn packed": lambda: cudnn_packed(case),
+        "tokamax packed": lambda: tokamax_packed(case),
+        "reference": lambda: ours(case, "reference"),
+    }
+
+
+def arguments(case: Case, *rows: int) -> list[jax.ShapeDtypeStruct]:
+    """q, k, v of these leading dimensions."""
+    H, G = case.heads
+    return [jax.ShapeDtypeStruct((*rows, n, case.width), jnp.bfloat16) for n in (H, G, G)]
+
+
+def packed(case: Case) -> tuple[jax.Array, list[jax.ShapeDtypeStruct]]:
+    """Prefix sums, and q, k, v on whole tiles of the packed axis."""
+    cu = jnp.asarray(np.concatenate([[0], np.cumsum(case.lengths)]), jnp.int32)
+    return cu, arguments(case, -(-case.tokens // 128) * 128)
+
+
+def ours(case: Case, implementation: str) -> Side:
+    """Packed attention of this library."""
+    cu, like = packed(case)
+    attend = functools.partial(
+        varlen_attention, cu_seqlens_q=cu, causal=case.causal, implementation=implementation,
+        max_seqlen=max(case.lengths),
+    )  # fmt: skip
+    return attend, like
+
+
+def cudnn_padded(case: Case) -> Side:
+    """cuDNN's attention of the same segments, padded to rows of the longest."""
+    B, S = len(case.lengths), max(case.lengths)
+    lengths = None if min(case.lengths) == S else jnp.asarray(case.lengths, jnp.int32)
+
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=case.causal, implementation="cudnn",
+            query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+        )  # fmt: skip
+
+    return attend, arguments(case, B, S)
+
+
+def cudnn_packed(case: Case) -> Side:
+    """cuDNN's attention of one packed row; jax has it, but not in public."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cu, like = packed(case)
+    lengths = jnp.diff(cu)[None]
+    starts = jnp.concatenate([cu[:-1], jnp.full(1, -1, jnp.int32)])[None]
+    mask = cudnn.MaskType.PADDING_CAUSAL if case.causal else cudnn.MaskType.PADDING
+
+    def attend(q, k, v):
+        return cudnn.dot_product_attention(
+            q[None], k[None], v[None], q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts,
+            kv_offsets=starts, scale=case.width**-0.5, mask_type=mask,
+        )[0]  # fmt: skip
+
+    if len(case.lengths) < 2:
+        raise NotImplementedError("one segment is not packed: see 'cudnn padded'")
+    return attend, like
+
+
+def tokamax_packed(case: Case) -> Side:
+    """Tokamax's Mosaic GPU attention of one packed row, by the key range of each query."""
+    from tokamax._src.ops.attention import api, base
+
+    cu, like = packed(case)
+    rows = packed_rows(cu, cu, like[0].shape[0], case.causal, None)
+
+    def attend(q, k, v):
+        mask = base.Mask(k_start=rows.lo[None, None], k_end=rows.hi[None, None])
+        return api.IMPLEMENTATIONS["mosaic_gpu"](q[None], k[None], v[None], mask=mask)[0]
+
+    return attend, like

@@ -1,0 +1,92 @@
+"""Matrix products with epilogues on a GPU: correctness, and every case beside XLA's product.
+
+Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_attention import Side
+from pallas_kernels.gemm.cases import CASES as CASES
+from pallas_kernels.gemm.cases import Case
+
+import pallas_kernels
+
+TINY_CASES = (Case("tiny", 64, 128, 64, "gelu", bias=True, residual=True),)
+CHECKED = (
+    Case("256 x 512 x 384", 256, 512, 384),
+    Case("200 x 192 x 320 gelu", 200, 192, 320, "gelu", bias=True),
+    Case("130 x 256 x 128 silu, residual", 130, 256, 128, "silu", bias=True, residual=True),
+)
+
+
+def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """x, w and, where the case has them, bias and residual."""
+    shapes = [(case.M, case.K), (case.K, case.N)]
+    shapes += [(case.N,)] * case.bias + [(case.M, case.N)] * case.residual
+    return [jax.ShapeDtypeStruct(s, jnp.float32 if len(s) == 1 else jnp.bfloat16) for s in shapes]
+
+
+def product(case: Case, implementation: str) -> Callable[..., jax.Array]:
+    """fused_gemm of the arguments."""
+
+    def run(x, w, *rest):
+        left = list(rest)
+        bias = left.pop(0) if case.bias else None
+        residual = left.pop(0) if case.residual else None
+        return pallas_kernels.fused_gemm(
+            x, w, bias=bias, activation=case.activation, residual=residual,
+            implementation=implementation,
+        )  # fmt: skip
+
+    return run
+
+
+def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+    """Ours, and XLA's product with the element-wise work that it fuses."""
+    return {
+        "ours": lambda: (product(case, implementation), arguments(case)),
+        "xla": lambda: (product(case, "reference"), arguments(case)),
+    }
+
+
+def errors(case: Case, implementation: str) -> dict[str, float]:
+    """Returns error over bound of the result and of the gradients; at most 1 is right."""
+    like = arguments(case)
+    random = np.random.default_rng(0)
+    scaled = (random.normal(size=x.shape) / case.K**0.25 for x in like)
+    inputs = [jnp.asarray(x, y.dtype) for x, y in zip(scaled, like, strict=True)]
+
+    def all_of(implementation: str, exact: bool) -> list[np.ndarray]:
+        def run(*x):
+            out, pull = jax.vjp(product(case, implementation), *x)
+            return out, *pull(jnp.ones_like(out))
+
+        arrays = (
+            jnp.asarray(x, jnp.float32 if exact else s.dtype)
+            for x, s in zip(inputs, like, strict=True)
+        )
+        with jax.default_matmul_precision("highest" if exact else "default"):
+            return [np.asarray(x, np.float64) for x in jax.jit(run)(*arrays)]
+
+    found, rough, want = (
+        all_of(implementation, False), all_of("reference", False), all_of("reference", True),
+    )  # fmt: skip
+    names = ("out", "dx", "dw", "dbias", "dresidual")
+    return {
+        name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
+        for name, f, r, w in zip(names, found, rough, want, strict=False)
+    }
+
+
+def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """(name, what gives error over bound)."""
+    cases: tuple[Any, ...] = TINY_CASES if rehearsal else CHECKED
+    implementation = "interpret" if rehearsal else "hopper"
+    return [
+        (f"gemm {case.name}", functools.partial(errors, case, implementation)) for case in cases
+    ]
