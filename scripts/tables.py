@@ -11,20 +11,27 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from pallas_kernels.attention.cases import CASES
+from pallas_kernels.attention.cases import CASES as ATTENTION_CASES
+from pallas_kernels.gemm.cases import CASES as GEMM_CASES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = ("README.md", "PAPERS.md", "pallas_kernels/attention/README.md")
+DOCUMENTS = (
+    "README.md",
+    "PAPERS.md",
+    "pallas_kernels/attention/README.md",
+    "pallas_kernels/gemm/README.md",
+)
 
 
 def known(row: dict) -> dict:
@@ -174,8 +181,8 @@ def kernel_report(folder: str) -> str:
     return table(RESULTS / "kernel_report.json", columns, config=f"{folder} ")
 
 
-def attention_floors() -> str:
-    """The time floor of every attention case, and what a GPU took where one was there."""
+def floors(cases: Sequence[Any], rival: str) -> str:
+    """The time floor of every case of a kernel, and what a GPU took where one was there."""
     path = RESULTS / "gpu_kernels.json"
     measured = json.loads(path.read_text())["rows"] if path.exists() else []
 
@@ -185,10 +192,10 @@ def attention_floors() -> str:
         return f"{1e6 * found[0]:.0f}" if found else ""
 
     lines = [
-        "| case | pass | GFLOP | MB | floor, us | ours, us | cuDNN padded, us |",
+        f"| case | pass | GFLOP | MB | floor, us | ours, us | {rival}, us |",
         "|---|---|---|---|---|---|---|",
     ]
-    for case in CASES:
+    for case in cases:
         for direction, parts in (("forward", (False,)), ("forward+backward", (False, True))):
             flops, nbytes, floor = (
                 sum(f(part) for part in parts) for f in (case.flops, case.bytes, case.floor_s)
@@ -196,7 +203,7 @@ def attention_floors() -> str:
             cells = [
                 case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
                 f"{1e6 * floor:.0f}", took(case.name, direction, "ours"),
-                took(case.name, direction, "cudnn padded"),
+                took(case.name, direction, rival.lower()),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -212,7 +219,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "plans": plans,
     "plan_search": plan_search,
     "kernel_report_attention": functools.partial(kernel_report, "attention"),
-    "attention_floors": attention_floors,
+    "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
+    "attention_floors": functools.partial(floors, ATTENTION_CASES, "cuDNN padded"),
+    "gemm_floors": functools.partial(floors, GEMM_CASES, "XLA"),
 }
 
 
