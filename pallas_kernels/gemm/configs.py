@@ -23,6 +23,7 @@ from pallas_kernels.gemm.hopper import BLOCKS, Stored, Tile
 from pallas_kernels.gemm.reference import Spec
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
+IN_TURN = "{}x{}".format(*hopper.PINGPONG)
 HEAVIEST = "bias gelu residual kept"
 EPILOGUES = (
     "plain", "plain float32", "bias", "bias gelu", "bias gelu kept", "bias gelu_tanh kept",
@@ -35,6 +36,8 @@ CONFIGS = (
     f"forward {LARGEST} alone plain",
     *(f"forward {block} {epilogue}" for block in SMALLER for epilogue in ("plain", HEAVIEST)),
     *(f"{kind} {block}" for block in SMALLER for kind in ("dx", "dw")),
+    *(f"forward {IN_TURN} pingpong {epilogue}" for epilogue in ("plain", "bias gelu", HEAVIEST)),
+    *(f"{kind} {IN_TURN} pingpong" for kind in ("dx", "dw")),
 )
 FOLDER = pathlib.Path(__file__).parent
 
@@ -55,7 +58,9 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     out_dtype = "float32" if "float32" in words else "bfloat16"
     spec, stored = Spec(activation, out_dtype, "kept" in words), STORED[kind]
     block_m, block_n = map(int, block.split("x"))
-    tile = Tile(block_m, block_n, 64, 6, block_m // 64, 1 if "alone" in words else 2)
+    pingpong, cluster = "pingpong" in words, 1 if "alone" in words else 2
+    warpgroups = 2 if pingpong else block_m // 64
+    tile = Tile(block_m, block_n, 64, 6, warpgroups, cluster, pingpong=pingpong)
     tile = hopper.fitted(tile, spec, "residual" in words)
     a, b = array(*(K, M) if stored.a else (M, K)), array(*(N, K) if stored.b else (K, N))
     bias = array(N, dtype=jnp.float32) if "bias" in words else None
@@ -103,11 +108,7 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
         return a, b, bias, normal(3, M, N) if residual else None
 
     first = hopper.heuristic(M, N, K, spec=spec, residual=residual)
-    others = (
-        hopper.fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), spec, residual)
-        for block_m, block_n in BLOCKS
-        for cluster in (2, 1)
-    )
+    others = hopper.candidates(spec, residual)
     wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
     key = api.key(kind, spec.activation, residual, M, N, K)
     return tuned.Tuning(

@@ -2,18 +2,20 @@
 
 A thread block for each SM takes output tiles in turn, in an order that snakes so that blocks which
 run together share rows and columns in L2. A producer warpgroup only starts copies (TMA), over all
-tiles of its block without a pause; the compute warpgroups own block_m / warpgroups rows each:
+tiles of its block without a pause. The compute warpgroups share a tile, each with its rows of it,
+and one ring of buffers; or, in ping-pong, each has a tile and a ring of its own, and as the
+producer fills one ring after the other, one's epilogue hides behind the other's product:
 
     producer      wait free[s] | TMA a, b -> ready[s]                   s = 0 .. stages - 1, round
     each compute  wait ready[s], acc += a b (wgmma, one left in flight), arrive free[s - 1]
-    epilogue      for every 128 bytes of columns: bias, activation, residual (by TMA, started before
-                  the product), SMEM, TMA to memory while the next columns are computed; meanwhile
-                  the producer fills the ring for the next tile
+    epilogue      for pieces of 64 rows and 128 bytes: bias, activation, residual (by TMA, started
+                  before the product), SMEM, TMA to memory while the next piece is computed;
+                  meanwhile the producer fills the ring for the next tile
 
 Operands may be stored transposed, so x w, dz w^T and x^T dz are one kernel. Where a tile reaches
 over an edge TMA reads zeros and writes nothing (PTX ISA, tensor copies: out-of-bound access). That
 counts in whole pieces of the swizzled tiling, 8 rows of 128 bytes: other sizes are copied first.
-Known from CUTLASS as the cooperative kernel. Absent: split-K, stream-K.
+Known from CUTLASS as the cooperative and the ping-pong kernel. Absent: split-K, stream-K.
 
 Legend: M rows, N columns, K contracted; a, b the operands as they are stored.
 """
@@ -37,20 +39,24 @@ from pallas_kernels.gemm.reference import Spec, activate
 SMS = 132  # of H100 and H200 (SXM): thread blocks that run at one time
 SWIZZLE = 128  # bytes of a row of every buffer's tiling
 PIECE = 8  # rows of it
-RESIDUALS = 2  # chunks of the residual on their way
-# What one SM may expect (H200's datasheet; of the tensor cores 0.8; L2 second hand, in doubt).
-SM_FLOPS, SM_L2_BYTES, SM_HBM_BYTES = 0.8 * 989.5e12 / SMS, 5.5e12 / SMS, 4.8e12 / SMS
+RESIDUALS = 2  # pieces of the residual on their way
 BLOCKS = ((128, 256), (128, 192), (128, 128), (64, 256), (64, 128), (64, 64))
+PINGPONG = (128, 128)
+# What one SM may expect (0.8 of H200's datasheet; L2 second hand, in doubt), and elements that it
+# finishes in a second, without and with an activation (counted: of that, 2 special functions an
+# element, 16 a clock; clock: H100's datasheet).
+SM_FLOPS, SM_L2_BYTES = 0.8 * 989.5e12 / SMS, 5.5e12 / SMS
+SM_EPILOGUE = (32 * 1.755e9, 8 * 1.755e9)
 WGMMA = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """block_m, block_n, block_k: of a thread block. stages: tiles of a and b in flight.
+    """block_m, block_n, block_k: of a tile. stages: of a ring, tiles of a and b in flight.
 
-    warpgroups: that compute, each block_m / warpgroups rows. cluster: thread blocks, one below the
-    other, that read b once for all (TMA multicast). snake: clusters down M that are taken before
-    the next column of tiles.
+    warpgroups: that compute. cluster: thread blocks, one below the other, that read b once for all
+    (TMA multicast). snake: clusters down M that are taken before the next column of tiles.
+    pingpong: each warpgroup has tiles of its own, else they share each tile's rows.
     """
 
     block_m: int
@@ -60,6 +66,17 @@ class Tile:
     warpgroups: int
     cluster: int = 1
     snake: int = 8
+    pingpong: bool = False
+
+    @property
+    def rings(self) -> int:
+        """Of buffers, each with one tile after the other."""
+        return self.warpgroups if self.pingpong else 1
+
+    @property
+    def rows(self) -> int:
+        """Of a tile, that a warpgroup computes."""
+        return self.block_m * self.rings // self.warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,29 +87,38 @@ class Stored:
     b: bool = False
 
 
-def heuristic(M: int, N: int, K: int, *, spec: Spec | None = None, residual: bool = False) -> Tile:
-    """The tile where nothing was measured: the least time by waves of tiles, tensor cores, L2, HBM.
+def heuristic(
+    M: int, N: int, K: int, *, spec: Spec = Spec(None, "bfloat16"), residual: bool = False
+) -> Tile:
+    """The tile where nothing was measured: the least time by waves of tiles, tensor cores and L2.
 
-    spec, residual: what the epilogue keeps in shared memory; None: only a 16-bit result.
+    spec, residual: what the epilogue computes and keeps in shared memory.
     """
-    spec = spec or Spec(None, "bfloat16")
 
     def seconds(tile: Tile) -> float:
-        rows = tile.block_m * tile.cluster
-        count = pl.cdiv(M, rows) * tile.cluster * pl.cdiv(N, tile.block_n)
+        count = pl.cdiv(M, tile.block_m * tile.cluster) * tile.cluster * pl.cdiv(N, tile.block_n)
+        waves = pl.cdiv(count, SMS)
         flops = 2 * tile.block_m * tile.block_n * tile.block_k
         loaded = 2 * tile.block_k * (tile.block_m + tile.block_n / tile.cluster)
-        stored = 2 * tile.block_m * tile.block_n * (1 + spec.keep + residual)
-        step = max(flops / SM_FLOPS, loaded / SM_L2_BYTES)
-        steps = pl.cdiv(K, tile.block_k)
-        return pl.cdiv(count, SMS) * (steps * step + stored / SM_HBM_BYTES)
+        product = pl.cdiv(K, tile.block_k) * max(flops / SM_FLOPS, loaded / SM_L2_BYTES)
+        finish = tile.block_m * tile.block_n / SM_EPILOGUE[spec.activation is not None]
+        if tile.pingpong:
+            return waves * max(product, (product + finish) / 2) + finish
+        return waves * (product + finish)
 
+    # The second block of a cluster has rows of its own.
+    legal = (t for t in candidates(spec, residual) if t.cluster == 1 or M > t.block_m)
+    return min(legal, key=seconds)
+
+
+def candidates(spec: Spec, residual: bool) -> list[Tile]:
+    """What the heuristic and the tuner choose from: at least three tiles are in flight."""
     found = (
-        fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), spec, residual)
-        for block_m, block_n in BLOCKS
-        for cluster in ((2, 1) if M > block_m else (1,))
+        fitted(Tile(m, n, 64, 6, 2 if pingpong else m // 64, cluster, 8, pingpong), spec, residual)
+        for m, n, pingpong in (*((m, n, False) for m, n in BLOCKS), (*PINGPONG, True))
+        for cluster in (2, 1)
     )
-    return min((tile for tile in found if tile.stages > 2), key=seconds)
+    return [tile for tile in found if tile.rings * tile.stages > 2]
 
 
 def fitted(tile: Tile, spec: Spec, residual: bool) -> Tile:
@@ -108,11 +134,11 @@ def fitted(tile: Tile, spec: Spec, residual: bool) -> Tile:
 
 def check(tile: Tile) -> None:
     """Raises: ValueError where a tile breaks the rules of wgmma or of registers."""
-    op, rows = "fused_gemm", tile.block_m // tile.warpgroups
-    tiles.check_multiple(op, "block_m", tile.block_m, tiles.ROWS * tile.warpgroups)
+    op = "fused_gemm"
+    tiles.check_multiple(op, "block_m", tile.block_m, tiles.ROWS * tile.warpgroups // tile.rings)
     tiles.check_multiple(op, "block_n", tile.block_n, 64, 256)
     tiles.check_multiple(op, "block_k", tile.block_k, 64, 256)
-    tiles.check_registers(op, tile.warpgroups, (rows, tile.block_n))
+    tiles.check_registers(op, tile.warpgroups, (tile.rows, tile.block_n))
     if tile.stages < 2 or tile.cluster not in (1, 2):
         raise ValueError(f"{op}: {tile} needs at least 2 stages, and a cluster of 1 or 2")
 
@@ -191,9 +217,10 @@ def multiply(
     buffers = _buffers(tile, stored, spec, residual_MN is not None, a.dtype)
     tiles.check_shared("fused_gemm", buffers)
     scratch = {name: _ring(*buffer) for name, buffer in buffers.items()}
-    free = {"num_arrivals": tile.warpgroups, "num_barriers": tile.stages}
+    stages, readers = tile.rings * tile.stages, tile.warpgroups // tile.rings
+    free = {"num_arrivals": readers, "num_barriers": stages}
     scratch |= {
-        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.ClusterBarrier(collective_axes=("cluster",), **free)
         if tile.cluster > 1
         else plgpu.Barrier(**free),
@@ -249,21 +276,22 @@ def _buffers(
     tile: Tile, stored: Stored, spec: Spec, residual: bool, dtype: Any = jnp.bfloat16
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shared memory, as (shape, type)."""
-    rows, out_dtype = tile.block_m // tile.warpgroups, jnp.dtype(spec.out_dtype)
+    out_dtype = jnp.dtype(spec.out_dtype)
     columns = SWIZZLE // out_dtype.itemsize
     a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
-    # They divide the stores of a tile, so that every tile starts with the first.
-    slots = next(n for n in (2, 3, 1) if tile.block_n // columns % n == 0)
-    staging = (tile.warpgroups, slots, rows, columns)
+    pieces = tile.rows // tiles.ROWS * tile.block_n // columns
+    # They divide the pieces of a tile, so that every tile starts with the first.
+    slots = next(n for n in (2, 3, 1) if pieces % n == 0)
+    stages, staging = tile.rings * tile.stages, (tile.warpgroups, slots, tiles.ROWS, columns)
     buffers: dict[str, tuple[tuple[int, ...], Any]] = {
-        "a_smem": ((tile.stages, *(a[::-1] if stored.a else a)), dtype),
-        "b_smem": ((tile.stages, *(b[::-1] if stored.b else b)), dtype),
+        "a_smem": ((stages, *(a[::-1] if stored.a else a)), dtype),
+        "b_smem": ((stages, *(b[::-1] if stored.b else b)), dtype),
         "y_smem": (staging, out_dtype),
     }
     if spec.keep:
         buffers["z_smem"] = (staging, dtype)
     if residual:
-        buffers["residual_smem"] = ((tile.warpgroups, RESIDUALS, rows, columns), out_dtype)
+        buffers["residual_smem"] = ((tile.warpgroups, RESIDUALS, *staging[2:]), out_dtype)
     return buffers
 
 
@@ -282,8 +310,9 @@ def _body(*refs, names, spec, tile, stored, grid, blocks, steps, a_smem, b_smem,
           free, **kept):  # fmt: skip
     gmem = dict(zip(names, refs, strict=True))
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    rows, (slots, _, columns) = tile.block_m // tile.warpgroups, y_smem.shape[1:]
-    chunks = tile.block_n // columns
+    slots, height, columns = y_smem.shape[1:]
+    across = tile.block_n // columns
+    pieces = tile.rows // height * across
     own_tiles = lax.div(grid[0] * grid[1] - 1 - block, jnp.int32(blocks)) + 1
 
     def corner(j):
@@ -292,17 +321,22 @@ def _body(*refs, names, spec, tile, stored, grid, blocks, steps, a_smem, b_smem,
         m = (m * tile.cluster + lax.axis_index("cluster")) * tile.block_m
         return pl.multiple_of(m, tile.block_m), pl.multiple_of(n * tile.block_n, tile.block_n)
 
-    def slot_of(i):
-        return lax.rem(i, jnp.int32(tile.stages))
+    def slot_of(ring, i):
+        return ring * tile.stages + lax.rem(i, jnp.int32(tile.stages))
+
+    def tiles_of(ring):
+        """How many of this block's go through a ring: every `rings`-th."""
+        return lax.div(own_tiles - ring + tile.rings - 1, jnp.int32(tile.rings))
 
     @pl.when(warpgroup < tile.warpgroups)
     def _compute():
         if tile.warpgroups > 1:
-            plgpu.set_max_registers(tiles.COMPUTE_REGISTERS[tile.warpgroups], action="increase")
-        own = pl.ds(warpgroup * rows, rows)
+            plgpu.set_max_registers(240, action="increase")
+        ring, part = (warpgroup, 0) if tile.pingpong else (0, warpgroup)
+        own = pl.ds(part * tile.rows, tile.rows)
 
         def step(i, acc):
-            slot = slot_of(i)
+            slot = slot_of(ring, i)
             plgpu.barrier_wait(ready.at[slot])
             left = a_smem.at[slot, :, own].T if stored.a else a_smem.at[slot, own]
             plgpu.wgmma(acc, left, b_smem.at[slot].T if stored.b else b_smem.at[slot])
@@ -314,76 +348,80 @@ def _body(*refs, names, spec, tile, stored, grid, blocks, steps, a_smem, b_smem,
             def _(i):
                 step(i, acc)
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(free.at[slot_of(i - 1)])
+                plgpu.barrier_arrive(free.at[slot_of(ring, i - 1)])
 
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free.at[slot_of(first + steps - 1)])
+            plgpu.barrier_arrive(free.at[slot_of(ring, first + steps - 1)])
             return acc[...]
 
-        @pl.loop(0, own_tiles)
+        @pl.loop(0, tiles_of(ring))
         def _(j):
-            m, n = corner(j)
-            m += warpgroup * rows
+            m, n = corner(ring + j * tile.rings)
+            m += part * tile.rows
 
-            def here(c):
-                return pl.ds(m, rows), pl.ds(n + c * columns, columns)
+            def here(p):
+                down, right = p // across * height, p % across * columns
+                return pl.ds(m + down, height), pl.ds(n + right, columns)
 
-            def fetch(c):
-                if "residual" in gmem and c < chunks:
-                    slot = c % RESIDUALS
+            def fetch(p):
+                if "residual" in gmem and p < pieces:
+                    slot = p % RESIDUALS
                     plgpu.copy_gmem_to_smem(
-                        gmem["residual"].at[here(c)],
+                        gmem["residual"].at[here(p)],
                         kept["residual_smem"].at[warpgroup, slot],
                         kept["residual_ready"].at[warpgroup * RESIDUALS + slot],
                     )
 
-            for c in range(RESIDUALS):
-                fetch(c)
+            for p in range(RESIDUALS):
+                fetch(p)
             accumulated = pl.run_scoped(
                 functools.partial(product, j * steps),
-                plgpu.ACC((rows, tile.block_n), jnp.float32),
+                plgpu.ACC((tile.rows, tile.block_n), jnp.float32),
             )
-            for c in range(chunks):
-                z = accumulated[:, c * columns : (c + 1) * columns]
+            for p in range(pieces):
+                down, right = p // across * height, p % across * columns
+                z = accumulated[down : down + height, right : right + columns]
                 if "bias" in gmem:
-                    bias = gmem["bias"].at[pl.ds(n + c * columns, columns)]
-                    bias = plgpu.load(bias, layout=WGMMA.reduce(0), optimized=False)
+                    bias = plgpu.load(
+                        gmem["bias"].at[here(p)[1]], layout=WGMMA.reduce(0), optimized=False
+                    )
                     z += lax.broadcast_in_dim(bias, z.shape, [1])
                 y = gelu(z) if spec.activation == "gelu" else activate(spec.activation, z)
                 if "residual" in gmem:
-                    slot = c % RESIDUALS
+                    slot = p % RESIDUALS
                     plgpu.barrier_wait(kept["residual_ready"].at[warpgroup * RESIDUALS + slot])
                     y += kept["residual_smem"][warpgroup, slot].astype(jnp.float32)
-                # What was stored `slots` chunks ago has been read.
+                # What was stored `slots` pieces ago has been read.
                 plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                 staged = [("z", z, kept["z_smem"])] if spec.keep else []
                 staged.append(("y", y, y_smem))
                 for _, value, smem in staged:
-                    smem[warpgroup, c % slots] = value.astype(smem.dtype)
+                    smem[warpgroup, p % slots] = value.astype(smem.dtype)
                 plgpu.commit_smem()
                 for name, _, smem in staged:
                     plgpu.copy_smem_to_gmem(
-                        smem.at[warpgroup, c % slots], gmem[name].at[here(c)],
+                        smem.at[warpgroup, p % slots], gmem[name].at[here(p)],
                         commit_group=name == "y",
                     )  # fmt: skip
-                fetch(c + RESIDUALS)
+                fetch(p + RESIDUALS)
 
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == tile.warpgroups)
     def _produce():
         if tile.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
 
         @pl.loop(0, own_tiles)
         def _(j):
             m, n = corner(j)
             m, n = pl.ds(m, tile.block_m), pl.ds(n, tile.block_n)
+            ring, first = lax.rem(j, tile.rings), lax.div(j, tile.rings) * steps
 
             @pl.loop(0, steps)
             def _(s):
-                i = j * steps + s
-                slot = slot_of(i)
+                i = first + s
+                slot = slot_of(ring, i)
                 k = pl.ds(pl.multiple_of(s * tile.block_k, tile.block_k), tile.block_k)
                 pl.when(i >= tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 left = gmem["a"].at[(k, m) if stored.a else (m, k)]
@@ -395,8 +433,9 @@ def _body(*refs, names, spec, tile, stored, grid, blocks, steps, a_smem, b_smem,
                 )
 
         # Every phase of every barrier is observed before the block ends.
-        total = own_tiles * steps
+        for ring in range(tile.rings):
+            total = tiles_of(ring) * steps
 
-        @pl.loop(jnp.maximum(0, total - tile.stages), total)
-        def _(i):
-            plgpu.barrier_wait(free.at[slot_of(i)])
+            @pl.loop(jnp.maximum(0, total - tile.stages), total)
+            def _(i, ring=ring):
+                plgpu.barrier_wait(free.at[slot_of(ring, i)])

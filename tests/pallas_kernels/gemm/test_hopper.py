@@ -20,17 +20,26 @@ SLOW = pytest.mark.slow
 SMALL = Tile(64, 64, 64, 2, 1)
 WIDE = Tile(128, 128, 64, 2, 2)
 PAIR = Tile(64, 64, 64, 2, 1, cluster=2)
+TURNS = Tile(64, 64, 64, 2, 2, pingpong=True)
 PLAIN = Spec(None, "bfloat16")
 KEPT = Spec("gelu", "bfloat16", keep=True)
 X, DZ_W, X_DZ = Stored(), Stored(b=True), Stored(a=True)  # x w, dz w^T, x^T dz
 # (M, N, K), tile, how operands are stored, what is computed, with bias and residual, blocks.
 CASES_FORWARD = [
-    # Two warpgroups, tails in all three sizes, two tiles in turn, more steps than stages.
+    # Two warpgroups on a tile, tails in all three sizes, two tiles, more steps than stages.
     ((136, 72, 136), WIDE, X, KEPT, PARTS, 1),
     pytest.param(((128, 128, 64), WIDE, X, PLAIN, (), 1), marks=SLOW),
     pytest.param(((3, 5, 7), SMALL, X, Spec("silu", "bfloat16"), PARTS, 4), marks=SLOW),
     pytest.param(((200, 128, 192), PAIR, X, KEPT, PARTS, 2), marks=SLOW),
     pytest.param(((130, 64, 64), PAIR, X, Spec("gelu_tanh", "float32"), ("bias",), 2), marks=SLOW),
+    # Ping-pong: two tiles each, one of them beyond the last row; two pieces of rows; a cluster.
+    pytest.param(((200, 64, 192), TURNS, X, KEPT, PARTS, 1), marks=SLOW),
+    pytest.param(
+        ((200, 192, 320), Tile(128, 64, 64, 2, 2, pingpong=True), X, KEPT, PARTS, 1), marks=SLOW
+    ),
+    pytest.param(
+        ((264, 128, 136), Tile(64, 64, 64, 2, 2, 2, pingpong=True), X, PLAIN, PARTS, 2), marks=SLOW
+    ),
     pytest.param(((64, 192, 130), Tile(64, 192, 64, 3, 1), X, KEPT, PARTS, 1), marks=SLOW),
 ]
 CASES_BACKWARD = [
@@ -39,6 +48,8 @@ CASES_BACKWARD = [
     pytest.param(((136, 200, 128), WIDE, DZ_W, PLAIN, (), 2), marks=SLOW),
     pytest.param(((200, 128, 72), PAIR, X_DZ, PLAIN, (), 2), marks=SLOW),
     pytest.param(((200, 64, 136), PAIR, DZ_W, PLAIN, (), 2), marks=SLOW),
+    pytest.param(((136, 128, 200), TURNS, X_DZ, PLAIN, (), 1), marks=SLOW),
+    pytest.param(((136, 128, 136), TURNS, DZ_W, PLAIN, (), 1), marks=SLOW),
     pytest.param(((256, 128, 64), Tile(256, 128, 64, 2, 2), X_DZ, PLAIN, (), 1), marks=SLOW),
 ]
 
@@ -109,8 +120,9 @@ def test_public_function_with_gradients(mapped, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tile", [SMALL, TURNS], ids=["shared", "pingpong"])
 @pytest.mark.parametrize("barrier", ["free", "ready"])
-def test_a_deleted_barrier_is_found(barrier, seed, monkeypatch):
+def test_a_deleted_barrier_is_found(barrier, tile, seed, monkeypatch):
     """Without the wait for a free buffer, or for a full one, the interpreter reports it."""
     body = hopper._body
 
@@ -127,7 +139,7 @@ def test_a_deleted_barrier_is_found(barrier, seed, monkeypatch):
 
     monkeypatch.setattr(hopper, "_body", without)
     with pytest.raises(Exception, match="race|phase|observed"):
-        run(((64, 64, 256), SMALL, X, PLAIN, (), 1), seed)
+        run(((64, 64, 256), tile, X, PLAIN, (), 1), seed)
 
 
 @pytest.mark.slow
@@ -178,7 +190,7 @@ def test_the_heuristic_gives_legal_tiles(out_dtype, keep, residual):
         tile = hopper.heuristic(M, N, K, spec=spec, residual=residual)
         hopper.check(tile)
         tiles.check_shared("x", hopper._buffers(tile, X, spec, residual))
-        assert tile.stages >= 3
+        assert tile.rings * tile.stages >= 3
 
 
 def test_the_heuristic_by_hand():
