@@ -16,8 +16,9 @@ import jax
 
 from pallas_kernels import aot
 from pallas_kernels.attention import configs as attention
+from pallas_kernels.gemm import configs as gemm
 
-FOLDERS = {"attention": attention}
+FOLDERS = {"attention": attention, "gemm": gemm}
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 

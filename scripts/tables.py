@@ -12,9 +12,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token

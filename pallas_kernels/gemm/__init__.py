@@ -1,0 +1,1 @@
+"""A matrix product whose epilogue adds bias, activation and residual."""

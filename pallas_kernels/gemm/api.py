@@ -1,0 +1,204 @@
+"""A matrix product with bias, activation and residual in one kernel, differentiable.
+
+Source: ByteTransformer (arXiv 2210.03052) section 3.2, which puts bias and GELU into the product's
+epilogue; on Hopper as a persistent, warp-specialised kernel (hopper.py). XLA's own product is good,
+so None takes the kernel only where a table of measurements says that it is faster.
+
+Legend: x any leading dimensions, M their product, K contracted, N columns.
+Not here: second derivatives, scales of 8-bit operands, several products with one input.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.gemm import hopper, reference
+from pallas_kernels.gemm.reference import ACTIVATIONS, Activation, Spec
+
+Array = jax.Array
+DTYPES = ("bfloat16", "float16", "float32")
+OP = "fused_gemm"
+
+
+def fused_gemm(
+    x_xK: Array,
+    w_KN: Array,
+    *,
+    bias: Array | None = None,
+    activation: Activation | None = None,
+    residual: Array | None = None,
+    out_dtype: jnp.dtype | str | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Array:
+    """activation(x w + bias) + residual, summed and computed in float32, rounded once.
+
+    The backward pass keeps x, w and, with an activation, z = x w + bias in x's type: reading it
+    back costs less time than computing the product again from K of a few hundred on. A remat policy
+    around the call drops it as any other intermediate.
+
+    Args:
+      x_xK: bf16|f16|f32. w_KN: the same type.
+      bias: (N,), any floating type. activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'.
+      residual: (x, N), of the result's type.
+      out_dtype: bf16|f16|f32; None: x's.
+      implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and
+        N and K of 64, spare it copies of its operands. Under a mesh it runs inside a shard_map
+        only. None: the reference, unless pallas_kernels/tuned has a table for this GPU whose
+        nearest row says that the kernel was faster there.
+    Returns: y_xN in out_dtype; differentiable in all arrays.
+    Raises: ValueError for shapes, types and words that break the above; NotImplementedError with
+      all reasons where the implementation asked for cannot run.
+    """
+    out_dtype = jnp.dtype(out_dtype or x_xK.dtype).name
+    _check(x_xK, w_KN, bias, activation, residual, out_dtype)
+    plan = _plan(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
+    bias_N = None if bias is None else bias.astype(jnp.float32)
+    return _fused(*dispatch.alike((x_xK, w_KN, bias_N, residual)), plan)
+
+
+class Plan(NamedTuple):
+    """What is static: how the passes run, the mathematics, the tiles of y, dx and dw."""
+
+    forward: str
+    backward: str
+    activation: Activation | None
+    bias: bool
+    residual: bool
+    out_dtype: str
+    tile: hopper.Tile
+    tile_dx: hopper.Tile
+    tile_dw: hopper.Tile
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _fused(x_xK, w_KN, bias_N, residual_xN, plan: Plan) -> Array:
+    return _product(x_xK, w_KN, bias_N, residual_xN, plan, keep=False)[0]
+
+
+def _product(x_xK, w_KN, bias_N, residual_xN, plan, keep):
+    spec = Spec(plan.activation, plan.out_dtype, keep)
+    tile = hopper.fitted(plan.tile, spec, residual_xN is not None)
+    return dispatch.run(
+        plan.forward,
+        functools.partial(hopper.forward, spec=spec, tile=tile),
+        functools.partial(reference.forward, spec=spec),
+        x_xK, w_KN, bias_N, residual_xN,
+    )  # fmt: skip
+
+
+def _forward(x_xK, w_KN, bias_N, residual_xN, plan):
+    keep = plan.activation is not None
+    y_xN, z_xN = _product(x_xK, w_KN, bias_N, residual_xN, plan, keep)
+    return y_xN, (x_xK, w_KN, z_xN)
+
+
+def _backward(plan, saved, dy_xN):
+    x_xK, w_KN, z_xN = saved
+    dz_xN = dy_xN.astype(jnp.float32)
+    if z_xN is not None:
+        activate = functools.partial(reference.activate, plan.activation)
+        (dz_xN,) = jax.vjp(activate, z_xN.astype(jnp.float32))[1](dz_xN)
+    dbias_N = dz_xN.sum(range(dz_xN.ndim - 1)) if plan.bias else None
+    dx_xK, dw_KN = dispatch.run(
+        plan.backward,
+        functools.partial(hopper.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
+        reference.backward,
+        x_xK, w_KN, dz_xN.astype(x_xK.dtype),
+    )  # fmt: skip
+    return dx_xK, dw_KN, dbias_N, dy_xN if plan.residual else None
+
+
+_fused.defvjp(_forward, _backward)
+
+
+def key(kind: str, activation: str | None, residual: bool, M: int, N: int, K: int) -> tuned.Key:
+    """Of a row of a table. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz); M, N, K as there."""
+    words = {"kind": kind, "activation": activation or "none", "residual": residual}
+    return words | {"M": M, "N": N, "K": K}
+
+
+def _plan(
+    x_xK: Array,
+    w_KN: Array,
+    bias_N: Array | None,
+    activation: Activation | None,
+    residual_xN: Array | None,
+    out_dtype: str,
+    implementation: str | None,
+) -> Plan:
+    """Everything static, from shapes and types."""
+    M, (K, N) = x_xK.size // max(x_xK.shape[-1], 1), w_KN.shape
+    residual = residual_xN is not None
+    reasons = []
+    if x_xK.dtype.name == "float32":
+        reasons.append("needs bfloat16 or float16, found float32")
+    if not M * K * N:
+        reasons.append(f"needs something to compute, found M={M}, N={N}, K={K}")
+    keys = (
+        key("forward", activation, residual, M, N, K),
+        key("dx", None, False, M, K, N),
+        key("dw", None, False, K, N, M),
+    )
+    spec = Spec(activation, out_dtype, activation is not None)
+    guesses = (
+        hopper.heuristic(M, N, K, spec=spec, residual=residual),
+        hopper.heuristic(M, K, N),
+        hopper.heuristic(K, N, M),
+    )
+    rows = [tuned.find(OP, k) for k in keys]
+    tile, tile_dx, tile_dw = (
+        hopper.Tile(**row["tile"]) if row else guess
+        for row, guess in zip(rows, guesses, strict=True)
+    )
+    forward, backward = (
+        dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(found)))
+        for found in (rows[:1], rows[1:])
+    )
+    bias = bias_N is not None
+    return Plan(
+        forward, backward, activation, bias, residual, out_dtype, tile, tile_dx, tile_dw
+    )  # fmt: skip
+
+
+def _slower(rows: list[dict | None]) -> list[str]:
+    """Why XLA's product is taken where nobody chose."""
+    if None in rows:
+        return ["no measurement for this device says that the kernel is faster than XLA's product"]
+    return [
+        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
+        for row in rows
+        if row and row["fastest"] != "hopper"
+    ]
+
+
+def _check(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    activation: str | None,
+    residual: Array | None,
+    out_dtype: str,
+) -> None:
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"{OP}: x {x.shape} and w {w.shape} must be (..., K) and (K, N)")
+    if x.dtype.name not in DTYPES or w.dtype != x.dtype or out_dtype not in DTYPES:
+        raise ValueError(
+            f"{OP}: x {x.dtype} and w {w.dtype} must have one type of {', '.join(DTYPES)}, and "
+            f"out_dtype={out_dtype} be one of them"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{OP}: activation={activation!r}; there are {ACTIVATIONS}")
+    N = w.shape[1]
+    if bias is not None and (bias.shape != (N,) or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise ValueError(
+            f"{OP}: bias {bias.dtype}{bias.shape} must be floating, ({N},): w's columns"
+        )
+    shape = (*x.shape[:-1], N)
+    if residual is not None and (residual.shape, residual.dtype.name) != (shape, out_dtype):
+        raise ValueError(
+            f"{OP}: residual {residual.dtype}{residual.shape} must be like the result, "
+            f"{out_dtype}{shape}"
+        )

@@ -1,0 +1,62 @@
+"""Named shapes of matrix products with epilogues: what tests, reports and benchmarks share.
+
+FLOPs of the products only; bytes count every operand and result once.
+
+Legend: M rows (tokens), K contracted, N columns.
+"""
+
+import dataclasses
+
+from pallas_kernels.attention.cases import PAPER_ALPHA, PAPER_BATCH, PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.gemm.reference import Activation
+
+BUCKET = 128  # (chosen: capacities of packed tokens are multiples of it)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product with its epilogue; 16-bit operands and results, a float32 bias."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    activation: Activation | None = None
+    bias: bool = False
+    residual: bool = False
+
+    def flops(self, backward: bool = False) -> float:
+        """Of the forward product, or of the two backward ones."""
+        return 2 * self.M * self.N * self.K * (2 if backward else 1)
+
+    def bytes(self, backward: bool = False) -> float:
+        """Forward: x, w, y, residual and bias; backward: x, w, dy, z, dx, dw, dbias."""
+        x, w, y = self.M * self.K, self.K * self.N, self.M * self.N
+        wide = 2 * (x + w) + y * (1 + (self.activation is not None))
+        return 2 * (wide if backward else x + w + y * (1 + self.residual)) + 4 * self.N * self.bias
+
+    def floor_s(self, backward: bool = False) -> float:
+        """No kernel is faster on an H200."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+
+
+def bert(longest: int) -> tuple[Case, ...]:
+    """The four products of a BERT-base layer at ByteTransformer's packed tokens."""
+    tokens = -(-int(PAPER_BATCH * PAPER_ALPHA * longest) // BUCKET) * BUCKET
+    return (
+        Case(f"bert {longest} qkv", tokens, 2304, 768, bias=True),
+        Case(f"bert {longest} out", tokens, 768, 768, bias=True, residual=True),
+        Case(f"bert {longest} up", tokens, 3072, 768, "gelu", bias=True),
+        Case(f"bert {longest} down", tokens, 768, 3072, bias=True, residual=True),
+    )
+
+
+CASES = (
+    *bert(1024),
+    *bert(256),
+    Case("llama 8k qkv", 8192, 6144, 4096),
+    Case("llama 8k out", 8192, 4096, 4096, residual=True),
+    Case("llama 8k gate", 8192, 14336, 4096, "silu"),
+    Case("llama 8k down", 8192, 4096, 14336, residual=True),
+    Case("square 8192", 8192, 8192, 8192),
+)

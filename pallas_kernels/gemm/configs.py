@@ -1,0 +1,116 @@
+"""Every tile of the Hopper product that is shipped: its deviceless compile, and what to time.
+
+All that `hopper.heuristic` can give: each block size with the lightest and the heaviest epilogue
+and with either operand transposed, and the largest, whose registers are nearly all taken, with
+every epilogue.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import aot, tuned
+from pallas_kernels.gemm import api, hopper
+from pallas_kernels.gemm.cases import CASES, Case
+from pallas_kernels.gemm.hopper import BLOCKS, Stored, Tile
+from pallas_kernels.gemm.reference import Spec
+
+LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
+IN_TURN = "{}x{}".format(*hopper.PINGPONG)
+HEAVIEST = "bias gelu residual kept"
+EPILOGUES = (
+    "plain", "plain float32", "bias", "bias gelu", "bias gelu kept", "bias gelu_tanh kept",
+    "silu kept", "bias residual", HEAVIEST,
+)  # fmt: skip
+STORED = {"forward": Stored(), "dx": Stored(b=True), "dw": Stored(a=True)}
+CONFIGS = (
+    *(f"forward {LARGEST} {epilogue}" for epilogue in EPILOGUES),
+    *(f"{kind} {LARGEST}" for kind in ("dx", "dw")),
+    f"forward {LARGEST} alone plain",
+    *(f"forward {block} {epilogue}" for block in SMALLER for epilogue in ("plain", HEAVIEST)),
+    *(f"{kind} {block}" for block in SMALLER for kind in ("dx", "dw")),
+    *(f"forward {IN_TURN} pingpong {epilogue}" for epilogue in ("plain", "bias gelu", HEAVIEST)),
+    *(f"{kind} {IN_TURN} pingpong" for kind in ("dx", "dw")),
+)
+FOLDER = pathlib.Path(__file__).parent
+
+
+def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]:
+    """Returns (function, its abstract arguments on an H100, the tile) of a configuration.
+
+    'alone' is a thread block without a cluster.
+    """
+    kind, block, *words = name.split()
+    M, N, K = 1024, 1536, 512
+    sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    activation: Any = next((word for word in words if word in ("gelu", "gelu_tanh", "silu")), None)
+    out_dtype = "float32" if "float32" in words else "bfloat16"
+    spec, stored = Spec(activation, out_dtype, "kept" in words), STORED[kind]
+    block_m, block_n = map(int, block.split("x"))
+    pingpong, cluster = "pingpong" in words, 1 if "alone" in words else 2
+    warpgroups = 2 if pingpong else block_m // 64
+    tile = Tile(block_m, block_n, 64, 6, warpgroups, cluster, pingpong=pingpong)
+    tile = hopper.fitted(tile, spec, "residual" in words)
+    a, b = array(*(K, M) if stored.a else (M, K)), array(*(N, K) if stored.b else (K, N))
+    bias = array(N, dtype=jnp.float32) if "bias" in words else None
+    residual = array(M, N) if "residual" in words else None
+    run = functools.partial(hopper.multiply, spec=spec, tile=tile, stored=stored)
+    return run, (a, b, bias, residual), dataclasses.asdict(tile)
+
+
+def sources(name: str) -> tuple[pathlib.Path, ...]:
+    """The files that make a configuration's kernel."""
+    return FOLDER / "hopper.py", FOLDER / "reference.py"
+
+
+def tunings() -> tuple[tuned.Tuning, ...]:
+    """For every named shape y as for inference, dx and dw."""
+    return tuple(tuning(case, kind) for case in CASES for kind in STORED)
+
+
+def tuning(case: Case, kind: str) -> tuned.Tuning:
+    """One product of a case; x w, dz w^T or x^T dz."""
+    sizes = {
+        "forward": (case.M, case.N, case.K),
+        "dx": (case.M, case.K, case.N),
+        "dw": (case.K, case.N, case.M),
+    }
+    (M, N, K), stored = sizes[kind], STORED[kind]
+    forward = kind == "forward"
+    spec = Spec(case.activation if forward else None, "bfloat16")
+    residual = case.residual and forward
+
+    def function(tile: Tile, interpret: bool) -> Callable[..., Any]:
+        return functools.partial(
+            hopper.multiply, spec=spec, tile=tile, stored=stored, interpret=interpret
+        )
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 4)
+
+        def normal(place: int, *shape: int) -> jax.Array:
+            return jax.random.normal(keys[place], shape, jnp.bfloat16)
+
+        a = normal(0, *(K, M) if stored.a else (M, K))
+        b = normal(1, *(N, K) if stored.b else (K, N))
+        bias = normal(2, N) if case.bias and forward else None
+        return a, b, bias, normal(3, M, N) if residual else None
+
+    first = hopper.heuristic(M, N, K, spec=spec, residual=residual)
+    others = hopper.candidates(spec, residual)
+    wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
+    key = api.key(kind, spec.activation, residual, M, N, K)
+    return tuned.Tuning(
+        api.OP, key, tuple(dict.fromkeys((first, *others, *wider))), function, inputs
+    )

@@ -1,0 +1,68 @@
+"""The product with its epilogue, and its gradients, in plain JAX: the specification and the oracle.
+
+Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, N columns.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static: the activation, the type of the result, whether z is wanted as well."""
+
+    activation: Activation | None
+    out_dtype: str
+    keep: bool = False
+
+
+def activate(kind: Activation | None, z: Array) -> Array:
+    """Of float32 values. 'gelu' is exact, 'gelu_tanh' GPT-2's approximation.
+
+    0.5 (1 + tanh(u)) is sigmoid(2 u), of which Hopper's fast exponential gives all bits that its
+    fast tanh (11) does not.
+    """
+    if kind == "gelu":
+        return 0.5 * z * (1 + jax.lax.erf(z * math.sqrt(0.5)))
+    if kind == "gelu_tanh":
+        return z * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z))
+    if kind == "silu":
+        return z * jax.nn.sigmoid(z)
+    return z
+
+
+def forward(
+    x_xK: Array, w_KN: Array, bias_N: Array | None, residual_xN: Array | None, *, spec: Spec
+) -> tuple[Array, Array | None]:
+    """(activate(z) + residual, z if kept, in x's type) with z = x w + bias, all in float32."""
+    z_xN = jax.lax.dot_general(
+        x_xK, w_KN, (((x_xK.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    if bias_N is not None:
+        z_xN += bias_N.astype(jnp.float32).reshape((1,) * (x_xK.ndim - 1) + bias_N.shape)
+    y_xN = activate(spec.activation, z_xN)
+    if residual_xN is not None:
+        y_xN += residual_xN.astype(jnp.float32)
+    return y_xN.astype(spec.out_dtype), z_xN.astype(x_xK.dtype) if spec.keep else None
+
+
+def backward(x_xK: Array, w_KN: Array, dz_xN: Array) -> tuple[Array, Array]:
+    """(dz w^T, x^T dz) in the types of x and w, accumulated in float32.
+
+    By the rule of the product itself, which knows how to sum over dimensions that a mesh cuts; the
+    product is not computed.
+    """
+
+    def product(x_xK: Array, w_KN: Array) -> Array:
+        dims = (((x_xK.ndim - 1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x_xK, w_KN, dims, preferred_element_type=dz_xN.dtype)
+
+    return jax.vjp(product, x_xK, w_KN)[1](dz_xN)

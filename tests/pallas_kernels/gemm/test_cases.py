@@ -1,0 +1,41 @@
+"""Floors of the named products by hand, and what the tuner is offered."""
+
+import jax
+import pytest
+
+from pallas_kernels.gemm import configs, hopper
+from pallas_kernels.gemm.cases import CASES, Case
+
+
+def test_floors():
+    case = Case("x", 2, 3, 5, "gelu", bias=True, residual=True)
+    assert case.flops() == 2 * 2 * 3 * 5 and case.flops(backward=True) == 2 * case.flops()
+    assert case.bytes() == 2 * (10 + 15 + 6 + 6) + 12
+    assert case.bytes(backward=True) == 2 * (2 * 10 + 2 * 15 + 2 * 6) + 12
+    large = next(c for c in CASES if c.name == "square 8192")
+    assert large.floor_s() == pytest.approx(2 * 8192**3 / 989.5e12)
+
+
+def test_the_papers_tokens():
+    """16 x 1024 x 0.6 tokens, in whole buckets of 128; names are unique."""
+    assert {c.M for c in CASES if c.name.startswith("bert 1024")} == {9856}
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
+    tunings = configs.tunings()
+    assert len(tunings) == 3 * len(CASES)
+    assert len({tuple(t.key.items()) for t in tunings}) >= len(tunings) - 6  # equal dx, dw
+    for tuning in tunings:
+        assert len(set(tuning.candidates)) == len(tuning.candidates) > 10
+        for tile in tuning.candidates:
+            hopper.check(tile)
+
+
+@pytest.mark.parametrize("kind", ["forward", "dx", "dw"])
+def test_what_is_timed_has_the_shapes_of_its_key(kind):
+    tuning = configs.tuning(Case("x", 256, 128, 64, bias=True, residual=True), kind)
+    args = jax.eval_shape(tuning.inputs, jax.random.key(0))
+    call = tuning.function(tuning.candidates[0], True)
+    y, z = jax.eval_shape(call, *args)
+    assert y.shape == (tuning.key["M"], tuning.key["N"]) and z is None
