@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_attention import Side
-from pallas_kernels.gemm.cases import CASES as CASES
-from pallas_kernels.gemm.cases import Case
 
 import pallas_kernels
+from pallas_kernels.gemm.cases import CASES as CASES
+from pallas_kernels.gemm.cases import Case
 
 TINY_CASES = (Case("tiny", 64, 128, 64, "gelu", bias=True, residual=True),)
 CHECKED = (

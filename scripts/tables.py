@@ -12,10 +12,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token

@@ -1,10 +1,10 @@
 """Seams of a block filled with fused kernels, for arrays that lie on one device.
 
 ByteTransformer (arXiv 2210.03052) section 3.2: bias, residual and LayerNorm in one pass over the
-tokens. Each kernel runs where it can and its plain JAX reference elsewhere. Under a mesh they
-belong inside a shard_map.
+tokens; bias and GELU in the product's epilogue. Each kernel runs where it can and its plain JAX
+reference elsewhere. Under a mesh they belong inside a shard_map.
 
-Legend: B rows, S positions, D model width.
+Legend: B rows, S positions, D model width, F feed-forward width.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,9 @@ from collections.abc import Callable
 import jax
 
 from megajax.layers import ops
+from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
-from pallas_kernels import fused_layer_norm
+from pallas_kernels import fused_gemm, fused_layer_norm
 
 
 def settle(
@@ -35,3 +36,15 @@ def settle(
         kind=norm.kind,
         eps=norm.eps,
     )[0]
+
+
+def expand(mlp: Mlp, x_BSD: jax.Array, up: Callable, matmul: Callable) -> jax.Array:
+    """activation(x w + bias) as one kernel; SwiGLU, which joins two products, as many."""
+    if mlp.cfg.activation == "swiglu":
+        return ops.expand(mlp, x_BSD, up, matmul)
+    return fused_gemm(
+        x_BSD,
+        mlp.up[...].astype(x_BSD.dtype),
+        bias=mlp.up_bias[...] if mlp.cfg.bias else None,
+        activation=mlp.cfg.activation,
+    )

@@ -37,7 +37,11 @@ from megajax.layers.ops import Ops
 from megajax.models import parts as parts_
 from megajax.models.encoder_config import EncoderConfig
 
-PACKED = Ops(attend=functools.partial(attend, implementation="varlen"), settle=fused.settle)
+PACKED = Ops(
+    attend=functools.partial(attend, implementation="varlen"),
+    settle=fused.settle,
+    expand=fused.expand,
+)
 
 
 class Block(nnx.Module):
