@@ -1,6 +1,7 @@
 """Which tile, and which implementation, was fastest on a device, as scripts/tune.py measured.
 
-One JSON a device kind, in tuned/: {"rows": [{"op", "key", "tile", "median_us", "fastest", ...}]}.
+One JSON a device kind, in tuned/: {"rows": [{"op", "key", "tile", "median_us", "fastest", ...}]},
+fastest: 'hopper', or 'reference' where plain JAX was faster than the best tile.
 A key has words, which must agree (type, causal order), and sizes (head width, longest segment, M,
 N, K), of which the nearest row by the sum of their distances in octaves is taken; a size that is
 not one of the table's is said once in the log. Without a table a kernel's own heuristic decides,
@@ -29,7 +30,9 @@ class Tuning:
 
     op, key: as the kernel's api looks them up. candidates: frozen dataclasses, legal on the target,
     the heuristic's first. function: (candidate, interpret) -> what is timed. inputs: (random key)
-    -> its arguments, normal values.
+    -> its arguments, normal values. reference: plain JAX of the same arguments and results, the
+    rival that the default falls back on; without one nothing says which is faster, and the tuner
+    leaves it out.
     """
 
     op: str
@@ -37,6 +40,7 @@ class Tuning:
     candidates: Sequence[Any]
     function: Callable[[Any, bool], Callable[..., Any]]
     inputs: Callable[[jax.Array], tuple[Any, ...]]
+    reference: Callable[..., Any] | None = None
 
 
 def device_kind() -> str | None:

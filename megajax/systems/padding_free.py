@@ -29,6 +29,7 @@ from megajax.layers.mask import Context
 from megajax.layers.ops import Ops
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
+from pallas_kernels import packed_attention
 from pallas_kernels.attention import hopper_forward
 from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
 from pallas_kernels.attention.ranges import packed_rows, visited_area, visits
@@ -69,6 +70,8 @@ def ops_of(step: Step, batch: int, longest: int) -> Ops:
     kernel: Callable[..., Array] = functools.partial(attend, implementation=step.attention)
     if step.attention == "cudnn":
         kernel = _cudnn_rows
+    elif step.attention == "varlen":
+        kernel = functools.partial(_varlen, longest)
     elif step.packed and step.attention == "xla":
         kernel = functools.partial(_unpacked, batch, longest)
     changes: dict[str, Any] = {"attend": kernel}
@@ -161,6 +164,14 @@ def _unpacked(batch: int, longest: int, q: Array, k: Array, v: Array, query: Con
     return pack(out_BSHK, lengths_B, info.capacity)[0][None]
 
 
+def _varlen(longest: int, q: Array, k: Array, v: Array, query: Context, *_) -> Array:
+    """Ours, told how long a sequence can be."""
+    assert query.segments_BS is not None
+    return packed_attention(
+        q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, return_lse=True
+    )[0]
+
+
 def _cudnn_rows(q: Array, k: Array, v: Array, query: Context, *_) -> Array:
     """cuDNN's kernel with the rows' lengths, which is faster than with a mask."""
     assert query.segments_BS is not None
@@ -190,7 +201,7 @@ class Kernel:
 
 def visited_pairs(lengths: Sequence[int], width: int) -> float:
     """Pairs of rows, of one head, that the fused attention computes on: its tiles are whole."""
-    tile = hopper_forward.heuristic(width, max(lengths))
+    tile = hopper_forward.heuristic(width, longest=max(lengths))
     cu_seqlens = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
     rows = max(1 << (sum(lengths) - 1).bit_length(), 16384)  # one compile for most
     return float(_visited_pairs(cu_seqlens, rows, tile.block_k))

@@ -235,11 +235,11 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: Path) -> None:
+    from matplotlib import rc_context
 
     axes.set_title(axes.get_title(), fontsize=10)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
-    for suffix in (".svg", ".png"):
-        figure.savefig(
-            path.with_suffix(suffix), metadata={"Date": None} if suffix == ".svg" else {}
-        )
+    with rc_context({"svg.hashsalt": path.name}):  # the same figure is the same file
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"))

@@ -45,7 +45,7 @@ def test_visited_pairs_are_whole_tiles_with_a_live_pair(lengths):
     ids = np.repeat(np.arange(len(lengths)), lengths)
     seen = ids[:, None] == ids[None]
     block = hopper_forward.ROWS
-    tile = hopper_forward.heuristic(64, max(lengths)).block_k
+    tile = hopper_forward.heuristic(64, longest=max(lengths)).block_k
     wanted = sum(
         block * tile
         for i in range(0, T, block)
