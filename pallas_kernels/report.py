@@ -16,8 +16,9 @@ import jax
 
 from pallas_kernels import aot
 from pallas_kernels.attention import configs as attention
+from pallas_kernels.norm import configs as norm
 
-FOLDERS = {"attention": attention}
+FOLDERS = {"attention": attention, "norm": norm}
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 

@@ -21,10 +21,16 @@ from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
 from pallas_kernels.attention.cases import CASES
+from pallas_kernels.norm.cases import CASES as NORM_CASES
+from pallas_kernels.packing.cases import CASES as PACKING_CASES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
-DOCUMENTS = ("README.md", "PAPERS.md", "pallas_kernels/attention/README.md")
+DOCUMENTS = (
+    "README.md",
+    "PAPERS.md",
+    *(f"pallas_kernels/{folder}/README.md" for folder in ("attention", "norm", "packing")),
+)
 
 
 def known(row: dict) -> dict:
@@ -202,6 +208,28 @@ def attention_floors() -> str:
     return "\n".join(lines)
 
 
+def memory_floors(cases: tuple) -> str:
+    """The time floor of cases that only move bytes, and what a GPU took where one was there."""
+    path = RESULTS / "gpu_kernels.json"
+    measured = json.loads(path.read_text())["rows"] if path.exists() else []
+
+    def took(case: str, direction: str, implementation: str) -> str:
+        wanted = {"case": case, "direction": direction, "implementation": implementation}
+        found = [r["median_s"] for r in measured if wanted.items() <= r.items()]
+        return f"{1e6 * found[0]:.0f}" if found else ""
+
+    lines = ["| case | pass | MB | floor, us | ours, us | XLA, us |", "|---|---|---|---|---|---|"]
+    for case in cases:
+        for direction, backward in (("forward", False), ("backward", True)):
+            cells = [
+                case.name, direction, f"{case.bytes(backward) / 1e6:.1f}",
+                f"{1e6 * case.floor_s(backward):.1f}", took(case.name, direction, "ours"),
+                took(case.name, direction, "xla"),
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
@@ -213,6 +241,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan_search": plan_search,
     "kernel_report_attention": functools.partial(kernel_report, "attention"),
     "attention_floors": attention_floors,
+    "kernel_report_norm": functools.partial(kernel_report, "norm"),
+    "norm_floors": functools.partial(memory_floors, NORM_CASES),
+    "packing_floors": functools.partial(memory_floors, PACKING_CASES),
 }
 
 
