@@ -7,6 +7,7 @@ from pallas_kernels.attention.api import packed_attention as packed_attention
 from pallas_kernels.attention.api import varlen_attention as varlen_attention
 from pallas_kernels.gemm.api import fused_gemm as fused_gemm
 from pallas_kernels.norm.api import fused_layer_norm as fused_layer_norm
+from pallas_kernels.norm.api import norm_unpack as norm_unpack
 from pallas_kernels.packing.api import PackedTokens as PackedTokens
 from pallas_kernels.packing.api import PackInfo as PackInfo
 from pallas_kernels.packing.api import bucket as bucket

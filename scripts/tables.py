@@ -183,6 +183,7 @@ SIDES = {
     },
     "norm": {"ours, us": "ours", "XLA, us": "xla"},
     "gemm": {"ours, us": "ours", "XLA, us": "xla"},
+    "packing": {"ours, us": "ours"},
 }  # fmt: skip
 
 
@@ -210,7 +211,7 @@ def floors(folder: str) -> str:
             )
             cells = [
                 case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
-                f"{1e6 * floor:.0f}",
+                f"{1e6 * floor:.{0 if floor > 1e-4 else 1}f}",
                 *(took(case.name, direction, side) for side in SIDES[folder].values()),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
@@ -276,6 +277,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_report_attention": functools.partial(kernel_report, "attention"),
     "attention_floors": functools.partial(floors, "attention"),
     "norm_floors": functools.partial(floors, "norm"),
+    "packing_floors": functools.partial(floors, "packing"),
     "gemm_floors": functools.partial(floors, "gemm"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),

@@ -1,44 +1,185 @@
-"""LayerNorm and RMSNorm of x + bias + residual in one pass.
+"""LayerNorm and RMSNorm of x + bias + residual in one pass, and unpacked in the same pass.
 
-ByteTransformer (arXiv 2210.03052) section 3.2 fuses the three for BERT; RMSNorm: arXiv 1910.07467.
-One implementation so far, plain JAX, which XLA fuses itself.
+ByteTransformer (arXiv 2210.03052) section 3.2 fuses the sum with the norm for BERT, and the last of
+a network with the way back to padded rows; RMSNorm: arXiv 1910.07467.
 
-Legend: x stands for any leading dimensions, D model width.
+XLA fuses a norm well by itself, so by default the kernel runs only where it was measured to be
+faster on this kind of GPU (`tuned`); elsewhere plain JAX does.
+
+Legend: x any leading dimensions, T packed tokens, D model width, B sequences, S padded length.
 """
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import dispatch
-from pallas_kernels.norm import reference
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.norm import hopper, reference
+from pallas_kernels.norm.reference import Spec
+from pallas_kernels.packing import reference as packing
+from pallas_kernels.packing.api import PackInfo
 
+Array = jax.Array
 KINDS = ("layer", "rms")
+DTYPES = ("bfloat16", "float16", "float32")  # that the Hopper kernels take
 
 
 def fused_layer_norm(
-    x_xD: jax.Array,
+    x_xD: Array,
     *,
-    residual: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    scale: jax.Array,
-    offset: jax.Array | None = None,
+    residual: Array | None = None,
+    bias: Array | None = None,
+    scale: Array,
+    offset: Array | None = None,
     kind: str = "layer",
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """norm(h) * scale + offset with h = x + bias + residual; statistics in float32.
 
     'layer': (h - mean) / sqrt(variance + eps). 'rms': h / sqrt(mean(h ** 2) + eps).
 
     Args: x_xD, residual: one floating type and shape. bias, scale, offset: (D,), any floating type.
-      eps: above 0.
+      eps: above 0. implementation: see `dispatch`; None takes the kernel only where it was measured
+      to be the fastest. 'hopper' takes bf16, f16 and f32, rows of whole 16 bytes, D up to what fits
+      in a thread block (norm/README.md); under a mesh it runs inside a shard_map only.
     Returns: (y_xD, h_xD), both in x's type; h is rounded to it after the statistics were taken of
       the float32 sum. Both differentiable.
-    Raises: ValueError for shapes, types, kind and eps that break the above; NotImplementedError for
-      an implementation other than 'reference'.
+    Raises: ValueError for shapes, types, kind and eps that break the above; NotImplementedError,
+      with all reasons, where the implementation asked for cannot run.
     """
-    reasons = ["there is no Hopper kernel of it yet"]
-    dispatch.choose("fused_layer_norm", implementation, reasons if implementation else ())
+    _check(x_xD, residual, bias, scale, offset, kind, eps)
+    writes = residual is not None or bias is not None
+    spec = Spec(kind == "layer", float(eps), bias is not None, offset is not None, writes)
+    arrays = dispatch.alike((x_xD, residual, bias, scale, offset, None))
+    return _norm(*arrays, spec, implementation)
+
+
+def norm_unpack(
+    x_TD: Array,
+    info: PackInfo,
+    *,
+    residual: Array | None = None,
+    bias: Array | None = None,
+    scale: Array,
+    offset: Array | None = None,
+    kind: str = "layer",
+    eps: float = 1e-5,
+    implementation: dispatch.Implementation | None = None,
+) -> Array:
+    """`unpack(fused_layer_norm(x, ...)[0], info)` in one pass: the last norm of a packed network.
+
+    Args: x_TD, residual: packed tokens; those of the dead tail are never used and get gradient 0.
+      info: what `pack` returned. The rest as in `fused_layer_norm`.
+    Returns: y_BSD in x's type, 0 where it pads.
+    Raises: as `fused_layer_norm`, and ValueError when x does not have the capacity's tokens.
+    """
+    if x_TD.ndim != 2 or x_TD.shape[0] != info.capacity:
+        raise ValueError(f"x {x_TD.shape} must be (T, D) with T = capacity = {info.capacity}")
+    _check(x_TD, residual, bias, scale, offset, kind, eps)
+    spec = Spec(
+        kind == "layer", float(eps), bias is not None, offset is not None, False, info.length
+    )
+    arrays = dispatch.alike((x_TD, residual, bias, scale, offset, info.cu_seqlens))
+    return _norm(*arrays, spec, implementation)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _norm(x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, implementation):
+    return _run(x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, implementation)[:2]
+
+
+def _run(x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, implementation):
+    problem = hopper.forward_problem(x_xD, residual_xD, bias_D, scale_D, offset_D, spec)
+    added = residual_xD is not None
+    choice, tile = _choose("fused_layer_norm", implementation, problem, spec, added)
+    return dispatch.run(
+        choice,
+        functools.partial(hopper.forward, spec=spec, tile=tile),
+        functools.partial(reference.forward, spec=spec),
+        x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens,
+    )  # fmt: skip
+
+
+def _forward(*args):
+    *primals, spec, implementation = args
+    arrays = [None if p is None else p.value for p in primals]
+    x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens = arrays
+    if spec.length is not None:  # what is kept must not hold the garbage of the dead tail
+        spec = dataclasses.replace(spec, writes=True)
+    y, h_xD, mean_x1, rate_x1 = _run(
+        x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, implementation
+    )
+    given = None if residual_xD is None else ()  # in the structure: values may be traced
+    saved = (h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, cu_seqlens, given)
+    return (y, h_xD), saved
+
+
+def _backward(spec, implementation, saved, cotangents):
+    h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, cu_seqlens, given = saved
+    dy, dh_xD = cotangents
+    if isinstance(dh_xD, SymbolicZero):
+        dh_xD = None
+    if isinstance(dy, SymbolicZero):
+        dy = dispatch.alike((jnp.zeros(h_xD.shape, h_xD.dtype), h_xD))[0]
+    elif cu_seqlens is not None:
+        dy = packing.pack(dy, cu_seqlens, h_xD.shape[0])
+    problem = hopper.backward_problem(h_xD, scale_D, dh_xD, spec)
+    added = dh_xD is not None
+    choice, tile = _choose("fused_layer_norm_backward", implementation, problem, spec, added)
+    dx_xD, dbias_D, dscale_D, doffset_D = dispatch.run(
+        choice,
+        functools.partial(hopper.backward, spec=spec, tile=tile),
+        functools.partial(reference.backward, spec=spec),
+        h_xD, mean_x1, rate_x1, scale_D, dy, dh_xD,
+    )  # fmt: skip
+    return (
+        dx_xD,
+        None if given is None else dx_xD,
+        None if bias_D is None else dbias_D.astype(bias_D.dtype),
+        dscale_D.astype(scale_D.dtype),
+        None if offset_D is None else doffset_D.astype(offset_D.dtype),
+        None if cu_seqlens is None else np.zeros(cu_seqlens.shape, jax.dtypes.float0),
+    )
+
+
+# Symbolic zeros: most callers use y only, and a sum with zeros would read as much as dy does.
+_norm.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def key(problem: hopper.Problem, spec: Spec, added: bool) -> dict[str, str | bool | int]:
+    """What tuned tables are asked. added: a residual, or backward a gradient of h, comes in too."""
+    return {
+        "dtype": jnp.dtype(problem.dtype).name, "centred": spec.centred, "added": added,
+        "unpacks": spec.length is not None, "width": problem.width, "rows": problem.rows,
+    }  # fmt: skip
+
+
+def _choose(
+    op: str, implementation: str | None, problem: hopper.Problem, spec: Spec, added: bool
+) -> tuple[str, hopper.Tile]:
+    """Returns what runs, and the kernel's tile."""
+    row = tuned.find(op, key(problem, spec, added))
+    tile = hopper.fit(problem, hopper.Tile(**row["tile"]) if row else None)
+    if implementation is None and tuned.device_kind() is None:
+        return "reference", tile
+    reasons = hopper.misfits(problem, tile)
+    if jnp.dtype(problem.dtype).name not in DTYPES:
+        reasons.append(f"needs one of {', '.join(DTYPES)}, found {problem.dtype}")
+    if implementation is None:
+        fastest = row.get("fastest", "hopper") if row else None
+        if fastest is None:
+            reasons.append("it was not measured on this GPU, and XLA fuses a norm by itself")
+        elif fastest != "hopper":
+            reasons.append(f"{fastest} was faster on this GPU")
+    return dispatch.choose(op, implementation, reasons), tile
+
+
+def _check(x_xD, residual, bias, scale, offset, kind: str, eps: float) -> None:
     D = x_xD.shape[-1] if x_xD.ndim else 0
     if not jnp.issubdtype(x_xD.dtype, jnp.floating) or not D:
         raise ValueError(f"x {x_xD.dtype}{x_xD.shape} must be floating, with a last dimension")
@@ -53,4 +194,3 @@ def fused_layer_norm(
         raise ValueError(f"kind={kind!r}; there are {KINDS}")
     if not eps > 0:
         raise ValueError(f"eps={eps} must be above 0: equal inputs have no variance")
-    return reference.forward(x_xD, residual, bias, scale, offset, kind=kind, eps=eps)

@@ -4,18 +4,33 @@ Autodiff would keep several float32 copies of the activations; this keeps h in i
 statistics a row. With n = (h - mean) r, r = 1 / sqrt(variance + eps) and g = dy scale:
 dh = r (g - mean(g) - n mean(g n)), the mean of g left out for RMSNorm.
 
-Legend: x any leading dimensions, 1 one, D model width.
+Legend: x any leading dimensions (T packed tokens when y is unpacked), 1 one, D model width, B
+sequences, S padded length.
 """
 
-import functools
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels.packing import reference as packing
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static. centred: LayerNorm, else RMSNorm. bias, offset: whether there is one.
+
+    writes: h is a result of its own, not x. length: S, where y is unpacked; None: it is not.
+    """
+
+    centred: bool
+    eps: float
+    bias: bool
+    offset: bool
+    writes: bool
+    length: int | None = None
 
 
 def forward(
@@ -24,66 +39,74 @@ def forward(
     bias_D: Array | None,
     scale_D: Array,
     offset_D: Array | None,
+    cu_seqlens: Array | None,
     *,
-    kind: str,
-    eps: float,
-) -> tuple[Array, Array]:
-    """Returns (y_xD, h_xD) in x's type."""
-    arrays = dispatch.alike((x_xD, residual_xD, bias_D, scale_D, offset_D))
-    return _norm(*arrays, kind == "layer", eps)
+    spec: Spec,
+) -> tuple[Array, Array, Array, Array]:
+    """Returns (y_xD, or y_BSD when it is unpacked; h_xD in x's type; mean_x1, rate_x1 float32).
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _norm(x_xD, residual_xD, bias_D, scale_D, offset_D, centred, eps):
-    return _forward(x_xD, residual_xD, bias_D, scale_D, offset_D, centred, eps)[0]
-
-
-def _forward(x_xD, residual_xD, bias_D, scale_D, offset_D, centred, eps):
+    Unpacked, h is 0 in the dead tail, whatever x holds there; where not spec.writes it is x.
+    """
     exact_xD = x_xD.astype(jnp.float32)
     if bias_D is not None:
         exact_xD += _row(bias_D, x_xD)
     if residual_xD is not None:
         exact_xD += residual_xD.astype(jnp.float32)
-    mean_x1 = exact_xD.mean(-1, keepdims=True) if centred else jnp.zeros(())
-    centred_xD = exact_xD - mean_x1
-    rate_x1 = jax.lax.rsqrt((centred_xD**2).mean(-1, keepdims=True) + eps)
+    if cu_seqlens is not None:
+        live_T1 = (jnp.arange(x_xD.shape[0], dtype=jnp.int32) < cu_seqlens[-1])[:, None]
+        exact_xD = jnp.where(live_T1, exact_xD, 0.0)
+    centred_xD = exact_xD - exact_xD.mean(-1, keepdims=True) if spec.centred else exact_xD
+    rate_x1 = jax.lax.rsqrt((centred_xD**2).mean(-1, keepdims=True) + spec.eps)
+    mean_x1 = exact_xD.mean(-1, keepdims=True) if spec.centred else jnp.zeros_like(rate_x1)
     y_xD = centred_xD * rate_x1 * _row(scale_D, x_xD)
     if offset_D is not None:
         y_xD += _row(offset_D, x_xD)
-    h_xD = exact_xD.astype(x_xD.dtype)
-    given = None if residual_xD is None else ()  # in the structure: values may be traced
-    saved = (h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, given)
-    return (y_xD.astype(x_xD.dtype), h_xD), saved
+    y = y_xD.astype(x_xD.dtype)
+    if cu_seqlens is not None and spec.length is not None:
+        y = packing.unpack(y, cu_seqlens, spec.length)
+    return y, exact_xD.astype(x_xD.dtype) if spec.writes else x_xD, mean_x1, rate_x1
 
 
-def _backward(centred, eps, saved, cotangents):
-    h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, given = saved
-    dy_xD, dh_xD = (x.astype(jnp.float32) for x in cotangents)
+def backward(
+    h_xD: Array,
+    mean_x1: Array,
+    rate_x1: Array,
+    scale_D: Array,
+    dy_xD: Array,
+    dh_xD: Array | None,
+    *,
+    spec: Spec,
+) -> tuple[Array, Array | None, Array, Array | None]:
+    """Returns (dx_xD; dbias_D or None, dscale_D, doffset_D or None, float32).
+
+    dh_xD: None where only y is used.
+    """
+    dy_xD = dy_xD.astype(jnp.float32)
     unit_xD = (h_xD.astype(jnp.float32) - mean_x1) * rate_x1
     g_xD = dy_xD * _row(scale_D, h_xD)
     correction_xD = unit_xD * (g_xD * unit_xD).mean(-1, keepdims=True)
-    if centred:
+    if spec.centred:
         correction_xD += g_xD.mean(-1, keepdims=True)
-    dx_xD = dh_xD + rate_x1 * (g_xD - correction_xD)
-    dx = dx_xD.astype(h_xD.dtype)
+    dx_xD = rate_x1 * (g_xD - correction_xD)
+    if dh_xD is not None:
+        dx_xD += dh_xD.astype(jnp.float32)
+    dscale_D, doffset_D, dbias_D = sums(h_xD, mean_x1, rate_x1, dy_xD, dx_xD, spec)
+    return dx_xD.astype(h_xD.dtype), dbias_D, dscale_D, doffset_D
+
+
+def sums(
+    h_xD: Array, mean_x1: Array, rate_x1: Array, dy_xD: Array, dx_xD: Array, spec: Spec
+) -> tuple[Array, Array | None, Array | None]:
+    """Returns (dscale_D, doffset_D or None, dbias_D or None), float32."""
+    rows = tuple(range(h_xD.ndim - 1))
+    dy_xD = dy_xD.astype(jnp.float32)
+    unit_xD = (h_xD.astype(jnp.float32) - mean_x1) * rate_x1
     return (
-        dx,
-        None if given is None else dx,
-        _sum(dx_xD, bias_D),
-        _sum(dy_xD * unit_xD, scale_D),
-        _sum(dy_xD, offset_D),
+        (dy_xD * unit_xD).sum(rows),
+        dy_xD.sum(rows) if spec.offset else None,
+        dx_xD.astype(jnp.float32).sum(rows) if spec.bias else None,
     )
-
-
-_norm.defvjp(_forward, _backward)
 
 
 def _row(value_D: Array, like_xD: Array) -> Array:
     return value_D.astype(jnp.float32).reshape((1,) * (like_xD.ndim - 1) + (-1,))
-
-
-def _sum(gradient_xD: Array, like_D: Any) -> Array | None:
-    """Over the leading dimensions, in float32 until the end."""
-    if like_D is None:
-        return None
-    return gradient_xD.sum(tuple(range(gradient_xD.ndim - 1))).astype(like_D.dtype)

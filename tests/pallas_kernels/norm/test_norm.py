@@ -1,5 +1,8 @@
 """norm(x + bias + residual) against float64 formulas and finite differences."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import fused_layer_norm
+from pallas_kernels import fused_layer_norm, norm_unpack, pack, tuned, unpack
+from pallas_kernels.norm import api, hopper
+from pallas_kernels.norm.reference import Spec
 
 SHAPE, D = (5, 3, 24), 24
 
@@ -91,6 +96,86 @@ def test_shard_map_and_scan_sum_the_shared_gradients(seed):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
+def test_unpacked_is_the_norm_unpacked(seed):
+    """Values, and gradients with NaN in the dead tail, against the two functions apart."""
+    given = {k: jnp.asarray(v, jnp.float32) for k, v in arrays(seed).items()}
+    x, residual = (given.pop(k).reshape(15, D) for k in ("x", "residual"))
+    lengths, dead = jnp.asarray([3, 0, 8]), (np.arange(15) >= 11)[:, None]
+    dirty = jnp.where(dead, jnp.nan, x)
+    info = pack(jnp.zeros((3, 8)), lengths, 15)[1]
+    weight = jnp.asarray(np.random.default_rng(seed).standard_normal((3, 8, D)), jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(function, x):
+        def loss(x, residual, given):
+            y = function(x, residual, given)
+            return (y * weight).sum(), y
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, residual, given)
+
+    def fused(x, residual, given):
+        return norm_unpack(x, info, residual=residual, **given)
+
+    def apart(x, residual, given):
+        return unpack(fused_layer_norm(x, residual=residual, **given)[0], info)
+
+    found, wanted = run(fused, dirty), run(apart, x)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert not np.asarray(found[0][1])[1].any() and not np.asarray(found[1][0])[11:].any()
+    with pytest.raises(ValueError, match="capacity = 15"):
+        norm_unpack(x[:4], info, scale=given["scale"])
+
+
+def test_the_default_is_what_was_measured(monkeypatch, caplog):
+    """On a GPU: the kernel where a table says so, else the reference, and why is logged."""
+    x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+    spec = Spec(True, 1e-5, False, False, False)
+    problem = hopper.forward_problem(x, None, None, x, None, spec)
+    choose = functools.partial(api._choose, spec=spec, added=False)
+
+    def chosen(implementation, rows):
+        monkeypatch.setattr(tuned, "find", lambda op, key: rows)
+        return choose(f"norm {rows}", implementation, problem)
+
+    assert chosen(None, None)[0] == "reference"  # there is no GPU here
+    monkeypatch.setattr(tuned, "device_kind", lambda: "chip")
+    assert chosen(None, None)[0] == "reference"
+    tile = {"rows": 8, "stages": 2, "blocks": 4, "resident": True}
+    assert chosen(None, {"tile": tile, "fastest": "hopper"}) == ("auto", hopper.Tile(**tile))
+    assert chosen(None, {"tile": tile, "fastest": "reference"})[0] == "reference"
+    assert chosen("hopper", {"tile": tile, "fastest": "reference"})[0] == "hopper"
+    text = caplog.text
+    assert "not measured on this GPU" in text and "reference was faster on this GPU" in text
+
+
+def test_a_measured_tile_is_made_to_fit():
+    x = jax.ShapeDtypeStruct((12, 512), jnp.bfloat16)
+    problem = hopper.backward_problem(x, x, x, Spec(True, 1e-5, True, True, True))
+    assert hopper.fit(problem, hopper.Tile(8, 2, 100)) == hopper.Tile(4, 2, 3)
+    large = dataclasses.replace(problem, width=16384)
+    assert hopper.fit(large, hopper.Tile(8, 4, 100)) == hopper.heuristic(large)
+    for width in (512, 768, 1000, 4096, 12288):
+        wide = dataclasses.replace(problem, rows=4096, width=width)
+        assert not hopper.misfits(wide, hopper.heuristic(wide))
+
+
+MISFITS = {
+    "multiple of 8": jnp.zeros((2, 12), jnp.bfloat16),
+    "no rows": jnp.zeros((0, 16), jnp.bfloat16),
+    "16384 at most": jnp.zeros((1, 32768), jnp.bfloat16),
+    "bytes of shared memory": jnp.zeros((1, 16384), jnp.float32),
+}
+
+
+@pytest.mark.parametrize("reason", MISFITS)
+def test_what_the_kernel_cannot_take_is_said(reason):
+    x = MISFITS[reason]
+    scale = jnp.ones(x.shape[1])
+    with pytest.raises(NotImplementedError, match=reason):
+        fused_layer_norm(x, residual=x, scale=scale, offset=scale, implementation="interpret")
+
+
 BAD = {
     "residual": dict(residual=jnp.zeros((3, D))),
     "bias": dict(bias=jnp.zeros(3)),
@@ -103,5 +188,3 @@ BAD = {
 def test_bad_input_is_refused(name):
     with pytest.raises(ValueError, match=name):
         fused_layer_norm(jnp.zeros((2, D)), **({"scale": jnp.ones(D)} | BAD[name]))
-    with pytest.raises(NotImplementedError, match="no Hopper kernel"):
-        fused_layer_norm(jnp.zeros((2, D)), scale=jnp.ones(D), implementation="hopper")

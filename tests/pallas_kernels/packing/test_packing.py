@@ -145,5 +145,18 @@ def test_the_paper_needs_a_handful_of_compiles(seed):
     assert bucket(16 * 1024, most=16 * 1024) == 16 * 1024
 
 
+def test_200_batches_compile_a_handful_of_programs(seed):
+    """Real compiles, over the paper's draws: one for each bucket that came, and no more."""
+    random = np.random.default_rng(seed)
+    compiled = jax.jit(lambda x, lengths, capacity: pack(x, lengths, capacity)[0], static_argnums=2)
+    x, seen = np.ones((16, 64), np.float32), set()
+    for _ in range(200):
+        lengths = random.integers(12, 65, 16)
+        capacity = bucket(int(lengths.sum()), most=16 * 64)
+        seen.add(capacity)
+        assert float(compiled(x, lengths, capacity).sum()) == lengths.sum()
+    assert compiled._cache_size() == len(seen) <= 5
+
+
 def test_the_public_names():
     assert pallas_kernels.pack is packing.pack and pallas_kernels.unpack is packing.unpack

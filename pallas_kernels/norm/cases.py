@@ -1,0 +1,61 @@
+"""Named shapes of the fused norm: what tests, reports and benchmarks share, and their floors.
+
+Bytes count every row once: forward x, the residual, y and h; backward h, dy, dx, and dh where h is
+used again, as in a network that normalises before its layers. Rows on their way back to padding
+are counted as long as they are written. Scale, offset and bias are a few kilobytes and left out.
+"""
+
+import dataclasses
+
+from pallas_kernels.attention.cases import paper_lengths
+
+# H200 (datasheet): float32 FLOP/s outside the tensor cores and HBM bytes a second.
+PEAK_FLOPS, PEAK_BYTES = 67e12, 4.8e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One workload of 16-bit rows. centred: LayerNorm with an offset, else RMSNorm.
+
+    added: a residual, and backward a gradient of h. bias: is added too. padded_rows: where y is
+    unpacked to (then h is kept for the backward pass and has no gradient of its own), 0: it is not.
+    """
+
+    name: str
+    rows: int
+    width: int
+    centred: bool = True
+    added: bool = True
+    bias: bool = False
+    padded_rows: int = 0
+
+    def flops(self, backward: bool = False) -> float:
+        """Counted from the formulas in reference.py: one for each element and operation."""
+        norm = (13 if backward else 8) if self.centred else (10 if backward else 5)
+        return self.rows * self.width * (norm + self.added + self.bias)
+
+    def bytes(self, backward: bool = False) -> float:
+        """Each array of rows once."""
+        if backward:
+            rows = self.rows * (3 + (self.added and not self.padded_rows))
+        else:
+            kept = self.added or self.bias or bool(self.padded_rows)
+            rows = self.rows * (1 + self.added + kept) + (self.padded_rows or self.rows)
+        return 2.0 * rows * self.width
+
+    def floor_s(self, backward: bool = False) -> float:
+        """No kernel is faster on an H200."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+
+
+PAPER_TOKENS = -(-sum(paper_lengths(1024)) // 128) * 128
+CASES = (
+    Case("layer 32k x 1024", 32768, 1024),
+    Case("layer 16k x 4096", 16384, 4096),
+    Case("layer 8k x 12288", 8192, 12288),
+    Case("rms 32k x 2048", 32768, 2048, centred=False),
+    Case("rms 16k x 4096", 16384, 4096, centred=False),
+    Case("rms 8k x 8192", 8192, 8192, centred=False),
+    Case("bert 1024", PAPER_TOKENS, 768, bias=True),
+    Case("bert 1024 unpacked", PAPER_TOKENS, 768, bias=True, padded_rows=16 * 1024),
+)

@@ -1,0 +1,122 @@
+"""Every tile of the norm's Hopper kernels that is shipped, its deviceless compile, what to tune.
+
+A configuration is a kernel at a width with the tile that `heuristic` gives, with all that adds
+registers: LayerNorm with bias, residual, offset, and backward a gradient of h.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import aot, tuned
+from pallas_kernels.norm import api, hopper
+from pallas_kernels.norm.cases import CASES, Case
+from pallas_kernels.norm.reference import Spec
+
+# 768 and 1024: several rows a group. 1000: rows narrower than their slot. 5120 and more: chunks.
+# 12288: sums over rows by XLA; at 16384 bias and offset do not fit in shared memory.
+CONFIGS = (
+    *(f"{k} d{d}" for k in ("forward", "backward") for d in (768, 1000, 1024, 4096, 12288)),
+    *(f"{kind} d{d} rms" for kind in ("forward", "backward") for d in (4096, 8192)),
+    *(f"{kind} d{d} float32" for kind in ("forward", "backward") for d in (1024, 4096)),
+    *(f"{kind} d1024 odd" for kind in ("forward", "backward")),
+    "forward d768 unpack",
+    "forward d16384",
+)
+FOLDER = pathlib.Path(__file__).parent
+Run = tuple[hopper.Problem, functools.partial[Any], tuple[Any, ...]]
+
+
+def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]:
+    """Returns (function, its abstract arguments on an H100, the tile) of a configuration."""
+    words = name.split()
+    case = Case(
+        name, 4097 if "odd" in words else 4096, int(words[1][1:]), "rms" not in words,
+        bias="rms" not in words, padded_rows=16 * 512 if "unpack" in words else 0,
+    )  # fmt: skip
+    dtype = jnp.float32 if "float32" in words else jnp.bfloat16
+    sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
+    problem, run, args = kernel(case, words[0] == "backward", dtype)
+    tile = hopper.heuristic(problem)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    return functools.partial(run, tile=tile), args, dataclasses.asdict(tile)
+
+
+def kernel(case: Case, backward: bool, dtype: Any = jnp.bfloat16) -> Run:
+    """Returns (problem, kernel to call with a tile, its abstract arguments); 16 sequences."""
+    T, D = case.rows, case.width
+    x_TD, v_D, one_T1 = (
+        jax.ShapeDtypeStruct(shape, kind)
+        for shape, kind in (((T, D), dtype), ((D,), jnp.float32), ((T, 1), jnp.float32))
+    )
+    writes = case.added or case.bias or bool(case.padded_rows)
+    length = case.padded_rows // 16 if case.padded_rows else None
+    spec = Spec(case.centred, 1e-5, case.bias, case.centred, writes, length)
+    if backward:
+        dh_TD = x_TD if case.added and not case.padded_rows else None
+        problem = hopper.backward_problem(x_TD, v_D, dh_TD, spec)
+        args = (x_TD, one_T1, one_T1, v_D, x_TD, dh_TD)
+        return problem, functools.partial(hopper.backward, spec=spec), args
+    vectors = (v_D if case.bias else None, v_D, v_D if case.centred else None)
+    residual_TD = x_TD if case.added else None
+    problem = hopper.forward_problem(x_TD, residual_TD, *vectors, spec)
+    ends = jax.ShapeDtypeStruct((17,), jnp.int32) if case.padded_rows else None
+    args = (x_TD, residual_TD, *vectors, ends)
+    return problem, functools.partial(hopper.forward, spec=spec), args
+
+
+def sources(name: str) -> tuple[pathlib.Path, ...]:
+    """The files that make a configuration's kernels."""
+    return (FOLDER / "hopper.py",)
+
+
+def tunings() -> Iterator[tuned.Tuning]:
+    """What scripts/tune.py measures: each case forward and backward, over tiles that fit."""
+    for case in CASES:
+        for backward in (False, True):
+            problem, run, args = kernel(case, backward)
+            spec = run.keywords["spec"]
+            added = (args[5] if backward else args[1]) is not None
+
+            def function(tile: hopper.Tile, interpret: bool, run=run) -> Callable[..., Any]:
+                return functools.partial(run, tile=tile, interpret=interpret)
+
+            def inputs(key: jax.Array, args=args, case=case) -> tuple[Any, ...]:
+                return tuple(_values(key, i, x, case) for i, x in enumerate(args))
+
+            yield tuned.Tuning(
+                op="fused_layer_norm_backward" if backward else "fused_layer_norm",
+                key=api.key(problem, spec, added),
+                candidates=candidates(problem),
+                function=function,
+                inputs=inputs,
+            )
+
+
+def candidates(problem: hopper.Problem) -> list[hopper.Tile]:
+    """Returns the heuristic's tile, then its neighbours that fit in shared memory."""
+    first = hopper.heuristic(problem)
+    found = [first]
+    for rows in (1, 2, 4, 8):
+        for blocks, stages in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (4, 2), (4, 3)):
+            tile = hopper.Tile(rows, stages, hopper.SMS * blocks, first.resident)
+            fitted = hopper.fit(problem, tile)
+            if rows * problem.padded <= 2 * hopper.ELEMENTS and fitted == tile:
+                found.append(tile)
+    return list(dict.fromkeys(found))
+
+
+def _values(key: jax.Array, place: int, like: Any, case: Case) -> Any:
+    if like is None:
+        return None
+    if like.dtype == jnp.int32:  # equal sequences
+        return jnp.arange(17, dtype=jnp.int32) * (case.rows // 16)
+    values = jax.random.normal(jax.random.fold_in(key, place), like.shape, jnp.float32)
+    return values.astype(like.dtype)
