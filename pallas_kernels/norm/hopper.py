@@ -100,7 +100,7 @@ def heuristic(problem: Problem) -> Tile:
     """The tile where nothing was measured.
 
     Groups of a few thousand elements, as many blocks an SM as registers allow, then as many stages
-    as shared memory does, at least two groups of loads on their way. The last resort may not fit.
+    as shared memory does, at least one group on its way. The last resort may not fit.
     """
     most = max(1, min(MOST_ROWS, ELEMENTS // problem.padded))
     rows = math.gcd(problem.rows, 1 << most.bit_length() - 1)
@@ -121,7 +121,8 @@ def fit(problem: Problem, tile: Tile | None) -> Tile:
     None: none was measured.
     """
     if tile is not None:
-        rows = math.gcd(problem.rows, tile.rows)
+        most = max(1, 2 * ELEMENTS // problem.padded)
+        rows = math.gcd(problem.rows, tile.rows, 1 << most.bit_length() - 1)
         blocks = min(tile.blocks, problem.rows // rows)
         tile = dataclasses.replace(tile, rows=rows, blocks=blocks)
         if _fits(problem, tile):

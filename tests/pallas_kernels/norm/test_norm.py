@@ -153,6 +153,8 @@ def test_a_measured_tile_is_made_to_fit():
     x = jax.ShapeDtypeStruct((12, 512), jnp.bfloat16)
     problem = hopper.backward_problem(x, x, x, Spec(True, 1e-5, True, True, True))
     assert hopper.fit(problem, hopper.Tile(8, 2, 100)) == hopper.Tile(4, 2, 3)
+    wide = dataclasses.replace(problem, width=4096)
+    assert hopper.fit(wide, hopper.Tile(8, 2, 2)).rows == 2  # registers
     large = dataclasses.replace(problem, width=16384)
     assert hopper.fit(large, hopper.Tile(8, 4, 100)) == hopper.heuristic(large)
     for width in (512, 768, 1000, 4096, 12288):
