@@ -9,14 +9,14 @@ TINY_CASES, checks(rehearsal) and sides(case, implementation).
 """
 
 import functools
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any
 
 import gpu_attention
+import gpu_gemm
+import gpu_norm
 import jax
 
 from megajax.models.encoder_config import PRESETS as ENCODERS
@@ -27,6 +27,7 @@ from pallas_kernels import bench
 Add = Callable[[dict[str, Any]], None]
 FORWARD, BOTH = "forward", "forward+backward"
 SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
+FOLDERS = {"attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm}
 TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
 
 
@@ -52,22 +53,11 @@ class Bench:
         return goals.index(True)
 
 
-def folders() -> dict[str, ModuleType]:
-    """The kernel folders that are there, by name."""
-    found = {"attention": gpu_attention}
-    for name in ("norm", "gemm"):
-        if importlib.util.find_spec(f"pallas_kernels.{name}") and importlib.util.find_spec(
-            f"pallas_kernels.{name}.cases"
-        ):
-            found[name] = importlib.import_module(f"gpu_{name}")
-    return found
-
-
 def queue(rehearsal: bool) -> list[Bench]:
     """All cases, forward and with backward, in order of worth; a rehearsal needs the larger."""
     found = [
         Bench(name, case, direction)
-        for name, folder in folders().items()
+        for name, folder in FOLDERS.items()
         for case in (folder.TINY_CASES if rehearsal else folder.CASES)
         for direction in ((BOTH,) if rehearsal else (FORWARD, BOTH))
     ]
@@ -146,7 +136,7 @@ def time_cases(
     for each in queue(rehearsal):
         if wanted is not None and not wanted(each):
             continue
-        sides = folders()[each.folder].sides(each.case, implementation)
+        sides = FOLDERS[each.folder].sides(each.case, implementation)
         for name, build in sides.items():
             row = {
                 "folder": each.folder, "case": each.case.name, "direction": each.direction,
@@ -179,7 +169,7 @@ def bert(rehearsal: bool) -> Iterator[tuple[dict[str, Any], Callable[[], dict[st
 def check_kernels(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
     """Adds the rows: a sample of checks, the goals' times, BERT, all other times, all checks."""
     began = time.perf_counter()
-    checks = {name: folder.checks(rehearsal) for name, folder in folders().items()}
+    checks = {name: folder.checks(rehearsal) for name, folder in FOLDERS.items()}
     sample = [each for found in checks.values() for each in found[:4]]
     rest = [each for found in checks.values() for each in found[4:]]
     check(add, sample, began + (deadline - began) / 3)

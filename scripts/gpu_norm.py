@@ -1,0 +1,102 @@
+"""Norms with bias and residual on a GPU: correctness, and every case beside what XLA makes of it.
+
+Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3
+(gradients: 2e-3).
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_attention import Side
+
+import pallas_kernels
+from pallas_kernels import PackInfo
+from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.norm.cases import CASES as CASES
+from pallas_kernels.norm.cases import Case
+
+TINY_CASES = (Case("tiny", 64, 128, bias=True),)
+CHECKED = (
+    Case("1000 x 1024", 1000, 1024, bias=True),
+    Case("300 x 4096 rms", 300, 4096, centred=False),
+    Case("77 x 1000, nothing added", 77, 1000, added=False),
+    Case("bert 1024 unpacked", CASES[-1].rows, 768, bias=True, padded_rows=16 * 1024),
+)
+
+
+def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """x, scale and, where the case has them, residual, offset and bias."""
+    shapes = [(case.rows, case.width), (case.width,)]
+    shapes += [(case.rows, case.width)] * case.added
+    shapes += [(case.width,)] * (case.centred + case.bias)
+    return [jax.ShapeDtypeStruct(s, jnp.float32 if len(s) == 1 else jnp.bfloat16) for s in shapes]
+
+
+def norm(case: Case, implementation: str) -> Callable:
+    """fused_layer_norm of the arguments, or norm_unpack into the paper's padded rows."""
+
+    def run(x, scale, *rest):
+        left = list(rest)
+        options = {
+            "residual": left.pop(0) if case.added else None,
+            "scale": scale,
+            "offset": left.pop(0) if case.centred else None,
+            "bias": left.pop(0) if case.bias else None,
+            "kind": "layer" if case.centred else "rms",
+            "implementation": implementation,
+        }
+        if not case.padded_rows:
+            return pallas_kernels.fused_layer_norm(x, **options)
+        lengths = paper_lengths(case.padded_rows // 16)
+        cu = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+        info = PackInfo(cu, case.rows, case.padded_rows // 16)
+        return pallas_kernels.norm_unpack(x, info, **options)
+
+    return run
+
+
+def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+    """Ours, and the plain program, of which XLA makes one or two kernels."""
+    return {
+        "ours": lambda: (norm(case, implementation), arguments(case)),
+        "xla": lambda: (norm(case, "reference"), arguments(case)),
+    }
+
+
+def errors(case: Case, implementation: str) -> dict[str, float]:
+    """Returns error over bound of the results and of the gradients; at most 1 is right."""
+    like = arguments(case)
+    random = np.random.default_rng(0)
+    inputs = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in like]
+
+    def all_of(implementation: str, exact: bool) -> list[np.ndarray]:
+        def run(*x):
+            out, pull = jax.vjp(norm(case, implementation), *x)
+            return jax.tree.leaves(out), pull(jax.tree.map(jnp.ones_like, out))
+
+        arrays = (x.astype(jnp.float32) if exact else x for x in inputs)
+        out, gradients = jax.jit(run)(*arrays)
+        return [np.asarray(x, np.float64) for x in (*out, *gradients)]
+
+    found, rough, want = (
+        all_of(implementation, False), all_of("reference", False), all_of("reference", True),
+    )  # fmt: skip
+    results = 1 if case.padded_rows else 2
+    names = ["y", "h"][:results] + [f"gradient {i}" for i in range(len(found) - results)]
+    spare = [1e-3] * results + [2e-3] * (len(found) - results)
+    return {
+        name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + e))
+        for name, f, r, w, e in zip(names, found, rough, want, spare, strict=True)
+    }
+
+
+def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """(name, what gives error over bound)."""
+    cases = TINY_CASES if rehearsal else CHECKED
+    implementation = "interpret" if rehearsal else "hopper"
+    return [
+        (f"norm {case.name}", functools.partial(errors, case, implementation)) for case in cases
+    ]
