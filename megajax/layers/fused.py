@@ -1,17 +1,19 @@
 """Seams of a block filled with fused kernels, for arrays that lie on one device.
 
 ByteTransformer (arXiv 2210.03052) section 3.2: bias, residual and LayerNorm in one pass over the
-tokens. Each kernel runs where it can and its plain JAX reference elsewhere. Under a mesh they
-belong inside a shard_map.
+tokens, bias and GELU at the end of their GEMM. Each kernel runs where it can and its plain JAX
+reference elsewhere. Under a mesh they belong inside a shard_map.
 
-Legend: B rows, S positions, D model width.
+Legend: B rows, S positions, D model width, F feed-forward width.
 """
 
 from collections.abc import Callable
 
 import jax
 
+import pallas_kernels
 from megajax.layers import ops
+from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
 from pallas_kernels import fused_layer_norm
 
@@ -35,3 +37,21 @@ def settle(
         kind=norm.kind,
         eps=norm.eps,
     )[0]
+
+
+def has_gemm() -> bool:
+    """Whether there is a GEMM with an epilogue, which `expand` needs."""
+    return hasattr(pallas_kernels, "fused_gemm")
+
+
+def expand(mlp: Mlp, x_BSD: jax.Array, up: Callable, matmul: Callable) -> jax.Array:
+    """activation(x w + bias), hidden_BSF, as one GEMM; a gated layer, which has two, as many."""
+    if mlp.cfg.activation == "swiglu":
+        return ops.expand(mlp, x_BSD, up, matmul)
+    bias = mlp.up_bias[...] if mlp.cfg.bias else None
+
+    def product(x_BSD: jax.Array, w_DF: jax.Array) -> jax.Array:
+        gemm = getattr(pallas_kernels, "fused_gemm")  # noqa: B009
+        return gemm(x_BSD, w_DF, bias=bias, activation=mlp.cfg.activation)
+
+    return up(x_BSD, mlp.inputs, product)[0]

@@ -77,6 +77,8 @@ def ops_of(step: Step, batch: int, longest: int) -> Ops:
     changes: dict[str, Any] = {"attend": kernel}
     if step.norm:
         changes["settle"] = fused.settle
+    if step.gelu and fused.has_gemm():
+        changes["expand"] = fused.expand
     return Ops(**changes)
 
 
@@ -262,6 +264,6 @@ def missing(step: Step) -> str | None:
     """Returns why a step cannot run here, None if it can."""
     if step.attention == "cudnn" and jax.default_backend() != "gpu":
         return "cuDNN needs a GPU"
-    if step.gelu and not step.packed:
+    if step.gelu and not step.packed and not fused.has_gemm():
         return "there is no GEMM with a fused epilogue yet: XLA's product, bias and GELU stay"
     return None
