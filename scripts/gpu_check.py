@@ -83,7 +83,7 @@ def check_losses(report: Callable) -> None:
         exact = losses(SMALL, gpu, 20)
     difference = float(np.abs(np.subtract(want, exact)).max())
     report("float32 losses, GPU against CPU, 20 steps", difference, 1e-3)
-    for attention in ("xla", "cudnn"):
+    for attention in ("xla", "cudnn", "varlen"):
         cfg = config.override(SMALL, {"train.dtype": "bfloat16", "train.attention": attention})
         try:
             short = losses(cfg, gpu, 20)
@@ -152,6 +152,7 @@ def large(**changes: Any) -> Config:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "cudnn, remat outputs": {},
+    "varlen, remat outputs": {"train__attention": "varlen"},
     "cudnn, remat full": {"train__remat": "full"},
     "cudnn, remat dots": {"train__remat": "dots"},
     "cudnn, batch 16": {"train__global_batch": 16},

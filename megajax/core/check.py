@@ -98,9 +98,14 @@ def _check_context(cfg: Any, sizes: Mapping[str, int]) -> None:
             f"the zigzag order; {nearest_multiples(train.seq_len, 2 * ways)} (--train.seq_len, "
             "--context.order=plain)"
         )
-    if kind == "ring" and train.attention == "cudnn":
+    if kind == "ring" and train.attention in ("cudnn", "varlen"):
         raise UserError(
-            "train.attention=cudnn gives no log-sum-exp to join the blocks of a ring with; use "
-            "auto or xla, or another context.kind: ulysses, gather (--train.attention, "
+            f"train.attention={train.attention} gives no log-sum-exp to join the blocks of a ring "
+            "with; use auto or xla, or another context.kind: ulysses, gather (--train.attention, "
             "--context.kind)"
+        )
+    if kind == "gather" and train.attention == "varlen":
+        raise UserError(
+            "train.attention=varlen is among a row's own tokens, and gather brings others' keys; "
+            "use auto, xla or cudnn, or ulysses (--train.attention, --context.kind)"
         )

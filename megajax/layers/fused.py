@@ -7,6 +7,7 @@ reference elsewhere. Under a mesh they belong inside a shard_map.
 Legend: B rows, S positions, D model width, F feed-forward width.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -42,9 +43,6 @@ def expand(mlp: Mlp, x_BSD: jax.Array, up: Callable, matmul: Callable) -> jax.Ar
     """activation(x w + bias) as one kernel; SwiGLU, which joins two products, as many."""
     if mlp.cfg.activation == "swiglu":
         return ops.expand(mlp, x_BSD, up, matmul)
-    return fused_gemm(
-        x_BSD,
-        mlp.up[...].astype(x_BSD.dtype),
-        bias=mlp.up_bias[...] if mlp.cfg.bias else None,
-        activation=mlp.cfg.activation,
-    )
+    bias = mlp.up_bias[...] if mlp.cfg.bias else None
+    product = functools.partial(fused_gemm, bias=bias, activation=mlp.cfg.activation)
+    return up(x_BSD, mlp.inputs, product)[0]

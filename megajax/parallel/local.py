@@ -27,7 +27,7 @@ from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
 from megajax.parallel import expert as expert_
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.tensor import choose_attention, local_attention
+from megajax.parallel.tensor import choose_attention, local_attention, packed_shape
 
 Array = jax.Array
 TENSOR = "tensor"
@@ -101,7 +101,8 @@ def attend(
     context: ContextSpec,
 ) -> Array:
     """This device's rows and heads."""
-    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context)
+    packed = packed_shape(q_BSHK, k_BMGK, query, memory)
+    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context, packed)
     here = local_attention(layout, kernel, context)
     return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 

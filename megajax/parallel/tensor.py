@@ -27,6 +27,7 @@ from megajax.layers.ops import Ops, join
 from megajax.parallel import context as context_
 from megajax.parallel import expert
 from megajax.parallel.context import ContextSpec
+from pallas_kernels import tuned
 
 Array = jax.Array
 TENSOR = ("tensor",)
@@ -35,8 +36,8 @@ TENSOR = ("tensor",)
 def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextSpec()) -> Ops:
     """Returns the Ops that put XLA's collectives around local compute.
 
-    attention: 'xla', 'cudnn', 'varlen', or 'auto' (cuDNN for 16-bit types on GPUs). context: how
-    queries meet the keys of other devices where the sequence is cut.
+    attention: 'xla', 'cudnn', 'varlen', or 'auto' (`choose_attention`). context: how queries meet
+    the keys of other devices where the sequence is cut.
     """
     return Ops(
         gather=functools.partial(gather, layout),
@@ -171,7 +172,8 @@ def attend(
 
     Where the sequence is cut, parallel.context brings queries and keys together.
     """
-    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context)
+    packed = packed_shape(q_BSHK, k_BMGK, query, memory)
+    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context, packed)
     rows = layout.act("batch", "seq")
 
     def places(context: Context) -> Context:
@@ -211,11 +213,34 @@ def local_attention(
     return attend
 
 
+def packed_shape(
+    q_BSHK: Array, k_BMGK: Array, query: Context, memory: Context | None
+) -> tuple[int, int, int] | None:
+    """What `choose_attention` is told of rows that hold segments; None for others."""
+    if memory is not None or query.segments_BS is None:
+        return None
+    _, S, H, K = q_BSHK.shape
+    return K, H // k_BMGK.shape[2], S
+
+
 def choose_attention(
-    layout: Layout, wanted: str, dtype: Any, context: ContextSpec = ContextSpec()
+    layout: Layout,
+    wanted: str,
+    dtype: Any,
+    context: ContextSpec = ContextSpec(),
+    packed: tuple[int, int, int] | None = None,
 ) -> tuple[attend_.Implementation, str]:
-    """Returns (the attention kernel, why). wanted: 'auto' or a kernel's name."""
-    if context.kind == "ring" and layout.live(layout.rules.act.get("seq", ())):
+    """Returns (the attention kernel, why).
+
+    'auto' takes cuDNN for 16-bit types on GPUs, which computes all pairs of a packed row under a
+    mask, until a table of tuned tiles (scripts/tune.py, which also compares results) says that ours
+    was right and fast on this kind of GPU: packed rows then take 'varlen'.
+
+    Args: wanted: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
+      tokens of a row) where rows hold segments; None: one sequence each, or a cache.
+    """
+    cut = layout.live(layout.rules.act.get("seq", ()))
+    if context.kind == "ring" and cut:
         return "xla", "a ring joins its blocks itself"
     if wanted != "auto":
         return wanted, "asked for"  # type: ignore[return-value]
@@ -223,4 +248,13 @@ def choose_attention(
         return "xla", "auto: cuDNN needs a GPU"
     if jnp.dtype(dtype).itemsize != 2:
         return "xla", "auto: cuDNN needs a 16-bit type"
+    if packed is not None and not (cut and context.kind == "gather"):
+        width, group, tokens = packed
+        row = tuned.find(
+            "varlen_attention_forward",
+            {"dtype": jnp.dtype(dtype).name, "width": width, "group": group, "longest": tokens,
+             "tokens": tokens},
+        )  # fmt: skip
+        if row is not None and row["key"]["width"] == width and row["fastest"] == "hopper":
+            return "varlen", "auto: packed rows, measured on this kind of GPU"
     return "cudnn", "auto: fused, 16-bit type on a GPU"

@@ -77,8 +77,10 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         f"{quantity(tree.count(state.params))} parameters, {quantity(flops)} FLOPs a token, "
         f"{held:.3f} GiB of state a device"
     )
+    model = cfg.model
+    packed = model.head_width, model.heads // model.kv_heads, cfg.train.seq_len
     kernel, why = choose_attention(
-        train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context
+        train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context, packed
     )
     console.say(f"attention: {kernel} ({why})")
     if mesh.shape["context"] > 1:

@@ -33,7 +33,9 @@ class TrainConfig:
     remat: Remat = option("outputs", "what the backward pass keeps: all, nothing, or by name")
     loss_chunks: int = option(1, "pieces of the sequence whose logits exist at one time")
     z_loss: float = option(0.0, "weight of log(Z)^2 in the objective")
-    attention: Literal["auto", "xla", "cudnn"] = option("auto", "attention kernel")
+    attention: Literal["auto", "xla", "cudnn", "varlen"] = option(
+        "auto", "attention kernel; varlen: ours, the work of each document's own tokens only"
+    )
 
     def __post_init__(self):
         """Refuses counts below 1."""

@@ -31,6 +31,7 @@ def run(changes, devices=8):
         {"mesh.context": 2, "mesh.tensor": 2, "context.kind": "ulysses", "model.kv_heads": 2},
         {"mesh.context": 2, "train.seq_len": 126, "context.order": "plain"},
         {"mesh.context": 2, "context.kind": "gather", "train.attention": "cudnn"},
+        {"mesh.context": 2, "context.kind": "ulysses", "train.attention": "varlen"},
     ],
 )
 def test_legal_combinations(changes):
@@ -55,6 +56,14 @@ def test_legal_combinations(changes):
         (
             {"mesh.context": 2, "train.seq_len": 126},
             ["train.seq_len=126", "2 x mesh.context = 4", "nearest: 124, 128", "--context.order"],
+        ),
+        (
+            {"mesh.context": 2, "train.attention": "varlen"},
+            ["train.attention=varlen", "of a ring", "--context.kind"],
+        ),
+        (
+            {"mesh.context": 2, "context.kind": "gather", "train.attention": "varlen"},
+            ["train.attention=varlen", "ulysses", "--train.attention"],
         ),
         (
             {"mesh.context": 2, "train.attention": "cudnn"},

@@ -64,6 +64,52 @@ def test_attention_is_chosen_with_a_reason():
     assert tensor.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
 
 
+def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch):
+    """Nothing measured, or plain JAX was faster: cuDNN; a cache, or keys of others, too."""
+    from unittest import mock
+
+    from pallas_kernels import tuned
+
+    gpu = mock.Mock(live=mock.Mock(return_value=()))
+    gpu.mesh.devices = np.array([mock.Mock(platform="gpu")])
+    choose = functools.partial(tensor.choose_attention, gpu, "auto")
+    packed = (128, 4, 4096)
+    assert choose("bfloat16", packed=packed)[0] == "cudnn"
+    key = {"dtype": "bfloat16", "width": 128, "group": 4, "longest": 2048, "tokens": 16384}
+    for fastest, wanted in (("hopper", "varlen"), ("reference", "cudnn")):
+        row = {"key": key, "fastest": fastest}
+        monkeypatch.setattr(tuned, "find", lambda op, key, row=row: row)
+        assert choose("bfloat16", packed=packed)[0] == wanted
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"key": key, "fastest": "hopper"})
+    assert choose("bfloat16", packed=packed)[0] == "varlen"
+    assert choose("bfloat16")[0] == "cudnn" and choose("float32", packed=packed)[0] == "xla"
+    gpu.live.return_value = ("context",)
+    assert choose("bfloat16", ContextSpec("ulysses"), packed)[0] == "varlen"
+    assert choose("bfloat16", ContextSpec("gather"), packed)[0] == "cudnn"
+
+
+GROUPED = {"model__kv_heads": 2, "model__window": 5, "mesh__tensor": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"mesh__data": 1}, GROUPED])
+def test_packed_attention_trains_as_xla_does(changes):
+    """Losses of four steps on rows of several segments."""
+
+    def losses(attention):
+        cfg = run_config(train__attention=attention, **changes)
+        train_step = make_train_step(cfg, cfg.mesh.build())
+        state, found = train_step.init(0), []
+        for i in range(4):
+            state, metrics = train_step.step(state, on(train_step, host_batch(i)))
+            found.append(float(metrics["loss"]))
+        return found
+
+    want = losses("xla")
+    assert want[-1] < want[0]
+    np.testing.assert_allclose(losses("varlen"), want, atol=1e-5)
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_lookup_on_every_layout(decode):
     """Rows of a table cut over tensor and ZeRO axes, for training and for decoding."""
