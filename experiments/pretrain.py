@@ -29,6 +29,7 @@ from megajax.data.loader import Loader, held_out_batches, training_rows
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
+from megajax.monitor.timers import Timers
 from megajax.training import banner, resume
 from megajax.training.config import Config
 from megajax.training.loop import Run, train
@@ -62,6 +63,7 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
 def main() -> int:
     """Runs the training job. Returns the exit code."""
     phases = Phases(time.perf_counter())
+    timers = Timers.of_process(mesh_.find_supervisor().progress)
     cfg, preset = config.from_flags(PRESETS, take_model)  # 1 configuration
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
@@ -110,11 +112,13 @@ def main() -> int:
         meter=Meter(work, cfg.train.steps),
         evaluate=measure,
         identity=identity,
+        timers=timers,
     )
     try:
         stop = train(run)  # 7 the loop
     finally:
         recorder.close()
+    timers.enter("end", int(run.state.step))
     if stop == "signal":
         checkpoints.close()
         console.say(f"stopped after step {int(run.state.step)}; saved. Continue with:")
