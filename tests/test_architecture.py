@@ -52,6 +52,7 @@ JAX_FREE = (
     "megajax.monitor.heartbeat",
     "megajax.monitor.records",
     "megajax.monitor.timers",
+    "megajax.monitor.watchdog",
     "megajax.schedule",
     "megajax.schedule.bubbles",
     "megajax.schedule.build",
