@@ -26,7 +26,9 @@ from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
+from megajax.monitor import faults
 from megajax.monitor.console import Console, Phases
+from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
@@ -63,7 +65,8 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
 def main() -> int:
     """Runs the training job. Returns the exit code."""
     phases = Phases(time.perf_counter())
-    timers = Timers.of_process(mesh_.find_supervisor().progress)
+    supervision = mesh_.find_supervisor()
+    timers = Timers.of_process(supervision.progress)
     cfg, preset = config.from_flags(PRESETS, take_model)  # 1 configuration
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
@@ -113,6 +116,7 @@ def main() -> int:
         evaluate=measure,
         identity=identity,
         timers=timers,
+        faults=Injector(faults.parse(cfg.fault), jax.process_index(), supervision.attempt),
     )
     try:
         stop = train(run)  # 7 the loop

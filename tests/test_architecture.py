@@ -49,6 +49,7 @@ JAX_FREE = (
     "megajax.cost.pipeline",
     "megajax.cost.roofline",
     "megajax.cost.traffic",
+    "megajax.monitor.faults",
     "megajax.monitor.heartbeat",
     "megajax.monitor.records",
     "megajax.monitor.timers",

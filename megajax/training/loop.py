@@ -17,6 +17,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.data.loader import Loader
 from megajax.monitor.console import Console
+from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.skew import LaunchSkew
@@ -49,6 +50,7 @@ class Run:
     evaluate: Callable[[TrainState, int], None]
     identity: dict[str, Any]
     timers: Timers = dataclasses.field(default_factory=Timers)
+    faults: Injector = dataclasses.field(default_factory=Injector)
     skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
     stopped_by: int | None = None
 
@@ -73,6 +75,7 @@ def train(run: Run) -> Stop:
             profiler.before(step)
             timers.enter("data", step)
             batch = next(run.loader)
+            run.state = run.faults.strike(step, run.state)
             run.meter.waited(timers.enter("prepare", step))
             run.skew.launch(step)
             timers.enter("launch" if step > first else "compile", step)
