@@ -60,6 +60,8 @@ JAX_FREE = (
     "megajax.schedule.ir",
     "megajax.schedule.simulator",
     "megajax.schedule.trace",
+    "megajax.systems.elastic.agent",
+    "megajax.systems.elastic.driver",
 )
 
 

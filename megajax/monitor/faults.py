@@ -83,11 +83,12 @@ class Injector:
             if fault.kind == "slow" and step >= fault.step:
                 self._slept = fault.amount * usual
                 time.sleep(self._slept)
-            elif fault.step == step and fault.kind == "nan":
-                state = _poison(state)
             elif fault.step == step and fault.kind != "slow":
                 print(f"injected fault: {fault.kind} in step {step}", flush=True)
-                DEEDS[fault.kind]()
+                if fault.kind == "nan":
+                    state = _poison(state)
+                else:
+                    DEEDS[fault.kind]()
         return state
 
 
