@@ -14,6 +14,8 @@ On a cluster the agents are started by what starts processes there, never by thi
     MEGAJAX_TOKEN=... supervise.py --agents=elsewhere --listen=0.0.0.0:8475 --hosts=4 -- COMMAND
     MEGAJAX_TOKEN=... srun supervise.py --agent=FIRST_HOST:8475          (one a host; spares too)
 
+SUPERVISE=1 scripts/launch_slurm.sh does so.
+
 Take a host out by hand, from where the driver runs: supervise.py --evict=HOST --out=FOLDER
 
 Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and again (do not retry);
@@ -59,7 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--min_hosts", type=int, help="go on with as few; default: --hosts")
     add("--max_restarts", type=int, default=5, help="of the whole job")
     add("--backoff_s", type=float, default=1.0, help="pause before a restart; doubles when idle")
-    add("--join_s", type=float, default=600.0, help="time for agents to come")
+    add("--join_s", type=float, default=600.0, help="time for agents and driver to meet")
     add("--grace_s", type=float, default=600.0, help="time to save after SIGTERM")
     for name, what in (
         ("start", "until the first step, and for each of two that compile"),
@@ -75,7 +77,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--listen", default="127.0.0.1:0", help="host:port of the driver")
     add("--agents", choices=("here", "elsewhere"), default="here", help="who starts the agents")
     add("--agent", metavar="HOST:PORT", help="be the agent of this host, for that driver")
-    add("--name", default=socket.gethostname(), help="of this host, as an agent")
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
+    add("--name", default=name, help="of this host, as an agent; [%(default)s]")
     add("--evict", metavar="HOST", help="tell the driver of --out to go on without this host")
     settings = parser.parse_args(own)
     for name in ("hosts", "processes"):
@@ -152,11 +155,16 @@ def main(argv: Sequence[str]) -> int:
             # Without SLURM's own variables: jax would read from them that there is one process a
             # GPU.
             env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-            name, period = settings.name, settings.period_s
-            try:
-                return Agent(name, settings.agent, token, env, period).serve()
-            except OSError as error:
-                raise UserError(f"no driver at {settings.agent}: {error} (--agent)") from None
+            end = time.monotonic() + settings.join_s
+            while True:
+                try:
+                    agent = Agent(settings.name, settings.agent, token, env, settings.period_s)
+                    return agent.serve()
+                except OSError as error:
+                    if time.monotonic() > end:
+                        at = settings.agent
+                        raise UserError(f"no driver at {at}: {error} (--agent)") from None
+                time.sleep(1)  # both are started at one time, and the driver may be later
         return drive(settings, command)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

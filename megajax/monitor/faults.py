@@ -1,7 +1,8 @@
 """Faults on purpose, by a flag of the training command: what a watchdog must survive.
 
 --fault=kill@120:rank1 strikes rank 1 in step 120, in the first attempt only; several are joined by
-commas; ':always' strikes in every attempt, as a poisoned batch would. Kinds:
+commas. ':attempt2' strikes after the second restart, ':always' in every attempt, as a bad batch
+would. Kinds:
 
 kill    SIGKILL to itself               exit    exit(0) in the middle, as a library may
 stop    SIGSTOP: a frozen process       nan     a parameter of this rank becomes NaN
@@ -26,7 +27,7 @@ from typing import Any
 from megajax.core.errors import UserError, did_you_mean
 
 KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", "slow")
-_SPEC = re.compile(r"(\w+)(?:=([\d.]+))?@(\d+)(?::rank(\d+))?(:always)?")
+_SPEC = re.compile(r"(\w+)(?:=([\d.]+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?")
 
 
 class InjectedError(RuntimeError):
@@ -35,12 +36,12 @@ class InjectedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault: kind, the step that it strikes in, the rank, whether in every attempt."""
+    """One fault: kind, the step that it strikes in, the rank, the attempt (None: every one)."""
 
     kind: str
     step: int
     rank: int = 0
-    always: bool = False
+    attempt: int | None = 0
     amount: float = 0.12
 
 
@@ -51,7 +52,7 @@ def parse(spec: str | None) -> tuple[Fault, ...]:
         m = _SPEC.fullmatch(word.strip())
         if m is None:
             raise UserError(
-                f"fault={word} must be kind@step[:rankN][:always], e.g. kill@120:rank1 (--fault)"
+                f"fault={word} must be kind@step[:rankN][:attemptN], e.g. kill@120:rank1 (--fault)"
             )
         if m[1] not in KINDS:
             raise UserError(
@@ -59,7 +60,8 @@ def parse(spec: str | None) -> tuple[Fault, ...]:
                 f"{did_you_mean(m[1], KINDS)} (--fault)"
             )
         amount = float(m[2]) if m[2] else 0.12
-        found.append(Fault(m[1], int(m[3]), int(m[4] or 0), bool(m[5]), amount))
+        attempt = None if m[6] else int(m[5] or 0)
+        found.append(Fault(m[1], int(m[3]), int(m[4] or 0), attempt, amount))
     return tuple(found)
 
 
@@ -68,7 +70,7 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault] = (), rank: int = 0, attempt: int = 0):
         """attempt: how often the job was started before."""
-        self._mine = [f for f in faults if f.rank == rank and (f.always or attempt == 0)]
+        self._mine = [f for f in faults if f.rank == rank and f.attempt in (None, attempt)]
         self._began = time.monotonic()
         self._slept = 0.0
 

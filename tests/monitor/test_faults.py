@@ -18,10 +18,11 @@ from megajax.monitor.faults import DEEDS, KINDS, Fault, InjectedError, Injector,
 
 def test_the_flag():
     assert parse(None) == parse("") == ()
-    assert parse("kill@120:rank1, slow=0.5@3,nan@7:rank2:always") == (
+    assert parse("kill@120:rank1, slow=0.5@3,nan@7:rank2:always,gil@1:attempt3") == (
         Fault("kill", 120, 1),
         Fault("slow", 3, 0, amount=0.5),
-        Fault("nan", 7, 2, always=True),
+        Fault("nan", 7, 2, attempt=None),
+        Fault("gil", 1, attempt=3),
     )
     assert all(parse(f"{kind}@1") for kind in KINDS)
 

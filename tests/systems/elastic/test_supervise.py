@@ -1,8 +1,8 @@
 """scripts/supervise.py with real processes: a driver, two agents, two ranks in lockstep.
 
-The job (lockstep.py) has no jax, so that a fault costs seconds; tests/experiments/test_chaos.py has
-the real trainer. Each run must end with the parameters of one that nobody disturbed, name the right
-rank in time, and leave no process and no shared memory.
+The job (lockstep.py) has no jax, so that a fault costs seconds; the real trainer's turn is in
+tests/experiments/test_supervised.py. Each run must end with the parameters of one that nobody
+disturbed, name the right rank in time, and leave no process and no shared memory.
 """
 
 import contextlib
@@ -254,5 +254,5 @@ def test_mistakes_are_explained():
                          "experiments/pretrain.py ...\n")  # fmt: skip
     code, err = call("--hosts=0", "--", "true")
     assert code == 2 and "hosts=0 must be at least 1 (--hosts)" in err
-    code, err = call("--agent=127.0.0.1:1")
+    code, err = call("--agent=127.0.0.1:1", "--join_s=0")
     assert code == 2 and "no driver at 127.0.0.1:1" in err
