@@ -123,6 +123,10 @@ class _Rank:
         return self.step, CODES[self.section]
 
     @property
+    def has_bad_loss(self) -> bool:
+        return self.report.progress is not None and self.report.progress.has_bad_loss
+
+    @property
     def came_to_its_end(self) -> bool:
         r = self.report
         return r.code in TOLD and (r.progress is None or self.section == "end")
@@ -257,7 +261,10 @@ class Watchdog:
             return self._act("agent", mine, "the agent is gone")
         least = min(r.blame for r in bad)
         causes = [r for r in bad if r.blame == least]
-        if any(_bad_loss(r) for r in causes):
+        if least == 4 and (late := [r for r in self._behind() if not r.blame]):
+            # Those that were on their way when jax gave them up.
+            return self._act("lost", late, f"lost by others while in {late[0].section!r}")
+        if any(r.has_bad_loss for r in causes):
             return self._not_finite(clock)
         if any(r.report.code == 2 for r in causes):
             return self._act("usage", causes, "says it cannot (exit code 2)", kind="stop", code=2)
@@ -274,7 +281,7 @@ class Watchdog:
 
     def _not_finite(self, clock: float) -> Action | None:
         """All ranks compute the same loss, so it names those that have seen it, not a cause."""
-        bad = [r for r in self._ranks.values() if _bad_loss(r)]
+        bad = [r for r in self._ranks.values() if r.has_bad_loss]
         if not bad:
             return None
         self._sign = clock if self._sign is None else self._sign
@@ -317,8 +324,8 @@ class Watchdog:
         )
 
     def _flood(self, clock: float) -> Action | None:
-        wild = [r for r in self._ranks.values() if clock - r.calm > self.limits.silence]
-        wild = [r for r in wild if r.report.code is None and self._hosts[r.host].heard > r.calm]
+        live = [r for r in self._ranks.values() if self._hosts[r.host].heard > r.calm]
+        wild = [r for r in live if clock - r.calm > self.limits.silence and r.report.code is None]
         if not wild:
             return None
         rate = self.limits.flood_bytes_per_s / 1e6
@@ -375,11 +382,6 @@ class Watchdog:
                 message = f"{name}: {now:.3g} bytes a step, usually {usual:.3g}"
                 found.append(Action("warn", "traffic", message, hosts=(name,)))
         return found
-
-
-def _bad_loss(rank: _Rank) -> bool:
-    p = rank.report.progress
-    return p is not None and p.has_bad_loss
 
 
 def _listed(values) -> str:

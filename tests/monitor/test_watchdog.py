@@ -132,6 +132,17 @@ def test_the_rank_that_ended_first_is_named(name):
     assert fault.step == 6 and took <= LIMITS.settle + 1
 
 
+def test_who_was_waited_for_is_named_when_only_the_waiting_gave_up():
+    """Gloo gives a peer 30 s to come; one that still compiles is too late for it."""
+    s = Stream()
+    for rank in (0, 1, 3):
+        s.put(rank, "lost", 2)
+        s.set(rank, state="X", code=1)
+    s.put(2, "compile", 1)
+    fault, _ = s.until(5)
+    assert (fault.rule, fault.ranks, fault.hosts) == ("lost", (2,), ("b",))
+
+
 def test_wrong_flags_are_not_tried_again():
     s = Stream()
     for rank in s.ranks:
