@@ -16,6 +16,10 @@ On a cluster the agents are started by what starts processes there, never by thi
 
 SUPERVISE=1 scripts/launch_slurm.sh does so.
 
+Where the time went (ETTR), and a heat map of the ranks as a PNG:
+
+    supervise.py --report --out=FOLDER --run_dir=RUN
+
 Take a host out by hand, from where the driver runs: supervise.py --evict=HOST --out=FOLDER
 
 Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and again (do not retry);
@@ -35,6 +39,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.core.errors import UserError
+from megajax.monitor import ettr, timeline
+from megajax.monitor.heartbeat import Span
+from megajax.monitor.sinks import read_jsonl
 from megajax.monitor.watchdog import Limits
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
@@ -79,12 +86,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--agent", metavar="HOST:PORT", help="be the agent of this host, for that driver")
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
     add("--name", default=name, help="of this host, as an agent; [%(default)s]")
+    add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
+    add("--report", action="store_true", help="say where the time of --out and --run_dir went")
+    add("--run_dir", help="of the training run, for --report")
     add("--evict", metavar="HOST", help="tell the driver of --out to go on without this host")
     settings = parser.parse_args(own)
     for name in ("hosts", "processes"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}={getattr(settings, name)} must be at least 1 (--{name})")
-    if not command and not settings.agent and not settings.evict:
+    timeline.parse_grid(settings.grid, settings.hosts * settings.processes)
+    if not (command or settings.agent or settings.evict or settings.report):
         raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
     return settings, tuple(command)
 
@@ -114,7 +125,7 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
     least = s.hosts if s.min_hosts is None else s.min_hosts
     driver = Driver(
         Settings(
-            command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s,
+            command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s, s.grid,
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
             Policy(s.max_restarts, least, backoff=s.backoff_s),
         ),
@@ -132,6 +143,25 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
         reach.unlink()
 
 
+def report(s: argparse.Namespace) -> int:
+    """Prints where the time went and draws the newest heat map. Returns 0."""
+    out, run_dir = Path(s.out or "."), Path(s.run_dir or ".")
+    events, rows = list(read_jsonl(out / "events.jsonl")), read_jsonl(run_dir / "metrics.jsonl")
+    if len(events) < 2:
+        raise UserError(f"{out} has no supervised run (--out)")
+    for name, value in ettr.measured(events, rows).items():
+        print(f"{name:10} {value:.4g}")
+    newest = max(out.glob("attempt*/spans.json"), key=os.path.getmtime, default=None)
+    if newest is not None:
+        saved = json.loads(newest.read_text())
+        spans = {int(rank): [Span(*x) for x in own] for rank, own in saved["spans"].items()}
+        shares = timeline.own_share(spans)
+        grid = timeline.parse_grid(saved["grid"], len(shares))
+        timeline.draw_heat(shares, grid, out / "heat.png")
+        print(f"see {out / 'heat.png'}, and {newest.parent}/timeline.json in ui.perfetto.dev")
+    return 0
+
+
 def evict(s: argparse.Namespace) -> int:
     """Tells the driver whose folder is --out. Returns 0."""
     try:
@@ -145,9 +175,11 @@ def evict(s: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Is the driver, an agent, or the hand that evicts. Returns the exit code."""
+    """Is the driver, an agent, a report, or the hand that evicts. Returns the exit code."""
     try:
         settings, command = parse(argv)
+        if settings.report:
+            return report(settings)
         if settings.evict:
             return evict(settings)
         if settings.agent:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.monitor import heartbeat
+from megajax.monitor.heartbeat import Span
 from megajax.systems.elastic import checks, reaper
 from megajax.systems.elastic.wire import Line, dial
 
@@ -164,7 +165,7 @@ class Agent:
     def _obey(self, message: dict[str, Any]) -> None:
         match message["do"]:
             case "ping":
-                self._line.send({"pong": message["at"], "mine": time.monotonic()})
+                self._line.send({"mine": time.monotonic()})
             case "port":
                 with socket.socket() as probe:
                     probe.bind(("", 0))
@@ -235,7 +236,8 @@ class Agent:
 
     def _stacks(self) -> dict[int, str]:
         """Returns the Python stacks of every rank, or why there are none."""
-        asked = [p for p in self._processes if heartbeat.read(p.progress) is not None]
+        live = [p for p in self._processes if p.code() is None]
+        asked = [p for p in live if heartbeat.read(p.progress) is not None]
         for p in asked:  # without a record nobody waits for the signal, and it would kill
             p.send(signal.SIGUSR1)
         time.sleep(DUMP_S if asked else 0.0)
@@ -248,11 +250,14 @@ class Agent:
         return found
 
     def _spans(self) -> dict[int, list]:
-        """Returns the last sections of every rank, of dead ones too."""
-        return {
-            p.rank: [dataclasses.astuple(s) for s in heartbeat.read_spans(p.progress)]
-            for p in self._processes
-        }
+        """Returns the last sections of every rank, of dead ones too; the one that it is in last."""
+        found = {}
+        for p in self._processes:
+            spans, now = heartbeat.read_spans(p.progress), heartbeat.read(p.progress)
+            if now is not None:
+                spans.append(Span(now.section, now.step, now.time, time.monotonic()))
+            found[p.rank] = [dataclasses.astuple(s) for s in spans]
+        return found
 
     def _stop(self) -> None:
         """Kills every process with all that it started, and waits until none is left."""

@@ -38,7 +38,7 @@ STEPS = 200  # (chosen) newest step times whose median enters the ETTR
 class Settings:
     """hosts: wanted at a time. processes: of a host. join: seconds to wait for agents.
 
-    grace: seconds to save for a job that was told to stop.
+    grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
     """
 
     command: tuple[str, ...]
@@ -47,6 +47,7 @@ class Settings:
     join: float = 600.0
     grace: float = 600.0
     period: float = 1.0
+    grid: str | None = None
     limits: Limits = Limits()
     policy: Policy = Policy()
 
@@ -107,6 +108,7 @@ class Driver:
                 self._start()
                 action = self._watch()
                 if action.kind == "done":
+                    self._collect()
                     self._journal.event("done", action.message, code=action.code)
                     return action.code
                 if (code := self._recover(action)) is not None:
@@ -299,16 +301,9 @@ class Driver:
         """Brings the job to rest and decides. Returns the exit code, None to try again."""
         self._dog = None
         self._record("fault", fault)
-        stacks, spans = {}, {}
-        for host in self._team:
-            host.answers.pop("spans", None)
-            if fault.rule == "silence" and host.name in fault.hosts:
-                self._dismiss(host)  # nothing more can be had from it
-        for found in self._ask(self._team, "stacks", ANSWER_S, do="dump"):
-            stacks |= found or {}
-        for host in self._team:
-            spans |= host.answers.get("spans", {})
-        self._journal.evidence(self._attempt, stacks, spans)
+        for host in [h for h in self._team if fault.rule == "silence" and h.name in fault.hosts]:
+            self._dismiss(host)  # nothing more can be had from it
+        self._collect()
         stopped = self._ask(self._team, "stopped", ANSWER_S, do="stop")
         for host, answer in zip(self._team, stopped, strict=True):
             if answer is None:  # frozen or gone: its reaper ends what it started
@@ -333,6 +328,32 @@ class Driver:
         while time.monotonic() < end and not self.signals:
             self._pump()
         return None
+
+    def _collect(self) -> None:
+        """Keeps the stacks of all ranks that live and the last sections of all."""
+        for host in self._team:
+            host.answers.pop("spans", None)
+        stacks: dict[str, str] = {}
+        spans: dict[str, list] = {}
+        for found in self._ask(self._team, "stacks", ANSWER_S, do="dump"):
+            stacks |= found or {}
+        for host in self._team:
+            spans |= host.answers.get("spans", {})
+        each = self._settings.processes
+        hosts = {r: self._team[r // each].name for r in range(each * len(self._team))}
+        offsets = {h.name: self._offset(h) for h in self._team}
+        self._journal.evidence(self._attempt, stacks, spans, hosts, offsets, self._settings.grid)
+
+    def _offset(self, host: Host) -> float:
+        """Returns the host's clock minus ours, from the quickest of three answers."""
+        best, offset = float("inf"), 0.0
+        for _ in range(3):
+            asked = time.monotonic()
+            (theirs,) = self._ask([host], "mine", 1.0, do="ping")
+            ours = time.monotonic()
+            if theirs is not None and ours - asked < best:
+                best, offset = ours - asked, theirs - (asked + ours) / 2
+        return offset
 
     def _block(self, name: str, why: str) -> None:
         self._blocked.add(name)

@@ -1,6 +1,8 @@
-"""What a driver leaves behind: events.jsonl, metrics.prom, blocklist, stacks, spans, report.txt.
+"""What a driver leaves behind: events.jsonl, metrics.prom, blocklist, report.txt, and evidence.
 
-metrics.prom is Prometheus' text format, rewritten in one piece: for node_exporter's textfile
+The evidence of an attempt: the stacks of each rank, timeline.json (open it in ui.perfetto.dev),
+silent.txt (who is furthest behind, over the grid), heat.html, and spans.json, of which they are
+made. metrics.prom is Prometheus' text format, rewritten in one piece: for node_exporter's textfile
 collector, or any file server. blocklist has one excluded host a line.
 """
 
@@ -10,6 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from megajax.monitor import timeline
+from megajax.monitor.heartbeat import Span
 
 EVERY_S = 5.0  # (chosen) seconds between rewrites of metrics.prom without an event
 
@@ -59,13 +64,36 @@ class Journal:
             file.write(host + "\n")
         self.event("excluded", f"{host}: {why}", host=host)
 
-    def evidence(self, attempt: int, stacks: Mapping[str, str], spans: Mapping[str, list]) -> None:
-        """Keeps what the ranks left at a fault: {rank: text} and {rank: sections}."""
+    def evidence(
+        self,
+        attempt: int,
+        stacks: Mapping[str, str],
+        spans: Mapping[str, list],
+        hosts: Mapping[int, str],
+        offsets: Mapping[str, float],
+        grid: str | None,
+    ) -> None:
+        """Keeps what the ranks left: {rank: text} and {rank: sections}, the open one last.
+
+        hosts: of each rank. offsets: of each host's clock. grid: of timeline.parse_grid.
+        """
         folder = self.folder / f"attempt{attempt}"
         folder.mkdir(exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"rank{rank}.stacks").write_text(text)
-        (folder / "spans.json").write_text(json.dumps(spans))
+        found = {int(rank): [Span(*s) for s in own] for rank, own in spans.items() if own}
+        if not found:  # a command that leaves no progress, or no agent that could tell
+            return
+        saved = {"spans": spans, "hosts": hosts, "offsets": offsets, "grid": grid}
+        (folder / "spans.json").write_text(json.dumps(saved))
+        trace = timeline.perfetto(found, hosts, offsets)
+        (folder / "timeline.json").write_text(json.dumps(trace))
+        if len(found) == len(hosts):
+            axes = timeline.parse_grid(grid, len(found))
+            places = {rank: (own[-1].step, own[-1].section) for rank, own in found.items()}
+            (folder / "silent.txt").write_text(timeline.silent(places, axes))
+            page = timeline.heat_html(timeline.own_share(found), axes)
+            (folder / "heat.html").write_text(page)
 
     def report(self, text: str) -> None:
         """Writes report.txt: why the driver gave up."""

@@ -136,6 +136,11 @@ def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
     stacks = (run.out / "attempt0" / f"rank{ranks[-1]}.stacks").read_text()
     if rule == "stall":
         assert "strike" in stacks  # the function that hangs
+    silent = (run.out / "attempt0" / "silent.txt").read_text()
+    assert f"rank {ranks[-1]}" in silent or rule not in ("stall", "stopped"), silent
+    trace = json.loads((run.out / "attempt1" / "timeline.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in trace if e["ph"] == "X"} == {0, 1}
+    assert "rank" in (run.out / "attempt1" / "heat.html").read_text()
     metrics = (run.out / "metrics.prom").read_text()
     assert f'megajax_faults_total{{rule="{rule}"}} 1' in metrics
     assert "megajax_effective_time_ratio 0." in metrics
@@ -154,6 +159,23 @@ def test_a_killed_agent_takes_its_ranks_along_and_comes_back(tmp_path):
     assert (found["rule"], found["hosts"], found["ranks"]) == ("agent", ["local1"], [1])
     assert found["time"] - began <= 2 * LIMIT_S
     assert len(run.agents()) == 3
+
+
+@slow
+def test_a_slow_rank_is_named_and_shown(tmp_path):
+    flags = ("--period_s=0.1", "--grid=tensor=4")
+    run = Supervised(tmp_path, *flags, fault="slow=0.3@2:rank1", pause=0.1)
+    code, err = run.end()
+    assert code == 0, err
+    (found,) = [e for e in run.events("warning") if e["rule"] == "straggler"]
+    assert found["ranks"] == [1]
+    words = [sys.executable, SUPERVISE, "--report", f"--out={run.out}", f"--run_dir={tmp_path}"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0 and "faults     0" in done.stdout, done.stderr
+    assert (run.out / "heat.png").stat().st_size > 1000
+    assert "rank 1 does" in (run.out / "attempt0" / "heat.html").read_text()
 
 
 @slow
@@ -250,6 +272,8 @@ def test_mistakes_are_explained():
         done = subprocess.run([sys.executable, SUPERVISE, *words], capture_output=True, text=True)
         return done.returncode, done.stderr
 
+    code, err = call("--processes=4", "--grid=data=3", "--", "true")
+    assert code == 2 and "grid=data=3 must be" in err
     assert call() == (2, "error: no command: supervise.py [settings] -- uv run "
                          "experiments/pretrain.py ...\n")  # fmt: skip
     code, err = call("--hosts=0", "--", "true")
