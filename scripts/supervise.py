@@ -94,6 +94,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     for name in ("hosts", "processes"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}={getattr(settings, name)} must be at least 1 (--{name})")
+    if settings.min_hosts is not None and not 1 <= settings.min_hosts <= settings.hosts:
+        raise UserError(
+            f"min_hosts={settings.min_hosts} must be 1 to {settings.hosts}, --hosts (--min_hosts)"
+        )
     timeline.parse_grid(settings.grid, settings.hosts * settings.processes)
     if not (command or settings.agent or settings.evict or settings.report):
         raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")

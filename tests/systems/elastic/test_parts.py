@@ -220,3 +220,12 @@ def test_traffic_counts_this_machines_network():
     a.close()
     b.close()
     assert agent.traffic() - before >= 50_000
+
+
+@pytest.mark.slow
+def test_the_check_of_gpus_runs_on_any_devices_and_sees_a_wrong_product(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    assert checks.gpu() > 0
+    monkeypatch.setattr(checks, "GPU_CHECK", checks.GPU_CHECK.replace("n / 4", "n / 5"))
+    with pytest.raises(ValueError, match="AssertionError"):
+        checks.gpu()

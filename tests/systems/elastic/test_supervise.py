@@ -272,6 +272,8 @@ def test_mistakes_are_explained():
         done = subprocess.run([sys.executable, SUPERVISE, *words], capture_output=True, text=True)
         return done.returncode, done.stderr
 
+    code, err = call("--hosts=2", "--min_hosts=3", "--", "true")
+    assert code == 2 and "min_hosts=3 must be 1 to 2" in err
     code, err = call("--processes=4", "--grid=data=3", "--", "true")
     assert code == 2 and "grid=data=3 must be" in err
     assert call() == (2, "error: no command: supervise.py [settings] -- uv run "
