@@ -269,7 +269,7 @@ class Watchdog:
         if any(r.report.code == 2 for r in causes):
             return self._act("usage", causes, "says it cannot (exit code 2)", kind="stop", code=2)
         first = causes[0]
-        return self._act("exit", causes, f"{_how(first)} in {first.section!r}, step {first.step}")
+        return self._act("exit", causes, f"{_how(first)}, step {first.step}")
 
     def _silence(self, clock: float) -> Action | None:
         for name, host in self._hosts.items():
@@ -390,9 +390,11 @@ def _listed(values) -> str:
 
 
 def _how(rank: _Rank) -> str:
-    code = rank.report.code
+    code, where = rank.report.code, f"in {rank.section!r}"
+    if rank.section == "failed":
+        where = "after an error or an early exit"
     if code is None:
-        return "failed"
+        return f"ending {where}"
     if code == 0:
-        return "left too early (exit code 0)"
-    return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"left too early {where}"
+    return f"killed by signal {-code} {where}" if code < 0 else f"exit code {code} {where}"
