@@ -41,8 +41,8 @@ from pathlib import Path
 from megajax.core.errors import UserError
 from megajax.monitor import ettr, timeline
 from megajax.monitor.heartbeat import Span
+from megajax.monitor.reports import Limits
 from megajax.monitor.sinks import read_jsonl
-from megajax.monitor.watchdog import Limits
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal

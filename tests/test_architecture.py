@@ -53,6 +53,7 @@ JAX_FREE = (
     "megajax.monitor.faults",
     "megajax.monitor.heartbeat",
     "megajax.monitor.records",
+    "megajax.monitor.reports",
     "megajax.monitor.timeline",
     "megajax.monitor.timers",
     "megajax.monitor.watchdog",

@@ -19,9 +19,9 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from megajax.monitor.heartbeat import CODES, Progress
+from megajax.monitor.heartbeat import CODES
+from megajax.monitor.reports import Action, HostReport, Limits, RankReport
 
 FACTOR = 5.0  # (chosen) times the longest time seen in a section, before it counts as a stall
 WINDOW = 20  # (chosen) steps whose median counts, for stragglers and traffic
@@ -31,80 +31,13 @@ ABORT = -6
 TOLD = (0, 143, 130)  # codes of a process that came to its end: done, or saved because told to
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How long is too long, in seconds, and how much too much.
-
-    start: from the start of a process to its first step, and its first two steps, which compile.
-    step: in each section of a step. save, evaluate: in a save; in an evaluation and at the end.
-    silence: of an agent; of a stopped process. settle: between the first sign of a fault and its
-    judgement, so that the signs of the rank that caused it are in.
-    """
-
-    start: float = 1800.0
-    step: float = 180.0
-    save: float = 600.0
-    evaluate: float = 1800.0
-    silence: float = 15.0
-    settle: float = 2.0
-    flood_bytes_per_s: float = 20e6
-    disk_free: float = 2**30
-
-    def floor(self, section: str) -> float:
-        """Returns the least that a section may take."""
-        if section in ("start", "compile"):
-            return self.start
-        if section == "save":
-            return self.save
-        return self.evaluate if section in ("evaluate", "end") else self.step
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What an agent sees of a rank. state: of the process as Linux names it, X: ended.
-
-    code: how it ended, negative for a signal. log_bytes: written so far. words: lines of its log
-    that held a keyword since the last report.
-    """
-
-    rank: int
-    state: str = "S"
-    code: int | None = None
-    progress: Progress | None = None
-    log_bytes: int = 0
-    words: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class HostReport:
-    """What an agent sees of its host. traffic: bytes through its network cards since they began."""
-
-    host: str
-    ranks: tuple[RankReport, ...]
-    disk_free: float = math.inf
-    traffic: int = 0
-
-
-@dataclass(frozen=True)
-class Action:
-    """What to do, and why. kind done: the job ended well, with `code`; stop: trying is no use."""
-
-    kind: Literal["restart", "stop", "done", "warn"]
-    rule: str
-    message: str
-    ranks: tuple[int, ...] = ()
-    hosts: tuple[str, ...] = ()
-    step: int | None = None
-    code: int = 0
-
-
 @dataclass
 class _Rank:
     host: str
     report: RankReport
     since: float  # when it last moved, or rightly waited for another
     running: float  # when it was last seen in a state other than T
-    calm: float  # when its log was last not in flood
+    flood: float | None = None  # since when its log is in flood
     own: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
@@ -165,7 +98,7 @@ class Watchdog:
         self.limits, self._period = limits, period
         self._last, self._clock = now, 0.0
         self._ranks = {
-            r: _Rank(host, RankReport(r), 0.0, 0.0, 0.0) for host, own in ranks.items() for r in own
+            r: _Rank(host, RankReport(r), 0.0, 0.0) for host, own in ranks.items() for r in own
         }
         self._hosts = {host: _Host(0.0) for host in ranks}
         self._back = set(self._ranks)  # the ranks furthest behind, when last judged
@@ -203,8 +136,8 @@ class Watchdog:
             if new.state != "T":
                 rank.running = clock
             grown = new.log_bytes - old.log_bytes
-            if grown <= self.limits.flood_bytes_per_s * max(elapsed, self._period):
-                rank.calm = clock
+            wild = grown > self.limits.flood_bytes_per_s * max(elapsed, self._period)
+            rank.flood = (clock if rank.flood is None else rank.flood) if wild else None
             rank.report = new
             self._words += [(new.rank, line) for line in new.words]
         self._count_traffic(host, report)
@@ -324,8 +257,10 @@ class Watchdog:
         )
 
     def _flood(self, clock: float) -> Action | None:
-        live = [r for r in self._ranks.values() if self._hosts[r.host].heard > r.calm]
-        wild = [r for r in live if clock - r.calm > self.limits.silence and r.report.code is None]
+        wild = [
+            r for r in self._ranks.values()
+            if r.flood is not None and self._hosts[r.host].heard - r.flood > self.limits.silence
+        ]  # fmt: skip
         if not wild:
             return None
         rate = self.limits.flood_bytes_per_s / 1e6

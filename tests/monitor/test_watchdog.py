@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megajax.monitor.heartbeat import Progress
-from megajax.monitor.watchdog import HostReport, Limits, RankReport, Watchdog
+from megajax.monitor.reports import HostReport, Limits, RankReport
+from megajax.monitor.watchdog import Watchdog
 
 HOSTS = {"a": (0, 1), "b": (2, 3)}
 LIMITS = Limits(start=100, step=20, save=60, evaluate=200, silence=5, settle=2)
@@ -239,7 +240,16 @@ def test_a_flood_of_the_log():
         if found := s.tick():
             break
     assert (found[0].rule, found[0].ranks) == ("flood", (1,)) and i < 2 * LIMITS.silence
-    s = Stream()  # one long traceback is no flood
+    s = Stream()  # one burst is no flood, however late its report comes
+    s.train(1, 5)
+    s.set(1, log_bytes=900_000_000)
+    s.put_all("wait", 6)
+    for _ in range(2):
+        s.now += 2
+        assert s.dog.judge(s.now) == []
+    assert s.tick(1.9) == []
+    s.train(7, 30)
+    s = Stream()  # nor is one long traceback
     s.train(1, 5)
     s.set(1, log_bytes=90_000_000)
     s.train(6, 30)

@@ -9,7 +9,6 @@ itself; when the agent is killed its reaper does. Nothing stays running, nor in 
 import contextlib
 import dataclasses
 import os
-import re
 import select
 import shutil
 import signal
@@ -31,10 +30,10 @@ TICK_S = 0.1  # (chosen) how soon the end of a process is seen
 DUMP_S = 1.0  # (chosen) for the stacks of all threads to be written
 LOG_BYTES = 1 << 20  # (chosen) of a log that are searched in a period; a flood is skipped
 LINES = 20  # (chosen) keyword lines told of one process
-KEYWORDS = re.compile(
-    r"\bXid\b|NCCL WARN|CUDA_ERROR|CUDA error|Terminating process because the JAX|out of memory|"
-    r"RESOURCE_EXHAUSTED|No space left|ECC error|injected fault",
-)
+KEYWORDS = (
+    "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
+    "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
+)  # fmt: skip
 SIGNALLED = 128  # what a shell, and uv run, add to the number of the signal that ended a program
 
 
@@ -87,7 +86,8 @@ class Process:
     def words(self, text: str) -> list[str]:
         """Returns the whole lines with a keyword, up to LINES of a process."""
         *lines, self.rest = (self.rest[-1000:] + text).split("\n")
-        found = [line[:300] for line in lines if KEYWORDS.search(line)]
+        present = [word for word in KEYWORDS if word in text or word in lines[0]] if lines else []
+        found = [line[:300] for line in lines if any(word in line for word in present)]
         found = found[: LINES - self.told]
         self.told += len(found)
         return found

@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megajax.monitor.heartbeat import Progress
-from megajax.monitor.watchdog import Action, HostReport, Limits, RankReport, Watchdog
+from megajax.monitor.reports import Action, HostReport, Limits, RankReport
+from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import ELSEWHERE, Policy, Recovery

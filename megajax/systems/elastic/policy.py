@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from megajax.monitor.watchdog import Action
+from megajax.monitor.reports import Action
 
 USAGE, POISON, ELSEWHERE = 2, 70, 75
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megajax.monitor.watchdog import Action
+from megajax.monitor.reports import Action
 from megajax.systems.elastic import agent, checks, reaper
 from megajax.systems.elastic.agent import Process
 from megajax.systems.elastic.events import Journal
