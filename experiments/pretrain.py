@@ -26,9 +26,12 @@ from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
+from megajax.monitor import faults
 from megajax.monitor.console import Console, Phases
+from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
+from megajax.monitor.timers import Timers
 from megajax.training import banner, resume
 from megajax.training.config import Config
 from megajax.training.loop import Run, train
@@ -62,6 +65,8 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
 def main() -> int:
     """Runs the training job. Returns the exit code."""
     phases = Phases(time.perf_counter())
+    supervision = mesh_.find_supervisor()
+    timers = Timers.of_process(supervision.progress)
     cfg, preset = config.from_flags(PRESETS, take_model)  # 1 configuration
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
@@ -110,11 +115,14 @@ def main() -> int:
         meter=Meter(work, cfg.train.steps),
         evaluate=measure,
         identity=identity,
+        timers=timers,
+        faults=Injector(faults.parse(cfg.fault), jax.process_index(), supervision.attempt),
     )
     try:
         stop = train(run)  # 7 the loop
     finally:
         recorder.close()
+    timers.enter("end", int(run.state.step))
     if stop == "signal":
         checkpoints.close()
         console.say(f"stopped after step {int(run.state.step)}; saved. Continue with:")

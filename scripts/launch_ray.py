@@ -5,11 +5,13 @@
 Flags that are not this script's go to experiments/pretrain.py, which must lie in the same place on
 every host. Ctrl-C or SIGTERM here reaches every process: the run saves, and the same command goes
 on. After a failure all processes are started again, at most --restarts times; wrong flags (exit
-code 2) are not tried again.
+code 2) are not tried again. With --supervise scripts/supervise.py does that instead: its driver
+runs here, an agent on every host, and what is stuck is found too.
 """
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TRAINER = Path(__file__).resolve().parent.parent / "experiments" / "pretrain.py"
+SUPERVISE = Path(__file__).resolve().parent / "supervise.py"
 GRACE_S = 600  # (chosen) for the last checkpoint of a run that is told to stop
 LOST_S = 30  # (chosen) for the others to leave by themselves once one has failed
 
@@ -108,6 +111,38 @@ def supervise(
     return code
 
 
+def supervise_progress(
+    each: Callable[..., list[Any]],
+    command: Sequence[str],
+    hosts: int,
+    asked: Callable[[], bool],
+    settings: Sequence[str] = (),
+    pause_s: float = 1.0,
+) -> int:
+    """Runs a driver here and an agent on every Host. Returns the driver's exit code.
+
+    settings: flags of scripts/supervise.py, e.g. --max_restarts=5.
+    """
+    address = Host().address()
+    env = {"MEGAJAX_TOKEN": secrets.token_hex(16)}
+    listen = f"0.0.0.0:{address.rpartition(':')[2]}"
+    driver = subprocess.Popen(
+        [
+            sys.executable, str(SUPERVISE), "--agents=elsewhere", f"--hosts={hosts}",
+            f"--listen={listen}", *settings, "--", *command,
+        ],
+        env=os.environ | env,
+    )  # fmt: skip
+    each("start", [sys.executable, str(SUPERVISE), f"--agent={address}"], env)
+    told = False
+    while driver.poll() is None:
+        if asked() and not told:
+            told = True
+            driver.send_signal(signal.SIGTERM)
+        time.sleep(pause_s)
+    return driver.returncode
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns (this script's settings, the trainer's flags)."""
     parser = argparse.ArgumentParser(
@@ -117,6 +152,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of a machine")
     parser.add_argument("--address", default="auto", help="of the Ray cluster")
     parser.add_argument("--restarts", type=int, default=3, help="of the job after a failure")
+    parser.add_argument("--supervise", action="store_true", help="find hangs, exclude bad hosts")
     return parser.parse_known_args(argv)
 
 
@@ -158,6 +194,10 @@ def main(argv: Sequence[str]) -> int:
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
+    if settings.supervise:
+        own = [f"--max_restarts={settings.restarts}"]
+        command = [sys.executable, str(TRAINER), *flags]
+        return supervise_progress(each, command, len(hosts), lambda: bool(signals), own)
     return supervise(each, start, lambda: bool(signals), settings.restarts)
 
 

@@ -6,7 +6,10 @@
 # Everything after the script's name goes to experiments/pretrain.py. Submit from the repository.
 # Before the time limit, at a preemption and at `scancel --signal=TERM --batch JOB` the run saves;
 # it then goes on in a requeued job from its last step. A run that fails is requeued too, at most
-# MAX_RESTARTS (3) times; wrong flags (exit code 2) are not tried again. PYTHON: the interpreter.
+# MAX_RESTARTS (3) times; wrong flags (exit code 2) and a step that fails again and again (70) are
+# not tried again. PYTHON: the interpreter.
+# SUPERVISE=1: scripts/supervise.py runs the job on SUPERVISE_HOSTS of its nodes (default: all; the
+# rest are hot spares), restarts it after a fault, and a requeued job avoids the nodes it excluded.
 #SBATCH --job-name=megajax
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -17,13 +20,27 @@
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit 1
 
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
-  "${PYTHON:-.venv/bin/python}" experiments/pretrain.py "$@" &
-step=$!
+python=${PYTHON:-.venv/bin/python}
 asked=
-# scancel tells the processes and not this shell; srun would make a SIGTERM of its own a SIGKILL of
-# theirs. jax lets them stop, and save, at the same step.
-trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+if [[ -n ${SUPERVISE:-} ]]; then
+  out=runs/supervised/slurm-$SLURM_JOB_ID
+  address=$(hostname):$((20000 + SLURM_JOB_ID % 20000))
+  MEGAJAX_TOKEN=$("$python" -c 'import secrets; print(secrets.token_hex(16))')
+  export MEGAJAX_TOKEN
+  srun --ntasks-per-node=1 --kill-on-bad-exit=0 \
+    "$python" scripts/supervise.py --agent="$address" &
+  "$python" scripts/supervise.py --agents=elsewhere --listen="0.0.0.0:${address##*:}" \
+    --hosts="${SUPERVISE_HOSTS:-$SLURM_NNODES}" --out="$out" \
+    -- "$python" experiments/pretrain.py "$@" &
+  step=$!
+  trap 'asked=1; kill -TERM "$step"' TERM # the driver lets all ranks save and stop
+else
+  srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" experiments/pretrain.py "$@" &
+  step=$!
+  # scancel tells the processes and not this shell; srun would make a SIGTERM of its own a SIGKILL
+  # of theirs. jax lets them stop, and save, at the same step.
+  trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+fi
 
 code=0
 wait "$step" || code=$?
@@ -32,8 +49,11 @@ while kill -0 "$step" 2>/dev/null; do # the signal ended the wait, not the step
   wait "$step" || code=$?
 done
 
-if [[ $code == 0 || $code == 2 ]]; then
+if [[ $code == 0 || $code == 2 || $code == 70 ]]; then
   exit "$code"
+fi
+if [[ -n ${SUPERVISE:-} && -s $out/blocklist ]]; then
+  scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(sort -u "$out/blocklist" | paste -sd,)"
 fi
 restarts=${SLURM_RESTART_COUNT:-0}
 if [[ -n $asked || $restarts -lt ${MAX_RESTARTS:-3} ]]; then

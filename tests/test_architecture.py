@@ -49,13 +49,22 @@ JAX_FREE = (
     "megajax.cost.pipeline",
     "megajax.cost.roofline",
     "megajax.cost.traffic",
+    "megajax.monitor.ettr",
+    "megajax.monitor.faults",
+    "megajax.monitor.heartbeat",
     "megajax.monitor.records",
+    "megajax.monitor.reports",
+    "megajax.monitor.timeline",
+    "megajax.monitor.timers",
+    "megajax.monitor.watchdog",
     "megajax.schedule",
     "megajax.schedule.bubbles",
     "megajax.schedule.build",
     "megajax.schedule.ir",
     "megajax.schedule.simulator",
     "megajax.schedule.trace",
+    "megajax.systems.elastic.agent",
+    "megajax.systems.elastic.driver",
 )
 
 

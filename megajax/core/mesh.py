@@ -156,6 +156,25 @@ def start(emulate: int | None = None, emulate_default: int | None = None) -> Non
 
 
 @dataclasses.dataclass(frozen=True)
+class Supervision:
+    """What the agent that started this process wants of it.
+
+    progress: where to leave its progress record. attempt: how often the job was started before.
+    """
+
+    progress: Path | None = None
+    attempt: int = 0
+
+
+def find_supervisor(env: Mapping[str, str] | None = None) -> Supervision:
+    """Returns what scripts/supervise.py says to this process; nothing when it runs by itself."""
+    env = os.environ if env is None else env
+    if "MEGAJAX_PROGRESS" not in env:
+        return Supervision()
+    return Supervision(Path(env["MEGAJAX_PROGRESS"]), int(env.get("MEGAJAX_ATTEMPT", 0)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """How the launcher describes this process. None: jax's own detection asks the cluster."""
 

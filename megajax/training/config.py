@@ -14,6 +14,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.data.config import DataConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
+from megajax.monitor import faults
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, rules
@@ -119,6 +120,7 @@ class Config:
     emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found")
     run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
     init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
+    fault: str | None = option(None, "faults on purpose, e.g. kill@120:rank1; monitor/faults.py")
     cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -126,5 +128,6 @@ class Config:
 
         Raises: UserError with the value, the rule, the nearest legal value and the flag.
         """
+        faults.parse(self.fault)
         check.check(self, sizes, rules(self.shard.zero))
         self.pipeline.check(self, sizes)

@@ -7,7 +7,6 @@ up. Checkpoints hang off the loop, never inside the step.
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,9 +17,11 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.data.loader import Loader
 from megajax.monitor.console import Console
+from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.skew import LaunchSkew
+from megajax.monitor.timers import Timers
 from megajax.training.config import Config
 from megajax.training.interrupts import Interrupts, QuietGarbage
 from megajax.training.profiler import Profiler
@@ -48,6 +49,8 @@ class Run:
     meter: Meter
     evaluate: Callable[[TrainState, int], None]
     identity: dict[str, Any]
+    timers: Timers = dataclasses.field(default_factory=Timers)
+    faults: Injector = dataclasses.field(default_factory=Injector)
     skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
     stopped_by: int | None = None
 
@@ -62,7 +65,7 @@ def train(run: Run) -> Stop:
 
     Raises: NotFinite naming the step and the first bad leaf; SaveError when the last save failed.
     """
-    cfg = run.cfg
+    cfg, timers = run.cfg, run.timers
     first = int(run.state.step) + 1
     profiler = Profiler(cfg.profile.span, run.checkpoints.folder.parent / "profile")
     with Interrupts() as interrupts, QuietGarbage(cfg.log.gc_every) as garbage:
@@ -70,11 +73,15 @@ def train(run: Run) -> Stop:
         run.meter.restart()
         for step in range(first, cfg.train.steps + 1):
             profiler.before(step)
-            began = time.perf_counter()
+            timers.enter("data", step)
             batch = next(run.loader)
-            run.meter.waited(time.perf_counter() - began)
+            run.state = run.faults.strike(step, run.state)
+            run.meter.waited(timers.enter("prepare", step))
             run.skew.launch(step)
+            timers.enter("launch" if step > first else "compile", step)
             run.state, metrics = run.train_step.step(run.state, batch)
+            # The first step's end is waited for in the second: groups of devices meet in it.
+            timers.enter("wait" if step > first + 1 else "compile", step)
             if pending is not None:
                 _finish(run, *pending)
             pending = (step, metrics)
@@ -87,9 +94,11 @@ def train(run: Run) -> Stop:
                 pending = None
             profiler.after(step)
             if saves:
+                timers.enter("save", step)
                 natural = run.train_step.natural(run.state)
                 run.checkpoints.save(step, natural, data_state=data_state(run))
             if evaluates:
+                timers.enter("evaluate", step)
                 run.evaluate(run.state, step)
             if saves or evaluates:
                 run.meter.restart()
@@ -116,6 +125,8 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
         "tokens": tokens,
         "targets": int(values["targets"]),
     }
+    run.timers.loss = loss
+    row |= run.timers.drain()
     row |= {k: v.item() for k, v in values.items() if k.startswith("moe_")}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):

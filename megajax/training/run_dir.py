@@ -22,9 +22,9 @@ FREE = (
     "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
-    "train.global_batch", "data.prefetch",
+    "train.global_batch", "data.prefetch", "fault",
 )  # fmt: skip
-NOT_IN_NAME = ("run_dir", "log", "profile", "cache_dir", "data.prefetch")
+NOT_IN_NAME = ("run_dir", "log", "profile", "cache_dir", "data.prefetch", "fault")
 
 
 @dataclasses.dataclass(frozen=True)

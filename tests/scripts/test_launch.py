@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,7 +74,8 @@ def test_slurm_job_passes_its_flags_on(slurm):
 
 
 @pytest.mark.parametrize(
-    ("code", "count", "requeued"), [(1, 0, True), (1, 3, False), (2, 0, False), (0, 0, False)]
+    ("code", "count", "requeued"),
+    [(1, 0, True), (1, 3, False), (2, 0, False), (70, 0, False), (0, 0, False)],
 )
 def test_slurm_job_is_requeued_after_a_failure(slurm, code, count, requeued):
     job = slurm(code, SLURM_RESTART_COUNT=str(count))
@@ -92,6 +94,35 @@ def test_slurm_job_hands_sigterm_on_and_waits_for_the_save(slurm, tmp_path):
     assert out.endswith("scancel --signal=TERM 7\nsaved\nscontrol requeue 7\n"), out
 
 
+# Stands for python: says how it was called, and fails as a driver that excluded a host.
+PYTHON = """#!/usr/bin/env bash
+[[ $1 == -c ]] && { echo token; exit; }
+echo "python $*"
+for word in "$@"; do
+  out=${word#--out=}
+  [[ $word == --out=* ]] && mkdir -p "$out" && printf 'bad1\\nbad2\\n' > "$out/blocklist"
+done
+exit 75
+"""
+
+
+def test_slurm_job_under_supervision_avoids_what_the_driver_excluded(slurm, tmp_path):
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    env = {"PYTHON": f"{tmp_path}/python", "SUPERVISE": "1", "SLURM_NNODES": "4"}
+    job = slurm(0, **env, SUPERVISE_HOSTS="3")
+    out, err = job.communicate(timeout=20)
+    assert job.returncode == 75, err
+    assert f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {tmp_path}/python" in out
+    host = socket.gethostname()
+    assert f"scripts/supervise.py --agent={host}:20007" in out
+    assert (
+        "python scripts/supervise.py --agents=elsewhere --listen=0.0.0.0:20007 --hosts=3 "
+        f"--out=runs/supervised/slurm-7 -- {tmp_path}/python experiments/pretrain.py --preset=nano"
+    ) in out
+    assert out.endswith("scontrol update JobId=7 ExcNodeList=bad1,bad2\nscontrol requeue 7\n"), out
+
+
 def test_jobset_gives_every_pod_what_the_mesh_reads():
     jobset = yaml.safe_load((SCRIPTS / "launch_k8s.yaml").read_text())
     (job,) = jobset["spec"]["replicatedJobs"]
@@ -108,6 +139,7 @@ def test_jobset_gives_every_pod_what_the_mesh_reads():
     assert spec["completionMode"] == "Indexed"
     (policy,) = spec["podFailurePolicy"]["rules"]
     assert policy["onExitCodes"]["containerName"] == container["name"]
+    assert policy["onExitCodes"]["values"] == [2, 70]
     assert container["command"] == ["python", "experiments/pretrain.py"]
     assert (SCRIPTS.parent / container["command"][1]).is_file()
 
@@ -177,6 +209,35 @@ def test_ray_job_told_to_stop_saves_and_is_not_restarted(ray_script, tmp_path):
     each, start = job_of(ray_script, [program])
     asked = (tmp_path / "ready").exists
     assert ray_script.supervise(each, start, asked, restarts=2, pause_s=0.01) == 143
+
+
+def test_ray_job_under_supervision(ray_script, tmp_path):
+    """Two agents as Ray's actors would hold them; the second attempt ends well."""
+    hosts = [ray_script.Host() for _ in range(2)]
+    mark = tmp_path / "mark"
+    program = (
+        "import os, pathlib, sys; first = os.environ['MEGAJAX_ATTEMPT'] == '0'\n"
+        f"pathlib.Path({str(mark)!r} + os.environ['JAX_PROCESS_ID']).touch()\n"
+        "sys.exit(7 if first else 0)"
+    )
+
+    def each(method, *args):
+        if method == "start":  # one machine stands for two
+            command, env = args
+            for i, h in enumerate(hosts):
+                h.start([*command, f"--name=h{i}", "--period_s=0.2"], env)
+            return []
+        return [getattr(h, method)(*args) for h in hosts]
+
+    own = [f"--out={tmp_path}/out", "--period_s=0.2", "--backoff_s=0.1"]
+    command = [sys.executable, "-c", program]
+    assert ray_script.supervise_progress(each, command, 2, lambda: False, own, 0.05) == 0
+    assert sorted(p.name for p in tmp_path.glob("mark*")) == ["mark0", "mark1"]
+    assert "attempt 1, 2 processes on h0, h1" in (tmp_path / "out" / "events.jsonl").read_text()
+    for h in hosts:
+        while h.code() is None:
+            time.sleep(0.01)
+        assert h.code() == 0
 
 
 def test_ray_process_is_not_taken_for_one_of_slurms(ray_script, monkeypatch):

@@ -1,0 +1,44 @@
+"""Effective training time ratio: what part of the time went into steps that count.
+
+By ByteCheckpoint's formula, from the interval between saves, and by measurement, from what a
+supervised run left behind. No jax import.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def formula(interval: int, step_s: float, save_s: float, load_s: float) -> float:
+    """Returns N T / (N T + T_wasted), T_wasted = (N T + T_save) / 2 + T_load.
+
+    The ratio of an interval in which one fault falls, at a random moment. interval: N, the steps
+    between saves. step_s: T. save_s: until a save is stored. load_s: from fault to next step.
+    """
+    useful = interval * step_s
+    return useful / (useful + (useful + save_s) / 2 + load_s)
+
+
+def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> dict:
+    """Returns where the time of a supervised run went, in seconds, and the ratio.
+
+    events: of events.jsonl. rows: of metrics.jsonl, with those of steps that were done again.
+    training_s: steps that count; redone_s: steps that a fault undid; down_s: all the rest: start,
+    compilation, saves, evaluation, hanging, checks.
+    """
+    events = list(events)
+    total = events[-1]["time"] - events[0]["time"]
+    last: dict[int, float] = {}
+    redone = 0.0
+    for row in rows:
+        if "step_time_s" in row:
+            redone += last.get(row["step"], 0.0)
+            last[row["step"]] = row["step_time_s"]
+    training = sum(last.values())
+    return {
+        "total_s": total,
+        "training_s": training,
+        "redone_s": redone,
+        "down_s": total - training - redone,
+        "faults": sum(e["event"] == "fault" for e in events),
+        "ettr": training / total,
+    }

@@ -1,0 +1,140 @@
+"""Faults on purpose, by a flag of the training command: what a watchdog must survive.
+
+--fault=kill@120:rank1 strikes rank 1 in step 120, in the first attempt only; several are joined by
+commas. ':attempt2' strikes after the second restart, ':always' in every attempt, as a bad batch
+would. Kinds:
+
+kill    SIGKILL to itself               exit    exit(0) in the middle, as a library may
+stop    SIGSTOP: a frozen process       nan     a parameter of this rank becomes NaN
+sleep   asleep before the collective    data    an exception in the data loader
+gil     C code that keeps the GIL       flood   a thread that prints for ever
+slow    slow=0.12@120:rank1: from then on, own work of 12 % of a step more
+
+A spec is checked without jax; no jax import here but in what makes a NaN.
+"""
+
+import dataclasses
+import itertools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megajax.core.errors import UserError, did_you_mean
+
+KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", "slow")
+_SPEC = re.compile(r"(\w+)(?:=([\d.]+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?")
+
+
+class InjectedError(RuntimeError):
+    """The data loader's exception, made on purpose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault: kind, the step that it strikes in, the rank, the attempt (None: every one)."""
+
+    kind: str
+    step: int
+    rank: int = 0
+    attempt: int | None = 0
+    amount: float = 0.12
+
+
+def parse(spec: str | None) -> tuple[Fault, ...]:
+    """Returns the faults of a flag. Raises: UserError naming the word that is none."""
+    found = []
+    for word in spec.split(",") if spec else ():
+        m = _SPEC.fullmatch(word.strip())
+        if m is None:
+            raise UserError(
+                f"fault={word} must be kind@step[:rankN][:attemptN], e.g. kill@120:rank1 (--fault)"
+            )
+        if m[1] not in KINDS:
+            raise UserError(
+                f"fault={word}: {m[1]} must be one of {', '.join(KINDS)}."
+                f"{did_you_mean(m[1], KINDS)} (--fault)"
+            )
+        amount = float(m[2]) if m[2] else 0.12
+        attempt = None if m[6] else int(m[5] or 0)
+        found.append(Fault(m[1], int(m[3]), int(m[4] or 0), attempt, amount))
+    return tuple(found)
+
+
+class Injector:
+    """The faults of this process. The loop calls `strike` in every step, with its data."""
+
+    def __init__(self, faults: Sequence[Fault] = (), rank: int = 0, attempt: int = 0):
+        """attempt: how often the job was started before."""
+        self._mine = [f for f in faults if f.rank == rank and f.attempt in (None, attempt)]
+        self._began = time.monotonic()
+        self._slept = 0.0
+
+    def strike(self, step: int, state: Any) -> Any:
+        """Does what is due in this step. Returns the state, poisoned where that is the fault."""
+        if not self._mine:
+            return state
+        now = time.monotonic()
+        usual = now - self._began - self._slept
+        self._began, self._slept = now, 0.0
+        for fault in self._mine:
+            if fault.kind == "slow" and step >= fault.step:
+                self._slept = fault.amount * usual
+                time.sleep(self._slept)
+            elif fault.step == step and fault.kind != "slow":
+                print(f"injected fault: {fault.kind} in step {step}", flush=True)
+                if fault.kind == "nan":
+                    state = _poison(state)
+                else:
+                    DEEDS[fault.kind]()
+        return state
+
+
+def _hold_the_interpreter() -> None:
+    sum(itertools.repeat(0))  # endless, inside C
+
+
+def _raise() -> None:
+    raise InjectedError("the data loader failed on purpose")
+
+
+def _flood() -> None:
+    line = "x" * 100 + "\n"
+
+    def write() -> None:
+        while True:
+            sys.stdout.write(1000 * line)
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+DEEDS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(10**6),
+    "gil": _hold_the_interpreter,
+    "exit": lambda: sys.exit(0),
+    "data": _raise,
+    "flood": _flood,
+}
+
+
+def _poison(state: Any) -> Any:
+    """Returns the state with NaN in this process's shards of its first float leaf."""
+    import jax
+    import jax.numpy as jnp
+
+    leaves, tree = jax.tree.flatten(state)
+    at = next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating))
+    shards = [
+        jax.device_put(jnp.full(s.data.shape, jnp.nan, s.data.dtype), s.device)
+        for s in leaves[at].addressable_shards
+    ]
+    leaves[at] = jax.make_array_from_single_device_arrays(
+        leaves[at].shape, leaves[at].sharding, shards
+    )
+    return jax.tree.unflatten(tree, leaves)

@@ -1,0 +1,160 @@
+"""The progress of one process in shared memory: the loop writes it, another process reads it.
+
+A job that hangs cannot say so, and liveness is not progress: a rank asleep before a collective
+answers every ping while all others wait for ever. So the loop itself leaves a record of where it is
+(step, named section, moment) each time it enters a section, about a microsecond, and an agent
+outside watches whether it moves (MegaScale sections 4 and 5.1).
+
+The file holds two copies of the record, each with its CRC-32, written in turn, and a ring of the
+last SPANS finished sections. A writer killed in the middle leaves the other copy whole. A reader
+takes the newest copy whose CRC holds, so a torn record is never seen. Moments are CLOCK_MONOTONIC:
+comparable between the processes of one host, not between hosts.
+
+No jax import: an agent reads it without touching a device.
+"""
+
+import faulthandler
+import math
+import mmap
+import os
+import signal
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+# In the order in which a step passes through them: of two ranks in the same step, the one in the
+# earlier section is behind. The last three are the end of a process.
+SECTIONS = (
+    "start", "data", "prepare", "launch", "compile", "wait", "save", "evaluate", "end", "failed",
+    "lost",
+)  # fmt: skip
+CODES = {name: code for code, name in enumerate(SECTIONS)}
+
+_RECORD = struct.Struct("<QdqdddII")  # beat, time, step, loss, own_s, step_s, pid, section
+_CRC = 4
+_SLOT = 128  # two cache lines: the copies never share one
+_SPAN = struct.Struct("<ddqq")  # begin, end, step, section
+_RING = 4096  # where the spans begin
+SPANS = 1024  # (chosen) about 250 steps of four sections each
+SIZE = _RING + SPANS * _SPAN.size
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a process is.
+
+    beat: sections entered so far. time: when the last was, seconds of CLOCK_MONOTONIC. loss: of
+    the last finished step, 0 before the first. own_s: what this process spent in its last step
+    before its devices were given it: waiting for no other rank. step_s: between its last two steps.
+    """
+
+    beat: int
+    time: float
+    step: int
+    loss: float
+    own_s: float
+    step_s: float
+    pid: int
+    section: str
+
+    @property
+    def has_bad_loss(self) -> bool:
+        """Whether the last finished step had no finite loss."""
+        return not math.isfinite(self.loss)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A finished section: begin and end in seconds of CLOCK_MONOTONIC."""
+
+    section: str
+    step: int
+    begin: float
+    end: float
+
+
+class Heartbeat:
+    """The writer. One per process; the only caller of `write`."""
+
+    def __init__(self, path: Path):
+        """Makes the file, or takes over one of the same size."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b") as file:
+            file.truncate(SIZE)
+            self._memory = mmap.mmap(file.fileno(), SIZE)
+        self._pid = os.getpid()
+        self._beat = 0
+
+    def write(
+        self, now: float, step: int, section: int, loss: float, own_s: float, step_s: float
+    ) -> None:
+        """Publishes that a section (its code) of a step was entered at `now`."""
+        self._beat = beat = self._beat + 1
+        record = _RECORD.pack(beat, now, step, loss, own_s, step_s, self._pid, section)
+        at = (beat & 1) * _SLOT
+        self._memory[at : at + _RECORD.size + _CRC] = record + zlib.crc32(record).to_bytes(
+            4, "little"
+        )
+
+    def keep(self, begin: float, end: float, step: int, section: int) -> None:
+        """Adds a finished section to the ring; `write` must follow."""
+        at = _RING + (self._beat - 1) % SPANS * _SPAN.size
+        self._memory[at : at + _SPAN.size] = _SPAN.pack(begin, end, step, section)
+
+
+def _newest(raw: bytes) -> Progress | None:
+    found = []
+    for at in (0, _SLOT):
+        record = raw[at : at + _RECORD.size]
+        stored = int.from_bytes(raw[at + _RECORD.size : at + _RECORD.size + _CRC], "little")
+        if zlib.crc32(record) == stored and any(record):
+            beat, now, step, loss, own_s, step_s, pid, code = _RECORD.unpack(record)
+            if code < len(SECTIONS):
+                section = SECTIONS[code]
+                found.append(Progress(beat, now, step, loss, own_s, step_s, pid, section))
+    return max(found, key=lambda p: p.beat, default=None)
+
+
+def read(path: Path) -> Progress | None:
+    """Returns the newest whole record, None when the process has written none."""
+    try:
+        with open(path, "rb") as file:
+            return _newest(file.read(2 * _SLOT))
+    except FileNotFoundError:
+        return None
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Returns the last finished sections, oldest first, also of a process that is dead."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    newest = _newest(raw)
+    if newest is None or len(raw) < SIZE:
+        return []
+    # The first entry has no span before it; a live writer may be at work on the oldest of the ring.
+    count = newest.beat - 1
+    kept = range(max(count - SPANS + 8, 0), count)
+    spans = []
+    for i in kept:
+        begin, end, step, code = _SPAN.unpack_from(raw, _RING + i % SPANS * _SPAN.size)
+        if 0 <= code < len(SECTIONS):
+            spans.append(Span(SECTIONS[code], step, begin, end))
+    return spans
+
+
+def stacks_file(path: Path) -> Path:
+    """Returns where a process with this progress file writes its stacks."""
+    return path.with_suffix(".stacks")
+
+
+def dump_stacks_on_signal(path: Path) -> None:
+    """Makes SIGUSR1 write all Python stacks beside the progress file.
+
+    faulthandler answers in the signal handler itself, so a thread that holds the interpreter's
+    lock, or is blocked in C++, cannot keep it from answering.
+    """
+    stacks = open(stacks_file(path), "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

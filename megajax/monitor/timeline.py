@@ -1,0 +1,187 @@
+"""All ranks on one picture: a merged timeline, a heat map, and who is silent (MegaScale section 5).
+
+Made of the spans that the ranks left in shared memory, so also of ranks that are dead. Moments are
+each host's own CLOCK_MONOTONIC; `offsets` bring them onto one clock. No jax import; matplotlib only
+when a picture is drawn.
+
+Legend: the grid is {axis: devices}, outermost first; ranks hold equal runs of it, in order.
+"""
+
+import html
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.core.errors import UserError
+from megajax.monitor.heartbeat import CODES, Span
+
+Spans = Mapping[int, Sequence[Span]]
+OWN = ("data", "prepare")
+REDDEST = 0.2  # (chosen) of a step more than the usual has the full colour
+
+
+def perfetto(
+    spans: Spans, hosts: Mapping[int, str], offsets: Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns Chrome trace events for Perfetto: a process for each host, a thread for each rank.
+
+    An arrow in each step leads from the rank that gave it to its devices last to the others: for
+    that one they waited. offsets: of a host: its clock minus the one of the picture, seconds.
+    """
+    numbers = {host: i for i, host in enumerate(sorted(set(hosts.values())))}
+    places = {rank: {"pid": numbers[hosts[rank]], "tid": rank} for rank in spans}
+    moved = {
+        rank: [_moved(s, offsets.get(hosts[rank], 0.0)) for s in spans[rank]] for rank in spans
+    }
+    zero = min((s.begin for own in moved.values() for s in own), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": i, "name": "process_name", "args": {"name": host}}
+        for host, i in numbers.items()
+    ]
+    for rank, own in moved.items():
+        name = {"ph": "M", **places[rank], "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        events.append(name)
+        events += [
+            {
+                "ph": "X", **places[rank], "name": s.section, "cat": "section",
+                "ts": (s.begin - zero) * 1e6, "dur": (s.end - s.begin) * 1e6,
+                "args": {"step": s.step},
+            }
+            for s in own
+        ]  # fmt: skip
+    for step, launches in sorted(_launches(moved).items()):
+        last = max(launches, key=lambda r: launches[r].begin)
+        for rank, span in launches.items():
+            if rank != last:
+                arrow = {"name": "waited for", "cat": "waits", "id": f"{step}.{rank}"}
+                at, to = launches[last].begin, max(span.begin, span.end - 1e-9)
+                begin = {"ph": "s", **places[last], "ts": (at - zero) * 1e6}
+                end = {"ph": "f", "bp": "e", **places[rank], "ts": (to - zero) * 1e6}
+                events += [arrow | begin, arrow | end]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _moved(span: Span, offset: float) -> Span:
+    return Span(span.section, span.step, span.begin - offset, span.end - offset)
+
+
+def _launches(spans: Spans) -> dict[int, dict[int, Span]]:
+    """Returns {step: {rank: its launch}} of steps that more than one rank has launched."""
+    found: dict[int, dict[int, Span]] = {}
+    for rank, own in spans.items():
+        for s in own:
+            if s.section == "launch":
+                found.setdefault(s.step, {})[rank] = s
+    return {step: ranks for step, ranks in found.items() if len(ranks) > 1}
+
+
+def own_share(spans: Spans) -> dict[int, float]:
+    """Returns each rank's own work, in usual steps, more than the usual rank's: 0.12 is +12 %."""
+    own: dict[int, float] = {}
+    steps: list[float] = []
+    for rank, sections in spans.items():
+        sums: dict[int, float] = {}
+        for s in sections:
+            if s.section in OWN:
+                sums[s.step] = sums.get(s.step, 0.0) + s.end - s.begin
+        own[rank] = statistics.median(sums.values()) if sums else 0.0
+        begins = [s.begin for s in sections if s.section == "data"]
+        steps += [b - a for a, b in zip(begins, begins[1:], strict=False)]
+    usual = statistics.median_low(own.values()) if own else 0.0
+    step_s = statistics.median(steps) if steps else math.inf
+    return {rank: (o - usual) / step_s for rank, o in own.items()}
+
+
+# ---- over the grid
+
+
+def parse_grid(text: str | None, ranks: int) -> dict[str, int]:
+    """Returns the grid of 'pipe=2,data=4,tensor=8'; {'rank': ranks} for None.
+
+    Raises: UserError when it is none, or ranks cannot hold equal parts of it.
+    """
+    if text is None:
+        return {"rank": ranks}
+    try:
+        grid = {axis: int(size) for axis, size in (w.split("=") for w in text.split(","))}
+    except ValueError:
+        grid = {}
+    if not grid or min(grid.values()) < 1 or math.prod(grid.values()) % ranks:
+        raise UserError(
+            f"grid={text} must be axis=size,... whose product is a multiple of the {ranks} ranks, "
+            f"e.g. data={ranks},tensor=8 (--grid)"
+        )
+    return grid
+
+
+def _rows(grid: Mapping[str, int], ranks: int) -> Iterator[tuple[str, list[int]]]:
+    """Yields (name of a row, the rank of each of its devices): the last axis lies in the row."""
+    *outer, last = grid
+    wide, each = grid[last], math.prod(grid.values()) // ranks
+    for row in range(math.prod(grid.values()) // wide):
+        rest, words = row, []
+        for axis in reversed(outer):
+            rest, at = divmod(rest, grid[axis])
+            words.append(f"{axis} {at}")
+        yield " ".join(reversed(words)), [(row * wide + i) // each for i in range(wide)]
+
+
+def silent(places: Mapping[int, tuple[int, str]], grid: Mapping[str, int]) -> str:
+    """Returns who is furthest behind, as text over the grid: '#' is silent, '.' waits for it.
+
+    places: of each rank: (step, section). When a collective hangs, the ranks that came to it say
+    so and the one that did not says nothing: silence locates it.
+    """
+    order = {rank: (step, CODES[section]) for rank, (step, section) in places.items()}
+    behind = {rank for rank, at in order.items() if at == min(order.values())}
+    step, section = places[min(behind)]
+    names = ", ".join(map(str, sorted(behind)[:8])) + (" ..." if len(behind) > 8 else "")
+    rows = list(_rows(grid, len(places)))
+    wide = max(len(name) for name, _ in rows)
+    lines = [f"furthest behind, in {section!r} of step {step}: rank {names}"]
+    lines.append(f"rows: {' x '.join([*grid][:-1]) or 'all'}; along a row: {[*grid][-1]}")
+    for name, ranks in rows:
+        lines.append(f"{name:{wide}} " + "".join("#" if r in behind else "." for r in ranks))
+    return "\n".join(lines) + "\n"
+
+
+def heat_html(shares: Mapping[int, float], grid: Mapping[str, int]) -> str:
+    """Returns a page with the heat map of `own_share`; each cell says its rank and figure."""
+    worst = max(shares, key=lambda r: shares[r])
+    title = f"rank {worst} does {100 * shares[worst]:.1f} % of a step more than the usual rank"
+    lines = [
+        f"<!doctype html><meta charset=utf-8><title>{title}</title><h3>{title}</h3>",
+        f"<p>own work before each launch; along a row: {html.escape([*grid][-1])}</p><table>",
+    ]
+    for name, ranks in _rows(grid, len(shares)):
+        cells = (
+            f'<td style="background:{_colour(shares[r])}" title="rank {r}: '
+            f'{100 * shares[r]:+.1f} %">&nbsp;&nbsp;</td>'
+            for r in ranks
+        )
+        lines.append(f"<tr><th>{html.escape(name)}</th>{''.join(cells)}</tr>")
+    return "\n".join([*lines, "</table>\n"])
+
+
+def _colour(share: float) -> str:
+    pale = round(255 * (1 - min(max(share / REDDEST, 0.0), 1.0)))
+    return f"#ff{pale:02x}{pale:02x}"
+
+
+def draw_heat(shares: Mapping[int, float], grid: Mapping[str, int], path: Path) -> None:
+    """Draws the heat map; the suffix of the path says PNG or SVG."""
+    from matplotlib.figure import Figure
+
+    rows = list(_rows(grid, len(shares)))
+    figure = Figure(figsize=(8, 1.4 + 0.25 * len(rows)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    values = [[100 * shares[r] for r in ranks] for _, ranks in rows]
+    image = axes.imshow(values, cmap="Reds", vmin=0, vmax=100 * REDDEST, aspect="auto")
+    axes.set_yticks(range(len(rows)), [name or "all" for name, _ in rows], fontsize=8)
+    axes.set_xlabel([*grid][-1])
+    worst = max(shares, key=lambda r: shares[r])
+    axes.set_title(f"rank {worst}: {100 * shares[worst]:+.1f} % of a step of own work", loc="left")
+    figure.colorbar(image, label="% of a step more than the usual rank")
+    figure.savefig(path)

@@ -1,0 +1,80 @@
+"""Always-on timers of the training loop's sections (MegaScale section 5.1).
+
+The loop is always in exactly one section, so one call ends the one before and begins the next. No
+device is waited for: what the devices and the other ranks take shows as `wait`. Each call also
+writes the progress record that an agent watches. No jax import.
+
+Legend: own time is what a rank does before its devices can begin the step: data and prepare. The
+launch itself does not count: a CPU backend runs the step, and waits for other ranks, inside it.
+"""
+
+import atexit
+import sys
+import time
+from pathlib import Path
+
+from megajax.monitor.heartbeat import CODES, SECTIONS, Heartbeat, dump_stacks_on_signal
+
+_START, _DATA, _PREPARE = (CODES[s] for s in ("start", "data", "prepare"))
+
+
+class Timers:
+    """Call `enter` at each boundary. `loss` is published with the next one."""
+
+    def __init__(self, heartbeat: Heartbeat | None = None, clock=time.monotonic):
+        """heartbeat: None: nobody watches, only the sums are kept. The first section is 'start'."""
+        self._heartbeat, self._clock = heartbeat, clock
+        self.loss = 0.0
+        self._sums = [0.0] * len(SECTIONS)
+        self._section, self._step = _START, 0
+        self._since = self._step_began = clock()
+        self._own_s = self._last_own_s = self._step_s = 0.0
+        if heartbeat is not None:
+            heartbeat.write(self._since, 0, _START, self.loss, 0.0, 0.0)
+
+    @classmethod
+    def of_process(cls, progress: Path | None) -> "Timers":
+        """Returns the timers of this process, watched through the file that an agent named.
+
+        A process that ends without having entered 'end' says 'failed', or 'lost' when it died of
+        another rank's death, before jax's own clean-up waits for the others.
+        """
+        if progress is None:
+            return cls()
+        dump_stacks_on_signal(progress)
+        timers = cls(Heartbeat(progress))
+        atexit.register(timers.leave)
+        return timers
+
+    def enter(self, section: str, step: int) -> float:
+        """Ends the section before and begins this one. Returns the seconds of the one before."""
+        now, code = self._clock(), CODES[section]
+        since, former = self._since, self._section
+        spent = now - since
+        self._sums[former] += spent
+        if former == _DATA:
+            self._own_s = spent
+        elif former == _PREPARE:
+            self._last_own_s = self._own_s + spent
+        if code == _DATA:
+            if self._step:
+                self._step_s = now - self._step_began
+            self._step_began = now
+        if self._heartbeat is not None:
+            self._heartbeat.keep(since, now, self._step, former)
+            self._heartbeat.write(now, step, code, self.loss, self._last_own_s, self._step_s)
+        self._section, self._step, self._since = code, step, now
+        return spent
+
+    def drain(self) -> dict[str, float]:
+        """Returns {'time_<section>_s': seconds} of what ended since the last call."""
+        sums, self._sums = self._sums, [0.0] * len(SECTIONS)
+        return {f"time_{s}_s": t for s, t in zip(SECTIONS, sums, strict=True) if t}
+
+    def leave(self) -> None:
+        """Says how the process ends, unless it is at its end already."""
+        if SECTIONS[self._section] == "end":
+            return
+        error = getattr(sys, "last_exc", None)
+        lost = error is not None and type(error).__name__ == "JaxRuntimeError"
+        self.enter("lost" if lost else "failed", self._step)

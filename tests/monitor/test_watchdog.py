@@ -1,0 +1,385 @@
+"""The rules on streams of reports, by a clock that the test moves: faults and their look-alikes.
+
+A stream is what agents would report of a job of four ranks on two hosts, once a second.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from megajax.monitor.heartbeat import Progress
+from megajax.monitor.reports import HostReport, Limits, RankReport
+from megajax.monitor.watchdog import Watchdog
+
+HOSTS = {"a": (0, 1), "b": (2, 3)}
+LIMITS = Limits(start=100, step=20, save=60, evaluate=200, silence=5, settle=2)
+
+
+class Stream:
+    """Ranks that a test moves, and the watchdog that hears of them."""
+
+    def __init__(self, hosts=HOSTS, limits=LIMITS):
+        self.now = 1000.0
+        self.hosts = hosts
+        self.ranks = {r: RankReport(r) for own in hosts.values() for r in own}
+        self.traffic = dict.fromkeys(hosts, 0)
+        self.disk = dict.fromkeys(hosts, 2e12)
+        self.silent = set()
+        self.dog = Watchdog(hosts, limits, self.now, period=1.0)
+
+    def put(self, rank, section, step, loss=2.0, own_s=0.1, step_s=1.0):
+        before = self.ranks[rank].progress
+        beat = 1 if before is None else before.beat + 1
+        p = Progress(beat, self.now, step, loss, own_s, step_s, 99, section)
+        self.ranks[rank] = dataclasses.replace(self.ranks[rank], progress=p)
+
+    def put_all(self, section, step, **more):
+        for rank in self.ranks:
+            self.put(rank, section, step, **more)
+
+    def set(self, rank, **more):
+        self.ranks[rank] = dataclasses.replace(self.ranks[rank], **more)
+
+    def tick(self, seconds=1.0):
+        """Reports and judges."""
+        self.now += seconds
+        for host, own in self.hosts.items():
+            if host not in self.silent:
+                ranks = tuple(self.ranks[r] for r in own)
+                self.dog.hear(
+                    self.now, HostReport(host, ranks, self.disk[host], self.traffic[host])
+                )
+        return self.dog.judge(self.now)
+
+    def quiet(self, seconds):
+        """Nothing must be said for so long."""
+        for _ in range(int(seconds)):
+            assert self.tick() == []
+
+    def until(self, seconds):
+        """Returns (the first fault, seconds that it took)."""
+        for i in range(int(seconds)):
+            found = [a for a in self.tick() if a.kind != "warn"]
+            if found:
+                return found[0], i + 1
+        raise AssertionError("nothing was found")
+
+    def train(self, first, last):
+        """Healthy steps of a second each."""
+        for step in range(first, last + 1):
+            for section in ("data", "launch", "wait"):
+                self.put_all(section, step)
+            assert self.tick() == []
+
+
+def test_a_healthy_job_ends():
+    s = Stream()
+    s.quiet(90)
+    s.put_all("compile", 1)
+    s.quiet(90)
+    s.train(2, 50)
+    for rank in (0, 1, 3):
+        s.put(rank, "end", 50)
+        s.set(rank, state="X", code=0)
+    s.put(2, "end", 50)
+    s.quiet(150)
+    s.set(2, state="X", code=0)
+    (done,) = s.tick()
+    assert (done.kind, done.code) == ("done", 0)
+
+
+@pytest.mark.parametrize("code", [143, 130])
+def test_a_job_that_was_told_to_stop_ends_with_its_code(code):
+    s = Stream()
+    s.train(1, 3)
+    s.put_all("end", 3)
+    for rank in s.ranks:
+        s.set(rank, state="X", code=code)
+    (done,) = s.tick()
+    assert (done.kind, done.code) == ("done", code)
+
+
+# What each of the four ranks shows: (exit code, section of its last record); those to be named.
+LOST, LIVE = (1, "lost"), (None, "wait")
+ENDS = {
+    "kill -9, the others lose their connection": ([LOST, (-9, "wait"), LOST, LIVE], [1]),
+    "the coordinator is killed, jax ends others": (
+        [(-9, "launch"), (-6, "wait"), (-6, "wait"), LOST], [0],
+    ),
+    "exit(0) before the end": ([LOST, LOST, (0, "launch"), LIVE], [2]),
+    "an exception, and jax's clean-up waits": ([LIVE, LIVE, LIVE, (None, "failed")], [3]),
+    "an exception that ended the process": ([LOST, (1, "failed"), LOST, LOST], [1]),
+    "a segmentation fault": ([LIVE, LOST, LOST, (-11, "launch")], [3]),
+    "two at one time": ([(-9, "wait"), (-9, "wait"), LOST, LOST], [0, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_rank_that_ended_first_is_named(name):
+    ranks, causes = ENDS[name]
+    s = Stream()
+    s.train(1, 5)
+    order = sorted(range(4), key=lambda r: r in causes)  # the cause is seen last
+    for rank in order:
+        code, section = ranks[rank]
+        s.put(rank, section, 6)
+        s.set(rank, code=code, state="S" if code is None else "X")
+        if rank == order[0]:
+            assert s.tick() == []
+    fault, took = s.until(5)
+    assert (fault.kind, fault.rule, list(fault.ranks)) == ("restart", "exit", causes)
+    assert fault.step == 6 and took <= LIMITS.settle + 1
+
+
+def test_who_was_waited_for_is_named_when_only_the_waiting_gave_up():
+    """Gloo gives a peer 30 s to come; one that still compiles is too late for it."""
+    s = Stream()
+    for rank in (0, 1, 3):
+        s.put(rank, "lost", 2)
+        s.set(rank, state="X", code=1)
+    s.put(2, "compile", 1)
+    fault, _ = s.until(5)
+    assert (fault.rule, fault.ranks, fault.hosts) == ("lost", (2,), ("b",))
+
+
+def test_wrong_flags_are_not_tried_again():
+    s = Stream()
+    for rank in s.ranks:
+        s.put(rank, "failed", 0)
+        s.set(rank, state="X", code=2)
+    fault, _ = s.until(3)
+    assert (fault.kind, fault.rule, fault.code) == ("stop", "usage", 2)
+
+
+def test_a_loss_that_is_not_finite_is_a_fault_though_the_code_is_2():
+    s = Stream()
+    s.train(1, 5)
+    s.put_all("failed", 6, loss=math.nan)
+    for rank in s.ranks:
+        s.set(rank, state="X", code=2)
+    fault, _ = s.until(3)
+    assert (fault.kind, fault.rule, fault.step) == ("restart", "nan", 6)
+
+
+def test_nan_of_a_job_that_goes_on():
+    s = Stream()
+    s.train(1, 5)
+    s.put_all("data", 6, loss=math.nan)
+    fault, took = s.until(5)
+    assert fault.rule == "nan" and took <= 3
+
+
+@pytest.mark.parametrize("section", ["data", "prepare", "launch"])
+def test_a_rank_asleep_is_named_while_all_others_wait(section):
+    s = Stream()
+    s.train(1, 30)
+    for rank in (0, 1, 2):
+        s.put(rank, "wait", 31)
+    s.put(3, section, 31)
+    fault, took = s.until(60)
+    assert (fault.rule, fault.ranks, fault.hosts) == ("stall", (3,), ("b",))
+    assert LIMITS.step < took <= 2 * LIMITS.step
+
+
+def test_a_stuck_collective_names_all_that_are_in_it_and_the_frozen_one_first():
+    s = Stream()
+    s.train(1, 30)
+    s.put_all("wait", 31)
+    fault, _ = s.until(60)
+    assert (fault.rule, fault.ranks) == ("stall", (0, 1, 2, 3))
+    s = Stream(limits=dataclasses.replace(LIMITS, silence=100))
+    s.train(1, 30)
+    s.put_all("wait", 31)
+    s.set(2, state="T")
+    assert s.until(60)[0].ranks == (2,)
+
+
+def test_a_stopped_process_is_found_before_its_section_is_overdue():
+    s = Stream()
+    s.train(1, 30)
+    s.put_all("wait", 31)
+    s.set(1, state="T")
+    fault, took = s.until(20)
+    assert (fault.rule, fault.ranks) == ("stopped", (1,)) and took <= 2 * LIMITS.silence
+
+
+def test_a_job_that_is_suspended_as_a_whole_is_left_alone():
+    s = Stream()
+    s.train(1, 30)
+    for rank in s.ranks:
+        s.set(rank, state="T")
+    s.quiet(LIMITS.step - 1)
+
+
+def test_a_silent_agent_and_one_that_hangs_up():
+    s = Stream()
+    s.train(1, 5)
+    s.silent.add("b")
+    fault, took = s.until(20)
+    assert (fault.rule, fault.hosts, fault.ranks) == ("silence", ("b",), (2, 3))
+    assert took <= 2 * LIMITS.silence
+    s = Stream()
+    s.train(1, 5)
+    s.silent.add("a")
+    s.dog.hang_up("a")
+    for rank in (2, 3):
+        s.put(rank, "lost", 6)
+        s.set(rank, state="X", code=1)
+    fault, took = s.until(5)
+    assert (fault.rule, fault.hosts) == ("agent", ("a",)) and took <= 3
+
+
+def test_a_flood_of_the_log():
+    s = Stream()
+    s.train(1, 5)
+    for i in range(20):
+        s.put_all("wait", 6 + i)
+        s.set(1, log_bytes=s.ranks[1].log_bytes + 50_000_000)
+        if found := s.tick():
+            break
+    assert (found[0].rule, found[0].ranks) == ("flood", (1,)) and i < 2 * LIMITS.silence
+    s = Stream()  # one burst is no flood, however late its report comes
+    s.train(1, 5)
+    s.set(1, log_bytes=900_000_000)
+    s.put_all("wait", 6)
+    for _ in range(2):
+        s.now += 2
+        assert s.dog.judge(s.now) == []
+    assert s.tick(1.9) == []
+    s.train(7, 30)
+    s = Stream()  # nor is one long traceback
+    s.train(1, 5)
+    s.set(1, log_bytes=90_000_000)
+    s.train(6, 30)
+
+
+# ---- no false alarm
+
+
+def test_a_slow_first_compile_and_a_slow_start_of_one_rank():
+    s = Stream()
+    for rank in (0, 1, 2):
+        s.put(rank, "compile", 1)
+    s.quiet(95)
+    s.put(3, "compile", 1)
+    s.quiet(95)
+    s.put_all("data", 2)
+    s.put_all("compile", 2)
+    s.quiet(95)
+
+
+def test_a_long_evaluation_of_one_rank_while_the_others_wait_for_it():
+    s = Stream()
+    s.train(1, 30)
+    s.put(0, "evaluate", 30)
+    for rank in (1, 2, 3):
+        s.put(rank, "launch", 31)
+    s.quiet(190)
+    s.put(0, "wait", 31)
+    s.train(32, 40)
+    assert s.dog.allowed("launch") == LIMITS.step  # waiting for others teaches nothing
+
+
+def test_a_slow_disk():
+    s = Stream()
+    s.train(1, 30)
+    s.put(2, "save", 30)
+    for rank in (0, 1, 3):
+        s.put(rank, "wait", 31)
+    s.quiet(55)
+    s.put(2, "wait", 31)
+    s.train(32, 40)
+
+
+def test_limits_grow_with_what_was_seen():
+    s = Stream()
+    for step in range(1, 5):
+        s.put_all("wait", step)
+        s.quiet(18)
+    s.put_all("wait", 5)
+    s.quiet(80)
+    fault, took = s.until(40)
+    assert fault.rule == "stall" and 80 < 80 + took <= 5 * 18 + 10
+
+
+def test_a_watcher_that_was_starved_does_not_blame_the_job():
+    s = Stream()
+    s.train(1, 30)
+    s.put_all("wait", 31)
+    for _ in range(5):
+        assert s.tick(seconds=300) == []
+
+
+def test_a_loaded_machine(seed):
+    """Steps and reports of wildly different length, all below the floors."""
+    random = np.random.default_rng(seed)
+    s = Stream()
+    for step in range(1, 60):
+        for rank in random.permutation(4):
+            for section in ("data", "prepare", "launch", "wait"):
+                s.put(int(rank), section, step)
+                if random.random() < 0.1:
+                    s.quiet(random.integers(1, 4))
+        s.silent = {"a"} if random.random() < 0.3 else set()
+        assert s.tick(random.uniform(0.2, 3)) == []
+        s.silent = set()
+
+
+# ---- warnings
+
+
+def own_times(seed, factor, ranks=4, steps=60, noise=0.03):
+    """Names of ranks that were called slow: own work is the step, times 1 +- noise."""
+    random = np.random.default_rng(seed)
+    hosts = {f"h{i}": (i,) for i in range(ranks)}
+    s = Stream(hosts)
+    own = 1 + noise * random.uniform(-1, 1, (ranks, 1))  # each machine has its own speed
+    own = own * (1 + noise * random.uniform(-1, 1, (ranks, steps)))
+    own[ranks // 2] *= factor
+    named = []
+    for i in range(steps):
+        for r in range(ranks):
+            s.put(r, "data", i + 1, own_s=own[r, i], step_s=own[:, i].max())
+        named += [a.ranks for a in s.tick() if a.rule == "straggler"]
+    return named
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_a_straggler_of_12_percent_is_named_once_and_noise_of_3_is_not(ranks):
+    for k in range(5):
+        assert own_times(k, 1.0, ranks) == []
+        assert own_times(k, 1.12, ranks, noise=0.01) == [(ranks // 2,)]
+    assert own_times(3, 1.25, ranks) == [(ranks // 2,)]
+
+
+def test_own_work_that_is_nothing_beside_a_step_names_nobody():
+    s = Stream()
+    for step in range(1, 60):
+        for r in s.ranks:
+            s.put(r, "data", step, own_s=0.001 * (1 + r), step_s=1.0)
+        assert s.tick() == []
+
+
+def test_a_full_disk_a_drop_of_traffic_and_a_word_in_the_log_warn_once():
+    s = Stream()
+    for step in range(1, 30):
+        s.put_all("wait", step)
+        s.traffic["a"] += 1000
+        assert s.tick() == []
+    s.disk["b"] = 1e6
+    s.set(3, words=("NVRM: Xid 79",))
+    found = s.tick()
+    assert [(a.kind, a.rule, a.hosts) for a in found] == [
+        ("warn", "log", ("b",)), ("warn", "disk", ("b",)),
+    ]  # fmt: skip
+    assert "Xid 79" in found[0].message and found[0].ranks == (3,)
+    s.set(3, words=())
+    assert s.tick() == []
+    said = []
+    for step in range(31, 40):
+        s.put_all("wait", step)
+        s.traffic["a"] += 100
+        said += s.tick()
+    assert [(a.rule, a.hosts) for a in said] == [("traffic", ("a",))]

@@ -1,0 +1,121 @@
+"""A training job without jax, for tests of supervision: ranks in lockstep over TCP.
+
+lockstep.py FOLDER STEPS SAVE_EVERY PAUSE_S [FAULTS]. In each step every rank sends the sum of its
+rows to rank 0, which sends back the sum of all: an all-reduce. The parameter is a hash over all
+sums, whatever the number of ranks; rank 0 saves it. As under jax a lost connection raises
+JaxRuntimeError, a clean-up at the end waits for the others for ever after an error, and a SIGTERM
+to one rank makes all save in the same step and exit with 143.
+"""
+
+import atexit
+import hashlib
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import struct
+import sys
+import time
+
+from megajax.monitor import faults
+from megajax.monitor.timers import Timers
+
+ROWS = 12
+SHARE = struct.Struct("<d?")
+
+
+class JaxRuntimeError(Exception):
+    """As jax calls it."""
+
+
+def connect(rank, ranks):
+    """Rank 0 gets the sockets of all others, in order; the others the one to rank 0."""
+    if ranks == 1:
+        return []
+    host, port = os.environ["JAX_COORDINATOR_ADDRESS"].split(":")
+    if rank == 0:
+        with socket.create_server((host, int(port))) as server:
+            found = {}
+            while len(found) < ranks - 1:
+                sock, _ = server.accept()
+                found[sock.recv(1)[0]] = sock
+            return [found[r] for r in sorted(found)]
+    while True:
+        try:
+            sock = socket.create_connection((host, int(port)))
+        except OSError:
+            time.sleep(0.02)
+        else:
+            sock.sendall(bytes([rank]))
+            return [sock]
+
+
+def receive(sock):
+    try:
+        raw = sock.recv(SHARE.size, socket.MSG_WAITALL)
+    except OSError:
+        raw = b""
+    if len(raw) < SHARE.size:
+        raise JaxRuntimeError("INTERNAL: Gloo all-reduce failed: Connection closed by peer")
+    return SHARE.unpack(raw)
+
+
+def all_reduce(rank, socks, value, stop):
+    if rank == 0:
+        for other in map(receive, socks):
+            value, stop = value + other[0], stop or other[1]
+        for sock in socks:
+            sock.sendall(SHARE.pack(value, stop))
+        return value, stop
+    socks[0].sendall(SHARE.pack(value, stop))
+    return receive(socks[0])
+
+
+def main(folder, steps, every, pause_s, spec=""):
+    folder = pathlib.Path(folder)
+    rank = int(os.environ.get("JAX_PROCESS_ID", 0))
+    ranks = int(os.environ.get("JAX_NUM_PROCESSES", 1))
+    clean = []
+    atexit.register(lambda: clean or time.sleep(60))  # jax's barrier; runs after the timers' word
+    timers = Timers.of_process(pathlib.Path(os.environ["MEGAJAX_PROGRESS"]))
+    injector = faults.Injector(faults.parse(spec), rank, int(os.environ["MEGAJAX_ATTEMPT"]))
+    faults._poison = lambda state: math.nan
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    saved = folder / "saved.json"
+    at = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "value": ""}
+    socks = connect(rank, ranks)
+    print(f"rank {rank} of {ranks} begins after step {at['step']}", flush=True)
+    step, value = at["step"], at["value"]
+    while step < int(steps):
+        step += 1
+        timers.enter("data", step)
+        own = float(sum((step * 31 + row * 7) % 101 for row in range(rank, ROWS, ranks)))
+        own = injector.strike(step, own)
+        timers.enter("prepare", step)
+        time.sleep(float(pause_s))
+        timers.enter("launch", step)
+        total, stop = all_reduce(rank, socks, own, bool(asked))
+        timers.enter("wait", step)
+        timers.loss = total
+        if not math.isfinite(total):
+            clean.append(1)
+            sys.exit(2)
+        value = hashlib.sha256(f"{value}{total}".encode()).hexdigest()
+        if step % int(every) == 0 or step == int(steps) or stop:
+            timers.enter("save", step)
+            if rank == 0:
+                fresh = folder / "saved.new"
+                fresh.write_text(json.dumps({"step": step, "value": value}))
+                fresh.rename(saved)
+        if stop:
+            break
+    timers.enter("end", step)
+    clean.append(1)
+    return 143 if step < int(steps) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,231 @@
+"""The parts of supervision alone: policy, self-checks, messages, journal, the agent's view."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megajax.monitor.reports import Action
+from megajax.systems.elastic import agent, checks, reaper
+from megajax.systems.elastic.agent import Process
+from megajax.systems.elastic.events import Journal
+from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
+from megajax.systems.elastic.wire import Line
+
+
+def fault(step, *hosts, rule="exit"):
+    return Action("restart", rule, f"{rule} in {step}", ranks=(0,), hosts=hosts, step=step)
+
+
+# ---- policy
+
+
+def test_the_same_step_three_times_is_poison_and_progress_forgives():
+    r = Recovery(Policy(strikes=9))
+    assert [r.decide(fault(s, "a"), {}, "ab").code for s in (7, 8, 7)] == [None, None, POISON]
+    r = Recovery(Policy(strikes=9))  # seen in either of two steps, because the loop is one ahead
+    assert [r.decide(fault(s, "a"), {}, "ab").code for s in (7, 20, 7, 20)] == [None] * 4
+
+
+def test_waits_double_until_there_is_progress():
+    r = Recovery(Policy(restarts=9, strikes=9, poison=9, backoff=2, longest=10))
+    steps = (5, 5, 5, 5, 5, 9, 9)
+    assert [r.decide(fault(s, "a"), {}, "ab").wait for s in steps] == [2, 4, 8, 10, 10, 2, 4]
+
+
+def test_restarts_run_out():
+    r = Recovery(Policy(restarts=2, strikes=9))
+    got = [r.decide(fault(10 * i, "a"), {}, "ab").code for i in range(1, 5)]
+    assert got == [None, None, ELSEWHERE, ELSEWHERE]
+
+
+def test_a_host_is_excluded_by_its_checks_by_strikes_or_by_hand():
+    verdict = Recovery(Policy()).decide(fault(5, "a"), {"b": "disk: bad"}, "abc")
+    assert verdict.code is None and verdict.excluded == {"b": "disk: bad"}
+    r = Recovery(Policy(strikes=2))
+    assert r.decide(fault(5, "a"), {}, "abc").excluded == {}
+    assert r.decide(fault(50, "b"), {}, "abc").excluded == {}
+    assert list(r.decide(fault(90, "a"), {}, "abc").excluded) == ["a"]
+    verdict = Recovery(Policy()).decide(fault(5, "c", rule="evicted"), {}, "abc")
+    assert list(verdict.excluded) == ["c"]
+
+
+def test_nobody_is_struck_for_what_all_show_and_the_last_host_is_kept():
+    r = Recovery(Policy(strikes=1, poison=9))
+    assert r.decide(fault(5, "a", "b"), {}, "ab").excluded == {}
+    assert r.decide(fault(50, "a", rule="nan"), {}, "ab").excluded == {}
+    assert r.decide(fault(90, "a"), {}, "a").excluded == {}
+    r = Recovery(Policy(strikes=1, min_hosts=2))
+    assert r.decide(fault(5, "a"), {}, "ab").excluded == {}
+    assert r.decide(fault(50, "a"), {"a": "memory"}, "ab").code == ELSEWHERE
+
+
+def test_what_cannot_work_is_not_tried_again():
+    action = Action("stop", "usage", "flags", code=2)
+    assert Recovery(Policy()).decide(action, {}, "ab").code == 2
+
+
+# ---- self-checks
+
+
+def test_a_healthy_host_passes(tmp_path):
+    found = checks.run(tmp_path)
+    assert {"memory", "disk", "loopback"} <= set(found)
+    assert all(found[k] > 0 for k in ("memory", "disk", "loopback"))
+    assert list(tmp_path.iterdir()) == []
+    assert checks.failing({"a": found, "b": found}) == {}
+
+
+def test_a_disk_that_gives_other_bytes_back(tmp_path, monkeypatch):
+    read = pathlib.Path.read_bytes
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda p: bytes([read(p)[0] ^ 1]) + read(p)[1:])
+    found = checks.run(tmp_path)
+    assert "other bytes" in found["disk"] and list(tmp_path.iterdir()) == []
+    assert checks.failing({"a": found}) == {"a": f"disk: {found['disk']}"}
+    assert "No such file" in checks.run(tmp_path / "nowhere")["disk"]
+
+
+def test_hosts_are_compared_and_silence_is_an_answer():
+    good = {"memory": 10.0, "disk": 100.0}
+    slow = {"memory": 2.0, "disk": 90.0}
+    found = checks.failing({"a": good, "b": good, "c": slow, "d": None})
+    assert list(found) == ["d", "c"] and found["c"].startswith("memory: 2")
+    assert checks.failing({"c": slow}) == {}  # nobody to compare with
+
+
+# ---- messages
+
+
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        a = socket.create_connection(server.getsockname())
+        return a, server.accept()[0]
+
+
+def test_messages_arrive_whole_in_pieces_or_together():
+    a, b = map(Line, pair())
+    a.send({"x": 1, "loss": float("nan")})
+    a.send({"text": "line\nbreak"})
+    got = []
+    while len(got) < 2:
+        got += b.receive()
+    assert got[0]["x"] == 1 and got[0]["loss"] != got[0]["loss"]
+    assert got[1] == {"text": "line\nbreak"}
+    a.sock.sendall(b'{"y": ')
+    assert b.receive() == []
+    a.sock.sendall(b"2}\n")
+    assert b.receive() == [{"y": 2}]
+    a.close()
+    with pytest.raises(OSError):
+        b.receive()
+    b.close()
+
+
+@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n", b"[1]\n", b"\xff\n"])
+def test_nonsense_hangs_up(raw):
+    a, b = pair()
+    line = Line(b)
+    a.sendall(raw)
+    with pytest.raises(OSError):
+        line.receive()
+    a.close()
+    line.close()
+
+
+# ---- journal
+
+
+def test_events_and_metrics(tmp_path):
+    said = []
+    journal = Journal(tmp_path / "out", said.append)
+    journal.gauge(step=7)
+    journal.event("fault", "rank 1: gone", rule="exit")
+    journal.event("fault", "rank 1: gone", rule="exit")
+    journal.event("checked", results={})
+    journal.exclude("a", "bad disk")
+    journal.close()
+    rows = [json.loads(x) for x in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    assert [r["event"] for r in rows] == ["fault", "fault", "checked", "excluded"]
+    assert said[-1] == "[supervise] excluded: a: bad disk" and len(said) == 3
+    metrics = (tmp_path / "out" / "metrics.prom").read_text()
+    assert 'megajax_faults_total{rule="exit"} 2\n' in metrics and "megajax_step 7\n" in metrics
+    assert (tmp_path / "out" / "blocklist").read_text() == "a\n"
+
+
+# ---- the agent's view
+
+
+def ended(tmp_path, code):
+    popen = subprocess.Popen([sys.executable, "-c", code])
+    popen.wait()
+    return Process(0, popen, tmp_path / "progress", tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [("", 0), ("exit(3)", 3), ("exit(137)", -9), ("exit(143)", 143),
+     ("import os; os.kill(os.getpid(), 11)", -11)],
+)  # fmt: skip
+def test_exit_codes_of_wrappers_are_read_as_signals(tmp_path, code, shown):
+    p = ended(tmp_path, code)
+    assert p.code() == shown and p.state() == "X"
+
+
+def test_logs_are_searched_once_line_by_line_and_not_for_ever(tmp_path):
+    p = ended(tmp_path, "")
+    with open(p.log, "w") as log:
+        log.write("fine\nNVRM: Xid (PCI:0000:3b:00): 79\nhalf of a CUDA_ER")
+        log.flush()
+        assert p.words(p.new_text()) == ["NVRM: Xid (PCI:0000:3b:00): 79"]
+        log.write("ROR: launch failed\n")
+        log.flush()
+        assert p.words(p.new_text()) == ["half of a CUDA_ERROR: launch failed"]
+        log.write(100 * "out of memory\n")
+        log.flush()
+        assert len(p.words(p.new_text())) == agent.LINES - 2
+        log.write("x" * (agent.LOG_BYTES + 100) + "\n")
+        log.flush()
+        assert len(p.new_text()) == agent.LOG_BYTES
+        assert p.read == p.log.stat().st_size
+
+
+def test_the_reaper_ends_groups_and_removes_folders_when_its_input_ends(tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    doomed, spared = (subprocess.Popen(sleep, start_new_session=True) for _ in range(2))
+    process = subprocess.Popen([sys.executable, reaper.__file__], stdin=subprocess.PIPE, text=True)
+    try:
+        lines = f"folder {folder}\ngroup {doomed.pid}\ngroup {spared.pid}\nreaped {spared.pid}\n"
+        process.communicate(lines, timeout=10)
+        assert doomed.wait(5) == -9 and not folder.exists()
+        time.sleep(0.05)
+        assert spared.poll() is None
+    finally:
+        for p in (doomed, spared):
+            p.kill()
+            p.wait()
+
+
+def test_traffic_counts_this_machines_network():
+    before = agent.traffic()
+    a, b = pair()
+    a.sendall(os.urandom(50_000))
+    b.recv(50_000, socket.MSG_WAITALL)
+    a.close()
+    b.close()
+    assert agent.traffic() - before >= 50_000
+
+
+@pytest.mark.slow
+def test_the_check_of_gpus_runs_on_any_devices_and_sees_a_wrong_product(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    assert checks.gpu() > 0
+    monkeypatch.setattr(checks, "GPU_CHECK", checks.GPU_CHECK.replace("n / 4", "n / 5"))
+    with pytest.raises(ValueError, match="AssertionError"):
+        checks.gpu()

@@ -1,0 +1,284 @@
+"""scripts/supervise.py with real processes: a driver, two agents, two ranks in lockstep.
+
+The job (lockstep.py) has no jax, so that a fault costs seconds; the real trainer's turn is in
+tests/experiments/test_supervised.py. Each run must end with the parameters of one that nobody
+disturbed, name the right rank in time, and leave no process and no shared memory.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+ROOT = pathlib.Path(__file__).parent.parent.parent.parent
+SUPERVISE = str(ROOT / "scripts" / "supervise.py")
+JOB = str(pathlib.Path(__file__).parent / "lockstep.py")
+STEPS, LIMIT_S = 30, 2.0
+QUICK = [
+    "--hosts=2", "--silence_s=2", f"--step_s={LIMIT_S}", "--start_s=20", "--period_s=0.2",
+    "--backoff_s=0.1",
+]  # fmt: skip
+
+
+def parameters(steps=STEPS):
+    """What the job computes, written again."""
+    value = ""
+    for step in range(1, steps + 1):
+        total = float(sum((step * 31 + row * 7) % 101 for row in range(12)))
+        value = hashlib.sha256(f"{value}{total}".encode()).hexdigest()
+    return value
+
+
+class Supervised:
+    """A run in a folder of its own."""
+
+    def __init__(self, folder, *flags, fault="", pause=0.02, command=None):
+        self.folder, self.out = folder, folder / "out"
+        job = [sys.executable, JOB, str(folder), str(STEPS), "5", str(pause), fault]
+        self.process = subprocess.Popen(
+            [sys.executable, SUPERVISE, *QUICK, *flags, f"--out={self.out}", "--"]
+            + (command or job),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+
+    def events(self, name=None):
+        file = self.out / "events.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [e for e in found if name in (None, e["event"])]
+
+    def saved(self):
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads((self.folder / "saved.json").read_text())
+        return {"step": 0}
+
+    def wait_for(self, condition):
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None, self.events()
+            time.sleep(0.01)
+
+    def end(self):
+        """Waits, and checks that nothing is left. Returns (exit code, standard error)."""
+        try:
+            out, err = self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
+        self.output = out
+        self.nothing_is_left()
+        return self.process.returncode, err
+
+    def nothing_is_left(self):
+        end = time.monotonic() + 3
+        while found := [*of_folder(self.folder), *shared_memory(self.agents())]:
+            assert time.monotonic() < end, found
+            time.sleep(0.05)
+
+    def agents(self):
+        return {e["pid"]: e["host"] for e in self.events("joined")}
+
+
+def of_folder(folder):
+    """Processes whose command line names this folder."""
+    found = []
+    for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().replace(b"\0", b" ").decode()
+            if str(folder) in words and int(file.parent.name) != os.getpid():
+                found.append(words)
+    return found
+
+
+def shared_memory(agents):
+    return [p for a in agents for p in pathlib.Path("/dev/shm").glob(f"megajax-{a}-*")]
+
+
+slow = pytest.mark.slow
+FAULTS = [  # the flag, the rule that finds it, the ranks named
+    ("kill@12:rank1", "exit", [1]),
+    ("sleep@12:rank1", "stall", [1]),
+    pytest.param("kill@12:rank0", "exit", [0], marks=slow),
+    pytest.param("stop@12:rank1", "stopped", [1], marks=slow),
+    pytest.param("gil@12:rank1", "stall", [1], marks=slow),
+    pytest.param("exit@12:rank1", "exit", [1], marks=slow),
+    pytest.param("data@12:rank0", "exit", [0], marks=slow),
+    pytest.param("nan@12:rank1", "nan", [0, 1], marks=slow),  # all compute the same loss
+    pytest.param("flood@2:rank1", "flood", [1], marks=slow),
+]
+
+
+@pytest.mark.parametrize(("fault", "rule", "ranks"), FAULTS)
+def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
+    flood = rule == "flood"
+    run = Supervised(tmp_path, fault=fault, pause=0.3 if flood else 0.02)
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved() == {"step": STEPS, "value": parameters()}
+    (found,) = run.events("fault")
+    assert (found["rule"], found["ranks"]) == (rule, ranks), err
+    if not flood:
+        (injected,) = [e for e in run.events("warning") if "injected fault" in e["message"]]
+        assert found["time"] - injected["time"] <= 2 * LIMIT_S
+    (start, again) = run.events("start")
+    assert "begins after step 0" in run.output and "begins after step " in run.output
+    stacks = (run.out / "attempt0" / f"rank{ranks[-1]}.stacks").read_text()
+    if rule == "stall":
+        assert "strike" in stacks  # the function that hangs
+    silent = (run.out / "attempt0" / "silent.txt").read_text()
+    assert f"rank {ranks[-1]}" in silent or rule not in ("stall", "stopped"), silent
+    trace = json.loads((run.out / "attempt1" / "timeline.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in trace if e["ph"] == "X"} == {0, 1}
+    assert "rank" in (run.out / "attempt1" / "heat.html").read_text()
+    metrics = (run.out / "metrics.prom").read_text()
+    assert f'megajax_faults_total{{rule="{rule}"}} 1' in metrics
+    assert "megajax_effective_time_ratio 0." in metrics
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_comes_back(tmp_path):
+    run = Supervised(tmp_path, pause=0.1)
+    run.wait_for(lambda: run.saved()["step"] >= 5)
+    victim = next(pid for pid, host in run.agents().items() if host == "local1")
+    began = time.time()
+    os.kill(victim, signal.SIGKILL)
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    (found,) = run.events("fault")
+    assert (found["rule"], found["hosts"], found["ranks"]) == ("agent", ["local1"], [1])
+    assert found["time"] - began <= 2 * LIMIT_S
+    assert len(run.agents()) == 3
+
+
+@slow
+def test_a_slow_rank_is_named_and_shown(tmp_path):
+    flags = ("--period_s=0.1", "--grid=tensor=4")
+    run = Supervised(tmp_path, *flags, fault="slow=0.3@2:rank1", pause=0.1)
+    code, err = run.end()
+    assert code == 0, err
+    (found,) = [e for e in run.events("warning") if e["rule"] == "straggler"]
+    assert found["ranks"] == [1]
+    words = [sys.executable, SUPERVISE, "--report", f"--out={run.out}", f"--run_dir={tmp_path}"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0 and "faults     0" in done.stdout, done.stderr
+    assert (run.out / "heat.png").stat().st_size > 1000
+    assert "rank 1 does" in (run.out / "attempt0" / "heat.html").read_text()
+
+
+@slow
+def test_a_frozen_agent_is_replaced(tmp_path):
+    run = Supervised(tmp_path, pause=0.1)
+    run.wait_for(lambda: run.saved()["step"] >= 5)
+    victim = next(pid for pid, host in run.agents().items() if host == "local1")
+    os.kill(victim, signal.SIGSTOP)
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    assert run.events("fault")[0]["rule"] == "silence"
+
+
+@slow
+def test_when_the_driver_is_killed_everything_ends(tmp_path):
+    run = Supervised(tmp_path, pause=0.1)
+    run.wait_for(lambda: run.saved()["step"] >= 5)
+    run.process.kill()
+    assert run.end()[0] == -signal.SIGKILL
+
+
+@slow
+def test_a_step_that_fails_three_times_stops_with_a_report(tmp_path):
+    run = Supervised(tmp_path, fault="kill@12:rank0:always", pause=0.0)
+    code, err = run.end()
+    assert code == 70
+    assert len(run.events("start")) == 3
+    report = (run.out / "report.txt").read_text()
+    assert "step 12 failed 3 times" in report and report in err
+    assert run.saved()["step"] == 10
+
+
+@slow
+def test_a_host_that_fails_twice_is_left_out_and_fewer_go_on(tmp_path):
+    run = Supervised(tmp_path, "--min_hosts=1", fault="kill@12:rank1:always")
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    assert (run.out / "blocklist").read_text() == "local1\n"
+    assert run.events("start")[2]["message"].endswith("1 processes on local0")
+
+
+@slow
+def test_evicting_by_hand_brings_the_spare_in(tmp_path):
+    run = Supervised(tmp_path, "--spares=1", pause=0.3)
+    run.wait_for(lambda: run.saved()["step"] >= 5)
+    words = [sys.executable, SUPERVISE, "--evict=local0", f"--out={run.out}"]
+    assert subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    assert run.events("start")[1]["message"].endswith("on local1, local2")
+    assert (run.out / "blocklist").read_text() == "local0\n"
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and "no driver is running" in done.stderr
+
+
+@slow
+def test_sigterm_to_one_rank_or_to_the_driver_saves_one_step_everywhere(tmp_path):
+    for name in ("rank", "driver"):
+        folder = tmp_path / name
+        folder.mkdir()
+        run = Supervised(folder, pause=0.1)
+        run.wait_for(lambda run=run: run.saved()["step"] >= 5)
+        if name == "driver":
+            run.process.send_signal(signal.SIGTERM)
+        else:
+            ranks = [w for w in pathlib.Path("/proc").glob("[0-9]*") if is_rank(w, folder)]
+            assert len(ranks) == 2
+            os.kill(int(ranks[1].name), signal.SIGTERM)
+        code, err = run.end()
+        assert code == 143, err
+        assert not run.events("fault") and 5 < run.saved()["step"] < STEPS
+        assert run.saved()["value"] == parameters(run.saved()["step"])
+
+
+def is_rank(process, folder):
+    with contextlib.suppress(OSError):
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        return JOB.encode() in words[1:2] and str(folder).encode() in words
+    return False
+
+
+@slow
+def test_a_command_that_cannot_work_is_tried_once(tmp_path):
+    run = Supervised(tmp_path, command=[sys.executable, "-c", f"raise SystemExit(2)  # {tmp_path}"])
+    code, err = run.end()
+    assert code == 2 and len(run.events("start")) == 1
+
+
+def test_mistakes_are_explained():
+    def call(*words):
+        done = subprocess.run([sys.executable, SUPERVISE, *words], capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    code, err = call("--hosts=2", "--min_hosts=3", "--", "true")
+    assert code == 2 and "min_hosts=3 must be 1 to 2" in err
+    code, err = call("--processes=4", "--grid=data=3", "--", "true")
+    assert code == 2 and "grid=data=3 must be" in err
+    assert call() == (2, "error: no command: supervise.py [settings] -- uv run "
+                         "experiments/pretrain.py ...\n")  # fmt: skip
+    code, err = call("--hosts=0", "--", "true")
+    assert code == 2 and "hosts=0 must be at least 1 (--hosts)" in err
+    code, err = call("--agent=127.0.0.1:1", "--join_s=0")
+    assert code == 2 and "no driver at 127.0.0.1:1" in err
