@@ -5,6 +5,7 @@ here: arrays without elements, shardings that are not given, messages of many ki
 """
 
 import logging as standard_logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -17,9 +18,14 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import multihost
 
+from megajax.checkpoint import reads
 from megajax.checkpoint.integrity import CheckpointError
-from megajax.core.tree import Tree
+from megajax.core.tree import Tree, named_leaves
 
+# A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
+# read many twice (reads.py deals with what is left).
+CHUNKS = 64  # of a leaf, at least, of which each has
+MIN_CHUNK = 2**14  # bytes or more
 Compression = Literal["auto", "none", "zstd"]
 
 
@@ -62,24 +68,61 @@ class SaveHandle:
 def write(path: Path, state: Tree, metadata: dict[str, Any], compress: bool) -> Any:
     """Copies the arrays off the devices and starts writing them. Returns: Orbax's response."""
     _quieten_orbax()
-    with _context(compress):
+    context = _context(compress)
+    context.array.saving.scoped_storage_options_creator = _chunks
+    with context:
         return ocp.save_async(
             str(path), jax.tree.map(_storable, state), overwrite=True, custom_metadata=metadata
         )
 
 
 def load(folder: Path, like: Tree, partial: bool) -> Tree:
-    """Returns the arrays of a step, placed as `like` says. Raises: what Orbax does."""
-    wanted = jax.tree.map(_placed, like)
-    context = _context(False)
-    context.pytree.loading.partial_load = partial
-    with context:
-        loaded = ocp.load(str(folder), jax.tree.map(_storable_like, wanted))
-    return jax.tree.map(
-        lambda x, w: jnp.zeros(w.shape, w.dtype, device=w.sharding) if 0 in w.shape else x,
-        loaded,
-        wanted,
-    )
+    """Returns the arrays of a step, placed as `like` says, every byte read about once.
+
+    Raises: what Orbax does.
+    """
+    wanted, tree = jax.tree.flatten(jax.tree.map(_placed, like))
+    chunks = reads.stored_chunks(folder)
+    names = [n for n, _ in named_leaves(like)]
+    ways = [
+        reads.aligned(x, chunks[n]) if n in chunks and 0 not in x.shape else None
+        for n, x in zip(names, wanted, strict=True)
+    ]
+    found: list[Any] = [None] * len(wanted)
+
+    def read(numbers: list[int], partial: bool) -> None:
+        asked = [ocp.PLACEHOLDER] * len(wanted)
+        for i in numbers:
+            x = wanted[i] if ways[i] is None else _under(wanted[i], ways[i])
+            asked[i] = _storable_like(x)
+        context = _context(False)
+        context.pytree.loading.partial_load = partial
+        with context:
+            loaded = jax.tree.leaves(ocp.load(str(folder), jax.tree.unflatten(tree, asked)))
+        kept = [x for x in loaded if x is not ocp.PLACEHOLDER]
+        for i, x in zip(numbers, kept, strict=True):
+            w = wanted[i]
+            if 0 in w.shape:
+                x = jnp.zeros(w.shape, w.dtype, device=w.sharding)
+            found[i] = x if ways[i] is None else reads.place(x, w.sharding)
+
+    odd = [i for i, way in enumerate(ways) if way is not None]
+    read([i for i in range(len(wanted)) if ways[i] is None], partial)
+    sizes = [math.prod(wanted[i].shape) * wanted[i].dtype.itemsize for i in odd]
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
+    for group in reads.groups(sizes, total):
+        read([odd[k] for k in group], partial)
+    return jax.tree.unflatten(tree, found)
+
+
+def _under(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
+    """Stores a leaf in chunks that another mesh's shards are made of, so none is read twice."""
+    target = max(MIN_CHUNK, value.nbytes // CHUNKS)
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=target)
 
 
 def barrier() -> Callable[..., None]:
