@@ -36,6 +36,11 @@ SAME_FLOOR: set[tuple[str, str]] = set()  # pairs of one floor that may import e
 
 # A driver starts these in a tenth of a second and never touches a device.
 JAX_FREE = (
+    "megajax.checkpoint.directory",
+    "megajax.checkpoint.integrity",
+    "megajax.checkpoint.layouts",
+    "megajax.checkpoint.planner",
+    "megajax.core.boxes",
     "megajax.core.config",
     "megajax.core.errors",
     "megajax.core.axes",
