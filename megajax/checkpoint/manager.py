@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint import fingerprint, integrity, storage
+from megajax.checkpoint import fingerprint, integrity, offline, storage
 from megajax.checkpoint.directory import OURS, StepFolder
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
@@ -290,23 +290,9 @@ class CheckpointManager:
             logging.error("%s", error)
 
     def verify(self, step: int) -> Record:
-        """Reads every byte of a step and returns its record.
-
-        Raises: DamagedError naming each damaged file; CheckpointError when the step does not exist
-        or has no record because plain Orbax wrote it.
-        """
+        """Reads every byte of a step and returns its record. Raises: as `offline.verify`."""
         self.wait()
-        if step not in self.steps():
-            raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}")
-        record = self._steps.record(step)
-        if record is None:
-            raise CheckpointError(
-                f"step {step} of {self.folder} has no integrity record: plain Orbax wrote it; "
-                "restore it and save it here"
-            )
-        if damage := integrity.find_damage(self._steps.step(step), record):
-            raise integrity.damaged(self._steps.step(step), damage)
-        return record
+        return offline.verify(self._steps, step)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data_state of a stored step, without its arrays. Raises: CheckpointError."""
