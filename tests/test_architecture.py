@@ -39,6 +39,7 @@ JAX_FREE = (
     "megajax.checkpoint.directory",
     "megajax.checkpoint.integrity",
     "megajax.checkpoint.layouts",
+    "megajax.checkpoint.memory_tier",
     "megajax.checkpoint.offline",
     "megajax.checkpoint.planner",
     "megajax.checkpoint.safetensors",
