@@ -86,7 +86,7 @@ def main() -> int:
 
     train_step = make_train_step(cfg, mesh)  # 5 model and step
     banner.show_model(console, cfg, train_step, mesh)
-    checkpoints = CheckpointManager(run_dir.checkpoints, cfg.checkpoint.keep)
+    checkpoints = CheckpointManager(run_dir.checkpoints, keep=cfg.checkpoint.keep)
     identity = resume.identity(corpora, tokenizer, cfg)
     start = resume.begin(cfg, train_step, checkpoints, identity)  # 6 own steps > init_from > new
     phases.done("state", console, start.how)

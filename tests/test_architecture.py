@@ -36,6 +36,14 @@ SAME_FLOOR: set[tuple[str, str]] = set()  # pairs of one floor that may import e
 
 # A driver starts these in a tenth of a second and never touches a device.
 JAX_FREE = (
+    "megajax.checkpoint.directory",
+    "megajax.checkpoint.integrity",
+    "megajax.checkpoint.layouts",
+    "megajax.checkpoint.memory_tier",
+    "megajax.checkpoint.offline",
+    "megajax.checkpoint.planner",
+    "megajax.checkpoint.safetensors",
+    "megajax.core.boxes",
     "megajax.core.config",
     "megajax.core.errors",
     "megajax.core.axes",

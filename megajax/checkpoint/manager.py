@@ -1,109 +1,212 @@
-"""Checkpoints of a run: asynchronous, atomic, by step, through Orbax.
+"""Checkpoints of a run: asynchronous, by step, through Orbax, and never a lie.
 
-A save copies the arrays off the devices and returns; storage goes on in the background. Orbax
-writes into a temporary folder and renames it at the end, so a step that has its name is whole. A
-failed save (a full disk) removes its leavings, says so once and harms nothing that was there. Plain
-Orbax can read every step. The only module that imports Orbax: it costs seconds to load.
+A save takes the arrays' fingerprints, copies the arrays off the devices and returns; storage goes
+on in the background: Orbax's files, then the integrity record (integrity.py), then the step's name
+(directory.py). A restore is checked against the record, element by element where they come to lie,
+and what is not as it was saved is an error that names it. Plain Orbax can read every step, and
+steps that plain Orbax wrote are read here.
 
-Layout: <folder>/<step>/state/... with the data position in the step's custom metadata.
+Layout: <folder>/<step>/state/..., integrity.json, and the data position in Orbax's own metadata.
+Sources: ByteCheckpoint section 4 (two stages, integrity), MegaScale section 4.4.
 """
 
-import logging as standard_logging
+import dataclasses
+import functools
+import itertools
+import json
 import os
-import shutil
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import orbax.checkpoint.experimental.v1 as ocp
+import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
-from megajax.core.errors import UserError
-from megajax.core.tree import Tree
+from megajax.checkpoint import fingerprint, integrity, offline, storage
+from megajax.checkpoint.directory import OURS, StepFolder
+from megajax.checkpoint.fingerprint import Fingerprints
+from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
+from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
+from megajax.core.errors import did_you_mean
+from megajax.core.tree import Tree, named_leaves
 
-TEMPORARY = ".orbax-checkpoint-tmp"
-
-
-class SaveError(UserError):
-    """A save did not reach storage; earlier steps are as they were."""
-
-
-class SaveHandle:
-    """A save under way."""
-
-    def __init__(self, step: int, folder: Path, response: Any):
-        """response: Orbax's, or the exception that stopped it at once."""
-        self.step, self._folder, self._response = step, folder, response
-        self._error: SaveError | None = None
-
-    def result(self) -> None:
-        """Waits until the step is stored. Raises: SaveError, each time it is asked."""
-        if self._response is not None:
-            response, self._response = self._response, None
-            try:
-                if isinstance(response, Exception):
-                    raise response
-                response.result()
-            except Exception as error:  # tensorstore raises many kinds, some bare
-                self._error = SaveError(
-                    f"step {self.step} was not saved in {self._folder}: {_reason(error)}; "
-                    "earlier checkpoints are untouched"
-                )
-                _remove_leavings(self._folder, self.step)
-        if self._error is not None:
-            raise self._error
+Leaves = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
+Verify = Literal["full", "fast"] | None
+PATIENCE_MS = 1_800_000  # how long the processes of a job wait for each other's storage (chosen)
 
 
 class CheckpointManager:
     """The checkpoints in one folder. All processes of a job must make the same calls."""
 
-    def __init__(self, folder: str | Path, keep: int = 3):
-        """keep: steps kept after a newer one is stored; 0: all."""
-        self.folder = Path(folder).absolute()
-        self._keep = keep
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        best: int = 0,
+        compression: Compression = "auto",
+        verify: Verify = "full",
+    ):
+        """Removes what killed saves left.
+
+        keep: steps kept after a newer one is stored; 0: all. best: steps kept beside them for
+        having the lowest metric. compression: auto compresses arrays that are mostly bytes. verify:
+        what restore checks: full: every element and the step's small files; fast: the small files
+        and all sizes; None: nothing.
+        """
+        self.folder = Path(directory).absolute()
+        self._steps = StepFolder(self.folder)
+        self._keep, self._best, self._verify = keep, best, verify
+        self._compression = compression
         self._pending: SaveHandle | None = None
-        # Compression costs 4-5 times the wall time of a save on few cores and gains little on
-        # float noise (measured, 2-core CPU).
-        self._context = ocp.Context()
-        self._context.array.saving.use_compression = False
-        for leftover in self.folder.glob(f"*{TEMPORARY}*"):  # of a killed run
-            if jax.process_index() == 0:
-                shutil.rmtree(leftover, ignore_errors=True)
+        self._bad: set[int] = set()
+        if jax.process_index() == 0:
+            self._steps.collect()
 
-    @property
     def steps(self) -> list[int]:
-        """The stored steps, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = self.folder.glob("[0-9]*/_CHECKPOINT_METADATA")
-        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit())
+        """Returns the stored steps, oldest first."""
+        return self._steps.steps()
 
-    @property
     def latest(self) -> int | None:
-        """The newest stored step, or None."""
-        return max(self.steps, default=None)
+        """Returns the newest step whose record is whole, or None. Reads records, not arrays.
 
-    def save(self, step: int, state: Tree, *, data_state: dict[str, Any]) -> SaveHandle:
+        A step that was found bad, here or in a restore, is forgotten.
+        """
+        for step in reversed(self.steps()):
+            if step in self._bad:
+                continue
+            try:
+                record = self._steps.record(step)
+                self._check_few(step, record)
+            except DamagedError as error:
+                self._report(step, error)
+                continue
+            return step
+        return None
+
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        *,
+        data_state: dict[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> SaveHandle:
         """Starts saving; waits for the one before. The state may be donated when this returns.
 
-        data_state: JSON values, the position of the data pipeline.
+        state: any tree of arrays. data_state: JSON values, the position of the data pipeline.
+        metric: what `best` ranks by, the lower the better.
         Returns: a handle; a failure shows there, not here.
         """
+        began = time.perf_counter()
         self.wait()
-        _quieten_orbax()
+        handle = self._pending = SaveHandle(step)
+        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), state)
+        leaves = named_leaves(state)
+        response: Any = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._context:
-                response: Any = ocp.save_async(
-                    str(self.folder / str(step)), state, overwrite=True, custom_metadata=data_state
-                )
+            self._open(step)
+            prints = Fingerprints(x for _, x in leaves)
+            metadata = (data_state or {}) | {OURS: 1}
+            compress = storage.compresses(self._compression, state)
+            response = storage.write(self._steps.saving(step), state, metadata, compress)
         except Exception as error:
-            response = error
-        self._pending = SaveHandle(step, self.folder, response)
-        return self._pending
+            reason = error  # raised where the handle reports it
+            handle.run(lambda: self._fail(reason), self.folder)
+        else:
+            sums = [(n, x.shape, str(x.dtype)) for n, x in leaves]
+            handle.run(lambda: self._store(step, response, sums, prints, metric), self.folder)
+        handle.blocking_s = time.perf_counter() - began
+        return handle
+
+    def _open(self, step: int) -> None:
+        """Takes the folder and tries to write there. Raises: OSError, on all processes.
+
+        Orbax's threads, once started, wait minutes for each other when they cannot write.
+        """
+        problem: OSError | None = None
+        if jax.process_index() == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._steps.lock()
+                self._steps.saving(step).mkdir(exist_ok=True)
+                self._steps.drop_saving(step)
+            except OSError as error:
+                problem = error
+        if jax.process_count() > 1:
+            failed = multihost_utils.broadcast_one_to_all(np.array(problem is not None))
+            if failed and problem is None:
+                problem = OSError("process 0 cannot write there")
+        if problem is not None:
+            raise problem
+
+    def _store(
+        self, step: int, response: Any, leaves: Leaves, prints: Fingerprints, metric: float | None
+    ) -> None:
+        """The second stage: waits for Orbax, seals the step and gives it its name."""
+        saving, first = self._steps.saving(step), jax.process_index() == 0
+        number, meet = next(_save_numbers()), storage.barrier()
+        problem: Exception | None = None
+        try:
+            response.result()
+            mine = integrity.list_files(saving)[jax.process_index() :: jax.process_count()]
+            part = {
+                "files": {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()},
+                "fingerprints": prints.local(),
+            }
+            name = f"{integrity.PART}{jax.process_index()}"
+            integrity.write_file(saving / name, json.dumps(part))
+        except Exception as error:
+            problem = error
+        # A process that failed meets the others all the same, or they would wait in vain.
+        meet(key=f"megajax_summed_{number}", timeout_ms=PATIENCE_MS)
+        if first:
+            try:
+                if problem is not None:
+                    raise problem
+                self._seal(step, leaves, metric)
+            except Exception as error:
+                problem = error
+                self._steps.drop_saving(step)
+            finally:
+                self._steps.unlock()
+        meet(key=f"megajax_named_{number}", timeout_ms=PATIENCE_MS)
+        if problem is None and not (self._steps.step(step) / integrity.RECORD).exists():
+            problem = OSError("another process could not write")
+        if problem is not None:
+            raise problem
+        self._bad.discard(step)
+
+    def _seal(self, step: int, leaves: Leaves, metric: float | None) -> None:
+        """Writes the record, from what each process found, and the step's name; drops old steps."""
+        saving = self._steps.saving(step)
+        paths = sorted(saving.glob(f"{integrity.PART}*"))
+        if len(paths) != jax.process_count():
+            raise OSError(f"only {len(paths)} of {jax.process_count()} processes wrote their part")
+        parts = [json.loads(p.read_text()) for p in paths]
+        files = {n: integrity.FileSum(**f) for part in parts for n, f in part["files"].items()}
+        sums = [
+            fingerprint.add(own) for own in zip(*(p["fingerprints"] for p in parts), strict=True)
+        ]
+        found = {
+            name: LeafSum(list(shape), dtype, list(total))
+            for (name, shape, dtype), total in zip(leaves, sums, strict=True)
+        }
+        for path in paths:
+            path.unlink()
+        integrity.write_record(saving, Record(step, files, found, metric))
+        self._steps.commit(step)
+        self._steps.retain(self._keep, self._best, self._bad - {step})
+
+    def _fail(self, error: Exception) -> None:
+        self._steps.unlock()
+        raise error
 
     def wait(self) -> None:
-        """Waits for the save under way and drops old steps; only warns when it failed."""
+        """Waits for the save under way; only warns when it failed."""
         try:
             self.close()
         except SaveError as error:
@@ -111,75 +214,120 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for the save under way. Raises: SaveError when it failed."""
-        if self._pending is None:
-            return
-        handle, self._pending = self._pending, None
-        handle.result()
-        if self._keep and jax.process_index() == 0:
-            for step in self.steps[: -self._keep]:
-                shutil.rmtree(self.folder / str(step), ignore_errors=True)
+        if self._pending is not None:
+            handle, self._pending = self._pending, None
+            handle.result()
 
-    def restore(
-        self, step: int | None = None, *, like: Tree, partial: bool = False
-    ) -> tuple[Tree, dict[str, Any]]:
-        """Returns (the state placed as `like` says, its data_state).
+    def restore(self, step: int | None = None, *, like: Tree, partial: bool = False) -> Tree:
+        """Returns the state of a step, placed as `like` says.
 
-        step: None: the latest. like: ShapeDtypeStructs with shardings. partial: `like` may leave
-        parts of the stored tree out.
-        Raises: UserError when there is no such step or it does not fit `like`.
+        step: None: the newest good one; a damaged one is reported once and the one before it is
+        taken (`latest` says afterwards which it was). like: arrays or ShapeDtypeStructs with
+        shardings. partial: `like` may leave parts of the stored tree out.
+        Raises: CheckpointError when there is no such step or it does not fit `like`; DamagedError
+        when it is not what was saved, after which `latest` passes it over.
         """
         self.wait()
-        step = self.latest if step is None else step
-        if step is None or step not in self.steps:
-            raise UserError(f"{self.folder} has no step {step}; it has {self.steps}")
-        path = self.folder / str(step)
-        context = ocp.Context(self._context)
-        context.pytree.loading.partial_load = partial
-        data = self.data_state(step)
+        if step is not None:
+            if step not in self.steps():
+                raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}")
+            try:
+                return self._restore(step, like, partial)
+            except DamagedError:
+                self._bad.add(step)
+                raise
+        while (newest := self.latest()) is not None:
+            try:
+                return self._restore(newest, like, partial)
+            except DamagedError as error:
+                self._report(newest, error)
+        bad = f"; damaged: {sorted(self._bad)}" if self._bad else ""
+        raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}{bad}")
+
+    def _restore(self, step: int, like: Tree, partial: bool) -> Tree:
+        folder = self._steps.step(step)
+        problem: Exception | None = None
+        record, state, prints = None, None, None
         try:
-            with context:
-                return ocp.load(str(path), like), data
+            record = self._steps.record(step) if self._verify else None
+            if record is not None:
+                if damage := integrity.find_damage(folder, record, fast=True):
+                    raise integrity.damaged(folder, damage)
+                _check_fits(step, self.folder, like, record, partial)
+            state = storage.load(folder, like, partial)
+            if record is not None and self._verify == "full":
+                prints = Fingerprints(jax.tree.leaves(state))
         except Exception as error:
-            raise UserError(f"cannot restore {path}: {_reason(error)}") from error
+            problem = error
+        if jax.process_count() > 1:  # all or none, or some would wait for the others
+            failed = multihost_utils.process_allgather(np.array(problem is not None))
+            if failed.any() and problem is None:
+                problem = DamagedError(f"step {step} of {self.folder} failed on another process")
+        if problem is not None:
+            raise self._explain(step, problem, record) from problem
+        if prints is not None and record is not None:
+            names = [n for n, _ in named_leaves(state)]
+            wrong = prints.wrong([record.leaves[n].fingerprint for n in names])
+            if wrong:
+                damage = integrity.find_damage(folder, record)
+                raise integrity.damaged(folder, damage, [names[i] for i in wrong])
+        return state
+
+    def _explain(self, step: int, error: Exception, record: Record | None) -> CheckpointError:
+        """Returns the error to raise: damage if there is any, else what storage said."""
+        if isinstance(error, CheckpointError):
+            return error
+        folder = self._steps.step(step)
+        if record is not None and (damage := integrity.find_damage(folder, record)):
+            return integrity.damaged(folder, damage)
+        return CheckpointError(
+            f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"
+        )
+
+    def _report(self, step: int, error: Exception) -> None:
+        if step not in self._bad:
+            self._bad.add(step)
+            logging.error("%s", error)
+
+    def verify(self, step: int) -> Record:
+        """Reads every byte of a step and returns its record. Raises: as `offline.verify`."""
+        self.wait()
+        return offline.verify(self._steps, step)
 
     def data_state(self, step: int) -> dict[str, Any]:
-        """Returns the data_state of a stored step, without its arrays."""
-        path = self.folder / str(step)
-        try:
-            with self._context:
-                found = ocp.metadata(str(path)).custom_metadata
-        except Exception as error:
-            raise UserError(f"cannot read {path}: {_reason(error)}") from error
-        return dict(found or {})  # type: ignore[arg-type]
+        """Returns the data_state of a stored step, without its arrays. Raises: CheckpointError."""
+        self._check_few(step, self._steps.record(step))
+        return self._steps.data_state(step)
+
+    def _check_few(self, step: int, record: Record | None) -> None:
+        """Raises DamagedError when one of the files that describe the step is not as saved."""
+        if record is None:
+            return
+        files = {n: f for n, f in record.files.items() if os.sep not in n}
+        folder = self._steps.step(step)
+        if damage := integrity.find_damage(folder, dataclasses.replace(record, files=files)):
+            raise integrity.damaged(folder, damage)
 
 
-def _from_elsewhere(record: standard_logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
+@functools.cache
+def _save_numbers() -> itertools.count:
+    """Numbers saves, equally on all processes: a barrier's name must be new."""
+    return itertools.count()
 
 
-def _quieten_orbax() -> None:
-    """Keeps Orbax's threads from printing the tracebacks of errors that SaveHandle explains."""
-    standard_logging.getLogger("absl").addFilter(_from_elsewhere)  # adding it again changes nothing
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the first line that a person can use of a storage error."""
-    text = str(error)
-    for words, meaning in (
-        ("No space left", "no space left on the device"),
-        ("RESOURCE_EXHAUSTED", "storage is full"),
-        ("File too large", "a file would be larger than allowed"),
-        ("Read-only file system", "the file system is read-only"),
-        ("Permission denied", "permission denied"),
-    ):
-        if words in text:
-            return meaning
-    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0][:300]
-
-
-def _remove_leavings(folder: Path, step: int) -> None:
-    """Frees what a failed save wrote; a full disk would stay full."""
-    if jax.process_index() == 0:
-        for leftover in folder.glob(f"{step}{TEMPORARY}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+def _check_fits(step: int, folder: Path, like: Tree, record: Record, partial: bool) -> None:
+    """Raises CheckpointError when `like` is not the tree that was saved."""
+    wanted = dict(named_leaves(like))
+    strange = [n for n in wanted if n not in record.leaves]
+    missing = [] if partial else [n for n in record.leaves if n not in wanted]
+    problems = [f"leaf {n} is not there.{did_you_mean(n, record.leaves)}" for n in strange[:3]]
+    problems += [f"leaf {n} is there and not in `like`" for n in missing[:3]]
+    for name, x in wanted.items():
+        stored = record.leaves.get(name)
+        if stored and (tuple(stored.shape), stored.dtype) != (tuple(x.shape), str(x.dtype)):
+            problems.append(
+                f"leaf {name} is {stored.dtype}{tuple(stored.shape)} there and "
+                f"{x.dtype}{tuple(x.shape)} in `like`"
+            )
+    if problems:
+        raise CheckpointError(f"cannot restore step {step} of {folder}: {'; '.join(problems[:5])}")

@@ -18,7 +18,7 @@ def load_params(
 ) -> tuple[Tree, int]:
     """Returns (parameters as the layout stores them, their step). Raises: UserError if none."""
     manager = CheckpointManager(Path(folder) / "checkpoints", keep=0)
-    step = manager.latest if step is None else step
+    step = manager.latest() if step is None else step
     if step is None:
         raise UserError(f"{folder} has no checkpoint yet")
     parts = decoder.parts(cfg)
@@ -28,5 +28,5 @@ def load_params(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
 
     wanted = {"params": map_words(like, parts.axes, parts.abstract)}
-    restored, _ = manager.restore(step, like=wanted, partial=True)
+    restored = manager.restore(step, like=wanted, partial=True)
     return restored["params"], step

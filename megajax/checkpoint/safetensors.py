@@ -20,7 +20,8 @@ from megajax.core.errors import UserError
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I64": np.int64,
-    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
+    "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,17 +37,17 @@ class TensorFolder:
         self.folder = Path(folder)
         index = self.folder / INDEX
         if index.is_file():
-            try:
-                files = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError) as error:
-                raise UserError(f"{index} is damaged: {error!r}") from None
+            homes = _read_index(index)
         elif (self.folder / SINGLE).is_file():
-            files = {SINGLE}
+            homes = {}
         else:
             raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
         self._tensors: dict[str, tuple[Path, Any, tuple[int, ...], int]] = {}
-        for name in sorted(files):
+        for name in sorted(set(homes.values())) or [SINGLE]:
             self._tensors |= _read_header(self.folder / name)
+        for tensor, name in homes.items():
+            if tensor not in self._tensors or self._tensors[tensor][0].name != name:
+                raise UserError(f"{index} says that {tensor} is in {name}; it is not")
 
     def __contains__(self, name: str) -> bool:
         """Tells whether there is a tensor of this name."""
@@ -70,6 +71,28 @@ class TensorFolder:
         return raw.view(dtype).reshape(shape)
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    """Returns {tensor: file name}. Raises: UserError; also for files outside the folder."""
+    try:
+        homes = json.loads(path.read_bytes(), object_pairs_hook=_pairs)["weight_map"]
+        for tensor, name in homes.items():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{tensor} is in {name!r}, which is not the name of a file here")
+        if not homes:
+            raise ValueError("no tensors")
+        return dict(homes)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error!r}") from None
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses a name that comes twice: readers would disagree on which one counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
 def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]]:
     """Returns {tensor: (file, dtype, shape, offset)}; every number in it is checked."""
     try:
@@ -78,26 +101,42 @@ def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        found = {}
+            header = json.loads(file.read(length), object_pairs_hook=_pairs)
+        found, spans = {}, []
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
-            if any(not isinstance(n, int) or n < 0 for n in (*shape, begin, end)):
+            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
                 raise ValueError(f"{name}: negative or fractional sizes")
             if (
                 end - begin != math.prod(shape) * np.dtype(dtype).itemsize
                 or 8 + length + end > size
             ):
                 raise ValueError(f"{name}: bytes {begin}..{end} do not hold {shape}")
+            spans.append((begin, end, name))
             found[name] = (path, dtype, shape, 8 + length + begin)
+        _check_spans(sorted(spans), size - 8 - length)
         return found
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error
+    ) as error:  # fmt: skip
         raise UserError(f"{path} is not a safetensors file: {error}") from None
+
+
+def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
+    """Refuses tensors that share bytes, and bytes that belong to none: something may hide there."""
+    reached = 0
+    for begin, end, name in spans:
+        if begin != reached:
+            what = "shares bytes with another tensor" if begin < reached else "follows unused bytes"
+            raise ValueError(f"{name} at {begin}..{end} {what}")
+        reached = end
+    if reached != size:
+        raise ValueError(f"{size - reached} bytes belong to no tensor")
 
 
 def write_folder(
@@ -151,4 +190,4 @@ def _write_file(
             array = np.asarray(produce(name), DTYPES[code], order="C")
             if array.shape != shape:
                 raise AssertionError(f"{name}: {array.shape} was announced as {shape}")
-            file.write(array.tobytes())
+            file.write(array.reshape(-1).view(np.uint8))

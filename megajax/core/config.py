@@ -217,11 +217,12 @@ def start_flag() -> str:
     return f"--preset={flags.FLAGS.preset}" if path is None else f"--config={path}"
 
 
-def run(main: Callable[..., Any], positional: int = 0) -> None:
+def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> None:
     """Runs a script under absl: flags, then main(*words); a UserError, or Ctrl-C where main does
     not handle it, ends it in one line.
 
-    positional: how many words the command line must have beside its flags.
+    positional: how many words the command line must have beside its flags. optional: how many more
+    it may have.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -229,10 +230,8 @@ def run(main: Callable[..., Any], positional: int = 0) -> None:
             logging.set_verbosity(logging.WARNING)  # Orbax tells every detail at INFO
         try:
             words = argv[1:]
-            if len(words) > positional:
-                raise UserError(
-                    f"unexpected argument {words[positional]!r}: settings are --name=value"
-                )
+            if len(words) > (most := positional + optional):
+                raise UserError(f"unexpected argument {words[most]!r}: settings are --name=value")
             if len(words) < positional:
                 raise UserError(f"{positional} words are needed, {len(words)} given; see --help")
             code = main(*words)

@@ -140,7 +140,7 @@ def _bad_step(run: Run, step: int, loss: float, leaf_norms: np.ndarray) -> str:
     leaf = f"first non-finite gradient: {bad[0]} ({len(bad)} of {len(leaf_norms)} leaves)"
     rows = run.loader.rows_per_batch
     run.checkpoints.wait()
-    good = run.checkpoints.latest
+    good = run.checkpoints.latest()
     kept = f"last good checkpoint: step {good}" if good is not None else "no checkpoint yet"
     return (
         f"step {step}: loss is {loss}; {leaf if bad else 'all gradients are finite'}; {kept} in "

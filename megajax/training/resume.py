@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from absl import logging
+
+from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.data.corpus import Corpus
@@ -35,25 +38,20 @@ def identity(corpora: Sequence[Corpus], tokenizer: Tokenizer, cfg: Config) -> di
 def begin(
     cfg: Config, train_step: TrainStep, checkpoints: CheckpointManager, identity: dict[str, Any]
 ) -> Start:
-    """Returns where training begins. Raises: UserError when the text changed under a run."""
-    latest = checkpoints.latest
-    if latest is not None:
-        if imported := checkpoints.data_state(latest).get("imported"):
-            like = {"params": train_step.abstract_state.params}
-            restored, _ = checkpoints.restore(latest, like=like)
-            state = dataclasses.replace(
-                train_step.init(cfg.train.seed), **train_step.arranged(restored)
-            )
-            return Start(state, 0, f"weights imported from {imported}")
-        restored, data = checkpoints.restore(latest, like=vars(train_step.abstract_state))
-        changed = [k for k, v in identity.items() if data.get(k) != v]
-        if changed:
-            raise UserError(
-                f"{checkpoints.folder} was trained on other data ({', '.join(changed)} changed), "
-                "so its position means nothing here; restore the text or give another --run_dir"
-            )
-        state = train_step.arranged(TrainState(**restored))
-        return Start(state, data["rows"], f"resumed after step {latest}")
+    """Returns where training begins: a damaged step is reported and the one before it taken.
+
+    Raises: UserError when the text changed under a run, or none of its steps is whole.
+    """
+    while (latest := checkpoints.latest()) is not None:
+        try:
+            return _go_on(cfg, train_step, checkpoints, identity, latest)
+        except DamagedError as error:  # the manager forgets the step
+            logging.error("%s", error)
+    if checkpoints.steps():
+        raise UserError(
+            f"none of the steps {checkpoints.steps()} of {checkpoints.folder} is whole; move the "
+            "folder away to begin anew, or give another --run_dir"
+        )
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
         from megajax.checkpoint import hf  # the weights' own format; unused otherwise
@@ -62,3 +60,27 @@ def begin(
         params = train_step.arranged(params)
         return Start(dataclasses.replace(state, params=params), 0, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
+
+
+def _go_on(
+    cfg: Config,
+    train_step: TrainStep,
+    checkpoints: CheckpointManager,
+    identity: dict[str, Any],
+    step: int,
+) -> Start:
+    data = checkpoints.data_state(step)
+    if imported := data.get("imported"):
+        restored = checkpoints.restore(step, like={"params": train_step.abstract_state.params})
+        state = train_step.init(cfg.train.seed)
+        state = dataclasses.replace(state, **train_step.arranged(restored))
+        return Start(state, 0, f"weights imported from {imported}")
+    restored = checkpoints.restore(step, like=vars(train_step.abstract_state))
+    changed = [k for k, v in identity.items() if data.get(k) != v]
+    if changed:
+        raise UserError(
+            f"{checkpoints.folder} was trained on other data ({', '.join(changed)} changed), "
+            "so its position means nothing here; restore the text or give another --run_dir"
+        )
+    state = train_step.arranged(TrainState(**restored))
+    return Start(state, data["rows"], f"resumed after step {step}")

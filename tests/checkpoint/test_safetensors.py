@@ -69,6 +69,12 @@ def header(entries, body=b"\0" * 16):
 GOOD = {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
 
 
+def twice(entries):
+    one = json.dumps(entries)[1:-1]
+    text = f"{{{one}, {one}}}".encode()
+    return struct.pack("<Q", len(text)) + text + b"\0" * 16
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -83,6 +89,13 @@ GOOD = {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
         header({"x": GOOD["x"] | {"data_offsets": [1, 17]}}),
         header({"x": {"shape": [4]}}),
         header([1, 2]),
+        header({"x": GOOD["x"] | {"shape": [True, 4]}}),
+        header({"x": GOOD["x"] | {"shape": [4.0]}}),
+        header(GOOD, b"\0" * 20),  # bytes of no tensor
+        header(GOOD | {"y": GOOD["x"]}),  # shared bytes
+        header({"x": GOOD["x"] | {"data_offsets": [4, 20]}}, b"\0" * 20),  # a hole
+        struct.pack("<Q", 200_000) + b'{"a":' * 40_000,  # deeper than a parser goes
+        twice(GOOD),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, content):
@@ -104,4 +117,21 @@ def test_missing_files_are_named(tmp_path):
         TensorFolder(tmp_path)
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(UserError, match="is damaged"):
+        TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("homes", "words"),
+    [
+        ({"x": "../model.safetensors"}, "is not the name of a file here"),
+        ({"x": "/etc/passwd"}, "is not the name of a file here"),
+        ({"x": 3}, "is not the name of a file here"),
+        ({}, "no tensors"),
+        ({"x": "model.safetensors", "y": "model.safetensors"}, "says that y is in model.safe"),
+    ],
+)
+def test_an_index_that_points_elsewhere_is_refused(tmp_path, homes, words):
+    (tmp_path / SINGLE).write_bytes(header(GOOD))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": homes}))
+    with pytest.raises(UserError, match=words):
         TensorFolder(tmp_path)

@@ -111,3 +111,18 @@ def test_held_out_batches_are_the_same_and_end_with_ignored_rows(tmp_path):
     ignored = (np.asarray(batches[-1]["targets"]) == -1).all(1)
     assert ignored.sum() == filled and ignored[16 - filled :].all()
     assert len(list(held_out_batches(corpora, like, 1))) == 1
+
+
+def test_data_parallel_sizes_change_and_every_row_comes_once():
+    """4 -> 2 -> 8 devices of data parallelism, each going on from the position of the former."""
+    position, seen = 0, []
+    for data in (4, 2, 8):
+        mesh = MeshSpec(data=data, tensor=8 // data).build()
+        loader = Loader(Counted(), abstract(16, mesh=mesh), position=position)
+        for _ in range(2):
+            batch = next(loader)["tokens"]
+            pieces = {s.index[0].start or 0: s.data for s in batch.addressable_shards}
+            assert len(pieces) == data  # each device's own rows, in the order of the batch
+            seen += [int(row[0]) for start in sorted(pieces) for row in np.asarray(pieces[start])]
+        position = loader.position
+    assert seen == list(range(6 * 16))

@@ -76,7 +76,7 @@ def test_two_processes_are_one_run(home):
     assert "step 1/" not in outputs[1]  # one process speaks
     assert all(0 <= row["launch_skew_s"] < 60 for row in rows(folder).values())
     assert set(rows(folder, "start_devices_s")) == {0}
-    stopped = CheckpointManager(folder / "checkpoints").latest
+    stopped = CheckpointManager(folder / "checkpoints").latest()
     assert stopped >= 5 and f"stopped after step {stopped}" in outputs[0]
 
     # One process with eight devices goes on, and one that never stopped has the same losses.

@@ -107,8 +107,8 @@ def restore(folder, step, cfg=None):
     cfg = cfg or load_config(folder)
     train_step = make_train_step(cfg, cfg.mesh.build())
     manager = CheckpointManager(folder / "checkpoints", keep=0)
-    restored, data = manager.restore(step, like=vars(train_step.abstract_state))
-    return train_step, TrainState(**restored), data
+    restored = manager.restore(step, like=vars(train_step.abstract_state))
+    return train_step, TrainState(**restored), manager.data_state(step)
 
 
 def loader_of(cfg, train_step, position):
@@ -139,7 +139,7 @@ def test_a_run_says_what_it_does_and_leaves_everything(straight):
         assert (folder / name).stat().st_size > 0
     assert list(folder.glob("events.out.tfevents*"))
     assert (folder / "samples" / f"{STEPS:08d}.txt").read_text().startswith("def ")
-    assert CheckpointManager(folder / "checkpoints").steps == [13, 26, 30]
+    assert CheckpointManager(folder / "checkpoints").steps() == [13, 26, 30]
 
 
 def test_metrics_have_the_promised_members(straight):
@@ -165,7 +165,7 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert last_step(folder) < STEPS
-    assert CheckpointManager(folder / "checkpoints").latest == 13
+    assert CheckpointManager(folder / "checkpoints").latest() == 13
     done = run(home, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed after step 13" in done.stdout
@@ -216,7 +216,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(home, straight):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
     assert "Continue with:" in out and f"--run_dir={folder}" in out and "Traceback" not in out
-    stopped = CheckpointManager(folder / "checkpoints").latest
+    stopped = CheckpointManager(folder / "checkpoints").latest()
     assert 4 <= stopped < STEPS and f"stopped after step {stopped}" in out
     done = run(home, *flags)
     assert f"resumed after step {stopped}" in done.stdout, done.stdout + done.stderr
@@ -233,7 +233,7 @@ def test_sigterm_saves(home):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "Continue with:" in out
-    assert CheckpointManager(folder / "checkpoints").latest >= 3
+    assert CheckpointManager(folder / "checkpoints").latest() >= 3
 
 
 def test_numbers_that_are_not_finite_stop_the_run(home, straight):
@@ -248,7 +248,7 @@ def test_numbers_that_are_not_finite_stop_the_run(home, straight):
     assert "Traceback" not in done.stderr
     assert "first non-finite gradient: blocks." in done.stderr
     assert "last good checkpoint: step 30" in done.stderr
-    assert CheckpointManager(folder / "checkpoints").steps == [13, 26, 30]
+    assert CheckpointManager(folder / "checkpoints").steps() == [13, 26, 30]
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on(home):

@@ -1,0 +1,174 @@
+"""The folder of a run's checkpoints: which steps it has, how one appears, how one goes.
+
+A step is written under another name, N.saving, and gets its own by one rename when all of it is on
+the disk, the integrity record last: kill -9 at any moment leaves steps that are whole and, at most,
+leavings that the next start removes. Every process that saves holds a lock on the folder (flock, so
+it ends with the process), and nobody removes leavings while another does. No jax.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.integrity import (
+    RECORD,
+    CheckpointError,
+    DamagedError,
+    Record,
+    read_record,
+    sync_folder,
+)
+
+METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
+OURS = "megajax.integrity"  # in a step's metadata: it was given a record, so it must have one
+TEMPORARY = ".orbax-checkpoint-tmp"
+SAVING, FORMER, TRASH = ".saving", ".former", ".trash"
+
+
+class StepFolder:
+    """Paths and state of the steps in one folder."""
+
+    def __init__(self, path: Path):
+        """path: need not exist yet."""
+        self.path = path
+        self._lock: int | None = None
+
+    def step(self, step: int) -> Path:
+        """Where a step lives."""
+        return self.path / str(step)
+
+    def saving(self, step: int) -> Path:
+        """Where a step is written."""
+        return self.path / f"{step}{SAVING}"
+
+    def steps(self) -> list[int]:
+        """Returns the stored steps, oldest first, good or not."""
+        if not self.path.is_dir():
+            return []
+        found = {p.parent for name in (METADATA, RECORD) for p in self.path.glob(f"[0-9]*/{name}")}
+        return sorted(int(p.name) for p in found if p.name.isdigit())
+
+    def record(self, step: int) -> Record | None:
+        """Returns a step's record; None: Orbax alone wrote the step, there never was one.
+
+        Raises: DamagedError when the record is damaged or gone, or that of another step.
+        """
+        folder = self.step(step)
+        if not (folder / RECORD).exists() and not _is_ours(folder):
+            return None
+        record = read_record(folder)
+        if record.step != step:
+            raise DamagedError(
+                f"step {step} of {self.path} holds step {record.step} ({RECORD} says so); "
+                "give the folder its own name back"
+            )
+        return record
+
+    def data_state(self, step: int) -> dict[str, Any]:
+        """Returns the metadata that the step was saved with. Raises: CheckpointError."""
+        path = self.step(step) / METADATA
+        try:
+            found = json.loads(path.read_bytes())["custom_metadata"] or {}
+            return {k: v for k, v in found.items() if k != OURS}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"cannot read step {step}: {path}: {error!r}") from None
+
+    def commit(self, step: int) -> None:
+        """Gives a written step its name; one of that name before it goes. Raises: OSError."""
+        former = self.path / f"{step}{FORMER}"
+        if self.step(step).exists():
+            shutil.rmtree(former, ignore_errors=True)
+            self.step(step).rename(former)
+        self.saving(step).rename(self.step(step))
+        sync_folder(self.path)
+        shutil.rmtree(former, ignore_errors=True)
+
+    def drop_saving(self, step: int) -> None:
+        """Frees what a failed save wrote; a full disk would stay full."""
+        for leftover in self.path.glob(f"{step}{SAVING}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        former = self.path / f"{step}{FORMER}"
+        if former.exists() and not self.step(step).exists():
+            former.rename(self.step(step))
+
+    def remove(self, step: int) -> None:
+        """Removes a step: first its name, so that it is never half there."""
+        trash = self.path / f"{step}{TRASH}"
+        shutil.rmtree(trash, ignore_errors=True)
+        try:
+            self.step(step).rename(trash)
+        except OSError:
+            return  # gone already, or storage does not let us
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def retain(self, newest: int, best: int, bad: Collection[int]) -> None:
+        """Removes all but the `newest` and the `best` good steps; 0 newest: keeps all.
+
+        best: those with the lowest metric. Steps known to be bad go once they are older than all
+        that is kept.
+        """
+        if not newest:
+            return
+        metrics: dict[int, float | None] = {}
+        for step in self.steps():
+            if step not in bad:
+                try:
+                    record = self.record(step)
+                except DamagedError:
+                    continue
+                metrics[step] = None if record is None else record.metric
+        ranked = sorted((m, s) for s, m in metrics.items() if m is not None)
+        kept = set(sorted(metrics)[-newest:]) | {s for _, s in ranked[:best]}
+        for step in self.steps():
+            if step not in kept and step < max(kept, default=0):
+                self.remove(step)
+
+    def lock(self) -> bool:
+        """Takes the folder for saving; False: another has it. Where locks do not exist: True."""
+        if self._lock is not None:
+            return True
+        number = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(number)
+            return False
+        except OSError:  # some network file systems
+            os.close(number)
+            return True
+        self._lock = number
+        return True
+
+    def unlock(self) -> None:
+        """Gives the folder back."""
+        if self._lock is not None:
+            number, self._lock = self._lock, None
+            os.close(number)
+
+    def collect(self) -> None:
+        """Removes what killed processes left, unless somebody saves here now."""
+        if not self.path.is_dir() or not self.lock():
+            return
+        try:
+            for former in self.path.glob(f"[0-9]*{FORMER}"):  # killed between two renames
+                step = self.path / former.name.removesuffix(FORMER)
+                if not step.exists():
+                    former.rename(step)
+            for suffix in (f"{TEMPORARY}*", f"{SAVING}*", FORMER, TRASH):
+                for leftover in self.path.glob(f"[0-9]*{suffix}"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+        except OSError:
+            return  # a read-only file system: nothing was left by a save, or nothing can be done
+        finally:
+            self.unlock()
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return OURS.encode() in (folder / METADATA).read_bytes()
+    except OSError:
+        return False

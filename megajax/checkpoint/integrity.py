@@ -1,0 +1,232 @@
+"""The integrity record of a step: what its files and leaves must be, byte for byte.
+
+Orbax checks its indices, not the arrays: a flipped bit in one loads without a word. Here the last
+file written into a step is integrity.json: a CRC-32 of every 16 MiB of every other file, the
+fingerprint of every leaf, and a CRC-32 of the record itself. A step is good when its record is and
+its files are. No jax: a tool on a login node reads records.
+
+The record is {"crc32": "xxxxxxxx", "record": ...}, one line; the checksum is of the text of the
+record as it stands.
+"""
+
+import ast
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megajax.core.errors import UserError
+
+RECORD = "integrity.json"
+PART = "integrity.part-"  # what one process of a job found, until the record is written
+CHUNK = 16 * 2**20  # bytes a checksum covers (chosen: a read that disks do at full rate)
+SMALL = 64 * 2**10  # files up to here are checked even when a check is to be fast
+WORKERS = 4  # threads that read; zlib lets go of the interpreter lock
+
+
+class CheckpointError(UserError):
+    """A step that cannot be saved, found or restored."""
+
+
+class DamagedError(CheckpointError):
+    """Stored bytes are not what was saved. The message names step, file, leaf and remedy."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be: its bytes and the CRC-32 of each chunk."""
+
+    bytes: int
+    crc32: list[int]
+
+
+@dataclass(frozen=True)
+class LeafSum:
+    """What a leaf must be. fingerprint: checkpoint/fingerprint.py."""
+
+    shape: list[int]
+    dtype: str
+    fingerprint: list[int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What step `step` must be."""
+
+    step: int
+    files: dict[str, FileSum]
+    leaves: dict[str, LeafSum]
+    metric: float | None = None
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing wrong with a file. spans: the byte ranges that differ."""
+
+    file: str
+    what: str
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Writes the record of a step, and returns when it is on the disk."""
+    body = json.dumps(asdict(record), separators=(",", ":"))
+    write_file(folder / RECORD, _sealed(body))
+    sync_folder(folder)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a small file, and returns when it is on the disk."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def read_record(folder: Path) -> Record:
+    """Returns the record of a step. Raises: DamagedError when there is none or it is damaged."""
+    path = folder / RECORD
+    try:
+        text = path.read_bytes().decode()
+        body = text[len(_sealed("")) - 2 : -2]
+        if _sealed(body) != text:
+            raise ValueError("its checksum is not that of its text")
+        found = json.loads(body)
+        files = {n: FileSum(**f) for n, f in found.pop("files").items()}
+        leaves = {n: LeafSum(**x) for n, x in found.pop("leaves").items()}
+        return Record(files=files, leaves=leaves, **found)
+    except OSError as error:
+        what = error.strerror or str(error)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        what = f"damaged: {error}"
+    raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {what}; {REMEDY}")
+
+
+REMEDY = "restore another step, or copy this one again from where it came"
+
+
+def _sealed(body: str) -> str:
+    return f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "record": {body}}}\n'
+
+
+def list_files(folder: Path) -> list[str]:
+    """Returns the files of a step, relative and sorted, without the record and its parts."""
+    found = (
+        os.path.relpath(os.path.join(at, name), folder)
+        for at, _, names in os.walk(folder)
+        for name in names
+    )
+    return sorted(n for n in found if n != RECORD and not n.startswith(PART))
+
+
+def sum_files(folder: Path, names: Sequence[str]) -> dict[str, FileSum]:
+    """Reads files and returns what they are. Raises: OSError."""
+    sizes = {n: (folder / n).stat().st_size for n in names}
+    pieces = [(n, i) for n in names for i in range(0, sizes[n], CHUNK)]
+    sums: dict[str, list[int]] = {n: [] for n in names}
+    with ThreadPoolExecutor(WORKERS) as pool:
+        crcs = pool.map(lambda piece: _chunk_crc(folder / piece[0], piece[1]), pieces)
+        for (name, _), crc in zip(pieces, crcs, strict=True):
+            sums[name].append(crc)
+    return {n: FileSum(sizes[n], sums[n]) for n in names}
+
+
+def _chunk_crc(path: Path, offset: int) -> int:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return zlib.crc32(file.read(CHUNK))
+
+
+def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage]:
+    """Returns what is wrong with the files of a step; fast: sizes, and the bytes of small files.
+
+    A file that the record does not know is no damage: nothing reads it.
+    """
+    found, whole = [], []
+    for name, wanted in record.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            found.append(Damage(name, f"{error.strerror}"))
+            continue
+        if size != wanted.bytes:
+            found.append(Damage(name, f"{size} bytes instead of {wanted.bytes}"))
+        elif not fast or size <= SMALL:
+            whole.append(name)
+    try:
+        sums = sum_files(folder, whole)
+    except OSError as error:
+        return [*found, Damage(str(error.filename), f"{error.strerror}")]
+    for name in whole:
+        pairs = zip(sums[name].crc32, record.files[name].crc32, strict=True)
+        bad = [i * CHUNK for i, (now, then) in enumerate(pairs) if now != then]
+        if bad:
+            spans = [(b, min(b + CHUNK, sums[name].bytes)) for b in bad]
+            where = ", ".join(f"{a}..{b}" for a, b in spans[:3])
+            found.append(Damage(name, f"bytes {where} are not what was saved", spans))
+    return found
+
+
+def damaged(folder: Path, damage: Sequence[Damage], leaves: Sequence[str] = ()) -> DamagedError:
+    """Returns the error that says all that is known. leaves: those found to be wrong."""
+    held = leaves or leaves_in(folder, damage)
+    parts = [f"{d.file}: {d.what}" for d in damage[:5]]
+    if held:
+        more = f" and {len(held) - 5} more" if len(held) > 5 else ""
+        parts.append(f"leaf {', '.join(held[:5])}{more}")
+    return DamagedError(
+        f"step {folder.name} of {folder.parent} is damaged: {'; '.join(parts)}; {REMEDY}"
+    )
+
+
+def leaves_in(folder: Path, damage: Sequence[Damage]) -> list[str]:
+    """Returns the leaves that lie in damaged bytes, as far as the index can still be read."""
+    hurt = {d.file: d.spans for d in damage}
+    found: dict[str, None] = {}
+    try:
+        for leaf, file, begin, end in stored_values(folder):
+            spans = hurt.get(file)
+            if spans is not None and (not spans or any(a < end and begin < b for a, b in spans)):
+                found[leaf] = None
+    except Exception:  # the index itself may be what is damaged; tensorstore raises many kinds
+        return list(found)
+    return list(found)
+
+
+def stored_values(folder: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Yields (leaf, file, begin, end) for each chunk of the arrays of a step, from OCDBT's index.
+
+    What lies in the index itself (arrays below 1 kB) is not yielded. Raises: what tensorstore does.
+    """
+    import tensorstore as ts  # here: only damage and tools ask
+
+    base: Any = ts.KvStore.open(f"file://{folder}/state/").result()
+    root: Any = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+    todo = [root]
+    while todo:
+        entries: Any = ts.ocdbt.dump(base, todo.pop()).result()["entries"]
+        for entry in entries:
+            if "location" in entry:
+                todo.append(entry["location"])
+            elif "indirect_value" in entry:
+                # value:<folder>:<file>:<offset>:<length>
+                _, home, file, offset, length = entry["indirect_value"].split(":")
+                key = entry["key"]
+                text = ast.literal_eval(key) if isinstance(key, str) else key
+                leaf = text.decode().rpartition("/c")[0]
+                begin = int(offset)
+                yield leaf, f"state/{home}{file}", begin, begin + int(length)

@@ -1,0 +1,151 @@
+"""The arrays of a stored step one by one, on a machine without devices: for tools.
+
+tensorstore reads what Orbax wrote; a leaf is in memory only while it is used. No jax.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint import integrity
+from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.integrity import CheckpointError, Record
+from megajax.checkpoint.safetensors import DTYPES
+from megajax.core.errors import UserError
+
+CODES = {np.dtype(dtype).name: code for code, dtype in DTYPES.items()}
+
+
+def open_folder(path: str | Path) -> tuple[StepFolder, int | None]:
+    """Returns (the checkpoints, the step) that a path means: of a run, a folder of steps, a step.
+
+    Raises: UserError when there is no step.
+    """
+    folder = Path(path).expanduser().absolute()
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    if folder.name.isdigit() and int(folder.name) in StepFolder(folder.parent).steps():
+        return StepFolder(folder.parent), int(folder.name)
+    steps = StepFolder(folder)
+    if not steps.steps():
+        raise UserError(f"{folder} has no checkpoint: name a run's folder, or DIR or DIR/STEP")
+    return steps, None
+
+
+def verify(steps: StepFolder, step: int) -> Record:
+    """Reads every byte of a step and returns its record.
+
+    Raises: DamagedError naming each damaged file; CheckpointError when the step does not exist or
+    has no record because plain Orbax wrote it.
+    """
+    if step not in steps.steps():
+        raise CheckpointError(f"{steps.path} has no step {step}; it has {steps.steps()}")
+    record = steps.record(step)
+    if record is None:
+        raise CheckpointError(
+            f"step {step} of {steps.path} has no integrity record: plain Orbax wrote it; "
+            "restore it and save it here"
+        )
+    if damage := integrity.find_damage(steps.step(step), record):
+        raise integrity.damaged(steps.step(step), damage)
+    return record
+
+
+class StoredLeaves(Mapping[str, np.ndarray]):
+    """{dotted name: array} of a step; each is read when it is asked for."""
+
+    def __init__(self, folder: Path, record: Record):
+        """folder: of the step."""
+        self._folder, self._record = folder, record
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Reads a leaf. Raises: KeyError for an unknown one; CheckpointError when it fails."""
+        leaf = self._record.leaves[name]
+        if 0 in leaf.shape:
+            return np.zeros(leaf.shape, _dtype(leaf.dtype))
+        import tensorstore as ts  # here: half a second, and listing needs none of it
+
+        kvstore = {"driver": "ocdbt", "base": f"file://{self._folder}/state/", "path": f"{name}/"}
+        try:
+            array: Any = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+            return array.read().result()
+        except Exception as error:  # tensorstore raises many kinds
+            reason = str(error).splitlines()[0][:200]
+            raise CheckpointError(
+                f"step {self._folder.name} of {self._folder.parent}: leaf {name}: {reason}"
+            ) from error
+
+    def __iter__(self) -> Iterator[str]:
+        """Goes over the names, in the tree's order."""
+        return iter(self._record.leaves)
+
+    def __len__(self) -> int:
+        """Returns the number of leaves."""
+        return len(self._record.leaves)
+
+
+def _dtype(name: str) -> np.dtype:
+    code = CODES.get(name)
+    return np.dtype(name if code is None else DTYPES[code])
+
+
+def differences(a: Record, b: Record) -> list[str]:
+    """Returns, leaf by leaf, how two steps differ; their fingerprints tell, no array is read."""
+    found = []
+    for name in dict.fromkeys([*a.leaves, *b.leaves]):
+        x, y = a.leaves.get(name), b.leaves.get(name)
+        if x is None or y is None:
+            found.append(f"{name}: only in the {'second' if x is None else 'first'}")
+        elif (x.shape, x.dtype) != (y.shape, y.dtype):
+            found.append(f"{name}: {x.dtype}{tuple(x.shape)} and {y.dtype}{tuple(y.shape)}")
+        elif x.fingerprint != y.fingerprint:
+            found.append(f"{name}: other values")
+    return found
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """Gives a folder to write in, which gets its name when all is well and else goes.
+
+    Raises: UserError when something of that name exists, or storage fails.
+    """
+    target = Path(path).expanduser().absolute()
+    if target.exists():
+        raise UserError(f"{target} exists; name a new folder")
+    temporary: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}; nothing was left") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def data_state_text(steps: StepFolder, step: int) -> str:
+    """Returns the data position and whatever else a step was saved with, as one line."""
+    return json.dumps(steps.data_state(step))
+
+
+def size(record: Record) -> int:
+    """Returns the bytes of a step's files, without the record."""
+    return sum(f.bytes for f in record.files.values())
+
+
+def files_by_leaf(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
+    """Returns {leaf: [(file, first byte, last byte + 1)]}, as the index says."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for leaf, file, begin, end in integrity.stored_values(folder):
+        found.setdefault(leaf, []).append((os.path.basename(file), begin, end))
+    return found

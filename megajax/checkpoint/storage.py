@@ -1,0 +1,196 @@
+"""The engine under the manager: Orbax, its context, its errors in words, a save in the background.
+
+The only module that imports Orbax: it costs seconds to load. What Orbax cannot do is made up for
+here: arrays without elements, shardings that are not given, messages of many kilobytes.
+"""
+
+import logging as standard_logging
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from orbax.checkpoint import multihost
+
+from megajax.checkpoint import reads
+from megajax.checkpoint.integrity import CheckpointError
+from megajax.core.tree import Tree, named_leaves
+
+# A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
+# read many twice (reads.py deals with what is left).
+CHUNKS = 64  # of a leaf, at least, of which each has
+MIN_CHUNK = 2**14  # bytes or more
+Compression = Literal["auto", "none", "zstd"]
+
+
+class SaveError(CheckpointError):
+    """A save did not reach storage; earlier steps are as they were."""
+
+
+class SaveHandle:
+    """A save under way. blocking_s: seconds that the call took from the training loop."""
+
+    def __init__(self, step: int):
+        """step: being saved."""
+        self.step, self.blocking_s = step, 0.0
+        self._error: SaveError | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, store: Callable[[], None], folder: Path) -> None:
+        """Starts storing in the background."""
+
+        def work() -> None:
+            try:
+                store()
+            except Exception as error:  # tensorstore raises many kinds, some bare
+                self._error = SaveError(
+                    f"step {self.step} was not saved in {folder}: {reason(error)}; "
+                    "earlier checkpoints are untouched"
+                )
+
+        self._thread = threading.Thread(target=work, name=f"save-{self.step}")
+        self._thread.start()
+
+    def result(self) -> None:
+        """Waits until the step is stored. Raises: SaveError, each time it is asked."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def write(path: Path, state: Tree, metadata: dict[str, Any], compress: bool) -> Any:
+    """Copies the arrays off the devices and starts writing them. Returns: Orbax's response."""
+    _quieten_orbax()
+    context = _context(compress)
+    context.array.saving.scoped_storage_options_creator = _chunks
+    with context:
+        return ocp.save_async(
+            str(path), jax.tree.map(_storable, state), overwrite=True, custom_metadata=metadata
+        )
+
+
+def load(folder: Path, like: Tree, partial: bool) -> Tree:
+    """Returns the arrays of a step, placed as `like` says, every byte read about once.
+
+    Raises: what Orbax does.
+    """
+    wanted, tree = jax.tree.flatten(jax.tree.map(_placed, like))
+    chunks = reads.stored_chunks(folder)
+    names = [n for n, _ in named_leaves(like)]
+    ways = [
+        reads.aligned(x, chunks[n]) if n in chunks and 0 not in x.shape else None
+        for n, x in zip(names, wanted, strict=True)
+    ]
+    found: list[Any] = [None] * len(wanted)
+
+    def read(numbers: list[int], partial: bool) -> None:
+        asked = [ocp.PLACEHOLDER] * len(wanted)
+        for i in numbers:
+            x = wanted[i] if ways[i] is None else _under(wanted[i], ways[i])
+            asked[i] = _storable_like(x)
+        context = _context(False)
+        context.pytree.loading.partial_load = partial
+        with context:
+            loaded = jax.tree.leaves(ocp.load(str(folder), jax.tree.unflatten(tree, asked)))
+        kept = [x for x in loaded if x is not ocp.PLACEHOLDER]
+        for i, x in zip(numbers, kept, strict=True):
+            w = wanted[i]
+            if 0 in w.shape:
+                x = jnp.zeros(w.shape, w.dtype, device=w.sharding)
+            found[i] = x if ways[i] is None else reads.place(x, w.sharding)
+
+    odd = [i for i, way in enumerate(ways) if way is not None]
+    read([i for i in range(len(wanted)) if ways[i] is None], partial)
+    sizes = [math.prod(wanted[i].shape) * wanted[i].dtype.itemsize for i in odd]
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
+    for group in reads.groups(sizes, total):
+        read([odd[k] for k in group], partial)
+    return jax.tree.unflatten(tree, found)
+
+
+def _under(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
+    """Stores a leaf in chunks that another mesh's shards are made of, so none is read twice."""
+    target = max(MIN_CHUNK, value.nbytes // CHUNKS)
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=target)
+
+
+def barrier() -> Callable[..., None]:
+    """Returns what all processes of a job meet at: (key=, timeout_ms=), from any thread."""
+    return multihost.get_barrier_sync_fn()
+
+
+def _context(compress: bool) -> ocp.Context:
+    context = ocp.Context()
+    context.array.saving.use_compression = compress
+    return context
+
+
+def compresses(policy: Compression, state: Tree) -> bool:
+    """Tells whether to compress: auto: where most bytes are elements of one byte.
+
+    Compression costs 4-5 times the wall time of a save on few cores and gains little on float noise
+    (measured, 2-core CPU); bytes are codes of few values and gain.
+    """
+    if policy != "auto":
+        return policy == "zstd"
+    leaves = jax.tree.leaves(state)
+    small = sum(x.nbytes for x in leaves if x.dtype.itemsize == 1)
+    return 2 * small > sum(x.nbytes for x in leaves)
+
+
+def _storable(x: Any) -> Any:
+    """Orbax refuses arrays without elements: one element stands in for them."""
+    return np.zeros([max(n, 1) for n in x.shape], x.dtype) if 0 in x.shape else x
+
+
+def _storable_like(x: Any) -> Any:
+    if 0 not in x.shape:
+        return x
+    shape = tuple(max(n, 1) for n in x.shape)
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=one)
+
+
+def _placed(x: Any) -> Any:
+    """Without a sharding Orbax would take the one saved, which may be of a mesh that is gone."""
+    if isinstance(x, np.ndarray):
+        return x
+    where = getattr(x, "sharding", None)
+    where = where or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def _from_elsewhere(record: standard_logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _quieten_orbax() -> None:
+    """Keeps Orbax's threads from printing the tracebacks of errors that SaveHandle explains."""
+    standard_logging.getLogger("absl").addFilter(_from_elsewhere)  # adding it again changes nothing
+
+
+def reason(error: BaseException) -> str:
+    """Returns the first line that a person can use of a storage error."""
+    text = str(error)
+    for words, meaning in (
+        ("No space left", "no space left on the device"),
+        ("RESOURCE_EXHAUSTED", "storage is full"),
+        ("File too large", "a file would be larger than allowed"),
+        ("Read-only file system", "the file system is read-only"),
+        ("Permission denied", "permission denied"),
+    ):
+        if words in text:
+            return meaning
+    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0][:300]

@@ -1,0 +1,230 @@
+"""Looks at checkpoints, checks them and moves them, on any machine.
+
+    uv run scripts/checkpoint.py ls DIR                    # steps, sizes, records that are damaged
+    uv run scripts/checkpoint.py inspect DIR [--step=100]  # leaves, their files, the data position
+    uv run scripts/checkpoint.py verify DIR                # reads every byte; exit code 1: damaged
+    uv run scripts/checkpoint.py diff DIR OTHER            # by fingerprints: no array is read
+    uv run scripts/checkpoint.py reshard DIR NEW --there=qkv,stages:4x2
+    uv run scripts/checkpoint.py export DIR FOLDER         # safetensors under our own names
+    uv run scripts/checkpoint.py import FOLDER NEW         # and back
+
+DIR: a run, a folder of steps, or DIR/STEP. A step belongs to no mesh, so restoring to another mesh
+needs no tool; `reshard` changes the shapes of the leaves: --there lists what ours become, --back
+what is to become ours again (first): layers, stages:P, stages:PxCHUNKS, stages:PxCHUNKSxLAYERS (for
+--back), qkv, vocab:WORDSxMULTIPLE. Hugging Face folders: scripts/hf.py.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megajax.checkpoint import offline
+from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.integrity import CheckpointError, DamagedError
+from megajax.checkpoint.layouts import (
+    Conversion,
+    FusedQkv,
+    PaddedVocab,
+    Staged,
+    Unstacked,
+    convert,
+)
+from megajax.core import config
+from megajax.core.config import option
+from megajax.core.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to do it with."""
+
+    step: int | None = option(None, "checkpoint; none: the latest (verify: all)")
+    there: str = option("", "reshard: layouts to make, in this order, with commas between")
+    back: str = option("", "reshard: layouts to undo first, as they were made")
+    shard_bytes: int = option(5 * 10**9, "export: largest file", "bytes")
+    compression: Literal["auto", "none", "zstd"] = option("auto", "reshard, import: of what is new")
+
+
+DATA_STATE = "data_state.json"  # beside exported tensors
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def chosen(cfg: Config, path: str) -> tuple[StepFolder, int]:
+    """Returns the step that the words and --step mean. Raises: UserError when there is none."""
+    steps, step = offline.open_folder(path)
+    step = step if step is not None else cfg.step
+    step = steps.steps()[-1] if step is None else step
+    if step not in steps.steps():
+        raise UserError(f"{steps.path} has no step {step}; it has {steps.steps()} (--step)")
+    return steps, step
+
+
+def list_steps(cfg: Config, path: str) -> int:
+    """Prints a line a step."""
+    steps, _ = offline.open_folder(path)
+    for step in steps.steps():
+        try:
+            record = steps.record(step)
+        except DamagedError as error:
+            print(f"{step:>10}  {error}")
+            continue
+        if record is None:
+            print(f"{step:>10}  of plain Orbax: no integrity record")
+            continue
+        metric = "" if record.metric is None else f", metric {record.metric:g}"
+        megabytes = offline.size(record) / 1e6
+        print(f"{step:>10}  {megabytes:,.1f} MB, {len(record.leaves)} leaves{metric}")
+    return 0
+
+
+def inspect(cfg: Config, path: str) -> int:
+    """Prints what a step holds."""
+    steps, step = chosen(cfg, path)
+    record = steps.record(step)
+    print(f"step {step} of {steps.path}, {offline.data_state_text(steps, step)}")
+    homes = offline.files_by_leaf(steps.step(step))
+    if record is None:
+        print("no integrity record: plain Orbax wrote it")
+    for name, leaf in (record.leaves if record else {}).items():
+        one, two = leaf.fingerprint
+        pieces = homes.get(name, [])
+        where = (
+            f"{len(pieces)} pieces in {len({p[0] for p in pieces})} files" if pieces else "index"
+        )
+        print(f"  {name}: {leaf.dtype}{tuple(leaf.shape)} {one:08x}{two:08x}, {where}")
+    return 0
+
+
+def verify(cfg: Config, path: str) -> int:
+    """Reads every byte. Returns 1 when a step is damaged."""
+    steps, step = offline.open_folder(path)
+    step = step if step is not None else cfg.step
+    bad = 0
+    for number in steps.steps() if step is None else [step]:
+        try:
+            record = offline.verify(steps, number)
+            print(f"step {number}: {len(record.files)} files, {offline.size(record):,} bytes: good")
+        except DamagedError as error:
+            bad += 1
+            print(error)
+    return min(bad, 1)
+
+
+def diff(cfg: Config, path: str, other: str) -> int:
+    """Prints the leaves that differ. Returns 1 when there are any."""
+    pairs = [chosen(cfg, p) for p in (path, other)]
+    records = [steps.record(step) for steps, step in pairs]
+    if records[0] is None or records[1] is None:
+        raise CheckpointError("plain Orbax wrote one of the two: there are no fingerprints")
+    found = offline.differences(records[0], records[1])
+    print("\n".join(found) or f"{len(records[0].leaves)} leaves, all equal")
+    return min(len(found), 1)
+
+
+def conversions(words: str, names: dict[str, tuple[int, ...]]) -> list[Conversion]:
+    """Reads --there and --back. names: {leaf: shape}, which says how many layers there are."""
+    found: list[Conversion] = []
+    for word in filter(None, words.split(",")):
+        kind, _, rest = word.partition(":")
+        try:
+            numbers = [int(n) for n in rest.split("x")] if rest else []
+            if kind == "layers" and not numbers:
+                found.append(Unstacked())
+            elif kind == "qkv" and not numbers:
+                found.append(FusedQkv())
+            elif kind == "vocab" and len(numbers) == 2:
+                found.append(PaddedVocab(*numbers))
+            elif kind == "stages" and 1 <= len(numbers) <= 3:
+                stacked = [s[0] for n, s in names.items() if "blocks." in n and s]
+                stages, chunks, layers = (*numbers, *(1, stacked[0])[len(numbers) - 1 :])
+                found.append(Staged(layers, stages, chunks))
+            else:
+                raise ValueError
+        except (ValueError, IndexError):
+            known = ("layers", "qkv", "stages:4", "stages:4x2", "vocab:50257x128")
+            raise UserError(
+                f"{word!r} is no layout: {', '.join(known)}.{did_you_mean(word, known)} (--there)"
+            ) from None
+    return found
+
+
+def reshard(cfg: Config, path: str, target: str) -> int:
+    """Writes a step in another layout."""
+    steps, step = chosen(cfg, path)
+    record = offline.verify(steps, step)
+    shapes = {n: tuple(x.shape) for n, x in record.leaves.items()}
+    there, back = conversions(cfg.there, shapes), conversions(cfg.back, shapes)
+    leaves = convert(offline.StoredLeaves(steps.step(step), record), there, back)
+    return store(cfg, leaves, target, step, steps.data_state(step))
+
+
+def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -> int:
+    """Saves leaves as a step of a new folder."""
+    import jax  # only what saves needs it
+
+    from megajax.checkpoint.manager import CheckpointManager
+    from megajax.core.tree import nest
+
+    jax.config.update("jax_platforms", "cpu")
+    manager = CheckpointManager(target, keep=0, compression=cfg.compression)
+    if step in manager.steps():
+        raise UserError(f"{target} has a step {step} already; name a new folder")
+    manager.save(step, nest(leaves), data_state=data_state).result()
+    print(f"{len(leaves)} leaves are step {step} of {target}")
+    return 0
+
+
+def export(cfg: Config, path: str, target: str) -> int:
+    """Writes a step as safetensors, leaf by leaf."""
+    from megajax.checkpoint.safetensors import write_folder
+
+    steps, step = chosen(cfg, path)
+    record = offline.verify(steps, step)
+    unknown = {x.dtype for x in record.leaves.values()} - set(offline.CODES)
+    if unknown:
+        raise UserError(f"safetensors has no type for {', '.join(sorted(unknown))}")
+    tensors = {n: (tuple(x.shape), offline.CODES[x.dtype]) for n, x in record.leaves.items()}
+    leaves = offline.StoredLeaves(steps.step(step), record)
+    with offline.new_folder(target) as folder:
+        write_folder(folder, tensors, leaves.__getitem__, cfg.shard_bytes)
+        (folder / DATA_STATE).write_text(offline.data_state_text(steps, step) + "\n")
+    print(f"step {step} of {steps.path} is in {target}")
+    return 0
+
+
+def import_folder(cfg: Config, path: str, target: str) -> int:
+    """Makes a step of a folder of safetensors."""
+    from megajax.checkpoint.safetensors import TensorFolder
+
+    files = TensorFolder(Path(path).expanduser())
+    leaves = {n: files.view(n) for n in files.names()}
+    file = files.folder / DATA_STATE
+    try:
+        data_state = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    return store(cfg, leaves, target, cfg.step or 0, data_state)
+
+
+VERBS = {"ls": list_steps, "inspect": inspect, "verify": verify}
+VERBS_OF_TWO = {"diff": diff, "reshard": reshard, "export": export, "import": import_folder}
+
+
+def main(verb: str, path: str, *other: str) -> int:
+    """Does what the first word says."""
+    cfg, _ = config.from_flags(PRESETS)
+    verbs = VERBS_OF_TWO if other else VERBS
+    if verb not in verbs:
+        both = [*VERBS, *VERBS_OF_TWO]
+        words = "two folders" if verb in VERBS_OF_TWO else "one folder"
+        if verb in both:
+            raise UserError(f"{verb} needs {words}; see --help")
+        raise UserError(f"{verb!r} must be one of {', '.join(both)}.{did_you_mean(verb, both)}")
+    return verbs[verb](cfg, path, *other)
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main, positional=2, optional=1))

@@ -1,0 +1,209 @@
+"""Damage of every kind to every file of a step: an error that names it, or the right bytes."""
+
+import itertools
+import logging
+import os
+import shutil
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint import integrity
+from megajax.checkpoint.integrity import CheckpointError, DamagedError
+from megajax.checkpoint.manager import CheckpointManager
+
+
+def tree(step):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    random = np.random.default_rng(step)
+    cut, part = NamedSharding(mesh, P("a", "b")), NamedSharding(mesh, P("b"))
+    return {
+        "block": {"w": jax.device_put(random.standard_normal((128, 256), np.float32), cut)},
+        "bits": jax.device_put(random.integers(0, 2**32, (64,), np.uint32), part),
+        "half": jnp.asarray(random.standard_normal((3, 700)), jnp.bfloat16),
+        "count": jnp.int32(step),
+        "none": jnp.zeros((0, 4)),
+    }
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def same(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Steps 1 and 2, whole."""
+    folder = tmp_path_factory.mktemp("stored")
+    manager = CheckpointManager(folder)
+    for step in (1, 2):
+        manager.save(step, tree(step), data_state={"rows": step}).result()
+    return folder
+
+
+@pytest.fixture
+def folder(stored, tmp_path):
+    shutil.copytree(stored, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def files(step):
+    return [*integrity.list_files(step), integrity.RECORD]
+
+
+def outcome(folder, good, places):
+    """Restores step 2 of a damaged folder; 'right', 'named', or what went wrong."""
+    manager = CheckpointManager(folder)
+    try:
+        rows = manager.data_state(2)["rows"]
+        found = manager.restore(2, like=like(good))
+    except CheckpointError as error:
+        text = str(error)
+        return "named" if "step 2" in text and any(p in text for p in places) else text
+    return "right" if same(found, good) and rows == 2 else "loaded and different"
+
+
+def flips(size, seed):
+    """Some places of a file: both ends, and others drawn from the name."""
+    random = np.random.default_rng(seed)
+    return sorted({0, size // 2, size - 1, *random.integers(0, size, 2).tolist()}) if size else []
+
+
+def test_one_flipped_bit_anywhere(folder):
+    good, step = tree(2), folder / "2"
+    named = 0
+    for name in files(step):
+        whole = (step / name).read_bytes()
+        for place in flips(len(whole), zlib.crc32(name.encode())):
+            bad = bytearray(whole)
+            bad[place] ^= 1 << place % 8
+            (step / name).write_bytes(bad)
+            found = outcome(folder, good, [name])
+            assert found in ("right", "named"), (name, place, found)
+            named += found == "named"
+        (step / name).write_bytes(whole)
+    assert named > 30 and outcome(folder, good, []) == "right"
+
+
+def test_truncation_growth_and_deletion(folder):
+    good, step = tree(2), folder / "2"
+    for name in files(step):
+        whole = (step / name).read_bytes()
+        for bad in {whole[: len(whole) // 2], whole[:-1], b"", whole + b"junk"} - {whole}:
+            (step / name).write_bytes(bad)
+            found = outcome(folder, good, [name])
+            assert found in ("right", "named"), (name, len(bad), found)
+        (step / name).unlink()
+        found = outcome(folder, good, [name])
+        assert found == "named", (name, found)
+        (step / name).write_bytes(whole)
+
+
+def test_swapped_files(folder):
+    good, step = tree(2), folder / "2"
+    for a, b in itertools.combinations(files(step), 2):
+        if (step / a).read_bytes() == (step / b).read_bytes():
+            continue
+        exchange(step / a, step / b)
+        found = outcome(folder, good, [a, b])
+        assert found in ("right", "named"), (a, b, found)
+        exchange(step / a, step / b)
+    exchange(folder / "1", folder / "2")  # whole steps
+    with pytest.raises(DamagedError, match="step 2 of .* holds step 1"):
+        CheckpointManager(folder).restore(2, like=like(good))
+
+
+def exchange(a, b):
+    a.rename(a.with_name("between"))
+    b.rename(a)
+    a.with_name("between").rename(b)
+
+
+def data_file(step):
+    return max(integrity.list_files(step), key=lambda n: (step / n).stat().st_size)
+
+
+def flip(path, place):
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_damaged_array_is_named_and_the_step_before_is_taken(folder, caplog):
+    step, name = folder / "2", data_file(folder / "2")
+    inside = next(
+        (file, begin) for leaf, file, begin, _ in integrity.stored_values(step) if leaf == "block.w"
+    )
+    assert inside[0] == name
+    flip(step / name, inside[1] + 100)
+    manager = CheckpointManager(folder)
+    assert manager.latest() == 2  # its record is whole; arrays are not read
+    with caplog.at_level(logging.ERROR, "absl"):
+        for _ in range(2):
+            found = manager.restore(like=like(tree(1)))
+            assert same(found, tree(1)) and manager.latest() == 1
+    assert caplog.text.count("step 2 of") == 1
+    for words in ("is damaged", name, "leaf block.w", "restore another step"):
+        assert words in caplog.text
+    with pytest.raises(DamagedError, match=f"{name}: bytes 0..[0-9]+ are not .*leaf block.w"):
+        manager.restore(2, like=like(tree(2)))
+    with pytest.raises(DamagedError, match="leaf block.w"):
+        CheckpointManager(folder).verify(2)
+    manager.verify(1)
+    flip(folder / "1" / integrity.RECORD, 40)
+    with pytest.raises(CheckpointError, match=r"it has \[1, 2\]; damaged: \[1, 2\]"):
+        manager.restore(like=like(tree(1)))
+
+
+def test_less_checking_when_asked(folder):
+    """Fast sees what small files and sizes show; nothing checked means Orbax's own answer."""
+    flip(folder / "2" / data_file(folder / "2"), 5000)
+    for verify in ("fast", None):
+        found = CheckpointManager(folder, verify=verify).restore(2, like=like(tree(2)))
+        assert not same(found, tree(2))  # what the default saves us from
+    (folder / "2" / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(DamagedError):
+        CheckpointManager(folder, verify="fast").restore(2, like=like(tree(2)))
+
+
+def test_a_step_of_plain_orbax_restores(tmp_path):
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    state = {k: v for k, v in tree(3).items() if k != "none"}
+    ocp.save(str(tmp_path / "3"), state, custom_metadata={"rows": 3})
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == 3 and manager.data_state(3) == {"rows": 3}
+    assert same(manager.restore(like=like(state)), state)
+    with pytest.raises(CheckpointError, match="step 3 .* has no integrity record: plain Orbax"):
+        manager.verify(3)
+    manager.save(4, tree(4)).result()  # ours beside it; plain Orbax reads that too
+    wanted = {k: v for k, v in tree(4).items() if k != "none"}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        assert same(ocp.load(str(tmp_path / "4"), like(wanted)), wanted)
+
+
+def test_a_long_file_is_summed_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(integrity, "CHUNK", 1000)
+    data = os.urandom(3500)
+    (tmp_path / "f").write_bytes(data)
+    sums = integrity.sum_files(tmp_path, ["f"])
+    assert sums["f"].crc32 == [zlib.crc32(data[i : i + 1000]) for i in range(0, 3500, 1000)]
+    record = integrity.Record(1, sums, {})
+    flip(tmp_path / "f", 2345)
+    damage = integrity.find_damage(tmp_path, record)
+    assert [d.spans for d in damage] == [[(2000, 3000)]]
+    integrity.write_record(tmp_path, record)
+    assert integrity.read_record(tmp_path) == record

@@ -1,0 +1,182 @@
+"""Copies in shared memory: killed writers, torn and damaged copies, other meshes."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint import memory_tier
+from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint.memory_tier import PAGE, Piece, Segment
+from megajax.core.boxes import Box
+
+
+@pytest.fixture
+def segment(tmp_path):
+    segment = Segment.create(tmp_path / "segment", 1 << 20)
+    yield segment
+    segment.close(remove=True)
+    assert not (tmp_path / "segment").exists()
+
+
+def pieces(step, n=3):
+    random = np.random.default_rng(step)
+    arrays = [random.standard_normal((40, 50), np.float32) for _ in range(n)]
+    return [Piece(f"x{i}", a.shape, Box.whole(a.shape), a) for i, a in enumerate(arrays)]
+
+
+def holds(segment, step):
+    found = segment.read()
+    wanted = pieces(step)
+    return found.step == step and all(
+        a.name == b.name and np.array_equal(a.array, b.array)
+        for a, b in zip(found.pieces, wanted, strict=True)
+    )
+
+
+def test_the_two_newest_are_there(segment):
+    assert segment.steps() == []
+    with pytest.raises(CheckpointError, match="no whole copy of a step; restore from storage"):
+        segment.read()
+    for step in (10, 20, 30, 5):  # 5: a run that went back
+        segment.write(step, pieces(step), {"rows": step})
+        assert holds(segment, step) and segment.read().data_state == {"rows": step}
+    assert segment.steps() == [30, 5] and segment.read(30).step == 30
+    with pytest.raises(CheckpointError, match="no whole copy of step 20"):
+        segment.read(20)
+    again = Segment(segment.path)  # as a new trainer finds it
+    assert holds(again, 5)
+    again.close()
+
+
+class Dies(Exception):
+    pass
+
+
+def dies_at(array):
+    """Stands in for np.ascontiguousarray until it is given this array; None: dies at once."""
+    whole = np.ascontiguousarray
+
+    def call(x, *rest):
+        if array is None or x is array:
+            raise Dies
+        return whole(x)
+
+    return call
+
+
+def test_a_copy_that_stops_anywhere_is_not_used(segment, monkeypatch):
+    """The writer dies after each of the steps of a write."""
+    for step in (1, 2):
+        segment.write(step, pieces(step), {})
+
+    for stop in range(4):
+        bad = pieces(3)
+        with monkeypatch.context() as patch:
+            if stop < 3:
+                patch.setattr(np, "ascontiguousarray", dies_at(bad[stop].array))
+            else:
+                patch.setattr(segment, "_crc", dies_at(None))
+            with pytest.raises(Dies):
+                segment.write(3, bad, {})
+        assert segment.steps() == [2] and holds(segment, 2)
+    segment.write(3, pieces(3), {})
+    assert segment.steps() == [2, 3] and holds(segment, 3)
+
+
+def test_damaged_memory_is_not_used(segment):
+    for step in (1, 2):
+        segment.write(step, pieces(step), {})
+    memory, slot = segment._memory, 1  # step 2 lies in the second slot
+    payload = 2 * PAGE + slot * segment._slot
+    for place in (*range(PAGE, PAGE + 48), payload + 3, payload + 1000, payload + 20_000):
+        memory[place] ^= 16
+        assert holds(segment, 1), place
+        memory[place] ^= 16
+        assert holds(segment, 2)
+
+
+def test_too_much_is_refused(segment, tmp_path):
+    segment.write(1, pieces(1), {})
+    with pytest.raises(CheckpointError, match="step 2 takes .* bytes, a slot of .* has 1,048,576"):
+        segment.write(2, pieces(2, n=200), {})
+    assert holds(segment, 1)
+    with pytest.raises(CheckpointError, match="exists"):
+        Segment.create(segment.path, 100)
+    with pytest.raises(CheckpointError, match="cannot keep"):
+        Segment.create("/dev/shm/megajax_test_too_big", 1 << 50)
+    with pytest.raises(CheckpointError, match="is no memory segment"):
+        Segment(tmp_path / "nothing")
+
+
+WRITER = """
+    import sys
+    import numpy as np
+    from megajax.checkpoint.memory_tier import Piece, Segment
+    from megajax.core.boxes import Box
+    assert "jax" not in sys.modules  # an agent's half
+    segment, step = Segment(sys.argv[1]), int(sys.argv[2])
+    while True:
+        a = np.full((400, 400), step, np.float32)
+        segment.write(step, [Piece("x", a.shape, Box.whole(a.shape), a)], {"rows": step})
+        print(step, flush=True)
+        step += 1
+"""
+
+
+@pytest.mark.process
+def test_kill_9_of_the_writer(segment, seed):
+    random = np.random.default_rng(seed)
+    last = 0
+    for _ in range(4):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), segment.path, str(last + 1)],
+            stdout=subprocess.PIPE,
+        )
+        writer.stdout.readline()
+        time.sleep(random.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        said = writer.communicate()[0].split()
+        found = segment.read()
+        assert (found.pieces[0].array == found.step).all()
+        assert found.data_state == {"rows": found.step}
+        assert found.step >= (int(said[-1]) if said else last + 1)
+        last = found.step
+        del found
+
+
+def test_a_state_comes_back_on_any_mesh(segment):
+    random = np.random.default_rng(0)
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    values = {
+        "w": random.standard_normal((16, 24), np.float32),
+        "half": np.asarray(jnp.asarray(random.standard_normal((8, 6)), jnp.bfloat16)),
+        "step": np.int32(9),
+    }
+    cuts = {"w": P("a", "b"), "half": P("b"), "step": P()}
+    state = {n: jax.device_put(x, NamedSharding(mesh, cuts[n])) for n, x in values.items()}
+    memory_tier.put(segment, 9, state, {"rows": 144})
+    assert memory_tier.common_step(segment) == 9
+    other = jax.make_mesh((2, 4), ("a", "b"))
+    cuts = {"w": P("b", "a"), "half": P(None, "a"), "step": P()}
+    like = {
+        n: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=NamedSharding(other, cuts[n]))
+        for n, x in values.items()
+    }
+    found, data_state = memory_tier.get(segment, like)
+    assert data_state == {"rows": 144}
+    for name, x in values.items():
+        assert found[name].sharding == like[name].sharding
+        assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes()
+    like["w"] = jax.ShapeDtypeStruct((16, 25), np.float32, sharding=like["step"].sharding)
+    with pytest.raises(CheckpointError, match="step 9 in memory lacks part of leaf w"):
+        memory_tier.get(segment, like)
+    del found

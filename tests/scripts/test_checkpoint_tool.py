@@ -1,0 +1,133 @@
+"""scripts/checkpoint.py as a person calls it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megajax.checkpoint.integrity import list_files
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.offline import StoredLeaves
+from megajax.core.tree import named_leaves
+from tests.scripts.test_scripts import call
+
+pytestmark = pytest.mark.process
+L, D, H, G, K = 4, 8, 4, 2, 2
+
+
+def state(step):
+    random = np.random.default_rng(step)
+
+    def leaf(*shape, dtype=jnp.float32):
+        return jnp.asarray(random.standard_normal(shape), dtype)
+
+    heads = {"query": leaf(L, D, H, K), "key": leaf(L, D, G, K), "value": leaf(L, D, G, K)}
+    params = {"blocks": {"attention": heads}, "tokens": leaf(700, 64, dtype=jnp.bfloat16)}
+    return {"params": params, "none": jnp.zeros((0, 3)), "step": jnp.int32(7)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder with steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("run")
+    manager = CheckpointManager(folder / "checkpoints")
+    for step in (1, 2):
+        manager.save(step, state(step), data_state={"rows": 16 * step}).result()
+    return folder
+
+
+def leaves_of(folder, step):
+    manager = CheckpointManager(folder, keep=0)
+    record = manager.verify(step)
+    return dict(StoredLeaves(manager.folder / str(step), record)), manager.data_state(step)
+
+
+def test_what_there_is(run):
+    done = call("checkpoint.py", "ls", run)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["1", "2"]
+    assert "0.1 MB, 6 leaves" in done.stdout
+    done = call("checkpoint.py", "inspect", run / "checkpoints", "--step=1")
+    assert '{"rows": 16}' in done.stdout and "params.tokens: bfloat16(700, 64)" in done.stdout
+    done = call("checkpoint.py", "diff", run / "checkpoints" / "1", run)
+    assert done.returncode == 1 and "params.tokens: other values" in done.stdout
+    assert "step:" not in done.stdout  # equal in both
+    same = call("checkpoint.py", "diff", run, run)
+    assert same.returncode == 0 and "6 leaves, all equal" in same.stdout
+
+
+def test_stored_leaves_are_what_was_saved(run):
+    found, data_state = leaves_of(run / "checkpoints", 2)
+    want = dict(named_leaves(state(2)))
+    assert list(found) == list(want) and data_state == {"rows": 32}
+    for name, x in want.items():
+        assert found[name].dtype == x.dtype and found[name].shape == x.shape
+        assert found[name].tobytes() == np.asarray(x).tobytes()
+
+
+def test_export_then_import_changes_no_bit(run, tmp_path):
+    done = call("checkpoint.py", "export", run, tmp_path / "out", "--shard_bytes=2000")
+    assert done.returncode == 0, done.stderr
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    theirs = {k: v for p in shards for k, v in safetensors.numpy.load_file(p).items()}
+    want, data_state = leaves_of(run / "checkpoints", 2)
+    assert len(shards) > 2 and theirs.keys() == want.keys()
+    assert all(theirs[n].tobytes() == want[n].tobytes() for n in want)
+    done = call("checkpoint.py", "import", tmp_path / "out", tmp_path / "new", "--step=2")
+    assert done.returncode == 0, done.stderr
+    found, again = leaves_of(tmp_path / "new", 2)
+    assert again == data_state and found.keys() == want.keys()
+    assert all(found[n].tobytes() == want[n].tobytes() for n in want)
+    done = call("checkpoint.py", "export", run, tmp_path / "out")
+    assert done.returncode == 2 and "exists; name a new folder" in done.stderr
+
+
+def test_reshard_there_and_back(run, tmp_path):
+    words = "qkv,stages:2x2"
+    done = call("checkpoint.py", "reshard", run, tmp_path / "staged", f"--there={words}")
+    assert done.returncode == 0, done.stderr
+    found, _ = leaves_of(tmp_path / "staged", 2)
+    assert found["params.blocks.attention.qkv"].shape == (2, 2, D, G, H // G + 2, K)
+    back = f"--back={words}x{L}"
+    done = call("checkpoint.py", "reshard", tmp_path / "staged", tmp_path / "back", back)
+    assert done.returncode == 0, done.stderr
+    found, data_state = leaves_of(tmp_path / "back", 2)
+    want, _ = leaves_of(run / "checkpoints", 2)
+    assert found.keys() == want.keys() and data_state == {"rows": 32}
+    assert all(found[n].tobytes() == want[n].tobytes() for n in want)
+
+
+def test_damage_is_found(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"x": jax.numpy.arange(40_000)}).result()
+    assert call("checkpoint.py", "verify", tmp_path).returncode == 0
+    step = tmp_path / "2"
+    name = max(list_files(step), key=lambda n: (step / n).stat().st_size)
+    data = bytearray((step / name).read_bytes())
+    data[70_000] ^= 1
+    (step / name).write_bytes(data)
+    done = call("checkpoint.py", "verify", tmp_path)
+    assert done.returncode == 1 and "step 1: " in done.stdout and ": good" in done.stdout
+    assert f"step 2 of {tmp_path} is damaged: {name}: bytes 0.." in done.stdout
+    assert "leaf x" in done.stdout
+    done = call("checkpoint.py", "export", tmp_path, tmp_path / "out")
+    assert done.returncode == 2 and "is damaged" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verfy", "."], "must be one of ls, inspect, verify, diff.*Did you mean verify"),
+        (["diff", "."], "diff needs two folders"),
+        (["ls", "/nowhere"], "/nowhere has no checkpoint"),
+    ],
+)
+def test_mistakes_get_one_clear_message(words, message):
+    import re
+
+    done = call("checkpoint.py", *words)
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,77 @@
+"""How a run begins when its newest step is damaged."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.integrity import RECORD
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core.errors import UserError
+from megajax.training import resume
+from megajax.training.state import TrainState
+from tests.tiny import run_config
+
+
+def state(step):
+    return TrainState({"w": jnp.full((8, 300), step, jnp.float32)}, {}, jnp.int32(step))
+
+
+def train_step():
+    """What `begin` asks of one, without a model to compile."""
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
+    )
+    return types.SimpleNamespace(
+        abstract_state=abstract, arranged=lambda s: s, init=lambda seed: state(0)
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (5, 10):
+        manager.save(step, vars(state(step)), data_state={"rows": 16 * step, "seed": 0}).result()
+    return tmp_path
+
+
+def begin(folder, **identity):
+    cfg = run_config()
+    return resume.begin(cfg, train_step(), CheckpointManager(folder), {"seed": 0} | identity)
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_step_gives_way_to_the_one_before(folder):
+    assert begin(folder).how == "resumed after step 10"
+    damage(max((folder / "10").rglob("*"), key=lambda p: p.stat().st_size * p.is_file()))
+    start = begin(folder)
+    assert (start.how, start.rows) == ("resumed after step 5", 80)
+    np.testing.assert_array_equal(np.asarray(start.state.params["w"]), 5.0)
+
+
+def test_a_run_without_a_whole_step_does_not_begin_anew(folder):
+    for step in (5, 10):
+        damage(folder / str(step) / RECORD)
+    with pytest.raises(
+        UserError, match=r"none of the steps \[5, 10\] .* is whole; move the folder"
+    ):
+        begin(folder)
+
+
+def test_other_data_is_refused(folder):
+    with pytest.raises(UserError, match=r"trained on other data \(seed changed\)"):
+        begin(folder, seed=1)
+
+
+def test_an_empty_folder_begins_anew(tmp_path):
+    start = begin(tmp_path)
+    assert (start.how, start.rows) == ("initialised", 0)
+    assert dataclasses.asdict(start.state)["step"] == 0
