@@ -20,7 +20,8 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from pallas_kernels.attention.cases import CASES
+from pallas_kernels.attention import area
+from pallas_kernels.attention.cases import CASES, paper_lengths
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -202,6 +203,19 @@ def attention_floors() -> str:
     return "\n".join(lines)
 
 
+def visited() -> str:
+    """Pairs of rows that the attention kernels visit over the useful ones, on the paper's draws."""
+    lines = ["| longest | forward | dq | dkv | forward, 4 heads a group |", "|---|---|---|---|---|"]
+    for longest in (64, 128, 256, 512, 1024):
+        lengths = paper_lengths(longest)
+        # One capacity for all: few programs.
+        alone, grouped = (area.of_lengths(lengths, 64, n, 16 * 1024) for n in (1, 4))
+        cells = [*(alone[name] for name in ("forward", "dq", "dkv")), grouped["forward"]]
+        found = (f"{a.computed:.2f} ({a.passed:.2f})" for a in cells)
+        lines.append(f"| {longest} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
@@ -213,6 +227,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan_search": plan_search,
     "kernel_report_attention": functools.partial(kernel_report, "attention"),
     "attention_floors": attention_floors,
+    "visited": visited,
 }
 
 
