@@ -7,10 +7,12 @@ it can run and says once, in the log, what kept it from running elsewhere.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 from absl import logging
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 Implementation = Literal["hopper", "reference", "interpret"]
 CHOICES = (None, "hopper", "reference", "interpret")
@@ -52,21 +54,52 @@ def choose(op: str, implementation: str | None, reasons: Sequence[str]) -> str:
     return "reference" if reasons else "auto"
 
 
-def run(choice: str, hopper: Callable[..., Any], reference: Callable[..., Any], *args: Any) -> Any:
+def run(
+    choice: str,
+    hopper: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    op: str = "this kernel",
+) -> Any:
     """Calls what `choose` chose; hopper also takes `interpret=`.
 
     'auto' leaves both in the program, and the platform that it is lowered for takes one; 'hopper'
-    leaves the kernel only, so that lowering for anything but CUDA raises NotImplementedError.
+    leaves the kernel only.
+
+    Raises: NotImplementedError, when 'hopper' is lowered for anything but CUDA.
     """
     kernel = functools.partial(hopper, interpret=choice == "interpret")
     match choice:
         case "auto":
             return jax.lax.platform_dependent(*args, cuda=kernel, default=reference)
         case "hopper":
-            return jax.lax.platform_dependent(*args, cuda=kernel)
+
+            def refused(*args: Any) -> Any:
+                return jax.tree.map(functools.partial(_hopper_only.bind, op=op), reference(*args))
+
+            return jax.lax.platform_dependent(*args, cuda=kernel, default=refused)
         case "interpret":
             return kernel(*args)
     return reference(*args)
+
+
+def _refuse_platform(op: str, platform: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{op}: implementation='hopper' is for CUDA, and this program is for {platform}; use "
+        "implementation='reference', 'interpret' (tests, slow), or None to let it choose"
+    )
+
+
+# What results pass through where no kernel can run: the platform is known only when a program is
+# lowered, and nothing in Python could raise before.
+_hopper_only = Primitive("hopper_only")
+_hopper_only.def_abstract_eval(lambda x, *, op: x)
+_hopper_only.def_impl(lambda x, *, op: _refuse_platform(op, jax.default_backend()))
+mlir.register_lowering(
+    _hopper_only,
+    lambda context, x, *, op: _refuse_platform(op, ", ".join(context.module_context.platforms)),
+)
+batching.defvectorized(_hopper_only)
 
 
 def alike(arrays: Any) -> Any:

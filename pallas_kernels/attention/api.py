@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import hopper_backward, hopper_forward, reference
+from pallas_kernels.attention import hopper_backward, hopper_forward, reference, tiling
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
 
@@ -40,6 +40,7 @@ def varlen_attention(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Array | Sequence[float] | None = None,
+    deterministic: bool = True,
     implementation: dispatch.Implementation | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -60,6 +61,8 @@ def varlen_attention(
       scale: of the logits, above 0; None: K ** -0.5.
       softcap: c > 0, logits become c tanh(logits / c).
       alibi_slopes: (H,) float, -slope x distance is added to the logits. Constants: no gradient.
+      deterministic: False lets the backward pass add dq in any order, in one kernel instead of two,
+        where there is one (hopper, K up to 128): faster, not the same from run to run.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16, K of 64, 96, 128, 256; capacities
         that are multiples of 128 spare it a copy. Under a mesh it runs inside a shard_map only.
       return_lse: also return the log of the softmax's denominators.
@@ -81,12 +84,14 @@ def varlen_attention(
             f"{q_THK.shape[0]} query and {k_SGK.shape[0]} key tokens need cu_seqlens_k= as well"
         )
     rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
-    spec = _spec("varlen_attention", q_THK, scale, softcap, implementation, max_seqlen)
+    static = Spec(q_THK.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
+    chosen = _choose("varlen_attention", q_THK, k_SGK, implementation, max_seqlen, deterministic)
     slopes = _slopes(alibi_slopes, q_THK.shape[1])
     # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
     q_THK = _erase(q_THK, cu_q[-1])
     k_SGK, v_SGK = _erase(k_SGK, cu_k[-1]), _erase(v_SGK, cu_k[-1])
-    out_THK, lse_HT = _attend(*dispatch.alike((q_THK, k_SGK, v_SGK, rows, slopes)), spec)
+    inputs = dispatch.alike((q_THK, k_SGK, v_SGK, rows, slopes))
+    out_THK, lse_HT = _attend(*inputs, (static, *chosen))
     return (out_THK, lse_HT) if return_lse else out_THK
 
 
@@ -102,6 +107,7 @@ def packed_attention(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Array | Sequence[float] | None = None,
+    deterministic: bool = True,
     implementation: dispatch.Implementation | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -120,14 +126,15 @@ def packed_attention(
         raise ValueError(f"q {q_BSHK.shape} and k {k_BSGK.shape} must agree in (B, S)")
     q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
     _check(q, k, v, scale, softcap, window)
-    spec = _spec("packed_attention", q_BSHK, scale, softcap, implementation, max_seqlen)
+    static = Spec(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
+    chosen = _choose("packed_attention", q, k, implementation, max_seqlen, deterministic)
     slopes = _slopes(alibi_slopes, q_BSHK.shape[2])
 
     def row(q_SHK: Array, k_SGK: Array, v_SGK: Array, ids_S: Array) -> tuple[Array, Array]:
         rows = segment_rows(ids_S, causal, window)
         live_S11 = (ids_S >= 0)[:, None, None]
         clean = (jnp.where(live_S11, x, jnp.zeros((), x.dtype)) for x in (q_SHK, k_SGK, v_SGK))
-        return _attend(*dispatch.alike((*clean, rows, slopes)), spec)
+        return _attend(*dispatch.alike((*clean, rows, slopes)), (static, *chosen))
 
     out_BSHK, lse_BHS = jax.vmap(row)(q_BSHK, k_BSGK, v_BSGK, segment_ids)
     return (out_BSHK, lse_BHS) if return_lse else out_BSHK
@@ -139,12 +146,13 @@ def _attend(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec) -> tuple[Array, Array
 
 
 def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
-    choice, static, tile, _ = spec
+    static, choice, tile, _ = spec
     out_THK, lse_HT = dispatch.run(
         choice,
         functools.partial(hopper_forward.forward, spec=static, tile=tile),
         functools.partial(reference.forward, spec=static),
         q_THK, k_SGK, v_SGK, rows, slopes,
+        op="varlen_attention",
     )  # fmt: skip
     return (out_THK, lse_HT), (q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT)
 
@@ -156,12 +164,13 @@ def _backward(spec, saved, cotangents):
     dout_THK = jnp.where(live_T[:, None, None], dout_THK, jnp.zeros((), dout_THK.dtype))
     delta_HT = (out_THK.astype(jnp.float32) * dout_THK.astype(jnp.float32)).sum(-1).T
     delta_HT = jnp.where(live_T[None], delta_HT - dlse_HT, 0.0)
-    choice, static, _, tile = spec
+    static, choice, _, tile = spec
     grads = dispatch.run(
         choice,
         functools.partial(hopper_backward.backward, spec=static, tile=tile),
         functools.partial(reference.backward, spec=static),
         q_THK, k_SGK, v_SGK, rows, slopes, lse_HT, delta_HT, dout_THK,
+        op="varlen_attention",
     )  # fmt: skip
     zeros = jax.tree.map(_no_gradient, (rows, slopes))
     return (*grads, *zeros)
@@ -181,25 +190,25 @@ def _erase(x_TxK: Array, end: Array) -> Array:
     return jnp.where(live_T11, x_TxK, jnp.zeros((), x_TxK.dtype))
 
 
-def _spec(
+def _choose(
     op: str,
-    q_TxK: Array,
-    scale: float | None,
-    softcap: float | None,
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
     implementation: str | None,
     max_seqlen: int | None,
-) -> tuple[str, Spec, hopper_forward.Tile, hopper_backward.Tile]:
-    """Everything static: which implementation, the mathematics, the kernels' tiles."""
-    K = q_TxK.shape[-1]
+    deterministic: bool,
+) -> tuple[str, hopper_forward.Tile, hopper_backward.Tile]:
+    """Returns (which implementation, the kernels' tiles), measured ones where a table has them."""
+    (T, H, K), G = q.shape, k.shape[1]
     reasons = []
-    if q_TxK.dtype.name not in ("bfloat16", "float16"):
-        reasons.append(f"needs bfloat16 or float16, found {q_TxK.dtype}")
+    if q.dtype.name not in ("bfloat16", "float16"):
+        reasons.append(f"needs bfloat16 or float16, found {q.dtype}")
     if K not in WIDTHS:
         reasons.append(f"needs a head width of {WIDTHS}, found {K}: pad it with zeros, set scale=")
-    choice = dispatch.choose(op, implementation, reasons)
-    static = Spec(K**-0.5 if scale is None else float(scale), softcap)
-    tiles = hopper_forward.heuristic(K, max_seqlen), hopper_backward.heuristic(K)
-    return choice, static, *tiles
+    measured, forward, backward = tiling.choose(q.dtype, K, H // G, T, max_seqlen, deterministic)
+    if implementation is None:
+        reasons += measured
+    return dispatch.choose(op, implementation, reasons), forward, backward
 
 
 def _slopes(slopes: Array | Sequence[float] | None, heads: int) -> Array | None:

@@ -1,4 +1,4 @@
-"""The backward kernels for Hopper: one for dq, one for dk and dv; deterministic, no atomics.
+"""The backward kernels for Hopper: one for dq, one for dk and dv, deterministic; or one for all.
 
 FlashAttention-2 (arXiv 2307.08691) section 3.1.2 with the roles of the forward kernel: two compute
 warpgroups and a producer around a ring of tiles. Both recompute the weights from lse:
@@ -8,20 +8,30 @@ warpgroups and a producer around a ring of tiles. Both recompute the weights fro
     dkv   own: 64 key rows a warpgroup; ring: tiles of Q, dO (lse, delta and rows beside them) over
           the queries that see them, for each query head of the group
           S^T = K Q^T, P^T, dV += P^T dO, dS^T = P^T (V dO^T - delta), dK += dS^T Q
+    fused dkv that also adds each tile's dS K into dQ in device memory (FlashAttention-3 section
+          3.2): 5 products instead of 7, and an order of additions that no one knows
 
-The ring of dkv follows the inverse table (ranges.py), so both do work in proportion to the useful
+The ring of dkv follows the inverse table (ranges.py), so all do work in proportion to the useful
 pairs. Head width 256: two accumulators of 256 columns do not fit in a warpgroup's registers, so
-both warpgroups take the same 64 key rows and each half of the columns of dK and dV; they compute
-S^T and dP^T twice (1.5 times the products of the others) and spill nothing.
+both warpgroups take the same 64 key rows (`mine`; else rows of their own) and each half of the
+columns of dK and dV (`part`); they compute S^T and dP^T twice (1.5 times the products of the
+others) and spill nothing. Shared memory then has no room for what fused needs: width 256 has two
+kernels only.
 
 Barriers: ready[s] completes with the tile's copies, free[s] with one arrival a warpgroup. Every
-warpgroup passes every tile of the ring.
+warpgroup passes every tile of the ring. Fused, with n the number of a tile:
+
+    each compute   dS^T of its keys (0 where it sees none of the tile) -> ds[n % 2] | both
+    warpgroup n%2  wait both, dQ = dS K over the keys of both, -> dq, TMA adds dq to memory
+
+The other goes on to tile n + 1; ds[n % 2] is written again at n + 2, after both of n + 1.
 
 Legend: as hopper_forward.py; N rows of a ring's tile, R = H / G.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
+from pallas_kernels import tiles as limits
 from pallas_kernels.attention.hopper_forward import (
     BLOCK_Q,
     LOG2E,
@@ -44,32 +55,101 @@ from pallas_kernels.attention.hopper_forward import (
     pad,
     product,
     ring,
+    row_slopes,
     row_vector,
+    short_rows,
     staging,
     varying_as,
 )
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import Spec
 
+FUSED_WIDTHS = (64, 96, 128)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """block: rows of a tile of either ring, of keys in dq, of queries in dkv.
 
-    stages: tiles in flight in each.
+    stages: tiles in flight in each. fused: one kernel, of block_dkv and stages_dkv, for all.
     """
 
     block_dq: int
     stages_dq: int
     block_dkv: int
     stages_dkv: int
+    fused: bool = False
 
 
-def heuristic(width: int) -> Tile:
-    """The tiles with which nothing spills, and the most in flight that fits in SMEM."""
+def heuristic(width: int, longest: int | None = None, deterministic: bool = True) -> Tile:
+    """The tiles with which nothing spills, and the most in flight that fits in SMEM.
+
+    longest: rows of the longest segment, if known.
+    """
+    if not deterministic and width in FUSED_WIDTHS:
+        return Tile(64, 4, 64, 2 if width > 96 else 4, fused=True)
+    if short_rows(longest, 64) == 32:
+        return Tile(32, 2, 32, 4) if width > 128 else Tile(32, 6, 32, 6)
     if width <= 64:
         return Tile(64, 4, 64, 4)
     return Tile(64, 4, 64, 3) if width <= 128 else Tile(32, 2, 64, 2)
+
+
+def dq_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
+    """The shared memory of a thread block of dq."""
+    own = ((WARPGROUPS, ROWS, width), dtype)
+    tiles = ((tile.stages_dq, tile.block_dq, width), dtype)
+    return {"q_smem": own, "dout_smem": own, "k_smem": tiles, "v_smem": tiles}
+
+
+def dkv_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
+    """The shared memory of a thread block of dkv or of the fused kernel."""
+    pieces = pieces_of(width)
+    own = ((WARPGROUPS // pieces, pieces, ROWS, width // pieces), dtype)
+    tiles = ((tile.stages_dkv, pieces, tile.block_dkv, width // pieces), dtype)
+    found: dict[str, tuple[tuple[int, ...], Any]] = {
+        "k_smem": own,
+        "v_smem": own,
+        "q_smem": tiles,
+        "dout_smem": tiles,
+        "sum_smem": ((tile.stages_dkv, 2, tile.block_dkv), jnp.float32),
+        "row_smem": ((tile.stages_dkv, 3, tile.block_dkv), jnp.int32),
+    }
+    if tile.fused:
+        found["ds_smem"] = ((2, WARPGROUPS, ROWS, tile.block_dkv), dtype)
+        found["dq_smem"] = ((tile.block_dkv, width), jnp.float32)
+    return found
+
+
+def pieces_of(width: int) -> int:
+    """How many warpgroups share key rows, each with a piece of the columns."""
+    return 1 if width <= 128 else WARPGROUPS
+
+
+def check(tile: Tile, width: int, dtype: Any) -> None:
+    """Raises: ValueError for tiles that the hardware does not take."""
+    op = "varlen_attention backward"
+    for name in ("block_dq", "block_dkv"):
+        limits.check_multiple(op, name, getattr(tile, name), 32, 256)
+    for name in ("stages_dq", "stages_dkv"):
+        limits.check_multiple(op, name, getattr(tile, name), 1)
+    if tile.fused and (tile.block_dkv != ROWS or width not in FUSED_WIDTHS):
+        raise ValueError(
+            f"{op}: fused needs block_dkv={ROWS}, got {tile.block_dkv}, and a head width of "
+            f"{FUSED_WIDTHS}, got {width}"
+        )
+    # All live at once: sums, the weights and their derivative. What else is live is little.
+    if not tile.fused:
+        limits.check_shared(f"{op} (dq)", dq_buffers(tile, width, dtype))
+        logits_shape = (ROWS, tile.block_dq)
+        limits.check_registers(
+            f"{op} (dq)", WARPGROUPS, (ROWS, width), logits_shape, logits_shape, spare=32
+        )
+    limits.check_shared(f"{op} (dkv)", dkv_buffers(tile, width, dtype))
+    sums, logits_shape = (ROWS, width // pieces_of(width)), (ROWS, tile.block_dkv)
+    limits.check_registers(
+        f"{op} (dkv)", WARPGROUPS, sums, sums, logits_shape, logits_shape, spare=32
+    )
 
 
 def backward(
@@ -86,70 +166,82 @@ def backward(
     tile: Tile,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As reference.backward, for bf16 and f16."""
-    T, H, _ = q_THK.shape
+    """As reference.backward, for bf16 and f16.
+
+    Raises: ValueError for tiles that do not fit.
+    """
+    T, H, K = q_THK.shape
     S = k_SGK.shape[0]
-    over_keys, _ = visits(rows, S, ROWS, tile.block_dq)
-    _, over_queries = visits(rows, S, tile.block_dkv, ROWS)
+    check(tile, K, q_THK.dtype)
     # A dead row's weights are exp2(s - inf) = 0.
     lse_HT = jnp.where((rows.lo < rows.hi)[None], lse_HT * LOG2E, jnp.inf)
     sums_H2T = pad(jnp.stack([lse_HT, delta_HT], 1), BLOCK_Q, axis=2)
     rows_3T = pad(jnp.stack([rows.lo, rows.hi, rows.self]), BLOCK_Q, axis=1)
     q_THK, dout_THK, k_SGK, v_SGK = (pad(x, BLOCK_Q) for x in (q_THK, dout_THK, k_SGK, v_SGK))
-    slopes = jnp.zeros(H, jnp.float32) if slopes_H is None else slopes_H * LOG2E
+    slopes = row_slopes(None if slopes_H is None else slopes_H * LOG2E, H, 1)
     inputs = (rows_3T, sums_H2T, slopes, q_THK, k_SGK, v_SGK, dout_THK)
     static = {"spec": spec, "alibi": slopes_H is not None, "interpret": interpret}
-    dq_THK = _dq(over_keys, inputs, tile, static)
-    dk_SGK, dv_SGK = _dkv(over_queries, inputs, tile, static)
+    dkv = dkv_tables(rows, S, tile, K)
+    if tile.fused:
+        dq_THK, dk_SGK, dv_SGK = _fused(dkv, inputs, tile, static)
+    else:
+        dq_THK = _dq(dq_tables(rows, S, tile), inputs, tile, static)
+        dk_SGK, dv_SGK = _dkv(dkv, inputs, tile, static)
     return varying_as(q_THK, (dq_THK[:T], dk_SGK[:S], dv_SGK[:S]))
+
+
+def dq_tables(rows: Rows, keys: int, tile: Tile) -> tuple[jax.Array, jax.Array]:
+    """Returns what dq reads: (its block table, the list of key tiles it points into)."""
+    over_keys, _ = visits(rows, keys, ROWS, tile.block_dq)
+    return block_table(over_keys.spans, WARPGROUPS), over_keys.tiles
+
+
+def dkv_tables(rows: Rows, keys: int, tile: Tile, width: int) -> tuple[jax.Array, jax.Array]:
+    """Returns what dkv reads: (its block table, the list of query tiles it points into)."""
+    _, over_queries = visits(rows, keys, tile.block_dkv, ROWS)
+    return block_table(over_queries.spans, WARPGROUPS // pieces_of(width)), over_queries.tiles
 
 
 def afresh(index, interpret: bool):
     """The index, computed anew where this is called.
 
     Otherwise the addresses of a warpgroup's own rows, one for each wgmma, stay in registers over
-    the loop, and accumulators spill (120 bytes at head width 256).
+    the loop, and accumulators spill (120 bytes at head width 256; fused, 100 at 128).
     """
     return index if interpret else lax.optimization_barrier(index)
 
 
-def _call(body, out_type, scratch, grid, names, interpret):
+def _call(name, body, out_type, scratch, grid, interpret):
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
         grid=grid,
-        grid_names=names,
+        grid_names=("head", "block"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        kernel_name=body.func.__name__.strip("_"),
+        kernel_name=f"varlen_attention_{name}",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
     )
 
 
-def _dq(over_keys, inputs, tile, static):
+def _dq(tables, inputs, tile, static):
     q_THK = inputs[3]
-    T, H, K = q_THK.shape
-    # Tiles of K are both operands of wgmma: a swizzle must fit their rows as well.
-    rings = functools.partial(ring, dtype=q_THK.dtype, most=2 * tile.block_dq)
-    own = rings((WARPGROUPS, ROWS, K))
-    tiles = rings((tile.stages_dq, tile.block_dq, K))
+    _, H, K = q_THK.shape
+    shapes = dq_buffers(tile, K, q_THK.dtype)
     scratch = {
-        "q_smem": own,
-        "dout_smem": own,
-        "k_smem": tiles,
-        "v_smem": tiles,
+        # Tiles of K are both operands of wgmma: a swizzle must fit their rows as well.
+        **{name: ring(*shapes[name], most=2 * tile.block_dq) for name in shapes},
         "ds_smem": staging((WARPGROUPS, ROWS, tile.block_dq), q_THK.dtype, static["interpret"]),
         "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages_dq),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages_dq),
     }
-    C = T // BLOCK_Q
     body = functools.partial(_varlen_attention_dq, tile=tile, **static)
     out = jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype)
-    call = _call(body, out, scratch, (H, C), ("head", "block"), static["interpret"])
-    return call(block_table(over_keys.spans, WARPGROUPS, C), over_keys.tiles, *inputs)
+    grid = (H, tables[0].shape[0])
+    return _call("dq", body, out, scratch, grid, static["interpret"])(*tables, *inputs)
 
 
 def _varlen_attention_dq(
@@ -181,7 +273,7 @@ def _varlen_attention_dq(
             number(table, block, 2 + 4 * warpgroup + j) for j in range(4)
         )
         own = by_row(row_vector(rows_3T.at[2], start), shape) if alibi else None
-        slope = slopes[head] if alibi else None
+        slope = slopes[head, 0] if alibi else None
         plgpu.barrier_wait(own_ready.at[warpgroup])
 
         def step(c, dq, masked):
@@ -194,8 +286,9 @@ def _varlen_attention_dq(
             p = jnp.exp2(s - by_row(lse, shape))
             if masked:
                 p = jnp.where((key >= by_row(lo, shape)) & (key < by_row(hi, shape)), p, 0.0)
+            p *= change
             dp = product([here_dout], [v_smem.at[slot]], shape)
-            ds = (p * (dp - by_row(delta, shape)) * change).astype(q_THK.dtype)
+            ds = (p * (dp - by_row(delta, shape))).astype(q_THK.dtype)
             dq = multiply_into(dq, ds, k_smem.at[slot], ds_smem.at[warpgroup], interpret)
             plgpu.barrier_arrive(free.at[slot])
             return dq
@@ -235,38 +328,56 @@ def _varlen_attention_dq(
             plgpu.barrier_wait(free.at[slot_of(c)])
 
 
-def _dkv(over_queries, inputs, tile, static):
+def _dkv(tables, inputs, tile, static, *sums):
+    """sums: for the fused kernel, where it adds dq."""
     q_THK, k_SGK = inputs[3:5]
-    S, G, K = k_SGK.shape
-    pieces = 1 if K <= 128 else WARPGROUPS
-    own = WARPGROUPS // pieces
-    N, stages = tile.block_dkv, tile.stages_dkv
-    rings = functools.partial(ring, dtype=q_THK.dtype, most=2 * N)
-    rows = rings((own, pieces, ROWS, K // pieces))
-    tiles = rings((stages, pieces, N, K // pieces))
-    scratch = {
-        "own_smem": (rows, rows),
-        "tile_smem": (tiles, tiles),
-        "sum_smem": plgpu.SMEM((stages, 2, N), jnp.float32),
-        "row_smem": plgpu.SMEM((stages, 3, N), jnp.int32),
+    G, K = k_SGK.shape[1:]
+    pieces, N, stages = pieces_of(K), tile.block_dkv, tile.stages_dkv
+    shapes = dkv_buffers(tile, K, q_THK.dtype)
+    rings = {n: ring(*shapes[n], most=2 * N) for n in ("k_smem", "v_smem", "q_smem", "dout_smem")}
+    scratch: dict[str, Any] = {
+        "own_smem": (rings["k_smem"], rings["v_smem"]),
+        "tile_smem": (rings["q_smem"], rings["dout_smem"]),
+        "sum_smem": plgpu.SMEM(*shapes["sum_smem"]),
+        "row_smem": plgpu.SMEM(*shapes["row_smem"]),
         "left_smem": staging((WARPGROUPS, ROWS, N), q_THK.dtype, static["interpret"]),
-        "own_ready": plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=own),
+        "own_ready": plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=WARPGROUPS // pieces),
         "ready": plgpu.Barrier(num_arrivals=2 * pieces + 2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         "done": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "fused": (),
     }
-    C = S // (own * ROWS)
+    if tile.fused:
+        # Both operands of a wgmma have one swizzle: that of K.
+        ds = ring(*shapes["ds_smem"], most=plgpu.find_swizzle(K * 16))
+        both = plgpu.Barrier(num_arrivals=WARPGROUPS)
+        scratch["fused"] = (ds, ring(*shapes["dq_smem"]), both)
     body = functools.partial(_varlen_attention_dkv, tile=tile, pieces=pieces, **static)
     out = jax.ShapeDtypeStruct(k_SGK.shape, k_SGK.dtype)
-    call = _call(body, (out, out), scratch, (G, C), ("head", "block"), static["interpret"])
-    return call(block_table(over_queries.spans, own, C), over_queries.tiles, *inputs)
+    name, grid = "fused" if tile.fused else "dkv", (G, tables[0].shape[0])
+    call = _call(name, body, (out, out), scratch, grid, static["interpret"])
+    return call(*tables, *inputs, *sums)
+
+
+def _fused(tables, inputs, tile, static):
+    """Returns (dq_THK, dk_SGK, dv_SGK).
+
+    The interpreter knows no adding stores: there, each thread block has sums of its own.
+    """
+    q_THK = inputs[3]
+    blocks = tables[0].shape[0] if static["interpret"] else 1
+    # Inside a shard_map a kernel takes no references that vary: `varying_as` comes afterwards.
+    sums = jax.new_ref(jnp.zeros((blocks, *q_THK.shape), jnp.float32))
+    dk_SGK, dv_SGK = _dkv(tables, inputs, tile, static, sums)
+    return jax.freeze(sums).sum(0).astype(q_THK.dtype), dk_SGK, dv_SGK
 
 
 def _varlen_attention_dkv(
-    table, tiles, rows_3T, sums_H2T, slopes, q_THK, k_SGK, v_SGK, dout_THK,
-    dk_SGK, dv_SGK, *, own_smem, tile_smem, sum_smem, row_smem, left_smem,
+    table, tiles, rows_3T, sums_H2T, slopes, q_THK, k_SGK, v_SGK, dout_THK, *outputs,
+    own_smem, tile_smem, sum_smem, row_smem, left_smem, fused,
     own_ready, ready, free, done, tile, pieces, spec, alibi, interpret,
 ):  # fmt: skip
+    *dq_1THK, dk_SGK, dv_SGK = outputs
     G, K = k_SGK.shape[1:]
     R, own, width = q_THK.shape[1] // G, WARPGROUPS // pieces, K // pieces
     N, stages = tile.block_dkv, tile.stages_dkv
@@ -275,13 +386,15 @@ def _varlen_attention_dkv(
     block = lax.axis_index("block")
     begin, end = (number(table, block, i) for i in range(2))
 
-    def slot_of(c, r):  # the ring goes on from head to head of the group
-        return lax.rem(r * (end - begin) + c - begin, jnp.int32(stages))
+    def number_of(c, r):  # the ring goes on from head to head of the group
+        return r * (end - begin) + c - begin
+
+    def slot_of(c, r):
+        return lax.rem(number_of(c, r), jnp.int32(stages))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(240, action="increase")
-        # Either rows of its own, or the same rows and columns of its own.
         mine, part = (f(warpgroup, jnp.int32(pieces)) for f in (lax.div, lax.rem))
         start = pl.multiple_of(block * (own * ROWS) + mine * ROWS, ROWS)
         first, full_first, full_last, last = (
@@ -292,6 +405,30 @@ def _varlen_attention_dkv(
         def by_column(ref):
             x = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
             return lax.broadcast_in_dim(x, shape, [1])
+
+        def share(c, r, ds):  # adds the tile's part of dq
+            ds_smem, dq_smem, both = fused
+            turn = afresh(lax.rem(number_of(c, r), jnp.int32(2)), interpret)
+            ds_smem[turn, warpgroup] = ds
+            plgpu.commit_smem()
+            # Its last tile of dq has left shared memory: the other may write there.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(both)
+            plgpu.barrier_wait(both)
+
+            @pl.when(warpgroup == turn)
+            def _():
+                def multiply(acc_ref):
+                    for i in range(own):
+                        keys = own_smem[0].at[afresh(jnp.int32(i), interpret), 0]
+                        plgpu.wgmma(acc_ref, ds_smem.at[turn, i].transpose((1, 0)), keys)
+                    return acc_ref[...]
+
+                dq_smem[...] = pl.run_scoped(multiply, plgpu.ACC((N, K), jnp.float32))
+                plgpu.commit_smem()
+                here = pl.ds(pl.multiple_of(tiles[c] * N, N), N)
+                target = dq_1THK[0].at[block if interpret else 0, here, kv_head * R + r]
+                plgpu.copy_smem_to_gmem(dq_smem, target, reduction_op=None if interpret else "add")
 
         def step(c, carry, r, masked):
             dk, dv = carry
@@ -305,7 +442,7 @@ def _varlen_attention_dkv(
             s = product(own_k, [q.at[i] for i in range(pieces)], shape)
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + start
             own_key = by_column(place) if alibi else None
-            slope = slopes[kv_head * R + r] if alibi else None
+            slope = slopes[kv_head * R + r, 0] if alibi else None
             s, change = logits(s, key, own_key, slope, spec)
             p = jnp.exp2(s - by_column(lse))
             if masked:
@@ -313,16 +450,21 @@ def _varlen_attention_dkv(
                 p = jnp.where(key < by_column(hi), p, 0.0)
             left = left_smem.at[warpgroup]
             dv = multiply_into(dv, p.astype(q.dtype), dout.at[part], left, interpret)
+            p *= change  # before dp: the tiles that are live at once are what registers must hold
             dp = product(own_v, [dout.at[i] for i in range(pieces)], shape)
-            ds = p * (dp - by_column(delta)) * change
-            dk = multiply_into(dk, ds.astype(q.dtype), q.at[part], left, interpret)
+            ds = (p * (dp - by_column(delta))).astype(q.dtype)
+            dk = multiply_into(dk, ds, q.at[part], left, interpret)
             plgpu.barrier_arrive(free.at[slot])
+            if fused:
+                share(c, r, ds)
             return dk, dv
 
         def group(r, carry):
             def let_go(c, _):
                 plgpu.barrier_wait(ready.at[slot_of(c, r)])
                 plgpu.barrier_arrive(free.at[slot_of(c, r)])
+                if fused:
+                    share(c, r, plgpu.layout_cast(jnp.zeros(shape, k_SGK.dtype), WGMMA))
 
             lax.fori_loop(begin, first, let_go, None)
             masked, plain = (functools.partial(step, r=r, masked=m) for m in (True, False))
@@ -367,8 +509,7 @@ def _varlen_attention_dkv(
             @pl.loop(begin, end)
             def _(c):
                 slot = slot_of(c, r)
-                filled = r * (end - begin) + c - begin >= stages
-                pl.when(filled)(lambda: plgpu.barrier_wait(free.at[slot]))
+                pl.when(number_of(c, r) >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 start = pl.multiple_of(tiles[c] * N, N)
                 copy((q_THK, dout_THK), head, start, N, tile_smem, slot, ready.at[slot])
                 here = pl.ds(start, N)

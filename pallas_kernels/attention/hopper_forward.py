@@ -1,7 +1,9 @@
 """The forward kernel for Hopper, after FlashAttention-3 (arXiv 2407.08608) sections 3.1 and 3.2.
 
 One thread block takes 128 query rows of one head: two compute warpgroups of 64 rows and a warpgroup
-that only starts copies. Tiles of keys and values come through a ring of `stages` buffers:
+that only starts copies. For short segments the 64 rows may be fewer positions of several heads of a
+group, which see the same keys (FlashAttention-3's pack_gqa): head by head, each a TMA copy of whole
+8-row tiles. Tiles of keys and values come through a ring of `stages` buffers:
 
     producer      wait k_free[s] | TMA K -> k_ready[s]      wait v_free[s] | TMA V -> v_ready[s]
     each compute  wait k_ready[s], S = Q K^T, arrive k_free[s], mask, softmax,
@@ -15,7 +17,8 @@ own it lets go. A warpgroup's own tiles fall in three loops: masked, without a m
 Softmax is in base 2, as the hardware's exponential is.
 
 Legend: T query rows, S key rows, H query heads, G key-value heads, K head width, C thread blocks of
-128 rows, Q = 64 rows of a warpgroup, N rows of a key tile.
+128 rows, N rows of a key tile, P positions of a warpgroup, X = T x heads of a tile: rows in the
+order of the tiles.
 """
 
 import dataclasses
@@ -30,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
+from pallas_kernels import tiles as limits
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import LOWEST, Spec
 
@@ -37,26 +41,68 @@ LOG2E = math.log2(math.e)
 WARPGROUPS = 2
 ROWS = 64  # of a warpgroup: the M of every wgmma instruction
 BLOCK_Q = WARPGROUPS * ROWS
-SHORT = 256  # (chosen: tiles of 64 keys visit 1.6 times the useful pairs there, those of 128 2.1)
+HEADS = 8  # of a tile at most: TMA writes whole tiles of 8 rows
 WGMMA = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """block_k: key rows of a tile. stages: tiles in flight."""
+    """block_k: key rows of a tile. stages: tiles in flight.
+
+    heads: query heads of one group that share the 64 rows of a warpgroup, 64 / heads positions of
+    each.
+    """
 
     block_k: int
     stages: int
+    heads: int = 1
 
 
-def heuristic(width: int, longest: int | None = None) -> Tile:
-    """The tile where nothing was measured: the largest that fits in SMEM; small for short segments.
+def short_rows(longest: int | None, most: int) -> int:
+    """Rows of a tile for segments of at most `longest` rows: `most` where they are long.
 
-    longest: rows of the longest segment, if known.
+    Short segments visit many pairs in vain: at a longest of 64, tiles of 32 keys visit 3.2 times
+    the useful pairs, of 128 keys 5.3; at 256, of 64 keys 1.7, of 128 keys 2.1 (README.md).
     """
-    block_k = 64 if width > 128 or (longest is not None and longest <= SHORT) else 128
-    stages = 4 if width <= 64 else 2 if block_k == 128 or width > 128 else 4
-    return Tile(block_k, stages)
+    if longest is None or longest > 256:
+        return most
+    return min(most, 32 if longest <= 128 else 64)
+
+
+def heuristic(width: int, group: int = 1, longest: int | None = None) -> Tile:
+    """The tile where nothing was measured: the largest that fits, smaller for short segments.
+
+    group: query heads that share a key-value head. longest: rows of the longest segment, if known.
+    """
+    block_k = short_rows(longest, 64 if width > 128 else 128)
+    heads = math.gcd(group, HEADS) if longest is not None and longest <= 256 else 1
+    # 128 KiB of keys and values in flight.
+    return Tile(block_k, min(8, max(2, 32768 // (block_k * width))), heads)
+
+
+def buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
+    """The shared memory of a thread block."""
+    keys = ((tile.stages, tile.block_k, width), dtype)
+    return {
+        "q_smem": ((WARPGROUPS, ROWS, width), dtype),
+        "k_smem": keys,
+        "v_smem": keys,
+        "lse_smem": ((WARPGROUPS, ROWS), jnp.float32),
+    }
+
+
+def check(tile: Tile, width: int, group: int, dtype: Any) -> None:
+    """Raises: ValueError for a tile that the hardware does not take."""
+    op = "varlen_attention forward"
+    limits.check_multiple(op, "block_k", tile.block_k, 32, 256)
+    limits.check_multiple(op, "stages", tile.stages, 1)
+    if math.gcd(group, HEADS) % tile.heads:
+        raise ValueError(
+            f"{op}: heads={tile.heads} of a tile must divide {HEADS} and the {group} heads of a "
+            f"group; nearest: {math.gcd(tile.heads, math.gcd(group, HEADS))}"
+        )
+    limits.check_shared(op, buffers(tile, width, dtype))
+    limits.check_registers(op, WARPGROUPS, (ROWS, width), (ROWS, tile.block_k))
 
 
 def forward(
@@ -70,48 +116,72 @@ def forward(
     tile: Tile,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As reference.forward, for bf16 and f16. Capacities that are whole tiles are not copied."""
-    T, H, K = q_THK.shape
-    over_keys, _ = visits(rows, k_SGK.shape[0], ROWS, tile.block_k)
-    rows_3T = pad(jnp.stack([rows.lo, rows.hi, rows.self]), BLOCK_Q, axis=1)
-    q_THK = pad(q_THK, BLOCK_Q)
+    """As reference.forward, for bf16 and f16. Capacities that are whole tiles are not copied.
+
+    Raises: ValueError for a tile that does not fit.
+    """
+    (T, H, K), (S, G, _) = q_THK.shape, k_SGK.shape
+    check(tile, K, H // G, q_THK.dtype)
+    P = ROWS // tile.heads
+    table, tiles = tables(rows, S, tile)
+    rows_3T = pad(jnp.stack([rows.lo, rows.hi, rows.self]), WARPGROUPS * P, axis=1)
+    rows_3X = by_tile(rows_3T[:, None].repeat(tile.heads, 1), tile.heads)
+    q_THK = pad(q_THK, WARPGROUPS * P)
     k_SGK, v_SGK = (pad(x, tile.block_k) for x in (k_SGK, v_SGK))
-    C = q_THK.shape[0] // BLOCK_Q
-    rings = functools.partial(ring, (tile.stages, tile.block_k, K), q_THK.dtype)
+    shapes = buffers(tile, K, q_THK.dtype)
+    # Tiles of V have the products' inner dimension as rows: a swizzle must fit those as well.
     scratch = {
-        "q_smem": ring((WARPGROUPS, ROWS, K), q_THK.dtype),
-        "k_smem": rings(),
-        "v_smem": rings(),
-        "lse_smem": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        "q_smem": ring(*shapes["q_smem"]),
+        "k_smem": ring(*shapes["k_smem"]),
+        "v_smem": ring(*shapes["v_smem"], most=2 * math.gcd(tile.block_k, 64)),
+        "lse_smem": plgpu.SMEM(*shapes["lse_smem"]),
         "p_smem": staging((WARPGROUPS, ROWS, tile.block_k), q_THK.dtype, interpret),
-        "q_ready": plgpu.Barrier(num_barriers=WARPGROUPS),
+        "q_ready": plgpu.Barrier(num_arrivals=tile.heads, num_barriers=WARPGROUPS),
         "k_ready": plgpu.Barrier(num_barriers=tile.stages),
         "v_ready": plgpu.Barrier(num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
         "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
-    slopes = jnp.zeros(H, jnp.float32) if slopes_H is None else slopes_H * LOG2E
+    slopes_H = None if slopes_H is None else slopes_H * LOG2E
     body = functools.partial(
         _body, spec=spec, tile=tile, alibi=slopes_H is not None, interpret=interpret
     )
-    out_THK, lse_HT = plgpu.kernel(
+    out_THK, lse_HX = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype),
-            jax.ShapeDtypeStruct((H, q_THK.shape[0]), jnp.float32),
+            jax.ShapeDtypeStruct((H // tile.heads, rows_3X.shape[1]), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(H, C),
+        grid=(H // tile.heads, table.shape[0]),
         grid_names=("head", "block"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="varlen_attention_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
-    )(block_table(over_keys.spans, WARPGROUPS, C), over_keys.tiles, rows_3T, slopes, q_THK,
-      k_SGK, v_SGK)  # fmt: skip
+    )(table, tiles, rows_3X, row_slopes(slopes_H, H, tile.heads), q_THK, k_SGK, v_SGK)
+    lse_HT = lse_HX.reshape(H // tile.heads, -1, tile.heads, P).swapaxes(1, 2).reshape(H, -1)
     return varying_as(q_THK, (out_THK[:T], lse_HT[:, :T]))
+
+
+def tables(rows: Rows, keys: int, tile: Tile) -> tuple[jax.Array, jax.Array]:
+    """Returns what the kernel reads: (its block table, the list of tiles it points into)."""
+    over_keys, _ = visits(rows, keys, ROWS // tile.heads, tile.block_k)
+    return block_table(over_keys.spans, WARPGROUPS), over_keys.tiles
+
+
+def by_tile(x_RT: jax.Array, heads: int) -> jax.Array:
+    """(..., heads, T) as rows of tiles: 64 / heads positions of each head, then the next ones."""
+    x = x_RT.reshape(*x_RT.shape[:-1], -1, ROWS // heads)
+    return x.swapaxes(-3, -2).reshape(*x_RT.shape[:-2], -1)
+
+
+def row_slopes(slopes_H: jax.Array | None, H: int, heads: int) -> jax.Array:
+    """(H / heads, 64): the slope of each row of a warpgroup."""
+    slopes_H = jnp.zeros(H, jnp.float32) if slopes_H is None else slopes_H
+    return jnp.repeat(slopes_H.reshape(-1, heads), ROWS // heads, axis=1)
 
 
 def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
@@ -140,15 +210,18 @@ def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
     return ring(shape, dtype) if interpret else plgpu.SMEM(shape[:1], jnp.int32)
 
 
-def block_table(spans: jax.Array, own: int, blocks: int) -> jax.Array:
-    """(C, 2 + 4 own): the tiles a thread block loads, then each warpgroup's span among them."""
-    spans = jnp.pad(spans, ((0, blocks * own - spans.shape[0]), (0, 0))).reshape(blocks, own, 4)
+def block_table(spans: jax.Array, own: int) -> jax.Array:
+    """(C, 2 + 4 own): the tiles a thread block loads, then each warpgroup's span among them.
+
+    spans: of `ranges.visits`, `own` to a thread block.
+    """
+    spans = jnp.pad(spans, ((0, -spans.shape[0] % own), (0, 0))).reshape(-1, own, 4)
     empty = spans[..., 0] >= spans[..., 3]
     first = jnp.where(empty, jnp.iinfo(jnp.int32).max, spans[..., 0]).min(1)
     last = jnp.where(empty, 0, spans[..., 3]).max(1)
     first = jnp.minimum(first, last)
     spans = jnp.where(empty[..., None], first[:, None, None], spans)
-    return jnp.concatenate([first[:, None], last[:, None], spans.reshape(blocks, -1)], axis=1)
+    return jnp.concatenate([first[:, None], last[:, None], spans.reshape(-1, 4 * own)], axis=1)
 
 
 def number(table, block, column):
@@ -220,12 +293,12 @@ def logits(s, key, own, slope, spec: Spec):
 
 
 def _body(
-    table, tiles, rows_3T, slopes, q_THK, k_SGK, v_SGK, out_THK, lse_HT,
+    table, tiles, rows_3X, slopes, q_THK, k_SGK, v_SGK, out_THK, lse_HX,
     *, q_smem, k_smem, v_smem, lse_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
     spec, tile, alibi, interpret,
 ):  # fmt: skip
     H, K = q_THK.shape[1:]
-    N, stages = tile.block_k, tile.stages
+    N, stages, P = tile.block_k, tile.stages, ROWS // tile.heads
     shape = (ROWS, N)
     head, warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
     # Later rows see more keys under a causal mask: the long blocks start first.
@@ -243,15 +316,21 @@ def _body(
     def _compute():
         plgpu.set_max_registers(232, action="increase")
         start = pl.multiple_of(block * BLOCK_Q + warpgroup * ROWS, ROWS)
+        place = pl.multiple_of((block * WARPGROUPS + warpgroup) * P, P)
         own_q = q_smem.at[warpgroup]
-        here = (pl.ds(start, ROWS), head)
-        plgpu.copy_gmem_to_smem(q_THK.at[here], own_q, q_ready.at[warpgroup])
-        lo, hi = (row_vector(rows_3T.at[i], start) for i in range(2))
+        # What lies where: each head's rows in memory and in the tile.
+        parts = [
+            ((pl.ds(place, P), head * tile.heads + r), own_q.at[pl.ds(r * P, P)])
+            for r in range(tile.heads)
+        ]
+        for here, part in parts:
+            plgpu.copy_gmem_to_smem(q_THK.at[here], part, q_ready.at[warpgroup])
+        lo, hi = (row_vector(rows_3X.at[i], start) for i in range(2))
         first, full_first, full_last, last = (
             number(table, block, 2 + 4 * warpgroup + j) for j in range(4)
         )
-        own = by_row(row_vector(rows_3T.at[2], start), shape) if alibi else None
-        slope = slopes[head] if alibi else None
+        own = by_row(row_vector(rows_3X.at[2], start), shape) if alibi else None
+        slope = by_row(row_vector(slopes.at[head], 0), shape) if alibi else None
         plgpu.barrier_wait(q_ready.at[warpgroup])
         pl.when(warpgroup == 1)(take_turn)
 
@@ -310,14 +389,15 @@ def _body(
         lse = (maximum + jnp.log2(total)) / LOG2E
         lse_smem[warpgroup] = jnp.where(live, lse, -jnp.inf)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_q, out_THK.at[here])
-        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_HT.at[head, pl.ds(start, ROWS)])
+        for here, part in parts:
+            plgpu.copy_smem_to_gmem(part, out_THK.at[here])
+        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_HX.at[head, pl.ds(start, ROWS)])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
-        kv_head = lax.div(head, jnp.int32(H // k_SGK.shape[1]))
+        kv_head = lax.div(head, jnp.int32(H // k_SGK.shape[1] // tile.heads))
 
         @pl.loop(begin, end)
         def _(c):

@@ -158,11 +158,6 @@ def _settle(spans: jax.Array) -> jax.Array:
     return jnp.stack([first, full_first, full_last, last], axis=1)
 
 
-def visited_area(visited: Visits, block: int, tile: int) -> jax.Array:
-    """Returns how many pairs of rows the visited tiles hold, float32."""
-    return (visited.spans[:, 3] - visited.spans[:, 0]).sum().astype(jnp.float32) * (block * tile)
-
-
 def useful_pairs(rows: Rows) -> jax.Array:
     """Returns how many pairs of a query and a key it sees there are, float32."""
     return (rows.hi - rows.lo).astype(jnp.float32).sum()

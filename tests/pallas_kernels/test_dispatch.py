@@ -36,8 +36,21 @@ def test_one_program_takes_what_its_platform_has():
     x = jnp.zeros(())
     for choice, want in (("auto", -1), ("reference", -1), ("interpret", 2)):
         assert jax.jit(lambda x, c=choice: dispatch.run(c, kernel, reference, x))(x) == want
-    with pytest.raises(NotImplementedError, match="cuda"):
-        dispatch.run("hopper", kernel, reference, x)
+
+
+def test_a_kernel_for_another_platform_names_it_and_what_to_use():
+    def kernel(x, interpret):
+        return x + 1
+
+    def call(x):
+        return dispatch.run("hopper", kernel, lambda x: x, x, op="my_op")
+
+    message = r"my_op: implementation='hopper' .* is for cpu; use implementation='reference'"
+    for run in (call, jax.jit(call), jax.vmap(call)):
+        with pytest.raises(NotImplementedError, match=message):
+            run(jnp.zeros(2))
+    text = jax.jit(call).trace(jnp.zeros(2)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.add" in text
 
 
 def test_another_gpu_is_a_reason(monkeypatch):

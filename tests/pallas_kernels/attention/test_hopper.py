@@ -50,9 +50,8 @@ def problem(case, seed, dtype=jnp.bfloat16):
     return (q, k, v, rows, slopes), dout, Spec(case.width**-0.5, case.softcap), wanted
 
 
-def run_forward(case, seed):
+def run_forward(case, seed, tile=hopper_forward.Tile(64, 2)):
     inputs, _, spec, wanted = problem(case, seed)
-    tile = hopper_forward.Tile(64, 2)
     run = functools.partial(hopper_forward.forward, spec=spec, tile=tile, interpret=True)
     with interpret.checked():
         out, lse = jax.block_until_ready(jax.jit(run)(*inputs))
@@ -61,12 +60,13 @@ def run_forward(case, seed):
     np.testing.assert_allclose(lse, wanted[1], atol=1e-4)
 
 
-def run_backward(case, seed, dtype=jnp.bfloat16):
+def run_backward(case, seed, tile=None, dtype=jnp.bfloat16):
     inputs, dout, spec, (out, lse, *grads) = problem(case, seed, dtype)
     live = (inputs[3].lo < inputs[3].hi)[:, None, None]
     dout = jnp.where(live, dout, jnp.zeros((), dtype))
     delta = jnp.asarray((out * np.asarray(dout, np.float64)).sum(-1).T, jnp.float32)
-    tile = dataclasses.replace(hopper_backward.heuristic(case.width), stages_dq=2, stages_dkv=2)
+    tile = tile or hopper_backward.heuristic(case.width)
+    tile = dataclasses.replace(tile, stages_dq=2, stages_dkv=2)
     run = functools.partial(hopper_backward.backward, spec=spec, tile=tile, interpret=True)
     with interpret.checked():
         got = jax.block_until_ready(
@@ -85,6 +85,49 @@ def test_forward(case, seed):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(case, seed):
     run_backward(case, seed)
+
+
+GQA = Case((50, 0, 60), causal=True, heads=(4, 1), width=64, spare=18)
+SHORT = [
+    (hopper_forward.Tile(32, 2, heads=2), dataclasses.replace(GQA, heads=(2, 1))),
+    pytest.param(hopper_forward.Tile(32, 2), GQA, marks=SLOW),
+    pytest.param(
+        hopper_forward.Tile(64, 2, heads=4),
+        dataclasses.replace(GQA, heads=(8, 2), alibi=True, softcap=2.0),
+        marks=SLOW,
+    ),
+    pytest.param(hopper_forward.Tile(32, 2, heads=8), Case((9, 30), heads=(8, 1), width=128),
+                 marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tile", "case"), SHORT, ids=str)
+def test_forward_tiles_of_short_segments(tile, case, seed):
+    """Few keys in a tile, and several heads of a group in its rows."""
+    run_forward(case, seed, tile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 256])
+def test_backward_tiles_of_short_segments(width, seed):
+    run_backward(dataclasses.replace(GQA, width=width), seed, hopper_backward.heuristic(width, 64))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Tiles that one warpgroup of a thread block sees and the other does not.
+        Case((50, 0, 60), causal=True, heads=(2, 1), width=64, spare=18),
+        pytest.param(Case((100, 60), window=(20, 9), width=64, heads=(1, 1), spare=7), marks=SLOW),
+        pytest.param(
+            Case((90, 30), causal=True, softcap=1.5, alibi=True, heads=(2, 2), width=96), marks=SLOW
+        ),
+        pytest.param(Case((80, 40), causal=True, heads=(2, 1), width=128), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_fused_backward(case, seed):
+    run_backward(case, seed, hopper_backward.heuristic(case.width, deterministic=False))
 
 
 @pytest.mark.slow
@@ -108,27 +151,68 @@ def test_public_function_with_gradients(seed):
         np.testing.assert_allclose(np.asarray(x[0], np.float64), want, atol=0.02)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("barrier", "run"), [("k_free", run_forward), ("free", run_backward)])
-def test_a_deleted_barrier_is_found(barrier, run, seed, monkeypatch):
-    """Without the producer's wait for a free buffer, the interpreter reports the race."""
-    module = hopper_forward if run is run_forward else hopper_backward
-    names = {"k_free": "_body", "free": "_varlen_attention_dq"}
-    body = getattr(module, names[barrier])
+def without_waits(monkeypatch, module, name, barrier_of):
+    """The kernel of this name never waits at a barrier: barrier_of(its named arguments)."""
+    body = getattr(module, name)
 
     def without(*refs, **named):
-        wait = module.plgpu.barrier_wait
-        stages = named[barrier]
+        wait, deleted = module.plgpu.barrier_wait, barrier_of(named)
 
         def skip(ref):
-            if getattr(ref, "ref", None) is not stages:
+            if deleted is not ref and deleted is not getattr(ref, "ref", None):
                 wait(ref)
 
         with monkeypatch.context() as patch:
             patch.setattr(module.plgpu, "barrier_wait", skip)
             body(*refs, **named)
 
-    without.__name__ = body.__name__
-    monkeypatch.setattr(module, names[barrier], without)
+    monkeypatch.setattr(module, name, without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("barrier", "run"), [("k_free", run_forward), ("free", run_backward)])
+def test_a_deleted_barrier_is_found(barrier, run, seed, monkeypatch):
+    """Without the producer's wait for a free buffer, the interpreter reports the race."""
+    module = hopper_forward if run is run_forward else hopper_backward
+    name = {"k_free": "_body", "free": "_varlen_attention_dq"}[barrier]
+    without_waits(monkeypatch, module, name, lambda named: named[barrier])
     with pytest.raises(Exception, match="race|phase|observed"):
         run(Case((256,), width=64, heads=(1, 1)), seed)  # twice as many tiles as buffers
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=SLOW)])
+def test_a_deleted_barrier_of_dkv_is_found(fused, seed, monkeypatch):
+    """The producer's wait for a free buffer; fused, the wait for the other's part of dS."""
+    name = "_varlen_attention_dkv"
+    without_waits(
+        monkeypatch, hopper_backward, name, lambda n: n["fused"][2] if fused else n["free"]
+    )
+    monkeypatch.setattr(hopper_backward, "_dq", lambda tables, inputs, *_: inputs[3])
+    tile = hopper_backward.heuristic(64, deterministic=not fused)
+    with pytest.raises(Exception, match="race|phase|observed"):
+        run_backward(Case((64,), width=64, heads=(4, 1)), seed, tile)  # a tile each head
+
+
+BAD_TILES = {
+    "block": (hopper_forward.Tile(48, 2), "block_k=48 must be a multiple of 32 .*nearest: 32, 64"),
+    "ring": (hopper_forward.Tile(128, 8), r"shared memory.*k_smem bfloat16\[8, 128, 128\]"),
+    "heads": (hopper_forward.Tile(64, 2, heads=4), "heads=4 .* the 2 heads of a group; nearest: 2"),
+    "registers": (hopper_forward.Tile(256, 1), "registers of a thread"),
+    "block dq": (hopper_backward.Tile(16, 2, 64, 2), "block_dq=16 must be a multiple of 32"),
+    "ring dq": (hopper_backward.Tile(64, 6, 64, 2), r"\(dq\).*shared memory.*k_smem"),
+    "ring dkv": (hopper_backward.Tile(64, 2, 64, 5), r"\(dkv\).*shared memory.*q_smem"),
+    "sums": (hopper_backward.Tile(64, 2, 128, 2), r"\(dkv\).*registers of a thread"),
+    "fused": (hopper_backward.Tile(64, 2, 32, 2, True), "fused needs block_dkv=64, got 32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TILES)
+def test_a_tile_that_does_not_fit_is_refused_before_tracing(name):
+    tile, message = BAD_TILES[name]
+    inputs, _, spec, _ = problem(Case((64,), width=128, heads=(2, 1)), 0)
+    with pytest.raises(ValueError, match=message):
+        if isinstance(tile, hopper_forward.Tile):
+            hopper_forward.forward(*inputs, spec=spec, tile=tile)
+        else:
+            sums = jnp.zeros((2, 64))
+            hopper_backward.backward(*inputs, sums, sums, inputs[0], spec=spec, tile=tile)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import ranges
+from pallas_kernels.attention import hopper_backward, hopper_forward, ranges
 from tests.attention_oracle import Case, visible
 
 CASES = [
@@ -73,6 +73,40 @@ def test_no_tile_without_a_live_pair_is_visited_in_either_direction(case, blocks
             np.testing.assert_array_equal(tiles[full_first:full_last], full)
 
 
+TABLES = {
+    "forward": (hopper_forward.tables, (S, hopper_forward.Tile(32, 2)), 64, 32, False),
+    "grouped": (hopper_forward.tables, (S, hopper_forward.Tile(64, 2, 4)), 16, 64, False),
+    "dq": (hopper_backward.dq_tables, (S, hopper_backward.Tile(32, 2, 64, 2)), 64, 32, False),
+    "dkv": (hopper_backward.dkv_tables, (S, hopper_backward.Tile(64, 2, 32, 2), 64), 32, 64, True),
+    "dkv 256": (
+        hopper_backward.dkv_tables, (S, hopper_backward.Tile(32, 2, 64, 2), 256), 64, 64, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_that_kernels_read_hold_no_tile_in_vain(name):
+    """A warpgroup computes its live tiles only; a thread block loads their union and no more."""
+    tables, static, block_q, block_k, inverse = TABLES[name]
+    build = jax.jit(tables, static_argnums=tuple(range(1, 1 + len(static))))
+    for case in CASES:
+        live, _ = blocks_of(seen_by(case), block_q, block_k)
+        live = live.T if inverse else live
+        table, tiles = (np.asarray(x) for x in build(rows_of(case), *static))
+        spans = table[:, 2:].reshape(-1, 4)
+        own = len(spans) // len(table)
+        assert own == (1 if "256" in name else 2) and 0 <= len(spans) - len(live) < own
+        live = np.pad(live, ((0, len(spans) - len(live)), (0, 0)))
+        for (first, _, _, last), want in zip(spans, live, strict=True):
+            np.testing.assert_array_equal(tiles[first:last], np.flatnonzero(want))
+        union = live.reshape(len(table), own, -1).any(1)
+        for (begin, end), want in zip(table[:, :2], union, strict=True):
+            np.testing.assert_array_equal(tiles[begin:end], np.flatnonzero(want))
+        # What a warpgroup computes lies in what its thread block loads.
+        inside = (spans[:, 0] >= table[:, 0].repeat(own)) & (spans[:, 3] <= table[:, 1].repeat(own))
+        assert (inside | (spans[:, 0] == spans[:, 3])).all()
+
+
 def test_segment_ids_are_prefix_sums():
     ids = jnp.array([7, 7, 7, 2, 2, -1, -1, 3, 3, 3], jnp.int32)
     for options in ((True, None), (False, (1, 2))):
@@ -83,27 +117,6 @@ def test_segment_ids_are_prefix_sums():
         np.testing.assert_array_equal(got.lo, np.where(live, want.lo, 0))
         np.testing.assert_array_equal(got.hi, np.where(live, want.hi, 0))
         np.testing.assert_array_equal(got.self, want.self)
-
-
-def paper_lengths(longest, batch=16, seed=0):
-    """ByteTransformer's draw (its benchmark): uniform, average 0.6 of the longest."""
-    average = int(0.6 * longest)
-    return np.random.default_rng(seed).integers(2 * average - longest, longest + 1, batch)
-
-
-@pytest.mark.parametrize(("longest", "bound"), [(64, 5.5), (256, 2.2), (512, 1.6), (1024, 1.4)])
-def test_visited_area_on_the_papers_draws(longest, bound):
-    """64-row blocks and 128-row tiles, as the forward kernel's warpgroups have them."""
-    lengths = paper_lengths(longest)
-    cu = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
-    rows = packed_rows(cu, cu, 16384, False, None)
-    over_keys, over_queries = visits(rows, 16384, 64, 128)
-    useful = float((lengths.astype(float) ** 2).sum())
-    assert float(ranges.useful_pairs(rows)) == useful
-    for visited, block, tile in ((over_keys, 64, 128), (over_queries, 128, 64)):
-        ratio = float(ranges.visited_area(visited, block, tile)) / useful
-        print(f"longest {longest}: visited area {ratio:.2f} of the useful pairs")
-        assert ratio <= bound
 
 
 def test_one_compile_serves_any_prefix_sums():

@@ -1,0 +1,106 @@
+"""Which tiles the kernels take: measured ones where a table has them, else the heuristics.
+
+A table (tuned.py) has rows of the ops FORWARD and BACKWARD. Their keys leave out causal order,
+windows and the lengths but the longest: those are data to the kernels, and change how many tiles
+are visited far more than which tile is best.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.attention import hopper_backward, hopper_forward
+
+FORWARD, BACKWARD = "varlen_attention_forward", "varlen_attention_backward"
+BLOCKS, STAGES = (32, 64, 128), (8, 6, 4, 3, 2)
+
+
+def key(dtype: Any, width: int, group: int, tokens: int, longest: int | None) -> dict[str, Any]:
+    """Of FORWARD's rows; BACKWARD's have `deterministic` as well.
+
+    group: query heads of a key-value head. tokens: T. longest: rows of the longest segment.
+    """
+    return {
+        "dtype": jnp.dtype(dtype).name,
+        "width": width,
+        "group": group,
+        "longest": longest or tokens,
+        "tokens": tokens,
+    }
+
+
+def choose(
+    dtype: Any, width: int, group: int, tokens: int, longest: int | None, deterministic: bool
+) -> tuple[list[str], hopper_forward.Tile, hopper_backward.Tile]:
+    """Returns (what was measured to be faster than the kernels, their tiles).
+
+    A row's tile that does not fit here (the nearest row may be of another width) is passed over.
+    """
+    about = key(dtype, width, group, tokens, longest)
+    reasons = []
+
+    def measured(op: str, about: dict[str, Any], make: Callable[..., Any], check: Callable) -> Any:
+        row = tuned.find(op, about)
+        if row is None:
+            return None
+        if row["fastest"] != "hopper":
+            reasons.append(f"{row['fastest']} was measured to be faster at {row['key']} ({op})")
+        return _legal(make(**row["tile"]), check)
+
+    forward = measured(
+        FORWARD, about, hopper_forward.Tile,
+        lambda tile: hopper_forward.check(tile, width, group, dtype),
+    )  # fmt: skip
+    backward = measured(
+        BACKWARD, about | {"deterministic": deterministic}, hopper_backward.Tile,
+        lambda tile: hopper_backward.check(tile, width, dtype),
+    )  # fmt: skip
+    return (
+        reasons,
+        forward or hopper_forward.heuristic(width, group, longest),
+        backward or hopper_backward.heuristic(width, longest, deterministic),
+    )
+
+
+def forward_tiles(
+    dtype: Any, width: int, group: int, longest: int | None
+) -> list[hopper_forward.Tile]:
+    """The heuristic's tile, and for every block the legal one with the most tiles in flight.
+
+    Shared memory that a tile leaves free serves nobody: registers let an SM have one thread block.
+    """
+    found = [hopper_forward.heuristic(width, group, longest)]
+    for block, heads in itertools.product(BLOCKS, {1, math.gcd(group, hopper_forward.HEADS)}):
+        tiles = (hopper_forward.Tile(block, stages, heads) for stages in STAGES)
+        found += _first(tiles, lambda tile: hopper_forward.check(tile, width, group, dtype))
+    return list(dict.fromkeys(found))
+
+
+def backward_tiles(
+    dtype: Any, width: int, longest: int | None, deterministic: bool
+) -> list[hopper_backward.Tile]:
+    """As `forward_tiles`, over the blocks of both kernels; with the fused one where it may be."""
+    found = [hopper_backward.heuristic(width, longest, deterministic)]
+    if not deterministic:
+        found.append(hopper_backward.heuristic(width, longest))
+    for dq, dkv in itertools.product(BLOCKS, BLOCKS):
+        stages = sorted(itertools.product(STAGES, STAGES), key=sum, reverse=True)
+        tiles = (hopper_backward.Tile(dq, a, dkv, b) for a, b in stages)
+        found += _first(tiles, lambda tile: hopper_backward.check(tile, width, dtype))
+    return list(dict.fromkeys(found))
+
+
+def _first(tiles: Iterator[Any], check: Callable[[Any], None]) -> list[Any]:
+    return [tile for tile in tiles if _legal(tile, check)][:1]
+
+
+def _legal(tile: Any, check: Callable[[Any], None]) -> Any:
+    try:
+        check(tile)
+    except ValueError:
+        return None
+    return tile
