@@ -30,9 +30,8 @@ from megajax.layers.ops import Ops
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import packed_attention
-from pallas_kernels.attention import hopper_forward
+from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
-from pallas_kernels.attention.ranges import packed_rows, visited_area, visits
 
 Array = jax.Array
 
@@ -201,17 +200,9 @@ class Kernel:
 
 def visited_pairs(lengths: Sequence[int], width: int) -> float:
     """Pairs of rows, of one head, that the fused attention computes on: its tiles are whole."""
-    tile = hopper_forward.heuristic(width, longest=max(lengths))
-    cu_seqlens = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
-    rows = max(1 << (sum(lengths) - 1).bit_length(), 16384)  # one compile for most
-    return float(_visited_pairs(cu_seqlens, rows, tile.block_k))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _visited_pairs(cu_seqlens: Array, rows: int, block_k: int) -> Array:
-    block_q = hopper_forward.ROWS
-    seen = packed_rows(cu_seqlens, cu_seqlens, rows, False, None)
-    return visited_area(visits(seen, rows, block_q, block_k)[0], block_q, block_k)
+    capacity = max(1 << (sum(lengths) - 1).bit_length(), 16384)  # one compile for most
+    useful = sum(n * n for n in lengths)
+    return area.of_lengths(lengths, width, capacity=capacity)["forward"].computed * useful
 
 
 def kernels(cfg: EncoderConfig, step: Step, lengths: Sequence[int], longest: int) -> list[Kernel]:
