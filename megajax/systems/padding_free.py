@@ -198,11 +198,11 @@ class Kernel:
         return max(self.flops / PEAK_FLOPS, self.bytes / PEAK_BYTES)
 
 
-def visited_pairs(lengths: Sequence[int], width: int) -> float:
+def visited_pairs(lengths: Sequence[int], width: int) -> int:
     """Pairs of rows, of one head, that the fused attention computes on: its tiles are whole."""
     capacity = max(1 << (sum(lengths) - 1).bit_length(), 16384)  # one compile for most
     useful = sum(n * n for n in lengths)
-    return area.of_lengths(lengths, width, capacity=capacity)["forward"].computed * useful
+    return round(area.of_lengths(lengths, width, capacity=capacity)["forward"].computed * useful)
 
 
 def kernels(cfg: EncoderConfig, step: Step, lengths: Sequence[int], longest: int) -> list[Kernel]:
