@@ -16,6 +16,7 @@ from megajax.layers import ops
 from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
 from pallas_kernels import fused_layer_norm
+from pallas_kernels.dispatch import Implementation
 
 
 def settle(
@@ -24,6 +25,7 @@ def settle(
     residual_BSD: jax.Array,
     bias: jax.Array,
     drop: Callable | None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """norm(residual + drop(y + bias)) as one kernel; with dropout, which lies between, as many."""
     if drop is not None:
@@ -36,6 +38,7 @@ def settle(
         offset=norm.shift[...] if norm.kind == "layer" else None,
         kind=norm.kind,
         eps=norm.eps,
+        implementation=implementation,
     )[0]
 
 
@@ -44,7 +47,13 @@ def has_gemm() -> bool:
     return hasattr(pallas_kernels, "fused_gemm")
 
 
-def expand(mlp: Mlp, x_BSD: jax.Array, up: Callable, matmul: Callable) -> jax.Array:
+def expand(
+    mlp: Mlp,
+    x_BSD: jax.Array,
+    up: Callable,
+    matmul: Callable,
+    implementation: Implementation | None = None,
+) -> jax.Array:
     """activation(x w + bias), hidden_BSF, as one GEMM; a gated layer, which has two, as many."""
     if mlp.cfg.activation == "swiglu":
         return ops.expand(mlp, x_BSD, up, matmul)
@@ -52,6 +61,7 @@ def expand(mlp: Mlp, x_BSD: jax.Array, up: Callable, matmul: Callable) -> jax.Ar
 
     def product(x_BSD: jax.Array, w_DF: jax.Array) -> jax.Array:
         gemm = getattr(pallas_kernels, "fused_gemm")  # noqa: B009
-        return gemm(x_BSD, w_DF, bias=bias, activation=mlp.cfg.activation)
+        options = {"activation": mlp.cfg.activation, "implementation": implementation}
+        return gemm(x_BSD, w_DF, bias=bias, **options)
 
     return up(x_BSD, mlp.inputs, product)[0]

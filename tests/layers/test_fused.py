@@ -43,7 +43,7 @@ def test_expand_gives_its_gemm_bias_and_activation(activation, seed, monkeypatch
     """With a GEMM that does as it is told; a gated layer does not use it."""
     seen = []
 
-    def gemm(x, w, *, bias, activation):
+    def gemm(x, w, *, bias, activation, implementation):
         seen.append(activation)
         return activate(activation, (x @ w + bias[None, None],))
 
