@@ -57,6 +57,9 @@ class Config:
 
     model: EncoderConfig = group(EncoderConfig)
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and tokens")
+    kernels: Literal["auto", "hopper", "reference"] = option(
+        "auto", "implementation of ours; auto: as shipped, which is plain JAX where that is faster"
+    )
     batch: int = option(4, "sequences of the check of exactness")
     longest: int = option(64, "padded length of the check of exactness", "tokens")
     batches: str = option("16", "sequences that are timed, on a GPU: numbers with commas")
@@ -80,7 +83,7 @@ def tiny() -> Config:
 
 def paper() -> Config:
     """BERT base in bfloat16, batches of 1 to 16."""
-    return Config(MODELS["bert_base"](), "bfloat16", 16, 256, "1,16")
+    return Config(MODELS["bert_base"](), "bfloat16", batch=16, longest=256, batches="1,16")
 
 
 def numbers(name: str, text: str) -> list[int]:
@@ -148,8 +151,9 @@ def main() -> int:
     for step in (*free.STEPS, free.CUDNN):  # 2 what cannot run here
         if reason := free.missing(step):
             add({"part": "missing", "step": step.name, "note": reason})
+    steps = report.runnable(None if cfg.kernels == "auto" else cfg.kernels)
     sizes = cfg.model, cfg.dtype, cfg.batch, cfg.longest  # 3 exactness
-    for row in report.exact(*sizes, ALPHAS):
+    for row in report.exact(*sizes, ALPHAS, steps):
         add(row)
     shape, lengths = MODELS["bert_base"](), numbers("lengths", cfg.lengths)
     for longest in lengths:  # 4 work saved, on the paper's shapes
@@ -159,10 +163,10 @@ def main() -> int:
     if on_gpu:  # 5 times: the whole stack, then attention alone
         batches = sorted(numbers("batches", cfg.batches), reverse=True)
         for batch, longest in itertools.product(batches, lengths):
-            for step in report.runnable():
+            for step in steps:
                 attempt("time", step, batch, longest)
         for batch, longest in itertools.product(batches, lengths):
-            for step in (free.PADDED, free.CUDNN, free.OURS):
+            for step in (s for s in steps if not s.norm or s.attention == "varlen"):
                 attempt("attention", step, batch, longest)
             add(torch_row(cfg, batch, longest))
     draw(rows, path.with_suffix(""), on_gpu)  # 6 figure

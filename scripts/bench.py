@@ -6,8 +6,8 @@
 train: the trainer's step (data, step, record) over a minimal hand-written JAX loop of the same
 model, mesh, stored shardings and remat (scripts/plain_train.py), A/B/A/B, median of --rounds pairs.
 Writes experiments/results/bench_train.json. On a CPU the ratio counts, not the times.
-kernels: packed attention beside cuDNN's of the same tokens padded, device time, and this machine's
-peaks. Writes bench_kernels.json. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
+kernels: every case of every kernel folder beside its rivals, device time, and this machine's peaks.
+Writes bench_kernels.json. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
 """
 
 import sys
@@ -126,7 +126,7 @@ def bench_train(cfg: Config) -> None:
 
 
 def bench_kernels(cfg: Config) -> None:
-    """Times every case of pallas_kernels/attention/cases.py."""
+    """Times every case of pallas_kernels/*/cases.py."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise UserError(f"kernels are timed on a GPU only; jax found {device.device_kind}")

@@ -16,6 +16,7 @@ from megajax.layers import ops
 from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
 from pallas_kernels import fused_gemm, fused_layer_norm
+from pallas_kernels.dispatch import Implementation
 
 
 def settle(
@@ -24,6 +25,7 @@ def settle(
     residual_BSD: jax.Array,
     bias: jax.Array,
     drop: Callable | None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """norm(residual + drop(y + bias)) as one kernel; with dropout, which lies between, as many."""
     if drop is not None:
@@ -36,13 +38,22 @@ def settle(
         offset=norm.shift[...] if norm.kind == "layer" else None,
         kind=norm.kind,
         eps=norm.eps,
+        implementation=implementation,
     )[0]
 
 
-def expand(mlp: Mlp, x_BSD: jax.Array, up: Callable, matmul: Callable) -> jax.Array:
-    """activation(x w + bias) as one kernel; SwiGLU, which joins two products, as many."""
+def expand(
+    mlp: Mlp,
+    x_BSD: jax.Array,
+    up: Callable,
+    matmul: Callable,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """activation(x w + bias), hidden_BSF, as one GEMM; a gated layer, which has two, as many."""
     if mlp.cfg.activation == "swiglu":
         return ops.expand(mlp, x_BSD, up, matmul)
     bias = mlp.up_bias[...] if mlp.cfg.bias else None
-    product = functools.partial(fused_gemm, bias=bias, activation=mlp.cfg.activation)
+    product = functools.partial(
+        fused_gemm, bias=bias, activation=mlp.cfg.activation, implementation=implementation
+    )
     return up(x_BSD, mlp.inputs, product)[0]

@@ -32,19 +32,25 @@ from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import packed_attention
 from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.dispatch import Implementation
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A way to run the encoder. attention: 'xla' keeps the logits; on packed tokens it unpacks."""
+    """A way to run the encoder.
+
+    attention: 'xla' keeps the logits; on packed tokens it unpacks. implementation: of the kernels;
+    None: what they ship for this device, plain JAX where a table says that it is faster.
+    """
 
     name: str
     norm: bool = False
     gelu: bool = False
     packed: bool = False
     attention: Literal["xla", "cudnn", "varlen"] = "xla"
+    implementation: Implementation | None = None
 
 
 PADDED = Step("padded, XLA")
@@ -70,14 +76,14 @@ def ops_of(step: Step, batch: int, longest: int) -> Ops:
     if step.attention == "cudnn":
         kernel = _cudnn_rows
     elif step.attention == "varlen":
-        kernel = functools.partial(_varlen, longest)
+        kernel = functools.partial(_varlen, longest, step.implementation)
     elif step.packed and step.attention == "xla":
         kernel = functools.partial(_unpacked, batch, longest)
     changes: dict[str, Any] = {"attend": kernel}
     if step.norm:
-        changes["settle"] = fused.settle
+        changes["settle"] = functools.partial(fused.settle, implementation=step.implementation)
     if step.gelu:
-        changes["expand"] = fused.expand
+        changes["expand"] = functools.partial(fused.expand, implementation=step.implementation)
     return Ops(**changes)
 
 
@@ -163,12 +169,15 @@ def _unpacked(batch: int, longest: int, q: Array, k: Array, v: Array, query: Con
     return pack(out_BSHK, lengths_B, info.capacity)[0][None]
 
 
-def _varlen(longest: int, q: Array, k: Array, v: Array, query: Context, *_) -> Array:
+def _varlen(
+    longest: int, choice: Implementation | None, q: Array, k: Array, v: Array, query: Context, *_
+) -> Array:
     """Ours, told how long a sequence can be."""
     assert query.segments_BS is not None
     return packed_attention(
-        q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, return_lse=True
-    )[0]
+        q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, return_lse=True,
+        implementation=choice,
+    )[0]  # fmt: skip
 
 
 def _cudnn_rows(q: Array, k: Array, v: Array, query: Context, *_) -> Array:

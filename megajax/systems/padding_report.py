@@ -6,6 +6,7 @@ Rows name their part: 'exact' (any device), 'count' and 'step' (arithmetic: no d
 Legend: B sequences, S padded length, T packed tokens, D model width, H heads, K head width.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from megajax.models.encoder_config import EncoderConfig
 from megajax.systems import padding_free as free
 from pallas_kernels import bench
 from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.dispatch import Implementation
 
 Row = dict[str, Any]
 Array = jax.Array
@@ -30,18 +32,27 @@ PAPER_GAINS = {
 }  # fmt: skip
 
 
-def runnable() -> list[free.Step]:
-    """The steps that this machine can run."""
-    return [step for step in (*free.STEPS, free.CUDNN) if free.missing(step) is None]
+def runnable(implementation: Implementation | None = None) -> list[free.Step]:
+    """The steps that this machine can run, those with kernels by this implementation of them."""
+    steps = [step for step in (*free.STEPS, free.CUDNN) if free.missing(step) is None]
+    return [
+        dataclasses.replace(step, implementation=implementation) if step.norm else step
+        for step in steps
+    ]
 
 
 def exact(
-    cfg: EncoderConfig, dtype: str, batch: int, longest: int, alphas: Sequence[float]
+    cfg: EncoderConfig,
+    dtype: str,
+    batch: int,
+    longest: int,
+    alphas: Sequence[float],
+    steps: Sequence[free.Step],
 ) -> Iterator[Row]:
     """Yields each step's largest difference from the padded model in float32, over valid tokens.
 
     Packed steps read NaN where x pads. Bound: 1e-5 in float32; in 16 bits twice the padded model's
-    own error plus 1e-3.
+    own error plus 1e-3. steps: with the padded one.
     Raises: AssertionError when a packed step gives something else than 0 in the padding.
     """
     x_BSD = np.random.default_rng(0).normal(size=(batch, longest, cfg.width)).astype(np.float32)
@@ -63,7 +74,7 @@ def exact(
 
         return run
 
-    runs = {step: runner(step, dtype) for step in runnable()}
+    runs = {step: runner(step, dtype) for step in steps}
     wanted = runs[free.PADDED] if dtype == "float32" else runner(free.PADDED, "float32")
     for alpha in alphas:
         lengths_B = np.asarray(paper_lengths(longest, batch, alpha=alpha), np.int32)

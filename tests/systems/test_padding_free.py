@@ -64,7 +64,7 @@ def test_bytes_shrink_from_step_to_step():
 
 
 def test_every_step_equals_the_padded_model():
-    rows = list(report.exact(TINY, "float32", 3, 16, (0.1, 0.6, 1.0)))
+    rows = list(report.exact(TINY, "float32", 3, 16, (0.1, 0.6, 1.0), report.runnable()))
     assert {row["step"] for row in rows} == {step.name for step in report.runnable()}
     assert all(row["passed"] for row in rows), rows
     assert [row["tokens"] for row in rows if row["alpha"] == 1.0][0] == 48
@@ -72,12 +72,11 @@ def test_every_step_equals_the_padded_model():
 
 def test_a_step_that_sees_padding_is_not_exact(monkeypatch):
     """Unpacked attention whose rows are taken for full gives another result."""
-    monkeypatch.setattr(report, "runnable", lambda: [free.PADDED, free.STEPS[3]])
     right = free._padded_context
     monkeypatch.setattr(
         free, "_padded_context", lambda lengths_B, longest: right(lengths_B * 0 + longest, longest)
     )
-    rows = list(report.exact(TINY, "float32", 3, 16, (0.6,)))
+    rows = list(report.exact(TINY, "float32", 3, 16, (0.6,), [free.PADDED, free.STEPS[3]]))
     assert [row["passed"] for row in rows] == [True, False]
 
 
