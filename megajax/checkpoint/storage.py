@@ -106,8 +106,12 @@ def load(folder: Path, like: Tree, partial: bool) -> Tree:
                 x = jnp.zeros(w.shape, w.dtype, device=w.sharding)
             found[i] = x if ways[i] is None else reads.place(x, w.sharding)
 
+    if partial:  # Orbax knows either missing leaves or placeholders, not both in one load
+        read(list(range(len(wanted))), partial)
+        return jax.tree.unflatten(tree, found)
     odd = [i for i, way in enumerate(ways) if way is not None]
-    read([i for i in range(len(wanted)) if ways[i] is None], partial)
+    if even := [i for i, way in enumerate(ways) if way is None]:
+        read(even, partial)
     sizes = [math.prod(wanted[i].shape) * wanted[i].dtype.itemsize for i in odd]
     total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
     for group in reads.groups(sizes, total):

@@ -45,7 +45,7 @@ def of(*leaves):
 )
 def test_the_formula(dtype, seed):
     random = np.random.default_rng(seed)
-    for shape in ((), (5,), (3, 1, 4)):
+    for shape in ((), (3, 1, 4)):
         x = (random.integers(0, 2, shape) if dtype == "bool" else random.normal(0, 9, shape)) + 0
         x = np.asarray(x).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype))
         assert of(x) == [oracle(x)]

@@ -83,6 +83,7 @@ def test_export_then_import_changes_no_bit(run, tmp_path):
     assert done.returncode == 2 and "exists; name a new folder" in done.stderr
 
 
+@pytest.mark.slow
 def test_reshard_there_and_back(run, tmp_path):
     words = "qkv,stages:2x2"
     done = call("checkpoint.py", "reshard", run, tmp_path / "staged", f"--there={words}")
