@@ -32,7 +32,7 @@ def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, An
     for row in rows:
         if "step_time_s" in row:
             redone += last.get(row["step"], 0.0)
-            last[row["step"]] = row["step_time_s"]
+            last[row["step"]] = max(row["step_time_s"] - row.get("time_compile_s", 0.0), 0.0)
     training = sum(last.values())
     return {
         "total_s": total,

@@ -98,6 +98,13 @@ def test_ettr_by_the_formula():
     assert ettr.formula(100, 2.0, 20.0, 50.0) == pytest.approx(200 / (200 + 110 + 50))
 
 
+def test_compilation_is_no_training():
+    rows = [{"step": 1, "step_time_s": 40.0, "time_compile_s": 38.0}, {"step": 2, "step_time_s": 2}]
+    events = [{"time": 0, "event": "start"}, {"time": 50, "event": "end"}]
+    found = ettr.measured(events, [*rows, {"step": 2, "eval_loss": 1.0}])
+    assert (found["training_s"], found["down_s"]) == (4, 46) and found["ettr"] == 0.08
+
+
 def test_ettr_by_measurement_agrees_with_the_formula():
     """One fault an interval at every moment of it in turn: the mean loss is the formula's."""
     interval, step_s, load_s = 50, 2.0, 30.0

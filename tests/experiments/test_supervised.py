@@ -1,0 +1,127 @@
+"""The real trainer under supervision: two processes, one fault after another, the same parameters.
+
+A run costs minutes because every restart imports jax and compiles again; the quick tests of the
+supervision are in tests/systems/elastic.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.experiments.test_pretrain import ROOT, environment, home, last_step, restore, rows
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+__all__ = ["home"]  # the fixture, shared
+
+STEPS = 24
+SILENCE_S, STEP_S = 5, 10
+TINY = [
+    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
+    "--model.head_width=16", "--model.mlp=64", "--train.global_batch=4", "--train.seq_len=32",
+    "--eval.batches=0", "--eval.sample_tokens=0", "--log.tensorboard=false", "--emulate=1",
+    f"--train.steps={STEPS}", "--checkpoint.every=2", "--checkpoint.keep=0",
+]  # fmt: skip
+# In each attempt one fault; the flood needs a job that lasts until it is found.
+FAULTS = (
+    "kill@6:rank1,kill@9:rank0:attempt1,sleep@11:rank1:attempt2,stop@13:rank1:attempt3,"
+    "gil@15:rank0:attempt4,exit@17:rank1:attempt5,data@19:rank0:attempt6,nan@21:rank1:attempt7,"
+    "flood@22:rank1:attempt8,sleep@23:rank0:attempt8"
+)
+FOUND = [
+    ("exit", [1]), ("exit", [0]), ("stall", [1]), ("stopped", [1]), ("stall", [0]), ("exit", [1]),
+    ("exit", [0]), ("nan", [0, 1]), ("flood", [1]),
+]  # fmt: skip
+
+
+def supervise(home, folder, *flags, **settings):
+    command = [
+        sys.executable, str(ROOT / "scripts" / "supervise.py"), "--hosts=1", "--processes=2",
+        "--max_restarts=20", f"--silence_s={SILENCE_S}", f"--step_s={STEP_S}", "--start_s=300",
+        "--period_s=0.5", "--backoff_s=0.1", f"--out={folder}/out", "--",
+        sys.executable, str(ROOT / "experiments" / "pretrain.py"), *TINY,
+        f"--data.source={home}/text", f"--cache_dir={home}/cache", f"--run_dir={folder}", *flags,
+    ]  # fmt: skip
+    # Only the first process finds its programs in the cache; on a loaded machine the other then
+    # compiles for longer than the 30 s that Gloo gives a peer to come.
+    env = {
+        "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }  # fmt: skip
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment() | env, **settings,
+    )  # fmt: skip
+
+
+def events(folder, name):
+    file = folder / "out" / "events.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [e for e in map(json.loads, lines) if e["event"] == name]
+
+
+def same(folder, straight):
+    """Every stored array and every loss of the two runs is the same, to the last bit."""
+    _, ours, data = restore(folder, STEPS)
+    _, theirs, expected = restore(straight, STEPS)
+    assert data == expected
+    leaves = jax.tree.leaves_with_path(theirs)
+    assert len(leaves) > 10
+    for (path, want), got in zip(leaves, jax.tree.leaves(ours), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want), err_msg=str(path))
+    want, got = rows(straight), rows(folder)
+    assert [got[s]["loss"] for s in sorted(got)] == [want[s]["loss"] for s in sorted(want)]
+
+
+@pytest.fixture(scope="module")
+def straight(home):
+    """A run that nobody disturbs."""
+    folder = home / "straight"
+    job = supervise(home, folder)
+    out, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, out
+    assert not events(folder, "fault")  # a slow start and a first compile raise no alarm
+    return folder
+
+
+def nothing_is_left(folder):
+    found = subprocess.run(["pgrep", "-af", str(folder)], capture_output=True, text=True).stdout
+    assert found == ""
+
+
+def test_one_fault_after_another_and_the_same_parameters(home, straight):
+    folder = home / "chaos"
+    job = supervise(home, folder, f"--fault={FAULTS}")
+    out, _ = job.communicate(timeout=1500)
+    assert job.returncode == 0, out
+    found = events(folder, "fault")
+    assert [(f["rule"], f["ranks"]) for f in found] == FOUND, out
+    warned = [e for e in events(folder, "warning") if "injected fault" in e["message"]]
+    for f in found:
+        injected = [w["time"] for w in warned if w["attempt"] == f["attempt"]]
+        limit = STEP_S if f["rule"] == "stall" else SILENCE_S
+        if f["rule"] != "flood":  # whose line drowns in it
+            assert f["time"] - min(injected) <= 2 * limit, f
+    nothing_is_left(folder)
+    same(folder, straight)
+
+
+def test_a_killed_agent(home, straight):
+    folder = home / "agent"
+    job = supervise(home, folder, "--fault=sleep@14:rank0")
+    end = time.monotonic() + 300
+    while last_step(folder) < 11:
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.05)
+    os.kill(events(folder, "joined")[0]["pid"], signal.SIGKILL)
+    out, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, out
+    assert [(f["rule"], f["ranks"]) for f in events(folder, "fault")] == [("agent", [0, 1])]
+    nothing_is_left(folder)
+    same(folder, straight)
