@@ -31,8 +31,8 @@ class Tuning:
     op, key: as the kernel's api looks them up. candidates: frozen dataclasses, legal on the target,
     the heuristic's first. function: (candidate, interpret) -> what is timed. inputs: (random key)
     -> its arguments, normal values. reference: plain JAX of the same arguments and results, the
-    rival that the default falls back on; without one nothing says which is faster, and the tuner
-    leaves it out.
+    rival that the default falls back on. others: further rivals by name, (function, its inputs),
+    which a caller may choose instead; one that cannot run is left out.
     """
 
     op: str
@@ -40,7 +40,10 @@ class Tuning:
     candidates: Sequence[Any]
     function: Callable[[Any, bool], Callable[..., Any]]
     inputs: Callable[[jax.Array], tuple[Any, ...]]
-    reference: Callable[..., Any] | None = None
+    reference: Callable[..., Any]
+    others: Mapping[str, tuple[Callable[..., Any], Callable[[jax.Array], tuple[Any, ...]]]] = (
+        dataclasses.field(default_factory=dict)
+    )
 
 
 def device_kind() -> str | None:

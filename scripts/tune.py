@@ -43,9 +43,7 @@ Row = dict[str, Any]
 def tunings(words: Iterable[str] = ()) -> list[tuple[str, tuned.Tuning]]:
     """(folder, what to measure), those whose folder, op and key have all words."""
     found = [
-        (folder, tuning)
-        for folder, module in report.FOLDERS.items()
-        for tuning in getattr(module, "tunings", tuple)()
+        (folder, tuning) for folder, module in report.FOLDERS.items() for tuning in module.tunings()
     ]
     return [each for each in found if set(words) <= set(name_of(*each).split())]
 
@@ -120,11 +118,19 @@ def measure(tuning: tuned.Tuning, clock: bench.Clock, runs: int, interpret: bool
     }
     best = min(times, key=times.__getitem__)
     rival = bench.measure(plain, inputs, runs, min(runs, 10), clock).median_s
+    rivals = {"reference": 1e6 * rival}
+    for name, (function, draw) in tuning.others.items():
+        try:
+            sets = [draw(key) for key in jax.random.split(jax.random.key(0), 3)]
+            timing = bench.measure(jax.jit(function), sets, runs, min(runs, 10), clock)
+            rivals[name] = 1e6 * timing.median_s
+        except Exception as error:
+            reasons.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
     fastest = "hopper" if times[best] <= rival else "reference"
     return {
         "op": tuning.op, "key": dict(tuning.key), "tile": dataclasses.asdict(best),
         "median_us": 1e6 * times[best], "fastest": fastest,
-        "rivals": {"reference": 1e6 * rival}, "heuristic_us": _microseconds(short, tuning),
+        "rivals": rivals, "heuristic_us": _microseconds(short, tuning),
         "candidates": len(tuning.candidates), "failed": reasons,
     }  # fmt: skip
 
@@ -157,9 +163,6 @@ def tune(
             continue
         if time.perf_counter() > deadline:
             print(f"{name}: not measured, out of time; call again", flush=True)
-            continue
-        if tuning.reference is None:
-            print(f"{name}: left out, it has no plain JAX to be compared with", flush=True)
             continue
         try:
             row = measure(tuning, clock, runs, interpret) | about

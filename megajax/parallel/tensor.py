@@ -10,6 +10,7 @@ Legend: B rows, S positions, D model width, V table rows.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from megajax.parallel import context as context_
 from megajax.parallel import expert
 from megajax.parallel.context import ContextSpec
 from pallas_kernels import tuned
+from pallas_kernels.attention import tiling
 
 Array = jax.Array
 TENSOR = ("tensor",)
@@ -250,11 +252,9 @@ def choose_attention(
         return "xla", "auto: cuDNN needs a 16-bit type"
     if packed is not None and not (cut and context.kind == "gather"):
         width, group, tokens = packed
-        row = tuned.find(
-            "varlen_attention_forward",
-            {"dtype": jnp.dtype(dtype).name, "width": width, "group": group, "longest": tokens,
-             "tokens": tokens},
-        )  # fmt: skip
+        row = tuned.find(tiling.FORWARD, tiling.key(dtype, width, group, tokens, None))
         if row is not None and row["key"]["width"] == width and row["fastest"] == "hopper":
-            return "varlen", "auto: packed rows, measured on this kind of GPU"
+            if row["median_us"] <= row["rivals"].get("cudnn", math.inf):
+                return "varlen", "auto: packed rows, measured on this kind of GPU"
+            return "cudnn", "auto: measured to be faster on this kind of GPU"
     return "cudnn", "auto: fused, 16-bit type on a GPU"

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
-from pallas_kernels.attention import hopper_backward, hopper_forward, tiling
+from pallas_kernels.attention import hopper_backward, hopper_forward, reference, tiling
 from pallas_kernels.attention.cases import CASES, Case
 from pallas_kernels.attention.ranges import Rows, packed_rows
 from pallas_kernels.attention.reference import Spec
@@ -81,15 +81,41 @@ def tunings(cases: Sequence[Case] = CASES, dtype: Any = jnp.bfloat16) -> Iterato
         inputs = functools.partial(_inputs, case, dtype)
         tiles = tiling.forward_tiles(dtype, case.width, H // G, longest)
         run = functools.partial(_run, hopper_forward.forward, case)
-        yield Tuning(tiling.FORWARD, key, tiles, run, lambda rng, f=inputs: f(rng)[:5])
+        spec = Spec(case.width**-0.5)
+        plain = functools.partial(reference.forward, spec=spec)
+        first = lambda rng, f=inputs: f(rng)[:5]  # noqa: E731
+        cudnn = {
+            "cudnn": (functools.partial(_cudnn, case), functools.partial(_padded, case, dtype))
+        }
+        yield Tuning(tiling.FORWARD, key, tiles, run, first, plain, cudnn)
         run = functools.partial(_run, hopper_backward.backward, case)
         for fixed in (True, False):
             tiles = tiling.backward_tiles(dtype, case.width, longest, fixed)
-            yield Tuning(tiling.BACKWARD, key | {"deterministic": fixed}, tiles, run, inputs)
+            plain = functools.partial(reference.backward, spec=spec)
+            about = key | {"deterministic": fixed}
+            yield Tuning(tiling.BACKWARD, about, tiles, run, inputs, plain)
 
 
 def _run(kernel: Callable[..., Any], case: Case, tile: Any, interpret: bool) -> Callable[..., Any]:
     return functools.partial(kernel, spec=Spec(case.width**-0.5), tile=tile, interpret=interpret)
+
+
+def _cudnn(case: Case, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+    """cuDNN's attention of the same segments, padded to rows of the longest."""
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    return jax.nn.dot_product_attention(
+        q_BSHK, k_BSGK, v_BSGK, is_causal=case.causal, implementation="cudnn",
+        query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+    )  # fmt: skip
+
+
+def _padded(case: Case, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
+    (H, G), rows = case.heads, (len(case.lengths), max(case.lengths))
+    keys = jax.random.split(rng, 3)
+    return tuple(
+        jax.random.normal(key, (*rows, heads, case.width), dtype)
+        for key, heads in zip(keys, (H, G, G), strict=True)
+    )
 
 
 def _inputs(case: Case, dtype: Any, rng: jax.Array) -> tuple[Any, ...]:

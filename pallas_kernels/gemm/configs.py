@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, tuned
-from pallas_kernels.gemm import api, hopper
+from pallas_kernels.gemm import api, hopper, reference
 from pallas_kernels.gemm.cases import CASES, Case
 from pallas_kernels.gemm.hopper import BLOCKS, Stored, Tile
 from pallas_kernels.gemm.reference import Spec
@@ -111,6 +111,19 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
     others = hopper.candidates(spec, residual)
     wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
     key = api.key(kind, spec.activation, residual, M, N, K)
-    return tuned.Tuning(
-        api.OP, key, tuple(dict.fromkeys((first, *others, *wider))), function, inputs
-    )
+    tiles = tuple(dict.fromkeys((first, *others, *wider)))
+    plain = functools.partial(_plain, spec, stored)
+    return tuned.Tuning(api.OP, key, tiles, function, inputs, plain)
+
+
+def _plain(
+    spec: Spec,
+    stored: Stored,
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+) -> tuple[jax.Array, None]:
+    """What the reference makes of stored operands: XLA's product turns none around."""
+    a, b = (x.T if turned else x for x, turned in ((a, stored.a), (b, stored.b)))
+    return reference.forward(a, b, bias, residual, spec=spec)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, tuned
-from pallas_kernels.norm import api, hopper
+from pallas_kernels.norm import api, hopper, reference
 from pallas_kernels.norm.cases import CASES, Case
 from pallas_kernels.norm.reference import Spec
 
@@ -97,6 +97,9 @@ def tunings() -> Iterator[tuned.Tuning]:
                 candidates=candidates(problem),
                 function=function,
                 inputs=inputs,
+                reference=functools.partial(
+                    reference.backward if backward else reference.forward, spec=spec
+                ),
             )
 
 

@@ -76,11 +76,16 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch):
     packed = (128, 4, 4096)
     assert choose("bfloat16", packed=packed)[0] == "cudnn"
     key = {"dtype": "bfloat16", "width": 128, "group": 4, "longest": 2048, "tokens": 16384}
-    for fastest, wanted in (("hopper", "varlen"), ("reference", "cudnn")):
-        row = {"key": key, "fastest": fastest}
-        monkeypatch.setattr(tuned, "find", lambda op, key, row=row: row)
+    measured = {"key": key, "fastest": "hopper", "median_us": 90.0, "rivals": {"cudnn": 100.0}}
+    for change, wanted in (
+        ({}, "varlen"),
+        ({"fastest": "reference"}, "cudnn"),
+        ({"median_us": 110.0}, "cudnn"),
+        ({"rivals": {"reference": 200.0}}, "varlen"),
+    ):
+        monkeypatch.setattr(tuned, "find", lambda op, key, row=measured | change: row)
         assert choose("bfloat16", packed=packed)[0] == wanted
-    monkeypatch.setattr(tuned, "find", lambda op, key: {"key": key, "fastest": "hopper"})
+    monkeypatch.setattr(tuned, "find", lambda op, key: measured | {"key": key})
     assert choose("bfloat16", packed=packed)[0] == "varlen"
     assert choose("bfloat16")[0] == "cudnn" and choose("float32", packed=packed)[0] == "xla"
     gpu.live.return_value = ("context",)

@@ -98,11 +98,39 @@ def test_a_second_call_measures_what_is_missing(tmp_path, capsys):
 
 def test_what_cannot_be_measured_says_why(tmp_path, capsys):
     path = tmp_path / "gpu.json"
-    wanted = [tuning(tiles=TILES[1:3]), tuning(reference=None, longest=1)]
-    assert run(wanted, path) == 1 and not path.exists()
+    assert run([tuning(tiles=TILES[1:3])], path) == 1 and not path.exists()
     out = capsys.readouterr().out
     assert "differs from the reference by" in out and "does not fit" in out
-    assert "longest 1: left out, it has no plain JAX" in out
+
+
+def test_other_rivals_are_timed_and_may_be_missing(tmp_path):
+    def other(x, y):
+        return x + y
+
+    other.seconds = 1.0
+    inputs = lambda key: (jnp.ones(4), jnp.ones(4))  # noqa: E731
+    others = {"cudnn": (other, inputs), "absent": (lambda x: x, inputs)}
+    path = tmp_path / "gpu.json"
+    assert run([dataclasses.replace(tuning(), others=others)], path) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["rivals"] == {"reference": 3e6, "cudnn": 1e6} and row["fastest"] == "hopper"
+    assert row["failed"][-1].startswith("absent: ")
+
+
+def test_every_tuning_has_a_reference_of_its_kernels_results():
+    """One of each op: shapes and types of the kernel and of plain JAX agree."""
+    seen = set()
+    for _, each in tune.tunings():
+        if each.op in seen:
+            continue
+        seen.add(each.op)
+        args = jax.eval_shape(each.inputs, jax.random.key(0))
+        found = jax.eval_shape(each.function(each.candidates[0], False), *args)
+        want = jax.eval_shape(each.reference, *args)
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
+            (x.shape, x.dtype) for x in jax.tree.leaves(want)
+        ]
+    assert len(seen) == 5
 
 
 def test_results_that_are_not_finite_are_wrong():
