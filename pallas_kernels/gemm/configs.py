@@ -123,7 +123,7 @@ def _plain(
     b: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-) -> tuple[jax.Array, None]:
+) -> tuple[jax.Array, jax.Array | None]:
     """What the reference makes of stored operands: XLA's product turns none around."""
     a, b = (x.T if turned else x for x, turned in ((a, stored.a), (b, stored.b)))
     return reference.forward(a, b, bias, residual, spec=spec)
