@@ -124,6 +124,12 @@ def test_floors_are_checked():
     ]
 
 
+def test_names_of_test_files_differ():
+    """Test folders are no packages: pytest imports files by their names alone."""
+    names = [p.name for p in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_kernels_stand_alone():
     allowed = {"jax", "numpy", "absl", "pallas_kernels"}
     stdlib = sys.stdlib_module_names

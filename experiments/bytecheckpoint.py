@@ -1,0 +1,332 @@
+"""ByteCheckpoint (arXiv 2407.20143): what a save costs the training loop, and what a load costs.
+
+    uv run experiments/bytecheckpoint.py                 # 16 MB, 3 times, seconds
+    uv run experiments/bytecheckpoint.py --preset=paper  # 738 MB, 20 times, on the disk of --folder
+
+The same state through our manager, plain Orbax (asynchronous and synchronous) and the disk itself,
+one after another within every repetition, so that all meet the same machine. Stall: until the
+training loop may go on, beside one copy of the state into memory that was touched before. Whole:
+until the step counts, beside writing and syncing the same bytes. Load: files are dropped from the
+page cache first; into the mesh that saved and into others, every array compared bit by bit. Plan:
+who writes what of a 405B model's state on --plan_ranks ranks, SIMULATED but for planning itself.
+Writes bytecheckpoint.json, .svg and .png into --out. Exit code 1: an array came back different.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint import planner
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.config import option
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.monitor import results
+
+MIB = 1 << 20
+DEVICES = 8
+LEAVES = 16  # (chosen) arrays of the state
+SAVED = MeshSpec(data=4, tensor=2)
+OTHERS = (MeshSpec(data=2, tensor=4), MeshSpec(data=8), MeshSpec(data=2, node=2, tensor=2))
+# (ByteCheckpoint, table of section 6: stall against PyTorch's own format, vDiT 4B on 128 A100s)
+PAPER_STALL = 61.37 / 0.38
+COLOURS = {"ours": "#0072B2", "orbax": "#E69F00", "orbax, waits": "#D55E00", "machine": "#999999"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much is saved, how often, where."""
+
+    megabytes: int = option(16, "of the state", "MB")
+    runs: int = option(3, "repetitions")
+    plan_ranks: int = option(768, "of the planned save: 128 (pipe 16 x tensor 8) times data")
+    folder: str = option("", "where checkpoints are written; empty: a temporary folder")
+    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+
+    def __post_init__(self):
+        """Refuses what cannot be measured."""
+        for name in ("megabytes", "runs"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1 (--{name})")
+        if self.plan_ranks < 128 or self.plan_ranks % 128:
+            near = max(self.plan_ranks // 128, 1) * 128
+            raise UserError(
+                f"plan_ranks={self.plan_ranks} must be a multiple of 128; nearest: {near} "
+                "(--plan_ranks)"
+            )
+
+
+def paper() -> Config:
+    """184.6 million float32 numbers, 20 times; the largest job of MegaScale."""
+    return Config(megabytes=738, runs=20, plan_ranks=12288)
+
+
+PRESETS = {"tiny": Config, "paper": paper}
+config.define_flags(PRESETS, "tiny")
+
+
+def make_state(megabytes: int, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """Random float32 arrays cut over both axes; random bits do not compress."""
+    columns = 1024
+    rows = max(megabytes * 1_000_000 // (4 * columns * LEAVES), 1)
+    rows += -rows % 64
+    sharding = NamedSharding(mesh, P("data", "tensor"))
+    keys = jax.random.split(jax.random.key(0), LEAVES)
+    draw = jax.jit(lambda key: jax.random.normal(key, (rows, columns)), out_shardings=sharding)
+    return {f"layer_{i}": draw(key) for i, key in enumerate(keys)}
+
+
+def pieces(state: dict[str, jax.Array]) -> list[np.ndarray]:
+    """The host's view of every shard."""
+    return [np.asarray(s.data) for x in state.values() for s in x.addressable_shards]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Returns how long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def forget(folder: Path) -> None:
+    """Syncs and drops a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def write_raw(path: Path, shards: list[np.ndarray]) -> None:
+    """The disk's own rate: one file, one sync."""
+    with open(path, "wb") as file:
+        for shard in shards:
+            file.write(memoryview(np.ascontiguousarray(shard)).cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_raw(path: Path, target: np.ndarray) -> None:
+    """Into memory that was touched before."""
+    with open(path, "rb") as file:
+        at, view = 0, memoryview(target)
+        while count := file.readinto(view[at : at + 8 * MIB]):
+            at += count
+
+
+def measure_saves(
+    state: dict[str, jax.Array], copies: list[np.ndarray], folder: Path
+) -> Iterator[tuple[str, str, float]]:
+    """Yields (what, how, seconds) of one repetition; its files stay for the loads."""
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    shards = pieces(state)
+    yield (
+        "stall",
+        "one copy",
+        seconds(lambda: [np.copyto(c, s) for c, s in zip(copies, shards, strict=True)]),
+    )
+    raw = folder / "raw"
+    yield "whole", "write and sync", seconds(lambda: write_raw(raw, shards))
+    manager = CheckpointManager(folder / "ours", keep=1)
+    began = time.perf_counter()
+    handle = manager.save((manager.latest() or 0) + 1, state)
+    stall = time.perf_counter() - began
+    handle.result()
+    yield "whole", "ours", time.perf_counter() - began
+    yield "stall", "ours", stall
+    shutil.rmtree(folder / "orbax", ignore_errors=True)
+    began = time.perf_counter()
+    response = ocp.save_async(folder / "orbax" / "1", state)
+    stall = time.perf_counter() - began
+    response.result()
+    yield "whole", "orbax", time.perf_counter() - began
+    yield "stall", "orbax", stall
+    waits = seconds(lambda: ocp.save(folder / "orbax" / "2", state))
+    yield "stall", "orbax, waits", waits
+    yield "whole", "orbax, waits", waits
+
+
+def measure_loads(
+    state: dict[str, jax.Array], target: np.ndarray, folder: Path
+) -> Iterator[tuple[str, str, float]]:
+    """Yields (what, how, seconds) of one repetition. Raises: SystemExit for a different array."""
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    forget(folder)
+    yield "load", "read", seconds(lambda: read_raw(folder / "raw", target))
+    manager = CheckpointManager(folder / "ours", keep=1)
+    for spec in (SAVED, *OTHERS):
+        mesh = spec.build()
+        sharding = NamedSharding(mesh, P(("node", "data"), "tensor"))
+        like = {
+            k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for k, x in state.items()
+        }
+        forget(folder)
+        began = time.perf_counter()
+        found = jax.block_until_ready(manager.restore(like=like))
+        took = time.perf_counter() - began
+        name = "ours" if spec == SAVED else f"ours, to {mesh_.describe(mesh).partition(' on')[0]}"
+        yield "load", name, took
+        for leaf, x in found.items():
+            if not np.array_equal(np.asarray(x), np.asarray(state[leaf])):
+                sys.exit(f"error: {leaf} came back different on {mesh_.describe(mesh)}")
+    like = {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in state.items()
+    }
+    forget(folder)
+    yield (
+        "load",
+        "orbax",
+        seconds(lambda: jax.block_until_ready(ocp.load(folder / "orbax" / "1", like))),
+    )
+
+
+def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[dict[str, Any]]:
+    """One row for each measurement: seconds, rate, and the ratio to the machine's own."""
+    base = {"stall": "one copy", "whole": "write and sync", "load": "read"}
+    rows = []
+    for (what, how), found in times.items():
+        p10, median, p90 = (float(x) for x in np.percentile(found, (10, 50, 90)))
+        machine = float(np.median(times[what, base[what]]))
+        rows.append(
+            {
+                "what": what, "how": how, "median_s": median, "p10_s": p10, "p90_s": p90,
+                "runs": len(found), "gb_per_s": nbytes / median / 1e9,
+                "times_the_machine": median / machine,
+            }
+        )  # fmt: skip
+    return sorted(
+        rows, key=lambda row: ("stall whole load".split().index(row["what"]), row["median_s"])
+    )
+
+
+def state_of_405b() -> list[planner.Leaf]:
+    """Llama 3 405B (arXiv 2407.21783, table 3): float32 parameters and two moments, ZeRO-1."""
+    L, D, F, H, G, K, V = 126, 16384, 53248, 128, 8, 128, 128256
+    shapes = {  # and the dimensions that pipe and tensor cut
+        "query": ((L, D, H, K), 0, 2), "key": ((L, D, G, K), 0, 2), "value": ((L, D, G, K), 0, 2),
+        "out": ((L, H, K, D), 0, 1), "gate": ((L, D, F), 0, 2), "up": ((L, D, F), 0, 2),
+        "down": ((L, F, D), 0, 1), "norms": ((L, 2, D), 0, None), "tokens": ((V, D), None, 0),
+        "head": ((D, V), None, 1),
+    }  # fmt: skip
+    found = []
+    for prefix in ("params", "mu", "nu"):
+        for name, (shape, pipe, tensor) in shapes.items():
+            cuts: list[tuple[str, ...]] = [()] * len(shape)
+            for axis, place in (("pipe", pipe), ("tensor", tensor)):
+                if place is not None:
+                    cuts[place] += (axis,)
+            if prefix != "params" and name != "norms":
+                widest = max(range(len(shape)), key=lambda d: shape[d] * (not cuts[d]))
+                cuts[widest] += ("data",)
+            found.append(planner.Leaf(f"{prefix}.{name}", shape, 4, tuple(cuts)))
+    return found
+
+
+def planned(ranks: int) -> dict[str, Any]:
+    """Plans a save of the 405B state twice, the second time from the cache."""
+    mesh = {"pipe": 16, "data": ranks // 128, "tensor": 8}
+    cache, leaves = planner.PlanCache(), state_of_405b()
+    first = seconds(lambda: cache.plan(leaves, mesh))
+    second = seconds(lambda: cache.plan(leaves, mesh))
+    found = cache.plan(leaves, mesh)
+    estimate = planner.simulate(found)
+    per_rank = found.bytes_per_rank
+    return {
+        "what": "plan", "how": f"{ranks} ranks", "plan_s": first, "plan_again_s": second,
+        "imbalance": found.imbalance, "gb_per_rank": float(per_rank.max()) / 1e9,
+        "metadata_mb": found.metadata_bytes / 1e6, "estimate_stall_s": estimate.stall,
+        "estimate_save_s": estimate.save, "estimate_load_s": estimate.load,
+    }  # fmt: skip
+
+
+def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
+    """Three panels, one for each question; SVG and PNG."""
+    from matplotlib.figure import Figure
+
+    names = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
+    figure = Figure(figsize=(8, 6.4), dpi=110, layout="constrained")
+    counts = [sum(row["what"] == what for row in rows) for what in names]
+    panels = figure.subplots(3, 1, height_ratios=[1 + n for n in counts])
+    for axes, (what, title) in zip(panels, names.items(), strict=True):
+        mine = [row for row in rows if row["what"] == what][::-1]
+        kind = [
+            "ours"
+            if r["how"].startswith("ours")
+            else r["how"]
+            if r["how"] in COLOURS
+            else "machine"
+            for r in mine
+        ]
+        low, high = ([abs(r["median_s"] - r[p]) for r in mine] for p in ("p10_s", "p90_s"))
+        axes.barh([r["how"] for r in mine], [r["median_s"] for r in mine], xerr=[low, high],
+                  color=[COLOURS[k] for k in kind])  # fmt: skip
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlim(0)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds, median with 10th and 90th percentile")
+    by = {(r["what"], r["how"]): r["median_s"] for r in rows}
+    gain = by["stall", "orbax, waits"] / by["stall", "ours"]
+    figure.suptitle(
+        f"{megabytes:.0f} MB: a save stalls the loop {gain:.0f} times less than one that waits "
+        f"(paper: {PAPER_STALL:.0f})",
+        fontsize=11,
+    )
+    for suffix in ("svg", "png"):
+        figure.savefig(path.with_suffix(f".{suffix}"))
+
+
+def main() -> int:
+    """Measures, writes after every repetition, draws."""
+    cfg, base = config.from_flags(PRESETS)
+    for name, old, new in config.diff(cfg, base):
+        print(f"{name}: {old} -> {new}")
+    mesh_.start(None, DEVICES)
+    state = make_state(cfg.megabytes, SAVED.build())
+    shards = pieces(state)
+    nbytes = sum(s.nbytes for s in shards)
+    copies = [np.ones_like(s) for s in shards]
+    target = np.ones(nbytes, np.uint8)
+    path = Path(cfg.out).expanduser() / "bytecheckpoint.json"
+    about = results.facts(
+        f"{jax.device_count()} {jax.devices()[0].device_kind}", "measured on this disk"
+    )
+    about |= {"megabytes": nbytes / 1e6, "cores": os.cpu_count()}
+    times: dict[tuple[str, str], list[float]] = {}
+    if cfg.folder:
+        Path(cfg.folder).expanduser().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cfg.folder or None) as name:
+        folder = Path(name)
+        for run in range(cfg.runs + 1):  # the first warms up
+            for measure, extra in ((measure_saves, copies), (measure_loads, target)):
+                for what, how, took in measure(state, extra, folder):
+                    if run:
+                        times.setdefault((what, how), []).append(took)
+            if run:
+                results.write(path, about, summarise(times, nbytes))
+                print(f"repetition {run}/{cfg.runs}", flush=True)
+    measured = summarise(times, nbytes)
+    rows = [*measured, planned(cfg.plan_ranks)]
+    results.write(path, about, rows)
+    for row in rows:
+        print(" | ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    draw(measured, path, nbytes / 1e6)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

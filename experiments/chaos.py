@@ -1,0 +1,192 @@
+"""A long run under random faults ends with the same parameters as one that nobody disturbed.
+
+    uv run experiments/chaos.py                   # 2 faults, about 2 minutes on 2 cores
+    uv run experiments/chaos.py --preset=long     # 8 faults
+
+Two supervised jobs of real processes (scripts/supervise.py), one of them with a fault in every
+attempt, of a random kind, at a random step, in a random rank: killed, frozen, asleep before a
+collective, stuck in C code, ended without a word, NaN, a broken data loader. What must hold: every
+fault is found, and the last checkpoints are equal bit by bit. What it cost: effective training
+time, as measured. MegaScale (arXiv 2402.15627) section 4, ByteCheckpoint (arXiv 2407.20143).
+Writes chaos.json, .svg and .png into --out. Exit code 1: something does not hold.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.core import config
+from megajax.core.config import option
+from megajax.core.errors import UserError
+from megajax.monitor import ettr, results
+from megajax.monitor.sinks import read_jsonl
+
+ROOT = Path(__file__).parent.parent
+# Kinds that end an attempt.
+KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data")
+MODEL = (
+    "--model.layers=2", "--model.width=64", "--model.heads=4", "--model.kv_heads=4",
+    "--model.head_width=16", "--model.mlp=128", "--train.global_batch=16", "--train.seq_len=64",
+    "--eval.every=0", "--eval.batches=1", "--eval.sample_tokens=0", "--log.every=50",
+    "--log.tensorboard=false",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """How long, how often disturbed, by how many processes."""
+
+    steps: int = option(60, "optimizer steps of the run")
+    faults: int = option(2, "attempts that are disturbed")
+    processes: int = option(2, "of the job, with 2 emulated devices each")
+    every: int = option(10, "steps between checkpoints")
+    seed: int = option(0, "of the faults")
+    stall_s: float = option(10.0, "a section of a step that takes longer is a hang", "s")
+    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+
+    def __post_init__(self):
+        """Refuses what leaves no room for the faults."""
+        if self.faults < 1 or self.processes < 1 or self.every < 1:
+            raise UserError("faults, processes and every must be at least 1")
+        if self.steps < 4 * (self.faults + 1):
+            raise UserError(
+                f"steps={self.steps} leave no room for {self.faults} faults; nearest: "
+                f"{4 * (self.faults + 1)} (--steps)"
+            )
+
+
+def long() -> Config:
+    """Eight faults."""
+    return Config(steps=400, faults=8, every=20)
+
+
+PRESETS = {"tiny": Config, "long": long}
+config.define_flags(PRESETS, "tiny")
+
+
+def draw_faults(cfg: Config) -> list[tuple[str, int, int]]:
+    """Returns (kind, step, rank) for each attempt; steps grow from attempt to attempt."""
+    draw = random.Random(cfg.seed)
+    kinds = draw.sample(KINDS, len(KINDS))
+    width = cfg.steps // (cfg.faults + 1)
+    return [
+        (kinds[i % len(kinds)], (i + 1) * width + draw.randrange(width // 2 + 1),
+         draw.randrange(cfg.processes))
+        for i in range(cfg.faults)
+    ]  # fmt: skip
+
+
+def supervise(cfg: Config, folder: Path, faults: list[tuple[str, int, int]]) -> float:
+    """Runs one supervised job. Returns its seconds. Raises: UserError when it did not end well."""
+    spec = ",".join(f"{k}@{s}:rank{r}:attempt{i}" for i, (k, s, r) in enumerate(faults))
+    command = [
+        sys.executable, str(ROOT / "scripts" / "supervise.py"), f"--processes={cfg.processes}",
+        f"--max_restarts={2 * cfg.faults + 2}", f"--step_s={cfg.stall_s}",
+        f"--silence_s={cfg.stall_s}", "--period_s=0.5", "--backoff_s=0.5", f"--out={folder}/watch",
+        "--", sys.executable, str(ROOT / "experiments" / "pretrain.py"), "--emulate=2", *MODEL,
+        f"--train.steps={cfg.steps}", f"--checkpoint.every={cfg.every}", "--checkpoint.keep=2",
+        f"--run_dir={folder}/run", f"--cache_dir={folder.parent}/cache",
+        *([f"--fault={spec}"] if spec else []),
+    ]  # fmt: skip
+    began = time.time()
+    with open(folder / "output.txt", "w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode:
+        tail = "\n".join((folder / "output.txt").read_text().splitlines()[-15:])
+        raise UserError(f"the supervised job ended with {done.returncode}:\n{tail}")
+    return time.time() - began
+
+
+def parameters(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """Returns the last checkpoint's arrays by name."""
+    from megajax.checkpoint.manager import CheckpointManager
+    from megajax.core.tree import named_leaves
+    from megajax.training.config import Config as Training
+    from megajax.training.step import make_train_step
+
+    cfg = config.load_json(Training, folder / "run" / "config.json")
+    like = vars(make_train_step(cfg, cfg.mesh.build()).abstract_state)
+    found = CheckpointManager(folder / "run" / "checkpoints", keep=0).restore(step, like=like)
+    return {name: np.asarray(x) for name, x in named_leaves(found)}
+
+
+def draw(runs: dict[str, list[dict]], events: list[dict], title: str, path: Path) -> None:
+    """Steps over time of both runs, with the faults where they were found; SVG and PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    start = {name: rows[0]["time"] - rows[0]["step_time_s"] for name, rows in runs.items()}
+    for name, style in (("undisturbed", {"color": "#999999", "linestyle": "--"}),
+                        ("disturbed", {"color": "#0072B2"})):  # fmt: skip
+        at = [row["time"] - start[name] for row in runs[name]]
+        axes.plot(at, [row["step"] for row in runs[name]], label=name, **style)
+    for i, event in enumerate(e for e in events if e["event"] == "fault"):
+        at = event["time"] - start["disturbed"]
+        axes.axvline(at, color="#D55E00", linewidth=1, label="fault found" if i == 0 else None)
+        axes.annotate(event["rule"], (at, 1), xycoords=("data", "axes fraction"), rotation=90,
+                      va="top", ha="right", fontsize=8)  # fmt: skip
+    axes.set_xlabel("time since the first step began (s)")
+    axes.set_ylabel("optimizer step")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    for suffix in ("svg", "png"):
+        figure.savefig(path.with_suffix(f".{suffix}"))
+
+
+def main() -> int:
+    """Runs both jobs, compares, accounts. Returns 1 when something does not hold."""
+    cfg, base = config.from_flags(PRESETS)
+    for name, old, new in config.diff(cfg, base):
+        print(f"{name}: {old} -> {new}")
+    path = Path(cfg.out).expanduser() / "chaos.json"
+    faults = draw_faults(cfg)
+    with tempfile.TemporaryDirectory() as name:
+        folders = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}
+        took = {}
+        for kind, folder in folders.items():
+            folder.mkdir()
+            took[kind] = supervise(cfg, folder, faults if kind == "disturbed" else [])
+            print(f"{kind}: {took[kind]:.0f} s", flush=True)
+        from megajax.core import mesh
+
+        mesh.start(2 * cfg.processes)
+        ours, want = (parameters(folders[kind], cfg.steps) for kind in ("disturbed", "undisturbed"))
+        different = [k for k in want if not np.array_equal(ours[k], want[k], equal_nan=True)]
+        runs = {
+            kind: [r for r in read_jsonl(f / "run" / "metrics.jsonl") if "step_time_s" in r]
+            for kind, f in folders.items()
+        }
+        events = list(read_jsonl(folders["disturbed"] / "watch" / "events.jsonl"))
+    found = [e for e in events if e["event"] == "fault"]
+    rows: list[dict[str, Any]] = []
+    for i, (kind, step, rank) in enumerate(faults):
+        seen = found[i] if i < len(found) else {}
+        rows.append(
+            {"fault": kind, "step": step, "rank": rank, "rule": seen.get("rule"),
+             "named": seen.get("message")}
+        )  # fmt: skip
+        print(json.dumps(rows[-1]))
+    account = ettr.measured(events, runs["disturbed"])
+    ok = not different and len(found) >= len(faults)
+    same = "the same parameters bit for bit" if not different else f"{len(different)} arrays differ"
+    title = f"{len(found)} faults, {same}; effective training time {account['ettr']:.0%}"
+    about = results.facts(f"{cfg.processes} processes of 2 emulated devices", "emulated")
+    about |= {"different": different, "seconds": took, "effective": account}
+    results.write(path, about, rows)
+    draw(runs, events, title, path)
+    print(title)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))
