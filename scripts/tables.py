@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -280,6 +281,27 @@ def visited() -> str:
     return "\n".join(lines)
 
 
+def bytecheckpoint() -> str:
+    """What saves and loads cost, and the plan for many ranks."""
+    path = RESULTS / "bytecheckpoint.json"
+    columns = {
+        "what": "what", "how": "how", "median s": "median_s", "p10": "p10_s", "p90": "p90_s",
+        "n": "runs", "GB/s": "gb_per_s", "times the machine's own": "times_the_machine",
+    }  # fmt: skip
+    found = json.loads(path.read_text())
+    (plan,) = (row for row in found["rows"] if row["what"] == "plan")
+    text = (
+        f"{found['megabytes']:.0f} MB of float32, {found['cores']} cores. A plan for a "
+        f"405B model's state on {plan['how']} takes {plan['plan_s']:.1f} s, again "
+        f"{1e3 * plan['plan_again_s']:.2g} ms; imbalance {plan['imbalance']:.3f}, "
+        f"{plan['gb_per_rank']:.2f} GB a rank."
+    )
+    kinds = [table(path, columns, what=what) for what in ("stall", "whole", "load")]
+    head, source = kinds[0].rsplit("\n\n", 1)
+    rows = [line for kind in kinds[1:] for line in kind.splitlines()[2:-2]]
+    return "\n".join([text, "", head, *rows, "", source])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
@@ -296,6 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemm_floors": functools.partial(floors, "gemm"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
+    "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
     "bytetransformer_times": bytetransformer_times,
@@ -328,4 +351,5 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # counting tiles needs no GPU
     sys.exit(main("--check" in sys.argv[1:]))
