@@ -10,12 +10,13 @@ import functools
 import importlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import jax
 
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token
@@ -351,5 +352,5 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # counting tiles needs no GPU
+    jax.config.update("jax_platforms", "cpu")  # counting tiles needs no GPU
     sys.exit(main("--check" in sys.argv[1:]))
