@@ -86,6 +86,7 @@ def _product(x_xK, w_KN, bias_N, residual_xN, plan, keep):
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
         x_xK, w_KN, bias_N, residual_xN,
+        op=OP,
     )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def _backward(plan, saved, dy_xN):
         functools.partial(hopper.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
         reference.backward,
         x_xK, w_KN, dz_xN.astype(x_xK.dtype),
+        op=OP,
     )  # fmt: skip
     return dx_xK, dw_KN, dbias_N, dy_xN if plan.residual else None
 

@@ -102,6 +102,7 @@ def _run(x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, impleme
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
         x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens,
+        op="fused_layer_norm",
     )  # fmt: skip
 
 
@@ -136,6 +137,7 @@ def _backward(spec, implementation, saved, cotangents):
         functools.partial(hopper.backward, spec=spec, tile=tile),
         functools.partial(reference.backward, spec=spec),
         h_xD, mean_x1, rate_x1, scale_D, dy, dh_xD,
+        op="fused_layer_norm",
     )  # fmt: skip
     return (
         dx_xD,

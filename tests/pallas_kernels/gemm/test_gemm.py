@@ -175,6 +175,9 @@ def test_bad_input_is_refused(message):
 def test_what_cannot_run_says_why():
     with pytest.raises(NotImplementedError, match="bfloat16 or float16, found float32"):
         fused_gemm(X.astype("float32"), W.astype("float32"), implementation="hopper")
+    square = jnp.ones((64, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="fused_gemm.* is for CUDA, .* for cpu"):
+        fused_gemm(square, square, implementation="hopper")
     with pytest.raises(NotImplementedError, match="something to compute, found M=0"):
         fused_gemm(X[:0], W, implementation="interpret")
 
