@@ -26,7 +26,6 @@ from megajax.core.tree import Tree, named_leaves
 # read many twice (reads.py deals with what is left).
 CHUNKS = 64  # of a leaf, at least, of which each has
 MIN_CHUNK = 2**14  # bytes or more
-LEAST_READ = 2**24  # bytes read at once, in however small a state (chosen)
 Compression = Literal["auto", "none", "zstd"]
 
 
@@ -90,9 +89,6 @@ def load(folder: Path, like: Tree, partial: bool) -> Tree:
         for n, x in zip(names, wanted, strict=True)
     ]
     found: list[Any] = [None] * len(wanted)
-    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
-    # What is read exists twice until it is on its device.
-    at_once = max(int(reads.SHARE * total), LEAST_READ)
 
     def read(numbers: list[int], partial: bool) -> None:
         asked = [ocp.PLACEHOLDER] * len(wanted)
@@ -101,7 +97,6 @@ def load(folder: Path, like: Tree, partial: bool) -> Tree:
             asked[i] = _storable_like(x)
         context = _context(False)
         context.pytree.loading.partial_load = partial
-        context.memory.read_concurrent_bytes = at_once
         with context:
             loaded = jax.tree.leaves(ocp.load(str(folder), jax.tree.unflatten(tree, asked)))
         kept = [x for x in loaded if x is not ocp.PLACEHOLDER]
@@ -118,6 +113,7 @@ def load(folder: Path, like: Tree, partial: bool) -> Tree:
     if even := [i for i, way in enumerate(ways) if way is None]:
         read(even, partial)
     sizes = [math.prod(wanted[i].shape) * wanted[i].dtype.itemsize for i in odd]
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
     for group in reads.groups(sizes, total):
         read([odd[k] for k in group], partial)
     return jax.tree.unflatten(tree, found)
