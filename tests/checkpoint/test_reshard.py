@@ -1,4 +1,4 @@
-"""Any mesh to any mesh: the same bits, every byte read about once, the memory of the state."""
+"""Any mesh to any mesh: the same bits, every byte read about once, memory of twice the state."""
 
 import ctypes
 import gc
@@ -102,7 +102,7 @@ def peak_kb():
     return int(found["VmHWM"].split()[0]), int(found["VmRSS"].split()[0])
 
 
-@pytest.mark.slow  # alone in a process: other tests' threads count too (1.28 times seen there)
+@pytest.mark.slow  # alone in a process: other tests' threads count too
 def test_memory_is_that_of_the_state(tmp_path):
     """201 MB as 12 leaves; the high-water mark of the process is reset just before."""
     n, leaves = 1 << 22, 12
