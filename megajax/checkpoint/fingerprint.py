@@ -74,14 +74,14 @@ def _sum_words(bits: jax.Array, start: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _program(devices: tuple[jax.Device, ...], scalar: bool) -> Callable:
-    """Returns the program that sums each device's shard: one program, not one a device."""
+def _program(devices: tuple[jax.Device, ...], scalars: tuple[bool, ...]) -> Callable:
+    """Returns the program that sums each device's shards: one for all leaves and devices."""
     mesh = Mesh(np.array(devices), ("d",))
     each, same = PartitionSpec("d"), PartitionSpec()
     run = jax.shard_map(
-        lambda x, start: _sum_words(_words(x), start[0])[None],
+        lambda xs, starts: [_sum_words(_words(x), s[0])[None] for x, s in zip(xs, starts)],
         mesh=mesh,
-        in_specs=(same if scalar else each, each),
+        in_specs=([same if scalar else each for scalar in scalars], each),
         out_specs=each,
         check_vma=False,
     )
@@ -97,7 +97,7 @@ class Fingerprints:
         # In a thread of its own: a mesh in scope (jax.set_mesh) would claim these programs of one
         # device each.
         with ThreadPoolExecutor(1) as pool:
-            self._parts = pool.submit(lambda: [_shard_sums(x) for x in leaves]).result()
+            self._parts = pool.submit(_shard_sums, leaves).result()
 
     def local(self) -> list[Print]:
         """Returns what the shards of this process add to each leaf's fingerprint."""
@@ -134,23 +134,41 @@ def _total(parts: Iterable[Any]) -> Print:
     return one, two
 
 
-def _shard_sums(x: Any) -> list[tuple[int, Any]]:
-    """Returns [(replica, sums)] of the shards that this process holds."""
-    if not isinstance(x, jax.Array):
-        if jax.process_index() != 0:  # host arrays are the same on all processes
-            return []
-        x = np.asarray(x)
-        return [(0, _sum_words(_host_words(x), np.zeros(x.ndim, np.uint32)))]
-    shards = sorted(x.addressable_shards, key=lambda s: s.device.id)
-    devices = tuple(s.device for s in shards)
-    starts = np.array([[i.start or 0 for i in s.index] for s in shards], np.uint32)
-    # The shards side by side, as one array of another shape: the same memory.
-    n = len(shards)
-    shape = (n * shards[0].data.shape[0], *shards[0].data.shape[1:]) if x.ndim else ()
-    spec = PartitionSpec("d") if x.ndim else PartitionSpec()
-    beside = jax.make_array_from_single_device_arrays(
-        shape, NamedSharding(Mesh(np.array(devices), ("d",)), spec), [s.data for s in shards]
-    )
-    sums = _program(devices, x.ndim == 0)(beside, starts.reshape(n, x.ndim))
-    parts = {part.device: part.data for part in sums.addressable_shards}
-    return [(s.replica_id, parts[s.device]) for s in shards]
+def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:
+    """Returns, for each leaf, [(replica, sums)] of the shards that this process holds."""
+    parts: list[list[tuple[int, Any]]] = [[] for _ in leaves]
+    groups: dict[tuple[jax.Device, ...], list[int]] = {}
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.Array):
+            shards = sorted(x.addressable_shards, key=lambda s: s.device.id)
+            groups.setdefault(tuple(s.device for s in shards), []).append(i)
+        elif jax.process_index() == 0:  # host arrays are the same on all processes
+            x = np.asarray(x)
+            parts[i] = [(0, _sum_words(_host_words(x), np.zeros(x.ndim, np.uint32)))]
+    for devices, members in groups.items():
+        for i, found in zip(members, _device_sums(devices, [leaves[i] for i in members])):
+            parts[i] = found
+    return parts
+
+
+def _device_sums(
+    devices: tuple[jax.Device, ...], leaves: Sequence[jax.Array]
+) -> list[list[tuple[int, Any]]]:
+    """Returns, for each leaf, [(replica, sums)] of its shards on these devices."""
+    mesh = Mesh(np.array(devices), ("d",))
+    ordered = [sorted(x.addressable_shards, key=lambda s: s.device.id) for x in leaves]
+    beside, starts = [], []
+    for x, shards in zip(leaves, ordered):
+        # The shards side by side, as one array of another shape: the same memory.
+        shape = (len(shards) * shards[0].data.shape[0], *shards[0].data.shape[1:]) if x.ndim else ()
+        spec = PartitionSpec("d") if x.ndim else PartitionSpec()
+        beside.append(
+            jax.make_array_from_single_device_arrays(
+                shape, NamedSharding(mesh, spec), [s.data for s in shards]
+            )
+        )
+        start = np.array([[i.start or 0 for i in s.index] for s in shards], np.uint32)
+        starts.append(start.reshape(len(shards), x.ndim))
+    sums = _program(devices, tuple(x.ndim == 0 for x in leaves))(beside, starts)
+    parts = [{part.device: part.data for part in s.addressable_shards} for s in sums]
+    return [[(s.replica_id, p[s.device]) for s in shards] for shards, p in zip(ordered, parts)]

@@ -103,7 +103,7 @@ def cache_programs(folder: str | Path) -> None:
     """Keeps compiled programs on disk, so that the next start of the same run is quick."""
     path = Path(folder).expanduser() / "programs"
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def describe(mesh: Mesh) -> str:
