@@ -79,7 +79,9 @@ def _program(devices: tuple[jax.Device, ...], scalars: tuple[bool, ...]) -> Call
     mesh = Mesh(np.array(devices), ("d",))
     each, same = PartitionSpec("d"), PartitionSpec()
     run = jax.shard_map(
-        lambda xs, starts: [_sum_words(_words(x), s[0])[None] for x, s in zip(xs, starts)],
+        lambda xs, starts: [
+            _sum_words(_words(x), s[0])[None] for x, s in zip(xs, starts, strict=True)
+        ],
         mesh=mesh,
         in_specs=([same if scalar else each for scalar in scalars], each),
         out_specs=each,
@@ -146,8 +148,9 @@ def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:
             x = np.asarray(x)
             parts[i] = [(0, _sum_words(_host_words(x), np.zeros(x.ndim, np.uint32)))]
     for devices, members in groups.items():
-        for i, found in zip(members, _device_sums(devices, [leaves[i] for i in members])):
-            parts[i] = found
+        found = _device_sums(devices, [leaves[i] for i in members])
+        for i, part in zip(members, found, strict=True):
+            parts[i] = part
     return parts
 
 
@@ -158,7 +161,7 @@ def _device_sums(
     mesh = Mesh(np.array(devices), ("d",))
     ordered = [sorted(x.addressable_shards, key=lambda s: s.device.id) for x in leaves]
     beside, starts = [], []
-    for x, shards in zip(leaves, ordered):
+    for x, shards in zip(leaves, ordered, strict=True):
         # The shards side by side, as one array of another shape: the same memory.
         shape = (len(shards) * shards[0].data.shape[0], *shards[0].data.shape[1:]) if x.ndim else ()
         spec = PartitionSpec("d") if x.ndim else PartitionSpec()
@@ -171,4 +174,7 @@ def _device_sums(
         starts.append(start.reshape(len(shards), x.ndim))
     sums = _program(devices, tuple(x.ndim == 0 for x in leaves))(beside, starts)
     parts = [{part.device: part.data for part in s.addressable_shards} for s in sums]
-    return [[(s.replica_id, p[s.device]) for s in shards] for shards, p in zip(ordered, parts)]
+    return [
+        [(s.replica_id, p[s.device]) for s in shards]
+        for shards, p in zip(ordered, parts, strict=True)
+    ]
