@@ -1,23 +1,34 @@
-"""How a leaf is read when its stored chunks and its wanted shards do not match.
+"""How the arrays of a step are read: every stored chunk once, straight to where it is to lie.
 
-Storage gives whole chunks, so a chunk that two shards share is read twice. Such a leaf is read cut
-along its chunks instead, every byte once, and the devices exchange the pieces among themselves
+Storage gives whole chunks. One that a single shard wants is read into that shard's memory, one that
+several shards of this process want is read once and dealt out. Where processes would read each
+other's chunks, a leaf is read cut along its chunks instead and the devices exchange the pieces
 (ByteCheckpoint section 4.3: read once, distribute over the idle interconnect).
+
+On CPU devices the memory that is read into becomes the array; on others it goes when the copy is
+done. Besides, SHARE of the state's bytes are on their way at most (or one piece, if that is more).
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from megajax.core.boxes import Box
 
 TOLERANCE = 1.05  # bytes read for each byte that is there, up to which nothing is done (chosen)
-SHARE = 0.1  # of the state's bytes that may exist twice while pieces are exchanged (chosen)
+SHARE = 0.1  # of the state's bytes that may be under way (chosen)
+WINDOW = 2**28  # bytes under way at most, in however large a state (chosen)
+PIECE = 2**22  # bytes asked for at once, if chunks are not larger (chosen)
+ALIGNMENT = 64  # bytes: memory that begins so needs no copy to become an array on the CPU
+INDEX_CACHE = 10**8  # bytes of OCDBT's index that are kept, or every chunk would read it again
 
 
 def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -71,22 +82,154 @@ def aligned(like: jax.ShapeDtypeStruct, chunk: Sequence[int]) -> NamedSharding |
     return sharding if sizes[0] <= 2 * sizes[1] else None
 
 
-def groups(sizes: Sequence[int], total: int) -> Iterator[list[int]]:
-    """Yields the numbers of leaves of these sizes in groups of at most SHARE of `total`."""
-    group: list[int] = []
-    filled = 0
-    for i, size in enumerate(sizes):
-        if group and filled + size > SHARE * total:
-            yield group
-            group, filled = [], 0
-        group.append(i)
-        filled += size
-    if group:
-        yield group
+def pieces(
+    shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box], limit: int
+) -> Iterator[tuple[Box, list[int]]]:
+    """Yields (what to read at once, numbers of the boxes that want some of it).
+
+    No chunk lies in two pieces. A piece of several boxes is one chunk; one of a single box lies in
+    it and has at most `limit` elements unless it is one chunk.
+    """
+    todo = [(Box.whole(shape), list(range(len(boxes))))]
+    while todo:
+        box, near = todo.pop()
+        common = {i: both for i in near if (both := box & boxes[i]) is not None}
+        if not common:
+            continue
+        edges = zip(box.start, box.stop, chunk, strict=True)
+        cells = [-(-b // c) - a // c for a, b, c in edges]
+        if max(cells, default=1) > 1 and (len(common) > 1 or box.size > limit):
+            d = cells.index(max(cells))
+            middle = box.start[d] + cells[d] // 2 * chunk[d]
+            stop, start = list(box.stop), list(box.start)
+            stop[d] = start[d] = middle
+            todo.append((Box(tuple(start), box.stop), list(common)))
+            todo.append((Box(box.start, tuple(stop)), list(common)))
+        else:
+            yield (box if len(common) > 1 else next(iter(common.values()))), list(common)
 
 
-def place(x: jax.Array, wanted: Any) -> jax.Array:
-    """Returns an array under another sharding of the same devices; the former's memory is freed."""
-    moved = jax.device_put(x, wanted, donate=True)
-    moved.block_until_ready()
-    return moved
+class Target:
+    """A leaf that is being read: the memory of its shards, and what has been asked for."""
+
+    def __init__(self, like: Any, store: Any, chunk: Sequence[int], sharding: Any):
+        """like: as the leaf is wanted. store: its array. sharding: to read it in; None: NumPy."""
+        self._like, self._store, self._sharding = like, store, sharding
+        self._chunk = tuple(chunk)
+        shape = tuple(like.shape)
+        where = {} if sharding is None else sharding.addressable_devices_indices_map(shape)
+        self._boxes = {device: Box.of(index, shape) for device, index in where.items()}
+        self._buffers: dict[Box, np.ndarray] = {}
+
+    def start(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Asks for piece after piece; yields (bytes under way, what waits for them)."""
+        shape, dtype = tuple(self._like.shape), np.dtype(self._like.dtype)
+        boxes = list(dict.fromkeys(self._boxes.values())) or [Box.whole(shape)]
+        self._buffers = {box: _buffer(box.shape, dtype) for box in boxes}
+        if 0 in shape:
+            return
+        for box, wanted in pieces(shape, self._chunk, boxes, PIECE // dtype.itemsize):
+            targets = [boxes[i] for i in wanted]
+            alone = len(targets) == 1
+            memory = (
+                self._buffers[targets[0]][*box.index(targets[0]), ...]  # a view of a scalar too
+                if alone
+                else _buffer(box.shape, dtype)
+            )
+            source = self._store[box.index()].translate_to[(0,) * len(shape)]
+            future = ts.array(memory).write(source)
+            yield box.size * dtype.itemsize, self._deal(future, box, memory, targets, alone)
+
+    def _deal(
+        self, future: Any, box: Box, memory: np.ndarray, targets: list[Box], alone: bool
+    ) -> Callable[[], None]:
+        def wait() -> None:
+            future.result()
+            for target in () if alone else targets:
+                both = box & target
+                assert both is not None
+                self._buffers[target][*both.index(target), ...] = memory[both.index(box)]
+
+        return wait
+
+    def finish(self) -> Any:
+        """Returns the leaf, where it is wanted."""
+        if self._sharding is None:
+            return next(iter(self._buffers.values()))
+        kind = self._sharding.memory_kind
+        shards = [
+            jax.device_put(self._buffers[box], SingleDeviceSharding(device, memory_kind=kind))
+            for device, box in self._boxes.items()
+        ]
+        self._buffers = {}
+        shape = tuple(self._like.shape)
+        x = jax.make_array_from_single_device_arrays(
+            shape, self._sharding, shards, dtype=self._like.dtype
+        )
+        wanted = self._like.sharding
+        if self._sharding is not wanted:  # the former's memory is freed
+            x = jax.block_until_ready(jax.device_put(x, wanted, donate=True))
+        return x
+
+
+def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+    """Yields the arrays of the leaves (name, like) of a step that our manager wrote, in order.
+
+    like: a NumPy array, or a ShapeDtypeStruct with a sharding. Raises: what tensorstore does;
+    ValueError for a leaf of another shape or dtype than is stored.
+    """
+    chunks = stored_chunks(folder)
+    context = ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
+    stores = [_open(folder, name, context) for name, _ in leaves]
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
+    room = min(max(int(SHARE * total), PIECE), WINDOW)
+    flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
+    for (name, like), store in zip(leaves, stores, strict=True):
+        target = _target(name, like, store.result(), chunks.get(name))
+        for nbytes, wait in target.start():
+            flying.append((nbytes, wait, False))
+            yield from _land(flying, room)
+        flying.append((0, target.finish, True))
+    yield from _land(flying, 0)
+
+
+def _land(flying: deque[tuple[int, Callable[[], Any], bool]], room: int) -> Iterator[Any]:
+    """Waits for the oldest reads until `room` bytes are under way; yields what is a whole leaf."""
+    while flying and (sum(n for n, _, _ in flying) > room or not room):
+        _, call, whole = flying.popleft()
+        found = call()
+        if whole:
+            yield found
+
+
+def _target(name: str, like: Any, store: Any, chunk: Sequence[int] | None) -> Target:
+    stored = (tuple(store.shape), store.dtype.numpy_dtype)
+    shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
+    if stored != (shape, np.dtype(like.dtype)):
+        raise ValueError(
+            f"leaf {name} is {stored[1]}{stored[0]} there and {like.dtype}{like.shape} in `like`"
+        )
+    chunk = tuple(store.chunk_layout.read_chunk.shape) if chunk is None else chunk
+    sharding = None if isinstance(like, np.ndarray) else like.sharding
+    way = None
+    if sharding is not None and jax.process_count() > 1 and 0 not in like.shape:
+        way = aligned(like, chunk)
+    return Target(like, store, chunk, way or sharding)
+
+
+def _open(folder: Path, name: str, context: ts.Context) -> Any:
+    kvstore = {
+        "driver": "ocdbt",
+        "base": f"file://{folder}/state/",
+        "path": f"{name}/",
+        "cache_pool": "cache_pool#index",
+    }
+    return ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True, context=context)
+
+
+def _buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Returns fresh memory that begins at a multiple of ALIGNMENT."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + nbytes].view(dtype).reshape(shape)

@@ -5,7 +5,6 @@ here: arrays without elements, shardings that are not given, messages of many ki
 """
 
 import logging as standard_logging
-import math
 import os
 import threading
 from collections.abc import Callable
@@ -13,17 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import multihost
 
 from megajax.checkpoint import reads
-from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint.integrity import RECORD, CheckpointError
 from megajax.core.tree import Tree, named_leaves
 
 # A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
-# read many twice (reads.py deals with what is left).
+# need much memory to read (reads.py).
 CHUNKS = 64  # of a leaf, at least, of which each has
 MIN_CHUNK = 2**14  # bytes or more
 Compression = Literal["auto", "none", "zstd"]
@@ -79,48 +77,15 @@ def write(path: Path, state: Tree, metadata: dict[str, Any], compress: bool) -> 
 def load(folder: Path, like: Tree, partial: bool) -> Tree:
     """Returns the arrays of a step, placed as `like` says, every byte read about once.
 
-    Raises: what Orbax does.
+    Raises: what tensorstore or Orbax does.
     """
-    wanted, tree = jax.tree.flatten(jax.tree.map(_placed, like))
-    chunks = reads.stored_chunks(folder)
-    names = [n for n, _ in named_leaves(like)]
-    ways = [
-        reads.aligned(x, chunks[n]) if n in chunks and 0 not in x.shape else None
-        for n, x in zip(names, wanted, strict=True)
-    ]
-    found: list[Any] = [None] * len(wanted)
-
-    def read(numbers: list[int], partial: bool) -> None:
-        asked = [ocp.PLACEHOLDER] * len(wanted)
-        for i in numbers:
-            x = wanted[i] if ways[i] is None else _under(wanted[i], ways[i])
-            asked[i] = _storable_like(x)
-        context = _context(False)
-        context.pytree.loading.partial_load = partial
-        with context:
-            loaded = jax.tree.leaves(ocp.load(str(folder), jax.tree.unflatten(tree, asked)))
-        kept = [x for x in loaded if x is not ocp.PLACEHOLDER]
-        for i, x in zip(numbers, kept, strict=True):
-            w = wanted[i]
-            if 0 in w.shape:
-                x = jnp.zeros(w.shape, w.dtype, device=w.sharding)
-            found[i] = x if ways[i] is None else reads.place(x, w.sharding)
-
-    if partial:  # Orbax knows either missing leaves or placeholders, not both in one load
-        read(list(range(len(wanted))), partial)
-        return jax.tree.unflatten(tree, found)
-    odd = [i for i, way in enumerate(ways) if way is not None]
-    if even := [i for i, way in enumerate(ways) if way is None]:
-        read(even, partial)
-    sizes = [math.prod(wanted[i].shape) * wanted[i].dtype.itemsize for i in odd]
-    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted)
-    for group in reads.groups(sizes, total):
-        read([odd[k] for k in group], partial)
-    return jax.tree.unflatten(tree, found)
-
-
-def _under(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    like = jax.tree.map(_placed, like)
+    if (folder / RECORD).exists():
+        return jax.tree.unflatten(jax.tree.structure(like), reads.read(folder, named_leaves(like)))
+    context = _context(False)  # plain Orbax wrote it, in one of its formats
+    context.pytree.loading.partial_load = partial
+    with context:
+        return ocp.load(str(folder), like)
 
 
 def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
@@ -156,14 +121,6 @@ def compresses(policy: Compression, state: Tree) -> bool:
 def _storable(x: Any) -> Any:
     """Orbax refuses arrays without elements: one element stands in for them."""
     return np.zeros([max(n, 1) for n in x.shape], x.dtype) if 0 in x.shape else x
-
-
-def _storable_like(x: Any) -> Any:
-    if 0 not in x.shape:
-        return x
-    shape = tuple(max(n, 1) for n in x.shape)
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=one)
 
 
 def _placed(x: Any) -> Any:

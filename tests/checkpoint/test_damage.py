@@ -207,3 +207,14 @@ def test_a_long_file_is_summed_in_pieces(tmp_path, monkeypatch):
     assert [d.spans for d in damage] == [[(2000, 3000)]]
     integrity.write_record(tmp_path, record)
     assert integrity.read_record(tmp_path) == record
+
+
+def test_checksums_are_those_of_zlib(tmp_path, monkeypatch):
+    """So every record ever written stays good."""
+    monkeypatch.setattr(integrity, "CHUNK", 3 * integrity.BLOCK + 5)
+    data = np.random.default_rng(0).bytes(2 * integrity.CHUNK + 7)
+    (tmp_path / "x").write_bytes(data)
+    found = integrity.sum_files(tmp_path, ["x"])["x"]
+    cuts = range(0, len(data), integrity.CHUNK)
+    assert found.bytes == len(data)
+    assert found.crc32 == [zlib.crc32(data[i : i + integrity.CHUNK]) for i in cuts]

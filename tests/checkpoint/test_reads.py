@@ -1,6 +1,5 @@
 """Read plans against a count of chunks, element by element."""
 
-import itertools
 import math
 
 import jax
@@ -10,6 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import reads
+from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.boxes import Box
 
 
@@ -58,9 +59,34 @@ def test_what_would_take_too_much_memory_is_read_as_wanted():
     assert reads.aligned(like, (64, 3)) is None  # one chunk: it would be whole on every device
 
 
-def test_groups_are_small():
-    sizes = [3, 4, 5, 90, 1, 1]
-    found = list(reads.groups(sizes, 100))
-    assert list(itertools.chain(*found)) == list(range(6))
-    assert all(len(g) == 1 or sum(sizes[i] for i in g) <= 10 for g in found)
-    assert list(reads.groups([], 10)) == []
+def test_pieces_hold_every_wanted_element_and_no_chunk_twice(seed):
+    random = np.random.default_rng(seed)
+    for _ in range(20):
+        shape = tuple(random.integers(1, 9, int(random.integers(0, 4))).tolist())
+        chunk = tuple(int(random.integers(1, n + 1)) for n in shape)
+        boxes = []
+        for _ in range(int(random.integers(1, 5))):
+            start = [int(random.integers(0, n)) for n in shape]
+            stop = [int(random.integers(a + 1, n + 1)) for a, n in zip(start, shape, strict=True)]
+            boxes.append(Box(tuple(start), tuple(stop)))
+        limit = int(random.integers(1, 40))
+        found = list(reads.pieces(shape, chunk, boxes, limit))
+        owners = {}
+        for number, (box, wanted) in enumerate(found):
+            assert box.size <= max(limit, math.prod(chunk)) and wanted
+            for place in (p for p in np.ndindex(*shape) if inside(p, box)):
+                cell = tuple(np.floor_divide(place, chunk).tolist())
+                assert owners.setdefault(cell, number) == number, "a chunk in two pieces"
+                for i in wanted if len(wanted) == 1 else ():
+                    assert inside(place, boxes[i]), "more than its only box"
+        for i, box in enumerate(boxes):
+            for place in (p for p in np.ndindex(*shape) if inside(p, box)):
+                assert sum(inside(place, b) and i in wanted for b, wanted in found) == 1
+
+
+def test_a_read_for_another_shape_or_dtype_is_refused(tmp_path):
+    manager = CheckpointManager(tmp_path, verify=None)
+    manager.save(1, {"x": np.zeros((3, 4), np.float32)}).result()
+    for other in (np.zeros((4, 3), np.float32), np.zeros((3, 4), np.int32)):
+        with pytest.raises(CheckpointError, match="leaf x is float32"):
+            manager.restore(1, like={"x": other})

@@ -1,4 +1,4 @@
-"""Any mesh to any mesh: the same bits, every byte read about once, memory of twice the state."""
+"""Any mesh to any mesh: the same bits, each byte read about once, at most a quarter more memory."""
 
 import ctypes
 import gc
@@ -104,7 +104,7 @@ def peak_kb():
 
 @pytest.mark.slow  # alone in a process: other tests' threads count too
 def test_memory_is_that_of_the_state(tmp_path):
-    """201 MB as 12 leaves; the high-water mark of the process is reset just before."""
+    """201 MB as 12 leaves, the high-water mark reset just before; unbounded reads: 1.9 times."""
     n, leaves = 1 << 22, 12
     source, target = make_mesh((4, 2)), make_mesh((2, 4))
     manager = CheckpointManager(tmp_path, verify="full")
@@ -125,4 +125,4 @@ def test_memory_is_that_of_the_state(tmp_path):
         used.append(peak_kb()[0] - before)
         assert all((np.asarray(found[f"x{i}"]) == i).all() for i in range(leaves))
         del found
-    assert min(used) * 1024 <= 2 * leaves * n * 4
+    assert min(used) * 1024 <= 1.25 * leaves * n * 4
