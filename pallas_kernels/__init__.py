@@ -6,6 +6,7 @@ Imports jax, numpy and absl only; knows nothing of megajax.
 from pallas_kernels.attention.api import packed_attention as packed_attention
 from pallas_kernels.attention.api import varlen_attention as varlen_attention
 from pallas_kernels.gemm.api import fused_gemm as fused_gemm
+from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
 from pallas_kernels.norm.api import fused_layer_norm as fused_layer_norm
 from pallas_kernels.norm.api import norm_unpack as norm_unpack
 from pallas_kernels.packing.api import PackedTokens as PackedTokens

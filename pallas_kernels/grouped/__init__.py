@@ -1,0 +1,1 @@
+"""Matrix products of many groups of rows, each with weights of its own."""
