@@ -30,7 +30,7 @@ def test_a_record_comes_back(tmp_path):
     path = tmp_path / "rank"
     assert read(path) is None
     beat = Heartbeat(path)
-    assert read(path) is None  # zeros have a valid CRC, and are no record
+    assert read(path) is None  # zeros agree too, and are no record
     beat.write(12.5, 7, CODES["wait"], 2.25, 0.5, 1.5)
     found = read(path)
     assert (found.beat, found.time, found.step, found.section) == (1, 12.5, 7, "wait")
