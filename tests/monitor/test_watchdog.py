@@ -90,15 +90,18 @@ def test_a_healthy_job_ends():
     assert (done.kind, done.code) == ("done", 0)
 
 
-@pytest.mark.parametrize("code", [143, 130])
-def test_a_job_that_was_told_to_stop_ends_with_its_code(code):
+@pytest.mark.parametrize(
+    ("section", "code", "shown"),
+    [("told", 0, 143), ("told", 143, 143), ("told", 130, 130), ("end", 143, 143), ("end", 0, 0)],
+)
+def test_a_job_that_was_told_to_stop_ends_with_another_code(section, code, shown):
     s = Stream()
     s.train(1, 3)
-    s.put_all("end", 3)
+    s.put_all(section, 3)
     for rank in s.ranks:
         s.set(rank, state="X", code=code)
     (done,) = s.tick()
-    assert (done.kind, done.code) == ("done", code)
+    assert (done.kind, done.code) == ("done", shown)
 
 
 # What each of the four ranks shows: (exit code, section of its last record); those to be named.

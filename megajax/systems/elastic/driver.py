@@ -231,7 +231,7 @@ class Driver:
             }
             self._send(
                 [host], do="start", attempt=self._attempt, command=s.command,
-                folder=str(folder), ranks=envs,
+                folder=str(folder), ranks=envs, memory=self._recovery.trusts_memory,
             )  # fmt: skip
         names = ", ".join(h.name for h in self._team)
         self._journal.event("start", f"attempt {self._attempt}, {number} processes on {names}")

@@ -3,7 +3,8 @@
 Exit codes, for SLURM, JobSet and Ray to act on (scripts/launch_*):
 0 done | 2 the command cannot work, do not retry | 70 the same step failed again and again, do not
 retry | 75 too few good hosts or restarts are left: start again elsewhere, without the blocklist |
-143, 130 told to stop and saved.
+143, 130 told to stop and saved (the processes themselves then end with 0, and say so in their
+progress records).
 """
 
 import dataclasses
@@ -54,6 +55,11 @@ class Recovery:
         self._same = 0
         self._idle = 0  # restarts in a row that did not get beyond the best step
         self._best = 0
+
+    @property
+    def trusts_memory(self) -> bool:
+        """Whether to go on from copies in memory: not when a step failed twice, maybe of them."""
+        return self._same < 2
 
     def decide(self, fault: Action, bad: Mapping[str, str], hosts: Collection[str]) -> Verdict:
         """Returns what follows from a fault.

@@ -133,6 +133,7 @@ def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
         assert found["time"] - injected["time"] <= 2 * LIMIT_S
     (start, again) = run.events("start")
     assert "begins after step 0" in run.output and "begins after step " in run.output
+    assert "in memory: nothing" in run.output and "in memory: rank 0, attempt 0" in run.output
     stacks = (run.out / "attempt0" / f"rank{ranks[-1]}.stacks").read_text()
     if rule == "stall":
         assert "strike" in stacks  # the function that hangs
@@ -248,7 +249,9 @@ def test_sigterm_to_one_rank_or_to_the_driver_saves_one_step_everywhere(tmp_path
             assert len(ranks) == 2
             os.kill(int(ranks[1].name), signal.SIGTERM)
         code, err = run.end()
-        assert code == 143, err
+        assert code == 143, err  # the driver's; those of the ranks are 0
+        ends = (run.out / "attempt0" / "spans.json").read_text()
+        assert ends.count('"told"') == 2
         assert not run.events("fault") and 5 < run.saved()["step"] < STEPS
         assert run.saved()["value"] == parameters(run.saved()["step"])
 
