@@ -173,6 +173,7 @@ class Driver:
         """Waits for what ends this attempt. Warnings are recorded on the way."""
         assert self._dog is not None
         told, deadline = 0, float("inf")
+        leaving: Action | None = None  # a straggler that goes as soon as the job has saved
         while True:
             self._hosts.pump()
             found = self._dog.judge(time.monotonic())
@@ -180,19 +181,21 @@ class Driver:
                 if action.kind == "warn":
                     self._record("warning", action)
             if found and found[0].kind != "warn":
-                return self._saved(found[0]) if told else found[0]
+                return self._ended(found[0], told > 0, leaving)
             if self._evict is not None:
                 name, self._evict = self._evict, None
                 hit = tuple(h.name for h in self._team if h.name == name)
                 if hit:
                     return Action("restart", "evicted", "evicted by hand", (), hit, self._step)
                 self._block(name, "evicted by hand")
+            if leaving is None and not told and (leaving := self._to_evict(found)) is not None:
+                deadline = self._tell(f"{leaving.message}: the job may save, and go on without")
             if len(self.signals) > told:
                 told = len(self.signals)
-                self._journal.event("told", f"signal {self.signals[-1]}: the job may save and stop")
-                self._hosts.send(self._team, do="tell", signal=signal.SIGTERM)
-                deadline = time.monotonic() + self._settings.grace
+                deadline = self._tell(f"signal {self.signals[-1]}: the job may save and stop")
             if told > 1 or time.monotonic() > deadline:
+                if leaving is not None and not told:
+                    return leaving
                 code = ELSEWHERE
                 return Action("stop", "told", "did not save in time", step=self._step, code=code)
             self._journal.gauge(
@@ -200,9 +203,28 @@ class Driver:
                 excluded_hosts=len(self._hosts.blocked), restarts=self._recovery.restarts,
             )  # fmt: skip
 
-    def _saved(self, action: Action) -> Action:
+    def _tell(self, why: str) -> float:
+        """Lets all ranks save and stop. Returns until when they may."""
+        self._journal.event("told", why)
+        self._hosts.send(self._team, do="tell", signal=signal.SIGTERM)
+        return time.monotonic() + self._settings.grace
+
+    def _to_evict(self, found: list[Action]) -> Action | None:
+        """Returns what takes a straggler out, where policy says so and enough hosts are left."""
+        policy = self._settings.policy
+        for action in found:
+            left = len(self._hosts.candidates() - set(action.hosts))
+            wanted = policy.straggler == "evict" and action.rule == "straggler"
+            if wanted and left >= policy.min_hosts:
+                return dataclasses.replace(action, kind="restart")
+        return None
+
+    def _ended(self, action: Action, told: bool, leaving: Action | None) -> Action:
         """A fault of a job that was told to stop ends it; its last step is stored or not."""
-        if action.kind == "done":
+        if leaving is not None and not told:
+            saved = action.kind == "done" and action.code
+            return leaving if saved or action.kind == "restart" else action
+        if action.kind == "done" or not told:
             return action
         return dataclasses.replace(action, kind="stop", code=ELSEWHERE)
 

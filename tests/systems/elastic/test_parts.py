@@ -58,8 +58,9 @@ def test_a_host_is_excluded_by_its_checks_by_strikes_or_by_hand():
     assert r.decide(fault(5, "a"), {}, "abc").excluded == {}
     assert r.decide(fault(50, "b"), {}, "abc").excluded == {}
     assert list(r.decide(fault(90, "a"), {}, "abc").excluded) == ["a"]
-    verdict = Recovery(Policy()).decide(fault(5, "c", rule="evicted"), {}, "abc")
-    assert list(verdict.excluded) == ["c"]
+    for rule in ("evicted", "straggler"):
+        verdict = Recovery(Policy()).decide(fault(5, "c", rule=rule), {}, "abc")
+        assert verdict.code is None and list(verdict.excluded) == ["c"]
 
 
 def test_nobody_is_struck_for_what_all_show_and_the_last_host_is_kept():

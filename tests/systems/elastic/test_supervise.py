@@ -180,6 +180,21 @@ def test_a_slow_rank_is_named_and_shown(tmp_path):
 
 
 @slow
+def test_a_straggler_gives_way_to_the_spare_and_no_step_is_lost(tmp_path):
+    flags = ("--period_s=0.1", "--spares=1", "--straggler=evict")
+    run = Supervised(tmp_path, *flags, fault="slow=0.3@2:rank1", pause=0.1)
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    (told,), (found,) = run.events("told"), run.events("fault")
+    assert "rank 1 on local1: its own work takes" in told["message"]
+    assert (found["rule"], found["ranks"], found["hosts"]) == ("straggler", [1], ["local1"])
+    assert (run.out / "blocklist").read_text() == "local1\n"
+    assert run.events("start")[1]["message"].endswith("on local0, local2")
+    assert f"begins after step {found['step']}\n" in run.output
+
+
+@slow
 def test_a_frozen_agent_is_replaced(tmp_path):
     run = Supervised(tmp_path, pause=0.1)
     run.wait_for(lambda: run.saved()["step"] >= 5)
@@ -218,6 +233,16 @@ def test_a_host_that_fails_twice_is_left_out_and_fewer_go_on(tmp_path):
     assert run.saved()["value"] == parameters()
     assert (run.out / "blocklist").read_text() == "local1\n"
     assert run.events("start")[2]["message"].endswith("1 processes on local0")
+
+
+@slow
+def test_a_host_that_fails_twice_gives_way_to_the_spare(tmp_path):
+    run = Supervised(tmp_path, "--spares=1", fault="kill@8:rank1,kill@18:rank1:attempt1")
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    assert (run.out / "blocklist").read_text() == "local1\n"
+    assert run.events("start")[2]["message"].endswith("on local0, local2")
 
 
 @slow
