@@ -12,6 +12,7 @@ any combination of --mesh.* sizes, block, optimizer and data is one command.
 """
 
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from typing import Any
 import jax
 
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
@@ -88,8 +90,12 @@ def main() -> int:
     banner.show_model(console, cfg, train_step, mesh)
     checkpoints = CheckpointManager(run_dir.checkpoints, keep=cfg.checkpoint.keep)
     identity = resume.identity(corpora, tokenizer, cfg)
-    start = resume.begin(cfg, train_step, checkpoints, identity)  # 6 own steps > init_from > new
+    memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
+    # 6 own steps > init_from > new
+    start = resume.begin(cfg, train_step, checkpoints, identity, memory)
     phases.done("state", console, start.how)
+    if cfg.checkpoint.memory_every_steps and memory is None:
+        console.say("no copies in memory: it takes scripts/supervise.py to keep them")
 
     if first:
         run_dir.begin(cfg, tokenizer)
@@ -117,17 +123,19 @@ def main() -> int:
         identity=identity,
         timers=timers,
         faults=Injector(faults.parse(cfg.fault), jax.process_index(), supervision.attempt),
+        memory=memory,
     )
     try:
         stop = train(run)  # 7 the loop
     finally:
         recorder.close()
-    timers.enter("end", int(run.state.step))
     if stop == "signal":
+        timers.enter("told", int(run.state.step))
         checkpoints.close()
         console.say(f"stopped after step {int(run.state.step)}; saved. Continue with:")
         console.say(f"  {command_line()}")
-        return 128 + (run.stopped_by or 0)
+        return 128 + signal.SIGINT if run.stopped_by == signal.SIGINT else cfg.told_code
+    timers.enter("end", int(run.state.step))
     if first:  # 8 what is left to look at
         facts = banner.facts(cfg, mesh, train_step, config.start_name())
         figures = write_report(run_dir.path, facts, measure.last_sample)

@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
 
     def start() -> None:
         coordinator = ray.get(hosts[0].address.remote())
-        command = [sys.executable, str(TRAINER), *flags]
+        command = [sys.executable, str(TRAINER), "--told_code=143", *flags]
         envs = [environment(coordinator, len(hosts), i) for i in range(len(hosts))]
         ray.get([h.start.remote(command, e) for h, e in zip(hosts, envs, strict=True)])
 

@@ -35,7 +35,7 @@ if [[ -n ${SUPERVISE:-} ]]; then
   step=$!
   trap 'asked=1; kill -TERM "$step"' TERM # the driver lets all ranks save and stop
 else
-  srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" experiments/pretrain.py "$@" &
+  srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" experiments/pretrain.py --told_code=143 "$@" &
   step=$!
   # scancel tells the processes and not this shell; srun would make a SIGTERM of its own a SIGKILL
   # of theirs. jax lets them stop, and save, at the same step.

@@ -68,6 +68,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--min_hosts", type=int, help="go on with as few; default: --hosts")
     add("--max_restarts", type=int, default=5, help="of the whole job")
     add("--backoff_s", type=float, default=1.0, help="pause before a restart; doubles when idle")
+    add("--straggler", choices=("warn", "evict"), default="warn",
+        help="what to do about a rank that is slower than the others; evict: save, and go on "
+        "without its host where enough others are there; [%(default)s]")  # fmt: skip
     add("--join_s", type=float, default=600.0, help="time for agents and driver to meet")
     add("--grace_s", type=float, default=600.0, help="time to save after SIGTERM")
     for name, what in (
@@ -131,7 +134,7 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
         Settings(
             command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s, s.grid,
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
-            Policy(s.max_restarts, least, backoff=s.backoff_s),
+            Policy(s.max_restarts, least, backoff=s.backoff_s, straggler=s.straggler),
         ),
         Journal(out, lambda text: print(text, file=sys.stderr, flush=True)),
         listener, token, show, spawn if s.agents == "here" else None, s.spares,

@@ -73,6 +73,8 @@ JAX_FREE = (
     "megajax.schedule.trace",
     "megajax.systems.elastic.agent",
     "megajax.systems.elastic.driver",
+    "megajax.systems.elastic.hosts",
+    "megajax.systems.elastic.shared",
 )
 
 

@@ -1,13 +1,13 @@
 """The last step in shared memory: what a restart on the same hosts reads instead of storage.
 
-A file in /dev/shm that the host's agent makes and removes, so it outlives a killed trainer
-(Python's own shared memory would be unlinked with the trainer). It has two slots; a copy goes over
-the older one, whose header is taken away first and written last, so a torn copy is never taken for
-a step, and checksums say whether memory still holds what was put there. Each process keeps the
-shards that its devices hold. Sources: MegaScale section 4.4 and ByteCheckpoint section 4 (the first
-of two stages).
+A file in a folder of /dev/shm that belongs to the host's agent, so it outlives a killed trainer
+(Python's own shared memory would be unlinked with the trainer) and goes with the agent. It has two
+slots; a copy goes over the older one, whose header is taken away first and written last, so a torn
+copy is never taken for a step, and checksums say whether memory still holds what was put there.
+Each process keeps the shards that its devices hold. Sources: MegaScale section 4.4 and
+ByteCheckpoint section 4 (the first of two stages).
 
-The agent's half (`Segment`) needs no jax; `put`, `common_step` and `get` are the trainer's.
+`Segment` needs no jax; `MemoryTier` is the trainer's.
 """
 
 import json
@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from megajax.core.boxes import Box, intersect
 
 Tree = Any  # core.tree has it, and jax
 PAGE = 4096
+ALIGN = 64
 HEADER = struct.Struct("<8sQQQQI")  # magic, turn, step, bytes of the table, of all, their CRC-32
 MAGIC = b"megajax1"
+ATTEMPT = "attempt"  # a member of data_state
+NONE = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Snapshot:
 
 
 class Segment:
-    """The shared memory of one process. Made by its agent, opened by the trainer."""
+    """The shared memory of one process."""
 
     def __init__(self, path: str | Path):
         """Opens a segment that exists. Raises: CheckpointError when it does not."""
@@ -64,6 +67,11 @@ class Segment:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is no memory segment: {error}") from None
         self._slot = (len(self._memory) - 2 * PAGE) // 2
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of one copy, its table included."""
+        return self._slot
 
     @classmethod
     def create(cls, path: str | Path, capacity: int) -> "Segment":
@@ -77,9 +85,7 @@ class Segment:
                 # Now, because a page that is not there when it is written to is a SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, size)
         except FileExistsError:
-            raise CheckpointError(
-                f"{path} exists; its agent removes it, or it is another's"
-            ) from None
+            raise CheckpointError(f"{path} exists; it is another's, or was not removed") from None
         except OSError as error:
             Path(path).unlink(missing_ok=True)
             raise CheckpointError(
@@ -88,7 +94,7 @@ class Segment:
         return cls(path)
 
     def close(self, remove: bool = False) -> None:
-        """Lets go of the memory; remove: frees it, which is the agent's to do."""
+        """Lets go of the memory; remove: frees it."""
         self._memory.close()
         if remove:
             self.path.unlink(missing_ok=True)
@@ -103,17 +109,11 @@ class Segment:
         Raises: CheckpointError when it does not fit; the newer copy stays in every case.
         """
         pieces = list(pieces)
-        offset, rows = 0, []
-        for p in pieces:
-            rows.append([p.name, p.shape, p.box.start, p.box.stop, str(p.array.dtype), offset])
-            offset += -(-p.array.nbytes // 64) * 64
-        table = json.dumps({"data_state": data_state, "pieces": rows}).encode()
-        begin = -(-len(table) // 64) * 64
-        total = begin + offset
+        rows, table, total = _lay_out(pieces, data_state)
+        begin = -(-len(table) // ALIGN) * ALIGN
         if total > self._slot:
             raise CheckpointError(
-                f"step {step} takes {total:,} bytes, a slot of {self.path} has {self._slot:,}; "
-                "give the agent's segment more"
+                f"step {step} takes {total:,} bytes, a slot of {self.path} has {self._slot:,}"
             )
         headers = sorted(self._headers())
         turn = headers[-1][0] + 1 if headers else 1
@@ -135,15 +135,21 @@ class Segment:
 
         Raises: CheckpointError when no whole copy of it is here.
         """
-        for _, found, table_bytes, total, crc, slot in sorted(self._headers(), reverse=True):
-            home = 2 * PAGE + slot * self._slot
-            if step in (None, found) and self._crc(home, total) == crc:
-                table = json.loads(self._memory[home : home + table_bytes])
-                begin = home + -(-table_bytes // 64) * 64
-                pieces = [self._piece(begin, row) for row in table["pieces"]]
-                return Snapshot(found, table["data_state"], pieces)
+        for snapshot in self.snapshots():
+            if step in (None, snapshot.step):
+                return snapshot
         wanted = "a step" if step is None else f"step {step}"
         raise CheckpointError(f"{self.path} holds no whole copy of {wanted}; restore from storage")
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        """Yields the whole copies, the newest first, each checked byte for byte."""
+        for _, step, table_bytes, total, crc, slot in sorted(self._headers(), reverse=True):
+            home = 2 * PAGE + slot * self._slot
+            if self._crc(home, total) == crc:
+                table = json.loads(self._memory[home : home + table_bytes])
+                begin = home + -(-table_bytes // ALIGN) * ALIGN
+                pieces = [self._piece(begin, row) for row in table["pieces"]]
+                yield Snapshot(step, table["data_state"], pieces)
 
     def _piece(self, begin: int, row: list) -> Piece:
         name, shape, start, stop, dtype, offset = row
@@ -168,11 +174,100 @@ class Segment:
         return found
 
 
+def _lay_out(pieces: list[Piece], data_state: dict[str, Any]) -> tuple[list, bytes, int]:
+    """Returns (rows of the table, the table, bytes of it and of all pieces behind it)."""
+    offset, rows = 0, []
+    for p in pieces:
+        rows.append([p.name, p.shape, p.box.start, p.box.stop, str(p.array.dtype), offset])
+        offset += -(-p.array.nbytes // ALIGN) * ALIGN
+    table = json.dumps({"data_state": data_state, "pieces": rows}).encode()
+    return rows, table, -(-len(table) // ALIGN) * ALIGN + offset
+
+
 # ---- the trainer's half
 
 
-def put(segment: Segment, step: int, state: Tree, data_state: dict[str, Any]) -> None:
-    """Copies what this process's devices hold of a state, each box once, into shared memory."""
+class MemoryTier:
+    """The copies of one process of a job: the loop puts them, the next attempt takes one.
+
+    A copy says which attempt made it: processes never mix copies of one step from two attempts,
+    whose sums may have gone in another order.
+    """
+
+    def __init__(self, path: Path, attempt: int):
+        """path: in the agent's folder. attempt: how often the job was started before."""
+        self._path, self._attempt = path, attempt
+        self._segment = Segment(path) if path.exists() else None
+        self._is_off = False
+
+    @classmethod
+    def of_process(cls, path: Path | None, attempt: int) -> "MemoryTier | None":
+        """Returns the one of this process; None where no agent would keep it."""
+        return None if path is None else cls(path, attempt)
+
+    def put(self, step: int, state: Tree, data_state: dict[str, Any]) -> None:
+        """Copies what this process's devices hold of a state, each box once.
+
+        Where there is no memory for it, that is said once and the run goes on without.
+        """
+        if self._is_off:
+            return
+        pieces, data_state = _held(state), data_state | {ATTEMPT: self._attempt}
+        total = _lay_out(pieces, data_state)[-1]
+        try:
+            if self._segment is not None and self._segment.capacity < total:
+                self._path.unlink()  # of another mesh
+                self._segment = None
+            if self._segment is None:
+                self._segment = Segment.create(self._path, total + PAGE)  # positions grow a digit
+            self._segment.write(step, pieces, data_state)
+        except CheckpointError as error:
+            from absl import logging
+
+            self._is_off = True
+            logging.warning("nothing is kept in memory: %s", error)
+
+    def take(self, like: Tree, at_least: int | None) -> tuple[int, Tree, dict[str, Any]] | None:
+        """Returns (step, the state placed as `like` says, its data_state); None: see storage.
+
+        The step is the newest that all processes hold whole. at_least: the newest of storage; what
+        is older than it is not taken. A collective: all processes get the same answer.
+        """
+        held = {} if self._segment is None else {_key(s): s for s in self._segment.snapshots()}
+        rows = _gather([*held, NONE, NONE][:2])
+        stored = _gather([-1 if at_least is None else at_least]).max()
+        common = set.intersection(*({tuple(k) for k in own} for own in rows.tolist())) - {NONE}
+        newest = max(common, default=NONE)
+        if newest == NONE or newest[0] < stored:
+            return None
+        state = None
+        try:
+            state = _place(held[newest], like)
+        except CheckpointError as error:
+            from absl import logging
+
+            logging.warning("%s", error)
+        if not _gather([state is not None]).all():  # another mesh: a host lacks what it now wants
+            return None
+        data_state = {k: v for k, v in held[newest].data_state.items() if k != ATTEMPT}
+        return newest[0], state, data_state
+
+
+def _key(snapshot: Snapshot) -> tuple[int, int]:
+    return snapshot.step, snapshot.data_state[ATTEMPT]
+
+
+def _gather(values: list) -> np.ndarray:
+    """Returns what every process says, one row a process."""
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32))).reshape(
+        -1, *np.shape(values)
+    )
+
+
+def _held(state: Tree) -> list[Piece]:
+    """Returns what this process's devices hold of a state, each box once."""
     from megajax.core.tree import named_leaves
 
     pieces = []
@@ -181,38 +276,15 @@ def put(segment: Segment, step: int, state: Tree, data_state: dict[str, Any]) ->
         for shard in x.addressable_shards:
             boxes.setdefault(Box.of(shard.index, x.shape), shard.data)
         pieces += [Piece(name, x.shape, box, np.asarray(data)) for box, data in boxes.items()]
-    segment.write(step, pieces, data_state)
+    return pieces
 
 
-def common_step(segment: Segment) -> int | None:
-    """Returns the newest step that all processes of the job hold whole, or None."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    own = []
-    for step in segment.steps():
-        try:
-            own.append(segment.read(step).step)
-        except CheckpointError:
-            continue  # checked again on every restart; two copies are never both needed
-    held = np.array([*own, -1, -1][:2], np.int32)
-    if jax.process_count() > 1:
-        held = multihost_utils.process_allgather(held)
-    rows = [set(row.tolist()) - {-1} for row in held.reshape(-1, 2)]
-    return max(set.intersection(*rows), default=None)
-
-
-def get(segment: Segment, like: Tree, step: int | None = None) -> tuple[Tree, dict[str, Any]]:
-    """Returns (the state placed as `like` says, its data_state) from this process's memory.
-
-    Raises: CheckpointError when there is no whole copy, or it lacks what this process's devices
-    now want: then other hosts had it, and storage has it.
-    """
+def _place(snapshot: Snapshot, like: Tree) -> Tree:
+    """Returns the state placed as `like` says. Raises: CheckpointError when a part is not here."""
     import jax
 
     from megajax.core.tree import named_leaves
 
-    snapshot = segment.read(step)
     pieces: dict[str, list[Piece]] = {}
     for piece in snapshot.pieces:
         pieces.setdefault(piece.name, []).append(piece)
@@ -225,7 +297,7 @@ def get(segment: Segment, like: Tree, step: int | None = None) -> tuple[Tree, di
 
     names, tree = [n for n, _ in named_leaves(like)], jax.tree.structure(like)
     leaves = [leaf(n, x) for n, x in zip(names, jax.tree.leaves(like), strict=True)]
-    return jax.tree.unflatten(tree, leaves), snapshot.data_state
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _assemble(step: int, name: str, pieces: list[Piece], index: Any, wanted: Any) -> np.ndarray:

@@ -159,10 +159,12 @@ def start(emulate: int | None = None, emulate_default: int | None = None) -> Non
 class Supervision:
     """What the agent that started this process wants of it.
 
-    progress: where to leave its progress record. attempt: how often the job was started before.
+    progress: where to leave its progress record. memory: where to keep the newest state for the
+    next attempt; it outlives this process. attempt: how often the job was started before.
     """
 
     progress: Path | None = None
+    memory: Path | None = None
     attempt: int = 0
 
 
@@ -171,7 +173,8 @@ def find_supervisor(env: Mapping[str, str] | None = None) -> Supervision:
     env = os.environ if env is None else env
     if "MEGAJAX_PROGRESS" not in env:
         return Supervision()
-    return Supervision(Path(env["MEGAJAX_PROGRESS"]), int(env.get("MEGAJAX_ATTEMPT", 0)))
+    memory = Path(env["MEGAJAX_MEMORY"]) if "MEGAJAX_MEMORY" in env else None
+    return Supervision(Path(env["MEGAJAX_PROGRESS"]), memory, int(env.get("MEGAJAX_ATTEMPT", 0)))
 
 
 @dataclasses.dataclass(frozen=True)

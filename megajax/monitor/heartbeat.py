@@ -5,10 +5,11 @@ answers every ping while all others wait for ever. So the loop itself leaves a r
 (step, named section, moment) each time it enters a section, about a microsecond, and an agent
 outside watches whether it moves (MegaScale sections 4 and 5.1).
 
-The file holds two copies of the record, each with its CRC-32, written in turn, and a ring of the
-last SPANS finished sections. A writer killed in the middle leaves the other copy whole. A reader
-takes the newest copy whose CRC holds, so a torn record is never seen. Moments are CLOCK_MONOTONIC:
-comparable between the processes of one host, not between hosts.
+The file holds two copies of the record, written in turn, and a ring of the last SPANS finished
+sections. A copy begins and ends with its number, and is written from front to back: a writer killed
+in the middle leaves one whose numbers differ, and the other copy whole. A reader takes the newest
+copy whose numbers agree, so a torn record is never seen. Moments are CLOCK_MONOTONIC: comparable
+between the processes of one host, not between hosts.
 
 No jax import: an agent reads it without touching a device.
 """
@@ -19,22 +20,25 @@ import mmap
 import os
 import signal
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 # In the order in which a step passes through them: of two ranks in the same step, the one in the
-# earlier section is behind. The last three are the end of a process.
+# earlier section is behind. The last four are the end of a process; 'told': it saved and stopped
+# because a signal told it to, before its last step.
 SECTIONS = (
-    "start", "data", "prepare", "launch", "compile", "wait", "save", "evaluate", "end", "failed",
-    "lost",
+    "start", "data", "prepare", "launch", "compile", "wait", "save", "evaluate", "end", "told",
+    "failed", "lost",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(SECTIONS)}
 
-_RECORD = struct.Struct("<QdqdddII")  # beat, time, step, loss, own_s, step_s, pid, section
-_CRC = 4
+# beat, time, step, loss, own_s, step_s, pid, section, has_bad_state, beat again
+_RECORD = struct.Struct("<QdqdddIHHQ")
+_NUMBER = 8
+TRIES = 100  # (chosen) readings, of about a microsecond, before a copy counts as torn for good
 _SLOT = 128  # two cache lines: the copies never share one
 _SPAN = struct.Struct("<ddqq")  # begin, end, step, section
+_SPAN_BYTES = _SPAN.size
 _RING = 4096  # where the spans begin
 SPANS = 1024  # (chosen) about 250 steps of four sections each
 SIZE = _RING + SPANS * _SPAN.size
@@ -47,6 +51,7 @@ class Progress:
     beat: sections entered so far. time: when the last was, seconds of CLOCK_MONOTONIC. loss: of
     the last finished step, 0 before the first. own_s: what this process spent in its last step
     before its devices were given it: waiting for no other rank. step_s: between its last two steps.
+    has_bad_state: what this process's own devices hold of the state is not finite.
     """
 
     beat: int
@@ -57,6 +62,7 @@ class Progress:
     step_s: float
     pid: int
     section: str
+    has_bad_state: bool = False
 
     @property
     def has_bad_loss(self) -> bool:
@@ -87,52 +93,74 @@ class Heartbeat:
         self._beat = 0
 
     def write(
-        self, now: float, step: int, section: int, loss: float, own_s: float, step_s: float
+        self,
+        now: float,
+        step: int,
+        section: int,
+        loss: float,
+        own_s: float,
+        step_s: float,
+        has_bad_state: bool = False,
+        pack=_RECORD.pack_into,  # a default costs no look-up
     ) -> None:
         """Publishes that a section (its code) of a step was entered at `now`."""
         self._beat = beat = self._beat + 1
-        record = _RECORD.pack(beat, now, step, loss, own_s, step_s, self._pid, section)
-        at = (beat & 1) * _SLOT
-        self._memory[at : at + _RECORD.size + _CRC] = record + zlib.crc32(record).to_bytes(
-            4, "little"
+        pack(
+            self._memory, (beat & 1) * _SLOT,
+            beat, now, step, loss, own_s, step_s, self._pid, section, has_bad_state, beat,
+        )  # fmt: skip
+
+    def keep(self, begin: float, end: float, step: int, section: int, pack=_SPAN.pack_into) -> None:
+        """Adds a finished section to the ring; `write` must follow."""
+        pack(
+            self._memory, _RING + (self._beat - 1) % SPANS * _SPAN_BYTES, begin, end, step, section
         )
 
-    def keep(self, begin: float, end: float, step: int, section: int) -> None:
-        """Adds a finished section to the ring; `write` must follow."""
-        at = _RING + (self._beat - 1) % SPANS * _SPAN.size
-        self._memory[at : at + _SPAN.size] = _SPAN.pack(begin, end, step, section)
 
-
-def _newest(raw: bytes) -> Progress | None:
-    found = []
+def _copies(memory: mmap.mmap) -> list[Progress | None]:
+    """Returns the two copies, None for one that is torn; copy 0 was never written."""
+    found: list[Progress | None] = []
     for at in (0, _SLOT):
-        record = raw[at : at + _RECORD.size]
-        stored = int.from_bytes(raw[at + _RECORD.size : at + _RECORD.size + _CRC], "little")
-        if zlib.crc32(record) == stored and any(record):
-            beat, now, step, loss, own_s, step_s, pid, code = _RECORD.unpack(record)
-            if code < len(SECTIONS):
-                section = SECTIONS[code]
-                found.append(Progress(beat, now, step, loss, own_s, step_s, pid, section))
-    return max(found, key=lambda p: p.beat, default=None)
+        # Against the order of writing: the last number says that all before it was there, the first
+        # that nothing of the next copy was.
+        last = memory[at + _RECORD.size - _NUMBER : at + _RECORD.size]
+        record = memory[at : at + _RECORD.size]
+        first = memory[at : at + _NUMBER]
+        beat, now, step, loss, own_s, step_s, pid, code, bad, _ = _RECORD.unpack(record)
+        if first == last == record[:_NUMBER] and code < len(SECTIONS):
+            section = SECTIONS[code]
+            found.append(Progress(beat, now, step, loss, own_s, step_s, pid, section, bool(bad)))
+        else:
+            found.append(None)
+    return found
 
 
 def read(path: Path) -> Progress | None:
     """Returns the newest whole record, None when the process has written none."""
     try:
-        with open(path, "rb") as file:
-            return _newest(file.read(2 * _SLOT))
-    except FileNotFoundError:
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ) as memory,
+        ):
+            for _ in range(TRIES):  # a copy that stays torn is of a dead writer
+                copies = _copies(memory)
+                if None not in copies:
+                    break
+    except (FileNotFoundError, ValueError):  # not made, or not yet of its size
         return None
+    return max((p for p in copies if p is not None and p.beat), key=lambda p: p.beat, default=None)
 
 
 def read_spans(path: Path) -> list[Span]:
     """Returns the last finished sections, oldest first, also of a process that is dead."""
+    newest = read(path)  # first: the writer goes on meanwhile
+    if newest is None:
+        return []
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return []
-    newest = _newest(raw)
-    if newest is None or len(raw) < SIZE:
+    if len(raw) < SIZE:
         return []
     # The first entry has no span before it; a live writer may be at work on the oldest of the ring.
     count = newest.beat - 1

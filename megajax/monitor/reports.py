@@ -32,7 +32,7 @@ class Limits:
             return self.start
         if section == "save":
             return self.save
-        return self.evaluate if section in ("evaluate", "end") else self.step
+        return self.evaluate if section in ("evaluate", "end", "told") else self.step
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ _START, _DATA, _PREPARE = (CODES[s] for s in ("start", "data", "prepare"))
 
 
 class Timers:
-    """Call `enter` at each boundary. `loss` is published with the next one."""
+    """Call `enter` at each boundary. `loss` and `has_bad_state` are published with the next one."""
 
     def __init__(self, heartbeat: Heartbeat | None = None, clock=time.monotonic):
         """heartbeat: None: nobody watches, only the sums are kept. The first section is 'start'."""
         self._heartbeat, self._clock = heartbeat, clock
         self.loss = 0.0
+        self.has_bad_state = False
         self._sums = [0.0] * len(SECTIONS)
         self._section, self._step = _START, 0
         self._since = self._step_began = clock()
@@ -36,8 +37,8 @@ class Timers:
     def of_process(cls, progress: Path | None) -> "Timers":
         """Returns the timers of this process, watched through the file that an agent named.
 
-        A process that ends without having entered 'end' says 'failed', or 'lost' when it died of
-        another rank's death, before jax's own clean-up waits for the others.
+        A process that ends without having entered 'end' or 'told' says 'failed', or 'lost' when it
+        died of another rank's death, before jax's own clean-up waits for the others.
         """
         if progress is None:
             return cls()
@@ -62,7 +63,9 @@ class Timers:
             self._step_began = now
         if self._heartbeat is not None:
             self._heartbeat.keep(since, now, self._step, former)
-            self._heartbeat.write(now, step, code, self.loss, self._last_own_s, self._step_s)
+            self._heartbeat.write(
+                now, step, code, self.loss, self._last_own_s, self._step_s, self.has_bad_state
+            )
         self._section, self._step, self._since = code, step, now
         return spent
 
@@ -73,7 +76,7 @@ class Timers:
 
     def leave(self) -> None:
         """Says how the process ends, unless it is at its end already."""
-        if SECTIONS[self._section] == "end":
+        if SECTIONS[self._section] in ("end", "told"):
             return
         error = getattr(sys, "last_exc", None)
         lost = error is not None and type(error).__name__ == "JaxRuntimeError"

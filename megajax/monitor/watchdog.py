@@ -29,6 +29,7 @@ STRAGGLER = 0.08  # (chosen) of a step: named at +12 %, above the 6 % between tw
 TRAFFIC = 0.5  # (chosen, papers' "traffic drop") of its own median bytes a step
 ABORT = -6
 TOLD = (0, 143, 130)  # codes of a process that came to its end: done, or saved because told to
+TOLD_CODE = 143  # of a job whose processes say that they were told, whatever their own codes
 
 
 @dataclass
@@ -62,7 +63,7 @@ class _Rank:
     @property
     def came_to_its_end(self) -> bool:
         r = self.report
-        return r.code in TOLD and (r.progress is None or self.section == "end")
+        return r.code in TOLD and (r.progress is None or self.section in ("end", "told"))
 
     @property
     def blame(self) -> int:
@@ -180,7 +181,8 @@ class Watchdog:
     def _ends(self, clock: float) -> Action | None:
         ranks = list(self._ranks.values())
         if all(r.came_to_its_end for r in ranks):
-            code = max(r.report.code or 0 for r in ranks)
+            told = any(r.section == "told" for r in ranks)
+            code = max(r.report.code or (TOLD_CODE if told else 0) for r in ranks)
             return Action("done", "end", "all ranks came to their end", code=code)
         bad = [r for r in ranks if r.blame]
         if not bad and not self._gone:

@@ -62,6 +62,9 @@ class CheckpointConfig:
 
     every: int = option(500, "save every so many steps; 0: only at the end")
     keep: int = option(3, "checkpoints kept; 0: all")
+    memory_every_steps: int = option(
+        0, "copy the state into memory that outlives a killed process so often; 0: never", "steps"
+    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Config:
     emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found")
     run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
     init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
+    told_code: int = option(0, "exit code of a run that SIGTERM made save and stop")
     fault: str | None = option(None, "faults on purpose, e.g. kill@120:rank1; monitor/faults.py")
     cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")
 

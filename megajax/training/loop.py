@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core.errors import UserError
 from megajax.data.loader import Loader
 from megajax.monitor.console import Console
@@ -52,6 +53,7 @@ class Run:
     timers: Timers = dataclasses.field(default_factory=Timers)
     faults: Injector = dataclasses.field(default_factory=Injector)
     skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
+    memory: MemoryTier | None = None
     stopped_by: int | None = None
 
 
@@ -88,19 +90,19 @@ def train(run: Run) -> Stop:
             stop = interrupts.asked(step)
             last = step == cfg.train.steps
             saves = stop or last or _due(step, cfg.checkpoint.every)
+            copies = run.memory is not None and _due(step, cfg.checkpoint.memory_every_steps)
             evaluates = last or (not stop and _due(step, cfg.eval.every))
-            if saves or evaluates or profiler.ends(step):
+            if saves or copies or evaluates or profiler.ends(step):
                 _finish(run, *pending)  # catch up, and never save or measure what is not finite
                 pending = None
             profiler.after(step)
-            if saves:
+            if saves or copies:
                 timers.enter("save", step)
-                natural = run.train_step.natural(run.state)
-                run.checkpoints.save(step, natural, data_state=data_state(run))
+                _keep(run, step, saves, copies)
             if evaluates:
                 timers.enter("evaluate", step)
                 run.evaluate(run.state, step)
-            if saves or evaluates:
+            if saves or copies or evaluates:
                 run.meter.restart()
             garbage.after(step)
             if stop:
@@ -111,6 +113,15 @@ def train(run: Run) -> Stop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
+    """Saves the state to storage, or copies it into memory, or both."""
+    natural = run.train_step.natural(run.state)
+    if copies and run.memory is not None:
+        run.memory.put(step, natural, data_state(run))
+    if saves:
+        run.checkpoints.save(step, natural, data_state=data_state(run))
 
 
 def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:

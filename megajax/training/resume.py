@@ -8,6 +8,7 @@ from absl import logging
 
 from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core.errors import UserError
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
@@ -36,12 +37,24 @@ def identity(corpora: Sequence[Corpus], tokenizer: Tokenizer, cfg: Config) -> di
 
 
 def begin(
-    cfg: Config, train_step: TrainStep, checkpoints: CheckpointManager, identity: dict[str, Any]
+    cfg: Config,
+    train_step: TrainStep,
+    checkpoints: CheckpointManager,
+    identity: dict[str, Any],
+    memory: MemoryTier | None = None,
 ) -> Start:
-    """Returns where training begins: a damaged step is reported and the one before it taken.
+    """Returns where training begins: from memory, if what storage has is not newer, else from
+    storage, where a damaged step is reported and the one before it taken.
 
     Raises: UserError when the text changed under a run, or none of its steps is whole.
     """
+    if memory is not None:
+        found = memory.take(vars(train_step.abstract_state), checkpoints.latest())
+        if found is not None:
+            step, state, data = found
+            _check_data(identity, data, "the copy in memory")
+            state = train_step.arranged(TrainState(**state))
+            return Start(state, data["rows"], f"resumed after step {step}, from memory")
     while (latest := checkpoints.latest()) is not None:
         try:
             return _go_on(cfg, train_step, checkpoints, identity, latest)
@@ -76,11 +89,15 @@ def _go_on(
         state = dataclasses.replace(state, **train_step.arranged(restored))
         return Start(state, 0, f"weights imported from {imported}")
     restored = checkpoints.restore(step, like=vars(train_step.abstract_state))
+    _check_data(identity, data, str(checkpoints.folder))
+    state = train_step.arranged(TrainState(**restored))
+    return Start(state, data["rows"], f"resumed after step {step}")
+
+
+def _check_data(identity: dict[str, Any], data: dict[str, Any], where: str) -> None:
     changed = [k for k, v in identity.items() if data.get(k) != v]
     if changed:
         raise UserError(
-            f"{checkpoints.folder} was trained on other data ({', '.join(changed)} changed), "
+            f"{where} was trained on other data ({', '.join(changed)} changed), "
             "so its position means nothing here; restore the text or give another --run_dir"
         )
-    state = train_step.arranged(TrainState(**restored))
-    return Start(state, data["rows"], f"resumed after step {step}")

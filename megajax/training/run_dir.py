@@ -22,9 +22,12 @@ FREE = (
     "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
-    "train.global_batch", "data.prefetch", "fault",
+    "train.global_batch", "data.prefetch", "fault", "told_code",
 )  # fmt: skip
-NOT_IN_NAME = ("run_dir", "log", "profile", "cache_dir", "data.prefetch", "fault")
+NOT_IN_NAME = (
+    "run_dir", "log", "profile", "cache_dir", "data.prefetch", "fault", "told_code",
+    "checkpoint.memory_every_steps",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

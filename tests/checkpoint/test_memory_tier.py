@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import memory_tier
 from megajax.checkpoint.integrity import CheckpointError
-from megajax.checkpoint.memory_tier import PAGE, Piece, Segment
+from megajax.checkpoint.memory_tier import PAGE, MemoryTier, Piece, Segment
 from megajax.core.boxes import Box
 
 
@@ -153,7 +153,7 @@ def test_kill_9_of_the_writer(segment, seed):
         del found
 
 
-def test_a_state_comes_back_on_any_mesh(segment):
+def test_a_state_comes_back_on_any_mesh(tmp_path, caplog):
     random = np.random.default_rng(0)
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     values = {
@@ -163,20 +163,73 @@ def test_a_state_comes_back_on_any_mesh(segment):
     }
     cuts = {"w": P("a", "b"), "half": P("b"), "step": P()}
     state = {n: jax.device_put(x, NamedSharding(mesh, cuts[n])) for n, x in values.items()}
-    memory_tier.put(segment, 9, state, {"rows": 144})
-    assert memory_tier.common_step(segment) == 9
+    tier = MemoryTier(tmp_path / "tier", 2)
+    assert tier.take({}, None) is None
+    tier.put(9, state, {"rows": 144})
     other = jax.make_mesh((2, 4), ("a", "b"))
     cuts = {"w": P("b", "a"), "half": P(None, "a"), "step": P()}
     like = {
         n: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=NamedSharding(other, cuts[n]))
         for n, x in values.items()
     }
-    found, data_state = memory_tier.get(segment, like)
-    assert data_state == {"rows": 144}
+    step, found, data_state = MemoryTier(tmp_path / "tier", 3).take(like, 9)
+    assert (step, data_state) == (9, {"rows": 144})
+    assert MemoryTier(tmp_path / "tier", 3).take(like, 10) is None  # storage has a newer one
     for name, x in values.items():
         assert found[name].sharding == like[name].sharding
         assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes()
     like["w"] = jax.ShapeDtypeStruct((16, 25), np.float32, sharding=like["step"].sharding)
-    with pytest.raises(CheckpointError, match="step 9 in memory lacks part of leaf w"):
-        memory_tier.get(segment, like)
-    del found
+    caplog.set_level("WARNING")
+    assert MemoryTier(tmp_path / "tier", 3).take(like, None) is None
+    assert "step 9 in memory lacks part of leaf w" in caplog.text
+
+
+def on_one(values):
+    return {n: jax.device_put(x, jax.devices()[0]) for n, x in values.items()}
+
+
+def test_what_all_processes_hold_is_taken(tmp_path, monkeypatch):
+    """The other process is played: what steps, of which attempts, are in its two slots."""
+    other = []
+
+    def gather(values):
+        mine = np.array(values, np.int32)
+        theirs = np.array(other, np.int32) if mine.ndim == 2 else mine
+        return np.stack([mine, theirs])
+
+    monkeypatch.setattr(memory_tier, "_gather", gather)
+    state = on_one({"x": np.arange(6, dtype=np.float32)})
+    none = (-1, -1)
+    cases = [  # own (step, attempt), the other's, what is taken
+        ([(10, 0), (20, 0)], [(10, 0), (20, 0)], 20),
+        ([(10, 0), (20, 0)], [(20, 0), (30, 0)], 20),  # the other was quicker
+        ([(10, 0), (20, 0)], [(10, 0), none], 10),  # the other's copy is torn
+        ([(10, 0), (20, 0)], [none, none], None),  # a new host
+        ([(20, 0), (20, 1)], [(20, 0), none], 20),
+        ([(10, 1), (20, 1)], [(20, 0), (10, 0)], None),  # steps of another attempt
+    ]
+    for i, (own, theirs, wanted) in enumerate(cases):
+        for step, attempt in own:
+            x = state["x"] + 100 * step + attempt
+            MemoryTier(tmp_path / f"{i}", attempt).put(step, {"x": x}, {"rows": step})
+        other[:] = theirs
+        found = MemoryTier(tmp_path / f"{i}", 2).take(state, None)
+        assert (None if found is None else found[0]) == wanted, i
+        if found is not None:
+            attempt = min(a for s, a in own if s == wanted)
+            np.testing.assert_array_equal(
+                found[1]["x"], np.arange(6, dtype=np.float32) + 100 * wanted + attempt
+            )
+
+
+def test_a_tier_grows_with_the_state_and_a_full_memory_is_said_once(tmp_path, caplog):
+    tier = MemoryTier(tmp_path / "tier", 0)
+    tier.put(1, on_one({"x": np.zeros(10)}), {})
+    big = on_one({"x": np.zeros(10**5)})
+    tier.put(2, big, {})
+    assert MemoryTier(tmp_path / "tier", 1).take(big, None)[0] == 2
+    caplog.set_level("WARNING")
+    tier = MemoryTier(tmp_path / "nowhere" / "tier", 0)
+    for step in (1, 2):
+        tier.put(step, big, {})
+    assert caplog.text.count("nothing is kept in memory: cannot keep") == 1

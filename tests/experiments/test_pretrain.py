@@ -232,7 +232,7 @@ def test_sigterm_saves(home):
     wait_for(process, lambda: last_step(folder) >= 3)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 143 and "Continue with:" in out
+    assert process.returncode == 0 and "Continue with:" in out
     assert CheckpointManager(folder / "checkpoints").latest() >= 3
 
 

@@ -6,6 +6,7 @@ supervision are in tests/systems/elastic.
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.experiments.test_pretrain import ROOT, environment, home, last_step, restore, rows
+from tests.experiments.test_pretrain import ROOT, environment, home, restore, rows
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 __all__ = ["home"]  # the fixture, shared
@@ -90,9 +91,16 @@ def straight(home):
     return folder
 
 
+def logs(folder, attempt):
+    files = (folder / "out" / f"attempt{attempt}").glob("rank*.log")
+    return "".join(f.read_text() for f in files)
+
+
 def nothing_is_left(folder):
     found = subprocess.run(["pgrep", "-af", str(folder)], capture_output=True, text=True).stdout
     assert found == ""
+    for agent in events(folder, "joined"):
+        assert not list(pathlib.Path("/dev/shm").glob(f"megajax-{agent['pid']}-*"))
 
 
 def test_one_fault_after_another_and_the_same_parameters(home, straight):
@@ -112,16 +120,25 @@ def test_one_fault_after_another_and_the_same_parameters(home, straight):
     same(folder, straight)
 
 
-def test_a_killed_agent(home, straight):
-    folder = home / "agent"
-    job = supervise(home, folder, "--fault=sleep@14:rank0")
-    end = time.monotonic() + 300
-    while last_step(folder) < 11:
+def test_memory_outlives_a_trainer_and_goes_with_its_agent(home, straight):
+    """A killed trainer goes on from the copy in memory, newer than what storage has; the ranks of a
+    killed agent from storage."""
+    folder = home / "memory"
+    faults = "kill@17:rank1,sleep@20:rank0:attempt1"
+    flags = ("--checkpoint.every=10", "--checkpoint.memory_every_steps=2", f"--fault={faults}")
+    job = supervise(home, folder, *flags)
+    end = time.monotonic() + 400
+    while "sleep in step 20" not in logs(folder, 1):
         assert time.monotonic() < end and job.poll() is None
         time.sleep(0.05)
-    os.kill(events(folder, "joined")[0]["pid"], signal.SIGKILL)
-    out, _ = job.communicate(timeout=300)
+    agent = events(folder, "joined")[0]["pid"]
+    assert len(list(pathlib.Path("/dev/shm").glob(f"megajax-{agent}-*/memory?"))) == 2
+    os.kill(agent, signal.SIGKILL)
+    out, _ = job.communicate(timeout=400)
     assert job.returncode == 0, out
-    assert [(f["rule"], f["ranks"]) for f in events(folder, "fault")] == [("agent", [0, 1])]
+    found = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
+    assert found == [("exit", [1]), ("agent", [0, 1])]
+    assert "resumed after step 16, from memory" in logs(folder, 1)
+    assert "resumed after step 10 " in logs(folder, 2)
     nothing_is_left(folder)
     same(folder, straight)

@@ -30,7 +30,7 @@ def test_a_record_comes_back(tmp_path):
     path = tmp_path / "rank"
     assert read(path) is None
     beat = Heartbeat(path)
-    assert read(path) is None  # zeros have a valid CRC, and are no record
+    assert read(path) is None  # zeros agree too, and are no record
     beat.write(12.5, 7, CODES["wait"], 2.25, 0.5, 1.5)
     found = read(path)
     assert (found.beat, found.time, found.step, found.section) == (1, 12.5, 7, "wait")
@@ -182,9 +182,12 @@ def test_stacks_come_from_a_process_that_holds_the_interpreter(tmp_path):
 
 def test_the_agent_names_the_file(tmp_path):
     assert find_supervisor({}).progress is None
-    env = {"MEGAJAX_PROGRESS": str(tmp_path / "x"), "MEGAJAX_ATTEMPT": "3"}
+    env = {
+        "MEGAJAX_PROGRESS": str(tmp_path / "x"), "MEGAJAX_MEMORY": str(tmp_path / "y"),
+        "MEGAJAX_ATTEMPT": "3",
+    }  # fmt: skip
     found = find_supervisor(env)
-    assert (found.progress, found.attempt) == (tmp_path / "x", 3)
+    assert (found.progress, found.memory, found.attempt) == (tmp_path / "x", tmp_path / "y", 3)
 
 
 def test_a_boundary_is_cheap(tmp_path):

@@ -5,6 +5,7 @@ A stream is what agents would report of a job of four ranks on two hosts, once a
 
 import dataclasses
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -90,15 +91,18 @@ def test_a_healthy_job_ends():
     assert (done.kind, done.code) == ("done", 0)
 
 
-@pytest.mark.parametrize("code", [143, 130])
-def test_a_job_that_was_told_to_stop_ends_with_its_code(code):
+@pytest.mark.parametrize(
+    ("section", "code", "shown"),
+    [("told", 0, 143), ("told", 143, 143), ("told", 130, 130), ("end", 143, 143), ("end", 0, 0)],
+)
+def test_a_job_that_was_told_to_stop_ends_with_another_code(section, code, shown):
     s = Stream()
     s.train(1, 3)
-    s.put_all("end", 3)
+    s.put_all(section, 3)
     for rank in s.ranks:
         s.set(rank, state="X", code=code)
     (done,) = s.tick()
-    assert (done.kind, done.code) == ("done", code)
+    assert (done.kind, done.code) == ("done", shown)
 
 
 # What each of the four ranks shows: (exit code, section of its last record); those to be named.
@@ -352,6 +356,53 @@ def test_a_straggler_of_12_percent_is_named_once_and_noise_of_3_is_not(ranks):
         assert own_times(k, 1.0, ranks) == []
         assert own_times(k, 1.12, ranks, noise=0.01) == [(ranks // 2,)]
     assert own_times(3, 1.25, ranks) == [(ranks // 2,)]
+
+
+def slow_ranks(own_s, step_s):
+    """The rule again, in NumPy: {rank: when its median of 20 first is 8 % of a step over}."""
+    first = {}
+    for end in range(20, own_s.shape[1] + 1):
+        median = np.median(own_s[:, end - 20 : end], axis=1)
+        usual = np.sort(median)[(len(median) - 1) // 2]
+        over = (median - usual) / np.median(step_s[:, end - 20 : end])
+        for rank in np.flatnonzero(over > 0.08):
+            first.setdefault(int(rank), end)
+    return first
+
+
+def named(own_s, step_s):
+    """{rank: step} that the watchdog warns of, with their hosts."""
+    s = Stream({f"h{r}": (r,) for r in range(len(own_s))})
+    first = {}
+    for i in range(own_s.shape[1]):
+        for r in range(len(own_s)):
+            s.put(r, "data", i + 1, own_s=own_s[r, i], step_s=step_s[r, i])
+        for a in s.tick():
+            (rank,) = a.ranks
+            assert (
+                a.rule == "straggler" and a.hosts == (f"h{rank}",) and f"rank {rank} " in a.message
+            )
+            first.setdefault(rank, i + 1)
+    return first
+
+
+def test_stragglers_in_recorded_times(seed):
+    """158 steps of four real ranks (lockstep.py on a machine at load 15), one of them slowed down.
+
+    Recorded with scripts/supervise.py; own_s and step_s from attempt0/spans.json.
+    """
+    golden = np.load(pathlib.Path(__file__).parent.parent / "golden" / "straggler.npz")
+    own, step = golden["own_s"].astype(float), golden["step_s"].astype(float)
+    random = np.random.default_rng(seed)
+    assert named(own, step) == {}
+    assert named(own * random.uniform(0.97, 1.03, own.shape), step) == {}  # noise of each step
+    assert named(own * random.uniform(0.97, 1.03, (4, 1)), step) == {}  # of each machine
+    for rank in range(4):
+        factor = np.where(np.arange(4) == rank, 1.12, 1)[:, None]
+        assert named(own * factor, step) == {rank: 20}
+    for _ in range(4):  # and whatever else: as the rule says, at the same step
+        factor = random.uniform(0.9, 1.2, (4, 1)) * random.uniform(0.95, 1.05, own.shape)
+        assert named(own * factor, step) == slow_ranks(own * factor, step)
 
 
 def test_own_work_that_is_nothing_beside_a_step_names_nobody():

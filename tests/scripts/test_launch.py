@@ -69,7 +69,7 @@ def test_slurm_job_passes_its_flags_on(slurm):
     out, err = slurm(0).communicate(timeout=20)
     assert out == (
         "srun --ntasks-per-node=1 --kill-on-bad-exit=1 python3 experiments/pretrain.py "
-        "--preset=nano --eval.prompt=two words\n"
+        "--told_code=143 --preset=nano --eval.prompt=two words\n"
     ), err
 
 
@@ -141,6 +141,7 @@ def test_jobset_gives_every_pod_what_the_mesh_reads():
     assert policy["onExitCodes"]["containerName"] == container["name"]
     assert policy["onExitCodes"]["values"] == [2, 70]
     assert container["command"] == ["python", "experiments/pretrain.py"]
+    assert "--told_code=143" in container["args"]  # 0 would count as done
     assert (SCRIPTS.parent / container["command"][1]).is_file()
 
 

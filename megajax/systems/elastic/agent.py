@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 from megajax.monitor import heartbeat
 from megajax.monitor.heartbeat import Span
-from megajax.systems.elastic import checks, reaper
+from megajax.systems.elastic import checks, reaper, shared
 from megajax.systems.elastic.wire import Line, dial
 
 TICK_S = 0.1  # (chosen) how soon the end of a process is seen
@@ -100,12 +99,8 @@ class Agent:
         """driver: its host:port. env: of the training processes, completed by the driver's."""
         self._name, self._token, self._env, self._period = name, token, env, period
         self._line: Line = dial(driver)
-        shared = Path("/dev/shm")
-        self._folder = Path(
-            tempfile.mkdtemp(
-                prefix=f"megajax-{os.getpid()}-", dir=shared if shared.is_dir() else None
-            )
-        )
+        shared.sweep(shared.root())
+        self._folder, self._lock = shared.claim(shared.root())
         self._processes: list[Process] = []
         self._attempt = 0
         self._asked: int | None = None
@@ -153,6 +148,7 @@ class Agent:
             self._stop()
             self._line.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
             self._reaper.wait()
@@ -185,15 +181,24 @@ class Agent:
                 self._line.send({"checks": checks.run(self._disk)})
 
     def _start(self, message: dict[str, Any]) -> None:
-        """Starts the processes of an attempt. message: attempt, command, folder, {rank: env}."""
+        """Starts the processes of an attempt.
+
+        message: attempt, command, folder, {rank: env}, memory: whether to go on from copies there.
+        """
         self._attempt = message["attempt"]
         logs = Path(message["folder"])
         logs.mkdir(parents=True, exist_ok=True)
         self._disk = logs
-        for rank, env in message["ranks"].items():
+        for place, (rank, env) in enumerate(message["ranks"].items()):
+            memory = self._folder / f"memory{place}"  # stays from attempt to attempt
+            if not message["memory"]:
+                memory.unlink(missing_ok=True)
             progress = self._folder / f"attempt{self._attempt}-rank{rank}"
             log = logs / f"rank{rank}.log"
-            own = {"MEGAJAX_PROGRESS": str(progress), "MEGAJAX_ATTEMPT": str(self._attempt)}
+            own = {
+                "MEGAJAX_PROGRESS": str(progress), "MEGAJAX_MEMORY": str(memory),
+                "MEGAJAX_ATTEMPT": str(self._attempt),
+            }  # fmt: skip
             with open(log, "wb") as out:
                 popen = subprocess.Popen(
                     message["command"],

@@ -3,12 +3,14 @@
 Exit codes, for SLURM, JobSet and Ray to act on (scripts/launch_*):
 0 done | 2 the command cannot work, do not retry | 70 the same step failed again and again, do not
 retry | 75 too few good hosts or restarts are left: start again elsewhere, without the blocklist |
-143, 130 told to stop and saved.
+143, 130 told to stop and saved (the processes themselves then end with 0, and say so in their
+progress records).
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from megajax.monitor.reports import Action
 
@@ -21,7 +23,8 @@ class Policy:
 
     poison: failures in one step that end the job. strikes: faults that name a host, before it is
     excluded though its self-checks pass. backoff: seconds before the first restart; each one that
-    made no progress doubles them, up to longest.
+    made no progress doubles them, up to longest. straggler: what is done about a rank whose own
+    work takes longer than that of the others: warn, or evict its host once the job has saved.
     """
 
     restarts: int = 5
@@ -30,6 +33,7 @@ class Policy:
     strikes: int = 2
     backoff: float = 1.0
     longest: float = 300.0
+    straggler: Literal["warn", "evict"] = "warn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Recovery:
         self._same = 0
         self._idle = 0  # restarts in a row that did not get beyond the best step
         self._best = 0
+
+    @property
+    def trusts_memory(self) -> bool:
+        """Whether to go on from copies in memory: not when a step failed twice, maybe of them."""
+        return self._same < 2
 
     def decide(self, fault: Action, bad: Mapping[str, str], hosts: Collection[str]) -> Verdict:
         """Returns what follows from a fault.
@@ -89,7 +98,7 @@ class Recovery:
 
     def _strike(self, fault: Action, good: set[str]) -> dict[str, str]:
         """Counts against a host that alone is named; excludes it while there are others."""
-        if fault.rule == "evicted":
+        if fault.rule in ("evicted", "straggler"):
             return dict.fromkeys(fault.hosts, fault.message)
         if len(fault.hosts) != 1 or fault.rule == "nan":
             return {}

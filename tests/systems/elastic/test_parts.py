@@ -11,7 +11,7 @@ import time
 import pytest
 
 from megajax.monitor.reports import Action
-from megajax.systems.elastic import agent, checks, reaper
+from megajax.systems.elastic import agent, checks, reaper, shared
 from megajax.systems.elastic.agent import Process
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
@@ -38,6 +38,13 @@ def test_waits_double_until_there_is_progress():
     assert [r.decide(fault(s, "a"), {}, "ab").wait for s in steps] == [2, 4, 8, 10, 10, 2, 4]
 
 
+def test_after_two_failures_of_a_step_memory_is_not_trusted():
+    r = Recovery(Policy(strikes=9))
+    assert r.trusts_memory
+    seen = [r.decide(fault(s, "a"), {}, "ab") and r.trusts_memory for s in (7, 8, 20)]
+    assert seen == [True, False, True]
+
+
 def test_restarts_run_out():
     r = Recovery(Policy(restarts=2, strikes=9))
     got = [r.decide(fault(10 * i, "a"), {}, "ab").code for i in range(1, 5)]
@@ -51,8 +58,9 @@ def test_a_host_is_excluded_by_its_checks_by_strikes_or_by_hand():
     assert r.decide(fault(5, "a"), {}, "abc").excluded == {}
     assert r.decide(fault(50, "b"), {}, "abc").excluded == {}
     assert list(r.decide(fault(90, "a"), {}, "abc").excluded) == ["a"]
-    verdict = Recovery(Policy()).decide(fault(5, "c", rule="evicted"), {}, "abc")
-    assert list(verdict.excluded) == ["c"]
+    for rule in ("evicted", "straggler"):
+        verdict = Recovery(Policy()).decide(fault(5, "c", rule=rule), {}, "abc")
+        assert verdict.code is None and list(verdict.excluded) == ["c"]
 
 
 def test_nobody_is_struck_for_what_all_show_and_the_last_host_is_kept():
@@ -210,6 +218,26 @@ def test_the_reaper_ends_groups_and_removes_folders_when_its_input_ends(tmp_path
         for p in (doomed, spared):
             p.kill()
             p.wait()
+
+
+def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch):
+    code = "import sys, pathlib; from megajax.systems.elastic import shared\n"
+    code += "folder, _ = shared.claim(pathlib.Path(sys.argv[1])); print(folder, flush=True)\n"
+    dead = subprocess.Popen(
+        [sys.executable, "-c", code + "import time; time.sleep(60)", tmp_path],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    theirs = pathlib.Path(dead.stdout.readline().strip())
+    (theirs / "memory0").write_bytes(bytes(100))
+    mine, lock = shared.claim(tmp_path)
+    assert shared.sweep(tmp_path) == []  # all are young
+    monkeypatch.setattr(shared, "YOUNG_S", -1)
+    assert shared.sweep(tmp_path) == [] and theirs.exists()
+    dead.kill()
+    dead.communicate()
+    assert shared.sweep(tmp_path) == [theirs] and not theirs.exists()
+    assert mine.exists()
+    os.close(lock)
 
 
 def test_traffic_counts_this_machines_network():

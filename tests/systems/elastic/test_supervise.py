@@ -133,6 +133,7 @@ def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
         assert found["time"] - injected["time"] <= 2 * LIMIT_S
     (start, again) = run.events("start")
     assert "begins after step 0" in run.output and "begins after step " in run.output
+    assert "in memory: nothing" in run.output and "in memory: rank 0, attempt 0" in run.output
     stacks = (run.out / "attempt0" / f"rank{ranks[-1]}.stacks").read_text()
     if rule == "stall":
         assert "strike" in stacks  # the function that hangs
@@ -179,6 +180,21 @@ def test_a_slow_rank_is_named_and_shown(tmp_path):
 
 
 @slow
+def test_a_straggler_gives_way_to_the_spare_and_no_step_is_lost(tmp_path):
+    flags = ("--period_s=0.1", "--spares=1", "--straggler=evict")
+    run = Supervised(tmp_path, *flags, fault="slow=0.3@2:rank1", pause=0.1)
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    (told,), (found,) = run.events("told"), run.events("fault")
+    assert "rank 1 on local1: its own work takes" in told["message"]
+    assert (found["rule"], found["ranks"], found["hosts"]) == ("straggler", [1], ["local1"])
+    assert (run.out / "blocklist").read_text() == "local1\n"
+    assert run.events("start")[1]["message"].endswith("on local0, local2")
+    assert f"begins after step {found['step']}\n" in run.output
+
+
+@slow
 def test_a_frozen_agent_is_replaced(tmp_path):
     run = Supervised(tmp_path, pause=0.1)
     run.wait_for(lambda: run.saved()["step"] >= 5)
@@ -220,6 +236,16 @@ def test_a_host_that_fails_twice_is_left_out_and_fewer_go_on(tmp_path):
 
 
 @slow
+def test_a_host_that_fails_twice_gives_way_to_the_spare(tmp_path):
+    run = Supervised(tmp_path, "--spares=1", fault="kill@8:rank1,kill@18:rank1:attempt1")
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    assert (run.out / "blocklist").read_text() == "local1\n"
+    assert run.events("start")[2]["message"].endswith("on local0, local2")
+
+
+@slow
 def test_evicting_by_hand_brings_the_spare_in(tmp_path):
     run = Supervised(tmp_path, "--spares=1", pause=0.3)
     run.wait_for(lambda: run.saved()["step"] >= 5)
@@ -248,7 +274,9 @@ def test_sigterm_to_one_rank_or_to_the_driver_saves_one_step_everywhere(tmp_path
             assert len(ranks) == 2
             os.kill(int(ranks[1].name), signal.SIGTERM)
         code, err = run.end()
-        assert code == 143, err
+        assert code == 143, err  # the driver's; those of the ranks are 0
+        ends = (run.out / "attempt0" / "spans.json").read_text()
+        assert ends.count('"told"') == 2
         assert not run.events("fault") and 5 < run.saved()["step"] < STEPS
         assert run.saved()["value"] == parameters(run.saved()["step"])
 
