@@ -18,8 +18,9 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import multihost
 
-from megajax.checkpoint import reads
+from megajax.checkpoint import object_reads, reads
 from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint.store import ObjectPath
 from megajax.core.tree import Tree, named_leaves
 
 # A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
@@ -65,10 +66,17 @@ class SaveHandle:
             raise self._error
 
 
-def write(path: Path, state: Tree, metadata: dict[str, Any], compress: bool) -> Any:
-    """Copies the arrays off the devices and starts writing them. Returns: Orbax's response."""
+def write(
+    path: Path, state: Tree, metadata: dict[str, Any], compress: bool, file_bytes: int | None = None
+) -> Any:
+    """Copies the arrays off the devices and starts writing them. Returns: Orbax's response.
+
+    file_bytes: at which it begins another file; None: Orbax's own.
+    """
     _quieten_orbax()
     context = _context(compress)
+    if file_bytes is not None:
+        context.array.saving.ocdbt_target_data_file_size = file_bytes
     context.array.saving.scoped_storage_options_creator = _chunks
     with context:
         return ocp.save_async(
@@ -81,6 +89,8 @@ def load(folder: Path, like: Tree, partial: bool) -> Tree:
 
     Raises: what Orbax does.
     """
+    if isinstance(folder, ObjectPath):  # where Orbax cannot read
+        return object_reads.load(folder, jax.tree.map(_placed, like))
     wanted, tree = jax.tree.flatten(jax.tree.map(_placed, like))
     chunks = reads.stored_chunks(folder)
     names = [n for n, _ in named_leaves(like)]
