@@ -32,6 +32,8 @@ SAVING, FORMER, TRASH = ".saving", ".former", ".trash"
 class StepFolder:
     """Paths and state of the steps in one folder."""
 
+    file_bytes: int | None = None  # at which Orbax begins another file; None: as it likes
+
     def __init__(self, path: Path):
         """path: need not exist yet."""
         self.path = path
@@ -76,6 +78,13 @@ class StepFolder:
             return {k: v for k, v in found.items() if k != OURS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"cannot read step {step}: {path}: {error!r}") from None
+
+    def begin(self, step: int) -> None:
+        """Takes the folder for a save and tries to write there. Raises: OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        self.saving(step).mkdir(exist_ok=True)
+        self.drop_saving(step)
 
     def commit(self, step: int) -> None:
         """Gives a written step its name; one of that name before it goes. Raises: OSError."""

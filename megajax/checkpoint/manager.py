@@ -26,9 +26,10 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from megajax.checkpoint import fingerprint, integrity, offline, storage
-from megajax.checkpoint.directory import OURS, StepFolder
+from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
+from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
 from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
@@ -52,13 +53,15 @@ class CheckpointManager:
     ):
         """Removes what killed saves left.
 
+        directory: a folder, or an address: s3://bucket/prefix, gs://bucket/prefix (store.py says
+        where endpoint and credentials come from, object_folder.py what such a store allows).
         keep: steps kept after a newer one is stored; 0: all. best: steps kept beside them for
         having the lowest metric. compression: auto compresses arrays that are mostly bytes. verify:
         what restore checks: full: every element and the step's small files; fast: the small files
         and all sizes; None: nothing.
         """
-        self.folder = Path(directory).absolute()
-        self._steps = StepFolder(self.folder)
+        self._steps = open_steps(directory)
+        self.folder = self._steps.path
         self._keep, self._best, self._verify = keep, best, verify
         self._compression = compression
         self._pending: SaveHandle | None = None
@@ -112,7 +115,8 @@ class CheckpointManager:
             prints = Fingerprints(x for _, x in leaves)
             metadata = (data_state or {}) | {OURS: 1}
             compress = storage.compresses(self._compression, state)
-            response = storage.write(self._steps.saving(step), state, metadata, compress)
+            where, file_bytes = self._steps.saving(step), self._steps.file_bytes
+            response = storage.write(where, state, metadata, compress, file_bytes)
         except Exception as error:
             reason = error  # raised where the handle reports it
             handle.run(lambda: self._fail(reason), self.folder)
@@ -123,18 +127,15 @@ class CheckpointManager:
         return handle
 
     def _open(self, step: int) -> None:
-        """Takes the folder and tries to write there. Raises: OSError, on all processes.
+        """Takes the folder and tries to write there. Raises, on all processes: as `begin`.
 
         Orbax's threads, once started, wait minutes for each other when they cannot write.
         """
-        problem: OSError | None = None
+        problem: Exception | None = None
         if jax.process_index() == 0:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._steps.lock()
-                self._steps.saving(step).mkdir(exist_ok=True)
-                self._steps.drop_saving(step)
-            except OSError as error:
+                self._steps.begin(step)
+            except (OSError, CheckpointError) as error:
                 problem = error
         if jax.process_count() > 1:
             failed = multihost_utils.broadcast_one_to_all(np.array(problem is not None))

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import integrity, store
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.integrity import CheckpointError, Record
+from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.safetensors import DTYPES
 from megajax.core.errors import UserError
 
@@ -26,14 +27,18 @@ CODES = {np.dtype(dtype).name: code for code, dtype in DTYPES.items()}
 def open_folder(path: str | Path) -> tuple[StepFolder, int | None]:
     """Returns (the checkpoints, the step) that a path means: of a run, a folder of steps, a step.
 
-    Raises: UserError when there is no step.
+    path: local, or s3://bucket/prefix, gs://bucket/prefix.
+    Raises: UserError when there is no step, or the store does not answer.
     """
-    folder = Path(path).expanduser().absolute()
+    steps = open_steps(path if store.is_address(path) else Path(path).expanduser())
+    folder = steps.path
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
-    if folder.name.isdigit() and int(folder.name) in StepFolder(folder.parent).steps():
-        return StepFolder(folder.parent), int(folder.name)
-    steps = StepFolder(folder)
+    if folder.name.isdigit():
+        steps = open_steps(folder.parent)
+        if int(folder.name) in steps.steps():
+            return steps, int(folder.name)
+    steps = open_steps(folder)
     if not steps.steps():
         raise UserError(f"{folder} has no checkpoint: name a run's folder, or DIR or DIR/STEP")
     return steps, None
@@ -72,7 +77,8 @@ class StoredLeaves(Mapping[str, np.ndarray]):
             return np.zeros(leaf.shape, _dtype(leaf.dtype))
         import tensorstore as ts  # here: half a second, and listing needs none of it
 
-        kvstore = {"driver": "ocdbt", "base": f"file://{self._folder}/state/", "path": f"{name}/"}
+        base = store.kvstore(self._folder / "state")
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         try:
             array: Any = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
             return array.read().result()

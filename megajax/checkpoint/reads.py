@@ -21,6 +21,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from megajax.checkpoint import store
 from megajax.core.boxes import Box
 
 TOLERANCE = 1.05  # bytes read for each byte that is there, up to which nothing is done (chosen)
@@ -112,9 +113,9 @@ def pieces(
 class Target:
     """A leaf that is being read: the memory of its shards, and what has been asked for."""
 
-    def __init__(self, like: Any, store: Any, chunk: Sequence[int], sharding: Any):
-        """like: as the leaf is wanted. store: its array. sharding: to read it in; None: NumPy."""
-        self._like, self._store, self._sharding = like, store, sharding
+    def __init__(self, like: Any, stored: Any, chunk: Sequence[int], sharding: Any):
+        """like: as the leaf is wanted. stored: its array. sharding: to read in; None: NumPy."""
+        self._like, self._stored, self._sharding = like, stored, sharding
         self._chunk = tuple(chunk)
         shape = tuple(like.shape)
         where = {} if sharding is None else sharding.addressable_devices_indices_map(shape)
@@ -136,7 +137,7 @@ class Target:
                 if alone
                 else _buffer(box.shape, dtype)
             )
-            source = self._store[box.index()].translate_to[(0,) * len(shape)]
+            source = self._stored[box.index()].translate_to[(0,) * len(shape)]
             future = ts.array(memory).write(source)
             yield box.size * dtype.itemsize, self._deal(future, box, memory, targets, alone)
 
@@ -144,7 +145,7 @@ class Target:
         self, future: Any, box: Box, memory: np.ndarray, targets: list[Box], alone: bool
     ) -> Callable[[], None]:
         def wait() -> None:
-            future.result()
+            future.result(timeout=store.PATIENCE_S)
             for target in () if alone else targets:
                 both = box & target
                 assert both is not None
@@ -176,16 +177,25 @@ def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
     """Yields the arrays of the leaves (name, like) of a step that our manager wrote, in order.
 
     like: a NumPy array, or a ShapeDtypeStruct with a sharding. Raises: what tensorstore does;
-    ValueError for a leaf of another shape or dtype than is stored.
+    StoreError for an object store that fails; ValueError for a leaf of another shape or dtype.
     """
+    try:
+        yield from _read(folder, leaves)
+    except Exception as error:  # tensorstore raises many kinds
+        raise store.explained(folder, error) from error
+
+
+def _read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
     chunks = stored_chunks(folder)
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
-    stores = [_open(folder, name, context) for name, _ in leaves]
+    arrays = [_open(folder, name, context) for name, _ in leaves]
     total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
-    room = min(max(int(SHARE * total), PIECE), WINDOW)
+    far = isinstance(folder, store.ObjectPath)  # answers late, and many at a time
+    room = WINDOW if far else min(max(int(SHARE * total), PIECE), WINDOW)
     flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
-    for (name, like), store in zip(leaves, stores, strict=True):
-        target = _target(name, like, store.result(), chunks.get(name))
+    for (name, like), array in zip(leaves, arrays, strict=True):
+        stored = array.result(timeout=store.PATIENCE_S)
+        target = _target(name, like, stored, chunks.get(name))
         for nbytes, wait in target.start():
             flying.append((nbytes, wait, False))
             yield from _land(flying, room)
@@ -202,25 +212,25 @@ def _land(flying: deque[tuple[int, Callable[[], Any], bool]], room: int) -> Iter
             yield found
 
 
-def _target(name: str, like: Any, store: Any, chunk: Sequence[int] | None) -> Target:
-    stored = (tuple(store.shape), store.dtype.numpy_dtype)
+def _target(name: str, like: Any, stored: Any, chunk: Sequence[int] | None) -> Target:
+    there = (tuple(stored.shape), stored.dtype.numpy_dtype)
     shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
-    if stored != (shape, np.dtype(like.dtype)):
+    if there != (shape, np.dtype(like.dtype)):
         raise ValueError(
-            f"leaf {name} is {stored[1]}{stored[0]} there and {like.dtype}{like.shape} in `like`"
+            f"leaf {name} is {there[1]}{there[0]} there and {like.dtype}{like.shape} in `like`"
         )
-    chunk = tuple(store.chunk_layout.read_chunk.shape) if chunk is None else chunk
+    chunk = tuple(stored.chunk_layout.read_chunk.shape) if chunk is None else chunk
     sharding = None if isinstance(like, np.ndarray) else like.sharding
     way = None
     if sharding is not None and jax.process_count() > 1 and 0 not in like.shape:
         way = aligned(like, chunk)
-    return Target(like, store, chunk, way or sharding)
+    return Target(like, stored, chunk, way or sharding)
 
 
 def _open(folder: Path, name: str, context: ts.Context) -> Any:
     kvstore = {
         "driver": "ocdbt",
-        "base": f"file://{folder}/state/",
+        "base": store.kvstore(folder / "state"),
         "path": f"{name}/",
         "cache_pool": "cache_pool#index",
     }

@@ -63,10 +63,17 @@ class SaveHandle:
             raise self._error
 
 
-def write(path: Path, state: Tree, metadata: dict[str, Any], compress: bool) -> Any:
-    """Copies the arrays off the devices and starts writing them. Returns: Orbax's response."""
+def write(
+    path: Path, state: Tree, metadata: dict[str, Any], compress: bool, file_bytes: int | None = None
+) -> Any:
+    """Copies the arrays off the devices and starts writing them. Returns: Orbax's response.
+
+    file_bytes: at which it begins another file; None: Orbax's own.
+    """
     _quieten_orbax()
     context = _context(compress)
+    if file_bytes is not None:
+        context.array.saving.ocdbt_target_data_file_size = file_bytes
     context.array.saving.scoped_storage_options_creator = _chunks
     with context:
         return ocp.save_async(

@@ -1,0 +1,137 @@
+"""The steps of a run in an object store, which has no folders, no rename and no locks.
+
+Orbax cannot write to s3://, and to gs:// only with other packages. So a step is staged: Orbax
+writes it on the local disk (under TMPDIR, room for one step; the processes of a job must share it),
+and once its record is made, process 0 sends it file by file, WORKERS in memory at a time. The
+integrity record goes last, and a step without one does not exist: writing it is what a rename is
+on a disk. What kill -9 leaves carries a mark, written before anything else, and goes when a job
+next saves there. One job may save under a prefix at a time, and many may read. A step saved again
+is taken back before the new one is sent: unlike on a disk, kill -9 in between loses that step.
+Steps read back straight from the store (reads.py). No jax.
+"""
+
+import hashlib
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.integrity import RECORD, list_files
+from megajax.checkpoint.store import ObjectPath, StoreError, is_address
+
+MARK = "unfinished"  # an object of a step that is being written or removed
+WORKERS = 4  # files sent at once (chosen: half a gigabyte in memory)
+FILE_BYTES = 128 * 2**20  # at which Orbax begins another file; one chunk may be more
+
+
+class ObjectFolder(StepFolder):
+    """Paths and state of the steps under one prefix."""
+
+    file_bytes = FILE_BYTES
+
+    def __init__(self, path: ObjectPath):
+        """path: the prefix; nothing need be there. Raises: CheckpointError: it has no bucket."""
+        super().__init__(path)
+        self._home = path
+        server = path.spec().get("endpoint", "")
+        name = hashlib.sha256(f"{server} {path}".encode()).hexdigest()[:16]
+        stage = Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}-{name}"
+        self._stage = StepFolder(stage)
+
+    def step(self, step: int) -> ObjectPath:
+        """Where a step lives."""
+        return self._home / str(step)
+
+    def saving(self, step: int) -> Path:
+        """Where a step is staged."""
+        return self._stage.saving(step)
+
+    def steps(self) -> list[int]:
+        """Returns the stored steps, oldest first, good or not. Raises: StoreError."""
+        return sorted(self._found(RECORD))
+
+    def begin(self, step: int) -> None:
+        """Takes the stage, and removes what killed saves left. Raises: OSError, StoreError."""
+        self._stage.path.mkdir(mode=0o700, exist_ok=True)
+        if self._stage.path.stat().st_uid != os.getuid():
+            raise OSError(f"{self._stage.path} is not ours; set TMPDIR")
+        self._stage.begin(step)
+        marked = self._found(MARK)
+        whole = self._found(RECORD) if marked else set()
+        for left in marked:
+            if left in whole:  # killed after the record was written
+                (self.step(left) / MARK).delete()
+            else:
+                self._clear(left)
+
+    def commit(self, step: int) -> None:
+        """Sends a staged step, its record last. Raises: StoreError, OSError."""
+        saving, home = self.saving(step), self.step(step)
+        if home.is_dir():
+            self.remove(step)
+        (home / MARK).write(b"")
+
+        def send(name: str) -> None:
+            (home / name).write((saving / name).read_bytes())
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            sent = [pool.submit(send, name) for name in list_files(saving)]
+            try:
+                for one in sent:
+                    one.result()
+            finally:
+                pool.shutdown(cancel_futures=True)  # a store that is gone is asked once, not always
+        send(RECORD)
+        (home / MARK).delete()
+        self._stage.drop_saving(step)
+
+    def drop_saving(self, step: int) -> None:
+        """Frees what a failed save wrote, as far as the store answers."""
+        self._stage.drop_saving(step)
+        try:
+            if (self.step(step) / MARK).exists() and not (self.step(step) / RECORD).exists():
+                self._clear(step)
+        except StoreError:
+            return  # the next save removes it
+
+    def remove(self, step: int) -> None:
+        """Removes a step: first its record, so that it is never half there. Raises: StoreError."""
+        (self.step(step) / MARK).write(b"")
+        (self.step(step) / RECORD).delete()
+        self._clear(step)
+
+    def lock(self) -> bool:
+        """Takes the stage; False: another process of this machine saves there."""
+        return self._stage.lock()
+
+    def unlock(self) -> None:
+        """Gives the stage back."""
+        self._stage.unlock()
+
+    def collect(self) -> None:
+        """Removes what killed processes left on the stage; `begin` does the rest.
+
+        Another machine may be saving, of which no lock tells.
+        """
+        self._stage.collect()
+
+    def _clear(self, step: int) -> None:
+        """Removes all objects of a step that has no record, the mark last."""
+        home = self.step(step)
+        names = [name for name in home.names() if name != MARK]
+        with ThreadPoolExecutor(4 * WORKERS) as pool:
+            list(pool.map(lambda name: (home / name).delete(), names))
+        (home / MARK).delete()
+
+    def _found(self, name: str) -> set[int]:
+        """Returns the steps that have an object of this name."""
+        pairs = (key.split("/") for key in self._home.names())
+        return {int(p[0]) for p in pairs if len(p) == 2 and p[0].isdigit() and p[1] == name}
+
+
+def open_steps(directory: str | Path) -> StepFolder:
+    """Returns the steps at a local path or at an address. Raises: CheckpointError for a bad one."""
+    if is_address(directory):
+        return ObjectFolder(ObjectPath(str(directory)))
+    return StepFolder(Path(directory).absolute())

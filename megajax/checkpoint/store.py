@@ -1,0 +1,198 @@
+"""Object stores as folders: s3://bucket/prefix and gs://bucket/prefix, through tensorstore.
+
+An ObjectPath is a Path to look through: it joins, lists and reads like one, so what reads the files
+of a step need not know where they lie. What would touch a local file system raises TypeError.
+Endpoint, region and credentials come from where every tool of these stores takes them:
+AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with
+AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's own role; GOOGLE_APPLICATION_CREDENTIALS or
+gcloud's login. Errors 429 and 5xx are tried again by tensorstore; nothing waits for ever. No jax.
+"""
+
+import errno
+import fnmatch
+import functools
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from megajax.core.errors import UserError
+
+DRIVERS = {"s3:": "s3", "gs:": "gcs"}
+# Six tries again within about 25 s (chosen: a server's restart, not its end).
+RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}
+PATIENCE_S = 120.0  # for one answer, tries included (chosen: 128 MiB at 1 MB/s)
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+}
+NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
+ADDRESS = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gcs": "the network and its proxy"}
+
+
+class CheckpointError(UserError):
+    """A step that cannot be saved, found or restored."""
+
+
+class StoreError(CheckpointError):
+    """An object store that does not do what it is asked; it says nothing of what is stored."""
+
+
+class ObjectPath(Path):
+    """An object, or the prefix of some. Raises, wherever it asks the store: StoreError."""
+
+    def __str__(self) -> str:
+        return f"{self.parts[0]}//{'/'.join(self.parts[1:])}"
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is not a path of this machine")
+
+    def spec(self) -> dict[str, Any]:
+        """Returns tensorstore's description of this prefix. Raises: CheckpointError: no bucket."""
+        if len(self.parts) < 2:
+            raise CheckpointError(f"{self} names no bucket; nearest: {self}BUCKET/PREFIX")
+        scheme, bucket, *keys = self.parts
+        driver = DRIVERS[scheme]
+        place = {"driver": driver, "bucket": bucket, "path": "".join(f"{k}/" for k in keys)}
+        context: dict[str, Any] = {f"{driver}_request_retries": RETRIES}
+        return place | {"context": context} | (_s3_options() if driver == "s3" else {})
+
+    def read_bytes(self) -> bytes:
+        """Returns the object. Raises: FileNotFoundError."""
+        return self._read(None)
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        """Returns the object as text. Raises: FileNotFoundError."""
+        return self._read(None).decode(encoding or "utf-8", errors or "strict")
+
+    def read_range(self, begin: int, length: int) -> bytes:
+        """Returns bytes begin..begin+length, which must be there. Raises: FileNotFoundError."""
+        return self._read(slice(begin, begin + length))
+
+    def size(self, likely: int) -> int:
+        """Returns the object's bytes; costs one of them if there are `likely`, else all.
+
+        Raises: FileNotFoundError.
+        """
+        if likely:
+            try:
+                if len(self._read(slice(likely - 1, None), short=True)) == 1:
+                    return likely
+            except _ShortError:
+                pass
+        return len(self.read_bytes())
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """Tells whether there is such an object."""
+        try:
+            self._read(slice(0, 0))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        """Tells whether there are objects under this prefix."""
+        return bool(self.names())
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Returns the names of all objects under this one that begin so, relative, sorted."""
+        import tensorstore as ts
+
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        keys = ts.KvStore.KeyRange(prefix, end)
+        return sorted(k.decode() for k in self._wait(self._open().list(keys)))
+
+    def glob(self, pattern: str, *, case_sensitive: bool | None = None) -> Generator["ObjectPath"]:
+        """Yields the objects under this one whose relative name matches; * stands for / too."""
+        found = self.names(pattern.partition("*")[0])
+        yield from (self / name for name in found if fnmatch.fnmatchcase(name, pattern))
+
+    def write(self, content: bytes) -> None:
+        """Stores the object: all of it or, when this raises, the one before or all of it."""
+        self._wait(self.parent._open().write(self.name, content))
+
+    def delete(self) -> None:
+        """Removes the object, if there is one."""
+        self._wait(self.parent._open().write(self.name, None))
+
+    def delete_all(self) -> None:
+        """Removes all objects under this prefix."""
+        import tensorstore as ts
+
+        self._wait(self._open().delete_range(ts.KvStore.KeyRange()))
+
+    def _read(self, span: slice | None, short: bool = False) -> bytes:
+        found = self._wait(self.parent._open().read(self.name, byte_range=span), short)
+        if found.state == "missing":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return found.value
+
+    def _open(self) -> Any:
+        return _open(json.dumps(self.spec()))
+
+    def _wait(self, future: Any, short: bool = False) -> Any:
+        try:
+            return future.result(timeout=PATIENCE_S)
+        except Exception as error:  # tensorstore raises many kinds
+            if short and str(error).startswith("OUT_OF_RANGE"):
+                raise _ShortError from None
+            why = explained(self, error)
+            known = isinstance(why, UserError)
+            raise (why if known else StoreError(f"{self}: {str(error)[:300]}")) from error
+
+
+class _ShortError(Exception):
+    """Bytes were asked for that an object does not have."""
+
+
+def is_address(path: str | Path) -> bool:
+    """Tells an address of an object store from a local path."""
+    return isinstance(path, ObjectPath) or str(path).startswith(tuple(f"{s}//" for s in DRIVERS))
+
+
+def kvstore(folder: Path) -> Any:
+    """Returns what tensorstore opens as a folder, local or not."""
+    return folder.spec() if isinstance(folder, ObjectPath) else f"file://{folder}/"
+
+
+def explained(path: Path, error: Exception) -> Exception:
+    """Returns the StoreError of what a store, not its content, is to blame for; else the error."""
+    if not isinstance(path, ObjectPath) or isinstance(error, UserError):
+        return error
+    code, _, rest = str(error).partition(":")
+    reason = rest.strip().partition(" [")[0][:200]
+    driver = DRIVERS[path.parts[0]]
+    if isinstance(error, TimeoutError):
+        return StoreError(f"{path}: no answer within {PATIENCE_S:g} s; see to {ADDRESS[driver]}")
+    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        return StoreError(f"{path}: access denied ({reason}); set {CREDENTIALS[driver]}")
+    if code == "NOT_FOUND" and any(words in rest for words in NO_BUCKET):
+        return StoreError(f"{path}: there is no bucket {path.parts[1]}; make it, or name another")
+    if code in ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"):
+        return StoreError(f"{path}: no answer ({reason}); see to {ADDRESS[driver]}")
+    return error
+
+
+def _s3_options() -> dict[str, Any]:
+    env = os.environ
+    found: dict[str, Any] = {
+        "endpoint": env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
+        "aws_region": env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
+        # Without it tensorstore looks for files first, and says in ten lines that there are none.
+        "aws_credentials": {"type": "environment"} if env.get("AWS_ACCESS_KEY_ID") else None,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+@functools.cache
+def _open(spec: str) -> Any:
+    import tensorstore as ts  # here: half a second, which local folders need not spend
+
+    try:
+        return ts.KvStore.open(json.loads(spec)).result(timeout=PATIENCE_S)
+    except Exception as error:
+        place = json.loads(spec)
+        scheme = {driver: scheme for scheme, driver in DRIVERS.items()}[place["driver"]]
+        where = ObjectPath(f"{scheme}//{place['bucket']}/{place['path']}")
+        raise explained(where, error) from error

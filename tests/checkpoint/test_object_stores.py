@@ -1,0 +1,265 @@
+"""Checkpoints at s3:// and gs://, against servers on loopback that can be broken on purpose."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.checkpoint import object_folder, offline, store
+from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.storage import SaveError
+from megajax.checkpoint.store import ObjectPath, StoreError
+from tests.checkpoint import object_servers
+
+SCHEMES = ("s3", "gs")
+RETRIES = {"max_retries": 4, "initial_delay": "20ms", "max_delay": "50ms"}
+
+
+@pytest.fixture(scope="module")
+def one_server():
+    """One a process: tensorstore asks once where Google's is."""
+    server = object_servers.ObjectServer()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def server(one_server, monkeypatch, tmp_path):
+    """An empty bucket, told to the environment as to any tool."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": one_server.url,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": object_servers.KEY,
+        "AWS_SECRET_ACCESS_KEY": object_servers.SECRET,
+        "TENSORSTORE_GCS_HTTP_URL": one_server.url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": object_servers.TOKEN,
+        "TMPDIR": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(store, "RETRIES", RETRIES)
+    one_server.objects.clear()
+    one_server.fail, one_server.silent, one_server.refuse_writes_after = 0, False, None
+    return one_server
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def small(step=1):
+    return {"x": jnp.arange(60.0) + step, "y": [jnp.int32(step)]}
+
+
+def assert_equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def sharded(mesh, shape, spec, dtype=jnp.float32):
+    x = np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_kind_of_leaf_on_another_mesh(server, tmp_path, scheme):
+    square = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    line = jax.make_mesh((4,), ("c",), devices=jax.devices()[:4])
+    tree = {
+        "f32": sharded(square, (64, 256), ("a", "b")),
+        "bf16": sharded(square, (8, 12), ("b", None), jnp.bfloat16),
+        "copies": sharded(square, (6,), ()),
+        "int8": jnp.arange(-4, 4, dtype=jnp.int8),
+        "fp8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+        "bool": jnp.array([True, False]),
+        "key": jax.random.key_data(jax.random.key(7)),
+        "scalar": jnp.float32(1.5),
+        "empty": jnp.zeros((4, 0, 2), jnp.bfloat16),
+        "host": np.arange(6, dtype=np.float64).reshape(2, 3) / 7,
+    }
+    manager = CheckpointManager(f"{scheme}://bucket/runs/one", keep=2)
+    assert manager.latest() is None and manager.steps() == []
+    manager.save(7, tree, data_state={"rows": 112}, metric=0.5).result()
+    assert manager.steps() == [7] and manager.latest() == 7
+    assert manager.data_state(7) == {"rows": 112} and manager.verify(7).metric == 0.5
+    assert all(key.startswith("runs/one/7/") for key in server.objects)
+    wanted = {n: x if n == "host" else like(x) for n, x in tree.items()}
+    assert_equal(tree, manager.restore(like=wanted))
+    across = NamedSharding(line, PartitionSpec(None, "c"))
+    wanted["f32"] = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=across)
+    restored = CheckpointManager(manager.folder, keep=2).restore(7, like=wanted)
+    assert_equal(tree, restored)
+    assert restored["f32"].sharding.is_equivalent_to(across, 2)
+    part = manager.restore(like={"f32": wanted["f32"]}, partial=True)
+    assert_equal({"f32": tree["f32"]}, part)
+    staged = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert staged == []  # what lay on the disk on the way is gone
+    leaves = offline.StoredLeaves(manager.folder / "7", manager.verify(7))
+    assert leaves["f32"].tobytes() == np.asarray(tree["f32"]).tobytes()
+    assert leaves["bf16"].tobytes() == np.asarray(tree["bf16"]).tobytes()
+
+
+def test_plain_orbax_reads_a_step_that_was_copied_from_a_store(server, tmp_path):
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    CheckpointManager("s3://bucket/run").save(3, small()).result()
+    for key, content in server.objects.items():
+        (tmp_path / "copy" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / key).write_bytes(content)
+    assert_equal(small(), ocp.load(tmp_path / "copy" / "run" / "3", like(small())))
+    local = CheckpointManager(tmp_path / "copy" / "run")
+    assert_equal(small(), local.restore(like=like(small())))
+
+
+def test_retention_and_the_best(server):
+    manager = CheckpointManager("s3://bucket/run", keep=1, best=1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (10, 4.0)):
+        manager.save(step, small(step), metric=loss).result()
+    assert manager.steps() == [2, 10]
+    assert {key.split("/")[1] for key in server.objects} == {"2", "10"}  # not one object more
+
+
+def test_a_step_can_be_saved_again(server):
+    manager = CheckpointManager("s3://bucket/run")
+    manager.save(1, small(1)).result()
+    before = set(server.objects)
+    manager.save(1, small(5)).result()
+    assert_equal(small(5), manager.restore(like=like(small())))
+    assert len(server.objects) == len(before)
+
+
+def test_no_damage_is_loaded(server):
+    """A flipped byte, a shorter, a longer and a missing object: an error, or the right bytes."""
+    manager = CheckpointManager("s3://bucket/run")
+    tree = {"x": jnp.arange(4096.0), "y": jnp.arange(40, dtype=jnp.int8)}
+    manager.save(1, tree).result()
+    manager.save(2, tree).result()
+    good = dict(server.objects)
+    named = 0
+    for key in sorted(k for k in good if k.startswith("run/2/")):
+        content = good[key]
+        spoilt = {
+            "flip": bytes([*content[:-1], content[-1] ^ 4]) if content else None,
+            "middle": content[: len(content) // 2] + b"\xff" + content[len(content) // 2 + 1 :],
+            "shorter": content[:-1],
+            "longer": content + b"junk",
+            "gone": None,
+        }
+        for kind, other in spoilt.items():
+            if other == content:
+                continue
+            server.objects.update({key: other} if other is not None else {})
+            if other is None:
+                del server.objects[key]
+            fresh = CheckpointManager("s3://bucket/run")
+            try:
+                assert_equal(tree, fresh.restore(2, like=like(tree)))
+            except CheckpointError as error:
+                assert "step 2" in str(error)
+                named += key.removeprefix("run/2/") in str(error)
+            if kind == "flip":
+                with pytest.raises(DamagedError, match="step 2"):
+                    fresh.verify(2)
+                assert_equal(tree, fresh.restore(like=like(tree)))
+            server.objects[key] = content
+    assert named > len(good)
+    assert_equal(tree, CheckpointManager("s3://bucket/run").restore(2, like=like(tree)))
+
+
+def test_what_a_killed_save_left_is_ignored_and_goes(server):
+    manager = CheckpointManager("s3://bucket/run", keep=0)
+    manager.save(1, small(1)).result()
+    manager.save(2, small(2)).result()
+    whole = dict(server.objects)
+    del server.objects[f"run/2/{RECORD}"]  # killed before the record: marked, some objects sent
+    server.objects[f"run/2/{object_folder.MARK}"] = b""
+    server.objects[f"run/1/{object_folder.MARK}"] = b""  # killed after it
+    server.objects["run/notes/mine.txt"] = b"none of ours"
+    again = CheckpointManager("s3://bucket/run", keep=0)
+    assert again.steps() == [1] and again.latest() == 1
+    assert_equal(small(1), again.restore(like=like(small())))
+    again.save(3, small(3)).result()
+    assert again.steps() == [1, 3]
+    steps = {key.split("/")[1] for key in server.objects}
+    assert steps == {"1", "3", "notes"} and not any("unfinished" in key for key in server.objects)
+    assert all(server.objects[k] == v for k, v in whole.items() if k.startswith("run/1/"))
+
+
+@pytest.mark.parametrize("sent", (0, 1, 4, 9))
+def test_a_save_that_is_refused_midway_leaves_the_one_before(server, tmp_path, sent):
+    manager = CheckpointManager("s3://bucket/run")
+    manager.save(1, small(1)).result()
+    before = dict(server.objects)
+    server.refuse_writes_after = sent
+    with pytest.raises(SaveError, match=r"step 2 .*access denied.*AWS_ACCESS_KEY_ID"):
+        manager.save(2, small(2)).result()
+    assert server.objects == before and manager.latest() == 1
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    server.refuse_writes_after = None
+    manager.save(2, small(2)).result()
+    assert_equal(small(2), manager.restore(like=like(small())))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_server_that_answers_503_now_and_then_is_asked_again(server, scheme):
+    server.fail = 3
+    manager = CheckpointManager(f"{scheme}://bucket/run", keep=1)
+    for step in (1, 2):
+        manager.save(step, small(step)).result()
+    assert_equal(small(2), manager.restore(like=like(small())))
+    assert manager.steps() == [2]
+    manager.verify(2)
+
+
+def test_a_server_that_is_away_is_an_error_in_time(server, monkeypatch):
+    manager = CheckpointManager("s3://bucket/run")
+    manager.save(1, small()).result()
+    began = time.monotonic()
+    server.fail = 1
+    with pytest.raises(StoreError, match="no answer.*SlowDown.*AWS_ENDPOINT_URL"):
+        manager.restore(like=like(small()))
+    with pytest.raises(SaveError, match="step 2 .*no answer"):
+        manager.save(2, small()).result()
+    server.fail = 0
+    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+    server.silent = True
+    with pytest.raises(StoreError, match="no answer within 0.5 s"):
+        manager.latest()
+    assert time.monotonic() - began < 10
+    server.silent = False
+    monkeypatch.setattr(store, "PATIENCE_S", 60)
+    assert manager.latest() == 1  # nothing was held against the step
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StoreError, match="no answer.*connect"):
+        manager.latest()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_wrong_bucket(server, scheme):
+    manager = CheckpointManager(f"{scheme}://other/run")
+    with pytest.raises(SaveError, match="there is no bucket other"):
+        manager.save(1, small()).result()
+    with pytest.raises(CheckpointError, match="bucket"):
+        CheckpointManager(f"{scheme}://")
+
+
+def test_wrong_credentials(server, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mistyped")
+    store._open.cache_clear()
+    with pytest.raises(StoreError, match="access denied.*SignatureDoesNotMatch.*AWS_PROFILE"):
+        CheckpointManager("s3://bucket/run").steps()
+    store._open.cache_clear()
+
+
+def test_an_address_is_no_local_path(server):
+    path = ObjectPath("s3://bucket/run")
+    assert str(path / "7" / "x") == "s3://bucket/run/7/x" and path.parent.name == "bucket"
+    for attempt in (path.mkdir, path.unlink, lambda: open(path, "w"), lambda: path.write_text("")):
+        with pytest.raises(TypeError, match="not a path of this machine"):
+            attempt()
