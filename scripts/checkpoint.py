@@ -30,6 +30,7 @@ from megajax.checkpoint.layouts import (
     Staged,
     Unstacked,
     convert,
+    units,
 )
 from megajax.core import config
 from megajax.core.config import option
@@ -152,13 +153,21 @@ def conversions(words: str, names: dict[str, tuple[int, ...]]) -> list[Conversio
 
 
 def reshard(cfg: Config, path: str, target: str) -> int:
-    """Writes a step in another layout."""
+    """Writes a step in another layout, one unit of leaves after the other.
+
+    In memory at once: twice the largest unit (of query, key and value: all three). On the disk of
+    `target`, until the step is there: the step twice.
+    """
     steps, step = chosen(cfg, path)
     record = offline.verify(steps, step)
     shapes = {n: tuple(x.shape) for n, x in record.leaves.items()}
     there, back = conversions(cfg.there, shapes), conversions(cfg.back, shapes)
-    leaves = convert(offline.StoredLeaves(steps.step(step), record), there, back)
-    return store(cfg, leaves, target, step, steps.data_state(step))
+    leaves = offline.StoredLeaves(steps.step(step), record)
+    with offline.spool_for(target) as spool:
+        for unit in units(shapes):
+            for name, x in convert({n: leaves[n] for n in unit}, there, back).items():
+                spool.add(name, x)
+        return store(cfg, spool.arrays(), target, step, steps.data_state(step))
 
 
 def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -> int:
@@ -172,7 +181,9 @@ def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -
     manager = CheckpointManager(target, keep=0, compression=cfg.compression)
     if step in manager.steps():
         raise UserError(f"{target} has a step {step} already; name a new folder")
-    manager.save(step, nest(leaves), data_state=data_state).result()
+    # As an array of jax mapped memory is written as it is, of NumPy it would be copied first.
+    mapped = {n: jax.device_put(x) if x.dtype.itemsize <= 4 else x for n, x in leaves.items()}
+    manager.save(step, nest(mapped), data_state=data_state).result()
     print(f"{len(leaves)} leaves are step {step} of {target}")
     return 0
 

@@ -11,7 +11,7 @@ Legend: L layers, P stages, D model width, H query heads, G key-value heads, K h
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -226,6 +226,19 @@ def convert(
     for conversion in there:
         found = conversion.there(found)
     return found
+
+
+def units(names: Iterable[str]) -> list[list[str]]:
+    """Returns the names in groups that every conversion here turns into others independently.
+
+    A group is one stacked leaf or its layers, and of attention's query, key and value all three.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        home, _, last = re.sub(r"(^|\.)blocks\.\d+\.", r"\1blocks.", name).rpartition(".")
+        key = f"{home}.{FusedQkv.fused if last in FusedQkv.names else last}"
+        found.setdefault(key, []).append(name)
+    return list(found.values())
 
 
 def _find(name: str, group: str) -> int | None:

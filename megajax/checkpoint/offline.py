@@ -4,6 +4,7 @@ tensorstore reads what Orbax wrote; a leaf is in memory only while it is used. N
 """
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -95,6 +96,49 @@ class StoredLeaves(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         """Returns the number of leaves."""
         return len(self._record.leaves)
+
+
+class Spool:
+    """Arrays on their way through a tool, in a file: the kernel may drop what is not in use."""
+
+    ALIGNMENT = 64  # bytes: memory that begins so needs no copy to become an array on the CPU
+
+    def __init__(self, path: Path):
+        """path: of the file, which must not exist."""
+        self._path = path
+        self._file = open(path, "xb")
+        self._leaves: dict[str, tuple[int, tuple[int, ...], np.dtype]] = {}
+
+    def add(self, name: str, x: np.ndarray) -> None:
+        """Writes an array. Raises: UserError for a name that is there already; OSError."""
+        if name in self._leaves:
+            raise UserError(f"two leaves would become {name}")
+        begin = self._file.seek(-self._file.tell() % self.ALIGNMENT, os.SEEK_CUR)
+        self._leaves[name] = (begin, x.shape, x.dtype)
+        self._file.write(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns {name: array}, mapped from the file, which is complete now."""
+        self._file.close()
+        if not self._path.stat().st_size:
+            return {n: np.zeros(shape, dtype) for n, (_, shape, dtype) in self._leaves.items()}
+        raw = np.memmap(self._path, np.uint8, "r")
+        return {
+            n: raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            for n, (begin, shape, dtype) in self._leaves.items()
+        }
+
+
+@contextmanager
+def spool_for(target: str | Path) -> Iterator[Spool]:
+    """Gives a spool on the disk of a folder, for as long as it is used. Raises: UserError."""
+    folder = Path(target).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".spool.", dir=folder) as temporary:
+            yield Spool(Path(temporary) / "leaves")
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}; nothing was left") from None
 
 
 def _dtype(name: str) -> np.dtype:

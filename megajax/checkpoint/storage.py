@@ -4,10 +4,12 @@ The only module that imports Orbax: it costs seconds to load. What Orbax cannot 
 here: arrays without elements, shardings that are not given, messages of many kilobytes.
 """
 
+import functools
 import logging as standard_logging
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import multihost
+from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
 from megajax.checkpoint import reads
 from megajax.checkpoint.integrity import RECORD, CheckpointError
@@ -23,7 +26,7 @@ from megajax.core.tree import Tree, named_leaves
 # A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
 # need much memory to read (reads.py).
 CHUNKS = 64  # of a leaf, at least, of which each has
-MIN_CHUNK = 2**14  # bytes or more
+MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
 Compression = Literal["auto", "none", "zstd"]
 
 
@@ -96,9 +99,53 @@ def load(folder: Path, like: Tree, partial: bool) -> Tree:
 
 
 def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
-    """Stores a leaf in chunks that another mesh's shards are made of, so none is read twice."""
-    target = max(MIN_CHUNK, value.nbytes // CHUNKS)
-    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=target)
+    """Stores a leaf in chunks that are small, yet lie in one piece in what is written at once.
+
+    Such a chunk is written from where it lies; any other is copied first, which doubles the time
+    and the memory of a save (524 MB on 8 CPU devices: 0.7 instead of 1.4 s, measured).
+    """
+    shape = tuple(value.shape)
+    size, axes = _chunking(shape, _written_at_once(value), np.dtype(value.dtype))
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=size, shard_axes=axes)
+
+
+@functools.cache
+def _chunking(
+    shape: tuple[int, ...], written: tuple[int, ...], dtype: np.dtype
+) -> tuple[int, tuple[int, ...]]:
+    """Returns (bytes, dimensions cut down to one) to ask Orbax for, which then has its own rule.
+
+    Of the chunks in one piece that it would make, that which is nearest to a CHUNKS-th of the leaf.
+    """
+    aim = max(MIN_CHUNK, math.prod(shape) * dtype.itemsize // CHUNKS)
+    found: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, aim, ())]
+    for axes in (tuple(range(n)) for n in range(max(len(shape), 1))):
+        size = aim
+        while size <= MAX_CHUNK:
+            chunk = choose_chunk_shape(shape, written, dtype, size, shard_axes=axes)
+            nbytes = math.prod(chunk) * dtype.itemsize
+            if _in_one_piece(chunk, written) and nbytes >= min(MIN_CHUNK, aim):
+                found.append((abs(math.log(nbytes / aim)), size, axes))
+                break
+            size *= 2
+    _, size, axes = min(found)
+    return size, axes
+
+
+def _in_one_piece(chunk: Sequence[int], written: Sequence[int]) -> bool:
+    """Tells whether a chunk of an array of shape `written` is contiguous in it."""
+    rows = next((d for d, n in enumerate(chunk) if n > 1), len(chunk))
+    return tuple(chunk[rows + 1 :]) == tuple(written[rows + 1 :])
+
+
+def _written_at_once(value: Any) -> tuple[int, ...]:
+    """Returns the shape of what Orbax writes of each device: replicas share a shard's work."""
+    if not isinstance(value, jax.Array):
+        return value.shape
+    shard = value.sharding.shard_shape(value.shape)
+    copies = value.sharding.num_devices * math.prod(shard) // max(value.size, 1)
+    axis = next((d for d, n in enumerate(shard) if n % max(copies, 1) == 0), None)
+    return tuple(n // copies if d == axis else n for d, n in enumerate(shard))
 
 
 def barrier() -> Callable[..., None]:

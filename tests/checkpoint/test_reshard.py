@@ -81,12 +81,12 @@ def test_any_mesh_to_any_mesh(source, tmp_path):
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_leaves_that_match_no_chunk_come_back_in_whole_and_in_part(tmp_path, partial):
-    """Stored along the last dimension, wanted along the first: none can be read as wanted."""
+    """Stored along the first dimension, wanted along the last: every shard wants every chunk."""
     random = np.random.default_rng(0)
     state = {n: jax.device_put(random.standard_normal((16, 64, 128), np.float32)) for n in "abc"}
     manager = CheckpointManager(tmp_path)
     manager.save(1, state).result()
-    cut = NamedSharding(make_mesh((8, 1)), P("p"))
+    cut = NamedSharding(make_mesh((8, 1)), P(None, None, "p"))
     names = "ab" if partial else "abc"
     like = {n: jax.ShapeDtypeStruct((16, 64, 128), np.float32, sharding=cut) for n in names}
     assert reads.aligned(like["a"], reads.stored_chunks(tmp_path / "1")["a"]) is not None
