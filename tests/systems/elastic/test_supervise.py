@@ -131,6 +131,8 @@ def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
     if not flood:
         (injected,) = [e for e in run.events("warning") if "injected fault" in e["message"]]
         assert found["time"] - injected["time"] <= 2 * LIMIT_S
+    (checked,) = run.events("checked")
+    assert checked["links"]["local0 - local1"] > 0
     (start, again) = run.events("start")
     assert "begins after step 0" in run.output and "begins after step " in run.output
     assert "in memory: nothing" in run.output and "in memory: rank 0, attempt 0" in run.output
