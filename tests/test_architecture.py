@@ -76,6 +76,7 @@ JAX_FREE = (
     "megajax.systems.elastic.agent",
     "megajax.systems.elastic.driver",
     "megajax.systems.elastic.hosts",
+    "megajax.systems.elastic.links",
     "megajax.systems.elastic.shared",
 )
 

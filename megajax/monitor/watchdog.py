@@ -61,6 +61,10 @@ class _Rank:
         return self.report.progress is not None and self.report.progress.has_bad_loss
 
     @property
+    def has_bad_state(self) -> bool:
+        return self.report.progress is not None and self.report.progress.has_bad_state
+
+    @property
     def came_to_its_end(self) -> bool:
         r = self.report
         return r.code in TOLD and (r.progress is None or self.section in ("end", "told"))
@@ -215,7 +219,10 @@ class Watchdog:
         return None
 
     def _not_finite(self, clock: float) -> Action | None:
-        """All ranks compute the same loss, so it names those that have seen it, not a cause."""
+        """All ranks compute the same loss; it comes from those whose own state is not finite.
+
+        Where no state is bad (the data, a learning rate, a product gone wrong) all are named.
+        """
         bad = [r for r in self._ranks.values() if r.has_bad_loss]
         if not bad:
             return None
@@ -223,7 +230,9 @@ class Watchdog:
         waits = any(r.report.code is None for r in self._ranks.values())
         if waits and clock - self._sign < self.limits.settle:
             return None
-        return self._act("nan", bad, f"the loss is not finite, by step {bad[0].step}")
+        sick = [r for r in bad if r.has_bad_state]
+        why = ", what it holds of the state is not" if sick else ""
+        return self._act("nan", sick or bad, f"the loss is not finite by step {bad[0].step}{why}")
 
     def _stopped(self, clock: float) -> Action | None:
         live = [r for r in self._ranks.values() if r.report.code is None]

@@ -7,7 +7,7 @@ up. Checkpoints hang off the loop, never inside the step.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core.errors import UserError
+from megajax.core.tree import Tree, named_leaves
 from megajax.data.loader import Loader
 from megajax.monitor.console import Console
 from megajax.monitor.faults import Injector
@@ -141,20 +142,37 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     row |= {k: v.item() for k, v in values.items() if k.startswith("moe_")}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise NotFinite(_bad_step(run, step, loss, values["leaf_norms"]))
+        own = bad_leaves(run.state)
+        run.timers.has_bad_state = bool(own)  # who does not say so has it from another
+        raise NotFinite(_bad_step(run, step, loss, values["leaf_norms"], own))
 
 
-def _bad_step(run: Run, step: int, loss: float, leaf_norms: np.ndarray) -> str:
+def bad_leaves(state: Tree) -> list[str]:
+    """Returns the leaves of which this process's own devices hold something not finite.
+
+    A step that is not finite keeps the state before it. So what is found here was bad before that
+    step, and only where it is: what a process computes from it reaches all others, it does not.
+    """
+
+    def is_bad(x: jax.Array) -> bool:
+        floats = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        return floats and not all(np.isfinite(s.data).all() for s in x.addressable_shards)
+
+    return [name for name, x in named_leaves(state) if is_bad(x)]
+
+
+def _bad_step(run: Run, step: int, loss: float, leaf_norms: np.ndarray, own: Sequence[str]) -> str:
     bad = [
         n for n, x in zip(run.train_step.leaf_names, leaf_norms, strict=True) if not np.isfinite(x)
     ]
+    here = f"; process {jax.process_index()} holds {own[0]} that is not finite" if own else ""
     leaf = f"first non-finite gradient: {bad[0]} ({len(bad)} of {len(leaf_norms)} leaves)"
     rows = run.loader.rows_per_batch
     run.checkpoints.wait()
     good = run.checkpoints.latest()
     kept = f"last good checkpoint: step {good}" if good is not None else "no checkpoint yet"
     return (
-        f"step {step}: loss is {loss}; {leaf if bad else 'all gradients are finite'}; {kept} in "
-        f"{run.checkpoints.folder}; the batch held rows {(step - 1) * rows}..{step * rows - 1}. "
+        f"step {step}: loss is {loss}; {leaf if bad else 'all gradients are finite'}{here}; {kept} "
+        f"in {run.checkpoints.folder}; the batch held rows {(step - 1) * rows}..{step * rows - 1}. "
         "Lower --optim.lr, or look at the data"
     )

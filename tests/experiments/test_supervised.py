@@ -37,7 +37,7 @@ FAULTS = (
 )
 FOUND = [
     ("exit", [1]), ("exit", [0]), ("stall", [1]), ("stopped", [1]), ("stall", [0]), ("exit", [1]),
-    ("exit", [0]), ("nan", [0, 1]), ("flood", [1]),
+    ("exit", [0]), ("nan", [1]), ("flood", [1]),
 ]  # fmt: skip
 
 

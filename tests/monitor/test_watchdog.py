@@ -30,10 +30,10 @@ class Stream:
         self.silent = set()
         self.dog = Watchdog(hosts, limits, self.now, period=1.0)
 
-    def put(self, rank, section, step, loss=2.0, own_s=0.1, step_s=1.0):
+    def put(self, rank, section, step, loss=2.0, own_s=0.1, step_s=1.0, bad=False):
         before = self.ranks[rank].progress
         beat = 1 if before is None else before.beat + 1
-        p = Progress(beat, self.now, step, loss, own_s, step_s, 99, section)
+        p = Progress(beat, self.now, step, loss, own_s, step_s, 99, section, bad)
         self.ranks[rank] = dataclasses.replace(self.ranks[rank], progress=p)
 
     def put_all(self, section, step, **more):
@@ -165,6 +165,19 @@ def test_a_loss_that_is_not_finite_is_a_fault_though_the_code_is_2():
         s.set(rank, state="X", code=2)
     fault, _ = s.until(3)
     assert (fault.kind, fault.rule, fault.step) == ("restart", "nan", 6)
+
+
+def test_nan_names_the_rank_whose_state_is_bad_however_early_the_others_say_so():
+    s = Stream()
+    s.train(1, 5)
+    for rank in (0, 1, 3):
+        s.put(rank, "failed", 6, loss=math.nan)
+        s.set(rank, state="X", code=2)
+    assert s.tick() == []
+    s.put(2, "failed", 6, loss=math.nan, bad=True)
+    s.set(2, state="X", code=2)
+    fault, _ = s.until(3)
+    assert (fault.rule, fault.ranks, fault.hosts, fault.step) == ("nan", (2,), ("b",), 6)
 
 
 def test_nan_of_a_job_that_goes_on():

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.training.loop import bad_leaves
 from megajax.training.step import make_train_step
 from tests.tiny import host_batch, on, run_config
 
@@ -95,6 +96,7 @@ def test_a_step_that_is_not_finite_keeps_the_state():
     after, metrics = train_step.step(state, on(train_step, host_batch(0)))
     assert not np.isfinite(float(metrics["loss"]))
     assert int(after.step) == 0
+    assert bad_leaves(after) == ["params.blocks.mlp.up"] and bad_leaves(train_step.init(0)) == []
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(a, np.asarray(b))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from megajax.monitor import heartbeat
 from megajax.monitor.heartbeat import Span
-from megajax.systems.elastic import checks, reaper, shared
+from megajax.systems.elastic import checks, links, reaper, shared
 from megajax.systems.elastic.wire import Line, dial
 
 TICK_S = 0.1  # (chosen) how soon the end of a process is seen
@@ -177,6 +177,13 @@ class Agent:
                 self._report()  # the last of its log
                 self._stop()
                 self._line.send({"stopped": self._attempt})
+            case "answer":
+                self._line.send({"answers": links.answer(self._token)})
+            case "reach":
+                try:
+                    self._line.send({"reached": links.reach(message["at"], self._token)})
+                except (OSError, ValueError) as error:
+                    self._line.send({"reached": str(error) or type(error).__name__})
             case "check":
                 self._line.send({"checks": checks.run(self._disk)})
 

@@ -22,7 +22,7 @@ from typing import Any
 from megajax.monitor.heartbeat import Progress
 from megajax.monitor.reports import Action, HostReport, Limits, RankReport
 from megajax.monitor.watchdog import Watchdog
-from megajax.systems.elastic import checks
+from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
 from megajax.systems.elastic.policy import ELSEWHERE, Policy, Recovery
@@ -249,11 +249,7 @@ class Driver:
                 self._hosts.dismiss(host)
         bad: dict[str, str] = {}
         if fault.kind == "restart" and not self.signals:
-            present = self._hosts.good()
-            results = self._hosts.ask(present, "checks", CHECK_S, do="check")
-            said = {h.name: r for h, r in zip(present, results, strict=True)}
-            self._journal.event("checked", results=said)
-            bad = checks.failing(said)
+            bad = self._check()
         verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
         for host, why in verdict.excluded.items():
             self._block(host, why)
@@ -266,6 +262,18 @@ class Driver:
         while time.monotonic() < end and not self.signals:
             self._hosts.pump()
         return None
+
+    def _check(self) -> dict[str, str]:
+        """Lets all hosts check themselves, and then their links. Returns {bad host: why}."""
+        present = self._hosts.good()
+        results = self._hosts.ask(present, "checks", CHECK_S, do="check")
+        said = {h.name: r for h, r in zip(present, results, strict=True)}
+        bad = checks.failing(said)
+        sound = [h for h in present if h.name not in bad]
+        found = self._hosts.check_links(sound)
+        between = {" - ".join(pair): figure for pair, figure in found.items()}
+        self._journal.event("checked", results=said, links=between)
+        return bad | links.failing(found)
 
     def _collect(self) -> None:
         """Keeps the stacks of all ranks that live and the last sections of all."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from megajax.systems.elastic import links
 from megajax.systems.elastic.wire import Line
 
 TICK_S = 0.1  # (chosen)
@@ -178,6 +179,23 @@ class Hosts:
             if theirs is not None and ours - asked < best:
                 best, offset = ours - asked, theirs - (asked + ours) / 2
         return offset
+
+    def check_links(self, hosts: Sequence[Host]) -> dict[links.Pair, float | str]:
+        """Returns MB/s of the links between pairs of hosts, or what is wrong with them."""
+        by_name = {h.name: h for h in hosts}
+        found: dict[links.Pair, float | str] = {}
+        for pairs in links.rounds(sorted(by_name)):
+            servers = [by_name[b] for _, b in pairs]
+            ports = self.ask(servers, "answers", ANSWER_S, do="answer")
+            at = {
+                a: {"do": "reach", "at": f"{by_name[b].address}:{port or 1}"}
+                for (a, b), port in zip(pairs, ports, strict=True)
+            }
+            clients = [by_name[a] for a, _ in pairs]
+            said = self.ask_each(at, clients, "reached", 2 * links.WAIT_S)
+            for pair, port, figure in zip(pairs, ports, said, strict=True):
+                found[pair] = "no answer" if figure is None or port is None else figure
+        return found
 
     def dismiss(self, host: Host) -> None:
         """Lets go of an agent that does not answer; one of this machine is killed."""

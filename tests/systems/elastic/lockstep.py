@@ -104,6 +104,7 @@ def main(folder, steps, every, pause_s, spec=""):
         timers.enter("wait", step)
         timers.loss = total
         if not math.isfinite(total):
+            timers.has_bad_state = not math.isfinite(own)
             clean.append(1)
             sys.exit(2)
         value = hashlib.sha256(f"{value}{total}".encode()).hexdigest()

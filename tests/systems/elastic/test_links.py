@@ -1,0 +1,64 @@
+"""Links between hosts: who meets whom, what an echo says, whom the bad ones name."""
+
+import itertools
+import socket
+
+import pytest
+
+from megajax.systems.elastic import links
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
+def test_rounds_are_disjoint_and_no_pair_comes_twice(count):
+    hosts = [f"h{i}" for i in range(count)]
+    found = links.rounds(hosts)
+    assert len(found) == min(count + count % 2 - 1, links.ROUNDS)
+    for pairs in found:
+        names = [h for p in pairs for h in p]
+        assert len(set(names)) == len(names) >= count - count % 2
+    pairs = [frozenset(p) for own in found for p in own]
+    assert len(set(pairs)) == len(pairs)
+    if count <= 4:  # all of them
+        assert set(pairs) == {frozenset(p) for p in itertools.combinations(hosts, 2)}
+
+
+def test_an_echo_and_what_goes_wrong(monkeypatch):
+    def at(token="secret"):
+        return f"127.0.0.1:{links.answer(token)}"
+
+    assert links.reach(at(), "secret") > 0
+    with pytest.raises(OSError):
+        links.reach(at(), "guessed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(ConnectionRefusedError):
+        links.reach(nobody, "secret")
+    send = links.Line.send
+
+    def damage(line, message):
+        if "echo" in message:
+            message = {"echo": message["echo"].replace("7", "8", 1)}
+        send(line, message)
+
+    monkeypatch.setattr(links.Line, "send", damage)
+    with pytest.raises(ValueError, match="other bytes"):
+        links.reach(at(), "secret")
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 6])
+def test_one_bad_host_is_named_and_a_bad_link_alone_names_nobody(count):
+    hosts = [f"h{i}" for i in range(count)]
+    pairs = [p for own in links.rounds(hosts) for p in own]
+    good = dict.fromkeys(pairs, 100.0)
+    assert links.failing(good) == {}
+    for host in hosts:
+        for figure in ("no answer", 10.0):
+            found = links.failing(good | {p: figure for p in pairs if host in p})
+            assert list(found) == [host], (found, figure)
+    if count > 3:  # of three hosts each has two links, and one bad link leaves both ends a good one
+        assert all(links.failing(good | {p: "no answer"}) == {} for p in pairs)
+
+
+def test_two_hosts_cannot_tell_whose_link_it_is():
+    assert links.failing({("a", "b"): "no answer"}) == {} == links.failing({})
