@@ -7,6 +7,7 @@
     uv run scripts/checkpoint.py reshard DIR NEW --there=qkv,stages:4x2
     uv run scripts/checkpoint.py export DIR FOLDER         # safetensors under our own names
     uv run scripts/checkpoint.py import FOLDER NEW         # and back
+    uv run scripts/checkpoint.py import MEGATRON NEW [--vocab=50257] [--to=safetensors]
 
 DIR: a run, a folder of steps, or DIR/STEP. A step belongs to no mesh, so restoring to another mesh
 needs no tool; `reshard` changes the shapes of the leaves: --there lists what ours become, --back
@@ -14,13 +15,13 @@ what is to become ours again (first): layers, stages:P, stages:PxCHUNKS, stages:
 --back), qkv, vocab:WORDSxMULTIPLE. Hugging Face folders: scripts/hf.py.
 """
 
-import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megajax.checkpoint import offline
+from megajax.checkpoint import foreign, offline
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.integrity import CheckpointError, DamagedError
 from megajax.checkpoint.layouts import (
@@ -46,9 +47,16 @@ class Config:
     back: str = option("", "reshard: layouts to undo first, as they were made")
     shard_bytes: int = option(5 * 10**9, "export: largest file", "bytes")
     compression: Literal["auto", "none", "zstd"] = option("auto", "reshard, import: of what is new")
+    format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
+        "auto", "import: what there is; auto: as it looks"
+    )
+    to: Literal["step", "safetensors"] = option("step", "import: what to make")
+    vocab: int | None = option(None, "import: words of a Megatron model, without padding")
+    hf_config: str | None = option(
+        None, "import: config.json, for a Megatron checkpoint without arguments"
+    )
 
 
-DATA_STATE = "data_state.json"  # beside exported tensors
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
@@ -201,23 +209,47 @@ def export(cfg: Config, path: str, target: str) -> int:
     leaves = offline.StoredLeaves(steps.step(step), record)
     with offline.new_folder(target) as folder:
         write_folder(folder, tensors, leaves.__getitem__, cfg.shard_bytes)
-        (folder / DATA_STATE).write_text(offline.data_state_text(steps, step) + "\n")
+        (folder / foreign.DATA_STATE).write_text(offline.data_state_text(steps, step) + "\n")
     print(f"step {step} of {steps.path} is in {target}")
     return 0
 
 
 def import_folder(cfg: Config, path: str, target: str) -> int:
-    """Makes a step of a folder of safetensors."""
-    from megajax.checkpoint.safetensors import TensorFolder
+    """Makes a step, or a folder of safetensors, of what another system wrote."""
+    kind = foreign.detect(path) if cfg.format == "auto" else cfg.format
+    source = foreign.open_foreign(path, kind, cfg.step, cfg.vocab, cfg.hf_config)
+    if source.left_out:
+        print(f"left out: {', '.join(source.left_out)}")
+    if cfg.to == "safetensors":
+        with offline.new_folder(target) as folder:
+            foreign.write(source, folder, cfg.shard_bytes)
+        print(f"{len(source.shapes)} tensors are in {target}")
+        return 0
+    if source.config is not None:
+        leaves = model_leaves(source, target)
+    else:
+        leaves = {name: source.view(name) for name in source.shapes}
+        parts = [name.split(".") for name in leaves]
+        homes = {".".join(p[:k]) for p in parts for k in range(1, len(p))}
+        if both := sorted(homes & leaves.keys()):
+            raise UserError(f"{both[0]} is an array and holds others: no tree has both (--to)")
+    return store(cfg, leaves, target, source.step, source.notes)
 
-    files = TensorFolder(Path(path).expanduser())
-    leaves = {n: files.view(n) for n in files.names()}
-    file = files.folder / DATA_STATE
-    try:
-        data_state = json.loads(file.read_text()) if file.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
-    return store(cfg, leaves, target, cfg.step or 0, data_state)
+
+def model_leaves(source: foreign.Foreign, target: str) -> dict:
+    """Returns a model's parameters under our names, float32."""
+    import jax
+
+    from megajax.checkpoint import hf
+    from megajax.core.tree import named_leaves
+
+    jax.config.update("jax_platforms", "cpu")
+    home = Path(target).expanduser().absolute().parent
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import.", dir=home) as folder:
+        foreign.write(source, Path(folder))
+        _, params = hf.load(folder)
+    return {f"params.{name}": x for name, x in named_leaves(params)}
 
 
 VERBS = {"ls": list_steps, "inspect": inspect, "verify": verify}

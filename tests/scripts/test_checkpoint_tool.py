@@ -1,5 +1,6 @@
 """scripts/checkpoint.py as a person calls it."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -11,11 +12,14 @@ import safetensors.numpy
 
 from megajax.checkpoint.integrity import list_files
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.megatron import MegatronFolder
 from megajax.checkpoint.offline import StoredLeaves
 from megajax.core.tree import named_leaves
+from tests.foreign_writer import Name, Object, torch_zip
 from tests.scripts.test_scripts import call
 
 pytestmark = pytest.mark.process
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "foreign"
 L, D, H, G, K = 4, 8, 4, 2, 2
 
 
@@ -84,6 +88,31 @@ def test_export_then_import_changes_no_bit(run, tmp_path):
     assert all(found[n].tobytes() == want[n].tobytes() for n in want)
     done = call("checkpoint.py", "export", run, tmp_path / "out")
     assert done.returncode == 2 and "exists; name a new folder" in done.stderr
+
+
+def test_import_of_megatron(tmp_path):
+    path = GOLDEN / "megatron_core"
+    done = call("checkpoint.py", "import", path, tmp_path / "new", "--vocab=61")
+    assert done.returncode == 0, done.stderr
+    assert "left out: optimizer, rng_state" in done.stdout
+    found, data_state = leaves_of(tmp_path / "new", 7)
+    assert data_state["iteration"] == 7 and data_state["config"]["vocab_size"] == 61
+    theirs = MegatronFolder(path, vocab=61)
+    down = theirs.view("model.layers.3.mlp.down_proj.weight").astype(np.float32)
+    np.testing.assert_array_equal(found["params.blocks.mlp.down"][3], down.T)
+    table = theirs.view("model.embed_tokens.weight").astype(np.float32)
+    np.testing.assert_array_equal(found["params.tokens"][:61], table)
+    assert not found["params.tokens"][61:].any()
+    assert [p.name for p in tmp_path.iterdir()] == ["new"]
+
+
+def test_import_runs_nothing(tmp_path):
+    evil = Object(Name("os", "system"), (f"touch {tmp_path / 'trace'}",))
+    (tmp_path / "evil.pt").write_bytes(torch_zip({"x": evil}))
+    done = call("checkpoint.py", "import", tmp_path / "evil.pt", tmp_path / "new")
+    assert done.returncode == 2 and "it names 'os.system'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["evil.pt"]
 
 
 @pytest.mark.slow

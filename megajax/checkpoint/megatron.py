@@ -1,0 +1,267 @@
+"""Megatron checkpoints as Hugging Face ones: tensors renamed, qkv and gates split, padding cut.
+
+The training's saved arguments become a config.json, so everything that reads a Hugging Face folder
+(hf.py, transformers) reads the result. Families: llama, qwen2 (biases of q, k, v), qwen3 (norms of
+queries and keys), gpt2. Not there, each an error: experts, multi-latent attention, fp8 weights,
+windows, partial or interleaved rotation, norms of weight - 1. The optimizer's state is never taken:
+it is cut over data-parallel ranks in ways of its own.
+
+Legend: D width, G key-value heads, R queries of one of them, K head width.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.megatron_files import find_step, open_step
+from megajax.core.errors import UserError
+from megajax.models import names
+from megajax.models.decoder_config import DecoderConfig
+
+Change = Callable[[np.ndarray, DecoderConfig], np.ndarray]
+
+# What changes the arithmetic, and the one value that ours has.
+PLAIN = {
+    "num_experts": None, "multi_latent_attention": False, "apply_layernorm_1p": False,
+    "rotary_interleaved": False, "rotary_percent": 1.0, "window_size": None, "squared_relu": False,
+    "rotary_seq_len_interpolation_factor": None, "mtp_num_layers": None,
+    "apply_residual_connection_post_layernorm": False, "attention_output_gate": False,
+    "quick_geglu": False, "softmax_type": "vanilla", "no_rope_freq": None,
+    "heterogeneous_layers_config_path": None, "experimental_attention_variant": None,
+}  # fmt: skip
+
+
+class MegatronFolder:
+    """A checkpoint of a decoder.
+
+    config: its config.json. tensors: {Hugging Face's name: (shape, dtype)}.
+    iteration: steps that it was trained. left_out: what is there and was not taken.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        step: int | None = None,
+        vocab: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
+        """Opens it. step: None: the latest. vocab: words without padding; None: as the arguments
+        say, else with it. config: a config.json, for a checkpoint that has no arguments.
+
+        Raises: UserError for one that is damaged, not whole or of a model that we cannot compute.
+        """
+        self._source = open_step(find_step(path, step))
+        self.folder, self.left_out = self._source.folder, self._source.left_out
+        self.iteration = self._source.iteration if type(self._source.iteration) is int else 0
+        if config is None:
+            config = to_hf_config(self._source.args, vocab)
+        self.config = dict(config)
+        try:
+            self._cfg = names.from_hf_config(config)
+        except (LookupError, TypeError, ArithmeticError) as error:
+            raise UserError(f"the configuration lacks or distorts {error} (--hf_config)") from None
+        self._homes = self._find()
+        rules, sizes = names.rules(self._cfg), names.sizes(self._cfg)
+        shapes = {
+            r.name(i): r.their_shape(sizes) for r in rules for i in np.ndindex(r.stack(sizes))
+        }
+        self.tensors = {
+            name: (shapes[name], self._source.dtype(home))
+            for name, (home, _) in self._homes.items()
+        }
+
+    def view(self, name: str) -> np.ndarray:
+        """Returns a tensor under Hugging Face's name. Raises: UserError for damage, other shapes.
+
+        At most two tensors are in memory while it is made.
+        """
+        home, change = self._homes[name]
+        found = change(self._source.read(home, self._cfg.activation == "swiglu"), self._cfg)
+        if found.shape != self.tensors[name][0]:
+            raise UserError(
+                f"{self.folder}: {home} gives {name} the shape {found.shape}, the configuration "
+                f"says {self.tensors[name][0]}"
+            )
+        return found
+
+    def _find(self) -> dict[str, tuple[str, Change]]:
+        """Returns {Hugging Face's name: (Megatron's, what to do)}; refuses strangers."""
+        cfg, source = self._cfg, self._source
+        table = _GPT2 if names.family(cfg) == "gpt2" else _LLAMA
+        sizes, found = names.sizes(cfg), {}
+        for rule in names.rules(cfg):
+            home, change = table[rule.theirs]
+            for index in np.ndindex(rule.stack(sizes)):
+                stored = home.format(**dict(zip("i", index, strict=False)))
+                if stored not in source.names:
+                    raise UserError(f"{self.folder} has no {stored}, of {rule.name(index)}")
+                found[rule.name(index)] = stored, change
+        used = {home for home, _ in found.values()}
+        used |= {"output_layer.weight"} if cfg.tied else set()  # a stage's copy of the table
+        if strangers := sorted(set(source.names) - used):
+            raise UserError(
+                f"{self.folder} has tensors that a {names.family(cfg)} does not: "
+                f"{', '.join(strangers[:5])}"
+            )
+        return found
+
+
+def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str, Any]:
+    """Returns the config.json of a training's arguments (megatron/training/arguments.py).
+
+    Raises: UserError for an argument that is missing, or that we cannot compute with.
+    """
+    if not args:
+        raise UserError("the checkpoint has no arguments; give its config.json (--hf_config)")
+    for name, plain in PLAIN.items():
+        if (value := args.get(name, plain)) and value != plain:
+            shown = value if isinstance(value, bool | int | float) else type(value).__name__
+            raise UserError(f"{name}={shown} is not supported, only {plain}")
+    try:
+        kind = _family(args)
+        words = vocab or args.get("vocab_size") or args["padded_vocab_size"]
+        positions = args.get("max_position_embeddings") or args["seq_length"]
+        eps = args["norm_epsilon"] if "norm_epsilon" in args else args["layernorm_epsilon"]
+        tied = not args["untie_embeddings_and_output_weights"]
+        common = {"model_type": kind, "vocab_size": words, "tie_word_embeddings": tied}
+        heads, width = args["num_attention_heads"], args["hidden_size"]
+        if kind == "gpt2":
+            return common | {
+                "n_layer": args["num_layers"], "n_embd": width, "n_head": heads,
+                "n_inner": args["ffn_hidden_size"], "n_positions": positions,
+                "layer_norm_epsilon": eps, "activation_function": "gelu_new",
+            }  # fmt: skip
+        grouped = args.get("group_query_attention", False)
+        return common | {
+            "num_hidden_layers": args["num_layers"], "hidden_size": width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": args["num_query_groups"] if grouped else heads,
+            "head_dim": args.get("kv_channels") or width // heads,
+            "intermediate_size": args["ffn_hidden_size"], "rms_norm_eps": eps,
+            "max_position_embeddings": positions, "hidden_act": "silu",
+            "rope_theta": float(args.get("rotary_base", 10000)), "rope_scaling": _scaling(args),
+        }  # fmt: skip
+    except KeyError as error:
+        raise UserError(
+            f"the checkpoint's arguments lack {error}; give its config.json (--hf_config)"
+        ) from None
+
+
+def _family(args: Mapping[str, Any]) -> str:
+    """Returns the model type of a shape. Raises: UserError when there is none."""
+    norm, place = args.get("normalization", "LayerNorm"), args["position_embedding_type"]
+    swiglu, biased = args.get("swiglu", False), args.get("add_bias_linear", True)
+    qkv_bias, qk_norm = args.get("add_qkv_bias", False), args.get("qk_layernorm", False)
+    if (norm, place, swiglu, biased) == ("RMSNorm", "rope", True, False):
+        if not (qkv_bias and qk_norm):
+            return "qwen2" if qkv_bias else "qwen3" if qk_norm else "llama"
+    elif (norm, place, swiglu, biased) == ("LayerNorm", "learned_absolute", False, True):
+        tanh = args.get("bias_gelu_fusion", True) or args.get("openai_gelu", False)
+        if tanh and not qk_norm and not args.get("group_query_attention", False):
+            return "gpt2"
+    raise UserError(
+        f"no family of ours has normalization={norm}, position_embedding_type={place}, "
+        f"swiglu={swiglu}, add_bias_linear={biased}, add_qkv_bias={qkv_bias}, "
+        f"qk_layernorm={qk_norm}; llama, qwen2, qwen3 and gpt2 (GELU by tanh) can be imported"
+    )
+
+
+def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not args.get("use_rope_scaling", False):
+        return None
+    return {
+        "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)),
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+
+# ---- one tensor of theirs -> one of Hugging Face's
+
+
+def _same(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
+    return x
+
+
+def _turned(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
+    return x.T  # GPT-2's Conv1D holds (in, out)
+
+
+def _words(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
+    return x[: cfg.vocab]  # what pads it is noise there, not zeros
+
+
+def _heads(part: int) -> Change:
+    """Makes the function that takes queries, keys or values out of (G (R + 2) K, ...)."""
+
+    def take(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
+        ratio = cfg.heads // cfg.kv_heads
+        shape = (cfg.kv_heads, ratio + 2, cfg.head_width)
+        if x.shape[0] != np.prod(shape):
+            raise UserError(f"a linear_qkv of {x.shape} does not hold {shape} (groups, heads, K)")
+        split = x.reshape(*shape, *x.shape[1:])
+        which = (slice(0, ratio), slice(ratio, ratio + 1), slice(ratio + 1, None))[part]
+        return split[:, which].reshape(-1, *x.shape[1:])
+
+    return take
+
+
+def _half(part: int) -> Change:
+    """Makes the function that takes the gate or the up of (2 F, D)."""
+    return lambda x, cfg: x[part * (x.shape[0] // 2) :][: x.shape[0] // 2]
+
+
+def _qkv(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
+    """All queries, all keys, all values, as GPT-2 has them."""
+    joined = np.concatenate([_heads(part)(x, cfg) for part in range(3)])
+    return joined.T
+
+
+def _llama() -> dict[str, tuple[str, Change]]:
+    ours, theirs = "decoder.layers.{i}", "model.layers.{i}"
+    found: dict[str, tuple[str, Change]] = {
+        "model.embed_tokens.weight": ("embedding.word_embeddings.weight", _words),
+        "lm_head.weight": ("output_layer.weight", _words),
+        "model.norm.weight": ("decoder.final_layernorm.weight", _same),
+    }
+    attention, mlp = f"{ours}.self_attention", f"{ours}.mlp"
+    for part, letter in enumerate("qkv"):
+        for kind in ("weight", "bias"):
+            name = f"{theirs}.self_attn.{letter}_proj.{kind}"
+            found[name] = (f"{attention}.linear_qkv.{kind}", _heads(part))
+        norm = f"{theirs}.self_attn.{letter}_norm.weight"
+        found[norm] = (f"{attention}.{letter}_layernorm.weight", _same)
+    return found | {
+        f"{theirs}.self_attn.o_proj.weight": (f"{attention}.linear_proj.weight", _same),
+        f"{theirs}.mlp.gate_proj.weight": (f"{mlp}.linear_fc1.weight", _half(0)),
+        f"{theirs}.mlp.up_proj.weight": (f"{mlp}.linear_fc1.weight", _half(1)),
+        f"{theirs}.mlp.down_proj.weight": (f"{mlp}.linear_fc2.weight", _same),
+        f"{theirs}.input_layernorm.weight": (f"{ours}.input_layernorm.weight", _same),
+        f"{theirs}.post_attention_layernorm.weight": (f"{ours}.pre_mlp_layernorm.weight", _same),
+    }
+
+
+def _gpt2() -> dict[str, tuple[str, Change]]:
+    ours, theirs = "decoder.layers.{i}", "transformer.h.{i}"
+    found: dict[str, tuple[str, Change]] = {
+        "transformer.wte.weight": ("embedding.word_embeddings.weight", _words),
+        "transformer.wpe.weight": ("embedding.position_embeddings.weight", _same),
+        "lm_head.weight": ("output_layer.weight", _words),
+    }
+    for name, home, change in (
+        ("attn.c_attn", "self_attention.linear_qkv", _qkv),
+        ("attn.c_proj", "self_attention.linear_proj", _turned),
+        ("mlp.c_fc", "mlp.linear_fc1", _turned),
+        ("mlp.c_proj", "mlp.linear_fc2", _turned),
+        ("ln_1", "input_layernorm", _same),
+        ("ln_2", "pre_mlp_layernorm", _same),
+    ):
+        for kind in ("weight", "bias"):
+            found[f"{theirs}.{name}.{kind}"] = (f"{ours}.{home}.{kind}", change)
+    for kind in ("weight", "bias"):
+        found[f"transformer.ln_f.{kind}"] = (f"decoder.final_layernorm.{kind}", _same)
+    return found
+
+
+_LLAMA, _GPT2 = _llama(), _gpt2()

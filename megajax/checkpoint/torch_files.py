@@ -1,0 +1,266 @@
+"""Files of torch.save, read without torch and without running their pickle.
+
+Such a file is a zip of stored members: NAME/data.pkl, the structure, and NAME/data/KEY, the bytes
+of each storage. A tensor is a view of a storage (offset, shape, strides); it stays in the file till
+it is read. Members are checked against the zip's CRC-32 once, before the first tensor of them is
+given out. Files older than PyTorch 1.6 are one pickle without a zip and are refused. No jax.
+"""
+
+import functools
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from megajax.checkpoint import pickles
+from megajax.checkpoint.pickles import Global, Record
+from megajax.core.errors import UserError
+
+DTYPES: dict[str, Any] = {
+    "float64": np.float64, "float32": np.float32, "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2, "int64": np.int64, "int32": np.int32, "int16": np.int16,
+    "int8": np.int8, "uint64": np.uint64, "uint32": np.uint32, "uint16": np.uint16,
+    "uint8": np.uint8, "bool": np.bool_, "complex64": np.complex64, "complex128": np.complex128,
+}  # fmt: skip
+STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
+    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}  # fmt: skip
+MAX_RANK = 32
+MAX_REPEATED = 16 * 2**20  # bytes that a tensor may repeat its storage to (strides of 0)
+LOCAL = struct.Struct("<4s22xHH")  # a zip's local header: signature, lengths of name and extra
+
+
+class Storage:
+    """The bytes of one member. dtype: of its elements, as the file says."""
+
+    def __init__(self, raw: np.ndarray, crc32: int, dtype: Any, where: str):
+        """raw: uint8, a view of the file. crc32: 0: the writer kept none."""
+        self._raw, self._crc32, self.dtype, self.where = raw, crc32, np.dtype(dtype), where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return self._raw.size
+
+    @functools.cached_property
+    def raw(self) -> np.ndarray:
+        """The bytes, uint8. Raises: UserError when they are not those that were written."""
+        if self._crc32 and zlib.crc32(self._raw) != self._crc32:
+            raise UserError(f"{self.where} is damaged: its bytes do not match their checksum")
+        return self._raw
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor that lies in a file. strides: in elements."""
+
+    storage: Storage
+    dtype: np.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        """Returns the tensor as a read-only view of the file. Raises: UserError for damage."""
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        width = self.dtype.itemsize
+        strides = tuple(width * s for s in self.strides)
+        raw = self.storage.raw
+        return np.ndarray(self.shape, self.dtype, raw.data, self.offset * width, strides)
+
+
+class TorchFile:
+    """What a file of torch.save holds, or what lies in a part of a file."""
+
+    def __init__(self, path: str | Path, raw: np.ndarray | None = None, where: str = ""):
+        """Reads the structure. raw: uint8, the part of the file; None: all of it.
+
+        Raises: UserError for a file that is damaged, too old, or wants code run.
+        """
+        self.where = where or str(path)
+        self._raw = map_file(path) if raw is None else raw
+        members = _members(self._raw, self.where)
+        structure = [n for n in members if n.endswith("/data.pkl")]
+        if len(structure) != 1:
+            raise UserError(f"{self.where} is a zip, but not of torch.save: it has no data.pkl")
+        self._home = structure[0].removesuffix("data.pkl")
+        self._members = members
+        self._storages: dict[str, Storage] = {}
+        if order := members.get(f"{self._home}byteorder"):
+            if order[0].tobytes() != b"little":
+                raise UserError(f"{self.where} was written on a big-endian machine")
+        text = Storage(*members[structure[0]], np.uint8, f"{self.where}:{structure[0]}").raw
+        builders = {
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._tensor_v3,
+            "torch._utils._rebuild_parameter": lambda data, *_: data,
+            "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+            "torch.Size": lambda sizes: tuple(sizes),
+        }
+        self.value = pickles.loads(text.tobytes(), self.where, builders, self._storage)
+
+    def _storage(self, pid: Any) -> Storage:
+        """Makes a storage of ('storage', class, key, place, elements)."""
+        kind, cls, key, _, elements = pid
+        if kind != "storage" or not isinstance(cls, Global) or not isinstance(key, str):
+            raise ValueError("a persistent id that is no storage")
+        name = STORAGES.get(cls.name.rpartition(".")[2])
+        if name is None:
+            raise ValueError(f"a storage of {cls.name}")
+        member = self._members.get(f"{self._home}data/{key}")
+        if member is None:
+            raise ValueError(f"there is no storage {key[:50]!r}")
+        if key not in self._storages:
+            where = f"{self.where}:{self._home}data/{key}"
+            self._storages[key] = Storage(*member, DTYPES[name], where)
+        found = self._storages[key]
+        if elements * np.dtype(DTYPES[name]).itemsize > found.nbytes:
+            raise ValueError(f"storage {key} has {found.nbytes} bytes for {elements} elements")
+        return found
+
+    def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
+        if not isinstance(storage, Storage):
+            raise ValueError("a tensor without a storage")
+        return self._view(storage, storage.dtype, offset, shape, strides)
+
+    def _tensor_v3(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any,
+        dtype: Any, *_: Any,
+    ) -> Tensor:  # fmt: skip
+        if not isinstance(storage, Storage):
+            raise ValueError("a tensor without a storage")
+        return self._view(storage, dtype_of(dtype), offset, shape, strides)
+
+    def _view(
+        self, storage: Storage, dtype: np.dtype, offset: Any, shape: Any, strides: Any
+    ) -> Tensor:
+        """Makes a tensor; every number in it is checked."""
+        numbers = (offset, *shape, *strides)
+        if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
+            raise ValueError("a tensor with negative, fractional or giant sizes")
+        if len(shape) != len(strides) or len(shape) > MAX_RANK:
+            raise ValueError(f"a tensor of {len(shape)} sizes and {len(strides)} strides")
+        reach = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        if math.prod(shape) and reach * dtype.itemsize > storage.nbytes:
+            raise ValueError(f"a tensor that ends beyond its storage of {storage.nbytes} bytes")
+        if math.prod(shape) * dtype.itemsize > max(storage.nbytes, MAX_REPEATED):
+            raise ValueError(f"a tensor of {tuple(shape)} that repeats {storage.nbytes} bytes")
+        return Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
+
+
+def dtype_of(found: Any) -> np.dtype:
+    """Returns the type that 'torch.float32' and the like name. Raises: ValueError."""
+    name = found.name.removeprefix("torch.") if isinstance(found, Global) else None
+    if name not in DTYPES:
+        raise ValueError(f"a dtype {name or type(found).__name__}")
+    return np.dtype(DTYPES[name])
+
+
+def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dots-joined keys, value) of nested dictionaries' ends: Tensors and the rest."""
+    todo, seen = [(prefix, value)], set()
+    while todo:
+        name, x = todo.pop()
+        if not isinstance(x, dict):
+            yield name, x
+        elif id(x) not in seen:  # shared ones would be gone through for ever
+            seen.add(id(x))
+            todo += [(f"{name}.{k}".lstrip("."), v) for k, v in reversed(x.items())]
+
+
+def plain(value: Any, depth: int = 20) -> Any:
+    """Returns a value as JSON can say it: dtypes and records of code by their names.
+
+    Raises: ValueError for what is nested deeper than `depth`, tensors and long values.
+    """
+    if depth == 0:
+        raise ValueError("nested too deep")
+    if isinstance(value, dict):
+        return {str(k): plain(v, depth - 1) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v, depth - 1) for v in value]
+    if isinstance(value, Global):
+        return value.name
+    if isinstance(value, Record):
+        return value.kind
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def map_file(path: str | Path) -> np.ndarray:
+    """Returns a file as a memory map. Raises: UserError when it cannot be read."""
+    try:
+        if Path(path).stat().st_size == 0:
+            raise UserError(f"{path} is empty")
+        return np.memmap(path, np.uint8, "r")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+class _Window(io.RawIOBase):
+    """A view of bytes as a file: what zipfile reads, without a copy of the whole."""
+
+    def __init__(self, raw: np.ndarray):
+        self._raw, self._at = raw, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._raw.size)[whence]
+        if at < 0:
+            raise ValueError("a place before the beginning")
+        self._at = at
+        return at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self._raw.size if size is None or size < 0 else self._at + size
+        found = self._raw[self._at : end].tobytes()
+        self._at += len(found)
+        return found
+
+
+def _members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, int]]:
+    """Returns {member: (its bytes, its CRC-32)} of a zip of stored members."""
+    if raw[:2].tobytes() == b"\x80\x02":
+        raise UserError(
+            f"{where} is of a PyTorch older than 1.6, one pickle with tensors in it; load it with "
+            "torch and save it again"
+        )
+    found: dict[str, tuple[np.ndarray, int]] = {}
+    try:
+        with zipfile.ZipFile(_Window(raw)) as archive:  # type: ignore[arg-type]
+            entries = archive.infolist()
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise ValueError(f"{entry.filename} is compressed or encrypted")
+            begin = entry.header_offset
+            signature, name, extra = LOCAL.unpack(raw[begin : begin + LOCAL.size].tobytes())
+            begin += LOCAL.size + name + extra
+            end = begin + entry.file_size
+            if signature != b"PK\3\4" or entry.file_size != entry.compress_size or end > raw.size:
+                raise ValueError(f"{entry.filename} at {begin}..{end} is not in the file")
+            if entry.filename in found:
+                raise ValueError(f"{entry.filename} comes twice")
+            found[entry.filename] = (raw[begin:end], entry.CRC)
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        raise UserError(f"{where} is not a whole file of torch.save: {error}") from None
+    return found

@@ -1,0 +1,224 @@
+"""Checkpoints of Megatron-LM (tests/golden/make_foreign.py) against transformers' logits."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megajax.checkpoint import foreign, hf, megatron_files
+from megajax.checkpoint.megatron import MegatronFolder, to_hf_config
+from megajax.core.errors import UserError
+from megajax.models import decoder, names
+from tests.foreign_writer import Name, Object, torch_zip
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "foreign"
+LLAMAS = ["megatron_legacy", "megatron_core", "megatron_dist", "megatron_dist_apart"]
+VOCAB = 61
+ARGS = megatron_files.open_step(GOLDEN / "megatron_core" / "iter_0000007").args
+GPT2 = megatron_files.open_step(GOLDEN / "megatron_gpt2" / "iter_0000007").args
+
+
+def tensors(name):
+    found = MegatronFolder(GOLDEN / name, vocab=VOCAB)
+    return {n: found.view(n) for n in found.tensors}
+
+
+@functools.cache
+def logits_of(cfg):
+    """One compilation for all forms."""
+    return jax.jit(decoder.parts(cfg).logits)
+
+
+@pytest.mark.parametrize("name", [*LLAMAS, "megatron_gpt2"])
+def test_logits_are_those_of_transformers(name, tmp_path):
+    """2 tensor ranks x 2 stages (x 2 chunks) -> a Hugging Face folder -> ours."""
+    assert foreign.detect(GOLDEN / name) == "megatron"
+    source = foreign.open_foreign(GOLDEN / name, "megatron", vocab=VOCAB)
+    assert source.step == 7
+    foreign.write(source, tmp_path)
+    cfg, params = hf.load(tmp_path)
+    golden, kind = np.load(GOLDEN / "logits.npz"), "gpt2" if "gpt2" in name else "llama"
+    tokens, want = golden[f"{kind}_tokens"], golden[f"{kind}_logits"]
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions}
+    logits = np.asarray(logits_of(cfg)(params, batch))
+    assert names.family(cfg) == kind and np.abs(want).max() > 2
+    np.testing.assert_allclose(logits[..., :VOCAB], want, atol=2e-5)
+
+
+def test_all_forms_hold_the_same_bits():
+    want = tensors(LLAMAS[0])
+    assert len(want) == 39 and all(x.dtype == ml_dtypes.bfloat16 for x in want.values())
+    assert want["lm_head.weight"].shape == (VOCAB, 16)
+    assert want["model.layers.3.self_attn.k_proj.weight"].shape == (8, 16)
+    for name in LLAMAS[1:]:
+        found = tensors(name)
+        assert found.keys() == want.keys()
+        assert all(found[n].tobytes() == want[n].tobytes() for n in want), name
+
+
+def test_what_is_left_out_is_said():
+    assert MegatronFolder(GOLDEN / "megatron_core").left_out == ["optimizer", "rng_state"]
+    assert MegatronFolder(GOLDEN / "megatron_dist").left_out == []
+
+
+def test_a_step_by_number():
+    found = MegatronFolder(GOLDEN / "megatron_dist", step=7)
+    assert found.folder.name == "iter_0000007" and found.config["vocab_size"] == 64
+    assert MegatronFolder(found.folder).tensors == found.tensors
+    with pytest.raises(UserError, match=r"has no checkpoint 8 \(--step\)"):
+        MegatronFolder(GOLDEN / "megatron_dist", step=8)
+    with pytest.raises(UserError, match="neither latest_checkpointed_iteration.txt nor ranks"):
+        MegatronFolder(GOLDEN)
+    with pytest.raises(UserError, match="is none of safetensors, dcp, megatron, torch"):
+        foreign.detect(GOLDEN)
+
+
+def copied(name, tmp_path):
+    shutil.copytree(GOLDEN / name, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_rank_that_is_missing(tmp_path):
+    folder = copied("megatron_legacy", tmp_path)
+    rank = folder / "iter_0000007" / "mp_rank_01_000"
+    (rank / "model_optim_rng.pt").rename(rank / "other.pt")
+    with pytest.raises(UserError, match="mp_rank_01_000 has no model_optim_rng.pt"):
+        MegatronFolder(folder)
+    shutil.rmtree(rank)
+    with pytest.raises(UserError, match="lacks mp_rank_01_000"):
+        MegatronFolder(folder)
+    shutil.rmtree(folder / "iter_0000007" / "mp_rank_01_001")
+    with pytest.raises(UserError, match="1 tensor ranks, its arguments say 2"):
+        MegatronFolder(folder)
+
+
+def test_a_stage_of_another_place(tmp_path):
+    """The second stage twice: the table of words is not there, and layers are not lost silently."""
+    folder = copied("megatron_legacy", tmp_path)
+    for t in (0, 1):
+        home = folder / "iter_0000007"
+        file = "model_optim_rng.pt"
+        shutil.copy(home / f"mp_rank_0{t}_001" / file, home / f"mp_rank_0{t}_000" / file)
+    with pytest.raises(UserError, match="decoder.final_layernorm.weight is there twice"):
+        MegatronFolder(folder)
+
+
+def test_ranks_that_do_not_agree():
+    found = MegatronFolder(GOLDEN / "megatron_legacy")
+    norms = found._source.names["decoder.layers.1.input_layernorm.weight"]
+    norms[1] = found._source.names["decoder.layers.2.input_layernorm.weight"][1]
+    with pytest.raises(UserError, match=r"layers.1.input_layernorm.weight is not alike on all"):
+        found.view("model.layers.1.input_layernorm.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 32}, "gives model.embed_tokens.weight the shape"),
+        ({"ffn_hidden_size": 32}, "gives model.layers.0.mlp.gate_proj.weight the shape"),
+        ({"num_query_groups": 4}, "does not hold"),
+        ({"num_layers": 5}, "has no decoder.layers.4.self_attention.linear_qkv.weight"),
+        ({"num_layers": 3}, "has tensors that a llama does not: decoder.layers.3"),
+        ({"padded_vocab_size": 65}, "gives model.embed_tokens.weight the shape"),
+        ({"add_qkv_bias": True}, "has no decoder.layers.0.self_attention.linear_qkv.bias"),
+        ({"untie_embeddings_and_output_weights": False}, None),
+    ],
+)
+def test_arguments_of_another_model(changes, said, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(to_hf_config(ARGS | changes)))
+
+    def read():
+        source = foreign.open_foreign(GOLDEN / "megatron_core", "megatron", config=str(config))
+        return [source.view(n) for n in source.shapes]
+
+    if said is None:
+        assert len(read()) == 38  # a copy of the table is not asked for
+        return
+    with pytest.raises(UserError, match=said):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({}, "has no arguments"),
+        (ARGS | {"num_experts": 8}, "num_experts=8 is not supported"),
+        (ARGS | {"rotary_percent": 0.5}, "rotary_percent=0.5 is not supported, only 1.0"),
+        (ARGS | {"window_size": (128, 0)}, "window_size=tuple is not supported"),
+        (ARGS | {"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
+        (ARGS | {"normalization": "LayerNorm"}, "no family of ours has normalization=LayerNorm"),
+        (ARGS | {"add_qkv_bias": True, "qk_layernorm": True}, "no family"),
+        (GPT2 | {"bias_gelu_fusion": False}, "GELU by tanh"),
+        ({k: v for k, v in ARGS.items() if k != "num_layers"}, "lack 'num_layers'"),
+    ],
+)
+def test_arguments_that_we_cannot_compute(args, said):
+    with pytest.raises(UserError, match=said):
+        to_hf_config(args)
+
+
+def test_arguments_of_relatives():
+    assert to_hf_config(ARGS | {"add_qkv_bias": True})["model_type"] == "qwen2"
+    assert to_hf_config(ARGS | {"qk_layernorm": True})["model_type"] == "qwen3"
+    scaled = to_hf_config(ARGS | {"use_rope_scaling": True, "rope_scaling_factor": 32.0})
+    assert names.from_hf_config(scaled).rope.factor == 32.0
+    assert to_hf_config(ARGS, vocab=60)["vocab_size"] == 60
+
+
+def test_names_of_every_age():
+    for old, new in (
+        ("module.decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+        (
+            "language_model.transformer.layers.0.attention.query_key_value.weight",
+            "decoder.layers.0.self_attention.linear_qkv.weight",
+        ),
+        (
+            "language_model.encoder.layers.11.post_attention_layernorm.bias",
+            "decoder.layers.11.pre_mlp_layernorm.bias",
+        ),
+        (
+            "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+            "decoder.layers.pre_mlp_layernorm.weight",
+        ),
+    ):
+        assert megatron_files.rename(old) == new
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"model": {}, "checkpoint_version": 1.0}, "has checkpoint_version 1.0"),
+        ({"model": {}, "checkpoint_version": "x"}, "has checkpoint_version x"),
+        ({"checkpoint_version": 3.0}, "has no model"),
+        ({"model": {"decoder": 5}, "checkpoint_version": 3.0}, "decoder is no tensor"),
+        ([1], "holds no dictionary"),
+        (Object(Name("os", "system"), ("touch trace",)), "it names 'os.system'"),
+    ],
+)
+def test_files_that_are_no_checkpoint(state, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "mp_rank_00"
+    home.mkdir()
+    (home / "model_optim_rng.pt").write_bytes(torch_zip(state))
+    with pytest.raises(UserError, match=said):
+        MegatronFolder(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mp_rank_00"]
+    home.rename(tmp_path / "mp_rank_00_000_001")
+    with pytest.raises(UserError, match="experts over ranks"):
+        MegatronFolder(tmp_path)
+
+
+def test_older_folders_keep_the_arguments_in_a_file(tmp_path):
+    folder = copied("megatron_dist", tmp_path)
+    args = Object(Name("argparse", "Namespace"), (), {"num_layers": 4, "num_experts": 2})
+    common = torch_zip({"args": args, "iteration": 7})
+    (folder / "iter_0000007" / "common.pt").write_bytes(common)
+    with pytest.raises(UserError, match="num_experts=2"):
+        MegatronFolder(folder)

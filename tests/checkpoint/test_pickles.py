@@ -1,0 +1,152 @@
+"""The reader of pickles against pickle itself, and against streams that want code run."""
+
+import collections
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from megajax.checkpoint import pickles
+from megajax.checkpoint.pickles import Global, Record
+from megajax.core.errors import UserError
+from tests.foreign_writer import Name, Object, Raw, code, dumps
+
+SHARED = [1, 2]
+PLAIN = {
+    "numbers": [0, 1, -1, 255, 65536, -(2**31), 2**62, -(2**200), 1.5, float("inf"), True, None],
+    "text": ["", "a", "\u00e9\u4e2d", "x" * 300, b"", b"\x00\xff" * 200],
+    "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, (4, [5]))],
+    "shared": [SHARED, SHARED],
+    (1, "key"): {"nested": {"deep": {}}},
+    "sets": [set(), {1, "a"}, frozenset({2})],
+    "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_data_is_what_pickle_wrote(protocol):
+    found = pickles.loads(pickle.dumps(PLAIN, protocol), "here")
+    assert found == PLAIN and list(found["ordered"]) == ["b", "a"]
+    assert found["shared"][0] is found["shared"][1]
+
+
+class Evil:
+    """Whoever unpickles it runs a command."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.trace}",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_command_is_refused_by_name_and_leaves_no_trace(protocol, tmp_path):
+    data = pickle.dumps({"a": 1, "b": Evil(tmp_path / "trace")}, protocol)
+    with pytest.raises(UserError, match=r"here: refused: it names 'posix\.system'.*nothing was"):
+        pickles.loads(data, "here")
+    assert not (tmp_path / "trace").exists()
+    pickle.loads(data)  # so the stream does what it says
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"(ios\nsystem\n.", "opcode INST"),
+        (b"(cos\nsystem\nX\x01\0\0\0xo.", "os.system"),
+        (b"(ctorch\nf\nX\x01\0\0\0xo.", "opcode OBJ"),
+        (b"\x82\x01.", "opcode EXT1"),
+        (b"\x83\x01\x01.", "opcode EXT2"),
+        (b"\x84\x01\x01\x01\x01.", "opcode EXT4"),
+        (b"P0\n.", "opcode PERSID"),
+        (b"\x80\x05\x97.", "opcode NEXT_BUFFER"),
+        (b"K\x01Q.", "persistent id"),
+        (dumps(Object(Name("builtins", "eval"), ("1",))), "__builtin__.eval"),
+        (dumps(Object(Name("builtins", "getattr"), (1, "x"))), "__builtin__.getattr"),
+        (dumps(Object(Name("torchevil", "f"))), "torchevil.f"),
+        (dumps(Object(Name("subprocess", "Popen"), (["x"],))), "subprocess.Popen"),
+        (dumps(Raw(code(Object(Name("torch", "f"))) + b")R")), "a call of what is no name"),
+        (dumps(Raw(b"X\x01\0\0\0x)R")), "a call of what is no name"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x01x\x85R.", "os.system"),
+        (b"\x80\x02" + b"(" * 2000 + b".", "more than 1000 levels"),
+        (b"\x8b" + (10**6).to_bytes(4, "little") + b"\x01" * 10**6 + b".", "an integer of"),
+    ],
+)
+def test_what_no_checkpoint_needs_is_refused(data, said):
+    with pytest.raises(UserError, match=f"here: refused: .*{said}.*nothing was run"):
+        pickles.loads(data, "here")
+
+
+def test_code_of_known_packages_stays_a_name():
+    found = pickles.loads(dumps(Object(Name("torch.hub", "load"), ("x",), {"y": 2})), "here")
+    assert isinstance(found, Record)
+    assert (found.kind, found.args, found.member("y")) == ("torch.hub.load", ("x",), 2)
+    found = pickles.loads(dumps([Name("torch", "bfloat16")]), "here")[0]
+    assert isinstance(found, Global) and found.name == "torch.bfloat16"
+
+
+def test_a_builder_of_ours_is_all_that_runs():
+    value = Object(Name("torch", "Size"), ((2, 3),))
+    assert pickles.loads(dumps(value), "here", {"torch.Size": lambda x: ("ours", *x)}) == (
+        "ours", 2, 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"}",
+        b".",
+        b"t.",
+        b"}N.N",  # fine up to its end
+        b"\x85.",
+        b"h\x07.",  # a memo that is not there
+        b"]K\x01K\x02s.",
+        b"}(K\x01u.",
+        b"}]K\x01s.",  # a list as a key
+        b"\x8d" + (2**60).to_bytes(8, "little") + b"x.",
+        b"\x8e" + (2**63).to_bytes(8, "little") + b"x.",
+        dumps(Object(Name("collections", "OrderedDict"), (1, 2, 3))),
+        dumps(Raw(b"}" + b")" + b"\x85" * 50_000 + b"Ns")),  # hashing it could end the process
+    ],
+)
+def test_nonsense_is_damage(data):
+    if data == b"}N.N":
+        assert pickles.loads(data, "here") is None
+        return
+    with pytest.raises(UserError, match="here is damaged"):
+        pickles.loads(data, "here")
+
+
+def test_laughs_cost_nothing():
+    """Each level refers twice to the one below: 2^200 leaves, and a key of such would never end."""
+    levels = (b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(200))
+    laugh = b")q\x000" + b"".join(levels) + b"h\xc8"
+    assert len(pickles.loads(b"\x80\x02" + laugh + b".", "here")) == 2
+    with pytest.raises(UserError, match="key"):
+        pickles.loads(b"\x80\x02}" + laugh + b"Ns.", "here")
+
+
+def test_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(pickles, "MAX_BYTES", 100)
+    with pytest.raises(UserError, match="a pickle of 1,0.. bytes; 100 are read at most"):
+        pickles.loads(pickle.dumps(b"x" * 1000), "here")
+
+
+def test_damage_never_escapes():
+    """Cut anywhere: an error. Any byte changed: an error or some value, and nothing else."""
+    data = pickle.dumps(PLAIN, 4)
+    for end in range(len(data)):
+        with pytest.raises(UserError):
+            pickles.loads(data[:end], "here")
+    random = np.random.default_rng(0)
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= int(random.integers(1, 256))
+        try:
+            pickles.loads(bytes(changed), "here")
+        except UserError:
+            pass

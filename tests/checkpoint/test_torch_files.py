@@ -1,0 +1,145 @@
+"""Files that torch wrote (tests/golden/make_foreign.py), and files that nobody should write."""
+
+import pathlib
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megajax.checkpoint.pickles import Global, Record
+from megajax.checkpoint.torch_files import Tensor, TorchFile, plain, tensors
+from megajax.core.errors import UserError
+from tests.foreign_writer import Name, Object, dumps, tensor, torch_zip
+
+KINDS = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "kinds.pt"
+SIX = np.arange(6, dtype=np.float32)
+
+
+def opened(tmp_path, *args, **kwargs):
+    file = tmp_path / "file.pt"
+    file.write_bytes(torch_zip(*args, **kwargs))
+    return TorchFile(file)
+
+
+def test_tensors_are_those_that_torch_saved():
+    found = dict(tensors(TorchFile(KINDS).value))
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    want = {
+        "whole": x, "turned": x.T, "row": x[1], "every_other": x[::2, 1::3],
+        "repeated": np.array([[7, 7, 7], [8, 8, 8]], np.float32), "scalar": np.float32(2.5),
+        "empty": np.zeros((0, 3), np.float32), "parameter": x[:, :1],
+        "complex": (x[0] + 1j * x[1]).astype(np.complex64),
+    }  # fmt: skip
+    names = "float64 float16 int64 int32 int16 int8 uint8 uint16 uint32 bool"
+    want |= {f"types.{t}": np.arange(5).astype(t) for t in names.split()}
+    for t in ("bfloat16", "float8_e4m3fn"):
+        want[f"types.{t}"] = np.arange(5).astype(getattr(ml_dtypes, t))
+    assert {n for n, t in found.items() if isinstance(t, Tensor)} == set(want)
+    for name, array in want.items():
+        read = found[name].read()
+        assert read.dtype == array.dtype and read.shape == array.shape, name
+        np.testing.assert_array_equal(read, array, err_msg=name)
+        assert not read.flags.writeable or read.size == 0
+    assert found["whole"].storage is found["turned"].storage is found["every_other"].storage
+    assert np.shares_memory(found["whole"].read(), found["row"].read())
+
+
+def test_the_rest_is_plain_or_inert():
+    found = TorchFile(KINDS).value
+    assert isinstance(found["dtype"], Global) and found["dtype"].name == "torch.bfloat16"
+    assert found["size"] == (2, 3) and found["set"] == {1, 2}
+    assert found["list"] == [1, 2.5, None, True, "x", b"y", (1, 2)]
+    assert found["names"].last == "Namespace" and found["names"].state == {"a": 1, "b": "two"}
+    assert isinstance(found["numpy"], Record) and isinstance(found["buffer"], Record)
+    assert plain({"a": (1, found["dtype"]), "b": found["names"]}) == {
+        "a": [1, "torch.bfloat16"], "b": "argparse.Namespace",
+    }  # fmt: skip
+
+
+def test_every_byte_of_a_storage_is_checked(tmp_path):
+    data = KINDS.read_bytes()
+    with zipfile.ZipFile(KINDS) as archive:
+        entry = next(e for e in archive.infolist() if e.filename.endswith("data/12"))
+        where = data.index(archive.read(entry), entry.header_offset)
+    for place in range(where, where + entry.file_size, 17):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        file = tmp_path / "kinds.pt"
+        file.write_bytes(changed)
+        with pytest.raises(UserError, match="kinds.pt:kinds/data/12 is damaged"):
+            for _, x in tensors(TorchFile(file).value):
+                if isinstance(x, Tensor):
+                    x.read()
+
+
+def test_cut_short(tmp_path):
+    data, file = KINDS.read_bytes(), tmp_path / "kinds.pt"
+    for end in range(0, len(data), 211):
+        file.write_bytes(data[:end])
+        with pytest.raises(UserError, match="kinds.pt"):
+            TorchFile(file)
+    with pytest.raises(UserError, match="cannot read"):
+        TorchFile(tmp_path / "none.pt")
+
+
+def test_a_view_by_hand(tmp_path):
+    found = opened(tmp_path, tensor(1, (2, 2), (2, 1)), {"0": SIX.tobytes()}).value.read()
+    np.testing.assert_array_equal(found, [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (tensor(-1, (2,), (1,)), "negative"),
+        (tensor(0, (-2,), (1,)), "negative"),
+        (tensor(0, (2,), (-1,)), "negative"),
+        (tensor(0, (2.0,), (1,)), "fractional"),
+        (tensor(0, (2**62,), (1,)), "giant"),
+        (tensor(2**61, (2,), (1,)), "beyond its storage"),
+        (tensor(0, (7,), (1,)), "beyond its storage of 24 bytes"),
+        (tensor(5, (2,), (1,)), "beyond its storage"),
+        (tensor(0, (2**40,), (0,)), "repeats 24 bytes"),
+        (tensor(0, (2, 2), (1,)), "2 sizes and 1 strides"),
+        (tensor(0, (1,) * 40, (1,) * 40), "40 sizes"),
+        (tensor(0, (1,), (1,), key="1"), "no storage '1'"),
+        (tensor(0, (1,), (1,), elements=7), "24 bytes for 7 elements"),
+        (tensor(0, (1,), (1,), elements=2**70), "24 bytes for"),
+        (tensor(0, 5, 5), "pickle"),
+        (Object(Name("torch._utils", "_rebuild_tensor_v2"), (1, 0, (), ())), "without a storage"),
+        (Object(Name("torch._utils", "_rebuild_tensor_v2"), ()), "pickle"),
+        (Object(Name("os", "system"), ("touch trace",)), "it names 'os.system'"),
+    ],
+)
+def test_hostile_structures(value, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        opened(tmp_path, value, {"0": SIX.tobytes()})
+    assert [p.name for p in tmp_path.iterdir()] == ["file.pt"]
+
+
+def test_other_files(tmp_path):
+    with pytest.raises(UserError, match="compressed"):
+        opened(tmp_path, [1], {"0": bytes(10**4)}, kind=zipfile.ZIP_DEFLATED)
+    file = tmp_path / "old.pt"
+    file.write_bytes(dumps(0x1950A86A20F9469CFC6C))
+    with pytest.raises(UserError, match="older than 1.6"):
+        TorchFile(file)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("readme", "no torch")
+    with pytest.raises(UserError, match="no data.pkl"):
+        TorchFile(file)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", dumps(1))
+        archive.writestr("a/byteorder", "big")
+    with pytest.raises(UserError, match="big-endian"):
+        TorchFile(file)
+
+
+def test_shared_dictionaries_end():
+    shared = {"x": 1}
+    for _ in range(100):
+        shared = {"a": shared, "b": shared}
+    assert len(list(tensors(shared))) == 1
+    with pytest.raises(ValueError, match="too deep"):
+        plain(shared, depth=5)
