@@ -9,6 +9,7 @@ On CPU devices the memory that is read into becomes the array; on others it goes
 done. Besides, SHARE of the state's bytes are on their way at most (or one piece, if that is more).
 """
 
+import functools
 import json
 import math
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from megajax.core.boxes import Box
@@ -166,10 +168,35 @@ class Target:
         x = jax.make_array_from_single_device_arrays(
             shape, self._sharding, shards, dtype=self._like.dtype
         )
-        wanted = self._like.sharding
-        if self._sharding is not wanted:  # the former's memory is freed
-            x = jax.block_until_ready(jax.device_put(x, wanted, donate=True))
         return x
+
+    def exchange(self, votes: "Votes") -> Any:
+        """Returns the leaf, which the devices of all processes deal out to where it is wanted."""
+        x = self.finish()
+        votes.go_on()
+        # Donated: the memory of what was read is freed.
+        return jax.block_until_ready(jax.device_put(x, self._like.sharding, donate=True))
+
+
+class Votes:
+    """Before each exchange the processes agree that all could read: one alone waits for ever."""
+
+    def __init__(self, exchanges: int):
+        """exchanges: to come, the same number on all processes."""
+        self._left = exchanges
+
+    def go_on(self) -> None:
+        """Raises: OSError when another process gave up."""
+        self._left -= 1
+        if multihost_utils.process_allgather(np.array(False)).any():
+            self._left = 0
+            raise OSError("another process could not read")
+
+    def give_up(self) -> None:
+        """Tells those who wait for the next exchange, if there is one."""
+        if self._left:
+            self._left = 0
+            multihost_utils.process_allgather(np.array(True))
 
 
 def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
@@ -179,17 +206,34 @@ def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
     ValueError for a leaf of another shape or dtype than is stored.
     """
     chunks = stored_chunks(folder)
+    ways = [_way(like, chunks.get(name)) for name, like in leaves]
+    votes = Votes(sum(way is not None for way in ways))
+    try:
+        yield from _read(folder, leaves, chunks, ways, votes)
+    except Exception:
+        votes.give_up()
+        raise
+
+
+def _read(
+    folder: Path,
+    leaves: Sequence[tuple[str, Any]],
+    chunks: dict[str, tuple[int, ...]],
+    ways: Sequence[NamedSharding | None],
+    votes: Votes,
+) -> Iterator[Any]:
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
     stores = [_open(folder, name, context) for name, _ in leaves]
     total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
     room = min(max(int(SHARE * total), PIECE), WINDOW)
     flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
-    for (name, like), store in zip(leaves, stores, strict=True):
-        target = _target(name, like, store.result(), chunks.get(name))
+    for (name, like), store, way in zip(leaves, stores, ways, strict=True):
+        target = _target(name, like, store.result(), chunks.get(name), way)
         for nbytes, wait in target.start():
             flying.append((nbytes, wait, False))
             yield from _land(flying, room)
-        flying.append((0, target.finish, True))
+        last = target.finish if way is None else functools.partial(target.exchange, votes)
+        flying.append((0, last, True))
     yield from _land(flying, 0)
 
 
@@ -202,7 +246,15 @@ def _land(flying: deque[tuple[int, Callable[[], Any], bool]], room: int) -> Iter
             yield found
 
 
-def _target(name: str, like: Any, store: Any, chunk: Sequence[int] | None) -> Target:
+def _way(like: Any, chunk: Sequence[int] | None) -> NamedSharding | None:
+    """Returns how to read a leaf so that no two processes read one chunk; None: as it is wanted."""
+    alone = jax.process_count() == 1 or isinstance(like, np.ndarray)
+    return None if alone or chunk is None or 0 in like.shape else aligned(like, chunk)
+
+
+def _target(
+    name: str, like: Any, store: Any, chunk: Sequence[int] | None, way: NamedSharding | None
+) -> Target:
     stored = (tuple(store.shape), store.dtype.numpy_dtype)
     shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
     if stored != (shape, np.dtype(like.dtype)):
@@ -210,11 +262,8 @@ def _target(name: str, like: Any, store: Any, chunk: Sequence[int] | None) -> Ta
             f"leaf {name} is {stored[1]}{stored[0]} there and {like.dtype}{like.shape} in `like`"
         )
     chunk = tuple(store.chunk_layout.read_chunk.shape) if chunk is None else chunk
-    sharding = None if isinstance(like, np.ndarray) else like.sharding
-    way = None
-    if sharding is not None and jax.process_count() > 1 and 0 not in like.shape:
-        way = aligned(like, chunk)
-    return Target(like, store, chunk, way or sharding)
+    wanted = None if isinstance(like, np.ndarray) else like.sharding
+    return Target(like, store, chunk, way or wanted)
 
 
 def _open(folder: Path, name: str, context: ts.Context) -> Any:
