@@ -259,13 +259,17 @@ class CheckpointManager:
             if record is not None and self._verify == "full":
                 prints = Fingerprints(jax.tree.leaves(state))
         except Exception as error:
-            problem = error
-        if jax.process_count() > 1:  # all or none, or some would wait for the others
-            failed = multihost_utils.process_allgather(np.array(problem is not None))
-            if failed.any() and problem is None:
-                problem = DamagedError(f"step {step} of {self.folder} failed on another process")
+            problem = self._explain(step, error, record)
+            problem.__cause__ = error
+        if jax.process_count() > 1:  # all or none, and of one kind, or some would wait for others
+            kind = 0 if problem is None else 1 if isinstance(problem, DamagedError) else 2
+            worst = int(multihost_utils.process_allgather(np.array(kind)).max())
+            if worst > kind:
+                kinds = {1: DamagedError, 2: CheckpointError}
+                what = problem or f"step {step} of {self.folder} failed on another process"
+                problem = kinds[worst](str(what))
         if problem is not None:
-            raise self._explain(step, problem, record) from problem
+            raise problem
         if prints is not None and record is not None:
             names = [n for n, _ in named_leaves(state)]
             wrong = prints.wrong([record.leaves[n].fingerprint for n in names])

@@ -9,6 +9,7 @@ On CPU devices the memory that is read into becomes the array; on others it goes
 done. Besides, SHARE of the state's bytes are on their way at most (or one piece, if that is more).
 """
 
+import functools
 import json
 import math
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from megajax.checkpoint import store
@@ -167,10 +169,35 @@ class Target:
         x = jax.make_array_from_single_device_arrays(
             shape, self._sharding, shards, dtype=self._like.dtype
         )
-        wanted = self._like.sharding
-        if self._sharding is not wanted:  # the former's memory is freed
-            x = jax.block_until_ready(jax.device_put(x, wanted, donate=True))
         return x
+
+    def exchange(self, votes: "Votes") -> Any:
+        """Returns the leaf, which the devices of all processes deal out to where it is wanted."""
+        x = self.finish()
+        votes.go_on()
+        # Donated: the memory of what was read is freed.
+        return jax.block_until_ready(jax.device_put(x, self._like.sharding, donate=True))
+
+
+class Votes:
+    """Before each exchange the processes agree that all could read: one alone waits for ever."""
+
+    def __init__(self, exchanges: int):
+        """exchanges: to come, the same number on all processes."""
+        self._left = exchanges
+
+    def go_on(self) -> None:
+        """Raises: OSError when another process gave up."""
+        self._left -= 1
+        if multihost_utils.process_allgather(np.array(False)).any():
+            self._left = 0
+            raise OSError("another process could not read")
+
+    def give_up(self) -> None:
+        """Tells those who wait for the next exchange, if there is one."""
+        if self._left:
+            self._left = 0
+            multihost_utils.process_allgather(np.array(True))
 
 
 def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
@@ -179,27 +206,37 @@ def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
     like: a NumPy array, or a ShapeDtypeStruct with a sharding. Raises: what tensorstore does;
     StoreError for an object store that fails; ValueError for a leaf of another shape or dtype.
     """
+    chunks = stored_chunks(folder)
+    ways = [_way(like, chunks.get(name)) for name, like in leaves]
+    votes = Votes(sum(way is not None for way in ways))
     try:
-        yield from _read(folder, leaves)
+        yield from _read(folder, leaves, chunks, ways, votes)
     except Exception as error:  # tensorstore raises many kinds
+        votes.give_up()
         raise store.explained(folder, error) from error
 
 
-def _read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
-    chunks = stored_chunks(folder)
+def _read(
+    folder: Path,
+    leaves: Sequence[tuple[str, Any]],
+    chunks: dict[str, tuple[int, ...]],
+    ways: Sequence[NamedSharding | None],
+    votes: Votes,
+) -> Iterator[Any]:
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
     arrays = [_open(folder, name, context) for name, _ in leaves]
     total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
     far = isinstance(folder, store.ObjectPath)  # answers late, and many at a time
     room = WINDOW if far else min(max(int(SHARE * total), PIECE), WINDOW)
     flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
-    for (name, like), array in zip(leaves, arrays, strict=True):
+    for (name, like), array, way in zip(leaves, arrays, ways, strict=True):
         stored = array.result(timeout=store.PATIENCE_S)
-        target = _target(name, like, stored, chunks.get(name))
+        target = _target(name, like, stored, chunks.get(name), way)
         for nbytes, wait in target.start():
             flying.append((nbytes, wait, False))
             yield from _land(flying, room)
-        flying.append((0, target.finish, True))
+        last = target.finish if way is None else functools.partial(target.exchange, votes)
+        flying.append((0, last, True))
     yield from _land(flying, 0)
 
 
@@ -212,7 +249,15 @@ def _land(flying: deque[tuple[int, Callable[[], Any], bool]], room: int) -> Iter
             yield found
 
 
-def _target(name: str, like: Any, stored: Any, chunk: Sequence[int] | None) -> Target:
+def _way(like: Any, chunk: Sequence[int] | None) -> NamedSharding | None:
+    """Returns how to read a leaf so that no two processes read one chunk; None: as it is wanted."""
+    alone = jax.process_count() == 1 or isinstance(like, np.ndarray)
+    return None if alone or chunk is None or 0 in like.shape else aligned(like, chunk)
+
+
+def _target(
+    name: str, like: Any, stored: Any, chunk: Sequence[int] | None, way: NamedSharding | None
+) -> Target:
     there = (tuple(stored.shape), stored.dtype.numpy_dtype)
     shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
     if there != (shape, np.dtype(like.dtype)):
@@ -220,11 +265,8 @@ def _target(name: str, like: Any, stored: Any, chunk: Sequence[int] | None) -> T
             f"leaf {name} is {there[1]}{there[0]} there and {like.dtype}{like.shape} in `like`"
         )
     chunk = tuple(stored.chunk_layout.read_chunk.shape) if chunk is None else chunk
-    sharding = None if isinstance(like, np.ndarray) else like.sharding
-    way = None
-    if sharding is not None and jax.process_count() > 1 and 0 not in like.shape:
-        way = aligned(like, chunk)
-    return Target(like, stored, chunk, way or sharding)
+    wanted = None if isinstance(like, np.ndarray) else like.sharding
+    return Target(like, stored, chunk, way or wanted)
 
 
 def _open(folder: Path, name: str, context: ts.Context) -> Any:

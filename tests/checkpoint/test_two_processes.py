@@ -1,0 +1,164 @@
+"""Two processes of two devices each save and restore one state: one answer, no deadlock."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint.manager import CheckpointManager
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+SHAPES = {"w": (64, 96), "deep": (8, 16, 32), "odd": (3, 5), "row": (4096,), "one": ()}
+SAVED = {"w": P("a", "b"), "deep": P("b"), "odd": P(), "row": P(("a", "b")), "one": P()}
+OTHER = {"w": P("b", "a"), "deep": P(None, None, ("a", "b")), "odd": P(), "row": P("b"), "one": P()}
+
+WORKER = """
+    import shutil, sys
+    from pathlib import Path
+
+    import jax
+    from jax.experimental import multihost_utils
+    from jax.sharding import AxisType
+
+    from megajax.checkpoint import reads
+    from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError
+    from megajax.checkpoint.manager import CheckpointManager
+    from tests.checkpoint.test_two_processes import OTHER, SAVED, check, place, wanted
+
+    folder, spare, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, rank)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    manager = CheckpointManager(folder)
+    for specs in (SAVED, OTHER):  # OTHER: each process wants some of every chunk
+        check(manager.restore(1, like=wanted(mesh, specs)), 1)
+    print("one process's step came back", flush=True)
+    for step in (2, 3):
+        manager.save(step, place(mesh, SAVED, step)).result()
+    check(manager.restore(like=wanted(mesh, OTHER)), 3)
+
+    def payload(step):
+        files = (folder / str(step)).rglob("ocdbt.process_1/d/*")
+        return max(files, key=lambda p: p.stat().st_size)
+
+    def flip(path, place=0.5):
+        data = bytearray(path.read_bytes())
+        data[int(len(data) * place)] ^= 4
+        path.write_bytes(data)
+
+    damages = {
+        "a bit of process 1": lambda: flip(payload(3)),
+        "a bit of the record": lambda: flip(folder / "3" / RECORD),
+        "a bit of the index": lambda: flip(folder / "3" / "state" / "manifest.ocdbt"),
+        "half a file": lambda: payload(3).write_bytes(payload(3).read_bytes()[:999]),
+        "a file": lambda: payload(3).unlink(),
+        "the record": lambda: (folder / "3" / RECORD).unlink(),
+    }
+    multihost_utils.sync_global_devices("spare")
+    if rank == 0:
+        shutil.copytree(folder / "3", spare)
+    for name, damage in damages.items():
+        multihost_utils.sync_global_devices(name)
+        if rank == 0:
+            damage()
+        multihost_utils.sync_global_devices(f"{name} done")
+        again = CheckpointManager(folder)
+        try:
+            again.restore(3, like=wanted(mesh, OTHER))
+            raise SystemExit(f"{name}: no error")
+        except DamagedError as error:
+            assert "step 3" in str(error), error
+        assert again.latest() == 2
+        check(CheckpointManager(folder).restore(like=wanted(mesh, OTHER)), 2)
+        print("fell back after", name, flush=True)
+        multihost_utils.sync_global_devices(f"{name} over")
+        if rank == 0:
+            shutil.rmtree(folder / "3")
+            shutil.copytree(spare, folder / "3")
+
+    multihost_utils.sync_global_devices("whole again")
+    read = reads._read
+
+    def broken(step_folder, *rest):
+        if step_folder.name == "3":
+            raise OSError("a network file system that only process 1 has lost")
+        return read(step_folder, *rest)
+
+    if rank == 1:
+        reads._read = broken
+    manager = CheckpointManager(folder)
+    try:
+        manager.restore(like=wanted(mesh, OTHER))
+        raise SystemExit("no error")
+    except CheckpointError as error:  # the step is good: nobody falls back, nobody waits
+        assert not isinstance(error, DamagedError) and "step 3" in str(error), error
+    assert manager.latest() == 3
+    print("one error for both", flush=True)
+"""
+
+
+def values(step):
+    random = np.random.default_rng(step)
+    return {n: np.asarray(random.standard_normal(s), np.float32) for n, s in SHAPES.items()}
+
+
+def wanted(mesh, specs):
+    return {
+        n: jax.ShapeDtypeStruct(s, np.float32, sharding=NamedSharding(mesh, specs[n]))
+        for n, s in SHAPES.items()
+    }
+
+
+def place(mesh, specs, step):
+    full = values(step)
+    return {
+        n: jax.make_array_from_callback(x.shape, x.sharding, lambda index, n=n: full[n][index])
+        for n, x in wanted(mesh, specs).items()
+    }
+
+
+def check(state, step):
+    for name, x in values(step).items():
+        for shard in state[name].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), (step, name)
+
+
+def test_one_step_one_answer(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    folder = tmp_path / "c"
+    CheckpointManager(folder).save(1, place(mesh, SAVED, 1)).result()
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    job = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(WORKER)]
+            + [str(a) for a in (folder, tmp_path / "spare", rank, port)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [p.communicate(timeout=150)[0] for p in job]
+    finally:
+        for p in job:
+            p.kill()
+    assert [p.returncode for p in job] == [0, 0], "\n".join(outputs)
+    assert all(text.count("fell back after") == 6 for text in outputs), outputs
+    assert all("one error for both" in text for text in outputs), outputs
+    manager = CheckpointManager(folder)  # one process, another mesh
+    assert manager.latest() == 3
+    for step in (3, 2):
+        check(manager.restore(step, like=wanted(jax.make_mesh((2, 4), ("a", "b")), OTHER)), step)
+    shutil.rmtree(folder)
