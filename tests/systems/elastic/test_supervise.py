@@ -233,6 +233,9 @@ def test_a_step_that_fails_three_times_stops_with_a_report(tmp_path):
     report = (run.out / "report.txt").read_text()
     assert "step 12 failed 3 times" in report and report in err
     assert run.saved()["step"] == 10
+    memory = [line for line in run.output.splitlines() if line.startswith("in memory")]
+    # After two failures of the step what is in memory is not trusted.
+    assert memory == ["in memory: nothing", "in memory: rank 0, attempt 0", "in memory: nothing"]
 
 
 @slow
