@@ -15,8 +15,9 @@ import math
 import mmap
 import os
 import struct
+import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ class Segment:
 
         Raises: CheckpointError when it does not fit; the newer copy stays in every case.
         """
+        self.copy(step, pieces, data_state)()
+
+    def copy(
+        self, step: int, pieces: Iterable[Piece], data_state: dict[str, Any]
+    ) -> Callable[[], None]:
+        """The first half of `write`. Returns the second, checksum and header: without it the copy
+        counts as torn. Another copy may begin only after it.
+        """
         pieces = list(pieces)
         rows, table, total = _lay_out(pieces, data_state)
         begin = -(-len(table) // ALIGN) * ALIGN
@@ -125,10 +134,14 @@ class Segment:
             target = np.frombuffer(self._memory, np.uint8, p.array.nbytes, home + begin + row[-1])
             target[:] = np.ascontiguousarray(p.array).reshape(-1).view(np.uint8)
             del target  # an exported view would keep close() from working
-        crc = self._crc(home, total)
-        header = HEADER.pack(MAGIC, turn, step, len(table), total, crc)
-        sealed = header + struct.pack("<I", zlib.crc32(header))
-        self._memory[slot * PAGE : slot * PAGE + len(sealed)] = sealed
+
+        def seal() -> None:
+            crc = self._crc(home, total)
+            header = HEADER.pack(MAGIC, turn, step, len(table), total, crc)
+            sealed = header + struct.pack("<I", zlib.crc32(header))
+            self._memory[slot * PAGE : slot * PAGE + len(sealed)] = sealed
+
+        return seal
 
     def read(self, step: int | None = None) -> Snapshot:
         """Returns a step (None: the newest whole one), checked byte for byte.
@@ -199,6 +212,7 @@ class MemoryTier:
         self._path, self._attempt = path, attempt
         self._segment = Segment(path) if path.exists() else None
         self._is_off = False
+        self._sealing: threading.Thread | None = None
 
     @classmethod
     def of_process(cls, path: Path | None, attempt: int) -> "MemoryTier | None":
@@ -208,10 +222,12 @@ class MemoryTier:
     def put(self, step: int, state: Tree, data_state: dict[str, Any]) -> None:
         """Copies what this process's devices hold of a state, each box once.
 
-        Where there is no memory for it, that is said once and the run goes on without.
+        The checksum is made in the background; a process killed before it is done has the copy
+        before this one. Where there is no memory, that is said once and the run goes on without.
         """
         if self._is_off:
             return
+        self.wait()
         pieces, data_state = _held(state), data_state | {ATTEMPT: self._attempt}
         total = _lay_out(pieces, data_state)[-1]
         try:
@@ -220,12 +236,21 @@ class MemoryTier:
                 self._segment = None
             if self._segment is None:
                 self._segment = Segment.create(self._path, total + PAGE)  # positions grow a digit
-            self._segment.write(step, pieces, data_state)
+            seal = self._segment.copy(step, pieces, data_state)
         except CheckpointError as error:
             from absl import logging
 
             self._is_off = True
             logging.warning("nothing is kept in memory: %s", error)
+        else:
+            self._sealing = threading.Thread(target=seal)
+            self._sealing.start()
+
+    def wait(self) -> None:
+        """Waits until the copy under way is whole."""
+        if self._sealing is not None:
+            self._sealing.join()
+            self._sealing = None
 
     def take(self, like: Tree, at_least: int | None) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, the state placed as `like` says, its data_state); None: see storage.

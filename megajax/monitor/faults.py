@@ -9,6 +9,7 @@ stop    SIGSTOP: a frozen process       nan     a parameter of this rank becomes
 sleep   asleep before the collective    data    an exception in the data loader
 gil     C code that keeps the GIL       flood   a thread that prints for ever
 slow    slow=0.12@120:rank1: from then on, own work of 12 % of a step more
+save, evaluate    save=30@120:rank1: 30 s more in that save: a slow disk; in that evaluation
 
 A spec is checked without jax; no jax import here but in what makes a NaN.
 """
@@ -26,7 +27,12 @@ from typing import Any
 
 from megajax.core.errors import UserError, did_you_mean
 
-KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", "slow")
+LATE = {
+    "slow": 0.12,
+    "save": 30.0,
+    "evaluate": 30.0,
+}  # kinds with an amount, and what it usually is
+KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", *LATE)
 _SPEC = re.compile(r"(\w+)(?:=([\d.]+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?")
 
 
@@ -42,7 +48,7 @@ class Fault:
     step: int
     rank: int = 0
     attempt: int | None = 0
-    amount: float = 0.12
+    amount: float = 0.0
 
 
 def parse(spec: str | None) -> tuple[Fault, ...]:
@@ -59,7 +65,7 @@ def parse(spec: str | None) -> tuple[Fault, ...]:
                 f"fault={word}: {m[1]} must be one of {', '.join(KINDS)}."
                 f"{did_you_mean(m[1], KINDS)} (--fault)"
             )
-        amount = float(m[2]) if m[2] else 0.12
+        amount = float(m[2]) if m[2] else LATE.get(m[1], 0.0)
         attempt = None if m[6] else int(m[5] or 0)
         found.append(Fault(m[1], int(m[3]), int(m[4] or 0), attempt, amount))
     return tuple(found)
@@ -85,13 +91,20 @@ class Injector:
             if fault.kind == "slow" and step >= fault.step:
                 self._slept = fault.amount * usual
                 time.sleep(self._slept)
-            elif fault.step == step and fault.kind != "slow":
+            elif fault.step == step and fault.kind not in LATE:
                 print(f"injected fault: {fault.kind} in step {step}", flush=True)
                 if fault.kind == "nan":
                     state = _poison(state)
                 else:
                     DEEDS[fault.kind]()
         return state
+
+    def delay(self, section: str, step: int) -> None:
+        """Sleeps where this section of this step is to take longer."""
+        for fault in self._mine:
+            if (fault.kind, fault.step) == (section, step):
+                print(f"injected fault: {section} in step {step}", flush=True)
+                time.sleep(fault.amount)
 
 
 def _hold_the_interpreter() -> None:

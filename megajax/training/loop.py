@@ -102,6 +102,7 @@ def train(run: Run) -> Stop:
                 _keep(run, step, saves, copies)
             if evaluates:
                 timers.enter("evaluate", step)
+                run.faults.delay("evaluate", step)
                 run.evaluate(run.state, step)
             if saves or copies or evaluates:
                 run.meter.restart()
@@ -118,6 +119,7 @@ def _due(step: int, every: int) -> bool:
 
 def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
     """Saves the state to storage, or copies it into memory, or both."""
+    run.faults.delay("save", step)
     natural = run.train_step.natural(run.state)
     if copies and run.memory is not None:
         run.memory.put(step, natural, data_state(run))

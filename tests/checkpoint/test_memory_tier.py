@@ -57,6 +57,14 @@ def test_the_two_newest_are_there(segment):
     again.close()
 
 
+def test_a_copy_without_its_checksum_counts_as_torn(segment):
+    segment.write(1, pieces(1), {})
+    seal = segment.copy(2, pieces(2), {})
+    assert segment.steps() == [1] and holds(segment, 1)
+    seal()
+    assert segment.steps() == [1, 2] and holds(segment, 2)
+
+
 class Dies(Exception):
     pass
 
@@ -166,6 +174,7 @@ def test_a_state_comes_back_on_any_mesh(tmp_path, caplog):
     tier = MemoryTier(tmp_path / "tier", 2)
     assert tier.take({}, None) is None
     tier.put(9, state, {"rows": 144})
+    tier.wait()
     other = jax.make_mesh((2, 4), ("a", "b"))
     cuts = {"w": P("b", "a"), "half": P(None, "a"), "step": P()}
     like = {
@@ -211,7 +220,9 @@ def test_what_all_processes_hold_is_taken(tmp_path, monkeypatch):
     for i, (own, theirs, wanted) in enumerate(cases):
         for step, attempt in own:
             x = state["x"] + 100 * step + attempt
-            MemoryTier(tmp_path / f"{i}", attempt).put(step, {"x": x}, {"rows": step})
+            tier = MemoryTier(tmp_path / f"{i}", attempt)
+            tier.put(step, {"x": x}, {"rows": step})
+            tier.wait()
         other[:] = theirs
         found = MemoryTier(tmp_path / f"{i}", 2).take(state, None)
         assert (None if found is None else found[0]) == wanted, i
@@ -227,6 +238,7 @@ def test_a_tier_grows_with_the_state_and_a_full_memory_is_said_once(tmp_path, ca
     tier.put(1, on_one({"x": np.zeros(10)}), {})
     big = on_one({"x": np.zeros(10**5)})
     tier.put(2, big, {})
+    tier.wait()
     assert MemoryTier(tmp_path / "tier", 1).take(big, None)[0] == 2
     caplog.set_level("WARNING")
     tier = MemoryTier(tmp_path / "nowhere" / "tier", 0)

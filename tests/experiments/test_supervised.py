@@ -96,6 +96,13 @@ def logs(folder, attempt):
     return "".join(f.read_text() for f in files)
 
 
+def began(folder, attempt, rank, section, step):
+    """When a rank entered a section."""
+    spans = json.loads((folder / "out" / f"attempt{attempt}" / "spans.json").read_text())["spans"]
+    begin = next(b for s, n, b, _ in spans[str(rank)] if (s, n) == (section, step))
+    return begin + time.time() - time.monotonic()
+
+
 def nothing_is_left(folder):
     found = subprocess.run(["pgrep", "-af", str(folder)], capture_output=True, text=True).stdout
     assert found == ""
@@ -114,8 +121,32 @@ def test_one_fault_after_another_and_the_same_parameters(home, straight):
     for f in found:
         injected = [w["time"] for w in warned if w["attempt"] == f["attempt"]]
         limit = STEP_S if f["rule"] == "stall" else SILENCE_S
-        if f["rule"] != "flood":  # whose line drowns in it
-            assert f["time"] - min(injected) <= 2 * limit, f
+        if f["rule"] == "flood":  # whose line drowns in it
+            injected = [began(folder, f["attempt"], 1, "data", 22)]
+        assert f["time"] - min(injected) <= 2 * limit, f
+    nothing_is_left(folder)
+    same(folder, straight)
+
+
+def test_what_is_slow_and_not_a_fault_raises_no_alarm(home, straight):
+    """A disk and an evaluation that take 2.5 times what a step may, in one rank while the other
+    waits, on a machine whose cores are all busy."""
+    folder = home / "slow"
+    late = 2.5 * STEP_S
+    faults = f"save={late}@6:rank1,evaluate={late}@9:rank0,evaluate={late}@18:rank1"
+    idle = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        job = supervise(home, folder, "--eval.every=9", f"--fault={faults}")
+        out, _ = job.communicate(timeout=550)
+    finally:
+        for process in idle:
+            process.kill()
+            process.wait()
+    assert job.returncode == 0, out
+    assert not events(folder, "fault")
+    warned = [(e["rule"], e["ranks"]) for e in events(folder, "warning")]
+    assert warned == [("log", [1]), ("log", [0]), ("log", [1])]  # the injected ones
+    assert rows(folder)[7]["time"] - rows(folder)[5]["time"] >= late
     nothing_is_left(folder)
     same(folder, straight)
 

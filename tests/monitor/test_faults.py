@@ -25,6 +25,7 @@ def test_the_flag():
         Fault("gil", 1, attempt=3),
     )
     assert all(parse(f"{kind}@1") for kind in KINDS)
+    assert [parse(f"{kind}@1")[0].amount for kind in ("slow", "save", "kill")] == [0.12, 30, 0]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,17 @@ def test_slow_is_a_share_of_the_step(monkeypatch):
     assert slept == [1, 1, 1]
 
 
+def test_a_section_takes_longer_once(monkeypatch):
+    slept = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    injector = Injector(parse("save=7@3,evaluate=9@3,save=5@4:rank1"))
+    for step in range(1, 6):
+        assert injector.strike(step, step) == step
+        for section in ("save", "evaluate"):
+            injector.delay(section, step)
+    assert slept == [7, 9]
+
+
 @pytest.mark.parametrize(
     ("kind", "state"), [("kill", None), ("exit", None), ("stop", "T"), ("sleep", "S"), ("gil", "R")]
 )
@@ -106,4 +118,4 @@ def test_a_flood_does_not_stop_the_loop():
 
 
 def test_every_kind_has_its_deed():
-    assert set(DEEDS) | {"nan", "slow"} == set(KINDS)
+    assert set(DEEDS) | {"nan", "slow", "save", "evaluate"} == set(KINDS)
