@@ -17,7 +17,14 @@ from megajax.checkpoint import reads, store
 from megajax.checkpoint.store import ObjectPath
 from megajax.core.tree import Tree, named_leaves
 
-WINDOW = 512 * 2**20  # bytes of leaves on the way at once; at least one leaf is (chosen)
+WINDOW = 512 * 2**20  # bytes on the way at once, unless one leaf is more (chosen)
+# Chunks that lie side by side come in one answer: one each would be dozens a leaf.
+MERGED = {
+    "experimental_read_coalescing_threshold_bytes": 2**20,
+    "experimental_read_coalescing_merged_bytes": 4 * 2**20,
+    "experimental_read_coalescing_interval": "1ms",
+}
+RATE = 4e6  # bytes a second that a store must give at least, beyond PATIENCE_S (chosen)
 WORKERS = 16  # leaves asked for at once; a store answers late, and many at a time
 Parts = dict[str, np.ndarray]  # by the place in the leaf
 
@@ -28,8 +35,9 @@ def load(folder: ObjectPath, like: Tree) -> Tree:
     Raises: StoreError when the store fails; what tensorstore does when the stored bytes do.
     """
     chunks = reads.stored_chunks(folder)
-    ocdbt = {"driver": "ocdbt", "base": store.kvstore(folder / "state")}
+    ocdbt = {"driver": "ocdbt", "base": store.kvstore(folder / "state"), **MERGED}
     leaves = named_leaves(like)
+    room = min(WINDOW, reads.SHARE * sum(_bytes(x) for _, x in leaves))
     found: list[Any] = []
     todo = deque(leaves)
     pending: deque[tuple[Any, Any, Future[Parts], int]] = deque()
@@ -37,7 +45,7 @@ def load(folder: ObjectPath, like: Tree) -> Tree:
     with ThreadPoolExecutor(WORKERS) as pool:
         try:
             while todo or pending:
-                if todo and (not pending or filled + _bytes(todo[0][1]) <= WINDOW):
+                if todo and (not pending or filled + _bytes(todo[0][1]) <= room):
                     name, x = todo.popleft()
                     way = _way(x, chunks.get(name))
                     part = pool.submit(_read, folder, ocdbt | {"path": f"{name}/"}, x, way)
@@ -88,7 +96,8 @@ def _read(folder: ObjectPath, ocdbt: dict[str, Any], x: Any, way: Any) -> Parts:
         if tuple(array.shape) != tuple(x.shape):
             raise ValueError(f"leaf {ocdbt['path'][:-1]} is of shape {array.shape}, not {x.shape}")
         futures = {key: array[index].read() for key, index in _indices(x, way).items()}
-        return {key: _cast(f.result(timeout=store.PATIENCE_S), x) for key, f in futures.items()}
+        patience = store.PATIENCE_S + _bytes(x) / RATE
+        return {key: _cast(f.result(timeout=patience), x) for key, f in futures.items()}
     except Exception as error:  # tensorstore raises many kinds
         raise store.explained(folder, error) from error
 

@@ -62,6 +62,7 @@ class CheckpointConfig:
 
     every: int = option(500, "save every so many steps; 0: only at the end")
     keep: int = option(3, "checkpoints kept; 0: all")
+    dir: str | None = option(None, "a folder, s3://... or gs://... of this run; none: in run_dir")
 
 
 @dataclass(frozen=True)
