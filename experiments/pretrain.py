@@ -116,6 +116,7 @@ def main() -> int:
             rows, train_step.abstract_batch, start.rows, cfg.data.prefetch, train_step.order
         ),
         checkpoints=checkpoints,
+        profile_dir=run_dir.profile,
         recorder=recorder,
         console=console,
         meter=Meter(work, cfg.train.steps),

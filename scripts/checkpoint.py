@@ -9,10 +9,11 @@
     uv run scripts/checkpoint.py import FOLDER NEW         # and back
     uv run scripts/checkpoint.py import MEGATRON NEW [--vocab=50257] [--to=safetensors]
 
-DIR: a run, a folder of steps, or DIR/STEP. A step belongs to no mesh, so restoring to another mesh
-needs no tool; `reshard` changes the shapes of the leaves: --there lists what ours become, --back
-what is to become ours again (first): layers, stages:P, stages:PxCHUNKS, stages:PxCHUNKSxLAYERS (for
---back), qkv, vocab:WORDSxMULTIPLE. Hugging Face folders: scripts/hf.py.
+DIR: a run, a folder of steps, or DIR/STEP; DIR and NEW may be s3://BUCKET/PREFIX or gs://... (where
+credentials come from: megajax/checkpoint/store.py). A step belongs to no mesh, so restoring to
+another mesh needs no tool; `reshard` changes the shapes of the leaves: --there lists what ours
+become, --back what is to become ours again (first): layers, stages:P, stages:PxCHUNKS,
+stages:PxCHUNKSxLAYERS (for --back), qkv, vocab:WORDSxMULTIPLE. Hugging Face folders: scripts/hf.py.
 """
 
 import sys

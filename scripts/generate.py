@@ -56,7 +56,7 @@ def main() -> int:
     if cfg.run_dir is not None:
         run = config.load_json(RunConfig, Path(cfg.run_dir) / "config.json")
         model = run.model
-        params, step = load_params(cfg.run_dir, model, layout, cfg.step)
+        params, step = load_params(cfg.run_dir, model, layout, cfg.step, run.checkpoint.dir)
         tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(cfg.run_dir)
         print(f"{cfg.run_dir}, step {step}, {mesh_.describe(mesh)}")
     else:

@@ -66,7 +66,7 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     """Writes a run's parameters as a Hugging Face folder."""
     run = config.load_json(RunConfig, Path(run_dir) / "config.json")
     layout = sharding.layout(cfg.mesh.build())
-    params, step = load_params(run_dir, run.model, layout, cfg.step)
+    params, step = load_params(run_dir, run.model, layout, cfg.step, run.checkpoint.dir)
     tokenizer = cfg.tokenizer
     if tokenizer is None and (Path(run_dir) / "tokenizer.json").is_file():
         tokenizer = run_dir

@@ -141,6 +141,10 @@ class CheckpointManager:
             failed = multihost_utils.broadcast_one_to_all(np.array(problem is not None))
             if failed and problem is None:
                 problem = OSError("process 0 cannot write there")
+            place = self._steps.saving(step).parent
+            blind = np.flatnonzero(multihost_utils.process_allgather(np.array(not place.is_dir())))
+            if blind.size and not failed:
+                problem = OSError(f"process {blind[0]} does not see {place}, which all must share")
         if problem is not None:
             raise problem
 

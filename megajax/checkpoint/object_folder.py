@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megajax.checkpoint.directory import StepFolder
-from megajax.checkpoint.integrity import RECORD, list_files
+from megajax.checkpoint.integrity import RECORD, CheckpointError, list_files
 from megajax.checkpoint.store import ObjectPath, StoreError, is_address
 
 MARK = "unfinished"  # an object of a step that is being written or removed
-WORKERS = 4  # files sent at once (chosen: half a gigabyte in memory)
+WORKERS = 4  # files sent at once (chosen: a gigabyte of memory, copies counted)
 FILE_BYTES = 128 * 2**20  # at which Orbax begins another file; one chunk may be more
 
 
@@ -134,4 +134,6 @@ def open_steps(directory: str | Path) -> StepFolder:
     """Returns the steps at a local path or at an address. Raises: CheckpointError for a bad one."""
     if is_address(directory):
         return ObjectFolder(ObjectPath(str(directory)))
-    return StepFolder(Path(directory).absolute())
+    if "://" in str(directory):
+        raise CheckpointError(f"{directory} is no place: s3://BUCKET/..., gs://... or a local path")
+    return StepFolder(Path(directory).expanduser().absolute())

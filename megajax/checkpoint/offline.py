@@ -31,8 +31,7 @@ def open_folder(path: str | Path) -> tuple[StepFolder, int | None]:
     path: local, or s3://bucket/prefix, gs://bucket/prefix.
     Raises: UserError when there is no step, or the store does not answer.
     """
-    steps = open_steps(path if store.is_address(path) else Path(path).expanduser())
-    folder = steps.path
+    folder = open_steps(path).path
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     if folder.name.isdigit():

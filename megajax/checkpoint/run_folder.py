@@ -14,10 +14,17 @@ from megajax.models.parts import map_words
 
 
 def load_params(
-    folder: str | Path, cfg: DecoderConfig, layout: Layout, step: int | None = None
+    folder: str | Path,
+    cfg: DecoderConfig,
+    layout: Layout,
+    step: int | None = None,
+    checkpoints: str | None = None,
 ) -> tuple[Tree, int]:
-    """Returns (parameters as the layout stores them, their step). Raises: UserError if none."""
-    manager = CheckpointManager(Path(folder) / "checkpoints", keep=0)
+    """Returns (parameters as the layout stores them, their step). Raises: UserError if none.
+
+    checkpoints: where they are, when not in the run's folder.
+    """
+    manager = CheckpointManager(checkpoints or Path(folder) / "checkpoints", keep=0)
     step = manager.latest() if step is None else step
     if step is None:
         raise UserError(f"{folder} has no checkpoint yet")

@@ -65,6 +65,7 @@ class CheckpointConfig:
     memory_every_steps: int = option(
         0, "copy the state into memory that outlives a killed process so often; 0: never", "steps"
     )
+    dir: str | None = option(None, "a folder, s3://... or gs://... of this run; none: in run_dir")
 
 
 @dataclass(frozen=True)

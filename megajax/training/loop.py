@@ -8,6 +8,7 @@ up. Checkpoints hang off the loop, never inside the step.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -46,6 +47,7 @@ class Run:
     state: TrainState
     loader: Loader
     checkpoints: CheckpointManager
+    profile_dir: Path
     recorder: Recorder
     console: Console
     meter: Meter
@@ -70,7 +72,7 @@ def train(run: Run) -> Stop:
     """
     cfg, timers = run.cfg, run.timers
     first = int(run.state.step) + 1
-    profiler = Profiler(cfg.profile.span, run.checkpoints.folder.parent / "profile")
+    profiler = Profiler(cfg.profile.span, run.profile_dir)
     with Interrupts() as interrupts, QuietGarbage(cfg.log.gc_every) as garbage:
         pending: tuple[int, dict] | None = None
         run.meter.restart()

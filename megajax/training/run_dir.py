@@ -26,15 +26,16 @@ FREE = (
 )  # fmt: skip
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "fault", "told_code",
-    "checkpoint.memory_every_steps",
+    "checkpoint.memory_every_steps", "checkpoint.dir",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Paths of a run."""
+    """Paths of a run. elsewhere: where its checkpoints are when not in its folder."""
 
     path: Path
+    elsewhere: str | None = None
 
     def begin(self, cfg: Config, tokenizer: Tokenizer) -> None:
         """Makes the folder and writes what it takes to use the run elsewhere: the configuration
@@ -56,9 +57,14 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
-        """One folder a step."""
-        return self.path / "checkpoints"
+    def checkpoints(self) -> str | Path:
+        """One folder a step; a path or an address."""
+        return self.elsewhere or self.path / "checkpoints"
+
+    @property
+    def profile(self) -> Path:
+        """What the profiler recorded."""
+        return self.path / "profile"
 
     @property
     def samples(self) -> Path:
@@ -74,6 +80,12 @@ def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
     name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
     path = Path(cfg.run_dir or f"runs/{experiment}/{name}").expanduser()
     saved = path / "config.json"
+    elsewhere = cfg.checkpoint.dir
+    if elsewhere and is_imported(path):
+        raise UserError(
+            f"{path} holds imported weights, which checkpoints at {elsewhere} would pass over: "
+            "leave --checkpoint.dir out, or begin a new --run_dir with --init_from"
+        )
     if saved.is_file() and not is_imported(path):
         former = config.load_json(type(cfg), saved)
         fixed = [
@@ -86,7 +98,7 @@ def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
                 f"{path} holds another run: {'; '.join(fixed)}. Give the former values to continue "
                 "it, or another --run_dir"
             )
-    return RunDir(path)
+    return RunDir(path, elsewhere)
 
 
 def saved_tokenizer(folder: str | Path) -> Tokenizer:

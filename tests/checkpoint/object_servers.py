@@ -119,15 +119,13 @@ class Handler(BaseHTTPRequestHandler):
                 items += "<IsTruncated>false</IsTruncated>"
             text = f'<?xml version="1.0"?><ListBucketResult><KeyCount>{len(keys)}</KeyCount>'
             return self.answer(200, f"{text}{items}</ListBucketResult>".encode())
-        tag = {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}
         if self.command == "PUT":
             self.server.objects[key] = body
-            return self.answer(200, headers=tag)
+            return self.answer(200, headers={"ETag": f'"{hash(body)}"'})
         if self.command == "DELETE":
             self.server.objects.pop(key, None)
             return self.answer(204)
-        tag = hashlib.md5(self.server.objects.get(key, b"")).hexdigest()
-        return self.send_object(key, {"ETag": f'"{tag}"'})
+        return self.send_object(key, {"ETag": f'"{hash(self.server.objects.get(key))}"'})
 
     def unsigned(self, body: bytes) -> str | None:
         """Says what is wrong with a request's signature (AWS Signature Version 4), or None."""

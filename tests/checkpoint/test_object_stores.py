@@ -9,11 +9,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.checkpoint import object_folder, offline, store
-from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError
+from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError, read_record
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
 from megajax.checkpoint.store import ObjectPath, StoreError
+from megajax.core.errors import UserError
+from megajax.training.run_dir import open_run
 from tests.checkpoint import object_servers
+from tests.scripts.test_scripts import call
+from tests.tiny import run_config
 
 SCHEMES = ("s3", "gs")
 RETRIES = {"max_retries": 4, "initial_delay": "20ms", "max_delay": "50ms"}
@@ -163,9 +167,10 @@ def test_no_damage_is_loaded(server):
             except CheckpointError as error:
                 assert "step 2" in str(error)
                 named += key.removeprefix("run/2/") in str(error)
-            if kind == "flip":
+            if kind in ("flip", "longer"):
                 with pytest.raises(DamagedError, match="step 2"):
                     fresh.verify(2)
+            if kind == "flip":
                 assert_equal(tree, fresh.restore(like=like(tree)))
             server.objects[key] = content
     assert named > len(good)
@@ -224,6 +229,8 @@ def test_a_server_that_is_away_is_an_error_in_time(server, monkeypatch):
     server.fail = 1
     with pytest.raises(StoreError, match="no answer.*SlowDown.*AWS_ENDPOINT_URL"):
         manager.restore(like=like(small()))
+    with pytest.raises(StoreError, match="no answer"):
+        read_record(manager.folder / "1")  # which would be damage if it were lost
     with pytest.raises(SaveError, match="step 2 .*no answer"):
         manager.save(2, small()).result()
     server.fail = 0
@@ -254,7 +261,45 @@ def test_wrong_credentials(server, monkeypatch):
     store._open.cache_clear()
     with pytest.raises(StoreError, match="access denied.*SignatureDoesNotMatch.*AWS_PROFILE"):
         CheckpointManager("s3://bucket/run").steps()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # else it asks the machine's own role
+    with pytest.raises(StoreError, match="access denied.*set AWS_ACCESS_KEY_ID"):
+        CheckpointManager("s3://bucket/run").steps()
     store._open.cache_clear()
+
+
+@pytest.mark.process
+def test_the_tool(server):
+    manager = CheckpointManager("s3://bucket/run")
+    for step in (1, 2):
+        manager.save(step, small(step), data_state={"rows": 16 * step}).result()
+    done = call("checkpoint.py", "inspect", "s3://bucket/run", "--step=1")
+    assert done.returncode == 0, done.stderr
+    assert '{"rows": 16}' in done.stdout and "x: float32(60,)" in done.stdout
+    done = call("checkpoint.py", "diff", "s3://bucket/run/1", "s3://bucket/run/2")
+    assert done.returncode == 1 and "x: other values" in done.stdout
+    done = call("checkpoint.py", "reshard", "s3://bucket/run/1", "gs://bucket/new")
+    assert done.returncode == 0, done.stderr
+    assert_equal(small(1), CheckpointManager("gs://bucket/new").restore(like=like(small())))
+    key = next(k for k in server.objects if k.startswith("run/2/state/d/"))
+    server.objects[key] = server.objects[key][:-1]
+    done = call("checkpoint.py", "verify", "s3://bucket/run/")
+    assert done.returncode == 1 and "step 1: " in done.stdout and f": {key[6:]}: " in done.stdout
+    with pytest.raises(UserError, match="s3://bucket/none has no checkpoint"):
+        offline.open_folder("s3://bucket/none")
+
+
+def test_where_a_run_saves(server, tmp_path):
+    cfg = run_config(run_dir=str(tmp_path / "run"), checkpoint__dir="s3://bucket/run")
+    run_dir = open_run(cfg, "pretrain", "nano")
+    assert run_dir.checkpoints == "s3://bucket/run" and run_dir.profile == tmp_path / "run/profile"
+    (tmp_path / "run" / "checkpoints" / "0").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"imported weights.*--checkpoint.dir"):
+        open_run(cfg, "pretrain", "nano")
+    with pytest.raises(CheckpointError, match="http://bucket/run is no place: s3://BUCKET"):
+        CheckpointManager("http://bucket/run")
 
 
 def test_an_address_is_no_local_path(server):
