@@ -23,6 +23,7 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
+from megajax.systems import overlap_tables
 from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import paper_lengths
 
@@ -304,6 +305,12 @@ def bytecheckpoint() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "overlap_gather": overlap_tables.gather,
+    "overlap_ops": functools.partial(overlap_tables.ops, RESULTS / "flux_simulated.json"),
+    "overlap_layers": functools.partial(overlap_tables.layers, RESULTS / "comet_simulated.json"),
+    "overlap_repository": functools.partial(
+        overlap_tables.repository, RESULTS / "comet_simulated.json"
+    ),
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,

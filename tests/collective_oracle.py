@@ -39,18 +39,18 @@ def check(schedule, shape, columns, tile):
     assert all(arrivals[f] > 0 for f in waited if schedule.need_F[f])
 
 
-def run(schedule, tile_blocks, comm_blocks, rng=None):
+def run(schedule, tile_blocks, comm_blocks, rng=None, needs=None):
     """Runs the blocks in turn (or at random), each at most a step; returns what never finished.
 
-    Asserts that a tile of a gather finds its rows landed, and a chunk of a scatter its tiles
-    stored, whatever the flags say.
+    Asserts that a tile of a gather finds its rows landed, and a chunk of a scatter the tiles
+    stored that it needs (needs: of a chunk and all tiles), whatever the flags say.
     """
     tiles, chunks = rows_of(schedule.tiles), rows_of(schedule.chunks)
     need, flags = schedule.need_F, np.zeros(len(schedule.need_F), int)
     queues = [tiles[j::tile_blocks] for j in range(tile_blocks)]
     copies = [chunks[j::comm_blocks] for j in range(comm_blocks)]
     at = [0] * (tile_blocks + comm_blocks)
-    done_tiles, done_chunks = [], []
+    done_tiles, done_chunks = set(), set()
 
     def step(j):
         work = queues[j] if j < tile_blocks else copies[j - tile_blocks]
@@ -67,11 +67,11 @@ def run(schedule, tile_blocks, comm_blocks, rng=None):
         if schedule.kind == "scatter" and is_tile:
             flags[item[-2] : item[-1]] += 1
         assert (flags >= before).all()  # monotone
-        (done_tiles if is_tile else done_chunks).append(item)
+        (done_tiles if is_tile else done_chunks).add(item)
         if is_tile and schedule.kind == "gather" and schedule.rank != item[0]:
             assert landed(item, done_chunks)
         if not is_tile and schedule.kind == "scatter":
-            assert stored(item, done_tiles, tiles)
+            assert set((needs or rows_stored)(item, tiles)) <= done_tiles
         at[j] += 1
         return True
 
@@ -88,14 +88,13 @@ def landed(tile, chunks):
     return set(range(row, row + rows)) <= there
 
 
-def stored(chunk, done, tiles):
-    """Whether every tile that holds an element of a chunk is done."""
-    peer, row, rows, column, wide, _ = chunk
-    return all(
-        t in done
-        for t in tiles
-        if t[0] == peer
-        and t[2] < row + rows
-        and row < t[2] + t[3]
-        and column <= t[4] < column + wide
-    )
+def rows_stored(chunk, tiles):
+    """The tiles that hold a row of a scatter's chunk."""
+    peer, row, rows = chunk[:3]
+    return [t for t in tiles if t[0] == peer and t[2] < row + rows and row < t[2] + t[3]]
+
+
+def columns_stored(chunk, tiles):
+    """The tiles that hold a column of a combine's chunk, of every expert."""
+    column, wide = chunk[3:5]
+    return [t for t in tiles if column <= t[4] < column + wide]

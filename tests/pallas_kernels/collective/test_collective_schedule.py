@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import aot
 from pallas_kernels.collective import schedule as s
 from tests import collective_oracle as oracle
 
@@ -49,6 +52,33 @@ def test_a_wait_that_nobody_answers_is_seen():
     plan = s.all_gather_gemm(1, s.Split(64, 4, 8, 8), 2)
     cut = s.Chunk(*(x[:-1] for x in plan.chunks))
     assert oracle.run(dataclasses.replace(plan, chunks=cut), 3, 1) > 0
+
+
+def planted(name):
+    """A schedule with one fault."""
+    split = s.Split(37, 4, 4, 3)
+    gather, scatter = s.all_gather_gemm(1, split, 2), s.gemm_reduce_scatter(1, split, 2)
+    tiles, chunks = gather.tiles, gather.chunks
+    last = np.array(chunks.rows)
+    last[-1] -= 1
+    faults = {
+        "dropped wait": (gather, {"tiles": tiles._replace(last_flag=tiles.first_flag)}),
+        "short ragged chunk": (gather, {"chunks": chunks._replace(rows=last)}),
+        "early flag": (scatter, {"need_F": scatter.need_F - 1}),
+        "wrong flags": (gather, {"chunks": chunks._replace(flag=np.roll(chunks.flag, -1))}),
+    }
+    plan, change = faults[name]
+    return dataclasses.replace(plan, **change)
+
+
+@pytest.mark.parametrize(
+    "name", ["dropped wait", "short ragged chunk", "early flag", "wrong flags"]
+)
+def test_planted_faults_are_caught(name, seed):
+    rng = np.random.default_rng(seed)
+    with pytest.raises(AssertionError):  # in one of twenty orders
+        for _ in range(20):
+            oracle.run(planted(name), 5, 1, rng)
 
 
 @pytest.mark.parametrize(("kind", "first"), [("gather", 0), ("scatter", 1)])
@@ -106,6 +136,24 @@ def test_closed_forms_take_ints_and_traced_values():
         assert oracle.rows_of(traced) == table
     traced = jax.jit(lambda i, r: s.gather_chunk(i, r, split))(i, jnp.int32(rank))
     assert oracle.rows_of(traced) == oracle.rows_of(s.gather_chunk(i, rank, split))
+
+
+@pytest.mark.aot
+def test_closed_forms_compile_inside_a_kernel():
+    split = s.Split(1000, 8, 128, 96)
+
+    def body(rank_ref, out_ref):
+        i = jax.lax.axis_index("sm")
+        tile = s.gather_tile(i, rank_ref[0], split, 6, 2)
+        chunk = s.scatter_chunk(i, rank_ref[0], split, 6)
+        for j, value in enumerate((*tile, *chunk, s.chunk_tiles(chunk, split, 6))):
+            out_ref[i, j] = jnp.asarray(value, jnp.int32)
+
+    out = jax.ShapeDtypeStruct((12, 14), jnp.int32)
+    sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
+    rank = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=sharding)
+    run = plgpu.kernel(body, out_type=out, grid=(12,), grid_names=("sm",))
+    assert "mosaic_gpu" in aot.compile(jax.jit(run).lower(rank)).as_text()
 
 
 def test_raster():
@@ -214,7 +262,7 @@ def test_combine_goes_block_of_columns_by_block_of_columns(seed):
         for rank in range(3):
             plan = s.gemm_combine(rank, rows_E, tokens_R, 4, columns, width=width, chunk=4)
             oracle.check(plan, {(rank, e): int(n) for e, n in enumerate(rows_E)}, columns, 4)
-            assert oracle.run(plan, 4, 2, rng) == 0
+            assert oracle.run(plan, 4, 2, rng, oracle.columns_stored) == 0
             assert (np.diff(plan.tiles.column // width) >= 0).all()
             if plan.chunks.peer.size:
                 sent = np.zeros((3, columns), int)

@@ -1,0 +1,46 @@
+"""flux.py and comet.py as a user meets them: small runs, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def experiment(name, *flags):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / name), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.slow  # two programs, each seconds of imports
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "flags", "part"),
+    [("flux", ["--rows=512,2048"], "op"), ("comet", ["--tokens=1024"], "layer")],
+)
+def test_a_small_run_writes_its_rows_and_figure(name, flags, part, tmp_path):
+    done = experiment(f"{name}.py", *flags, f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    stem = f"{name}_simulated"
+    assert {p.name for p in tmp_path.iterdir()} == {f"{stem}.{s}" for s in ("json", "svg", "png")}
+    found = json.loads((tmp_path / f"{stem}.json").read_text())
+    assert found["layer"] == "simulated" and found["machine"]["name"] == "H800"
+    assert any(row["part"] == part for row in found["rows"])
+    shown = [line for line in done.stdout.splitlines() if " us" in line or " ms" in line]
+    assert shown and all(line.startswith("simulated") for line in shown)
+
+
+@pytest.mark.process
+def test_a_wrong_flag_is_one_line():
+    done = experiment("comet.py", "--models=mixtral")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: models=mixtral must be of mixtral_8x7b")
+    assert "Traceback" not in done.stderr
