@@ -16,6 +16,7 @@ Legend: K contracted, N columns of a weight; a rank's pages are (rows, K).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,6 +24,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import interpret as interpreter
+from pallas_kernels import tiles
 from pallas_kernels.collective import core, schedule
 from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.peers import Peers, clock, spin
@@ -38,6 +41,7 @@ def all_gather_gemm(
     weights: tuple[jax.Array, ...],
     bias: jax.Array | None = None,
     delays: jax.Array | None = None,
+    into: Any = None,
     *,
     rows: int,
     peers: Peers,
@@ -45,23 +49,26 @@ def all_gather_gemm(
     spec: Spec,
     keep: bool = False,
     blocks: int = SMS,
+    interpret: bool = False,
 ) -> tuple[list[jax.Array], jax.Array]:
     """activate(all_gather(x) w + bias) for each w, and the gathered x.
 
     C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
     Args:
-      x: (C, height, K), height at least the tile's and a multiple of 8; GhostPeer's is (R, ...),
-        all ranks' rows.
+      x: (C, height, K), height at least the tile's and a multiple of 8; of GhostPeer and ReadyPeer
+        (R, height, K), all ranks' rows.
       weights: (C, K, N) each, N at least the tile's; K and N multiples of 64.
       bias: (C, all weights' columns, each filled up to whole tiles) float32.
       delays: (C,) int32, ns that a rank starts late (tests).
+      into: a jax.Ref like gathered, to be gathered into (tests: full of NaN).
       rows: of x that are live, a multiple of 8. keep: own rows are copied to gathered as well.
       blocks: thread blocks, at most what the GPU runs at once.
+      interpret: in Mosaic GPU's interpreter, with ReadyPeer.
     Returns: ys, (C R, height, N) each; gathered (C R, height, K). Rows past `rows` are undefined,
       and so are gathered's own rows without keep.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    launch = core.launch(NAME, plan, copies, blocks)
+    launch = core.launch(NAME, plan, peers, blocks)
     height, K = x.shape[1:]
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
     inputs |= {} if bias is None else {"bias": bias}
@@ -70,8 +77,10 @@ def all_gather_gemm(
         f"y{i}": jax.ShapeDtypeStruct((copies * R, height, w.shape[2]), spec.out_dtype)
         for i, w in enumerate(weights)
     }
-    outputs["gathered"] = jax.ShapeDtypeStruct((copies * R, height, K), x.dtype)
-    piece = core.piece_shape(K, x.dtype.itemsize)
+    if into is None:
+        outputs["gathered"] = jax.ShapeDtypeStruct((copies * R, height, K), x.dtype)
+    else:
+        inputs["gathered"] = into
     body = functools.partial(
         _body, names=(*inputs, *outputs), peers=peers, plan=plan, spec=spec,
         clusters=launch["grid"][0] // copies,
@@ -80,22 +89,21 @@ def all_gather_gemm(
     found = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=core.scratch(tile, x.dtype, spec.out_dtype, piece, x.dtype),
+        scratch_types=core.scratch(plan, x.dtype, spec.out_dtype, K, x.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpreter.params() if interpret else None,
         **launch,
     )(*inputs.values())
-    return found[:-1], found[-1]
+    return list(found[: len(weights)]), found[-1] if into is None else into[...]
 
 
-def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, free, arrived):
+def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, free, arrived=None):
     gmem = dict(zip(names, refs, strict=True))
-    (a_smem, b_smem, y_smem), (ring,) = smem
+    (a_smem, b_smem, y_smem), *ring = smem if plan.comm else (smem,)
     tile, R = plan.tile, peers.ranks
     K = gmem["x"].shape[2]
     product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
-    # A page of flags for each rank: one for each chunk, then how many blocks are done with my rows.
-    chunks = R * split.chunks
-    flags = pl.get_global(plgpu.SemaphoreType.REGULAR((peers.copies * (chunks + 1),)))
+    flags = peers.flags(R * split.chunks + 1)
     rank, cluster = peers.rank(), peers.cluster()
     block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     talking = plan.comm // tile.cluster  # clusters
@@ -110,6 +118,7 @@ def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, f
 
     def place_of(j):
         i = cluster - talking + j * computing
+        i = plan.step(i, rank, R, row_tiles * all_columns)
         band = max(1, plan.chunk // split.tile)
         return schedule.gather_tile(i, rank, split, all_columns, band)
 
@@ -122,20 +131,26 @@ def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, f
 
     def begin(j):
         place = place_of(j)
+        if peers.ready:
+            return place
         pl.loop(place.first_flag, place.last_flag)(lambda flag: peers.wait(flags, flag, 1))
         return place
 
     def load(place, k, a, b, barrier):
         m = pl.ds(pl.multiple_of(place.row + block * tile.block_m, tile.block_m), tile.block_m)
 
-        @pl.when(place.peer == rank)
-        def _():
-            plgpu.copy_gmem_to_smem(peers.mine(gmem["x"]).at[m, k], a, barrier)
+        if peers.ready:
+            plgpu.copy_gmem_to_smem(peers.peer(gmem["x"], place.peer).at[m, k], a, barrier)
+        else:
 
-        @pl.when(place.peer != rank)
-        def _():
-            rows = peers.own(gmem["gathered"], place.peer)
-            plgpu.copy_gmem_to_smem(rows.at[m, k], a, barrier)
+            @pl.when(place.peer == rank)
+            def _():
+                plgpu.copy_gmem_to_smem(peers.mine(gmem["x"]).at[m, k], a, barrier)
+
+            @pl.when(place.peer != rank)
+            def _():
+                rows = peers.own(gmem["gathered"], place.peer)
+                plgpu.copy_gmem_to_smem(rows.at[m, k], a, barrier)
 
         def load_b(i, at):
             columns = pl.ds(at, tile.block_n)
@@ -169,48 +184,13 @@ def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, f
 
         product.store(acc, value, copy)
 
-    def pull():
-        me = cluster * tile.cluster + block
-        down, across = ring.shape[1:]
-        wide = K // across
-        pieces = split.chunk // down * wide
-        mine = core.share((R - 1 + keep) * split.chunks, me, plan.comm)
-        moved, began = down * across * gmem["x"].dtype.itemsize, clock()
+    if plan.comm:
 
-        def where(q):
-            chunk = schedule.gather_chunk(me + lax.div(q, pieces) * plan.comm, rank, split)
-            p = lax.rem(q, pieces)
-            row, right = lax.div(p, wide) * down, lax.rem(p, wide) * across
-            return chunk, row, (pl.ds(chunk.row + row, down), pl.ds(right, across))
-
-        def source(q):
-            chunk, _, here = where(q)
-            return peers.peer(gmem["x"], chunk.peer).at[here]
-
-        def target(q):
-            chunk, _, here = where(q)
-            return peers.own(gmem["gathered"], chunk.peer).at[here]
-
-        def live(q):
-            chunk, row, _ = where(q)
-            return row < chunk.rows
-
-        def raise_flag(n):
-            chunk = schedule.gather_chunk(me + n * plan.comm, rank, split)
-            peers.signal(flags, rank, chunk.flag)
-
-        core.relay(
-            ring, arrived, mine * pieces, jnp.int32(pieces),
-            source=source, target=target, live=live, finish=raise_flag,
-            pace=lambda q: peers.pace(began, (q + 1) * moved),
-        )  # fmt: skip
-        # My last pulls are over: every peer may know.
-        pl.loop(1, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), chunks))
-        peers.wait(flags, chunks, (R - 1) * plan.comm)
-
-    @pl.when(cluster < talking)
-    def _communicate():
-        pl.when(warpgroup == 0)(pull)
+        @pl.when((cluster < talking) & (warpgroup == 0))
+        def _communicate():
+            me = cluster * tile.cluster + block
+            pull(gmem["x"], gmem["gathered"], flags, ring[0][0], arrived, peers=peers, split=split,
+                 me=me, comm=plan.comm, keep=keep)  # fmt: skip
 
     @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
     def _compute():
@@ -224,3 +204,70 @@ def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, f
         if tile.warpgroups > 1:
             plgpu.set_max_registers(40, action="decrease")
         product.produce(count, begin, load)
+
+
+def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
+    """Communication block `me` of `comm` copies its chunks of x to gathered, and raises flags.
+
+    flags: one for each chunk, then how many blocks are done with this rank's rows.
+    """
+    R, rank, chunks = peers.ranks, peers.rank(), peers.ranks * split.chunks
+    down, across = ring.shape[1:]
+    wide = x.shape[2] // across
+    pieces = split.chunk // down * wide
+    mine = core.share((R - 1 + keep) * split.chunks, me, comm)
+    moved, began = down * across * jnp.dtype(x.dtype).itemsize, clock()
+
+    def chunk_of(n):
+        return schedule.gather_chunk(me + n * comm, rank, split)
+
+    def where(q):
+        chunk, p = chunk_of(lax.div(q, pieces)), lax.rem(q, pieces)
+        row, right = lax.div(p, wide) * down, lax.rem(p, wide) * across
+        return chunk, row, (pl.ds(chunk.row + row, down), pl.ds(right, across))
+
+    def source(q):
+        chunk, _, here = where(q)
+        return peers.peer(x, chunk.peer).at[here]
+
+    def target(q):
+        chunk, _, here = where(q)
+        return peers.own(gathered, chunk.peer).at[here]
+
+    def live(q):
+        chunk, row, _ = where(q)
+        return row < chunk.rows
+
+    core.relay(
+        ring, arrived, mine * pieces, jnp.int32(pieces),
+        source=source, target=target, live=live,
+        pace=lambda q: peers.pace(began, (q + 1) * moved),
+        finish=lambda n: peers.signal(flags, rank, chunk_of(n).flag),
+    )  # fmt: skip
+    # My last pulls are over: every peer may know.
+    pl.loop(1, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), chunks))
+    peers.wait(flags, chunks, (R - 1) * comm)
+
+
+def all_gather(x: jax.Array, *, peers: Peers, comm: int, chunk: int) -> jax.Array:
+    """The communication alone, by as many blocks: (C R, height, K); what a product has to hide.
+
+    x: as in all_gather_gemm, of any type; all of its rows travel, own ones do not.
+    """
+    (_, height, width), R = x.shape, peers.ranks
+    split = schedule.Split(R * height, R, height, chunk)
+    ring, barriers = core.relay_scratch(width, x.dtype, tiles.SHARED_BYTES - tiles.RESERVED_BYTES)
+
+    def body(x, gathered, ring, arrived):
+        flags = peers.flags(R * split.chunks + 1)
+        pull(x, gathered, flags, ring, arrived, peers=peers, split=split, me=peers.cluster(),
+             comm=comm, keep=False)  # fmt: skip
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((peers.copies * R, height, width), x.dtype),
+        scratch_types={"ring": ring, "arrived": barriers},
+        grid=(comm * peers.copies,),
+        grid_names=("block",),
+        kernel_name="all_gather",
+    )(x)

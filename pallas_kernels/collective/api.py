@@ -263,7 +263,7 @@ def _scatter(x, w, bias, residual, *, axis, acc):
     plan = _plan(SCATTER, R, rows, K, [N], acc)
     live, height = _whole(rows, plan)
     owners = jnp.moveaxis(x.reshape(*lead, R, m // R, K), -3, 0)
-    y = gemm_reduce_scatter(
+    y, *_ = gemm_reduce_scatter(
         _pages(owners, R, height), w[None],
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),

@@ -26,6 +26,7 @@ from jax import lax
 
 from pallas_kernels import tiles
 from pallas_kernels.attention.hopper_forward import ring as swizzled
+from pallas_kernels.collective.peers import Peers
 from pallas_kernels.gemm import hopper
 
 RING_BYTES = 32 * 1024  # of a piece, at most (chosen: six on their way hide 2 us at 100 GB/s)
@@ -39,23 +40,37 @@ class Plan:
 
     tile: of the product, as gemm's; not ping-pong. comm: thread blocks that only copy, in whole
     clusters; none where the epilogue sends. chunk: rows that travel under one flag.
+    rotated: tiles begin with the rank's own rows, or those of the next; False: with row 0, to see
+    what the rotation is worth.
     """
 
     tile: hopper.Tile
     comm: int
     chunk: int
+    rotated: bool = True
+
+    def step(self, i: Int, first: Int, ranks: int, each: int) -> Int:
+        """The step that the order takes i-th: `each` tiles a rank, rank `first` is the first."""
+        if self.rotated:
+            return i
+        rank = lax.rem(lax.div(i, jnp.int32(each)) + ranks - first, jnp.int32(ranks))
+        return rank * each + lax.rem(i, jnp.int32(each))
 
 
-def launch(op: str, plan: Plan, copies: int, blocks: int) -> dict[str, Any]:
-    """Returns how a kernel is launched: the clusters of `copies` ranks that run at one time.
+def launch(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = True) -> dict[str, Any]:
+    """Returns how a kernel is launched: the clusters, of all its ranks, that run at one time.
 
-    Raises: ValueError where a plan breaks the rules of the product or leaves no block for it.
+    copying: whether the kernel has communication blocks.
+    Raises: ValueError where a plan breaks the rules of the product, leaves no block for it, or has
+      none that communicates where the product would wait for it.
     """
     tile = plan.tile
     hopper.check(tile)
     if tile.pingpong:
         raise ValueError(f"{op}: {tile} shares its tiles; ping-pong is not for fused kernels")
-    clusters = blocks // tile.cluster // copies
+    clusters = blocks // tile.cluster // peers.copies
+    if (plan.comm > 0) != (copying and not peers.ready):
+        raise ValueError(f"{op}: comm={plan.comm} of {plan}: some block must copy, or none can")
     if plan.comm < 0 or plan.comm % tile.cluster or plan.comm // tile.cluster >= clusters:
         raise ValueError(
             f"{op}: comm={plan.comm} of {clusters * tile.cluster} thread blocks must be whole "
@@ -63,7 +78,7 @@ def launch(op: str, plan: Plan, copies: int, blocks: int) -> dict[str, Any]:
         )
     tiles.check_multiple(op, "chunk", plan.chunk, hopper.PIECE)
     return {
-        "grid": (clusters * copies,),
+        "grid": (clusters * peers.copies,),
         "grid_names": ("block",),
         "cluster": (tile.cluster,),
         "cluster_names": ("cluster",),
@@ -95,26 +110,34 @@ def buffers(tile: hopper.Tile, dtype: Any, out_dtype: Any) -> tiles.Buffers:
     }
 
 
-def scratch(
-    tile: hopper.Tile, dtype: Any, out_dtype: Any, piece: tuple[int, int], piece_dtype: Any
-) -> dict[str, Any]:
-    """Returns shared memory and barriers: the product's buffers, or the ring of pieces."""
+def scratch(plan: Plan, dtype: Any, out_dtype: Any, width: int, piece_dtype: Any) -> dict[str, Any]:
+    """Returns shared memory and barriers: the product's buffers, or the ring of pieces.
+
+    width: of the rows that communication blocks copy, of piece_dtype.
+    """
+    tile = plan.tile
     product = buffers(tile, dtype, out_dtype)
     tiles.check_shared("fused product", product)
-    slots = tiles.shared_bytes(product) // tiles.shared_bytes({"piece": (piece, piece_dtype)})
-    slots = min(16, slots)
+    smem = tuple(swizzled(*buffer) for buffer in product.values())
     free = {"num_arrivals": tile.warpgroups, "num_barriers": tile.stages}
-    return {
-        "smem": plgpu.RefUnion(
-            tuple(swizzled(*buffer) for buffer in product.values()),
-            (plgpu.SMEM((slots, *piece), piece_dtype),),
-        ),
+    found = {
+        "smem": smem,
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "free": plgpu.ClusterBarrier(collective_axes=("cluster",), **free)
         if tile.cluster > 1
         else plgpu.Barrier(**free),
-        "arrived": plgpu.Barrier(num_barriers=slots),
     }
+    if plan.comm:
+        ring, barriers = relay_scratch(width, piece_dtype, tiles.shared_bytes(product))
+        found |= {"smem": plgpu.RefUnion(smem, (ring,)), "arrived": barriers}
+    return found
+
+
+def relay_scratch(width: int, dtype: Any, most: int) -> tuple[Any, Any]:
+    """Returns a ring of pieces in at most `most` bytes of shared memory, and its barriers."""
+    piece = piece_shape(width, jnp.dtype(dtype).itemsize)
+    slots = min(16, most // tiles.shared_bytes({"piece": (piece, dtype)}))
+    return plgpu.SMEM((slots, *piece), dtype), plgpu.Barrier(num_barriers=slots)
 
 
 @dataclasses.dataclass(frozen=True)

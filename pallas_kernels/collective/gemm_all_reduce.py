@@ -37,6 +37,7 @@ def gemm_all_reduce(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     delays: jax.Array | None = None,
+    into: Any = None,
     *,
     rows: int,
     peers: Peers,
@@ -52,6 +53,7 @@ def gemm_all_reduce(
       w: (C, K, N), N at least the tile's; K a multiple of 64, N of 128, as the tile's columns.
       bias: (C, N) float32. residual: (C, height, N).
       delays: (C,) int32, ns that a rank starts late (tests).
+      into: a jax.Ref of (C R, height, N) sums, for what arrives (tests: full of NaN).
       rows: that are live.
       plan: without communication blocks; its chunk is not used.
       spec: out_dtype is that of the sums that cross ranks; the result has x's.
@@ -59,15 +61,14 @@ def gemm_all_reduce(
     Returns: y (C, height, N); rows past `rows` are undefined.
     """
     copies, R = peers.copies, peers.ranks
-    launch = core.launch(NAME, plan, copies, blocks)
+    launch = core.launch(NAME, plan, peers, blocks, copying=False)
     (_, height, _), N = x.shape, w.shape[2]
-    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays}
+    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     sums = jnp.dtype(spec.out_dtype)
-    outputs = {
-        "y": jax.ShapeDtypeStruct((copies, height, N), x.dtype),
-        "inbox": jax.ShapeDtypeStruct((peers.reached * R, height, N), sums),
-    }
+    outputs = {"y": jax.ShapeDtypeStruct((copies, height, N), x.dtype)}
+    if into is None:
+        outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
     body = functools.partial(
         _body, names=(*inputs, *outputs), peers=peers, plan=plan, rows=rows,
         clusters=launch["grid"][0] // copies,
@@ -75,21 +76,21 @@ def gemm_all_reduce(
     return plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan.tile, x.dtype, sums, (8, 64), sums),
+        scratch_types=core.scratch(plan, x.dtype, sums, N, sums),
         **launch,
     )(*inputs.values())[0]
 
 
-def _body(*refs, names, peers, plan, rows, clusters, smem, ready, free, arrived):
+def _body(*refs, names, peers, plan, rows, clusters, smem, ready, free):
     gmem = dict(zip(names, refs, strict=True))
-    a_smem, b_smem, y_smem = smem[0]
+    a_smem, b_smem, y_smem = smem
     tile, R = plan.tile, peers.ranks
     K, N = gmem["w"].shape[1:]
     product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
     across = pl.cdiv(N, tile.block_n)
     total = pl.cdiv(rows, tile.block_m * tile.cluster) * across
     # A flag for each tile, at each rank.
-    flags = pl.get_global(plgpu.SemaphoreType.REGULAR((peers.copies * total,)))
+    flags = peers.flags(total)
     rank, cluster = peers.rank(), peers.cluster()
     block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     count = core.share(total, cluster, clusters)

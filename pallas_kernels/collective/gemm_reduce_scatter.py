@@ -24,6 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import core, schedule
 from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.peers import Peers, clock, spin
@@ -38,13 +39,15 @@ def gemm_reduce_scatter(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     delays: jax.Array | None = None,
+    into: Any = None,
     *,
     rows: int,
     peers: Peers,
     plan: Plan,
     spec: Spec,
     blocks: int = SMS,
-) -> jax.Array:
+    interpret: bool = False,
+) -> list[jax.Array]:
     """reduce_scatter(x w) + bias + residual; bias and residual are added once, by the owner.
 
     C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
@@ -54,47 +57,51 @@ def gemm_reduce_scatter(
       w: (C, K, N), N at least the tile's; K a multiple of 64, N of 128.
       bias: (C, N) float32. residual: (C, height, N).
       delays: (C,) int32, ns that a rank starts late (tests).
+      into: a jax.Ref like the last result, for what arrives (tests: full of NaN).
       rows: of a page that are live, a multiple of 8.
       spec: out_dtype is that of the sums that cross ranks; the result has x's.
       blocks: thread blocks, at most what the GPU runs at once.
-    Returns: y (C, height, N); rows past `rows` are undefined.
+      interpret: in Mosaic GPU's interpreter, with ReadyPeer.
+    Returns: y (C, height, N); rows past `rows` are undefined. Then the sums of this rank: for each
+      owner (C R, height, N) and, where it is the owner itself, as a page of (C R, height, N); with
+      ReadyPeer only these.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    launch = core.launch(NAME, plan, copies, blocks)
+    launch = core.launch(NAME, plan, peers, blocks)
     (_, height, _), N = x.shape, w.shape[2]
-    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays}
+    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     sums = jnp.dtype(spec.out_dtype)
     outputs = {
         "y": jax.ShapeDtypeStruct((copies, height, N), x.dtype),
         "outbox": jax.ShapeDtypeStruct((copies * R, height, N), sums),
-        "inbox": jax.ShapeDtypeStruct((peers.reached * R, height, N), sums),
     }
+    if into is None:
+        outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
     body = functools.partial(
         _body, names=(*inputs, *outputs), peers=peers, plan=plan,
         clusters=launch["grid"][0] // copies,
         split=schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk),
     )  # fmt: skip
-    piece = core.piece_shape(N, sums.itemsize)
     found = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=core.scratch(tile, x.dtype, sums, piece, sums),
+        scratch_types=core.scratch(plan, x.dtype, sums, N, sums),
+        interpret=interpreter.params() if interpret else None,
         **launch,
     )(*inputs.values())
-    return found[0]
+    return [*found, into[...]] if into is not None else found
 
 
-def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived):
+def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived=None):
     gmem = dict(zip(names, refs, strict=True))
-    (a_smem, b_smem, y_smem), (ring,) = smem
+    (a_smem, b_smem, y_smem), *rings = smem if plan.comm else (smem,)
     tile, R = plan.tile, peers.ranks
     K, N = gmem["w"].shape[1:]
     product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
     # A page of flags for each rank: tiles of each chunk of each owner, then what came of my chunks.
     chunks = R * split.chunks
-    page = chunks + split.chunks
-    flags = pl.get_global(plgpu.SemaphoreType.REGULAR((peers.copies * page,)))
+    flags = peers.flags(chunks + split.chunks)
     rank, cluster = peers.rank(), peers.cluster()
     block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     talking = plan.comm // tile.cluster  # clusters
@@ -106,6 +113,7 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
 
     def place_of(j):
         i = cluster - talking + j * computing
+        i = plan.step(i, lax.rem(rank + 1, R), R, split.row_tiles * columns)
         band = max(1, plan.chunk // split.tile)
         return schedule.scatter_tile(i, rank, split, columns, band)
 
@@ -137,6 +145,8 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
 
         product.store(acc, lambda z, _: z, copy)
         plgpu.wait_smem_to_gmem(0)
+        if peers.ready:
+            return
         pl.loop(place.first_flag, place.last_flag)(lambda flag: peers.signal(flags, rank, flag))
 
     def computed(chunk):
@@ -145,6 +155,7 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
         peers.wait(flags, chunk.flag, schedule.chunk_tiles(chunk, split, columns) * parts)
 
     def push():
+        (ring,) = rings[0]
         me = cluster * tile.cluster + block
         down, across = ring.shape[1:]
         wide = N // across
@@ -203,17 +214,20 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
                     total += read(peers.own(gmem["residual"]), row)
                 peers.own(gmem["y"]).at[row, at][...] = total.astype(gmem["y"].dtype)
 
-    @pl.when((cluster < talking) & (warpgroup < tile.warpgroups))
-    def _communicate():
-        pl.when(warpgroup == 0)(push)
-        reduce()
+    if plan.comm:
+
+        @pl.when((cluster < talking) & (warpgroup < tile.warpgroups))
+        def _communicate():
+            pl.when(warpgroup == 0)(push)
+            reduce()
 
     @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
     def _compute():
         if tile.warpgroups > 1:
             plgpu.set_max_registers(232, action="increase")
         product.compute(count, finish)
-        reduce()
+        if not peers.ready:
+            reduce()
 
     @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
     def _produce():

@@ -1,4 +1,4 @@
-"""How a fused kernel reaches the other ranks: one small interface, three worlds behind it.
+"""How a fused kernel reaches the other ranks: one small interface, four worlds behind it.
 
 A kernel is written once against it, and which world it is for is decided when it is traced:
 
@@ -8,6 +8,8 @@ A kernel is written once against it, and which world it is for is decided when i
 - GhostPeer: one rank of full size; the peers' shards are local arrays, their copies held back to a
   link's rate and latency by the GPU's clock, and its own signals come back to it as its peers'
   would. For times: the tiles, waves and communication blocks are the real ones.
+- ReadyPeer: one rank whose peers' rows are there already; nothing travels and nobody waits. What
+  the product alone takes, and what the interpreter of Mosaic GPU, which has no flags, can run.
 
 An array that is reached has pages first: (pages of a rank, rows, columns); VirtualPeer's has those
 of rank 0, then of rank 1, ...
@@ -71,6 +73,15 @@ class Peers:
     def reached(self) -> int:
         """The same of an array that the others reach."""
         return self.copies
+
+    @property
+    def ready(self) -> bool:
+        """Whether peers' rows are read where they are, without flags."""
+        return False
+
+    def flags(self, count: int) -> Ref:
+        """`count` flags of each rank."""
+        return pl.get_global(plgpu.SemaphoreType.REGULAR((self.copies * count,)))
 
     def rank(self) -> Int:
         """Who this thread block works for."""
@@ -189,3 +200,25 @@ class GhostPeer(Peers):
         if self.bytes_per_s:
             ns = moved.astype(jnp.float32) * (1e9 / self.bytes_per_s)
             spin(began, ns.astype(jnp.int32) + self.latency_ns)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyPeer(GhostPeer):
+    """One rank without communication: all ranks' pages are there."""
+
+    @property
+    @override
+    def ready(self) -> bool:
+        return True
+
+    @override
+    def flags(self, count: int) -> Ref:
+        return None
+
+    @override
+    def signal(self, flags: Ref, to: Int, index: Int) -> None:
+        pass
+
+    @override
+    def wait(self, flags: Ref, index: Int, value: Int) -> None:
+        pass

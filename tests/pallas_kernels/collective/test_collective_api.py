@@ -8,6 +8,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.collective import api
+from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
+from pallas_kernels.collective.core import Plan
+from pallas_kernels.collective.peers import ReadyPeer
+from pallas_kernels.gemm.hopper import Spec, Tile
 
 MESHES = {(4,): ("x",), (2, 4): ("d", "x"), (1,): ("x",)}
 
@@ -92,4 +96,17 @@ def test_rows_that_the_ranks_do_not_divide():
     with pytest.raises(ValueError, match="nearest: 4, 8"):
         on((4,), lambda x, w: api.matmul_reduce_scatter(x, w, axis="x"), (P(), P()), P("x"))(
             jnp.ones((6, 16)), jnp.ones((16, 8))
+        )
+
+
+def test_a_plan_without_blocks_that_copy_is_refused():
+    """It would wait for ever."""
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 64), (1, 64, 64))]
+    plan = Plan(Tile(64, 64, 64, 2, 1), 2, 64)
+    with pytest.raises(ValueError, match="some block must copy, or none can"):
+        jax.eval_shape(
+            lambda x, w: all_gather_gemm(
+                x, (w,), rows=64, peers=ReadyPeer(2, 0), plan=plan, spec=Spec(None, "bfloat16")
+            ),
+            *args,
         )
