@@ -1,0 +1,289 @@
+"""Products with their collective inside, for code inside a shard_map over `axis`.
+
+Flux (arXiv 2406.06858): one kernel in which tiles wait for the rows that they need (all-gather), or
+rows leave when their tiles are done (reduce-scatter, all-reduce). No gradients here: a caller makes
+the rule, as the backward pass of each is made of the others.
+
+'fused' is the Mosaic GPU kernel, for one node of Hopper GPUs; 'xla' plain collectives around whole
+products, on any device, the specification. None takes the kernel only where a table of measurements
+(pallas_kernels/tuned) says that it is faster.
+
+Legend: R ranks of the axis, m rows of all ranks, K contracted, N columns. Leading dimensions are
+rows too, which every rank has for itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.attention.hopper_forward import varying_as
+from pallas_kernels.collective import core, plans, reference
+from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
+from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
+from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
+from pallas_kernels.collective.peers import RemotePeer
+from pallas_kernels.gemm.hopper import Spec
+from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
+
+Array = jax.Array
+Implementation = Literal["xla", "fused"]
+DTYPES = ("bfloat16", "float16", "float32")
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+MULTIPLE = {GATHER: 64, SCATTER: 128, REDUCE: 128}  # of N: what TMA and the sums' vectors take
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+NODE = 8  # GPUs that reach each other's memory
+
+
+def all_gather_matmul(
+    x: Array,
+    w: Array | Sequence[Array],
+    *,
+    axis: str,
+    bias: Array | Sequence[Array | None] | None = None,
+    activation: Activation | None = None,
+    return_gathered: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """activation(all_gather(x) w + bias), for one weight or for several that share the gather.
+
+    Args:
+      x: (..., m/R, K) bf16|f16|f32, this rank's rows. w: (K, N) of x's type, or several.
+      bias: (N,), any floating type; for several weights one or None each.
+      activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'; in float32.
+      return_gathered: also return x of all ranks, (..., m, K).
+      implementation: 'fused': bf16 and f16, K and N multiples of 64, 2 to 8 ranks; m/R that is a
+        multiple of 8, at least the tile's rows, and no leading dimensions spare copies.
+    Returns: (..., m, N) in x's type, or a tuple of them; with return_gathered (that, gathered x).
+    Raises: ValueError for what breaks the above; NotImplementedError, with all reasons, where
+      'fused' cannot run.
+    """
+    weights = tuple(w) if isinstance(w, Sequence) else (w,)
+    biases = tuple(bias) if isinstance(bias, Sequence) else (bias,) * len(weights)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{GATHER}: activation={activation!r}; there are {ACTIVATIONS}")
+    _check(GATHER, x, weights, biases)
+    sizes = (x.size // x.shape[-1], x.shape[-1], [w.shape[1] for w in weights])
+    if _choose(GATHER, implementation, axis, sizes, x.dtype) == "fused":
+        spec = Spec(activation, x.dtype.name)
+        arrays = dispatch.alike((x, weights, biases))
+        ys, gathered = _gather(*arrays, axis=axis, spec=spec, keep=return_gathered)
+    else:
+        ys, gathered = reference.all_gather_matmul(x, weights, biases, axis, activation)
+    found = ys if isinstance(w, Sequence) else ys[0]
+    return (found, gathered) if return_gathered else found
+
+
+def matmul_reduce_scatter(
+    x: Array,
+    w: Array,
+    *,
+    axis: str,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    acc_dtype: Any = jnp.float32,
+    implementation: Implementation | None = None,
+) -> Array:
+    """reduce_scatter(x w) + bias + residual, the rows of this rank.
+
+    Args:
+      x: (..., m, K) bf16|f16|f32, R divides m. w: (K, N) of x's type.
+      bias: (N,), any floating type, the same on all ranks; added once. residual: (..., m/R, N) of
+        x's type.
+      acc_dtype: in which partial sums cross ranks; bfloat16 halves those bytes and loses bits.
+      implementation: 'fused': as in all_gather_matmul, but N a multiple of 128. The same bits in
+        every run.
+    Returns: (..., m/R, N) in x's type, summed and added in float32.
+    Raises: as all_gather_matmul.
+    """
+    _check(SCATTER, x, (w,), (bias,), residual)
+    R = lax.axis_size(axis)
+    if x.shape[-2] % R:
+        raise ValueError(
+            f"{SCATTER}: x has {x.shape[-2]} rows, which the {R} ranks of {axis!r} must divide; "
+            f"nearest: {x.shape[-2] // R * R}, {x.shape[-2] // R * R + R}"
+        )
+    sizes = (x.size // x.shape[-1] // R, x.shape[-1], [w.shape[1]])
+    if _choose(SCATTER, implementation, axis, sizes, x.dtype) == "fused":
+        arrays = dispatch.alike((x, w, bias, residual))
+        return _scatter(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name)
+    return reference.matmul_reduce_scatter(x, w, bias, residual, axis, acc_dtype)
+
+
+def matmul_all_reduce(
+    x: Array,
+    w: Array,
+    *,
+    axis: str,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    acc_dtype: Any = jnp.float32,
+    implementation: Implementation | None = None,
+) -> Array:
+    """all_reduce(x w) + bias + residual, for the few rows of decoding; the same on every rank.
+
+    Args: as matmul_reduce_scatter for any m; residual: (..., m, N), the same on all ranks.
+    Returns: (..., m, N) in x's type; the same bits on every rank and in every run with 'fused'.
+    Raises: as all_gather_matmul.
+    """
+    _check(REDUCE, x, (w,), (bias,), residual)
+    sizes = (x.size // x.shape[-1], x.shape[-1], [w.shape[1]])
+    if _choose(REDUCE, implementation, axis, sizes, x.dtype) == "fused":
+        arrays = dispatch.alike((x, w, bias, residual))
+        return _reduce(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name)
+    return reference.matmul_all_reduce(x, w, bias, residual, axis, acc_dtype)
+
+
+def reasons(op: str, K: int, widths: Sequence[int], ranks: int, dtype: Any) -> tuple[str, ...]:
+    """Returns what keeps the kernel of `op` from running, for a caller that chooses; inside a
+    shard_map, whose mesh says what the program is compiled for. Empty: it runs.
+    """
+    found = []
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform, kind = (device.platform, device.device_kind) if device else _live()
+    if platform not in ("gpu", "cuda"):
+        found.append(f"needs Hopper GPUs, found {platform}")
+    elif not any(name in kind for name in HOPPER):
+        found.append(f"needs compute capability 9.0 (Hopper), found {kind}")
+    if jnp.dtype(dtype).name not in DTYPES[:2]:
+        found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
+    if not 2 <= ranks <= NODE:
+        found.append(f"needs 2 to {NODE} ranks, those of a node, found {ranks}")
+    if K < 64 or K % 64:
+        found.append(f"needs a multiple of 64 columns of x, found {K}")
+    multiple = MULTIPLE[op]
+    found += [
+        f"needs a multiple of {multiple} columns of w, found {N}"
+        for N in widths
+        if N < multiple or N % multiple
+    ]
+    return tuple(found)
+
+
+def key(op: str, ranks: int, rows: int, K: int, N: int) -> tuned.Key:
+    """Of a row of a table; rows: of one rank's x (gather), result (scatter, reduce)."""
+    return {"ranks": ranks, "rows": rows, "K": K, "N": N}
+
+
+def _live() -> tuple[str, str]:
+    return jax.default_backend(), jax.local_devices()[0].device_kind
+
+
+def _choose(op: str, implementation: str | None, axis: str, sizes: Any, dtype: Any) -> str:
+    if implementation not in (None, "xla", "fused"):
+        raise ValueError(f"{op}: implementation={implementation!r}; there are 'xla', 'fused', None")
+    rows, K, widths = sizes
+    ranks = lax.axis_size(axis)
+    if implementation == "fused":
+        why = reasons(op, K, widths, ranks, dtype)
+        if why or not rows:
+            raise NotImplementedError(
+                f"{op}: implementation='fused' cannot run here: {'; '.join(why or ('no rows',))}; "
+                "use implementation='xla', or None to let it choose"
+            )
+        return "fused"
+    if implementation is None and rows and not reasons(op, K, widths, ranks, dtype):
+        row = tuned.find(op, key(op, ranks, rows, K, sum(widths)))
+        return "fused" if row and row["fastest"] == "fused" else "xla"
+    return "xla"
+
+
+def _check(op: str, x: Array, weights: tuple, biases: tuple, residual: Array | None = None) -> None:
+    if x.dtype.name not in DTYPES or x.ndim < 2:
+        raise ValueError(f"{op}: x {x.dtype}{x.shape} must be (..., rows, K), of {DTYPES}")
+    if not weights or len(weights) != len(biases):
+        raise ValueError(f"{op}: {len(weights)} weights, {len(biases)} biases; one or None each")
+    for w, bias in zip(weights, biases, strict=True):
+        if w.ndim != 2 or w.shape[0] != x.shape[-1] or w.dtype != x.dtype:
+            raise ValueError(
+                f"{op}: w {w.dtype}{w.shape} must be ({x.shape[-1]}, N) in x's type, {x.dtype}"
+            )
+        if bias is not None and bias.shape != w.shape[1:]:
+            raise ValueError(f"{op}: bias {bias.shape} must be ({w.shape[1]},): w's columns")
+    if residual is not None and residual.dtype != x.dtype:
+        raise ValueError(f"{op}: residual {residual.dtype} must be of x's type, {x.dtype}")
+
+
+# ---- the kernels' arrays: pages of whole tiles
+
+
+def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> core.Plan:
+    """Of the nearest row of a table, else the heuristic's."""
+    row = tuned.find(op, key(op, ranks, rows, K, sum(widths)))
+    if row and row["fastest"] == "fused":
+        return plans.load(row["tile"])
+    return plans.heuristic(op, ranks, rows, K, widths, out_dtype)
+
+
+def _pages(x: Array, pages: int, height: int) -> Array:
+    """(rows of all pages, columns) -> (pages, height, columns), zeros below."""
+    x = x.reshape(pages, -1, x.shape[-1])
+    return jnp.pad(x, ((0, 0), (0, height - x.shape[1]), (0, 0)))
+
+
+def _whole(rows: int, plan: core.Plan) -> tuple[int, int]:
+    """Returns (live rows of a page as the kernels count them, its height)."""
+    live = -(-rows // 8) * 8
+    return live, max(live, plan.tile.block_m)
+
+
+def _gather(x, weights, biases, *, axis, spec, keep):
+    R, K, lead = lax.axis_size(axis), x.shape[-1], x.shape[:-2]
+    rows = x.size // K
+    widths = [w.shape[1] for w in weights]
+    plan = _plan(GATHER, R, rows, K, widths, x.dtype)
+    live, height = _whole(rows, plan)
+    bias = None
+    if any(b is not None for b in biases):
+        whole = [-(-N // plan.tile.block_n) * plan.tile.block_n for N in widths]
+        filled = [
+            jnp.zeros(N, jnp.float32) if b is None else b.astype(jnp.float32)
+            for N, b in zip(widths, biases, strict=True)
+        ]
+        padded = [jnp.pad(b, (0, n - b.size)) for b, n in zip(filled, whole, strict=True)]
+        bias = jnp.concatenate(padded)[None]
+    ys, gathered = all_gather_gemm(
+        _pages(x, 1, height), tuple(w[None] for w in weights), bias,
+        rows=live, peers=RemotePeer(R, axis), plan=plan, spec=spec, keep=keep,
+    )  # fmt: skip
+
+    def unpage(y: Array) -> Array:
+        y = y[:, :rows].reshape(R, *lead, x.shape[-2], y.shape[-1])
+        return jnp.moveaxis(y, 0, -3).reshape(*lead, R * x.shape[-2], y.shape[-1])
+
+    return varying_as(x, (tuple(map(unpage, ys)), unpage(gathered)))
+
+
+def _scatter(x, w, bias, residual, *, axis, acc):
+    R, (*lead, m, K), N = lax.axis_size(axis), x.shape, w.shape[1]
+    rows = x.size // K // R
+    plan = _plan(SCATTER, R, rows, K, [N], acc)
+    live, height = _whole(rows, plan)
+    owners = jnp.moveaxis(x.reshape(*lead, R, m // R, K), -3, 0)
+    y, *_ = gemm_reduce_scatter(
+        _pages(owners, R, height), w[None],
+        None if bias is None else bias.astype(jnp.float32)[None],
+        None if residual is None else _pages(residual, 1, height),
+        rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
+    )  # fmt: skip
+    return varying_as(x, y[0, :rows].reshape(*lead, m // R, N))
+
+
+def _reduce(x, w, bias, residual, *, axis, acc):
+    R, K, N = lax.axis_size(axis), x.shape[-1], w.shape[1]
+    rows = x.size // K
+    plan = _plan(REDUCE, R, rows, K, [N], acc)
+    live, height = _whole(rows, plan)
+    y = gemm_all_reduce(
+        _pages(x, 1, height), w[None],
+        None if bias is None else bias.astype(jnp.float32)[None],
+        None if residual is None else _pages(residual, 1, height),
+        rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
+    )  # fmt: skip
+    y = y[0, :rows].reshape(*x.shape[:-1], N)
+    # The same on all ranks, which is what a kernel's result is taken for unless it is cast.
+    others = tuple(a for a in jax.typeof(x).mat.varying if a != axis)
+    return lax.pcast(y, others, to="varying") if others else y

@@ -1,0 +1,166 @@
+"""Product + all-reduce in one kernel, for the few rows of decoding: every rank gets every sum.
+
+There is little to hide such a small exchange behind, so its steps are as few as they can be: the
+epilogue stores a piece of sums to all ranks, from the same shared memory, and each rank adds up
+what came, rank 0's first, so that all ranks have the same bits in every run. No block is kept for
+communication, nothing is stored twice. Bytes on the wire: (R - 1) m n sums a rank against
+2 (R - 1) / R m n of an all-reduce in two steps, which is why this is for small m only.
+
+    compute    product, sums to inbox[my rank] of every rank | arrive flag[tile] at every rank
+    the same   for my tiles: wait for R ranks' arrivals; y = inbox[0] + ... + inbox[R - 1] + bias
+
+Source of the one-shot exchange: TensorRT-LLM's custom all-reduce; papers: Flux section 5 (decode).
+
+Legend: K contracted (this rank's share), M rows, N columns.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.collective import core
+from pallas_kernels.collective.core import Plan
+from pallas_kernels.collective.peers import Peers, clock, spin
+from pallas_kernels.gemm.hopper import SMS, Spec
+
+NAME = "gemm_all_reduce"
+
+
+def gemm_all_reduce(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    delays: jax.Array | None = None,
+    into: Any = None,
+    *,
+    rows: int,
+    peers: Peers,
+    plan: Plan,
+    spec: Spec,
+    blocks: int = SMS,
+) -> jax.Array:
+    """all_reduce(x w) + bias + residual, the same on every rank.
+
+    C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
+    Args:
+      x: (C, height, K), height at least the tile's and a multiple of 8.
+      w: (C, K, N), N at least the tile's; K a multiple of 64, N of 128, as the tile's columns.
+      bias: (C, N) float32. residual: (C, height, N).
+      delays: (C,) int32, ns that a rank starts late (tests).
+      into: a jax.Ref of (C R, height, N) sums, for what arrives (tests: full of NaN).
+      rows: that are live.
+      plan: without communication blocks; its chunk is not used.
+      spec: out_dtype is that of the sums that cross ranks; the result has x's.
+      blocks: thread blocks, at most what the GPU runs at once.
+    Returns: y (C, height, N); rows past `rows` are undefined.
+    """
+    copies, R = peers.copies, peers.ranks
+    launch = core.launch(NAME, plan, peers, blocks, copying=False)
+    (_, height, _), N = x.shape, w.shape[2]
+    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    sums = jnp.dtype(spec.out_dtype)
+    outputs = {"y": jax.ShapeDtypeStruct((copies, height, N), x.dtype)}
+    if into is None:
+        outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
+    body = functools.partial(
+        _body, names=(*inputs, *outputs), peers=peers, plan=plan, rows=rows,
+        clusters=launch["grid"][0] // copies,
+    )  # fmt: skip
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=core.scratch(plan, x.dtype, sums, N, sums),
+        **launch,
+    )(*inputs.values())[0]
+
+
+def _body(*refs, names, peers, plan, rows, clusters, smem, ready, free):
+    gmem = dict(zip(names, refs, strict=True))
+    a_smem, b_smem, y_smem = smem
+    tile, R = plan.tile, peers.ranks
+    K, N = gmem["w"].shape[1:]
+    product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
+    across = pl.cdiv(N, tile.block_n)
+    total = pl.cdiv(rows, tile.block_m * tile.cluster) * across
+    # A flag for each tile, at each rank.
+    flags = peers.flags(total)
+    rank, cluster = peers.rank(), peers.cluster()
+    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    count = core.share(total, cluster, clusters)
+    if "delays" in gmem:
+        spin(clock(), gmem["delays"][rank])
+
+    def corner(j):
+        i = cluster + j * clusters
+        row = (lax.div(i, jnp.int32(across)) * tile.cluster + block) * tile.block_m
+        column = lax.rem(i, jnp.int32(across)) * tile.block_n
+        return pl.multiple_of(row, tile.block_m), pl.multiple_of(column, tile.block_n)
+
+    def load(place, k, a, b, barrier):
+        m, n = (pl.ds(first, size) for first, size in zip(place, (tile.block_m, tile.block_n),
+                                                          strict=True))  # fmt: skip
+        plgpu.copy_gmem_to_smem(peers.own(gmem["x"]).at[m, k], a, barrier)
+        plgpu.copy_gmem_to_smem(
+            peers.own(gmem["w"]).at[k, n], b, barrier,
+            collective_axes="cluster" if tile.cluster > 1 else None,
+        )  # fmt: skip
+
+    def send(j, acc):
+        row, column = corner(j)
+        row += warpgroup * tile.rows
+
+        def copy(piece, down, right):
+            here = pl.ds(row + down, piece.shape[0]), pl.ds(column + right, piece.shape[1])
+            for distance in range(R):
+                to = lax.rem(rank + distance, R)
+                inbox = peers.peer(gmem["inbox"], to, rank)
+                plgpu.copy_smem_to_gmem(piece, inbox.at[here], commit_group=distance == R - 1)
+
+        product.store(acc, lambda z, _: z, copy)
+        plgpu.wait_smem_to_gmem(0)
+        tile_flag = cluster + j * clusters
+        pl.loop(0, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), tile_flag))
+
+    def reduce(j):
+        peers.wait(flags, cluster + j * clusters, R * tile.cluster * tile.warpgroups)
+        row, column = corner(j)
+        row += warpgroup * tile.rows
+        each = 256 if tile.block_n % 256 == N % 256 == 0 else 128
+        layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
+        wide = lax.div(jnp.minimum(N - column, tile.block_n), each)
+
+        @pl.loop(0, jnp.clip(rows - row, 0, tile.rows) * wide)
+        def _(p):
+            m, at = row + lax.div(p, wide), pl.ds(column + lax.rem(p, wide) * each, each)
+
+            def read(ref: Any, *index: Any) -> Any:
+                found = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
+                return found.astype(jnp.float32)
+
+            parts = [read(peers.mine(gmem["inbox"], source), m) for source in range(R)]
+            y = functools.reduce(jnp.add, parts)
+            if "bias" in gmem:
+                y += read(peers.own(gmem["bias"]))
+            if "residual" in gmem:
+                y += read(peers.own(gmem["residual"]), m)
+            peers.own(gmem["y"]).at[m, at][...] = y.astype(gmem["y"].dtype)
+
+    @pl.when(warpgroup < tile.warpgroups)
+    def _compute():
+        if tile.warpgroups > 1:
+            plgpu.set_max_registers(232, action="increase")
+        product.compute(count, send)
+        pl.loop(0, count)(reduce)
+
+    @pl.when(warpgroup == tile.warpgroups)
+    def _produce():
+        if tile.warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        product.produce(count, corner, load)

@@ -1,0 +1,236 @@
+"""Product + reduce-scatter in one kernel: a chunk of sums leaves as soon as its tiles are there.
+
+Tiles are taken owner by owner, the next rank's rows first and the own rows last, so that at every
+time the ranks send to different owners. Their sums stay in fp32 memory of this GPU, as a store to a
+peer in the epilogue would leave bubbles in the product (Flux, arXiv 2406.06858, sections 3 and 4.2,
+its Hopper kernel with a separate communication part); here the same kernel's communication blocks
+push them, and at the end all blocks add up what came, rank 0's first, so that the result is the
+same in every run:
+
+    compute        product, sums to `outbox` (own rows: `inbox`), arrive flag[its chunks]
+    communication  for chunk: wait flag[chunk] | push to the owner's inbox[my rank], arrive there
+    all            for chunk of own rows: wait for its own tiles and the others' R - 1 arrivals;
+                   y = inbox[0] + ... + inbox[R - 1] + bias + residual
+
+Legend: K contracted (this rank's share), N columns; a rank's pages are (rows, columns).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import interpret as interpreter
+from pallas_kernels.collective import core, schedule
+from pallas_kernels.collective.core import Plan
+from pallas_kernels.collective.peers import Peers, clock, spin
+from pallas_kernels.gemm.hopper import SMS, Spec
+
+NAME = "gemm_reduce_scatter"
+
+
+def gemm_reduce_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    delays: jax.Array | None = None,
+    into: Any = None,
+    *,
+    rows: int,
+    peers: Peers,
+    plan: Plan,
+    spec: Spec,
+    blocks: int = SMS,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """reduce_scatter(x w) + bias + residual; bias and residual are added once, by the owner.
+
+    C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
+    Args:
+      x: (C R, height, K): a page holds the rows of an owner; height at least the tile's and a
+        multiple of 8.
+      w: (C, K, N), N at least the tile's; K a multiple of 64, N of 128.
+      bias: (C, N) float32. residual: (C, height, N).
+      delays: (C,) int32, ns that a rank starts late (tests).
+      into: a jax.Ref like the last result, for what arrives (tests: full of NaN).
+      rows: of a page that are live, a multiple of 8.
+      spec: out_dtype is that of the sums that cross ranks; the result has x's.
+      blocks: thread blocks, at most what the GPU runs at once.
+      interpret: in Mosaic GPU's interpreter, with ReadyPeer.
+    Returns: y (C, height, N); rows past `rows` are undefined. Then the sums of this rank: for each
+      owner (C R, height, N) and, where it is the owner itself, as a page of (C R, height, N); with
+      ReadyPeer only these.
+    """
+    copies, R, tile = peers.copies, peers.ranks, plan.tile
+    launch = core.launch(NAME, plan, peers, blocks)
+    (_, height, _), N = x.shape, w.shape[2]
+    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    sums = jnp.dtype(spec.out_dtype)
+    outputs = {
+        "y": jax.ShapeDtypeStruct((copies, height, N), x.dtype),
+        "outbox": jax.ShapeDtypeStruct((copies * R, height, N), sums),
+    }
+    if into is None:
+        outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
+    body = functools.partial(
+        _body, names=(*inputs, *outputs), peers=peers, plan=plan,
+        clusters=launch["grid"][0] // copies,
+        split=schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk),
+    )  # fmt: skip
+    found = plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=core.scratch(plan, x.dtype, sums, N, sums),
+        interpret=interpreter.params() if interpret else None,
+        **launch,
+    )(*inputs.values())
+    return [*found, into[...]] if into is not None else found
+
+
+def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived=None):
+    gmem = dict(zip(names, refs, strict=True))
+    (a_smem, b_smem, y_smem), *rings = smem if plan.comm else (smem,)
+    tile, R = plan.tile, peers.ranks
+    K, N = gmem["w"].shape[1:]
+    product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
+    # A page of flags for each rank: tiles of each chunk of each owner, then what came of my chunks.
+    chunks = R * split.chunks
+    flags = peers.flags(chunks + split.chunks)
+    rank, cluster = peers.rank(), peers.cluster()
+    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    talking = plan.comm // tile.cluster  # clusters
+    computing = clusters - talking
+    columns = pl.cdiv(N, tile.block_n)
+    count = core.share(R * split.row_tiles * columns, cluster - talking, computing)
+    if "delays" in gmem:
+        spin(clock(), gmem["delays"][rank])
+
+    def place_of(j):
+        i = cluster - talking + j * computing
+        i = plan.step(i, lax.rem(rank + 1, R), R, split.row_tiles * columns)
+        band = max(1, plan.chunk // split.tile)
+        return schedule.scatter_tile(i, rank, split, columns, band)
+
+    def load(place, k, a, b, barrier):
+        m = pl.ds(pl.multiple_of(place.row + block * tile.block_m, tile.block_m), tile.block_m)
+        n = pl.ds(pl.multiple_of(place.column * tile.block_n, tile.block_n), tile.block_n)
+        plgpu.copy_gmem_to_smem(peers.own(gmem["x"], place.peer).at[m, k], a, barrier)
+        plgpu.copy_gmem_to_smem(
+            peers.own(gmem["w"]).at[k, n], b, barrier,
+            collective_axes="cluster" if tile.cluster > 1 else None,
+        )  # fmt: skip
+
+    def finish(j, acc):
+        place = place_of(j)
+        top = place.row + block * tile.block_m + warpgroup * tile.rows
+
+        def copy(piece, down, right):
+            m = pl.ds(top + down, piece.shape[0])
+            n = pl.ds(pl.multiple_of(place.column * tile.block_n, tile.block_n) + right,
+                      piece.shape[1])  # fmt: skip
+
+            @pl.when(place.peer == rank)
+            def _():
+                plgpu.copy_smem_to_gmem(piece, peers.mine(gmem["inbox"], rank).at[m, n])
+
+            @pl.when(place.peer != rank)
+            def _():
+                plgpu.copy_smem_to_gmem(piece, peers.own(gmem["outbox"], place.peer).at[m, n])
+
+        product.store(acc, lambda z, _: z, copy)
+        plgpu.wait_smem_to_gmem(0)
+        if peers.ready:
+            return
+        pl.loop(place.first_flag, place.last_flag)(lambda flag: peers.signal(flags, rank, flag))
+
+    def computed(chunk):
+        """Waits for all warpgroups' parts of a chunk's tiles."""
+        parts = tile.cluster * tile.warpgroups
+        peers.wait(flags, chunk.flag, schedule.chunk_tiles(chunk, split, columns) * parts)
+
+    def push():
+        (ring,) = rings[0]
+        me = cluster * tile.cluster + block
+        down, across = ring.shape[1:]
+        wide = N // across
+        pieces = split.chunk // down * wide
+        moved, began = down * across * jnp.dtype(ring.dtype).itemsize, clock()
+
+        @pl.loop(0, core.share((R - 1) * split.chunks, me, plan.comm))
+        def _(n):
+            chunk = schedule.scatter_chunk(me + n * plan.comm, rank, split, columns)
+            computed(chunk)
+
+            def here(q):
+                row, right = lax.div(q, wide) * down, lax.rem(q, wide) * across
+                return pl.ds(chunk.row + row, down), pl.ds(right, across)
+
+            total = lax.div(chunk.rows, down) * wide
+            core.relay(
+                ring, arrived, total, total,
+                source=lambda q: peers.own(gmem["outbox"], chunk.peer).at[here(q)],
+                target=lambda q: peers.peer(gmem["inbox"], chunk.peer, rank).at[here(q)],
+                finish=lambda _: peers.signal(
+                    flags, chunk.peer, chunks + lax.rem(chunk.flag, split.chunks)
+                ),
+                pace=lambda q: peers.pace(began, (n * pieces + q + 1) * moved),
+            )  # fmt: skip
+
+    def reduce():
+        each = next(128 * vector for vector in (4, 2, 1) if N % (128 * vector) == 0)
+        layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
+        wide = N // each
+        me = (cluster * tile.cluster + block) * tile.warpgroups + warpgroup
+        everyone = clusters * tile.cluster * tile.warpgroups
+
+        @pl.loop(0, split.chunks)
+        def _(c):
+            # The own chunk is the last that a rotation over all ranks would send.
+            chunk = schedule.scatter_chunk((R - 1) * split.chunks + c, rank, split, columns)
+            computed(chunk)
+            peers.wait(flags, chunks + c, R - 1)
+
+            @pl.loop(0, core.share(chunk.rows * wide, me, everyone))
+            def _(i):
+                p = me + i * everyone
+                row = chunk.row + lax.div(p, jnp.int32(wide))
+                at = pl.ds(lax.rem(p, jnp.int32(wide)) * each, each)
+
+                def read(ref: Any, *index: Any) -> Any:
+                    found = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
+                    return found.astype(jnp.float32)
+
+                parts = [read(peers.mine(gmem["inbox"], source), row) for source in range(R)]
+                total = functools.reduce(jnp.add, parts)
+                if "bias" in gmem:
+                    total += read(peers.own(gmem["bias"]))
+                if "residual" in gmem:
+                    total += read(peers.own(gmem["residual"]), row)
+                peers.own(gmem["y"]).at[row, at][...] = total.astype(gmem["y"].dtype)
+
+    if plan.comm:
+
+        @pl.when((cluster < talking) & (warpgroup < tile.warpgroups))
+        def _communicate():
+            pl.when(warpgroup == 0)(push)
+            reduce()
+
+    @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
+    def _compute():
+        if tile.warpgroups > 1:
+            plgpu.set_max_registers(232, action="increase")
+        product.compute(count, finish)
+        if not peers.ready:
+            reduce()
+
+    @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
+    def _produce():
+        if tile.warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        product.produce(count, place_of, load)

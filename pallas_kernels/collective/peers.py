@@ -1,0 +1,224 @@
+"""How a fused kernel reaches the other ranks: one small interface, four worlds behind it.
+
+A kernel is written once against it, and which world it is for is decided when it is traced:
+
+- RemotePeer: a rank is a GPU of a mesh axis; peers' arrays and flags are remote memory (NVLink).
+- VirtualPeer: several ranks on one GPU, each on its share of the thread blocks, all resident at
+  once; every array has the pages of all ranks. Shows that the signalling is right for every rank.
+- GhostPeer: one rank of full size; the peers' shards are local arrays, their copies held back to a
+  link's rate and latency by the GPU's clock, and its own signals come back to it as its peers'
+  would. For times: the tiles, waves and communication blocks are the real ones.
+- ReadyPeer: one rank whose peers' rows are there already; nothing travels and nobody waits. What
+  the product alone takes, and what the interpreter of Mosaic GPU, which has no flags, can run.
+
+An array that is reached has pages first: (pages of a rank, rows, columns); VirtualPeer's has those
+of rank 0, then of rank 1, ...
+
+Legend: R ranks. Papers: Flux (arXiv 2406.06858) section 4.
+"""
+
+import dataclasses
+from typing import Any, override
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+
+Ref = Any  # a reference in a kernel, or a part of one
+Int = Any  # traced int32
+
+
+def clock() -> Int:
+    """Returns the GPU's clock in ns, modulo 2^32: differences below 2^31 ns are right."""
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    )
+    def read(_):
+        low = utils.globaltimer("low")
+        return fragmented_array.FragmentedArray.splat(low, (), is_signed=True)
+
+    return read()
+
+
+def spin(began: Int, ns: Int) -> None:
+    """Holds a warpgroup until `ns` after `began`."""
+    lax.while_loop(lambda _: clock() - began < ns, lambda x: x, jnp.int32(0))
+
+
+def fence() -> None:
+    """What other threads and GPUs stored, and a flag said so, is seen by TMA after this."""
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+    emit()
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """One rank of `ranks`, alone with its arrays; each world below says what differs in it."""
+
+    ranks: int
+
+    @property
+    def copies(self) -> int:
+        """How many ranks' pages an array has."""
+        return 1
+
+    @property
+    def reached(self) -> int:
+        """The same of an array that the others reach."""
+        return self.copies
+
+    @property
+    def ready(self) -> bool:
+        """Whether peers' rows are read where they are, without flags."""
+        return False
+
+    def flags(self, count: int) -> Ref:
+        """`count` flags of each rank."""
+        return pl.get_global(plgpu.SemaphoreType.REGULAR((self.copies * count,)))
+
+    def rank(self) -> Int:
+        """Who this thread block works for."""
+        raise NotImplementedError
+
+    def cluster(self) -> Int:
+        """This cluster of thread blocks among those of its rank."""
+        return lax.axis_index("block")
+
+    def own(self, ref: Ref, page: Int = 0) -> Ref:
+        """A page of this rank's array, that nobody else reaches."""
+        return ref.at[page]
+
+    def mine(self, ref: Ref, page: Int = 0) -> Ref:
+        """A page of this rank's array, that the others reach."""
+        return self.own(ref, page)
+
+    def peer(self, ref: Ref, rank: Int, page: Int = 0) -> Ref:
+        """A page of that array of another rank."""
+        return ref.at[rank * (ref.shape[0] // self.ranks) + page]
+
+    def signal(self, flags: Ref, to: Int, index: Int) -> None:
+        """Adds 1 to a flag of rank `to`; what this warpgroup stored before is seen with it."""
+        pl.semaphore_signal(flags.at[index])
+
+    def wait(self, flags: Ref, index: Int, value: Int) -> None:
+        """Until an own flag is at least `value`; TMA then sees what was stored before the signals.
+
+        Flags only count upwards, from 0 in each call.
+        """
+        pl.semaphore_wait(flags.at[index], value=value, decrement=False)
+        fence()
+
+    def pace(self, began: Int, moved: Int) -> None:
+        """Until a link would have brought `moved` bytes since `began` (of `clock`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RemotePeer(Peers):
+    """Ranks are the GPUs along a mesh axis; runs inside a shard_map over it."""
+
+    axis: str
+
+    @override
+    def rank(self) -> Int:
+        return lax.axis_index(self.axis)
+
+    @override
+    def peer(self, ref: Ref, rank: Int, page: Int = 0) -> Ref:
+        device: Any = {self.axis: rank}
+        return plgpu.remote_ref(ref, device).at[page]
+
+    @override
+    def signal(self, flags: Ref, to: Int, index: Int) -> None:
+        pl.semaphore_signal(flags.at[index], device_id={self.axis: to})
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualPeer(Peers):
+    """Ranks share one GPU: cluster c of thread blocks works for rank c % ranks."""
+
+    @property
+    @override
+    def copies(self) -> int:
+        return self.ranks
+
+    @override
+    def rank(self) -> Int:
+        return lax.rem(lax.axis_index("block"), jnp.int32(self.ranks))
+
+    @override
+    def cluster(self) -> Int:
+        return lax.div(lax.axis_index("block"), jnp.int32(self.ranks))
+
+    @override
+    def own(self, ref: Ref, page: Int = 0) -> Ref:
+        return self.peer(ref, self.rank(), page)
+
+    @override
+    def signal(self, flags: Ref, to: Int, index: Int) -> None:
+        super().signal(flags, to, to * (flags.shape[0] // self.ranks) + index)
+
+    @override
+    def wait(self, flags: Ref, index: Int, value: Int) -> None:
+        first = self.rank() * (flags.shape[0] // self.ranks)
+        super().wait(flags, first + index, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class GhostPeer(Peers):
+    """One rank with a GPU of its own; its peers do what it does, so that its signals are theirs.
+
+    me: its rank. bytes_per_s: of the emulated link for each communication block (a link's rate over
+    the number of blocks); 0: as fast as memory is. latency_ns: of a copy.
+    """
+
+    me: int
+    bytes_per_s: float = 0.0
+    latency_ns: int = 0
+
+    @property
+    @override
+    def reached(self) -> int:
+        return self.ranks
+
+    @override
+    def rank(self) -> Int:
+        return jnp.int32(self.me)
+
+    @override
+    def mine(self, ref: Ref, page: Int = 0) -> Ref:
+        return self.peer(ref, self.me, page)
+
+    @override
+    def pace(self, began: Int, moved: Int) -> None:
+        if self.bytes_per_s:
+            ns = moved.astype(jnp.float32) * (1e9 / self.bytes_per_s)
+            spin(began, ns.astype(jnp.int32) + self.latency_ns)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyPeer(GhostPeer):
+    """One rank without communication: all ranks' pages are there."""
+
+    @property
+    @override
+    def ready(self) -> bool:
+        return True
+
+    @override
+    def flags(self, count: int) -> Ref:
+        return None
+
+    @override
+    def signal(self, flags: Ref, to: Int, index: Int) -> None:
+        pass
+
+    @override
+    def wait(self, flags: Ref, index: Int, value: Int) -> None:
+        pass

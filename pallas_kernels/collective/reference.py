@@ -1,0 +1,66 @@
+"""The products with plain collectives around them: the specification, on any device.
+
+Products accumulate in float32, partial sums cross ranks in `acc_dtype`, results are rounded once.
+
+Legend: as in api.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gemm.reference import Activation, activate
+
+Array = jax.Array
+
+
+def product(x: Array, w: Array) -> Array:
+    """(..., K) x (K, N), float32."""
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)
+
+
+def all_gather_matmul(
+    x: Array,
+    weights: tuple[Array, ...],
+    biases: tuple[Array | None, ...],
+    axis: str,
+    activation: Activation | None,
+) -> tuple[tuple[Array, ...], Array]:
+    """(activation(all_gather(x) w + bias) for each w, the gathered x)."""
+    gathered = lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+    ys = (
+        activate(activation, _add(product(gathered, w), bias)).astype(x.dtype)
+        for w, bias in zip(weights, biases, strict=True)
+    )
+    return tuple(ys), gathered
+
+
+def matmul_reduce_scatter(
+    x: Array, w: Array, bias: Array | None, residual: Array | None, axis: str, acc_dtype: Any
+) -> Array:
+    """reduce_scatter(x w) + bias + residual."""
+    part = product(x, w).astype(acc_dtype)
+    total = lax.psum_scatter(part, axis, scatter_dimension=part.ndim - 2, tiled=True)
+    return _finish(total, bias, residual, x.dtype)
+
+
+def matmul_all_reduce(
+    x: Array, w: Array, bias: Array | None, residual: Array | None, axis: str, acc_dtype: Any
+) -> Array:
+    """all_reduce(x w) + bias + residual."""
+    total = lax.psum(product(x, w).astype(acc_dtype), axis)
+    return _finish(total, bias, residual, x.dtype)
+
+
+def _add(y: Array, bias: Array | None) -> Array:
+    if bias is None:
+        return y
+    return y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+def _finish(total: Array, bias: Array | None, residual: Array | None, dtype: Any) -> Array:
+    y = _add(total.astype(jnp.float32), bias)
+    return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)

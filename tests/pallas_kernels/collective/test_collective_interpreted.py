@@ -1,0 +1,72 @@
+"""The products inside the fused kernels, in Mosaic GPU's interpreter with race detection.
+
+It knows no flags, so all rows are there already: which tile goes where, for every rank, with ragged
+rows, several weights, clusters, epilogues. Who waits for whom: test_collective_protocol.py.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import interpret as interpreter
+from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
+from pallas_kernels.collective.core import Plan
+from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
+from pallas_kernels.collective.peers import ReadyPeer
+from pallas_kernels.gemm.hopper import Spec, Tile
+
+R = 2
+
+
+@pytest.fixture(autouse=True)
+def _no_races():
+    with interpreter.checked():
+        yield
+
+
+def values(*shapes, seed):
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.integers(-2, 3, shape), jnp.bfloat16) for shape in shapes]
+
+
+# rank, tile (rows, columns, warpgroups, cluster), live rows of a rank, rotated
+GATHERS = [
+    pytest.param(1, (64, 64, 1, 1), 72, True),
+    pytest.param(0, (64, 64, 1, 2), 136, True, marks=pytest.mark.slow),
+    pytest.param(1, (128, 64, 2, 1), 136, False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("me", "tile", "rows", "rotated"), GATHERS)
+def test_gathered_product(me, tile, rows, rotated, seed):
+    m, n, warpgroups, cluster = tile
+    K, widths = 64, (64, 128)
+    x, w, v = values((R, rows, K), (1, K, widths[0]), (1, K, widths[1]), seed=seed)
+    bias = jnp.arange(192, dtype=jnp.float32)[None]
+    plan = Plan(Tile(m, n, 64, 2, warpgroups, cluster), 0, 72, rotated)
+    ys, _ = all_gather_gemm(
+        x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), plan=plan,
+        spec=Spec(None, "float32"), blocks=2 * cluster, interpret=True,
+    )  # fmt: skip
+    first = 0
+    for y, weight in zip(ys, (w, v), strict=True):
+        want = np.asarray(x, np.float64) @ np.asarray(weight[0], np.float64)
+        width = weight.shape[2]
+        np.testing.assert_array_equal(y, want + np.asarray(bias[0, first : first + width]))
+        first += width
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("me", "cluster"), [(1, 1), (0, 2)])
+def test_scattered_product(me, cluster, seed):
+    """Sums for other owners leave from one buffer, own ones are where the others' will arrive."""
+    rows, K, N = 72 * cluster, 64, 128
+    x, w = values((R, rows, K), (1, K, N), seed=seed)
+    plan = Plan(Tile(64, 128, 64, 2, 1, cluster), 0, 72)
+    _, outbox, inbox = gemm_reduce_scatter(
+        x, w, rows=rows, peers=ReadyPeer(R, me), plan=plan, spec=Spec(None, "float32"),
+        blocks=2 * cluster, interpret=True,
+    )  # fmt: skip
+    want = np.asarray(x, np.float64) @ np.asarray(w[0], np.float64)
+    np.testing.assert_array_equal(inbox[me * R + me], want[me])
+    np.testing.assert_array_equal(outbox[1 - me], want[1 - me])
