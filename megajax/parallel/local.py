@@ -26,19 +26,33 @@ from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
 from megajax.parallel import expert as expert_
+from megajax.parallel.collective_matmul import GATHER, SCATTER
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.tensor import choose_attention, local_attention, packed_shape
+from megajax.parallel.overlap import Overlap
+from megajax.parallel.tensor import (
+    choose_attention,
+    choose_overlap,
+    down_inside,
+    local_attention,
+    packed_shape,
+    up_inside,
+)
 
 Array = jax.Array
 TENSOR = "tensor"
 
 
-def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextSpec()) -> Ops:
-    """Returns the Ops of local code. attention, context: as in tensor.ops."""
+def ops(
+    layout: Layout,
+    attention: str = "auto",
+    context: ContextSpec = ContextSpec(),
+    overlap: Overlap = "xla",
+) -> Ops:
+    """Returns the Ops of local code. attention, context, overlap: as in tensor.ops."""
     return Ops(
         gather=gather,
-        up=up,
-        down=down,
+        up=functools.partial(up, layout, overlap=overlap),
+        down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
@@ -52,21 +66,45 @@ def gather(x_BSD: Array) -> Array:
     return lax.all_gather(x_BSD, TENSOR, axis=1, tiled=True)
 
 
-def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Array, ...]:
+def up(
+    layout: Layout,
+    x_BSD: Array,
+    weights: Sequence[nnx.Param],
+    matmul: Callable,
+    *,
+    overlap: Overlap,
+) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
+    arrays = tuple(w[...].astype(x_BSD.dtype) for w in weights)
+    (B, S, D), R = x_BSD.shape, layout.ways((TENSOR,))
+    shape = (B * S * R, D, sum(w.size for w in arrays) // D)
+    how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
+    if how != "xla":
+        return up_inside(x_BSD, arrays, implementation=how)
     x_BSD = gather(x_BSD)
-    return tuple(matmul(x_BSD, w[...].astype(x_BSD.dtype)) for w in weights)
+    return tuple(matmul(x_BSD, w) for w in arrays)
 
 
 def down(
+    layout: Layout,
     products: Sequence[tuple[Array, nnx.Param]],
     residual_BSD: Array | None,
     matmul: Callable,
     bias: Array | None = None,
     drop: Callable | None = None,
+    *,
+    overlap: Overlap,
 ) -> Array:
     """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
-    terms = (matmul(x, w[...].astype(x.dtype), contract=w[...].ndim - 1) for x, w in products)
+    xs = tuple(x for x, _ in products)
+    arrays = tuple(w[...].astype(x.dtype) for x, w in products)
+    (B, S, *_), D = xs[0].shape, arrays[0].shape[-1]
+    shape = (B * S, sum(w.size for w in arrays) // D, D)
+    how = choose_overlap(layout, overlap, SCATTER, shape, xs[0].dtype, matmul)
+    if how != "xla":
+        y_BSD = down_inside(xs, arrays, implementation=how)
+        return join(y_BSD, residual_BSD, bias, drop)
+    terms = (matmul(x, w, contract=w.ndim - 1) for x, w in zip(xs, arrays, strict=True))
     y_BSD = functools.reduce(operator.add, terms)
     y_BSD = lax.psum_scatter(y_BSD, TENSOR, scatter_dimension=1, tiled=True)
     return join(y_BSD, residual_BSD, bias, drop)

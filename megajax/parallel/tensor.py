@@ -4,7 +4,8 @@ Forward of one sublayer: all-gather the sequence over tensor, column-parallel pr
 products as partial sums, one reduce-scatter. The backward pass mirrors it because every type says
 what it is: `reduced` inputs get partial gradients, `unreduced` results are added before they
 travel. XLA inserts the collectives (Megatron sections 3 of arXiv 1909.08053 and 2205.05198;
-MegaScale section 3.2). Fused and ring variants replace the same seams.
+MegaScale section 3.2), or, with `overlap`, the products of parallel/collective_matmul.py bring
+their own, hidden (Flux, arXiv 2406.06858); those are exported here.
 
 Legend: B rows, S positions, D model width, V table rows.
 """
@@ -23,11 +24,18 @@ from jax.sharding import reshard
 
 from megajax.core.layout import Layout
 from megajax.layers import attend as attend_
+from megajax.layers import ops as ops_
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
 from megajax.parallel import context as context_
 from megajax.parallel import expert
+from megajax.parallel import overlap as overlap_
+from megajax.parallel.collective_matmul import GATHER, SCATTER
+from megajax.parallel.collective_matmul import all_gather_matmul as all_gather_matmul
+from megajax.parallel.collective_matmul import matmul_all_reduce as matmul_all_reduce
+from megajax.parallel.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from megajax.parallel.context import ContextSpec
+from megajax.parallel.overlap import Implementation, Overlap
 from pallas_kernels import tuned
 from pallas_kernels.attention import tiling
 
@@ -35,17 +43,23 @@ Array = jax.Array
 TENSOR = ("tensor",)
 
 
-def ops(layout: Layout, attention: str = "auto", context: ContextSpec = ContextSpec()) -> Ops:
-    """Returns the Ops that put XLA's collectives around local compute.
+def ops(
+    layout: Layout,
+    attention: str = "auto",
+    context: ContextSpec = ContextSpec(),
+    overlap: Overlap = "xla",
+) -> Ops:
+    """Returns the Ops that put collectives around local compute, or into it.
 
     attention: 'xla', 'cudnn', 'varlen', or 'auto' (`choose_attention`). context: how queries meet
-    the keys of other devices where the sequence is cut.
+    the keys of other devices where the sequence is cut. overlap: of `up` and `down`
+    (`choose_overlap`).
     """
     return Ops(
         gather=functools.partial(gather, layout),
         whole=functools.partial(whole, layout),
-        up=functools.partial(up, layout),
-        down=functools.partial(down, layout),
+        up=functools.partial(up, layout, overlap=overlap),
+        down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         score=functools.partial(expert.score, layout, whole),
@@ -84,9 +98,28 @@ def _zero_axes(layout: Layout, *words: str | None) -> tuple[tuple[str, ...], tup
 
 
 def up(
-    layout: Layout, x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable
+    layout: Layout,
+    x_BSD: Array,
+    weights: Sequence[nnx.Param],
+    matmul: Callable,
+    *,
+    overlap: Overlap = "xla",
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
+    columns = sum(w[...].size // w[...].shape[0] for w in weights) // layout.ways(TENSOR)
+    shape = (_rows(layout, x_BSD), x_BSD.shape[-1], columns)
+    how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
+    if how != "xla":
+        words = [w.get_metadata("axes") for w in weights]
+        return jax.shard_map(
+            functools.partial(up_inside, implementation=how),
+            mesh=layout.mesh,
+            in_specs=(
+                layout.act("batch", "seq", None, residual=True),
+                tuple(layout.whole(*axes) for axes in words),
+            ),
+            out_specs=tuple(layout.act("batch", "seq", *axes[1:]) for axes in words),
+        )(x_BSD, tuple(whole(layout, w, x_BSD.dtype) for w in weights))
     x_BSD = gather(layout, x_BSD)
 
     def product(w: nnx.Param) -> Array:
@@ -103,8 +136,26 @@ def down(
     matmul: Callable,
     bias: Array | None = None,
     drop: Callable | None = None,
+    *,
+    overlap: Overlap = "xla",
 ) -> Array:
     """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
+    contracted = sum(w[...].size // w[...].shape[-1] for _, w in products) // layout.ways(TENSOR)
+    first, w = products[0]
+    shape = (_rows(layout, first), contracted, w[...].shape[-1])
+    how = choose_overlap(layout, overlap, SCATTER, shape, first.dtype, matmul)
+    if how != "xla":
+        words = [w.get_metadata("axes") for _, w in products]
+        y_BSD = jax.shard_map(
+            functools.partial(down_inside, implementation=how),
+            mesh=layout.mesh,
+            in_specs=(
+                tuple(layout.act("batch", "seq", *axes[:-1]) for axes in words),
+                tuple(layout.whole(*axes) for axes in words),
+            ),
+            out_specs=layout.act("batch", "seq", None, residual=True),
+        )(tuple(x for x, _ in products), tuple(whole(layout, w, x.dtype) for x, w in products))
+        return join(y_BSD, residual_BSD, bias, drop)
     partial = layout.act("batch", "seq", None, unreduced=TENSOR)
     terms = (
         matmul(x, whole(layout, w, x.dtype), contract=w[...].ndim - 1, out_sharding=partial)
@@ -113,6 +164,57 @@ def down(
     y_BSD = functools.reduce(operator.add, terms)  # not sum(): it starts from a plain 0
     y_BSD = reshard(y_BSD, layout.act("batch", "seq", None, residual=True))
     return join(y_BSD, residual_BSD, bias, drop)
+
+
+def _rows(layout: Layout, x: Array) -> int:
+    """Rows of a product inside a block on one device."""
+    rules = layout.rules.act
+    return x.shape[0] * x.shape[1] // layout.ways(rules["batch"] + rules["seq"])
+
+
+def choose_overlap(
+    layout: Layout,
+    wanted: Overlap,
+    op: str,
+    shape: overlap_.Shape,
+    dtype: Any,
+    matmul: Callable = ops_.matmul,
+) -> Implementation:
+    """Returns how a product of this shape on one device brings its collective.
+
+    'xla' is the plain path, with the collectives that types imply.
+    Raises: NotImplementedError where what is wanted cannot run.
+    """
+    R = layout.ways(TENSOR)
+    if wanted == "xla" or R == 1 or "tensor" not in layout.rules.residual["seq"]:
+        return "xla"
+    if matmul is not ops_.matmul:
+        if wanted == "auto":
+            return "xla"
+        raise NotImplementedError(
+            f"overlap={wanted!r} knows plain products only, this block has its own matmul; use "
+            "'auto' or 'xla' (--overlap=auto)"
+        )
+    device = layout.mesh.abstract_mesh.abstract_device
+    return overlap_.choose(op, None if wanted == "auto" else wanted, shape, R, dtype, device)
+
+
+def up_inside(
+    x_BSD: Array, weights: Sequence[Array], *, implementation: Implementation
+) -> tuple[Array, ...]:
+    """`up` on local arrays. weights: (D, ...) each."""
+    flat = [w.reshape(w.shape[0], -1) for w in weights]
+    ys = all_gather_matmul(x_BSD, flat, axis="tensor", implementation=implementation)
+    return tuple(y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(ys, weights, strict=True))
+
+
+def down_inside(
+    xs: Sequence[Array], weights: Sequence[Array], *, implementation: Implementation
+) -> Array:
+    """`down`'s products and their scatter on local arrays. weights: (..., D) each."""
+    flat_xs = [x.reshape(*x.shape[:2], -1) for x in xs]
+    flat_ws = [w.reshape(-1, w.shape[-1]) for w in weights]
+    return matmul_reduce_scatter(flat_xs, flat_ws, axis="tensor", implementation=implementation)
 
 
 def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:

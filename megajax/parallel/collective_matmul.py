@@ -1,0 +1,202 @@
+"""Products with the collective of tensor parallelism in them, and their gradients.
+
+`all_gather_matmul` is the way into a block, `matmul_reduce_scatter` the way out, and the backward
+pass of one is made of the other: dx of a gathered product is a product that is scattered, dx of a
+scattered one a product that gathers, and that one gather serves dw as well (Megatron, arXiv
+2205.05198; Flux, arXiv 2406.06858, section 3). For code inside a shard_map over `axis`, checked or
+not, whatever other axes the mesh has.
+
+Implementations: 'xla', plain collectives before or after whole products; 'ring', chunk by chunk
+(parallel/ring.py); 'fused', one kernel. None lets parallel/overlap.py choose. In all of them
+products accumulate in float32, partial sums cross ranks in float32, and results are rounded once.
+
+Legend: R ranks of the axis, m rows of all ranks together, k contracted, n columns. Leading
+dimensions of activations are rows too, which every rank has for itself: (..., m, k).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.parallel import collective_vjp, overlap
+from megajax.parallel.collective_vjp import Arrays, Plan
+from megajax.parallel.overlap import Implementation
+from pallas_kernels.gemm.reference import ACTIVATIONS
+
+Array = jax.Array
+DTYPES = ("bfloat16", "float16", "float32")
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+
+
+def all_gather_matmul(
+    x: Array,
+    w: Array | Sequence[Array],
+    *,
+    axis: str,
+    bias: Array | Sequence[Array | None] | None = None,
+    activation: str | None = None,
+    implementation: Implementation | None = None,
+    return_gathered: bool = False,
+    acc_dtype: Any = jnp.float32,
+    both_ways: bool = False,
+) -> Any:
+    """activation(all_gather(x) w + bias), for one weight or for several that share the gather.
+
+    The backward pass gathers x again, beside dz w^T, unless return_gathered keeps it; the sum of
+    dx over ranks is scattered beside dw.
+
+    Args:
+      x: (..., m/R, k) bf16|f16|f32, this rank's rows. w: (k, n/R), or several of any widths.
+      bias: (n/R,), any floating type; for several weights one or None each.
+      activation: None, 'gelu' (exact), 'gelu_tanh', 'silu', of each product; 'swiglu' of two
+        weights, silu(x w_0) * (x w_1).
+      implementation: 'xla', 'ring', 'fused', None: chosen by shape and device.
+      return_gathered: also return x of all ranks, (..., m, k), and keep it for the backward pass.
+      acc_dtype: in which dx crosses ranks before it is complete; bfloat16 halves those bytes.
+      both_ways: a ring turns in both directions, half of the rows each.
+    Returns: (..., m, n/R) in x's type; a tuple of them for several weights, except with 'swiglu';
+      with return_gathered (that, gathered x).
+    Raises: ValueError for shapes, types and words that break the above; NotImplementedError with
+      the reason where the implementation asked for cannot run.
+    """
+    single = not isinstance(w, Sequence)
+    ws = (w,) if single else tuple(w)
+    biases = (bias,) if single else tuple(bias or [None] * len(ws))  # type: ignore[arg-type]
+    _check(GATHER, (x,) * len(ws), ws, biases)
+    if activation not in (*ACTIVATIONS, "swiglu"):
+        raise ValueError(f"{GATHER}: activation={activation!r}; there are {ACTIVATIONS}, 'swiglu'")
+    if activation == "swiglu" and len(ws) != 2:
+        raise ValueError(f"{GATHER}: 'swiglu' takes the weights (gate, up), found {len(ws)}")
+    R = lax.axis_size(axis)
+    rows, columns = x.size // x.shape[-1] * R, sum(w.shape[1] for w in ws)
+    word = overlap.choose(GATHER, implementation, (rows, x.shape[-1], columns), R, x.dtype)
+    acc = jnp.dtype(acc_dtype).name
+    plan = Plan(axis, word, acc, both_ways, activation, keep=return_gathered)
+    ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), plan)
+    found = ys[0] if single or activation == "swiglu" else ys
+    return (found, gathered) if return_gathered else found
+
+
+def matmul_reduce_scatter(
+    x: Array | Sequence[Array],
+    w: Array | Sequence[Array],
+    *,
+    axis: str,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    implementation: Implementation | None = None,
+    acc_dtype: Any = jnp.float32,
+    both_ways: bool = False,
+) -> Array:
+    """reduce_scatter(x w) + bias + residual; several pairs of x and w are added and share it.
+
+    The backward pass gathers dy once, for dx chunk by chunk and for dw.
+
+    Args:
+      x: (..., m, k/R) bf16|f16|f32, m divisible by R. w: (k/R, n). Or as many of both.
+      bias: (n,), any floating type, the same on all ranks; added once, by the rows' owner.
+      residual: (..., m/R, n) of x's type.
+      implementation, both_ways: as in all_gather_matmul.
+      acc_dtype: in which partial sums cross ranks; bfloat16 halves those bytes.
+    Returns: (..., m/R, n) in x's type, summed and added in float32.
+    Raises: as all_gather_matmul.
+    """
+    xs, ws = _pairs(SCATTER, x, w)
+    R, (*lead, m, _), n = lax.axis_size(axis), xs[0].shape, ws[0].shape[1]
+    _check(SCATTER, xs, ws, (bias,) * len(ws))
+    if m % R:
+        raise ValueError(
+            f"{SCATTER}: x has {m} rows, which must be divisible by the {R} ranks of {axis!r}; "
+            f"nearest: {m // R * R}, {m // R * R + R}"
+        )
+    _check_residual(SCATTER, residual, (*lead, m // R, n), xs[0].dtype)
+    rows, contracted = xs[0].size // xs[0].shape[-1], sum(x.shape[-1] for x in xs)
+    word = overlap.choose(SCATTER, implementation, (rows, contracted, n), R, xs[0].dtype)
+    acc = jnp.dtype(acc_dtype).name
+    plan = Plan(axis, word, acc, both_ways, residual=residual is not None)
+    return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), plan)
+
+
+def matmul_all_reduce(
+    x: Array | Sequence[Array],
+    w: Array | Sequence[Array],
+    *,
+    axis: str,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    implementation: Implementation | None = None,
+    acc_dtype: Any = jnp.float32,
+) -> Array:
+    """all_reduce(x w) + bias + residual, for rows that are too few to be cut, as in decoding.
+
+    Args: as matmul_reduce_scatter, for any m; residual: (..., m, n), the same on all ranks.
+      implementation: 'xla', 'fused'; no 'ring': so few rows leave nothing to hide its hops behind.
+    Returns: (..., m, n) in x's type, the same on all ranks.
+    Raises: as all_gather_matmul.
+    """
+    xs, ws = _pairs(REDUCE, x, w)
+    _check(REDUCE, xs, ws, (bias,) * len(ws))
+    _check_residual(REDUCE, residual, (*xs[0].shape[:-1], ws[0].shape[1]), xs[0].dtype)
+    overlap.check(REDUCE, implementation)
+    if implementation == "ring":
+        raise NotImplementedError(
+            f"{REDUCE}: implementation='ring': rows that are not cut leave a ring nothing to hide "
+            "its hops behind; use 'xla', or matmul_reduce_scatter"
+        )
+    xs, ws = _varying(axis, (xs, ws))
+    part = collective_vjp.product(xs, ws).astype(acc_dtype)
+    total = lax.psum(part, axis).astype(jnp.float32)
+    return collective_vjp.finish(total, bias, residual, xs[0].dtype)
+
+
+def _varying(axis: str, arrays: Any) -> Any:
+    """Casts all to vary over `axis` and over whatever any of them varies over.
+
+    The gradient of what is copied over an axis is then summed over it, once. Where shard_map does
+    not check, nothing is known and nothing changes: its caller sums.
+    """
+    found = {a for x in jax.tree.leaves(arrays) for a in jax.typeof(x).mat.varying} | {axis}
+
+    def cast(x: Array) -> Array:
+        missing = tuple(sorted(found - set(jax.typeof(x).mat.varying)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
+def _pairs(op: str, x: Any, w: Any) -> tuple[Arrays, Arrays]:
+    xs, ws = (tuple(a) if isinstance(a, Sequence) else (a,) for a in (x, w))
+    if len(xs) != len(ws) or not xs:
+        raise ValueError(f"{op}: {len(xs)} inputs and {len(ws)} weights; as many of both")
+    if any(x.shape[:-1] != xs[0].shape[:-1] for x in xs) or len({w.shape[-1:] for w in ws}) > 1:
+        shapes = [a.shape for a in (*xs, *ws)]
+        raise ValueError(f"{op}: inputs must share rows, and weights columns, found {shapes}")
+    return xs, ws
+
+
+def _check(op: str, xs: Arrays, ws: Arrays, biases: tuple) -> None:
+    if len(biases) != len(ws) or not ws:
+        raise ValueError(f"{op}: {len(ws)} weights and {len(biases)} biases; one or None each")
+    for x, w, bias in zip(xs, ws, biases, strict=True):
+        if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+            raise ValueError(f"{op}: x {x.shape} and w {w.shape} must be (..., m, k) and (k, n)")
+        if x.dtype.name not in DTYPES or w.dtype != xs[0].dtype or x.dtype != xs[0].dtype:
+            raise ValueError(
+                f"{op}: x {x.dtype} and w {w.dtype} must have one type of {', '.join(DTYPES)}"
+            )
+        n = w.shape[1]
+        if bias is not None and (bias.shape != (n,) or not jnp.issubdtype(bias, jnp.floating)):
+            raise ValueError(
+                f"{op}: bias {bias.dtype}{bias.shape} must be floating, ({n},): w's columns"
+            )
+
+
+def _check_residual(op: str, residual: Array | None, shape: tuple, dtype: Any) -> None:
+    if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
+        raise ValueError(
+            f"{op}: residual {residual.dtype}{residual.shape} must be like the result, "
+            f"{dtype}{shape}"
+        )

@@ -1,0 +1,152 @@
+"""Which implementation of a collective matmul runs, and why.
+
+A table that was measured on this kind of GPU decides (pallas_kernels/tuned); without one, a model
+of one rank says what a ring would take beside plain XLA, and only a clear gain counts, so that
+nothing is lost where nothing was measured. Reasons say which of the two it was.
+
+Legend: R ranks, m rows of all ranks, k contracted, n columns: of one rank's product.
+"""
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from megajax.core.hardware import DeviceCard, find_card
+from pallas_kernels import tuned
+
+Implementation = Literal["xla", "ring", "fused"]
+Overlap = Literal["auto", "xla", "ring", "fused"]
+IMPLEMENTATIONS = (None, "xla", "ring", "fused")
+Shape = tuple[int, int, int]
+# jax.sharding.AbstractDevice: platform, device_kind, num_cores; None of a mesh that has none.
+Device = Any
+
+# What the model assumes of a GPU: fractions of its card's peaks that products and links sustain,
+# the seconds that a step of a ring and a collective cost besides, and the tiles of a product.
+# (chosen: 660 TFLOP/s and 400 GB/s of an H100; to be replaced by measurements)
+FLOPS, LINK, STEP_S, CALL_S = 0.667, 0.889, 6e-6, 10e-6
+TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
+# A ring is taken when the model gives it at most this part of plain XLA's time (chosen: the model
+# knows no clocks and no contention), among at most so many ranks (an NVLink domain).
+GAIN, NODE = 0.95, 8
+
+
+def choose(
+    op: str,
+    implementation: str | None,
+    shape: Shape,
+    R: int,
+    dtype: Any,
+    device: Device = None,
+) -> Implementation:
+    """Returns what runs. None is chosen here, and its reason is in the log once.
+
+    device: what the program is for; None, inside a shard_map: its mesh's.
+    Raises: as `check`.
+    """
+    check(op, implementation, device)
+    if implementation is not None:
+        return implementation  # type: ignore[return-value]
+    word, why = best(op, shape, R, jnp.dtype(dtype).name, device or _device())
+    _log_once(op, shape, R, word, why)
+    return word
+
+
+def check(op: str, implementation: str | None, device: Device = None) -> None:
+    """Raises: ValueError for an unknown word; NotImplementedError where 'fused' cannot run."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation={implementation!r}; there are {IMPLEMENTATIONS}")
+    if implementation == "fused":
+        why = fused_reason(device or _device())
+        raise NotImplementedError(
+            f"{op}: implementation='fused' cannot run here: {why}; use 'ring', 'xla', or None to "
+            "let it choose (--overlap=auto)"
+        )
+
+
+def fused_reason(device: Device) -> str:
+    """Returns what keeps a fused kernel from running on this device."""
+    if device is None or device.platform == "cpu":
+        return f"it needs Hopper GPUs, found {device and device.platform}"
+    return "pallas_kernels has no kernel for it"
+
+
+def _device() -> Device:
+    """Inside a shard_map: what the program is compiled for, be it there or not."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Implementation, str]:
+    """Returns (what to take, why) for a product whose gradients are wanted too.
+
+    op: 'all_gather_matmul' or 'matmul_reduce_scatter'. shape: (m, k, n).
+    """
+    if R == 1:
+        return "xla", "one rank: nothing travels"
+    if device is None or device.platform == "cpu":
+        return "xla", "a CPU has nothing to hide"
+    names = ("rows", "contracted", "columns")
+    key = {"dtype": dtype, "ranks": R} | dict(zip(names, shape, strict=True))
+    if row := tuned.find(op, key):
+        return row["fastest"], "measured on this kind of GPU"
+    card = find_card(device.device_kind)
+    if card is None or not device.num_cores or R > NODE:
+        return "xla", f"nothing is known of {R} x {device.device_kind}"
+    plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)
+    word = "ring" if ring <= GAIN * plain else "xla"
+    return word, (
+        f"simulated, not measured: forward and backward {ring * 1e6:.0f} us as a ring, "
+        f"{plain * 1e6:.0f} us as plain XLA"
+    )
+
+
+def simulate(
+    op: str, shape: Shape, R: int, dtype: str, card: DeviceCard, cores: int
+) -> tuple[float, float]:
+    """Returns the model's seconds of (plain XLA, the ring), forward and backward without dw."""
+    m, k, n = shape
+    flops = card.flops["tfloat32" if dtype == "float32" else dtype] * FLOPS / cores
+    itemsize = 4 if dtype == "float32" else 2
+    if op == "matmul_reduce_scatter":  # its backward pass gathers dy (m, n), for dx (m, k)
+        gather, scatter = (m, n, k), (m, k, n)
+    else:
+        gather, scatter = shape, (m, n, k)
+
+    def product(m: float, k: int, n: int) -> float:
+        waves = (
+            (math.ceil(math.ceil(m / a) * math.ceil(n / b) / cores), 2 * a * b * k)
+            for a, b in TILES
+        )
+        return min(count * work for count, work in waves) / flops
+
+    def travel(rows: float, columns: int, size: int) -> float:
+        return rows * columns * size / (card.link_bytes_per_s * LINK)
+
+    def turn(m: int, k: int, n: int, hop: float, add: float = 0.0) -> float:
+        chunk = product(m / R, k, n)
+        return (R - 1) * (max(hop, chunk) + add + STEP_S) + chunk
+
+    chunk, away = m / R, m * (R - 1) / R
+    gathered = travel(away, gather[1], itemsize) + CALL_S
+    plain = gathered + product(*gather)
+    ring = turn(*gather, travel(chunk, gather[1], itemsize))
+    columns = scatter[2]
+    scattered = travel(away, columns, itemsize) + CALL_S
+    if op == "matmul_reduce_scatter":  # float32 sums travel, and each is read, added and written
+        add = 12 * chunk * columns / card.memory_bytes_per_s
+        plain += product(*scatter) + scattered
+        ring += turn(*scatter, travel(chunk, columns, 4), add)
+    else:  # beside dw, in both
+        dw = product(k, m, n)
+        plain += max(scattered, dw) - dw
+        ring += max(travel(away, columns, 4) + CALL_S, dw) - dw
+    return plain, ring
+
+
+@functools.cache
+def _log_once(op: str, shape: Shape, R: int, word: str, why: str) -> None:
+    logging.info("%s of %s on %d ranks runs as %s (%s)", op, shape, R, word, why)

@@ -1,0 +1,111 @@
+"""The choice between a ring and plain XLA, and the compiled programs that it is about."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.core.hardware import CARDS
+from megajax.cost.hlo import collectives
+from megajax.parallel import overlap, ring
+from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
+from megajax.systems.aot import QUICK
+from pallas_kernels import aot, tuned
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+H100 = mock.Mock(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", num_cores=132)
+
+
+def test_the_model_of_gpt3s_first_product():
+    """Microseconds of an event simulation of 8 H100s (n 6144 a rank, k 12288), made apart."""
+    plain = {512: 158, 1024: 307, 2048: 603, 4096: 1197, 8192: 2383, 16384: 4676}
+    turned = {512: 686, 1024: 686, 2048: 686, 4096: 1008, 8192: 1975, 16384: 3907}
+    for m in plain:
+        found = overlap.simulate(GATHER, (m, 12288, 6144), 8, "bfloat16", CARDS["H100"], 132)
+        assert [t * 1e6 for t in found] == pytest.approx([plain[m], turned[m]], abs=1)
+
+
+def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch):
+    def best(op, shape, R=8, dtype="bfloat16", device=H100):
+        return overlap.best(op, shape, R, dtype, device)
+
+    large, small = (8192, 12288, 6144), (2048, 12288, 6144)
+    word, why = best(GATHER, large)
+    assert word == "ring" and why.startswith("simulated, not measured")
+    assert best(SCATTER, (8192, 6144, 12288))[0] == "ring"
+    assert best(GATHER, small)[0] == best(SCATTER, (2048, 6144, 12288))[0] == "xla"
+    assert best(GATHER, large, R=1) == ("xla", "one rank: nothing travels")
+    assert best(GATHER, large, R=16)[0] == "xla"  # beyond a node nothing is known of the links
+    cpu = mock.Mock(platform="cpu", device_kind="cpu", num_cores=None)
+    assert best(GATHER, large, device=cpu) == ("xla", "a CPU has nothing to hide")
+    unknown = mock.Mock(platform="gpu", device_kind="NVIDIA X1", num_cores=100)
+    assert "nothing is known" in best(GATHER, large, device=unknown)[1]
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused"} if key["rows"] else {})
+    assert best(GATHER, small) == ("fused", "measured on this kind of GPU")
+
+
+def test_a_gain_is_not_lost_in_the_backward_pass():
+    """Never a choice whose two passes together the model puts behind plain XLA."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        shape = tuple(int(2 ** random.uniform(7, 16)) // 8 * 8 for _ in range(3))
+        op, R = random.choice([GATHER, SCATTER]), int(random.choice([2, 4, 8]))
+        plain, turned = overlap.simulate(op, shape, R, "bfloat16", CARDS["H100"], 132)
+        word = overlap.best(op, shape, R, "bfloat16", H100)[0]
+        assert plain > 0 and turned > 0 and (word == "ring") == (turned <= 0.95 * plain)
+
+
+# ---- compiled for H100
+
+
+def compiled_mlp(R, axes, both_ways, gradients=False):
+    """The collectives of an MLP 2048 -> 8192 -> 2048 of 256 rows a rank, as rings."""
+    sizes = {"data": 8 // R, "tensor": R} if R < 8 else {"tensor": R}
+    mesh = jax.sharding.Mesh(
+        np.array(aot.devices(-(-R // 8))).reshape(tuple(sizes.values())), tuple(sizes)
+    )
+    assert tuple(sizes) == axes
+    rows, up, down = P(axes if R < 8 else "tensor"), P(None, "tensor"), P("tensor")
+    options = {"axis": "tensor", "implementation": "ring", "both_ways": both_ways}
+
+    def mlp(x, w_up, w_down):
+        h = all_gather_matmul(x, w_up, activation="gelu_tanh", **options)
+        # The way back of the second product is a gather, which may turn in one direction only.
+        return matmul_reduce_scatter(h, w_down, **(options | {"both_ways": False}))
+
+    sharded = jax.shard_map(mlp, mesh=mesh, in_specs=(rows, up, down), out_specs=rows)
+
+    def program(x, w_up, w_down):
+        if not gradients:
+            return sharded(x, w_up, w_down)
+        y, back = jax.vjp(sharded, x, w_up, w_down)
+        return back(y)
+
+    def like(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    args = like((256 * mesh.size, 2048), rows), like((2048, 8192), up), like((8192, 2048), down)
+    compiled = aot.compile(jax.jit(program).lower(*args), QUICK | ring.compiler_options(both_ways))
+    return collectives(compiled.as_text(), dict(mesh.shape))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("R", "axes", "both_ways", "permutes"),
+    [
+        (8, ("tensor",), False, 14),
+        (8, ("tensor",), True, 21),
+        (4, ("data", "tensor"), False, 6),
+        (4, ("data", "tensor"), True, 9),
+    ],
+)
+def test_every_hop_has_one_product_beside_it(R, axes, both_ways, permutes):
+    found = compiled_mlp(R, axes, both_ways)
+    assert [c.kind for c in found] == ["collective-permute"] * permutes
+    assert all(c.is_hidden and c.axes == ("tensor",) for c in found)
+    # One chunk of 256 rows of one rank: none was joined with its neighbour.
+    assert {c.flops_beside for c in found} == {2 * 256 * 2048 * 8192 // R}
