@@ -144,7 +144,7 @@ class Driver:
         """Starts all processes of the next attempt."""
         s = self._settings
         self._attempt += 1
-        self._team = self._hosts.good()[: s.hosts]
+        self._team = self._choose()
         (port,) = self._hosts.ask(self._team[:1], "port", ANSWER_S, do="port")
         job = {
             "JAX_COORDINATOR_ADDRESS": f"{self._team[0].address}:{port}",
@@ -168,6 +168,15 @@ class Driver:
             )  # fmt: skip
         names = ", ".join(h.name for h in self._team)
         self._journal.event("start", f"attempt {self._attempt}, {number} processes on {names}")
+
+    def _choose(self) -> list[Host]:
+        """Returns the hosts of the next attempt: each in its former place, where its memory fits;
+        others where one is gone."""
+        good = {h.name: h for h in self._hosts.good()}
+        kept = [good.pop(h.name, None) for h in self._team]
+        others = iter(good.values())
+        team = [h or next(others, None) for h in kept]
+        return [h for h in (*team, *others) if h is not None][: self._settings.hosts]
 
     def _watch(self) -> Action:
         """Waits for what ends this attempt. Warnings are recorded on the way."""

@@ -17,6 +17,7 @@ from megajax.systems.elastic.wire import Line
 
 TICK_S = 0.1  # (chosen)
 ANSWER_S = 15.0  # (chosen) for stacks, and for the end of killed processes
+SPARES_S = 10.0  # (chosen) for spares of this machine to come, though enough are there
 Spawn = Callable[[str], subprocess.Popen]
 
 
@@ -75,8 +76,12 @@ class Hosts:
 
     def gather(self, wanted: int, least: int, seconds: float, stop: Callable[[], bool]) -> bool:
         """Waits for agents: all wanted, or after a while the fewest that will do. Tells success."""
-        end = time.monotonic() + seconds
-        while len(self.good()) < wanted and not stop():
+        began = time.monotonic()
+        end = began + seconds
+        while not stop():
+            awaited = self.candidates() if time.monotonic() < began + SPARES_S else ()
+            if len(self.good()) >= max(wanted, len(awaited)):
+                break
             for name in self._names:
                 gone = name not in self._local or self._local[name].poll() is not None
                 if self._spawn and gone and name not in self.blocked:
@@ -162,7 +167,8 @@ class Hosts:
         for host in hosts:
             host.answers.pop(answer, None)
             self.send([host], **messages[host.name])
-        end = time.monotonic() + seconds
+        began = time.monotonic()
+        end = began + seconds
         while time.monotonic() < end:
             if all(answer in h.answers or h.name not in self._here for h in hosts):
                 break

@@ -267,7 +267,7 @@ def test_evicting_by_hand_brings_the_spare_in(tmp_path):
     code, err = run.end()
     assert code == 0, err
     assert run.saved()["value"] == parameters()
-    assert run.events("start")[1]["message"].endswith("on local1, local2")
+    assert run.events("start")[1]["message"].endswith("on local2, local1")  # ranks stay
     assert (run.out / "blocklist").read_text() == "local0\n"
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2 and "no driver is running" in done.stderr
