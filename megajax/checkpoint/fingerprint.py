@@ -100,12 +100,24 @@ class Fingerprints:
     """The fingerprints of leaves, being computed where the shards lie."""
 
     def __init__(self, leaves: Iterable[Any]):
-        """Starts computing and returns at once; the arrays may be donated afterwards."""
-        leaves = list(leaves)
+        """Starts computing and returns at once; the arrays may be donated afterwards.
+
+        A GPU computes beside what it does next. A CPU's programs would keep the caller waiting, so
+        there a thread has them, on views of the shards: donated memory that has a view is not used
+        again while it has one.
+        """
         # In a thread of its own: a mesh in scope (jax.set_mesh) would claim these programs of one
         # device each.
-        with ThreadPoolExecutor(1) as pool:
-            self._parts = pool.submit(_shard_sums, leaves).result()
+        pool = ThreadPoolExecutor(1, "fingerprints")
+        held = [_held(x) for x in leaves]
+        self._sums = pool.submit(lambda: _shard_sums([x() for x, _ in held]))
+        if not all(on_host for _, on_host in held):
+            self._sums.result()  # given to the devices, in the order of the caller's programs
+        pool.shutdown(wait=False)
+
+    @property
+    def _parts(self) -> list[list[tuple[int, Any]]]:
+        return self._sums.result()
 
     def local(self) -> list[Print]:
         """Returns what the shards of this process add to each leaf's fingerprint."""
@@ -140,6 +152,22 @@ def _total(parts: Iterable[Any]) -> Print:
     total = sum((np.asarray(p).reshape(2).astype(np.uint64) for p in parts), np.zeros(2, np.uint64))
     one, two = (total & np.uint64(0xFFFFFFFF)).tolist()
     return one, two
+
+
+def _held(x: Any) -> tuple[Callable[[], Any], bool]:
+    """Returns (what gives an array of the same memory, which stays as it is, whether on hosts)."""
+    if not isinstance(x, jax.Array):
+        return lambda: x, True
+    if any(d.platform != "cpu" for d in x.sharding.device_set):
+        return lambda: x, False
+    shape, sharding, dtype = x.shape, x.sharding, x.dtype
+    views = [(np.asarray(s.data), s.device) for s in x.addressable_shards]
+
+    def again() -> jax.Array:
+        shards = [jax.device_put(view, device) for view, device in views]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+
+    return again, True
 
 
 def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:

@@ -195,7 +195,7 @@ print(most[0] - before)
 def test_reshard_holds_a_leaf_and_not_the_state(tmp_path):
     """100 MB as 12 leaves; mapped files are not counted, the kernel drops them at need.
 
-    48 MB: what the threads that read keep of their freed memory, whatever the state.
+    64 MB: what the threads that read keep of their freed memory, whatever the state.
     """
     leaves, size = 12, 4 * 2048 * 256 * 4
     full = {f"x{i}": jnp.full((4, 2048, 256), i, jnp.float32) for i in range(leaves)}
@@ -207,7 +207,7 @@ def test_reshard_holds_a_leaf_and_not_the_state(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     held = int(done.stdout.split()[-1])
-    assert held <= 2 * size + 48e6, f"{held / size:.1f} leaves"
+    assert held <= 2 * size + 64e6, f"{held / size:.1f} leaves"
     found, _ = leaves_of(tmp_path / "b", 1)
     assert found["blocks.3.x11"].shape == (2048, 256) and (found["blocks.3.x11"] == 11).all()
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["1"]
