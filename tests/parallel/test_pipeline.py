@@ -80,7 +80,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c.startswith("gpipe") else c for c in CASES]
+)
 def test_a_pipeline_learns_the_same(case, control):
     compare(train(DEEP, 20, **CASES[case]), control)
 
