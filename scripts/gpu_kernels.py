@@ -17,6 +17,7 @@ from typing import Any
 
 import gpu_attention
 import gpu_gemm
+import gpu_grouped
 import gpu_norm
 import jax
 
@@ -28,7 +29,9 @@ from pallas_kernels import bench
 Add = Callable[[dict[str, Any]], None]
 FORWARD, BOTH = "forward", "forward+backward"
 SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
-FOLDERS = {"attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm}
+FOLDERS = {
+    "attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm, "grouped": gpu_grouped,
+}  # fmt: skip
 TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
 
 

@@ -187,6 +187,10 @@ SIDES = {
     },
     "norm": {"ours, us": "ours", "XLA, us": "xla"},
     "gemm": {"ours, us": "ours", "XLA, us": "xla"},
+    "grouped": {
+        "ours, us": "ours", "JAX's kernels, us": "ragged_dot_mgpu",
+        "XLA's ragged_dot, us": "ragged_dot", "one dense product, us": "dense",
+    },
     "packing": {"ours, us": "ours"},
 }  # fmt: skip
 
@@ -317,8 +321,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "norm_floors": functools.partial(floors, "norm"),
     "packing_floors": functools.partial(floors, "packing"),
     "gemm_floors": functools.partial(floors, "gemm"),
+    "grouped_floors": functools.partial(floors, "grouped"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
+    "kernel_report_grouped": functools.partial(kernel_report, "grouped"),
     "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
