@@ -198,8 +198,10 @@ SIDES = {
 def floors(folder: str) -> str:
     """The roofline of every case of a folder, and what a GPU took where one was there."""
     cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
-    path = RESULTS / "gpu_kernels.json"
-    measured = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    # What was measured of this folder alone is newer.
+    paths = (RESULTS / f"gpu_kernels_{folder}.json", RESULTS / "gpu_kernels.json")
+    path = next((path for path in paths if path.exists()), None)
+    measured = json.loads(path.read_text()) if path else {"rows": []}
 
     def took(case: str, direction: str, implementation: str) -> str:
         wanted = {"case": case, "direction": direction, "implementation": implementation}
