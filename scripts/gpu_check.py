@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python3 scripts/gpu_check.py            # all parts, inside 8 minutes
     PYTHONPATH=. python3 scripts/gpu_check.py kernels    # one part; or train, plan
+    PYTHONPATH=. python3 scripts/gpu_check.py grouped    # one folder of kernels; or gemm, ...
     PYTHONPATH=. python3 scripts/gpu_check.py kernels rehearse   # on a CPU, tiny, interpreted
 
 train: correctness first (losses of a small model on the GPU against this machine's CPU, the cuDNN
@@ -9,12 +10,14 @@ attention against XLA's), then the step time and MFU of a 1.2B decoder in bf16 o
 plain bf16 matmul's rate in the same run. Results are written after every row, so a run that is
 cut off still counts: experiments/results/gpu_train.json (or under $OUT, where that is set).
 kernels: of every folder a sample of the correctness matrix, times beside rivals and a BERT forward
-in order of worth, then the rest of the matrix (gpu_kernels.json).
+in order of worth, then the rest of the matrix (gpu_kernels.json; of one folder
+gpu_kernels_<folder>.json).
 plan: the cost model's estimate of such steps, and its memory bound, beside their measurement
 (gpu_plan.json).
 Needs jax with CUDA, flax, optax and absl only.
 """
 
+import functools
 import os
 import sys
 import threading
@@ -27,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, logging
-from gpu_kernels import check_kernels
+from gpu_kernels import FOLDERS, check_kernels
 
 from megajax.core import config
 from megajax.core.hardware import find_card, parse_cluster
@@ -225,10 +228,10 @@ def check_plan(deadline: float) -> None:
     rows.each(VARIANTS, deadline, measure)
 
 
-def check_folders(deadline: float, rehearsal: bool = False) -> None:
-    """Correctness and times of the kernels."""
-    rows = Report("kernels_rehearsal" if rehearsal else "kernels")
-    check_kernels(rows.add, rows.about, deadline, rehearsal)
+def check_folders(deadline: float, rehearsal: bool = False, only: str | None = None) -> None:
+    """Correctness and times of the kernels, of all folders or of one."""
+    rows = Report("_".join(filter(None, ["kernels", only, rehearsal and "rehearsal"])))
+    check_kernels(rows.add, rows.about, deadline, rehearsal, only)
 
 
 PARTS = {"train": check_train, "plan": check_plan, "kernels": check_folders}
@@ -243,14 +246,16 @@ def stop() -> None:
 def main(argv: list[str]) -> None:
     """Runs the parts that are named, or all."""
     logging.set_verbosity(logging.WARNING)
-    if argv[1:] == ["kernels", "rehearse"]:
+    if argv[2:] == ["rehearse"] and argv[1] in ("kernels", *FOLDERS):
         jax.config.update("jax_num_cpu_devices", 8)  # the interpreter needs as many threads
         jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of its time
-        return check_folders(time.perf_counter() + BUDGET_S, rehearsal=True)
+        only = argv[1] if argv[1] in FOLDERS else None
+        return check_folders(time.perf_counter() + BUDGET_S, rehearsal=True, only=only)
+    parts = PARTS | {name: functools.partial(check_folders, only=name) for name in FOLDERS}
     wanted = argv[1:] or list(PARTS)
-    unknown = [w for w in wanted if w not in PARTS]
+    unknown = [w for w in wanted if w not in parts]
     if unknown:
-        sys.exit(f"error: {unknown[0]!r} is not a part; there are {', '.join(PARTS)}")
+        sys.exit(f"error: {unknown[0]!r} is not a part; there are {', '.join(parts)}")
     if jax.devices()[0].platform == "cpu":
         sys.exit("error: jax finds no GPU (is the CUDA plugin installed: uv sync --extra gpu?)")
     watch = threading.Timer(BUDGET_S, stop)
@@ -258,7 +263,7 @@ def main(argv: list[str]) -> None:
     watch.start()
     deadline = time.perf_counter() + BUDGET_S - RESERVE_S
     for name in wanted:
-        PARTS[name](deadline)
+        parts[name](deadline)
 
 
 if __name__ == "__main__":

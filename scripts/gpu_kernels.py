@@ -17,6 +17,7 @@ from typing import Any
 
 import gpu_attention
 import gpu_gemm
+import gpu_grouped
 import gpu_norm
 import jax
 
@@ -28,7 +29,9 @@ from pallas_kernels import bench
 Add = Callable[[dict[str, Any]], None]
 FORWARD, BOTH = "forward", "forward+backward"
 SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
-FOLDERS = {"attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm}
+FOLDERS = {
+    "attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm, "grouped": gpu_grouped,
+}  # fmt: skip
 TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
 
 
@@ -171,18 +174,31 @@ def bert(rehearsal: bool) -> Iterator[tuple[dict[str, Any], Callable[[], dict[st
             yield {"bert": timed.__name__, "step": step.name}, measure
 
 
-def check_kernels(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
-    """Adds the rows: a sample of checks, the goals' times, BERT, all other times, all checks."""
+def check_kernels(
+    add: Add, about: dict[str, Any], deadline: float, rehearsal: bool, only: str | None = None
+) -> None:
+    """Adds the rows: a sample of checks, the goals' times, BERT, all other times, all checks.
+
+    only: a folder, whose checks and times alone are added.
+    """
     began = time.perf_counter()
-    checks = {name: folder.checks(rehearsal) for name, folder in FOLDERS.items()}
+    folders = [name for name in FOLDERS if only in (None, name)]
+    checks = {name: FOLDERS[name].checks(rehearsal) for name in folders}
     sample = [each for found in checks.values() for each in found[:4]]
     rest = [each for found in checks.values() for each in found[4:]]
     check(add, sample, began + (deadline - began) / 3)
-    time_cases(add, about, deadline, rehearsal, lambda each: each.worth < 3)
-    for row, measure in bert(rehearsal):
+
+    def time_those(first: bool) -> None:
+        def wanted(each: Bench) -> bool:
+            return each.folder in folders and (each.worth < 3) == first
+
+        time_cases(add, about, deadline, rehearsal, wanted)
+
+    time_those(True)
+    for row, measure in bert(rehearsal) if only is None else ():
         if time.perf_counter() > deadline:
             add(row | {"note": "not run: out of time"})
         else:
             attempt(add, row, measure)
-    time_cases(add, about, deadline, rehearsal, lambda each: each.worth >= 3)
+    time_those(False)
     check(add, rest, deadline)

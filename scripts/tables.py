@@ -188,6 +188,10 @@ SIDES = {
     },
     "norm": {"ours, us": "ours", "XLA, us": "xla"},
     "gemm": {"ours, us": "ours", "XLA, us": "xla"},
+    "grouped": {
+        "ours, us": "ours", "JAX's kernels, us": "ragged_dot_mgpu",
+        "XLA's ragged_dot, us": "ragged_dot", "one dense product, us": "dense",
+    },
     "packing": {"ours, us": "ours"},
 }  # fmt: skip
 
@@ -195,8 +199,10 @@ SIDES = {
 def floors(folder: str) -> str:
     """The roofline of every case of a folder, and what a GPU took where one was there."""
     cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
-    path = RESULTS / "gpu_kernels.json"
-    measured = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    # What was measured of this folder alone is newer.
+    paths = (RESULTS / f"gpu_kernels_{folder}.json", RESULTS / "gpu_kernels.json")
+    path = next((path for path in paths if path.exists()), None)
+    measured = json.loads(path.read_text()) if path else {"rows": []}
 
     def took(case: str, direction: str, implementation: str) -> str:
         wanted = {"case": case, "direction": direction, "implementation": implementation}
@@ -324,8 +330,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "norm_floors": functools.partial(floors, "norm"),
     "packing_floors": functools.partial(floors, "packing"),
     "gemm_floors": functools.partial(floors, "gemm"),
+    "grouped_floors": functools.partial(floors, "grouped"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
+    "kernel_report_grouped": functools.partial(kernel_report, "grouped"),
     "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,

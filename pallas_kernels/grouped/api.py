@@ -14,12 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
-from pallas_kernels.grouped import reference
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.grouped import hopper, hopper_weights, reference
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
-OP = "grouped_matmul"
+OP = hopper.OP
 
 
 def grouped_matmul(
@@ -41,26 +41,43 @@ def grouped_matmul(
       group_sizes: integers (G,), none negative, traced. Their sum may be below M: rows at or past
         it give 0 and get the gradient 0, and what lies in them, NaN too, reaches nothing.
         Groups may be empty, their gradient is exactly 0; rows past M are cut off.
-      implementation: see `dispatch`. Under a mesh inside a shard_map only.
+      implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and K
+        and N of 64, spare it copies of its operands; a live row with values that are not finite may
+        make them so in the rhs gradient of a group beside its own. Under a mesh inside a shard_map
+        only.
     Returns: y_MN in lhs's type; differentiable in lhs and rhs.
     Raises: ValueError for shapes and types that break the above; NotImplementedError with all
       reasons where the implementation asked for cannot run.
     """
     _check(lhs_MK, rhs_GKN, group_sizes, transpose_rhs)
-    plan = _plan(transpose_rhs, implementation)
+    plan = _plan(lhs_MK, rhs_GKN, transpose_rhs, implementation)
     return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, group_sizes)), plan)
 
 
 class Plan(NamedTuple):
-    """What is static: how the passes run."""
+    """What is static: how the passes run, how rhs is stored, the tiles of y, dlhs and drhs."""
 
-    choice: str
+    forward: str
+    backward: str
     transpose: bool
+    tile: hopper.Tile
+    tile_lhs: hopper.Tile
+    tile_rhs: hopper.Tile
+
+
+def _product(choice: str, tile: hopper.Tile, transpose: bool, *args: Array) -> Array:
+    return dispatch.run(
+        choice,
+        functools.partial(hopper.product, transpose=transpose, tile=tile),
+        functools.partial(reference.product, transpose=transpose),
+        *args,
+        op=OP,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(lhs_MK: Array, rhs: Array, sizes_G: Array, plan: Plan) -> Array:
-    return reference.product(lhs_MK, rhs, sizes_G, transpose=plan.transpose)
+    return _product(plan.forward, plan.tile, plan.transpose, lhs_MK, rhs, sizes_G)
 
 
 def _forward(lhs_MK, rhs, sizes_G, plan):
@@ -69,17 +86,59 @@ def _forward(lhs_MK, rhs, sizes_G, plan):
 
 def _backward(plan, saved, dy_MN):
     lhs_MK, rhs, sizes_G = saved
-    dlhs_MK = reference.product(dy_MN, rhs, sizes_G, transpose=not plan.transpose)
-    pair = (dy_MN, lhs_MK) if plan.transpose else (lhs_MK, dy_MN)
-    return dlhs_MK, reference.weights(*pair, sizes_G), None
+    dlhs_MK = _product(plan.backward, plan.tile_lhs, not plan.transpose, dy_MN, rhs, sizes_G)
+    drhs = dispatch.run(
+        plan.backward,
+        functools.partial(hopper_weights.weights, tile=plan.tile_rhs),
+        reference.weights,
+        *((dy_MN, lhs_MK) if plan.transpose else (lhs_MK, dy_MN)),
+        sizes_G,
+        op=OP,
+    )
+    return dlhs_MK, drhs, None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _plan(transpose: bool, implementation: str | None) -> Plan:
-    reasons = ("there is only the reference in this release",)
-    return Plan(dispatch.choose(OP, implementation, reasons), transpose)
+def key(kind: str, G: int, M: int, N: int, K: int) -> tuned.Key:
+    """Of a row of a table. kind: 'forward', 'transposed' (rhs), or 'weights' (a^T b, (G, K, N))."""
+    return {"kind": kind, "G": G, "M": M, "N": N, "K": K}
+
+
+def _plan(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -> Plan:
+    """Everything static, from shapes and types."""
+    (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose else 2]
+    reasons = []
+    if lhs.dtype.name == "float32":
+        reasons.append("needs bfloat16 or float16, found float32")
+    if not M * K * N:
+        reasons.append(f"needs something to compute, found M={M}, K={K}, N={N}")
+    kind, turned = ("transposed", "forward") if transpose else ("forward", "transposed")
+    jobs = (
+        (hopper.heuristic, kind, N, K),
+        (hopper.heuristic, turned, K, N),
+        (hopper_weights.heuristic, "weights", *((K, N) if transpose else (N, K))),
+    )
+    rows = [tuned.find(OP, key(kind, G, M, n, k)) for _, kind, n, k in jobs]
+    tile, tile_lhs, tile_rhs = (
+        hopper.Tile(**row["tile"]) if row else heuristic(max(M, 1), max(n, 1), max(k, 1), G)
+        for row, (heuristic, _, n, k) in zip(rows, jobs, strict=True)
+    )
+    forward, backward = (
+        dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(measured)))
+        for measured in (rows[:1], rows[1:])
+    )
+    return Plan(forward, backward, transpose, tile, tile_lhs, tile_rhs)
+
+
+def _slower(rows: list[dict | None]) -> list[str]:
+    """Why the reference is taken where nobody chose: a table says so."""
+    return [
+        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
+        for row in rows
+        if row and row["fastest"] != "hopper"
+    ]
 
 
 def _check(lhs: Array, rhs: Array, sizes: Array, transpose: bool) -> None:

@@ -1,0 +1,145 @@
+"""Grouped products on a GPU: correctness, and every case beside what else can do it.
+
+Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3.
+Rivals: JAX's own kernels (jax.experimental.pallas.ops.gpu, few groups only), XLA's ragged_dot where
+its copies of the rows fit, and one dense product of the same FLOPs, which no grouped one can beat.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_attention import Side
+
+import pallas_kernels
+from pallas_kernels.grouped.cases import CASES as CASES
+from pallas_kernels.grouped.cases import Case
+
+TINY_CASES = (Case("tiny", 64, 3, 64, 64),)
+CHECKED = (
+    Case("4096 rows, 8 groups", 4096, 8, 512, 768),
+    Case("1000 rows, 64 groups", 1000, 64, 320, 192),
+    Case("4100 rows, one hot", 4100, 16, 256, 512, hot=0.9),
+    Case("512 groups", 2048, 512, 128, 256),
+    Case("3 rows", 3, 2, 72, 40),
+)
+DEAD = 5  # rows past the sum, in checks
+COPIES = 16e9  # bytes of ragged_dot's copies of the rows that a GPU has room for (chosen)
+UNROLLED = 64  # groups for which JAX's kernels unroll their search (chosen: 256 take minutes)
+THEIRS = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4,
+          "grid_block_n": 4}  # fmt: skip
+
+
+def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """lhs and rhs; the sizes are the case's."""
+    shapes = ((case.M, case.K), (case.G, case.K, case.N))
+    return [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+
+
+def sizes(case: Case) -> jax.Array:
+    """The case's, as an array whose values the compiler does not see."""
+    return jax.lax.optimization_barrier(jnp.asarray(case.sizes))
+
+
+def product(case: Case, implementation: str) -> Callable[..., jax.Array]:
+    """grouped_matmul of the arguments."""
+
+    def run(lhs, rhs):
+        return pallas_kernels.grouped_matmul(lhs, rhs, sizes(case), implementation=implementation)
+
+    return run
+
+
+def theirs(case: Case) -> Callable[..., jax.Array]:
+    """JAX's kernels, with the gradients that they can compute."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+    def dot(lhs, rhs, transpose):
+        return ragged_dot_mgpu.ragged_dot(
+            lhs, rhs, group_sizes=sizes(case), transpose_rhs=transpose, **THEIRS
+        )
+
+    @jax.custom_vjp
+    def run(lhs, rhs):
+        return dot(lhs, rhs, False)
+
+    def backward(saved, dy):
+        lhs, rhs = saved
+        drhs = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+            lhs, dy, group_sizes=sizes(case), **THEIRS
+        )
+        return dot(dy, rhs, True), drhs
+
+    run.defvjp(lambda lhs, rhs: (dot(lhs, rhs, False), (lhs, rhs)), backward)
+    return run
+
+
+def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+    """Ours and the rivals that a GPU has room for."""
+    like = arguments(case)
+    found: dict[str, Callable[[], Side]] = {
+        "ours": lambda: (product(case, implementation), like),
+        "dense": lambda: (
+            jnp.matmul,
+            [like[0], jax.ShapeDtypeStruct((case.K, case.N), "bfloat16")],
+        ),
+    }
+    if case.G <= UNROLLED:
+        found["ragged_dot_mgpu"] = lambda: (theirs(case), like)
+    if 2 * case.M * case.G * max(case.K, case.N) < COPIES:
+        found["ragged_dot"] = lambda: (
+            lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, sizes(case)), like
+        )  # fmt: skip
+    return found
+
+
+def errors(case: Case, implementation: str) -> dict[str, float]:
+    """Returns error over bound of the result and of the gradients; at most 1 is right.
+
+    The last rows belong to nobody and are NaN.
+    """
+    random = np.random.default_rng(0)
+    live = slice(0, case.M)
+    lhs, rhs, dy = (
+        random.normal(size=s) / case.K**0.25
+        for s in ((case.M + DEAD, case.K), (case.G, case.K, case.N), (case.M + DEAD, case.N))
+    )
+    poisoned = [np.concatenate([x[live], np.full_like(x[:DEAD], np.nan)]) for x in (lhs, dy)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def all_of(implementation: str, lhs, rhs, dy):
+        def run(lhs, rhs):
+            return pallas_kernels.grouped_matmul(
+                lhs, rhs, sizes(case), implementation=implementation
+            )
+
+        y, pull = jax.vjp(run, lhs, rhs)
+        return y, *pull(dy)
+
+    def results(implementation: str, dtype: str) -> list[np.ndarray]:
+        given = (
+            jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in (poisoned[0], rhs, poisoned[1])
+        )
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            return [np.asarray(x, np.float64) for x in all_of(implementation, *given)]
+
+    found, rough, want = (
+        results(implementation, "bfloat16"), results("reference", "bfloat16"),
+        results("reference", "float32"),
+    )  # fmt: skip
+    return {
+        name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
+        for name, f, r, w in zip(("y", "dlhs", "drhs"), found, rough, want, strict=True)
+    }
+
+
+def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """(name, what gives error over bound)."""
+    cases: tuple[Any, ...] = TINY_CASES if rehearsal else CHECKED
+    implementation = "interpret" if rehearsal else "hopper"
+    return [
+        (f"grouped {case.name}", functools.partial(errors, case, implementation)) for case in cases
+    ]
