@@ -326,6 +326,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemm_floors": functools.partial(floors, "gemm"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
+    "kernel_report_collective": functools.partial(kernel_report, "collective"),
     "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
