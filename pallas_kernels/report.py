@@ -16,11 +16,14 @@ import jax
 
 from pallas_kernels import aot
 from pallas_kernels.attention import configs as attention
+from pallas_kernels.collective import configs as collective
 from pallas_kernels.gemm import configs as gemm
 from pallas_kernels.grouped import configs as grouped
 from pallas_kernels.norm import configs as norm
 
-FOLDERS = {"attention": attention, "gemm": gemm, "grouped": grouped, "norm": norm}
+FOLDERS = {
+    "attention": attention, "collective": collective, "gemm": gemm, "grouped": grouped, "norm": norm,
+}  # fmt: skip
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 

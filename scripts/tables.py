@@ -334,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
     "kernel_report_grouped": functools.partial(kernel_report, "grouped"),
+    "kernel_report_collective": functools.partial(kernel_report, "collective"),
     "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,

@@ -26,7 +26,7 @@ from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import RemotePeer
-from pallas_kernels.gemm.hopper import Spec
+from pallas_kernels.gemm.hopper import SMS, Spec
 from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
 
 Array = jax.Array
@@ -210,12 +210,18 @@ def _check(op: str, x: Array, weights: tuple, biases: tuple, residual: Array | N
 # ---- the kernels' arrays: pages of whole tiles
 
 
+def _blocks() -> int:
+    """Thread blocks that run at one time, one an SM: with more the kernels would wait for ever."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return min(SMS, device.num_cores or SMS) if device else SMS
+
+
 def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> core.Plan:
     """Of the nearest row of a table, else the heuristic's."""
     row = tuned.find(op, key(op, ranks, rows, K, sum(widths)))
     if row and row["fastest"] == "fused":
         return plans.load(row["tile"])
-    return plans.heuristic(op, ranks, rows, K, widths, out_dtype)
+    return plans.heuristic(op, ranks, rows, K, widths, out_dtype, _blocks())
 
 
 def _pages(x: Array, pages: int, height: int) -> Array:
@@ -248,6 +254,7 @@ def _gather(x, weights, biases, *, axis, spec, keep):
     ys, gathered = all_gather_gemm(
         _pages(x, 1, height), tuple(w[None] for w in weights), bias,
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=spec, keep=keep,
+        blocks=_blocks(),
     )  # fmt: skip
 
     def unpage(y: Array) -> Array:
@@ -268,6 +275,7 @@ def _scatter(x, w, bias, residual, *, axis, acc):
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
+        blocks=_blocks(),
     )  # fmt: skip
     return varying_as(x, y[0, :rows].reshape(*lead, m // R, N))
 
@@ -282,6 +290,7 @@ def _reduce(x, w, bias, residual, *, axis, acc):
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
+        blocks=_blocks(),
     )  # fmt: skip
     y = y[0, :rows].reshape(*x.shape[:-1], N)
     # The same on all ranks, which is what a kernel's result is taken for unless it is cast.

@@ -90,7 +90,7 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     kernels = {"scatter": "gemm_reduce_scatter.py", "reduce": "gemm_all_reduce.py"}
     own = kernels.get(name.split()[0], "all_gather_gemm.py")
-    shared = ("core.py", "peers.py", "schedule.py", "../gemm/hopper.py")
+    shared = ("core.py", "peers.py", "schedule.py", "../gemm/hopper.py", "../gemm/reference.py")
     return tuple(FOLDER / file for file in (own, *shared))
 
 

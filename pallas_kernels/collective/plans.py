@@ -20,7 +20,7 @@ COMM = (2, 4, 8, 16)
 # (chosen: 400 GB/s of an H100's NVLink in one direction, of which a block, with six pieces of
 # 32 KiB on their way for 2 us, moves a quarter; to be replaced by measurements)
 LINK_BYTES, BLOCK_BYTES = 400e9, 100e9
-CHUNK = 256  # rows, at most
+CHUNK = 128  # rows, at most (chosen: chunks that are in flight together arrive together)
 
 
 def load(row: dict[str, Any]) -> Plan:
