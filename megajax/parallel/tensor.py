@@ -22,10 +22,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import reshard
 
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.layers import attend as attend_
 from megajax.layers import ops as ops_
 from megajax.layers.mask import Context
+from megajax.layers.mlp import MlpConfig
 from megajax.layers.ops import Ops, join
 from megajax.parallel import context as context_
 from megajax.parallel import expert
@@ -54,7 +56,11 @@ def ops(
     attention: 'xla', 'cudnn', 'varlen', or 'auto' (`choose_attention`). context: how queries meet
     the keys of other devices where the sequence is cut. overlap: of `up` and `down`
     (`choose_overlap`).
+    Raises: UserError for an overlap that cannot run on this mesh.
     """
+    why = overlap_.fused_reason(layout.mesh.abstract_mesh.abstract_device)
+    if overlap == "fused" and why:
+        raise UserError(f"overlap=fused: {why}; use auto, ring or xla (--overlap)")
     return Ops(
         gather=functools.partial(gather, layout),
         whole=functools.partial(whole, layout),
@@ -197,6 +203,23 @@ def choose_overlap(
         )
     device = layout.mesh.abstract_mesh.abstract_device
     return overlap_.choose(op, None if wanted == "auto" else wanted, shape, R, dtype, device)
+
+
+def explain_overlap(
+    layout: Layout, wanted: Overlap, tokens: int, mlp: MlpConfig, dtype: str
+) -> str:
+    """Returns what an MLP's two products do, and why. tokens: of a whole batch of rows."""
+    if wanted != "auto":
+        return f"{wanted} (asked for)"
+    R = layout.ways(TENSOR)
+    rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
+    up = mlp.hidden * (2 if mlp.activation == "swiglu" else 1) // R
+    device = layout.mesh.abstract_mesh.abstract_device
+    shapes = {GATHER: (rows, mlp.width, up), SCATTER: (rows, mlp.hidden // R, mlp.width)}
+    found = (overlap_.best(op, shape, R, dtype, device) for op, shape in shapes.items())
+    return ", ".join(
+        f"MLP {end} {how} ({why})" for end, (how, why) in zip(("up", "down"), found, strict=True)
+    )
 
 
 def up_inside(

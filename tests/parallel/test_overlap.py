@@ -1,5 +1,6 @@
 """The choice between a ring and plain XLA, and the compiled programs that it is about."""
 
+import collections
 from unittest import mock
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.hardware import CARDS
-from megajax.cost.hlo import collectives
+from megajax.cost import hlo
 from megajax.parallel import overlap, ring
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from megajax.systems.aot import QUICK
@@ -90,7 +91,7 @@ def compiled_mlp(R, axes, both_ways, gradients=False):
 
     args = like((256 * mesh.size, 2048), rows), like((2048, 8192), up), like((8192, 2048), down)
     compiled = aot.compile(jax.jit(program).lower(*args), QUICK | ring.compiler_options(both_ways))
-    return collectives(compiled.as_text(), dict(mesh.shape))
+    return hlo.collectives(compiled.as_text(), dict(mesh.shape))
 
 
 @pytest.mark.aot
@@ -109,3 +110,15 @@ def test_every_hop_has_one_product_beside_it(R, axes, both_ways, permutes):
     assert all(c.is_hidden and c.axes == ("tensor",) for c in found)
     # One chunk of 256 rows of one rank: none was joined with its neighbour.
     assert {c.flops_beside for c in found} == {2 * 256 * 2048 * 8192 // R}
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_the_backward_pass_hides_all_of_its_communication():
+    """Three rings: x in, y out, dy in for dx and dw; then x again and the sum of dx beside dw."""
+    found = compiled_mlp(8, ("tensor",), both_ways=False, gradients=True)
+    assert all(c.is_hidden for c in found)
+    arrays = collections.Counter()
+    for c in found:
+        arrays[c.kind] += c.arrays
+    assert arrays == {"collective-permute": 21, "all-gather": 1, "reduce-scatter": 1}

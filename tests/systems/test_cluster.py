@@ -44,7 +44,7 @@ MODEL = DecoderConfig(
 def configured(**changes):
     settings = {
         "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 2048,
-        "train.loss_chunks": 4, "mesh.tensor": 4,
+        "train.loss_chunks": 4, "mesh.tensor": 4, "overlap": "xla",
     }  # fmt: skip
     changes = {k.replace("__", "."): v for k, v in changes.items()}
     return config.override(dataclasses.replace(Config(), model=MODEL), settings | changes)
