@@ -112,8 +112,8 @@ def up(
     overlap: Overlap = "xla",
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
-    columns = sum(w[...].size // w[...].shape[0] for w in weights) // layout.ways(TENSOR)
-    shape = (_rows(layout, x_BSD), x_BSD.shape[-1], columns)
+    D, R = x_BSD.shape[-1], layout.ways(TENSOR)
+    shape = (_rows(layout, x_BSD), D, tuple(w[...].size // D // R for w in weights))
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
     if how != "xla":
         words = [w.get_metadata("axes") for w in weights]
@@ -146,9 +146,9 @@ def down(
     overlap: Overlap = "xla",
 ) -> Array:
     """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
-    contracted = sum(w[...].size // w[...].shape[-1] for _, w in products) // layout.ways(TENSOR)
-    first, w = products[0]
-    shape = (_rows(layout, first), contracted, w[...].shape[-1])
+    (first, w), R = products[0], layout.ways(TENSOR)
+    D = w[...].shape[-1]
+    shape = (_rows(layout, first), D, tuple(w[...].size // D // R for _, w in products))
     how = choose_overlap(layout, overlap, SCATTER, shape, first.dtype, matmul)
     if how != "xla":
         words = [w.get_metadata("axes") for _, w in products]
@@ -213,10 +213,12 @@ def explain_overlap(
         return f"{wanted} (asked for)"
     R = layout.ways(TENSOR)
     rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
-    up = mlp.hidden * (2 if mlp.activation == "swiglu" else 1) // R
+    one, ups = mlp.hidden // R, 2 if mlp.activation == "swiglu" else 1
     device = layout.mesh.abstract_mesh.abstract_device
-    shapes = {GATHER: (rows, mlp.width, up), SCATTER: (rows, mlp.hidden // R, mlp.width)}
-    found = (overlap_.best(op, shape, R, dtype, device) for op, shape in shapes.items())
+    found = (
+        overlap_.best(op, (rows, mlp.width, (one,) * count), R, dtype, device)
+        for op, count in ((GATHER, ups), (SCATTER, 1))
+    )
     return ", ".join(
         f"MLP {end} {how} ({why})" for end, (how, why) in zip(("up", "down"), found, strict=True)
     )

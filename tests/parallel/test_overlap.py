@@ -26,7 +26,7 @@ def test_the_model_of_gpt3s_first_product():
     plain = {512: 158, 1024: 307, 2048: 603, 4096: 1197, 8192: 2383, 16384: 4676}
     turned = {512: 686, 1024: 686, 2048: 686, 4096: 1008, 8192: 1975, 16384: 3907}
     for m in plain:
-        found = overlap.simulate(GATHER, (m, 12288, 6144), 8, "bfloat16", CARDS["H100"], 132)
+        found = overlap.simulate(GATHER, (m, 12288, (6144,)), 8, "bfloat16", CARDS["H100"], 132)
         assert [t * 1e6 for t in found] == pytest.approx([plain[m], turned[m]], abs=1)
 
 
@@ -34,11 +34,13 @@ def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch):
     def best(op, shape, R=8, dtype="bfloat16", device=H100):
         return overlap.best(op, shape, R, dtype, device)
 
-    large, small = (8192, 12288, 6144), (2048, 12288, 6144)
+    large, small = (8192, 12288, (6144,)), (2048, 12288, (6144,))
     word, why = best(GATHER, large)
     assert word == "ring" and why.startswith("simulated, not measured")
-    assert best(SCATTER, (8192, 6144, 12288))[0] == "ring"
-    assert best(GATHER, small)[0] == best(SCATTER, (2048, 6144, 12288))[0] == "xla"
+    assert best(SCATTER, large)[0] == "ring"
+    assert best(GATHER, small)[0] == best(SCATTER, small)[0] == "xla"
+    # The same columns as 24 products, whose chunks fill the GPU badly.
+    assert best(GATHER, (8192, 12288, (256,) * 24))[0] == "xla"
     assert best(GATHER, large, R=1) == ("xla", "one rank: nothing travels")
     assert best(GATHER, large, R=16)[0] == "xla"  # beyond a node nothing is known of the links
     cpu = mock.Mock(platform="cpu", device_kind="cpu", num_cores=None)
@@ -53,7 +55,8 @@ def test_a_gain_is_not_lost_in_the_backward_pass():
     """Never a choice whose two passes together the model puts behind plain XLA."""
     random = np.random.default_rng(0)
     for _ in range(200):
-        shape = tuple(int(2 ** random.uniform(7, 16)) // 8 * 8 for _ in range(3))
+        rows, width, *parts = (int(2 ** random.uniform(7, 16)) // 8 * 8 for _ in range(4))
+        shape = rows, width, tuple(parts)
         op, R = random.choice([GATHER, SCATTER]), int(random.choice([2, 4, 8]))
         plain, turned = overlap.simulate(op, shape, R, "bfloat16", CARDS["H100"], 132)
         word = overlap.best(op, shape, R, "bfloat16", H100)[0]
