@@ -31,9 +31,10 @@ Device = Any
 # (chosen: 660 TFLOP/s and 400 GB/s of an H100; to be replaced by measurements)
 FLOPS, LINK, STEP_S, CALL_S = 0.667, 0.889, 6e-6, 10e-6
 TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
-# A ring is taken when the model gives it at most this part of plain XLA's time (chosen: the model
-# knows no clocks and no contention), among at most so many ranks (an NVLink domain).
-GAIN, NODE = 0.95, 8
+# A ring is taken when the model gives it at most this part of plain XLA's time, its steps counted
+# twice (chosen: the model knows no clocks and no contention), with at least so many rows a rank
+# (chosen: below, GPT-3's products lose) and at most so many ranks (an NVLink domain).
+GAIN, ROWS, NODE = 0.95, 512, 8
 
 
 def choose(
@@ -98,10 +99,10 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     if card is None or not device.num_cores or R > NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
     plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)
-    word = "ring" if ring <= GAIN * plain else "xla"
-    return word, (
-        f"simulated, not measured: forward and backward {ring * 1e6:.0f} us as a ring, "
-        f"{plain * 1e6:.0f} us as plain XLA"
+    gains = rows >= ROWS * R and ring + R * STEP_S <= GAIN * plain
+    return "ring" if gains else "xla", (
+        "simulated, not measured, so only a clear gain counts: forward and backward "
+        f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
     )
 
 

@@ -60,7 +60,9 @@ def test_a_gain_is_not_lost_in_the_backward_pass():
         op, R = random.choice([GATHER, SCATTER]), int(random.choice([2, 4, 8]))
         plain, turned = overlap.simulate(op, shape, R, "bfloat16", CARDS["H100"], 132)
         word = overlap.best(op, shape, R, "bfloat16", H100)[0]
-        assert plain > 0 and turned > 0 and (word == "ring") == (turned <= 0.95 * plain)
+        assert plain > 0 and turned > 0
+        assert word == "xla" or (turned < 0.95 * plain and shape[0] >= 512 * R)
+        assert word == "ring" or turned > 0.85 * plain or shape[0] < 1024 * R or plain < 1e-3
 
 
 # ---- compiled for H100
