@@ -71,8 +71,8 @@ def all_gather_matmul(
     if activation == "swiglu" and len(ws) != 2:
         raise ValueError(f"{GATHER}: 'swiglu' takes the weights (gate, up), found {len(ws)}")
     R = lax.axis_size(axis)
-    rows, columns = x.size // x.shape[-1] * R, sum(w.shape[1] for w in ws)
-    word = overlap.choose(GATHER, implementation, (rows, x.shape[-1], columns), R, x.dtype)
+    shape = (x.size // x.shape[-1] * R, x.shape[-1], tuple(w.shape[1] for w in ws))
+    word = overlap.choose(GATHER, implementation, shape, R, x.dtype)
     acc = jnp.dtype(acc_dtype).name
     plan = Plan(axis, word, acc, both_ways, activation, keep=return_gathered)
     ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), plan)
@@ -113,8 +113,8 @@ def matmul_reduce_scatter(
             f"nearest: {m // R * R}, {m // R * R + R}"
         )
     _check_residual(SCATTER, residual, (*lead, m // R, n), xs[0].dtype)
-    rows, contracted = xs[0].size // xs[0].shape[-1], sum(x.shape[-1] for x in xs)
-    word = overlap.choose(SCATTER, implementation, (rows, contracted, n), R, xs[0].dtype)
+    shape = (xs[0].size // xs[0].shape[-1], n, tuple(x.shape[-1] for x in xs))
+    word = overlap.choose(SCATTER, implementation, shape, R, xs[0].dtype)
     acc = jnp.dtype(acc_dtype).name
     plan = Plan(axis, word, acc, both_ways, residual=residual is not None)
     return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), plan)

@@ -55,7 +55,10 @@ def _gather_run(
     """Returns (ys, gathered x if it is a result, the activation's inputs if asked)."""
 
     def work(x: Array) -> Arrays:
-        zs = tuple(_add_bias(_dot(x, w), b) for w, b in zip(ws, biases, strict=True))
+        # Float32 for what is still to be done; a chunk that is done is written as it will stay.
+        done = [b is None and plan.activation is None for b in biases]
+        dtypes = [x.dtype if d else jnp.float32 for d in done]
+        zs = tuple(map(_add_bias, map(functools.partial(_dot, x), ws, dtypes), biases))
         found = _activate(plan.activation, zs) + (zs if keep_z else ())
         return tuple(a.astype(x.dtype) for a in found) + ((x,) if plan.keep else ())
 
@@ -129,7 +132,7 @@ def _scatter_backward(plan: Plan, saved: tuple, dy: Any) -> tuple:
     (dy,) = _instantiated((dy,))
 
     def work(dy: Array) -> Arrays:
-        dxs = tuple(_dot(dy, w.T).astype(dy.dtype) for w in ws)
+        dxs = tuple(_dot(dy, w.T, dy.dtype) for w in ws)
         return dxs if xs is None else (*dxs, dy)
 
     found = _gathered(dy, work, plan)
@@ -170,9 +173,10 @@ def _psum_scatter(part: Array, plan: Plan) -> Array:
 # ---- what one rank computes
 
 
-def _dot(x: Array, w: Array) -> Array:
+def _dot(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
+    """x w, accumulated in float32 whatever the result's type."""
     dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, w, dims, preferred_element_type=dtype)
 
 
 @jax.custom_vjp
@@ -184,7 +188,7 @@ def product(xs: Arrays, ws: Arrays) -> Array:
 def _product_backward(saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
     xs, ws = saved
     dy = dy.astype(xs[0].dtype)
-    dxs = tuple(_dot(dy, w.T).astype(dy.dtype) for w in ws)
+    dxs = tuple(_dot(dy, w.T, dy.dtype) for w in ws)
     return dxs, tuple(_weight_gradient(x, dy, w) for x, w in zip(xs, ws, strict=True))
 
 

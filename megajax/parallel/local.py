@@ -77,7 +77,7 @@ def up(
     """Column-parallel products that share one gather."""
     arrays = tuple(w[...].astype(x_BSD.dtype) for w in weights)
     (B, S, D), R = x_BSD.shape, layout.ways((TENSOR,))
-    shape = (B * S * R, D, sum(w.size for w in arrays) // D)
+    shape = (B * S * R, D, tuple(w.size // D for w in arrays))
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
     if how != "xla":
         return up_inside(x_BSD, arrays, implementation=how)
@@ -99,7 +99,7 @@ def down(
     xs = tuple(x for x, _ in products)
     arrays = tuple(w[...].astype(x.dtype) for x, w in products)
     (B, S, *_), D = xs[0].shape, arrays[0].shape[-1]
-    shape = (B * S, sum(w.size for w in arrays) // D, D)
+    shape = (B * S, D, tuple(w.size // D for w in arrays))
     how = choose_overlap(layout, overlap, SCATTER, shape, xs[0].dtype, matmul)
     if how != "xla":
         y_BSD = down_inside(xs, arrays, implementation=how)

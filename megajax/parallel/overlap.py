@@ -4,7 +4,7 @@ A table that was measured on this kind of GPU decides (pallas_kernels/tuned); wi
 of one rank says what a ring would take beside plain XLA, and only a clear gain counts, so that
 nothing is lost where nothing was measured. Reasons say which of the two it was.
 
-Legend: R ranks, m rows of all ranks, k contracted, n columns: of one rank's product.
+Legend: R ranks.
 """
 
 import functools
@@ -21,7 +21,8 @@ from pallas_kernels import tuned
 Implementation = Literal["xla", "ring", "fused"]
 Overlap = Literal["auto", "xla", "ring", "fused"]
 IMPLEMENTATIONS = (None, "xla", "ring", "fused")
-Shape = tuple[int, int, int]
+# Rows of all ranks; the width of what travels; the other width of each product that shares it.
+Shape = tuple[int, int, tuple[int, ...]]
 # jax.sharding.AbstractDevice: platform, device_kind, num_cores; None of a mesh that has none.
 Device = Any
 
@@ -30,9 +31,10 @@ Device = Any
 # (chosen: 660 TFLOP/s and 400 GB/s of an H100; to be replaced by measurements)
 FLOPS, LINK, STEP_S, CALL_S = 0.667, 0.889, 6e-6, 10e-6
 TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
-# A ring is taken when the model gives it at most this part of plain XLA's time (chosen: the model
-# knows no clocks and no contention), among at most so many ranks (an NVLink domain).
-GAIN, NODE = 0.95, 8
+# A ring is taken when the model gives it at most this part of plain XLA's time, its steps counted
+# twice (chosen: the model knows no clocks and no contention), with at least so many rows a rank
+# (chosen: below, GPT-3's products lose) and at most so many ranks (an NVLink domain).
+GAIN, ROWS, NODE = 0.95, 512, 8
 
 
 def choose(
@@ -83,24 +85,24 @@ def _device() -> Device:
 def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Implementation, str]:
     """Returns (what to take, why) for a product whose gradients are wanted too.
 
-    op: 'all_gather_matmul' or 'matmul_reduce_scatter'. shape: (m, k, n).
+    op: 'all_gather_matmul' or 'matmul_reduce_scatter'.
     """
     if R == 1:
         return "xla", "one rank: nothing travels"
     if device is None or device.platform == "cpu":
         return "xla", "a CPU has nothing to hide"
-    names = ("rows", "contracted", "columns")
-    key = {"dtype": dtype, "ranks": R} | dict(zip(names, shape, strict=True))
+    rows, width, parts = shape
+    key = {"dtype": dtype, "ranks": R, "rows": rows, "width": width, "parts": sum(parts)}
     if row := tuned.find(op, key):
         return row["fastest"], "measured on this kind of GPU"
     card = find_card(device.device_kind)
     if card is None or not device.num_cores or R > NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
     plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)
-    word = "ring" if ring <= GAIN * plain else "xla"
-    return word, (
-        f"simulated, not measured: forward and backward {ring * 1e6:.0f} us as a ring, "
-        f"{plain * 1e6:.0f} us as plain XLA"
+    gains = rows >= ROWS * R and ring + R * STEP_S <= GAIN * plain
+    return "ring" if gains else "xla", (
+        "simulated, not measured, so only a clear gain counts: forward and backward "
+        f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
     )
 
 
@@ -108,13 +110,9 @@ def simulate(
     op: str, shape: Shape, R: int, dtype: str, card: DeviceCard, cores: int
 ) -> tuple[float, float]:
     """Returns the model's seconds of (plain XLA, the ring), forward and backward without dw."""
-    m, k, n = shape
+    rows, width, parts = shape
     flops = card.flops["tfloat32" if dtype == "float32" else dtype] * FLOPS / cores
-    itemsize = 4 if dtype == "float32" else 2
-    if op == "matmul_reduce_scatter":  # its backward pass gathers dy (m, n), for dx (m, k)
-        gather, scatter = (m, n, k), (m, k, n)
-    else:
-        gather, scatter = shape, (m, n, k)
+    chunk, itemsize = rows / R, 4 if dtype == "float32" else 2
 
     def product(m: float, k: int, n: int) -> float:
         waves = (
@@ -123,28 +121,28 @@ def simulate(
         )
         return min(count * work for count, work in waves) / flops
 
-    def travel(rows: float, columns: int, size: int) -> float:
-        return rows * columns * size / (card.link_bytes_per_s * LINK)
+    def into(m: float) -> float:
+        return sum(product(m, width, part) for part in parts)
 
-    def turn(m: int, k: int, n: int, hop: float, add: float = 0.0) -> float:
-        chunk = product(m / R, k, n)
-        return (R - 1) * (max(hop, chunk) + add + STEP_S) + chunk
+    def out(m: float) -> float:
+        return sum(product(m, part, width) for part in parts)
 
-    chunk, away = m / R, m * (R - 1) / R
-    gathered = travel(away, gather[1], itemsize) + CALL_S
-    plain = gathered + product(*gather)
-    ring = turn(*gather, travel(chunk, gather[1], itemsize))
-    columns = scatter[2]
-    scattered = travel(away, columns, itemsize) + CALL_S
-    if op == "matmul_reduce_scatter":  # float32 sums travel, and each is read, added and written
-        add = 12 * chunk * columns / card.memory_bytes_per_s
-        plain += product(*scatter) + scattered
-        ring += turn(*scatter, travel(chunk, columns, 4), add)
-    else:  # beside dw, in both
-        dw = product(k, m, n)
-        plain += max(scattered, dw) - dw
-        ring += max(travel(away, columns, 4) + CALL_S, dw) - dw
-    return plain, ring
+    def travel(m: float, size: int) -> float:
+        return m * width * size / (card.link_bytes_per_s * LINK)
+
+    def turn(work: float, hop: float, add: float = 0.0) -> float:
+        return (R - 1) * (max(hop, work) + add + STEP_S) + work
+
+    # Both have a gather before products from `width`: forward of x, or backward of dy.
+    plain = travel(rows - chunk, itemsize) + CALL_S + into(rows)
+    ring = turn(into(chunk), travel(chunk, itemsize))
+    scattered, as_float32 = (travel(rows - chunk, size) + CALL_S for size in (itemsize, 4))
+    if op == "all_gather_matmul":  # dx is scattered beside dw, in both
+        dw = sum(product(width, rows, part) for part in parts)
+        return plain + max(scattered - dw, 0), ring + max(as_float32 - dw, 0)
+    # Float32 sums travel in a ring, and each is read, added and written.
+    add = 12 * chunk * width / card.memory_bytes_per_s
+    return plain + out(rows) + scattered, ring + turn(out(chunk), travel(chunk, 4), add)
 
 
 @functools.cache

@@ -22,10 +22,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import reshard
 
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.layers import attend as attend_
 from megajax.layers import ops as ops_
 from megajax.layers.mask import Context
+from megajax.layers.mlp import MlpConfig
 from megajax.layers.ops import Ops, join
 from megajax.parallel import context as context_
 from megajax.parallel import expert
@@ -54,7 +56,11 @@ def ops(
     attention: 'xla', 'cudnn', 'varlen', or 'auto' (`choose_attention`). context: how queries meet
     the keys of other devices where the sequence is cut. overlap: of `up` and `down`
     (`choose_overlap`).
+    Raises: UserError for an overlap that cannot run on this mesh.
     """
+    why = overlap_.fused_reason(layout.mesh.abstract_mesh.abstract_device)
+    if overlap == "fused" and why:
+        raise UserError(f"overlap=fused: {why}; use auto, ring or xla (--overlap)")
     return Ops(
         gather=functools.partial(gather, layout),
         whole=functools.partial(whole, layout),
@@ -106,8 +112,8 @@ def up(
     overlap: Overlap = "xla",
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
-    columns = sum(w[...].size // w[...].shape[0] for w in weights) // layout.ways(TENSOR)
-    shape = (_rows(layout, x_BSD), x_BSD.shape[-1], columns)
+    D, R = x_BSD.shape[-1], layout.ways(TENSOR)
+    shape = (_rows(layout, x_BSD), D, tuple(w[...].size // D // R for w in weights))
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
     if how != "xla":
         words = [w.get_metadata("axes") for w in weights]
@@ -140,9 +146,9 @@ def down(
     overlap: Overlap = "xla",
 ) -> Array:
     """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
-    contracted = sum(w[...].size // w[...].shape[-1] for _, w in products) // layout.ways(TENSOR)
-    first, w = products[0]
-    shape = (_rows(layout, first), contracted, w[...].shape[-1])
+    (first, w), R = products[0], layout.ways(TENSOR)
+    D = w[...].shape[-1]
+    shape = (_rows(layout, first), D, tuple(w[...].size // D // R for _, w in products))
     how = choose_overlap(layout, overlap, SCATTER, shape, first.dtype, matmul)
     if how != "xla":
         words = [w.get_metadata("axes") for _, w in products]
@@ -197,6 +203,25 @@ def choose_overlap(
         )
     device = layout.mesh.abstract_mesh.abstract_device
     return overlap_.choose(op, None if wanted == "auto" else wanted, shape, R, dtype, device)
+
+
+def explain_overlap(
+    layout: Layout, wanted: Overlap, tokens: int, mlp: MlpConfig, dtype: str
+) -> str:
+    """Returns what an MLP's two products do, and why. tokens: of a whole batch of rows."""
+    if wanted != "auto":
+        return f"{wanted} (asked for)"
+    R = layout.ways(TENSOR)
+    rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
+    one, ups = mlp.hidden // R, 2 if mlp.activation == "swiglu" else 1
+    device = layout.mesh.abstract_mesh.abstract_device
+    found = (
+        overlap_.best(op, (rows, mlp.width, (one,) * count), R, dtype, device)
+        for op, count in ((GATHER, ups), (SCATTER, 1))
+    )
+    return ", ".join(
+        f"MLP {end} {how} ({why})" for end, (how, why) in zip(("up", "down"), found, strict=True)
+    )
 
 
 def up_inside(

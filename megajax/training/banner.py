@@ -1,6 +1,7 @@
 """What a run says at its start and end: device, mesh, differences, sizes, where things are."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
 from megajax.monitor.records import Sink
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
-from megajax.parallel.tensor import choose_attention
+from megajax.parallel.tensor import choose_attention, explain_overlap
 from megajax.training.config import Config
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
@@ -83,6 +84,11 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context, packed
     )
     console.say(f"attention: {kernel} ({why})")
+    if mesh.shape["tensor"] > 1 and model.feed_forward.hidden:
+        tokens = math.prod(train_step.abstract_batch["tokens"].shape[-2:])
+        mlp = model.feed_forward
+        why = explain_overlap(train_step.layout, cfg.overlap, tokens, mlp, cfg.train.dtype)
+        console.say(f"overlap: {why}")
     if mesh.shape["context"] > 1:
         order = "plain" if train_step.order is None else "zigzag"
         console.say(f"context: {cfg.context.kind}, {order} order")

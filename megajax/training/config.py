@@ -16,6 +16,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
 from megajax.monitor import faults
 from megajax.parallel.context import ContextSpec
+from megajax.parallel.overlap import Overlap
 from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, rules
 from megajax.training.optim import OptimConfig
@@ -120,6 +121,9 @@ class Config:
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     log: LogConfig = group(LogConfig)
     profile: ProfileConfig = group(ProfileConfig)
+    overlap: Overlap = option(
+        "auto", "how tensor parallelism's communication hides in its products; xla: not at all"
+    )
     emulate: int | None = option(None, "CPU devices to emulate in this process; none: real ones")
     emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found")
     run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")

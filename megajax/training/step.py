@@ -68,12 +68,12 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
         make_parts = functools.partial(
             decoder.parts, cfg.model, dtype=cfg.train.dtype, loss_chunks=cfg.train.loss_chunks
         )
-        attention = cfg.train.attention, cfg.context
-        parts = make_parts(layout, tensor.ops(layout, *attention))
+        how = cfg.train.attention, cfg.context, cfg.overlap
+        parts = make_parts(layout, tensor.ops(layout, *how))
         objective = functools.partial(_objective, cfg, pieces)
         gradients, loss, options = _scanned(cfg, parts, objective), parts.loss, None
         if stages > 1:
-            local_parts = make_parts(None, local.ops(layout, *attention))
+            local_parts = make_parts(None, local.ops(layout, *how))
             dtype = jnp.dtype(cfg.train.dtype)
             pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
             gradients, loss, options = _pipelined(pipe, objective), pipe.sums, pipe.compiler_options

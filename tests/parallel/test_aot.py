@@ -45,7 +45,7 @@ def compile_program(nodes=1, model=MODEL, **changes):
     base = dataclasses.replace(Config(), model=model)
     settings = {
         "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 4096,
-        "train.loss_chunks": 4, "train.attention": "xla",
+        "train.loss_chunks": 4, "train.attention": "xla", "overlap": "xla",
     }  # fmt: skip
     changes = {k.replace("__", "."): v for k, v in changes.items()}
     cfg = config.override(base, settings | changes)
@@ -147,6 +147,22 @@ def test_hybrid_sharding_reduces_only_the_shard_between_nodes():
     assert sum(c.nbytes * c.executions for c in between) == pytest.approx(
         sum(c.nbytes * c.executions for c in scattered) / 2, rel=0.01
     )
+
+
+@pytest.mark.slow
+def test_rings_hide_what_blocks_send_over_tensor():
+    """Plain: two gathers and two scatters a pass, none with a product beside it in the forward."""
+    found = [c for c in compile_step(mesh__tensor=4, overlap="ring") if c.axes == ("tensor",)]
+    found = [c for c in found if c.nbytes > MIB]
+    assert not [c for c in found if c.kind == "all-reduce"]
+    for where, sent in (
+        ("blocks forward", {"collective-permute": 12}),
+        # dy of both ends; x again, and the sums of dx, beside the products of dw.
+        ("blocks backward", {"collective-permute": 12, "all-gather": 2, "reduce-scatter": 2}),
+    ):
+        assert tensor_counts(found, where) == sent
+        hidden = [c.is_hidden for c in found if place(c) == where]
+        assert sum(hidden) >= (1 if "forward" in where else 0.8) * len(hidden)
 
 
 @pytest.mark.slow

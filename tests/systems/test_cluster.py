@@ -44,7 +44,7 @@ MODEL = DecoderConfig(
 def configured(**changes):
     settings = {
         "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 2048,
-        "train.loss_chunks": 4, "mesh.tensor": 4,
+        "train.loss_chunks": 4, "mesh.tensor": 4, "overlap": "xla",
     }  # fmt: skip
     changes = {k.replace("__", "."): v for k, v in changes.items()}
     return config.override(dataclasses.replace(Config(), model=MODEL), settings | changes)
@@ -165,7 +165,7 @@ def test_experts_send_and_hold_what_the_cost_model_says(mode):
     model = dataclasses.replace(MODEL, layers=2, activation="swiglu", moe=MODES[mode])
     settings = {
         "train.dtype": "bfloat16", "train.global_batch": 8, "train.seq_len": 1024,
-        "mesh.expert": 4, "mesh.tensor": 2,
+        "mesh.expert": 4, "mesh.tensor": 2, "overlap": "xla",
     }  # fmt: skip
     cfg = config.override(dataclasses.replace(Config(), model=model), settings)
     planned = aot.plan(cfg, HOST)

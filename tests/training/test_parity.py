@@ -73,6 +73,31 @@ def test_every_mesh_learns_the_same(mesh, accumulate, control):
     compare(ours, control(MODEL, "adamw"))
 
 
+def test_rings_learn_the_same(control):
+    """Three steps of the 20: what tensor parallelism sends goes round in rings."""
+    cfg = run_config(mesh__tensor=4, overlap="ring")
+    train_step = make_train_step(cfg, cfg.mesh.build())
+    state, losses = train_step.init(0), []
+    for i in range(3):
+        state, metrics = train_step.step(state, on(train_step, host_batch(i)))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, control(MODEL, "adamw")[0][:3], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh__context": 2, "mesh__tensor": 2, "model__block": "parallel", "model__bias": "all"},
+        {"mesh__tensor": 2, "model__kv_heads": 2, "shard__zero": "hybrid", "train__remat": "full"},
+        {"mesh__pipe": 2, "mesh__tensor": 4, "pipeline__schedule": "zero_bubble"},
+    ],
+)
+def test_rings_learn_what_plain_collectives_do(changes):
+    ours, plain = (train(MODEL, steps=4, overlap=how, **changes)[0] for how in ("ring", "xla"))
+    np.testing.assert_allclose(ours, plain, atol=1e-5)
+
+
 def test_accumulation_alone(control):
     compare(train(MODEL, mesh__data=1, train__accumulate=4), control(MODEL, "adamw"))
 
