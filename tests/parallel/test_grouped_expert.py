@@ -1,0 +1,302 @@
+"""Tokens at their experts over ranks, both products and all gradients, against a float64 loop."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax.core.errors import UserError
+from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+
+D, F = 8, 8
+ROWS = P(("expert", "tensor"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """experts: of the model. tokens, top: of a rank, of a token."""
+
+    expert: int
+    tensor: int
+    experts: int = 8
+    tokens: int = 3
+    top: int = 2
+    capacity: int | None = None
+    check_vma: bool = True
+
+    @property
+    def ranks(self):
+        return self.expert * self.tensor
+
+    @property
+    def mesh(self):
+        devices = np.array(jax.devices()[: self.ranks])
+        return Mesh(devices.reshape(self.expert, self.tensor), ("expert", "tensor"))
+
+
+def silu(z):
+    s = 1 / (1 + np.exp(-z))
+    return z * s, s * (1 + z * (1 - s))
+
+
+def loop(case, x, weights, index, weight, dy):
+    """((y, dx, dgate, dup, ddown, dweight) in float64, dropped of each rank)."""
+    gate, up, down = weights
+    y, dx, dweight = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weight)
+    dgate, dup, ddown = (np.zeros_like(w) for w in weights)
+    taken, dropped = np.zeros(case.experts, int), np.zeros(case.ranks, int)
+    for n, token in enumerate(x):
+        for a, e in enumerate(index[n]):
+            if not 0 <= e < case.experts:
+                continue
+            taken[e] += 1
+            if case.capacity is not None and taken[e] > case.capacity:
+                dropped[n // case.tokens] += 1
+                continue
+            (g, dg), u = silu(token @ gate[e]), token @ up[e]
+            row = (g * u) @ down[e]
+            y[n] += weight[n, a] * row
+            dweight[n, a] = dy[n] @ row
+            drow = weight[n, a] * dy[n]
+            ddown[e] += np.outer(g * u, drow)
+            dh = down[e] @ drow
+            dgate[e] += np.outer(token, dh * u * dg)
+            dup[e] += np.outer(token, dh * g)
+            dx[n] += gate[e] @ (dh * u * dg) + up[e] @ (dh * g)
+    return (y, dx, dgate, dup, ddown, dweight), dropped
+
+
+@jax.custom_vjp
+def poison(h, live):
+    """NaN past the splits, in h and in its gradient."""
+    return jnp.where(live, h, jnp.nan)
+
+
+poison.defvjp(lambda h, live: (poison(h, live), live), lambda live, d: (poison(d, live), None))
+
+
+@functools.cache
+def layer(case):
+    """f(x, gate, up, down, index, weight, dy) -> (y, dropped, dx, dgate, dup, ddown, dweight)."""
+
+    def local(x, gate, up, down, weight, index):
+        h, dispatch = dispatch_grouped_matmul(
+            x, [gate, up], Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
+            activation="swiglu", capacity=case.capacity,
+        )  # fmt: skip
+        bound = case.ranks * case.tokens * case.top
+        if case.capacity is not None:
+            bound = min(bound, case.experts // case.expert * case.capacity)
+        assert len(h) == bound
+        h = poison(h, (jnp.arange(bound) < dispatch.splits_RE.sum())[:, None])
+        y = grouped_matmul_combine(h, down, dispatch, weights=weight)
+        return y, dispatch.dropped[None]
+
+    cut = jax.shard_map(
+        local, mesh=case.mesh, out_specs=(ROWS, ROWS), check_vma=case.check_vma,
+        in_specs=(ROWS, *[P("expert", None, "tensor")] * 2, P("expert", "tensor"), ROWS, ROWS),
+    )  # fmt: skip
+
+    @jax.jit
+    def run(x, gate, up, down, index, weight, dy):
+        def of(*arrays):
+            return cut(*arrays, index)
+
+        y, pull, dropped = jax.vjp(of, x, gate, up, down, weight, has_aux=True)
+        return y, dropped, *pull(dy)
+
+    return run
+
+
+def arrays(case, seed):
+    """(x, (gate, up, down), index, weight, dy), all different choices."""
+    random = np.random.default_rng(seed)
+    tokens, E = case.ranks * case.tokens, case.experts
+    x, dy = random.standard_normal((2, tokens, D))
+    weights = [random.standard_normal(s) / 3 for s in ((E, D, F), (E, D, F), (E, F, D))]
+    index = np.argsort(random.random((tokens, E)), axis=1)[:, : case.top].astype(np.int32)
+    return x, weights, index, random.standard_normal((tokens, case.top)), dy
+
+
+def routings(case, index, weight):
+    """Name -> (index, weight): the cases that the routing alone makes."""
+    first = np.arange(len(index)) < case.tokens
+    return {
+        "as it comes": (index, weight),
+        "one hot expert": (np.full_like(index, case.experts - 1), weight),
+        "empty experts": (index % 2, weight),  # which makes twice the same of many as well
+        "an empty rank": (np.where(first[:, None], -1, index), weight),
+        "nobody": (np.full_like(index, case.experts), weight),
+        "zero and negative": (index, -np.abs(weight) * (np.arange(case.top) > 0)),
+    }
+
+
+def check(case, seed, names=None):
+    x, weights, index, weight, dy = arrays(case, seed)
+    for name, (chosen, factor) in routings(case, index, weight).items():
+        if names is not None and name not in names:
+            continue
+        want, dropped = loop(case, x, weights, chosen, factor, dy)
+        padding = np.all((chosen < 0) | (chosen >= case.experts), axis=1)[:, None]
+        given = [np.where(padding, np.nan, x), *weights, factor, dy]
+        *given, f, d = (jnp.asarray(a, jnp.float32) for a in given)
+        y, lost, *grads = layer(case)(*given, jnp.asarray(chosen), f, d)
+        np.testing.assert_array_equal(lost, dropped, err_msg=name)
+        for got, value in zip((y, *grads), want, strict=True):
+            np.testing.assert_allclose(got, value, rtol=1e-5, atol=3e-5, err_msg=name)
+        again = layer(case)(*given, jnp.asarray(chosen), f, d)
+        jax.tree.map(np.testing.assert_array_equal, again, (y, lost, *grads))
+
+
+CASES = {
+    "one rank": Case(1, 1, tokens=5, check_vma=False),
+    "2 x 2": Case(2, 2, check_vma=False),
+    "4 x 2, lanes": Case(4, 2, top=1),
+    "2 x 2, capacity": Case(2, 2, top=3, capacity=2),
+}
+SLOW = {
+    "4 x 2": Case(4, 2),
+    "4 x 1, one token, same expert twice": Case(4, 1, tokens=1, experts=4, top=4),
+    "8 x 1, lanes": Case(8, 1, top=3, tokens=4),
+    "4 x 2, lanes, capacity": Case(4, 2, top=1, tokens=9, capacity=3, check_vma=False),
+    "8 x 1, lanes, slots below tokens": Case(8, 1, top=2, tokens=9, capacity=4),
+    "1 x 2, top 10": Case(1, 2, experts=64, top=10),
+    "4 x 1, 512 experts": Case(4, 1, experts=512, top=8, tokens=9),
+    "2 x 1, 512 experts, capacity 1": Case(2, 1, experts=512, top=10, tokens=33, capacity=1),
+    "2 x 2, 130 rows": Case(2, 2, tokens=130, top=5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_loop(name, seed):
+    """With NaN past the splits both ways, and in tokens without an expert."""
+    check(CASES[name], seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_equals_the_loop_widely(name, seed):
+    check(SLOW[name], seed)
+
+
+@pytest.mark.parametrize("case", [Case(2, 2, top=3), Case(4, 2, top=1, capacity=2)])
+def test_rows_lie_by_expert_then_by_source_from_the_own_rank_on(case, seed):
+    """x is the identity, so that h names the token of every row."""
+    tokens, E = case.ranks * case.tokens, case.experts // case.expert
+    random = np.random.default_rng(seed)
+    index = random.integers(-1, case.experts, (tokens, case.top), np.int32)
+
+    def local(x, w, index, weight):
+        h, dispatch = dispatch_grouped_matmul(
+            x, w, Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
+            capacity=case.capacity,
+        )  # fmt: skip
+        return h[None], dispatch.splits_RE[None]
+
+    run = jax.shard_map(
+        local, mesh=case.mesh, in_specs=(ROWS, P("expert"), ROWS, ROWS), out_specs=(ROWS, ROWS)
+    )
+    w = jnp.broadcast_to(jnp.arange(1.0, tokens + 1)[:, None], (case.experts, tokens, 1))
+    found, splits = jax.jit(run)(jnp.eye(tokens), w, index, jnp.ones(index.shape))
+    for rank in range(case.ranks):
+        want, counts = [], np.zeros((case.ranks, E), int)
+        for e in range(E):
+            expert = rank // case.tensor * E + e
+            chose = [n for n in range(tokens) for a in range(case.top) if index[n, a] == expert]
+            for source in np.roll(np.arange(case.ranks), -rank):
+                own = [n + 1 for n in chose[: case.capacity] if n // case.tokens == source]
+                counts[source, e] = len(own)
+                want += own
+        np.testing.assert_array_equal(splits[rank], counts)
+        row = np.asarray(found[rank, :, 0])
+        np.testing.assert_array_equal(row, want + [0] * (len(row) - len(want)))
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_bfloat16_is_added_up_in_float32_over_ranks(ranks):
+    """256 + 1 - 256 over three ranks, in y and in the gradient of x, is 0 in bfloat16."""
+    case = Case(ranks, 1, experts=ranks, tokens=1, top=3)
+
+    def local(x, w, index, weight):
+        def both(x):
+            h, dispatch = dispatch_grouped_matmul(
+                x, w[0], Routing(index, weight), expert_axis="expert"
+            )
+            return grouped_matmul_combine(h, w[1], dispatch, weights=weight)
+
+        y, pull = jax.vjp(both, x)
+        return y, *pull(y)
+
+    factors = np.array([[256.0, 1.0, -256.0]], np.float32).repeat(ranks, 0)
+    index = np.arange(3, dtype=np.int32)[None].repeat(ranks, 0)
+    one = jnp.eye(D, dtype=jnp.bfloat16)[None, None].repeat(ranks, 1).repeat(2, 0)
+    run = jax.shard_map(
+        local, mesh=case.mesh, in_specs=(ROWS, P(None, "expert"), ROWS, ROWS), out_specs=(ROWS,) * 2
+    )
+    y, dx = jax.jit(run)(jnp.ones((ranks, D), jnp.bfloat16), one, index, factors)
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, np.ones((ranks, D)))
+    np.testing.assert_array_equal(dx, np.ones((ranks, D)))
+
+
+GOOD = dict(
+    x=jnp.zeros((2, D)), w=jnp.zeros((4, D, F)), index=jnp.zeros((2, 3), jnp.int32),
+    weight=jnp.zeros((2, 3)), activation=None, capacity=None,
+)  # fmt: skip
+BAD = {
+    "with a token and": dict(x=jnp.zeros((0, D))),
+    "the same for several w": dict(w=[jnp.zeros((4, D, F)), jnp.zeros((2, D, F))]),
+    "one type and one d": dict(w=jnp.zeros((4, D, F), jnp.bfloat16)),
+    "with k above 0": dict(index=jnp.zeros((3, 3), jnp.int32)),
+    "must be integers": dict(index=jnp.zeros((2, 3))),
+    "must be float32": dict(weight=jnp.zeros((2, 2))),
+    "Did you mean silu": dict(activation="sillu"),
+    "takes w=": dict(activation="swiglu"),
+    "at least 1": dict(capacity=0),
+    "rows of the dispatch": dict(h=jnp.zeros((5, F))),
+    "= .2, 3.": dict(weights=jnp.zeros((3, 2))),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_explained(message):
+    given = GOOD | BAD[message]
+
+    def local():
+        h, dispatch = dispatch_grouped_matmul(
+            given["x"], given["w"], Routing(given["index"], given["weight"]), expert_axis="expert",
+            activation=given["activation"], capacity=given["capacity"],
+        )  # fmt: skip
+        down, weights = jnp.zeros((4, F, D)), given.get("weights", given["weight"])
+        return grouped_matmul_combine(given.get("h", h), down, dispatch, weights=weights)
+
+    with pytest.raises(UserError, match=message):
+        jax.eval_shape(jax.shard_map(local, mesh=Case(1, 1).mesh, in_specs=(), out_specs=P()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", None])
+def test_activation_is_of_every_product(activation, seed):
+    case = Case(1, 1)
+    x, weights, index, weight, _ = arrays(case, seed)
+    x, gate, up = (jnp.asarray(a, jnp.float32) for a in (x, *weights[:2]))
+    kinds = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu,
+             "gelu_tanh": jax.nn.gelu, None: lambda z: z}  # fmt: skip
+
+    def local(x, *weights):
+        routing = Routing(jnp.asarray(index), jnp.asarray(weight, jnp.float32))
+        h, _ = dispatch_grouped_matmul(
+            x, weights, routing, expert_axis="expert", activation=activation
+        )
+        return h
+
+    run = jax.shard_map(local, mesh=case.mesh, in_specs=P(), out_specs=P("expert"))
+    order = np.argsort(index.reshape(-1), kind="stable")
+    for h, w in zip(jax.jit(run)(x, gate, up), (gate, up), strict=True):
+        z = jnp.einsum("nd,ndf->nf", x[order // case.top], w[index.reshape(-1)[order]])
+        np.testing.assert_allclose(h, kinds[activation](z), rtol=1e-5, atol=1e-5)
