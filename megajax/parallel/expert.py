@@ -13,8 +13,13 @@ capacity: each expert has a fixed number of slots a row, so a plain all-to-all t
     after, as around any MLP.
 
 `exchange` is either of them on local arrays, as pipeline stages call it; `expert` puts a shard_map
-of its own around it. A kernel that overlaps the exchange with the grouped matmuls (COMET, arXiv
-2502.19811) takes the seam `Ops.expert`.
+of its own around it.
+
+`dispatch_grouped_matmul` and `grouped_matmul_combine` are one layer's two halves as COMET (arXiv
+2502.19811) cuts it, so that a kernel can overlap each with its communication: rows are sorted by
+source rank (expert_rows.py), and sums cross ranks in float32. The dropless exchange is not made of
+them: its sums travel in the compute dtype, half the bytes, over tensor and expert one after the
+other, of which only the second may leave a node, and cost/traffic.py counts it so.
 
 Legend: B rows, S positions, D model width, E experts, A active experts a token, N slots of an
 expert for all rows.

@@ -129,10 +129,9 @@ def plan(
         lanes = _lanes(home_PA.reshape(R, T, A), Q, axes)
         slot_RT, token_RQ = _slots(here_PA.reshape(R, T, A).any(2), Q)
         source_N = from_N[order_N] * Q + slot_RT.reshape(-1)[source_N]
+        # The tokens in slots past a lane's count have no choice here.
         index_RTA = index_PA.reshape(R, T, A)
-        filled_RQ = jnp.arange(Q)[None] < (slot_RT < Q).sum(1)[:, None]
-        index_RQA = jnp.take_along_axis(index_RTA, token_RQ[:, :, None], axis=1)
-        index_PA = jnp.where(filled_RQ[:, :, None], index_RQA, N).reshape(R * Q, A)
+        index_PA = jnp.take_along_axis(index_RTA, token_RQ[:, :, None], axis=1).reshape(R * Q, A)
     lost_PA = valid_PA & ~kept_PA
     return Dispatch(
         order_N, source_N, index_PA,
@@ -180,7 +179,8 @@ def collect(y_ND: Array, weight_TA: Array, dispatch: Dispatch) -> Array:
     """Returns y_TD: of each own token the weighted sum of its rows on all ranks.
 
     Rows and weights (float32) are multiplied, and added over choices and ranks, in float32; y_TD is
-    in y's type. Differentiable in both; what lies in rows past the splits does not matter.
+    in y's type. Differentiable in both; rows past the splits count nothing, and what their gradient
+    holds must not matter.
     """
     return _collect(*alike((y_ND, weight_TA, dispatch)))
 
@@ -216,16 +216,15 @@ def _collect_backward(saved, dy_TD):
     y_ND, weight_TA, dispatch = saved
     every = live(dispatch.axes)
     weight_PA = lax.all_gather(weight_TA, every, axis=0, tiled=True)
-    weight_N1 = weight_PA.reshape(-1)[dispatch.order_N][:, None]
-    # Past the splits lie rows that nobody computed, and gradients of tokens that are not here.
-    mine_N1 = (jnp.arange(len(y_ND)) < dispatch.splits_RE.sum())[:, None]
-    dy_ND = jnp.where(mine_N1, _spread(dy_TD, dispatch).astype(jnp.float32), 0.0)
-    y_ND32 = jnp.where(mine_N1, y_ND.astype(jnp.float32), 0.0)
+    dy_ND = _spread(dy_TD, dispatch).astype(jnp.float32)
+    # Past the splits lie choices that are not here, whose tokens may hold anything.
+    mine_N = jnp.arange(len(y_ND)) < dispatch.splits_RE.sum()
+    dweight_N = jnp.where(mine_N, (dy_ND * y_ND.astype(jnp.float32)).sum(1), 0.0)
     dweight_P = jnp.zeros(weight_PA.size, jnp.float32)
-    dweight_P = dweight_P.at[dispatch.order_N].set((dy_ND * y_ND32).sum(1), unique_indices=True)
+    dweight_P = dweight_P.at[dispatch.order_N].set(dweight_N, unique_indices=True)
     dweight_PA = dweight_P.reshape(weight_PA.shape)
     dweight_TA = lax.psum_scatter(dweight_PA, every, scatter_dimension=0, tiled=True)
-    dy_ND = jnp.where(mine_N1, dy_ND * weight_N1, 0.0)
+    dy_ND *= weight_PA.reshape(-1)[dispatch.order_N][:, None]
     return dy_ND.astype(y_ND.dtype), dweight_TA, None
 
 
