@@ -22,8 +22,12 @@ from pallas_kernels.grouped import configs as grouped
 from pallas_kernels.norm import configs as norm
 
 FOLDERS = {
-    "attention": attention, "collective": collective, "gemm": gemm, "grouped": grouped, "norm": norm,
-}  # fmt: skip
+    "attention": attention,
+    "collective": collective,
+    "gemm": gemm,
+    "grouped": grouped,
+    "norm": norm,
+}
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 
