@@ -310,7 +310,22 @@ def bytecheckpoint() -> str:
     return "\n".join([text, "", head, *rows, "", source])
 
 
+def chaos() -> str:
+    """Which faults a run met, and what was said of them."""
+    path = RESULTS / "chaos.json"
+    found = json.loads(path.read_text())
+    spent = found["effective"]
+    same = "the same parameters bit for bit" if not found["different"] else "OTHER parameters"
+    text = (
+        f"{spent['faults']} faults, {same} as without; {100 * spent['ettr']:.0f} % of "
+        f"{spent['total_s']:.0f} s trained, {spent['redone_s']:.0f} s of it again:"
+    )
+    columns = {"fault": "fault", "rule": "rule", "what was said": "named"}
+    return f"{text}\n\n{table(path, columns)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "chaos": chaos,
     "overlap_gather": overlap_tables.gather,
     "overlap_ops": functools.partial(overlap_tables.ops, RESULTS / "flux_simulated.json"),
     "overlap_layers": functools.partial(overlap_tables.layers, RESULTS / "comet_simulated.json"),
