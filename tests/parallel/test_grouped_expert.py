@@ -1,17 +1,19 @@
 """Tokens at their experts over ranks, both products and all gradients, against a float64 loop."""
 
 import functools
+import re
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+from pallas_kernels import aot
 
 D, F = 8, 8
 ROWS = P(("expert", "tensor"))
@@ -302,3 +304,33 @@ def test_activation_is_of_every_product(activation, seed):
     for h, w in zip(jax.jit(run)(x, gate, up), (gate, up), strict=True):
         z = jnp.einsum("nd,ndf->nf", x[order // case.top], w[index.reshape(-1)[order]])
         np.testing.assert_allclose(h, kinds[activation](z), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_gpus_send_lanes_of_what_is_needed():
+    """Forward: tokens in bfloat16, sums in float32 back; the same again backward."""
+    T, D, F, E, A = 8, 64, 128, 16, 2
+    mesh = Mesh(np.array(aot.devices(1, 8)), "expert")
+    ranks = P("expert")
+
+    def local(x, up, down, index, weight):
+        h, dispatch = dispatch_grouped_matmul(x, up, Routing(index, weight), expert_axis="expert")
+        return grouped_matmul_combine(h, down, dispatch, weights=weight)
+
+    def step(x, up, down, index, weight):
+        cut = jax.shard_map(local, mesh=mesh, in_specs=ranks, out_specs=ranks)
+        y, pull = jax.vjp(lambda *a: cut(*a[:3], index, a[3]), x, up, down, weight)
+        return y, pull(y)
+
+    shapes = ((8 * T, D), (E, D, F), (E, F, D), (8 * T, A), (8 * T, A))
+    dtypes = (*[jnp.bfloat16] * 3, jnp.int32, jnp.float32)
+    like = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, ranks))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    text = aot.compile(jax.jit(step).lower(*like)).as_text()
+    sent = re.findall(r"= \(*(\w+)\[[\d,]*\].* (ragged-all-to-all|all-to-all)(?:-start)?\(", text)
+    assert sorted(sent) == [(t, "ragged-all-to-all") for t in ("bf16", "bf16", "f32", "f32")]
+    gathered = re.findall(r"= (.*) all-gather(?:-start)?\(", text)
+    assert gathered and not any("bf16" in result for result in gathered)  # choices and weights
