@@ -38,6 +38,17 @@ def test_a_small_run_writes_its_rows_and_figure(name, flags, part, tmp_path):
     assert shown and all(line.startswith("simulated") for line in shown)
 
 
+@pytest.mark.slow  # four compiled layers
+@pytest.mark.process
+def test_the_layer_is_exact_in_every_layout(tmp_path):
+    done = experiment("comet.py", "--part=exact", "--tokens=16", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "comet_emulated.json").read_text())
+    assert found["layer"] == "emulated"
+    assert [(r["tensor"], r["expert"]) for r in found["rows"]] == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in found["rows"])
+
+
 @pytest.mark.process
 def test_a_wrong_flag_is_one_line():
     done = experiment("comet.py", "--models=mixtral")
