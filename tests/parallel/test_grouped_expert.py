@@ -16,12 +16,15 @@ from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_ma
 from pallas_kernels import aot
 
 D, F = 8, 8
-ROWS = P(("expert", "tensor"))
+ROWS = P(("data", "expert", "tensor"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """experts: of the model. tokens, top: of a rank, of a token."""
+    """experts: of the model. tokens, top: of a rank, of a token. data: copies of all experts.
+
+    cut: over tensor as well, the tokens; else every tensor rank has the same ones.
+    """
 
     expert: int
     tensor: int
@@ -30,15 +33,23 @@ class Case:
     top: int = 2
     capacity: int | None = None
     check_vma: bool = True
+    data: int = 1
+    cut: bool = True
 
     @property
     def ranks(self):
-        return self.expert * self.tensor
+        """That have tokens for one copy of the experts."""
+        return self.expert * (self.tensor if self.cut else 1)
+
+    @property
+    def rows(self):
+        return P(("data", "expert", "tensor") if self.cut else ("data", "expert"))
 
     @property
     def mesh(self):
-        devices = np.array(jax.devices()[: self.ranks])
-        return Mesh(devices.reshape(self.expert, self.tensor), ("expert", "tensor"))
+        sizes = self.data, self.expert, self.tensor
+        devices = np.array(jax.devices()[: np.prod(sizes)])
+        return Mesh(devices.reshape(sizes), ("data", "expert", "tensor"))
 
 
 def silu(z):
@@ -51,7 +62,7 @@ def loop(case, x, weights, index, weight, dy):
     gate, up, down = weights
     y, dx, dweight = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weight)
     dgate, dup, ddown = (np.zeros_like(w) for w in weights)
-    taken, dropped = np.zeros(case.experts, int), np.zeros(case.ranks, int)
+    taken, dropped = np.zeros(case.experts, int), np.zeros(len(x) // case.tokens, int)
     for n, token in enumerate(x):
         for a, e in enumerate(index[n]):
             if not 0 <= e < case.experts:
@@ -86,9 +97,12 @@ poison.defvjp(lambda h, live: (poison(h, live), live), lambda live, d: (poison(d
 def layer(case):
     """f(x, gate, up, down, index, weight, dy) -> (y, dropped, dx, dgate, dup, ddown, dweight)."""
 
+    rows = case.rows
+
     def local(x, gate, up, down, weight, index):
         h, dispatch = dispatch_grouped_matmul(
-            x, [gate, up], Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
+            x, [gate, up], Routing(index, weight), expert_axis="expert",
+            tensor_axis="tensor" if case.cut else None,
             activation="swiglu", capacity=case.capacity,
         )  # fmt: skip
         bound = case.ranks * case.tokens * case.top
@@ -97,11 +111,11 @@ def layer(case):
         assert len(h) == bound
         h = poison(h, (jnp.arange(bound) < dispatch.splits_RE.sum())[:, None])
         y = grouped_matmul_combine(h, down, dispatch, weights=weight)
-        return y, dispatch.dropped[None]
+        return y if case.cut else jax.lax.psum(y, "tensor"), dispatch.dropped[None]
 
     cut = jax.shard_map(
-        local, mesh=case.mesh, out_specs=(ROWS, ROWS), check_vma=case.check_vma,
-        in_specs=(ROWS, *[P("expert", None, "tensor")] * 2, P("expert", "tensor"), ROWS, ROWS),
+        local, mesh=case.mesh, out_specs=(rows, rows), check_vma=case.check_vma,
+        in_specs=(rows, *[P("expert", None, "tensor")] * 2, P("expert", "tensor"), rows, rows),
     )  # fmt: skip
 
     @jax.jit
@@ -118,7 +132,7 @@ def layer(case):
 def arrays(case, seed):
     """(x, (gate, up, down), index, weight, dy), all different choices."""
     random = np.random.default_rng(seed)
-    tokens, E = case.ranks * case.tokens, case.experts
+    tokens, E = case.data * case.ranks * case.tokens, case.experts
     x, dy = random.standard_normal((2, tokens, D))
     weights = [random.standard_normal(s) / 3 for s in ((E, D, F), (E, D, F), (E, F, D))]
     index = np.argsort(random.random((tokens, E)), axis=1)[:, : case.top].astype(np.int32)
@@ -165,6 +179,7 @@ CASES = {
 }
 SLOW = {
     "4 x 2": Case(4, 2),
+    "2 x 2, tokens not cut, twice": Case(2, 2, data=2, cut=False),
     "4 x 1, one token, same expert twice": Case(4, 1, tokens=1, experts=4, top=4),
     "8 x 1, lanes": Case(8, 1, top=3, tokens=4),
     "4 x 2, lanes, capacity": Case(4, 2, top=1, tokens=9, capacity=3, check_vma=False),
@@ -188,7 +203,10 @@ def test_equals_the_loop_widely(name, seed):
     check(SLOW[name], seed)
 
 
-@pytest.mark.parametrize("case", [Case(2, 2, top=3), Case(4, 2, top=1, capacity=2)])
+LANES = pytest.param(Case(4, 2, top=1, capacity=2), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [Case(2, 2, top=3), LANES])
 def test_rows_lie_by_expert_then_by_source_from_the_own_rank_on(case, seed):
     """x is the identity, so that h names the token of every row."""
     tokens, E = case.ranks * case.tokens, case.experts // case.expert
