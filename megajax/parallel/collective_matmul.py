@@ -24,6 +24,7 @@ from jax import lax
 from megajax.parallel import collective_vjp, overlap
 from megajax.parallel.collective_vjp import Arrays, Plan
 from megajax.parallel.overlap import Implementation
+from pallas_kernels.collective import api as kernels
 from pallas_kernels.gemm.reference import ACTIVATIONS
 
 Array = jax.Array
@@ -133,19 +134,26 @@ def matmul_all_reduce(
     """all_reduce(x w) + bias + residual, for rows that are too few to be cut, as in decoding.
 
     Args: as matmul_reduce_scatter, for any m; residual: (..., m, n), the same on all ranks.
-      implementation: 'xla', 'fused'; no 'ring': so few rows leave nothing to hide its hops behind.
+      implementation: 'xla', 'fused' (without gradients: decoding has none); no 'ring': so few rows
+        leave nothing to hide its hops behind. None: 'xla'.
     Returns: (..., m, n) in x's type, the same on all ranks.
     Raises: as all_gather_matmul.
     """
     xs, ws = _pairs(REDUCE, x, w)
     _check(REDUCE, xs, ws, (bias,) * len(ws))
     _check_residual(REDUCE, residual, (*xs[0].shape[:-1], ws[0].shape[1]), xs[0].dtype)
-    overlap.check(REDUCE, implementation)
+    R, n = lax.axis_size(axis), ws[0].shape[1]
+    shape = (xs[0].size // xs[0].shape[-1], n, tuple(x.shape[-1] for x in xs))
+    overlap.check(REDUCE, implementation, shape, R, xs[0].dtype)
     if implementation == "ring":
         raise NotImplementedError(
             f"{REDUCE}: implementation='ring': rows that are not cut leave a ring nothing to hide "
             "its hops behind; use 'xla', or matmul_reduce_scatter"
         )
+    if implementation == "fused":
+        x, w = collective_vjp.joined(xs, ws)
+        rest = {"bias": bias, "residual": residual, "acc_dtype": acc_dtype}
+        return kernels.matmul_all_reduce(x, w, axis=axis, implementation="fused", **rest)
     xs, ws = _varying(axis, (xs, ws))
     part = collective_vjp.product(xs, ws).astype(acc_dtype)
     total = lax.psum(part, axis).astype(jnp.float32)

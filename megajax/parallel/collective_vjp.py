@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from megajax.parallel import ring
 from megajax.parallel.overlap import Implementation
+from pallas_kernels.collective import api as kernels
 from pallas_kernels.gemm.reference import activate
 
 Array = jax.Array
@@ -53,6 +54,8 @@ def _gather_run(
     x: Array, ws: Arrays, biases: tuple, plan: Plan, keep_z: bool
 ) -> tuple[Arrays, Array | None, Arrays]:
     """Returns (ys, gathered x if it is a result, the activation's inputs if asked)."""
+    if plan.implementation == "fused":
+        return _gather_fused(x, ws, biases, plan, keep_z)
 
     def work(x: Array) -> Arrays:
         # Float32 for what is still to be done; a chunk that is done is written as it will stay.
@@ -66,6 +69,22 @@ def _gather_run(
     found, gathered = (found[:-1], found[-1]) if plan.keep else (found, None)
     results = 1 if plan.activation == "swiglu" else len(ws)
     return found[:results], gathered, found[results:]
+
+
+def _gather_fused(
+    x: Array, ws: Arrays, biases: tuple, plan: Plan, keep_z: bool
+) -> tuple[Arrays, Array | None, Arrays]:
+    """As _gather_run; what an activation outside the kernel takes was rounded to x's type."""
+    inside: Any = None if keep_z or plan.activation == "swiglu" else plan.activation
+    zs, gathered = kernels.all_gather_matmul(
+        x, ws, axis=plan.axis, bias=biases, activation=inside, return_gathered=True,
+        implementation="fused",
+    )  # fmt: skip
+    ys = zs
+    if inside != plan.activation:
+        wide = tuple(z.astype(jnp.float32) for z in zs)
+        ys = tuple(y.astype(x.dtype) for y in _activate(plan.activation, wide))
+    return ys, gathered if plan.keep else None, zs if keep_z else ()
 
 
 def _gather_forward(x: Any, ws: Any, biases: Any, plan: Plan) -> tuple:
@@ -116,7 +135,26 @@ def matmul_scatter(
 
 
 def _scatter_run(xs, ws, bias, residual, plan):
+    if plan.implementation == "fused":
+        return _scatter_fused(xs, ws, bias, residual, plan)
     return finish(_scattered(xs, ws, plan), bias, residual, xs[0].dtype)
+
+
+def _scatter_fused(
+    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, plan: Plan
+) -> Array:
+    x, w = joined(xs, ws)
+    return kernels.matmul_reduce_scatter(
+        x, w, axis=plan.axis, bias=bias, residual=residual, acc_dtype=plan.acc_dtype,
+        implementation="fused",
+    )  # fmt: skip
+
+
+def joined(xs: Arrays, ws: Arrays) -> tuple[Array, Array]:
+    """Several products that are added are one of a longer contraction."""
+    if len(xs) == 1:
+        return xs[0], ws[0]
+    return jnp.concatenate(xs, axis=-1), jnp.concatenate(ws, axis=0)
 
 
 def _scatter_forward(xs: Any, ws: Any, bias: Any, residual: Any, plan: Plan) -> tuple:
@@ -135,7 +173,13 @@ def _scatter_backward(plan: Plan, saved: tuple, dy: Any) -> tuple:
         dxs = tuple(_dot(dy, w.T, dy.dtype) for w in ws)
         return dxs if xs is None else (*dxs, dy)
 
-    found = _gathered(dy, work, plan)
+    if plan.implementation == "fused":
+        dxs, whole = kernels.all_gather_matmul(
+            dy, [w.T for w in ws], axis=plan.axis, return_gathered=True, implementation="fused"
+        )
+        found = (*dxs, whole)
+    else:
+        found = _gathered(dy, work, plan)
     dxs, dws = found[: len(ws)], (None,) * len(ws)
     if xs is not None:
         dws = tuple(_weight_gradient(x, found[-1], w) for x, w in zip(xs, ws, strict=True))
@@ -156,11 +200,13 @@ def _gathered(x: Array, work: Callable[[Array], Arrays], plan: Plan) -> Arrays:
 
 
 def _scattered(xs: Arrays, ws: Arrays, plan: Plan) -> Array:
-    """Returns this rank's rows of the sum over ranks of all x w, float32."""
+    """Returns this rank's rows of the sum over ranks of all x w, float32 (fused: x's)."""
     if plan.implementation == "ring":
         dtype = jnp.dtype(plan.acc_dtype)
         work = lambda *xs: product(xs, ws)  # noqa: E731
         return ring.reduce_scatter(xs, work, plan.axis, plan.both_ways, dtype)
+    if plan.implementation == "fused":
+        return _scatter_fused(xs, ws, None, None, plan)
     return _psum_scatter(product(xs, ws), plan)
 
 

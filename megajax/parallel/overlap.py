@@ -17,6 +17,7 @@ from absl import logging
 
 from megajax.core.hardware import DeviceCard, find_card
 from pallas_kernels import tuned
+from pallas_kernels.collective import api as kernels
 
 Implementation = Literal["xla", "ring", "fused"]
 Overlap = Literal["auto", "xla", "ring", "fused"]
@@ -50,7 +51,7 @@ def choose(
     device: what the program is for; None, inside a shard_map: its mesh's.
     Raises: as `check`.
     """
-    check(op, implementation, device)
+    check(op, implementation, shape, R, dtype, device)
     if implementation is not None:
         return implementation  # type: ignore[return-value]
     word, why = best(op, shape, R, jnp.dtype(dtype).name, device or _device())
@@ -58,23 +59,37 @@ def choose(
     return word
 
 
-def check(op: str, implementation: str | None, device: Device = None) -> None:
+def check(
+    op: str, implementation: str | None, shape: Shape, R: int, dtype: Any, device: Device = None
+) -> None:
     """Raises: ValueError for an unknown word; NotImplementedError where 'fused' cannot run."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation={implementation!r}; there are {IMPLEMENTATIONS}")
-    if implementation == "fused":
-        why = fused_reason(device or _device())
+    if implementation == "fused" and (why := fused_reasons(op, shape, R, dtype, device)):
         raise NotImplementedError(
-            f"{op}: implementation='fused' cannot run here: {why}; use 'ring', 'xla', or None to "
-            "let it choose (--overlap=auto)"
+            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use 'ring', 'xla', "
+            "or None to let it choose (--overlap=auto)"
         )
 
 
-def fused_reason(device: Device) -> str:
-    """Returns what keeps a fused kernel from running on this device."""
-    if device is None or device.platform == "cpu":
-        return f"it needs Hopper GPUs, found {device and device.platform}"
-    return "pallas_kernels has no kernel for it"
+def fused_reasons(
+    op: str, shape: Shape, R: int, dtype: Any, device: Device = None
+) -> tuple[str, ...]:
+    """Returns what keeps the kernel of `op` from running. Empty: it runs. device: see `choose`."""
+    _, K, widths = _problem(op, shape)
+    return kernels.reasons(op, K, widths, R, dtype, device)
+
+
+def device_reason(device: Device) -> str | None:
+    """Returns what keeps any fused kernel from running on a device, whatever the shape."""
+    kind = "no GPU" if device is None or device.platform == "cpu" else device.device_kind
+    return None if any(h in kind for h in kernels.HOPPER) else f"needs Hopper GPUs, found {kind}"
+
+
+def _problem(op: str, shape: Shape) -> tuple[int, int, tuple[int, ...]]:
+    """Returns (rows, K, columns of each weight) as the kernels count them."""
+    rows, width, parts = shape
+    return (rows, width, parts) if op == kernels.GATHER else (rows, sum(parts), (width,))
 
 
 def _device() -> Device:
@@ -92,8 +107,9 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     if device is None or device.platform == "cpu":
         return "xla", "a CPU has nothing to hide"
     rows, width, parts = shape
-    key = {"dtype": dtype, "ranks": R, "rows": rows, "width": width, "parts": sum(parts)}
-    if row := tuned.find(op, key):
+    _, K, widths = _problem(op, shape)
+    row = tuned.find(op, kernels.key(op, R, rows // R, K, sum(widths)))
+    if row and (row["fastest"] != "fused" or not fused_reasons(op, shape, R, dtype, device)):
         return row["fastest"], "measured on this kind of GPU"
     card = find_card(device.device_kind)
     if card is None or not device.num_cores or R > NODE:

@@ -58,7 +58,7 @@ def ops(
     (`choose_overlap`).
     Raises: UserError for an overlap that cannot run on this mesh.
     """
-    why = overlap_.fused_reason(layout.mesh.abstract_mesh.abstract_device)
+    why = overlap_.device_reason(layout.mesh.abstract_mesh.abstract_device)
     if overlap == "fused" and why:
         raise UserError(f"overlap=fused: {why}; use auto, ring or xla (--overlap)")
     return Ops(

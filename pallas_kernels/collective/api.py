@@ -137,12 +137,14 @@ def matmul_all_reduce(
     return reference.matmul_all_reduce(x, w, bias, residual, axis, acc_dtype)
 
 
-def reasons(op: str, K: int, widths: Sequence[int], ranks: int, dtype: Any) -> tuple[str, ...]:
-    """Returns what keeps the kernel of `op` from running, for a caller that chooses; inside a
-    shard_map, whose mesh says what the program is compiled for. Empty: it runs.
+def reasons(
+    op: str, K: int, widths: Sequence[int], ranks: int, dtype: Any, device: Any = None
+) -> tuple[str, ...]:
+    """Returns what keeps the kernel of `op` from running, for a caller that chooses. Empty: it
+    runs. device: what the program is for; None, inside a shard_map: its mesh's.
     """
     found = []
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    device = device or jax.sharding.get_abstract_mesh().abstract_device
     platform, kind = (device.platform, device.device_kind) if device else _live()
     if platform not in ("gpu", "cuda"):
         found.append(f"needs Hopper GPUs, found {platform}")

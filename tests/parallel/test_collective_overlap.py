@@ -96,13 +96,19 @@ def test_what_cannot_run_is_refused_or_left_to_xla():
 
 def compiled_mlp(R, axes, both_ways, gradients=False):
     """The collectives of an MLP 2048 -> 8192 -> 2048 of 256 rows a rank, as rings."""
+    text, shape = mlp_program(R, axes, both_ways, gradients)
+    return hlo.collectives(text, shape)
+
+
+def mlp_program(R, axes, both_ways, gradients=False, implementation="ring"):
+    """Returns (the compiled text of that MLP, its mesh's sizes)."""
     sizes = {"data": 8 // R, "tensor": R} if R < 8 else {"tensor": R}
     mesh = jax.sharding.Mesh(
         np.array(aot.devices(-(-R // 8))).reshape(tuple(sizes.values())), tuple(sizes)
     )
     assert tuple(sizes) == axes
     rows, up, down = P(axes if R < 8 else "tensor"), P(None, "tensor"), P("tensor")
-    options = {"axis": "tensor", "implementation": "ring", "both_ways": both_ways}
+    options = {"axis": "tensor", "implementation": implementation, "both_ways": both_ways}
 
     def mlp(x, w_up, w_down):
         h = all_gather_matmul(x, w_up, activation="gelu_tanh", **options)
@@ -122,7 +128,7 @@ def compiled_mlp(R, axes, both_ways, gradients=False):
 
     args = like((256 * mesh.size, 2048), rows), like((2048, 8192), up), like((8192, 2048), down)
     compiled = aot.compile(jax.jit(program).lower(*args), QUICK | ring.compiler_options(both_ways))
-    return hlo.collectives(compiled.as_text(), dict(mesh.shape))
+    return compiled.as_text(), dict(mesh.shape)
 
 
 @pytest.mark.aot
@@ -155,3 +161,16 @@ def test_the_backward_pass_hides_all_of_its_communication():
     for c in found:
         arrays[c.kind] += c.arrays
     assert arrays == {"collective-permute": 21, "all-gather": 1, "reduce-scatter": 1}
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(("R", "axes"), [(8, ("tensor",)), (4, ("data", "tensor"))])
+def test_fused_products_have_their_communication_inside(R, axes):
+    """Three kernels: x in, y out, dy in for dx and dw; x again and the sum of dx are XLA's."""
+    text, shape = mlp_program(R, axes, False, gradients=True, implementation="fused")
+    assert text.count('custom_call_target="mosaic_gpu') == 3
+    found = hlo.collectives(text, shape)
+    assert {c.kind for c in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    # Beside data parallelism XLA leaves x's second gather alone: nothing is claimed there.
+    assert R < 8 or all(c.is_hidden for c in found), found
