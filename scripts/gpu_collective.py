@@ -91,8 +91,9 @@ class Check:
         if self.kind == "gather":
             ys, _ = all_gather_gemm(x, (w,), None, delays, into, keep=True, **static)
             return ys[0].reshape(R, -1, self.N)
-        function = gemm_reduce_scatter if self.kind == "scatter" else gemm_all_reduce
-        return function(x, w, None, None, delays, into, **static)[0].reshape(R, -1, self.N)
+        if self.kind == "scatter":
+            return gemm_reduce_scatter((x,), (w,), None, None, delays, into, **static)[0]
+        return gemm_all_reduce(x, w, None, None, delays, into, **static)
 
     def want(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         """The same by float64."""
@@ -168,7 +169,7 @@ class Case:
         static: dict[str, Any] = {"rows": self.m // R, "peers": peers, "plan": plan}
         if self.kind == "gather":
             return all_gather_gemm(x, (w,), spec=PLAIN, **static)[0][0]
-        return gemm_reduce_scatter(x, w, spec=SUMS, **static)[0]
+        return gemm_reduce_scatter((x,), (w,), spec=SUMS, **static)[0]
 
     def copy(self, peers: Any, x: jax.Array, w: jax.Array, sent: jax.Array) -> jax.Array:
         """The copies alone, pulled for either kind: as many and as large."""

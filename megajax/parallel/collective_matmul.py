@@ -151,7 +151,7 @@ def matmul_all_reduce(
             "its hops behind; use 'xla', or matmul_reduce_scatter"
         )
     if implementation == "fused":
-        x, w = collective_vjp.joined(xs, ws)
+        x, w = jnp.concatenate(xs, -1), jnp.concatenate(ws, 0)
         rest = {"bias": bias, "residual": residual, "acc_dtype": acc_dtype}
         return kernels.matmul_all_reduce(x, w, axis=axis, implementation="fused", **rest)
     xs, ws = _varying(axis, (xs, ws))

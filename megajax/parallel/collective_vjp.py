@@ -143,18 +143,10 @@ def _scatter_run(xs, ws, bias, residual, plan):
 def _scatter_fused(
     xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, plan: Plan
 ) -> Array:
-    x, w = joined(xs, ws)
     return kernels.matmul_reduce_scatter(
-        x, w, axis=plan.axis, bias=bias, residual=residual, acc_dtype=plan.acc_dtype,
+        xs, ws, axis=plan.axis, bias=bias, residual=residual, acc_dtype=plan.acc_dtype,
         implementation="fused",
     )  # fmt: skip
-
-
-def joined(xs: Arrays, ws: Arrays) -> tuple[Array, Array]:
-    """Several products that are added are one of a longer contraction."""
-    if len(xs) == 1:
-        return xs[0], ws[0]
-    return jnp.concatenate(xs, axis=-1), jnp.concatenate(ws, axis=0)
 
 
 def _scatter_forward(xs: Any, ws: Any, bias: Any, residual: Any, plan: Plan) -> tuple:
@@ -175,7 +167,7 @@ def _scatter_backward(plan: Plan, saved: tuple, dy: Any) -> tuple:
 
     if plan.implementation == "fused":
         dxs, whole = kernels.all_gather_matmul(
-            dy, [w.T for w in ws], axis=plan.axis, return_gathered=True, implementation="fused"
+            dy, ws, axis=plan.axis, return_gathered=True, transpose_w=True, implementation="fused"
         )
         found = (*dxs, whole)
     else:

@@ -76,20 +76,20 @@ def fused_reasons(
     op: str, shape: Shape, R: int, dtype: Any, device: Device = None
 ) -> tuple[str, ...]:
     """Returns what keeps the kernel of `op` from running. Empty: it runs. device: see `choose`."""
-    _, K, widths = _problem(op, shape)
-    return kernels.reasons(op, K, widths, R, dtype, device)
+    _, contracted, widths = _problem(op, shape)
+    return kernels.reasons(op, contracted, widths, R, dtype, device)
 
 
 def device_reason(device: Device) -> str | None:
     """Returns what keeps any fused kernel from running on a device, whatever the shape."""
-    kind = "no GPU" if device is None or device.platform == "cpu" else device.device_kind
+    kind = "cpu" if device is None or device.platform == "cpu" else device.device_kind
     return None if any(h in kind for h in kernels.HOPPER) else f"needs Hopper GPUs, found {kind}"
 
 
-def _problem(op: str, shape: Shape) -> tuple[int, int, tuple[int, ...]]:
-    """Returns (rows, K, columns of each weight) as the kernels count them."""
+def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Returns (rows, K of each input, columns of each weight) as the kernels count them."""
     rows, width, parts = shape
-    return (rows, width, parts) if op == kernels.GATHER else (rows, sum(parts), (width,))
+    return (rows, (width,), parts) if op == kernels.GATHER else (rows, parts, (width,))
 
 
 def _device() -> Device:
@@ -107,8 +107,8 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     if device is None or device.platform == "cpu":
         return "xla", "a CPU has nothing to hide"
     rows, width, parts = shape
-    _, K, widths = _problem(op, shape)
-    row = tuned.find(op, kernels.key(op, R, rows // R, K, sum(widths)))
+    _, contracted, widths = _problem(op, shape)
+    row = tuned.find(op, kernels.key(op, R, rows // R, sum(contracted), sum(widths)))
     if row and (row["fastest"] != "fused" or not fused_reasons(op, shape, R, dtype, device)):
         return row["fastest"], "measured on this kind of GPU"
     card = find_card(device.device_kind)

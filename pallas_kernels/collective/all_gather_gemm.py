@@ -48,6 +48,7 @@ def all_gather_gemm(
     plan: Plan,
     spec: Spec,
     keep: bool = False,
+    turned: bool = False,
     blocks: int = SMS,
     interpret: bool = False,
 ) -> tuple[list[jax.Array], jax.Array]:
@@ -57,7 +58,8 @@ def all_gather_gemm(
     Args:
       x: (C, height, K), height at least the tile's and a multiple of 8; of GhostPeer and ReadyPeer
         (R, height, K), all ranks' rows.
-      weights: (C, K, N) each, N at least the tile's; K and N multiples of 64.
+      weights: (C, K, N) each, or (C, N, K) where turned, as the product by a transposed weight
+        needs it; N at least the tile's, K and N multiples of 64.
       bias: (C, all weights' columns, each filled up to whole tiles) float32.
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like gathered, to be gathered into (tests: full of NaN).
@@ -74,7 +76,7 @@ def all_gather_gemm(
     inputs |= {} if bias is None else {"bias": bias}
     inputs |= {} if delays is None else {"delays": delays}
     outputs = {
-        f"y{i}": jax.ShapeDtypeStruct((copies * R, height, w.shape[2]), spec.out_dtype)
+        f"y{i}": jax.ShapeDtypeStruct((copies * R, height, w.shape[2 - turned]), spec.out_dtype)
         for i, w in enumerate(weights)
     }
     if into is None:
@@ -82,14 +84,14 @@ def all_gather_gemm(
     else:
         inputs["gathered"] = into
     body = functools.partial(
-        _body, names=(*inputs, *outputs), peers=peers, plan=plan, spec=spec,
+        _body, names=(*inputs, *outputs), peers=peers, plan=plan, spec=spec, turned=turned,
         clusters=launch["grid"][0] // copies,
         split=schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk), keep=keep,
     )  # fmt: skip
     found = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan, x.dtype, spec.out_dtype, K, x.dtype),
+        scratch_types=core.scratch(plan, x.dtype, spec.out_dtype, turned, K, x.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
         **launch,
@@ -97,18 +99,20 @@ def all_gather_gemm(
     return list(found[: len(weights)]), found[-1] if into is None else into[...]
 
 
-def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, free, arrived=None):
+def _body(*refs, names, peers, plan, spec, turned, clusters, split, keep, smem, ready, free,
+          arrived=None):  # fmt: skip
     gmem = dict(zip(names, refs, strict=True))
     (a_smem, b_smem, y_smem), *ring = smem if plan.comm else (smem,)
     tile, R = plan.tile, peers.ranks
     K = gmem["x"].shape[2]
-    product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
+    steps = pl.cdiv(K, tile.block_k)
+    product = core.Product(tile, steps, turned, a_smem, b_smem, y_smem, ready, free)
     flags = peers.flags(R * split.chunks + 1)
     rank, cluster = peers.rank(), peers.cluster()
     block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     talking = plan.comm // tile.cluster  # clusters
     computing = clusters - talking
-    widths = [gmem[name].shape[2] for name in names if name.startswith("w")]
+    widths = [gmem[name].shape[2 - turned] for name in names if name.startswith("w")]
     columns = [pl.cdiv(N, tile.block_n) for N in widths]
     first = [sum(columns[:i]) for i in range(len(columns))]
     row_tiles, all_columns = split.row_tiles, sum(columns)
@@ -136,7 +140,8 @@ def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, f
         pl.loop(place.first_flag, place.last_flag)(lambda flag: peers.wait(flags, flag, 1))
         return place
 
-    def load(place, k, a, b, barrier):
+    def load(place, step, a, b, barrier):
+        k = core.span(step, tile.block_k)
         m = pl.ds(pl.multiple_of(place.row + block * tile.block_m, tile.block_m), tile.block_m)
 
         if peers.ready:
@@ -153,9 +158,9 @@ def _body(*refs, names, peers, plan, spec, clusters, split, keep, smem, ready, f
                 plgpu.copy_gmem_to_smem(rows.at[m, k], a, barrier)
 
         def load_b(i, at):
-            columns = pl.ds(at, tile.block_n)
+            n = pl.ds(at, tile.block_n)
             plgpu.copy_gmem_to_smem(
-                peers.own(gmem[f"w{i}"]).at[k, columns], b, barrier,
+                peers.own(gmem[f"w{i}"]).at[(n, k) if turned else (k, n)], b, barrier,
                 collective_axes="cluster" if tile.cluster > 1 else None,
             )  # fmt: skip
 

@@ -46,12 +46,14 @@ def all_gather_matmul(
     bias: Array | Sequence[Array | None] | None = None,
     activation: Activation | None = None,
     return_gathered: bool = False,
+    transpose_w: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
     """activation(all_gather(x) w + bias), for one weight or for several that share the gather.
 
     Args:
-      x: (..., m/R, K) bf16|f16|f32, this rank's rows. w: (K, N) of x's type, or several.
+      x: (..., m/R, K) bf16|f16|f32, this rank's rows. w: (K, N) of x's type, or several; (N, K)
+        with transpose_w, which spares the copy that w.T would be.
       bias: (N,), any floating type; for several weights one or None each.
       activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'; in float32.
       return_gathered: also return x of all ranks, (..., m, K).
@@ -65,32 +67,36 @@ def all_gather_matmul(
     biases = tuple(bias) if isinstance(bias, Sequence) else (bias,) * len(weights)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{GATHER}: activation={activation!r}; there are {ACTIVATIONS}")
-    _check(GATHER, x, weights, biases)
-    sizes = (x.size // x.shape[-1], x.shape[-1], [w.shape[1] for w in weights])
-    if _choose(GATHER, implementation, axis, sizes, x.dtype) == "fused":
+    _check(GATHER, (x,) * len(weights), weights, biases, transpose_w)
+    rows, widths = x.size // x.shape[-1], [w.shape[1 - transpose_w] for w in weights]
+    if _choose(GATHER, implementation, axis, rows, (x,), widths) == "fused":
         spec = Spec(activation, x.dtype.name)
         arrays = dispatch.alike((x, weights, biases))
-        ys, gathered = _gather(*arrays, axis=axis, spec=spec, keep=return_gathered)
+        static = {"spec": spec, "keep": return_gathered, "turned": transpose_w}
+        ys, gathered = _gather(*arrays, axis=axis, **static)
     else:
+        weights = _upright(weights, transpose_w)
         ys, gathered = reference.all_gather_matmul(x, weights, biases, axis, activation)
     found = ys if isinstance(w, Sequence) else ys[0]
     return (found, gathered) if return_gathered else found
 
 
 def matmul_reduce_scatter(
-    x: Array,
-    w: Array,
+    x: Array | Sequence[Array],
+    w: Array | Sequence[Array],
     *,
     axis: str,
     bias: Array | None = None,
     residual: Array | None = None,
     acc_dtype: Any = jnp.float32,
+    transpose_w: bool = False,
     implementation: Implementation | None = None,
 ) -> Array:
     """reduce_scatter(x w) + bias + residual, the rows of this rank.
 
     Args:
-      x: (..., m, K) bf16|f16|f32, R divides m. w: (K, N) of x's type.
+      x: (..., m, K) bf16|f16|f32, R divides m. w: (K, N) of x's type, or (N, K) with transpose_w.
+        Or as many of both, whose products are added and share the scatter.
       bias: (N,), any floating type, the same on all ranks; added once. residual: (..., m/R, N) of
         x's type.
       acc_dtype: in which partial sums cross ranks; bfloat16 halves those bytes and loses bits.
@@ -99,18 +105,21 @@ def matmul_reduce_scatter(
     Returns: (..., m/R, N) in x's type, summed and added in float32.
     Raises: as all_gather_matmul.
     """
-    _check(SCATTER, x, (w,), (bias,), residual)
-    R = lax.axis_size(axis)
-    if x.shape[-2] % R:
+    xs, ws = ((tuple(a) if isinstance(a, Sequence) else (a,)) for a in (x, w))
+    _check(SCATTER, xs, ws, (bias,) * len(ws), transpose_w, residual)
+    R, m = lax.axis_size(axis), xs[0].shape[-2]
+    if m % R:
         raise ValueError(
-            f"{SCATTER}: x has {x.shape[-2]} rows, which the {R} ranks of {axis!r} must divide; "
-            f"nearest: {x.shape[-2] // R * R}, {x.shape[-2] // R * R + R}"
+            f"{SCATTER}: x has {m} rows, which the {R} ranks of {axis!r} must divide; nearest: "
+            f"{m // R * R}, {m // R * R + R}"
         )
-    sizes = (x.size // x.shape[-1] // R, x.shape[-1], [w.shape[1]])
-    if _choose(SCATTER, implementation, axis, sizes, x.dtype) == "fused":
-        arrays = dispatch.alike((x, w, bias, residual))
-        return _scatter(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name)
-    return reference.matmul_reduce_scatter(x, w, bias, residual, axis, acc_dtype)
+    rows, widths = xs[0].size // xs[0].shape[-1] // R, [ws[0].shape[1 - transpose_w]]
+    if _choose(SCATTER, implementation, axis, rows, xs, widths) == "fused":
+        arrays = dispatch.alike((xs, ws, bias, residual))
+        static = {"acc": jnp.dtype(acc_dtype).name, "turned": transpose_w}
+        return _scatter(*arrays, axis=axis, **static)
+    ws = _upright(ws, transpose_w)
+    return reference.matmul_reduce_scatter(xs, ws, bias, residual, axis, acc_dtype)
 
 
 def matmul_all_reduce(
@@ -121,27 +130,38 @@ def matmul_all_reduce(
     bias: Array | None = None,
     residual: Array | None = None,
     acc_dtype: Any = jnp.float32,
+    transpose_w: bool = False,
     implementation: Implementation | None = None,
 ) -> Array:
     """all_reduce(x w) + bias + residual, for the few rows of decoding; the same on every rank.
 
-    Args: as matmul_reduce_scatter for any m; residual: (..., m, N), the same on all ranks.
+    Args: as matmul_reduce_scatter, for one pair and any m; residual: (..., m, N), the same on all
+      ranks.
     Returns: (..., m, N) in x's type; the same bits on every rank and in every run with 'fused'.
     Raises: as all_gather_matmul.
     """
-    _check(REDUCE, x, (w,), (bias,), residual)
-    sizes = (x.size // x.shape[-1], x.shape[-1], [w.shape[1]])
-    if _choose(REDUCE, implementation, axis, sizes, x.dtype) == "fused":
+    _check(REDUCE, (x,), (w,), (bias,), transpose_w, residual)
+    rows, widths = x.size // x.shape[-1], [w.shape[1 - transpose_w]]
+    if _choose(REDUCE, implementation, axis, rows, (x,), widths) == "fused":
         arrays = dispatch.alike((x, w, bias, residual))
-        return _reduce(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name)
+        static = {"acc": jnp.dtype(acc_dtype).name, "turned": transpose_w}
+        return _reduce(*arrays, axis=axis, **static)
+    (w,) = _upright((w,), transpose_w)
     return reference.matmul_all_reduce(x, w, bias, residual, axis, acc_dtype)
 
 
 def reasons(
-    op: str, K: int, widths: Sequence[int], ranks: int, dtype: Any, device: Any = None
+    op: str,
+    contracted: Sequence[int],
+    widths: Sequence[int],
+    ranks: int,
+    dtype: Any,
+    device: Any = None,
 ) -> tuple[str, ...]:
-    """Returns what keeps the kernel of `op` from running, for a caller that chooses. Empty: it
-    runs. device: what the program is for; None, inside a shard_map: its mesh's.
+    """Returns what keeps the kernel of `op` from running, for a caller that chooses; none: it runs.
+
+    op: 'all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce'. contracted: K of each x.
+    widths: N of each w. device: what the program is for; None, inside a shard_map: its mesh's.
     """
     found = []
     device = device or jax.sharding.get_abstract_mesh().abstract_device
@@ -154,8 +174,9 @@ def reasons(
         found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
     if not 2 <= ranks <= NODE:
         found.append(f"needs 2 to {NODE} ranks, those of a node, found {ranks}")
-    if K < 64 or K % 64:
-        found.append(f"needs a multiple of 64 columns of x, found {K}")
+    found += [
+        f"needs a multiple of 64 columns of x, found {K}" for K in contracted if K < 64 or K % 64
+    ]
     multiple = MULTIPLE[op]
     found += [
         f"needs a multiple of {multiple} columns of w, found {N}"
@@ -174,39 +195,51 @@ def _live() -> tuple[str, str]:
     return jax.default_backend(), jax.local_devices()[0].device_kind
 
 
-def _choose(op: str, implementation: str | None, axis: str, sizes: Any, dtype: Any) -> str:
+def _choose(
+    op: str, implementation: str | None, axis: str, rows: int, xs: tuple, widths: Sequence[int]
+) -> str:
     if implementation not in (None, "xla", "fused"):
         raise ValueError(f"{op}: implementation={implementation!r}; there are 'xla', 'fused', None")
-    rows, K, widths = sizes
-    ranks = lax.axis_size(axis)
-    if implementation == "fused":
-        why = reasons(op, K, widths, ranks, dtype)
-        if why or not rows:
-            raise NotImplementedError(
-                f"{op}: implementation='fused' cannot run here: {'; '.join(why or ('no rows',))}; "
-                "use implementation='xla', or None to let it choose"
-            )
-        return "fused"
-    if implementation is None and rows and not reasons(op, K, widths, ranks, dtype):
-        row = tuned.find(op, key(op, ranks, rows, K, sum(widths)))
+    ranks, contracted = lax.axis_size(axis), [x.shape[-1] for x in xs]
+    why = reasons(op, contracted, widths, ranks, xs[0].dtype) + (() if rows else ("finds no rows",))
+    if implementation == "fused" and why:
+        raise NotImplementedError(
+            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use "
+            "implementation='xla', or None to let it choose"
+        )
+    if implementation is None and not why:
+        row = tuned.find(op, key(op, ranks, rows, sum(contracted), sum(widths)))
         return "fused" if row and row["fastest"] == "fused" else "xla"
-    return "xla"
+    return implementation or "xla"
 
 
-def _check(op: str, x: Array, weights: tuple, biases: tuple, residual: Array | None = None) -> None:
-    if x.dtype.name not in DTYPES or x.ndim < 2:
-        raise ValueError(f"{op}: x {x.dtype}{x.shape} must be (..., rows, K), of {DTYPES}")
-    if not weights or len(weights) != len(biases):
-        raise ValueError(f"{op}: {len(weights)} weights, {len(biases)} biases; one or None each")
-    for w, bias in zip(weights, biases, strict=True):
-        if w.ndim != 2 or w.shape[0] != x.shape[-1] or w.dtype != x.dtype:
-            raise ValueError(
-                f"{op}: w {w.dtype}{w.shape} must be ({x.shape[-1]}, N) in x's type, {x.dtype}"
-            )
-        if bias is not None and bias.shape != w.shape[1:]:
-            raise ValueError(f"{op}: bias {bias.shape} must be ({w.shape[1]},): w's columns")
-    if residual is not None and residual.dtype != x.dtype:
-        raise ValueError(f"{op}: residual {residual.dtype} must be of x's type, {x.dtype}")
+def _check(
+    op: str, xs: tuple, weights: tuple, biases: tuple, turned: bool, residual: Array | None = None
+) -> None:
+    if not weights or not len(xs) == len(weights) == len(biases):
+        raise ValueError(
+            f"{op}: {len(xs)} x, {len(weights)} weights, {len(biases)} biases; as many of each"
+        )
+    like = xs[0]
+    if like.dtype.name not in DTYPES or like.ndim < 2:
+        raise ValueError(f"{op}: x {like.dtype}{like.shape} must be (..., rows, K), of {DTYPES}")
+    for x, w, bias in zip(xs, weights, biases, strict=True):
+        if (x.dtype, x.shape[:-1]) != (like.dtype, like.shape[:-1]):
+            raise ValueError(f"{op}: x {x.dtype}{x.shape} and {like.dtype}{like.shape} are unlike")
+        K, N = (w.shape[::-1] if turned else w.shape) if w.ndim == 2 else (None, None)
+        if K != x.shape[-1] or w.dtype != x.dtype:
+            form = f"(N, {x.shape[-1]})" if turned else f"({x.shape[-1]}, N)"
+            raise ValueError(f"{op}: w {w.dtype}{w.shape} must be {form} in x's type, {x.dtype}")
+        if op == SCATTER and w.shape[1 - turned] != weights[0].shape[1 - turned]:
+            raise ValueError(f"{op}: w {w.shape} and {weights[0].shape} must have the same N")
+        if bias is not None and bias.shape != (N,):
+            raise ValueError(f"{op}: bias {bias.shape} must be ({N},): w's columns")
+    if residual is not None and residual.dtype != like.dtype:
+        raise ValueError(f"{op}: residual {residual.dtype} must be of x's type, {like.dtype}")
+
+
+def _upright(weights: tuple, turned: bool) -> tuple:
+    return tuple(w.T for w in weights) if turned else weights
 
 
 # ---- the kernels' arrays: pages of whole tiles
@@ -238,10 +271,10 @@ def _whole(rows: int, plan: core.Plan) -> tuple[int, int]:
     return live, max(live, plan.tile.block_m)
 
 
-def _gather(x, weights, biases, *, axis, spec, keep):
+def _gather(x, weights, biases, *, axis, spec, keep, turned):
     R, K, lead = lax.axis_size(axis), x.shape[-1], x.shape[:-2]
     rows = x.size // K
-    widths = [w.shape[1] for w in weights]
+    widths = [w.shape[1 - turned] for w in weights]
     plan = _plan(GATHER, R, rows, K, widths, x.dtype)
     live, height = _whole(rows, plan)
     bias = None
@@ -256,7 +289,7 @@ def _gather(x, weights, biases, *, axis, spec, keep):
     ys, gathered = all_gather_gemm(
         _pages(x, 1, height), tuple(w[None] for w in weights), bias,
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=spec, keep=keep,
-        blocks=_blocks(),
+        turned=turned, blocks=_blocks(),
     )  # fmt: skip
 
     def unpage(y: Array) -> Array:
@@ -266,24 +299,24 @@ def _gather(x, weights, biases, *, axis, spec, keep):
     return varying_as(x, (tuple(map(unpage, ys)), unpage(gathered)))
 
 
-def _scatter(x, w, bias, residual, *, axis, acc):
-    R, (*lead, m, K), N = lax.axis_size(axis), x.shape, w.shape[1]
-    rows = x.size // K // R
-    plan = _plan(SCATTER, R, rows, K, [N], acc)
+def _scatter(xs, ws, bias, residual, *, axis, acc, turned):
+    R, (*lead, m, _), N = lax.axis_size(axis), xs[0].shape, ws[0].shape[1 - turned]
+    rows = xs[0].size // xs[0].shape[-1] // R
+    plan = _plan(SCATTER, R, rows, sum(x.shape[-1] for x in xs), [N], acc)
     live, height = _whole(rows, plan)
-    owners = jnp.moveaxis(x.reshape(*lead, R, m // R, K), -3, 0)
+    owners = (jnp.moveaxis(x.reshape(*lead, R, m // R, x.shape[-1]), -3, 0) for x in xs)
     y, *_ = gemm_reduce_scatter(
-        _pages(owners, R, height), w[None],
+        tuple(_pages(x, R, height) for x in owners), tuple(w[None] for w in ws),
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
-        blocks=_blocks(),
+        turned=turned, blocks=_blocks(),
     )  # fmt: skip
-    return varying_as(x, y[0, :rows].reshape(*lead, m // R, N))
+    return varying_as(xs[0], y[0, :rows].reshape(*lead, m // R, N))
 
 
-def _reduce(x, w, bias, residual, *, axis, acc):
-    R, K, N = lax.axis_size(axis), x.shape[-1], w.shape[1]
+def _reduce(x, w, bias, residual, *, axis, acc, turned):
+    R, K, N = lax.axis_size(axis), x.shape[-1], w.shape[1 - turned]
     rows = x.size // K
     plan = _plan(REDUCE, R, rows, K, [N], acc)
     live, height = _whole(rows, plan)
@@ -292,7 +325,7 @@ def _reduce(x, w, bias, residual, *, axis, acc):
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
-        blocks=_blocks(),
+        turned=turned, blocks=_blocks(),
     )  # fmt: skip
     y = y[0, :rows].reshape(*x.shape[:-1], N)
     # The same on all ranks, which is what a kernel's result is taken for unless it is cast.

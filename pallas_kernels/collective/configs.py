@@ -27,8 +27,8 @@ from pallas_kernels.gemm.hopper import BLOCKS, Spec, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
 WIDE = ("128x128", "64x256", "64x128")  # of the all-reduce: columns in whole vectors of 128
-GATHERS = ("", " alone", " axis", " bias gelu", " several kept")
-SCATTERS = ("", " alone", " axis", " bias residual", " narrow")
+GATHERS = ("", " alone", " axis", " bias gelu", " several kept", " turned")
+SCATTERS = ("", " alone", " axis", " bias residual", " narrow", " turned pairs")
 CONFIGS = (
     *(f"gather {LARGEST}{words}" for words in GATHERS),
     *(f"gather {block}" for block in SMALLER),
@@ -48,6 +48,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     """Returns (function, its abstract arguments on H100s, the plan) of a configuration.
 
     'axis': one of a mesh of 2 x 4; 'alone': without a cluster; 'narrow': bf16 sums cross ranks.
+    'turned': w is stored (N, K); 'pairs': two products are added.
     """
     kind, *words = name.split()
     ranks = 4 if "axis" in words else 8
@@ -67,7 +68,12 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     C = peers.copies
-    w, bias = array(C, K, N), array(C, N, dtype=jnp.float32) if "bias" in words else None
+    turned = "turned" in words
+    static |= {"turned": turned}
+    w, bias = (
+        array(C, *((N, K) if turned else (K, N))),
+        array(C, N, dtype=jnp.float32) if "bias" in words else None,
+    )
     residual = array(C, rows, N) if "residual" in words else None
     if kind == "copy":
         copy = functools.partial(all_gather, peers=peers, comm=plan.comm, chunk=plan.chunk)
@@ -78,7 +84,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
         args = (array(peers.reached, rows, K), ws, bias)
         run = functools.partial(all_gather_gemm, **static)
     elif kind == "scatter":
-        args = (array(C * ranks, rows, K), w, bias, residual)
+        pairs = 1 + ("pairs" in words)
+        args = ((array(C * ranks, rows, K),) * pairs, (w,) * pairs, bias, residual)
         run = functools.partial(gemm_reduce_scatter, **static)
     else:
         args = (array(C, rows, K), w, bias, residual)

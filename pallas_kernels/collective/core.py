@@ -100,23 +100,26 @@ def piece_shape(width: int, itemsize: int) -> tuple[int, int]:
     return 1, next(n for n in range(most - most % 64, 0, -64) if width % n == 0)
 
 
-def buffers(tile: hopper.Tile, dtype: Any, out_dtype: Any) -> tiles.Buffers:
-    """Returns the shared memory of the product, as (shape, type)."""
+def buffers(tile: hopper.Tile, dtype: Any, out_dtype: Any, turned: bool = False) -> tiles.Buffers:
+    """Returns the shared memory of the product, as (shape, type). turned: b is stored (N, K)."""
+    b = (tile.block_n, tile.block_k) if turned else (tile.block_k, tile.block_n)
     columns = hopper.SWIZZLE // jnp.dtype(out_dtype).itemsize
     return {
         "a_smem": ((tile.stages, tile.block_m, tile.block_k), dtype),
-        "b_smem": ((tile.stages, tile.block_k, tile.block_n), dtype),
+        "b_smem": ((tile.stages, *b), dtype),
         "y_smem": ((tile.warpgroups, 2, tiles.ROWS, columns), jnp.dtype(out_dtype)),
     }
 
 
-def scratch(plan: Plan, dtype: Any, out_dtype: Any, width: int, piece_dtype: Any) -> dict[str, Any]:
+def scratch(
+    plan: Plan, dtype: Any, out_dtype: Any, turned: bool, width: int, piece_dtype: Any
+) -> dict[str, Any]:
     """Returns shared memory and barriers: the product's buffers, or the ring of pieces.
 
     width: of the rows that communication blocks copy, of piece_dtype.
     """
     tile = plan.tile
-    product = buffers(tile, dtype, out_dtype)
+    product = buffers(tile, dtype, out_dtype, turned)
     tiles.check_shared("fused product", product)
     smem = tuple(swizzled(*buffer) for buffer in product.values())
     free = {"num_arrivals": tile.warpgroups, "num_barriers": tile.stages}
@@ -142,10 +145,11 @@ def relay_scratch(width: int, dtype: Any, most: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The roles of the thread blocks that compute. steps: tiles of K."""
+    """The roles of the thread blocks that compute. steps: tiles of K. turned: b is (N, K)."""
 
     tile: hopper.Tile
     steps: int
+    turned: bool
     a_smem: Any
     b_smem: Any
     y_smem: Any
@@ -163,7 +167,8 @@ class Product:
         def step(i, acc):
             slot = self._slot(i)
             plgpu.barrier_wait(self.ready.at[slot])
-            plgpu.wgmma(acc, self.a_smem.at[slot, own], self.b_smem.at[slot])
+            right = self.b_smem.at[slot]
+            plgpu.wgmma(acc, self.a_smem.at[slot, own], right.T if self.turned else right)
 
         def product(first, acc):
             step(first, acc)
@@ -211,8 +216,8 @@ class Product:
     ) -> None:
         """The producer warpgroup: begin(j) says where tile j lies once its rows are there.
 
-        load(place, columns of K, a's buffer, b's buffer, barrier): starts both copies; b's is for
-        the whole cluster.
+        load(place, step, a's buffer, b's buffer, barrier): starts both copies of a tile of K; b's
+        is for the whole cluster.
         """
         stages = self.tile.stages
 
@@ -224,10 +229,8 @@ class Product:
             def _(s):
                 i = j * self.steps + s
                 slot = self._slot(i)
-                k = pl.ds(pl.multiple_of(s * self.tile.block_k, self.tile.block_k),
-                          self.tile.block_k)  # fmt: skip
                 pl.when(i >= stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-                load(place, k, self.a_smem.at[slot], self.b_smem.at[slot], self.ready.at[slot])
+                load(place, s, self.a_smem.at[slot], self.b_smem.at[slot], self.ready.at[slot])
 
         # Every phase of every barrier is observed before the block ends.
         total = count * self.steps
@@ -285,6 +288,11 @@ def relay(
         # The slot that is filled now was stored from STORING pieces ago.
         plgpu.wait_smem_to_gmem(STORING, wait_read_only=True)
         fetch(q + ahead)
+
+
+def span(step: Int, size: int) -> Any:
+    """The indices of a tile: size * step and what follows."""
+    return pl.ds(pl.multiple_of(step * size, size), size)
 
 
 def share(total: Int, first: Int, stride: int) -> Int:

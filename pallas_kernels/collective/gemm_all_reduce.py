@@ -43,6 +43,7 @@ def gemm_all_reduce(
     peers: Peers,
     plan: Plan,
     spec: Spec,
+    turned: bool = False,
     blocks: int = SMS,
 ) -> jax.Array:
     """all_reduce(x w) + bias + residual, the same on every rank.
@@ -50,7 +51,8 @@ def gemm_all_reduce(
     C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
     Args:
       x: (C, height, K), height at least the tile's and a multiple of 8.
-      w: (C, K, N), N at least the tile's; K a multiple of 64, N of 128, as the tile's columns.
+      w: (C, K, N), or (C, N, K) where turned; N at least the tile's; K a multiple of 64, N of 128,
+        as the tile's columns.
       bias: (C, N) float32. residual: (C, height, N).
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref of (C R, height, N) sums, for what arrives (tests: full of NaN).
@@ -62,7 +64,7 @@ def gemm_all_reduce(
     """
     copies, R = peers.copies, peers.ranks
     launch = core.launch(NAME, plan, peers, blocks, copying=False)
-    (_, height, _), N = x.shape, w.shape[2]
+    (_, height, _), N = x.shape, w.shape[2 - turned]
     inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     sums = jnp.dtype(spec.out_dtype)
@@ -70,23 +72,24 @@ def gemm_all_reduce(
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
     body = functools.partial(
-        _body, names=(*inputs, *outputs), peers=peers, plan=plan, rows=rows,
+        _body, names=(*inputs, *outputs), peers=peers, plan=plan, rows=rows, turned=turned,
         clusters=launch["grid"][0] // copies,
     )  # fmt: skip
     return plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan, x.dtype, sums, N, sums),
+        scratch_types=core.scratch(plan, x.dtype, sums, turned, N, sums),
         **launch,
     )(*inputs.values())[0]
 
 
-def _body(*refs, names, peers, plan, rows, clusters, smem, ready, free):
+def _body(*refs, names, peers, plan, rows, turned, clusters, smem, ready, free):
     gmem = dict(zip(names, refs, strict=True))
     a_smem, b_smem, y_smem = smem
     tile, R = plan.tile, peers.ranks
-    K, N = gmem["w"].shape[1:]
-    product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
+    K, N = gmem["x"].shape[2], gmem["y"].shape[2]
+    steps = pl.cdiv(K, tile.block_k)
+    product = core.Product(tile, steps, turned, a_smem, b_smem, y_smem, ready, free)
     across = pl.cdiv(N, tile.block_n)
     total = pl.cdiv(rows, tile.block_m * tile.cluster) * across
     # A flag for each tile, at each rank.
@@ -103,12 +106,13 @@ def _body(*refs, names, peers, plan, rows, clusters, smem, ready, free):
         column = lax.rem(i, jnp.int32(across)) * tile.block_n
         return pl.multiple_of(row, tile.block_m), pl.multiple_of(column, tile.block_n)
 
-    def load(place, k, a, b, barrier):
+    def load(place, step, a, b, barrier):
+        k = core.span(step, tile.block_k)
         m, n = (pl.ds(first, size) for first, size in zip(place, (tile.block_m, tile.block_n),
                                                           strict=True))  # fmt: skip
         plgpu.copy_gmem_to_smem(peers.own(gmem["x"]).at[m, k], a, barrier)
         plgpu.copy_gmem_to_smem(
-            peers.own(gmem["w"]).at[k, n], b, barrier,
+            peers.own(gmem["w"]).at[(n, k) if turned else (k, n)], b, barrier,
             collective_axes="cluster" if tile.cluster > 1 else None,
         )  # fmt: skip
 

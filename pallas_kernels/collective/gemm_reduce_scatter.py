@@ -34,8 +34,8 @@ NAME = "gemm_reduce_scatter"
 
 
 def gemm_reduce_scatter(
-    x: jax.Array,
-    w: jax.Array,
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     delays: jax.Array | None = None,
@@ -45,16 +45,17 @@ def gemm_reduce_scatter(
     peers: Peers,
     plan: Plan,
     spec: Spec,
+    turned: bool = False,
     blocks: int = SMS,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """reduce_scatter(x w) + bias + residual; bias and residual are added once, by the owner.
+    """reduce_scatter(x w + ...) + bias + residual; the latter are added once, by the owner.
 
     C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
     Args:
-      x: (C R, height, K): a page holds the rows of an owner; height at least the tile's and a
-        multiple of 8.
-      w: (C, K, N), N at least the tile's; K a multiple of 64, N of 128.
+      xs: (C R, height, K) each: a page holds the rows of an owner; height at least the tile's and
+        a multiple of 8. K of its own for each pair, a multiple of 64.
+      ws: (C, K, N) each, or (C, N, K) where turned; N at least the tile's, a multiple of 128.
       bias: (C, N) float32. residual: (C, height, N).
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like the last result, for what arrives (tests: full of NaN).
@@ -68,37 +69,41 @@ def gemm_reduce_scatter(
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
     launch = core.launch(NAME, plan, peers, blocks)
-    (_, height, _), N = x.shape, w.shape[2]
-    inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
+    (_, height, _), N, dtype = xs[0].shape, ws[0].shape[2 - turned], xs[0].dtype
+    inputs = {f"x{i}": x for i, x in enumerate(xs)} | {f"w{i}": w for i, w in enumerate(ws)}
+    inputs |= {"bias": bias, "residual": residual, "delays": delays, "inbox": into}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     sums = jnp.dtype(spec.out_dtype)
     outputs = {
-        "y": jax.ShapeDtypeStruct((copies, height, N), x.dtype),
+        "y": jax.ShapeDtypeStruct((copies, height, N), dtype),
         "outbox": jax.ShapeDtypeStruct((copies * R, height, N), sums),
     }
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
     body = functools.partial(
-        _body, names=(*inputs, *outputs), peers=peers, plan=plan,
+        _body, names=(*inputs, *outputs), pairs=len(xs), peers=peers, plan=plan, turned=turned,
         clusters=launch["grid"][0] // copies,
         split=schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk),
     )  # fmt: skip
     found = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan, x.dtype, sums, N, sums),
+        scratch_types=core.scratch(plan, dtype, sums, turned, N, sums),
         interpret=interpreter.params() if interpret else None,
         **launch,
     )(*inputs.values())
     return [*found, into[...]] if into is not None else found
 
 
-def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived=None):
+def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready, free,
+          arrived=None):  # fmt: skip
     gmem = dict(zip(names, refs, strict=True))
     (a_smem, b_smem, y_smem), *rings = smem if plan.comm else (smem,)
     tile, R = plan.tile, peers.ranks
-    K, N = gmem["w"].shape[1:]
-    product = core.Product(tile, pl.cdiv(K, tile.block_k), a_smem, b_smem, y_smem, ready, free)
+    N = gmem["y"].shape[2]
+    # The products follow each other in the steps of one sum.
+    steps = [pl.cdiv(gmem[f"x{i}"].shape[2], tile.block_k) for i in range(pairs)]
+    product = core.Product(tile, sum(steps), turned, a_smem, b_smem, y_smem, ready, free)
     # A page of flags for each rank: tiles of each chunk of each owner, then what came of my chunks.
     chunks = R * split.chunks
     flags = peers.flags(chunks + split.chunks)
@@ -117,14 +122,23 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
         band = max(1, plan.chunk // split.tile)
         return schedule.scatter_tile(i, rank, split, columns, band)
 
-    def load(place, k, a, b, barrier):
+    def load(place, step, a, b, barrier):
         m = pl.ds(pl.multiple_of(place.row + block * tile.block_m, tile.block_m), tile.block_m)
-        n = pl.ds(pl.multiple_of(place.column * tile.block_n, tile.block_n), tile.block_n)
-        plgpu.copy_gmem_to_smem(peers.own(gmem["x"], place.peer).at[m, k], a, barrier)
-        plgpu.copy_gmem_to_smem(
-            peers.own(gmem["w"]).at[k, n], b, barrier,
-            collective_axes="cluster" if tile.cluster > 1 else None,
-        )  # fmt: skip
+        n = core.span(place.column, tile.block_n)
+
+        def load_pair(i, first):
+            k = core.span(step - first, tile.block_k)
+            x, w = peers.own(gmem[f"x{i}"], place.peer), peers.own(gmem[f"w{i}"])
+            plgpu.copy_gmem_to_smem(x.at[m, k], a, barrier)
+            plgpu.copy_gmem_to_smem(
+                w.at[(n, k) if turned else (k, n)], b, barrier,
+                collective_axes="cluster" if tile.cluster > 1 else None,
+            )  # fmt: skip
+
+        for i in range(pairs):
+            first = sum(steps[:i])
+            here = (step >= first) & (step < first + steps[i])
+            pl.when(here)(functools.partial(load_pair, i, first))
 
     def finish(j, acc):
         place = place_of(j)
@@ -183,36 +197,15 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
             )  # fmt: skip
 
     def reduce():
-        each = next(128 * vector for vector in (4, 2, 1) if N % (128 * vector) == 0)
-        layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
-        wide = N // each
         me = (cluster * tile.cluster + block) * tile.warpgroups + warpgroup
-        everyone = clusters * tile.cluster * tile.warpgroups
 
         @pl.loop(0, split.chunks)
         def _(c):
-            # The own chunk is the last that a rotation over all ranks would send.
+            # The own chunks are the last that a rotation over all ranks would send.
             chunk = schedule.scatter_chunk((R - 1) * split.chunks + c, rank, split, columns)
             computed(chunk)
             peers.wait(flags, chunks + c, R - 1)
-
-            @pl.loop(0, core.share(chunk.rows * wide, me, everyone))
-            def _(i):
-                p = me + i * everyone
-                row = chunk.row + lax.div(p, jnp.int32(wide))
-                at = pl.ds(lax.rem(p, jnp.int32(wide)) * each, each)
-
-                def read(ref: Any, *index: Any) -> Any:
-                    found = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
-                    return found.astype(jnp.float32)
-
-                parts = [read(peers.mine(gmem["inbox"], source), row) for source in range(R)]
-                total = functools.reduce(jnp.add, parts)
-                if "bias" in gmem:
-                    total += read(peers.own(gmem["bias"]))
-                if "residual" in gmem:
-                    total += read(peers.own(gmem["residual"]), row)
-                peers.own(gmem["y"]).at[row, at][...] = total.astype(gmem["y"].dtype)
+            _add_up(gmem, peers, chunk, me, clusters * tile.cluster * tile.warpgroups)
 
     if plan.comm:
 
@@ -234,3 +227,28 @@ def _body(*refs, names, peers, plan, clusters, split, smem, ready, free, arrived
         if tile.warpgroups > 1:
             plgpu.set_max_registers(40, action="decrease")
         product.produce(count, place_of, load)
+
+
+def _add_up(gmem, peers, chunk, me, everyone):
+    """Warpgroup `me` of `everyone` stores its pieces of a chunk's rows, rank 0's sums first."""
+    N = gmem["y"].shape[2]
+    each = next(128 * vector for vector in (4, 2, 1) if N % (128 * vector) == 0)
+    layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
+    wide = jnp.int32(N // each)
+
+    @pl.loop(0, core.share(chunk.rows * wide, me, everyone))
+    def _(i):
+        p = me + i * everyone
+        row, at = chunk.row + lax.div(p, wide), pl.ds(lax.rem(p, wide) * each, each)
+
+        def read(ref: Any, *index: Any) -> Any:
+            found = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
+            return found.astype(jnp.float32)
+
+        parts = [read(peers.mine(gmem["inbox"], source), row) for source in range(peers.ranks)]
+        y = functools.reduce(jnp.add, parts)
+        if "bias" in gmem:
+            y += read(peers.own(gmem["bias"]))
+        if "residual" in gmem:
+            y += read(peers.own(gmem["residual"]), row)
+        peers.own(gmem["y"]).at[row, at][...] = y.astype(gmem["y"].dtype)

@@ -5,6 +5,7 @@ Products accumulate in float32, partial sums cross ranks in `acc_dtype`, results
 Legend: as in api.py.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -39,12 +40,17 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Array, w: Array, bias: Array | None, residual: Array | None, axis: str, acc_dtype: Any
+    xs: tuple[Array, ...],
+    ws: tuple[Array, ...],
+    bias: Array | None,
+    residual: Array | None,
+    axis: str,
+    acc_dtype: Any,
 ) -> Array:
-    """reduce_scatter(x w) + bias + residual."""
-    part = product(x, w).astype(acc_dtype)
+    """reduce_scatter(the sum of all x w) + bias + residual."""
+    part = functools.reduce(jnp.add, map(product, xs, ws)).astype(acc_dtype)
     total = lax.psum_scatter(part, axis, scatter_dimension=part.ndim - 2, tiled=True)
-    return _finish(total, bias, residual, x.dtype)
+    return _finish(total, bias, residual, xs[0].dtype)
 
 
 def matmul_all_reduce(

@@ -54,6 +54,12 @@ def test_plain_collectives_against_float64(shape, seed):
     y = on(shape, scatter, specs, rows)(x, w, bias, residual)
     np.testing.assert_allclose(y, x.astype(float) @ w + bias + residual, atol=1e-5)
 
+    def scatter_two(x, w):
+        return api.matmul_reduce_scatter([x, 2 * x], [w.T, w.T], axis="x", transpose_w=True)
+
+    y = on(shape, scatter_two, specs[:2], rows)(x, w)
+    np.testing.assert_allclose(y, 3 * (x.astype(float) @ w), atol=1e-4)
+
     def reduce(x, w, bias, residual):
         return api.matmul_all_reduce(x, w, axis="x", bias=bias, residual=residual)
 
@@ -81,7 +87,7 @@ def test_a_cpu_is_refused_with_every_reason():
         ("bias \\(3,\\) must be \\(8,\\)", {"bias": jnp.ones(3)}),
         ("activation='relu'", {"activation": "relu"}),
         ("implementation='ring'", {"implementation": "ring"}),
-        ("2 weights, 1 biases", {"w": [jnp.ones((16, 8))] * 2, "bias": [None]}),
+        ("2 x, 2 weights, 1 biases", {"w": [jnp.ones((16, 8))] * 2, "bias": [None]}),
     ],
 )
 def test_bad_input_is_a_clear_error(message, change):

@@ -22,6 +22,10 @@ def scatter(x, w, bias, residual):
     return api.matmul_reduce_scatter(x, w, bias=bias, residual=residual, **FUSED)
 
 
+def scatter_two(x, w):
+    return api.matmul_reduce_scatter([x, x], [w, w], transpose_w=True, **FUSED)
+
+
 def reduce(x, w, bias):
     return api.matmul_all_reduce(x, w, bias=bias, **FUSED)
 
@@ -33,6 +37,7 @@ CASES = {
                (rows, P(None, "x"), P(None, "x"), P("x")), ((columns, columns), columns)),
     "scatter": (scatter, [(2, 96, 512), (512, 384), (384,), (2, 12, 384)],
                 (columns, P("x"), P(), rows), rows),
+    "scatter two": (scatter_two, [(96, 512), (384, 512)], (rows, rows), P("x")),
     "reduce": (reduce, [(1, 3, 512), (512, 384), (384,)], (columns, P("x"), P()), P()),
 }  # fmt: skip
 

@@ -59,14 +59,18 @@ def test_gathered_product(me, tile, rows, rotated, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("me", "cluster"), [(1, 1), (0, 2)])
 def test_scattered_product(me, cluster, seed):
-    """Sums for other owners leave from one buffer, own ones are where the others' will arrive."""
+    """Two products by transposed weights, added.
+
+    Sums for other owners leave from one buffer, own ones are where the others' will arrive.
+    """
     rows, K, N = 72 * cluster, 64, 128
-    x, w = values((R, rows, K), (1, K, N), seed=seed)
+    x, w, v, u = values((R, rows, K), (1, N, K), (R, rows, 2 * K), (1, N, 2 * K), seed=seed)
     plan = Plan(Tile(64, 128, 64, 2, 1, cluster), 0, 72)
     _, outbox, inbox = gemm_reduce_scatter(
-        x, w, rows=rows, peers=ReadyPeer(R, me), plan=plan, spec=Spec(None, "float32"),
-        blocks=2 * cluster, interpret=True,
+        (x, v), (w, u), rows=rows, peers=ReadyPeer(R, me), plan=plan, spec=Spec(None, "float32"),
+        blocks=2 * cluster, turned=True, interpret=True,
     )  # fmt: skip
-    want = np.asarray(x, np.float64) @ np.asarray(w[0], np.float64)
+    x, w, v, u = (np.asarray(a, np.float64) for a in (x, w, v, u))
+    want = x @ w[0].T + v @ u[0].T
     np.testing.assert_array_equal(inbox[me * R + me], want[me])
     np.testing.assert_array_equal(outbox[1 - me], want[1 - me])
