@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import types
 from unittest import mock
 
 import jax
@@ -16,10 +17,11 @@ from megajax.core.hardware import CARDS
 from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo
 from megajax.layers.mlp import MlpConfig
-from megajax.parallel import overlap, ring, sharding, tensor
+from megajax.parallel import collective_vjp, overlap, ring, sharding, tensor
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from megajax.systems.aot import QUICK
 from pallas_kernels import aot, tuned
+from pallas_kernels.collective import api
 
 LARGE, SMALL = (8192, 12288, (6144,)), (2048, 12288, (6144,))
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -89,6 +91,53 @@ def test_what_cannot_run_is_refused_or_left_to_xla():
     assert tensor.explain_overlap(lo, "ring", 64, mlp, "float32") == "ring (asked for)"
     why = "xla (a CPU has nothing to hide)"
     assert tensor.explain_overlap(lo, "auto", 64, mlp, "float32") == f"MLP up {why}, MLP down {why}"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
+    """Around the kernels: everything but the kernels themselves, which are for GPUs."""
+    monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
+    calls = []
+
+    def plain(op):
+        def run(*args, implementation, **options):
+            assert implementation == "fused"
+            calls.append(op)
+            return getattr(api, op)(*args, implementation="xla", **options)
+
+        return run
+
+    stand_in = types.SimpleNamespace(**{op: plain(op) for op in (GATHER, SCATTER)})
+    monkeypatch.setattr(collective_vjp, "kernels", stand_in)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
+    random = np.random.default_rng(0)
+    shapes = (8, 6), (6, 8), (6, 8), (8,), (8, 6), (8, 6), (6,), (8, 6)
+    args = [random.normal(size=n).astype(np.float32) for n in shapes]
+    rows, up, down = P("tensor"), P(None, "tensor"), P("tensor")
+    specs = (rows, up, up, P("tensor"), down, down, P(), rows)
+
+    def mlp(word, x, gate, w_up, bias, first, second, offset, residual):
+        found = all_gather_matmul(
+            x, [gate, w_up], axis="tensor", bias=[None, bias], activation="swiglu",
+            implementation=word, return_gathered=kept,
+        )  # fmt: skip
+        h = found[0] if kept else found
+        return matmul_reduce_scatter(
+            (h, h * h), (first, second), axis="tensor", bias=offset, residual=residual,
+            implementation=word,
+        )  # fmt: skip
+
+    def loss(word, *args):
+        inside = functools.partial(mlp, word)
+        y = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=rows)(*args)
+        return (y**2).sum()
+
+    found, want = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, word), argnums=range(8)))(*args)
+        for word in ("fused", "xla")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, want)
+    assert calls == [GATHER, SCATTER, GATHER]
 
 
 # ---- compiled for H100
