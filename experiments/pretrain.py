@@ -128,6 +128,9 @@ def main() -> int:
     )
     try:
         stop = train(run)  # 7 the loop
+    except BaseException as error:
+        timers.leave(error)  # at once: a save that is under way is waited for after this
+        raise
     finally:
         recorder.close()
     if stop == "signal":

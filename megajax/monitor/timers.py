@@ -74,10 +74,10 @@ class Timers:
         sums, self._sums = self._sums, [0.0] * len(SECTIONS)
         return {f"time_{s}_s": t for s, t in zip(SECTIONS, sums, strict=True) if t}
 
-    def leave(self) -> None:
-        """Says how the process ends, unless it is at its end already."""
-        if SECTIONS[self._section] in ("end", "told"):
+    def leave(self, error: BaseException | None = None) -> None:
+        """Says how the process ends, unless it is said already. error: what ends it."""
+        if SECTIONS[self._section] in ("end", "told", "failed", "lost"):
             return
-        error = getattr(sys, "last_exc", None)
+        error = error or getattr(sys, "last_exc", None)
         lost = error is not None and type(error).__name__ == "JaxRuntimeError"
         self.enter("lost" if lost else "failed", self._step)
