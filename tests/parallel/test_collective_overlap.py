@@ -116,7 +116,8 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
     rows, up, down = P("tensor"), P(None, "tensor"), P("tensor")
     specs = (rows, up, up, P("tensor"), down, down, P(), rows)
 
-    def mlp(word, x, gate, w_up, bias, first, second, offset, residual):
+    def mlp(word, *args):
+        x, gate, w_up, bias, first, second, offset, residual = args
         found = all_gather_matmul(
             x, [gate, w_up], axis="tensor", bias=[None, bias], activation="swiglu",
             implementation=word, return_gathered=kept,
