@@ -97,27 +97,41 @@ def _program(devices: tuple[jax.Device, ...], scalars: tuple[bool, ...]) -> Call
 
 
 class Fingerprints:
-    """The fingerprints of leaves, being computed where the shards lie."""
+    """The fingerprints of leaves, computed where the shards lie.
 
-    def __init__(self, leaves: Iterable[Any]):
-        """Starts computing and returns at once; the arrays may be donated afterwards.
+    A GPU begins at once, in the order of the caller's programs, and computes beside what it does
+    next. A CPU's programs would keep the caller waiting, so there a thread has them, on views of
+    the shards: donated memory that has a view is not used again while it has one.
+    """
 
-        A GPU computes beside what it does next. A CPU's programs would keep the caller waiting, so
-        there a thread has them, on views of the shards: donated memory that has a view is not used
-        again while it has one.
-        """
-        # In a thread of its own: a mesh in scope (jax.set_mesh) would claim these programs of one
+    def __init__(self, leaves: Iterable[Any] = (), at_once: bool = False):
+        """The arrays may be donated afterwards. at_once: CPUs begin too, not when first asked."""
+        # A thread of its own: a mesh in scope (jax.set_mesh) would claim these programs of one
         # device each.
-        pool = ThreadPoolExecutor(1, "fingerprints")
-        held = [_held(x) for x in leaves]
-        self._sums = pool.submit(lambda: _shard_sums([x() for x, _ in held]))
-        if not all(on_host for _, on_host in held):
-            self._sums.result()  # given to the devices, in the order of the caller's programs
-        pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(1, "fingerprints")
+        self._at_once = at_once
+        self._groups: list[Callable[[], list[list[tuple[int, Any]]]]] = []
+        self.add(leaves)
 
-    @property
+    def add(self, leaves: Iterable[Any]) -> None:
+        """Takes more leaves, after those before; one program for all of one call."""
+        held = [_held(x) for x in leaves]
+
+        def work() -> list[list[tuple[int, Any]]]:
+            return _shard_sums([x() for x, _ in held])
+
+        on_hosts = all(on_host for _, on_host in held)
+        if on_hosts and not self._at_once:
+            self._groups.append(lambda: self._pool.submit(work).result())
+            return
+        sums = self._pool.submit(work)
+        if not on_hosts:
+            sums.result()
+        self._groups.append(sums.result)
+
+    @functools.cached_property
     def _parts(self) -> list[list[tuple[int, Any]]]:
-        return self._sums.result()
+        return [parts for group in self._groups for parts in group()]
 
     def local(self) -> list[Print]:
         """Returns what the shards of this process add to each leaf's fingerprint."""

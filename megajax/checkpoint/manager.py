@@ -156,11 +156,12 @@ class CheckpointManager:
         number, meet = next(_save_numbers()), storage.barrier()
         problem: Exception | None = None
         try:
+            sums = prints.local()
             response.result()
             mine = integrity.list_files(saving)[jax.process_index() :: jax.process_count()]
             part = {
                 "files": {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()},
-                "fingerprints": prints.local(),
+                "fingerprints": sums,
             }
             name = f"{integrity.PART}{jax.process_index()}"
             integrity.write_file(saving / name, json.dumps(part))
@@ -259,9 +260,9 @@ class CheckpointManager:
                 if damage := integrity.find_damage(folder, record, fast=True):
                     raise integrity.damaged(folder, damage)
                 _check_fits(step, self.folder, like, record, partial)
-            state = storage.load(folder, like, partial)
             if record is not None and self._verify == "full":
-                prints = Fingerprints(jax.tree.leaves(state))
+                prints = Fingerprints(at_once=True)
+            state = storage.load(folder, like, partial, prints.add if prints else None)
         except Exception as error:
             problem = self._explain(step, error, record)
             problem.__cause__ = error

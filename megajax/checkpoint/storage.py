@@ -9,7 +9,7 @@ import logging as standard_logging
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,9 @@ from megajax.core.tree import Tree, named_leaves
 # need much memory to read (reads.py).
 CHUNKS = 64  # of a leaf, at least, of which each has
 MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
+# What has been read is checked beside what is being read, in so many parts of at least so many
+# bytes: each is a program to compile (chosen).
+GROUPS, MIN_GROUP = 4, 2**25
 Compression = Literal["auto", "none", "zstd"]
 
 
@@ -84,18 +87,38 @@ def write(
         )
 
 
-def load(folder: Path, like: Tree, partial: bool) -> Tree:
+def load(
+    folder: Path, like: Tree, partial: bool, landed: Callable[[list[Any]], None] | None = None
+) -> Tree:
     """Returns the arrays of a step, placed as `like` says, every byte read about once.
 
+    landed: is given the leaves in order, some at a time, while others are still being read.
     Raises: what tensorstore or Orbax does.
     """
     like = jax.tree.map(_placed, like)
     if (folder / RECORD).exists():
-        return jax.tree.unflatten(jax.tree.structure(like), reads.read(folder, named_leaves(like)))
+        found = _landing(reads.read(folder, named_leaves(like)), landed, like)
+        return jax.tree.unflatten(jax.tree.structure(like), found)
     context = _context(False)  # plain Orbax wrote it, in one of its formats
     context.pytree.loading.partial_load = partial
     with context:
         return ocp.load(str(folder), like)
+
+
+def _landing(
+    arrays: Iterator[Any], landed: Callable[[list[Any]], None] | None, like: Tree
+) -> list[Any]:
+    """Returns the arrays, having told `landed` of each GROUPS-th of the bytes."""
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like)]
+    enough = max(sum(sizes) / GROUPS, MIN_GROUP)
+    found, told, filled = [], 0, 0
+    for x, size in zip(arrays, sizes, strict=True):
+        found.append(x)
+        filled += size
+        if landed is not None and (filled >= enough or len(found) == len(sizes)):
+            landed(found[told:])
+            told, filled = len(found), 0
+    return found
 
 
 def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
