@@ -149,8 +149,9 @@ def measure_saves(
     raw = folder / "raw"
     yield "whole", "write and sync", seconds(lambda: write_raw(raw, shards))
     manager = CheckpointManager(folder / "ours", keep=1)
+    step = (manager.latest() or 0) + 1
     began = time.perf_counter()
-    handle = manager.save((manager.latest() or 0) + 1, state)
+    handle = manager.save(step, state)
     stall = time.perf_counter() - began
     handle.result()
     yield "whole", "ours", time.perf_counter() - began
