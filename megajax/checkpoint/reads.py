@@ -27,7 +27,7 @@ from megajax.checkpoint import store
 from megajax.core.boxes import Box
 
 TOLERANCE = 1.05  # bytes read for each byte that is there, up to which nothing is done (chosen)
-SHARE = 0.1  # of the state's bytes that may be under way (chosen)
+SHARE = 0.25  # of the state's bytes that may be under way (chosen)
 WINDOW = 2**28  # bytes under way at most, in however large a state (chosen)
 PIECE = 2**22  # bytes asked for at once, if chunks are not larger (chosen)
 ALIGNMENT = 64  # bytes: memory that begins so needs no copy to become an array on the CPU
