@@ -156,8 +156,10 @@ class CheckpointManager:
         number, meet = next(_save_numbers()), storage.barrier()
         problem: Exception | None = None
         try:
-            sums = prints.local()
-            response.result()
+            try:
+                sums = prints.local()  # beside Orbax's writing, which must end before anything goes
+            finally:
+                response.result()
             mine = integrity.list_files(saving)[jax.process_index() :: jax.process_count()]
             part = {
                 "files": {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()},

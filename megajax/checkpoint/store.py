@@ -116,12 +116,6 @@ class ObjectPath(Path):
         """Removes the object, if there is one."""
         self._wait(self.parent._open().write(self.name, None))
 
-    def delete_all(self) -> None:
-        """Removes all objects under this prefix."""
-        import tensorstore as ts
-
-        self._wait(self._open().delete_range(ts.KvStore.KeyRange()))
-
     def _read(self, span: slice | None, short: bool = False) -> bytes:
         found = self._wait(self.parent._open().read(self.name, byte_range=span), short)
         if found.state == "missing":
