@@ -119,10 +119,12 @@ class CheckpointManager:
             response = storage.write(where, state, metadata, compress, file_bytes)
         except Exception as error:
             reason = error  # raised where the handle reports it
-            handle.run(lambda: self._fail(reason), self.folder)
+            handle.run(lambda: self._fail(reason), self._tidy, self.folder)
         else:
             sums = [(n, x.shape, str(x.dtype)) for n, x in leaves]
-            handle.run(lambda: self._store(step, response, sums, prints, metric), self.folder)
+            handle.run(
+                lambda: self._store(step, response, sums, prints, metric), self._tidy, self.folder
+            )
         handle.blocking_s = time.perf_counter() - began
         return handle
 
@@ -189,7 +191,7 @@ class CheckpointManager:
         self._bad.discard(step)
 
     def _seal(self, step: int, leaves: Leaves, metric: float | None) -> None:
-        """Writes the record, from what each process found, and the step's name; drops old steps."""
+        """Writes the record, from what each process found, and the name; old steps lose theirs."""
         saving = self._steps.saving(step)
         paths = sorted(saving.glob(f"{integrity.PART}*"))
         if len(paths) != jax.process_count():
@@ -209,6 +211,10 @@ class CheckpointManager:
         self._steps.commit(step)
         self._steps.retain(self._keep, self._best, self._bad - {step})
 
+    def _tidy(self) -> None:
+        if jax.process_index() == 0:
+            self._steps.empty()
+
     def _fail(self, error: Exception) -> None:
         self._steps.unlock()
         raise error
@@ -224,7 +230,7 @@ class CheckpointManager:
         """Waits for the save under way. Raises: SaveError when it failed."""
         if self._pending is not None:
             handle, self._pending = self._pending, None
-            handle.result()
+            handle.finish()
 
     def restore(self, step: int | None = None, *, like: Tree, partial: bool = False) -> Tree:
         """Returns the state of a step, placed as `like` says.

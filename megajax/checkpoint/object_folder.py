@@ -58,18 +58,16 @@ class ObjectFolder(StepFolder):
             raise OSError(f"{self._stage.path} is not ours; set TMPDIR")
         self._stage.begin(step)
         marked = self._found(MARK)
-        whole = self._found(RECORD) if marked else set()
-        for left in marked:
-            if left in whole:  # killed after the record was written
-                (self.step(left) / MARK).delete()
-            else:
-                self._clear(left)
+        for left in marked & self._found(RECORD) if marked else ():
+            (self.step(left) / MARK).delete()  # killed after the record was written
+        self.empty()
 
     def commit(self, step: int) -> None:
         """Sends a staged step, its record last. Raises: StoreError, OSError."""
         saving, home = self.saving(step), self.step(step)
         if home.is_dir():
             self.remove(step)
+            self._clear(step)
         (home / MARK).write(b"")
 
         def send(name: str) -> None:
@@ -96,10 +94,15 @@ class ObjectFolder(StepFolder):
             return  # the next save removes it
 
     def remove(self, step: int) -> None:
-        """Removes a step: first its record, so that it is never half there. Raises: StoreError."""
+        """Takes a step's record away, so that it is never half there. Raises: StoreError."""
         (self.step(step) / MARK).write(b"")
         (self.step(step) / RECORD).delete()
-        self._clear(step)
+
+    def empty(self) -> None:
+        """Frees the objects of removed steps. Raises: StoreError."""
+        marked = self._found(MARK)
+        for step in marked - self._found(RECORD) if marked else ():
+            self._clear(step)
 
     def lock(self) -> bool:
         """Takes the stage; False: another process of this machine saves there."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+from absl import logging
 from orbax.checkpoint import multihost
 from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
@@ -45,9 +46,10 @@ class SaveHandle:
         self.step, self.blocking_s = step, 0.0
         self._error: SaveError | None = None
         self._thread: threading.Thread | None = None
+        self._settled = threading.Event()
 
-    def run(self, store: Callable[[], None], folder: Path) -> None:
-        """Starts storing in the background."""
+    def run(self, store: Callable[[], None], tidy: Callable[[], None], folder: Path) -> None:
+        """Starts storing in the background. tidy: what is left to do once the step counts."""
 
         def work() -> None:
             try:
@@ -57,16 +59,27 @@ class SaveHandle:
                     f"step {self.step} was not saved in {folder}: {reason(error)}; "
                     "earlier checkpoints are untouched"
                 )
+            self._settled.set()
+            try:
+                tidy()
+            except Exception as error:
+                logging.warning("old steps stay in %s for now: %s", folder, reason(error))
 
         self._thread = threading.Thread(target=work, name=f"save-{self.step}")
         self._thread.start()
 
     def result(self) -> None:
-        """Waits until the step is stored. Raises: SaveError, each time it is asked."""
+        """Waits until the step counts. Raises: SaveError, each time it is asked."""
         if self._thread is not None:
-            self._thread.join()
+            self._settled.wait()
         if self._error is not None:
             raise self._error
+
+    def finish(self) -> None:
+        """Waits until old steps are gone too. Raises: as `result`."""
+        if self._thread is not None:
+            self._thread.join()
+        self.result()
 
 
 def write(

@@ -3,12 +3,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
 from megajax.core.errors import UserError
@@ -99,6 +101,30 @@ def test_only_the_newest_are_kept(tmp_path):
         everything.save(step, {"x": jnp.ones(3)}, data_state={})
     everything.close()
     assert everything.steps() == [1, 2, 3]
+
+
+def test_a_step_counts_before_old_bytes_are_gone(tmp_path, monkeypatch, caplog):
+    slow, allowed = StepFolder.empty, threading.Event()
+    monkeypatch.setattr(StepFolder, "empty", lambda self: allowed.wait(20) and slow(self))
+    manager = CheckpointManager(tmp_path, keep=1)
+    allowed.set()
+    manager.save(1, {"x": np.ones(3)})
+    manager.wait()
+    allowed.clear()
+    manager.save(3, {"x": np.ones(3)}).result()
+    assert manager.steps() == [3] and manager.latest() == 3
+    assert any(p.name.startswith("1") for p in tmp_path.iterdir())
+    allowed.set()
+    manager.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["3"]
+
+    def refuse(self):
+        raise OSError("disk is asleep")
+
+    monkeypatch.setattr(StepFolder, "empty", refuse)
+    manager.save(4, {"x": np.ones(3)}).result()
+    manager.close()  # a step that counts is saved, whatever stays behind
+    assert "disk is asleep" in caplog.text
 
 
 def test_the_best_are_kept_beside_the_newest(tmp_path):

@@ -126,6 +126,7 @@ def test_retention_and_the_best(server):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (10, 4.0)):
         manager.save(step, small(step), metric=loss).result()
     assert manager.steps() == [2, 10]
+    manager.wait()
     assert {key.split("/")[1] for key in server.objects} == {"2", "10"}  # not one object more
 
 
