@@ -18,7 +18,7 @@ Ranks on the host, in NumPy: the scores of all ranked weights must fit into its 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -26,9 +26,8 @@ import numpy as np
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Words
 from megajax.core.tree import Tree, is_words, name
+from megajax.training.masking import Pattern
 from megajax.training.optim import STACK_WORDS
-
-Pattern = Literal["tw2d", "tw1d", "ew", "vw", "bw", "tew"]
 
 VECTOR = 16  # elements of a row that vw prunes alike (Tile-Wise's rival, its section 6)
 BLOCK = 32  # side of a block of bw (ditto)
