@@ -67,7 +67,8 @@ class Pruner:
         host = jax.tree.map(_fetch, self.natural(tree))
         return prune(
             host["w"], host["scores"], goal, pattern=cfg.pattern, tile=cfg.tile, chunk=cfg.chunk,
-            axes=axes, former=host["former"], apriori=cfg.apriori, delta=cfg.delta,
+            axes=axes, former=host["former"], apriori=cfg.apriori, remain=cfg.remain,
+            delta=cfg.delta,
         )  # fmt: skip
 
 

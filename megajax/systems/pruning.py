@@ -17,6 +17,7 @@ counts as L matrices (D, H K), out (L,H,K,D) as L matrices (H K, D).
 Ranks on the host, in NumPy: the scores of all ranked weights must fit into its memory.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -43,6 +44,14 @@ class _Matrix:
     alive: np.ndarray
     columns: np.ndarray
     hint: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class _Tuning:
+    """Fractions of units: apriori of all at each end, remain of each matrix."""
+
+    apriori: float = 0.0
+    remain: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ def prune(
     axes: Tree | None = None,
     former: Tree | None = None,
     apriori: float = 0.0,
+    remain: float = 0.0,
     delta: float = 0.05,
 ) -> Tree:
     """Returns masks, True where a weight stays: NumPy bool arrays in the tree and shapes of params.
@@ -100,28 +110,30 @@ def prune(
       elements that are pruned: the packed tiles' density is a little above the masks'.
       apriori: this fraction of the units, those of which the element-wise result at the same
       sparsity keeps most, stay, and as many of which it keeps least go (the paper's apriori
-      tuning). delta: of tew.
+      tuning). remain: this fraction of the units of each matrix, its best ones, stay before any
+      other's: global ranking may empty a matrix. delta: of tew.
     Raises: UserError for values out of range, trees that do not match, scores that are not finite.
     Source: Tile-Wise sparsity, arXiv 2008.13006, sections 4 and 5.
     """
-    _check(sparsity, pattern, tile, chunk, apriori, delta)
+    _check(sparsity, pattern, tile, chunk, {"apriori": apriori, "remain": remain, "delta": delta})
     shapes, matrices = _matrices(params, scores, axes, former)
-    if apriori and pattern != "ew":
-        hints = _cut_blocks(matrices, sparsity, (1, 1), 0.0)
+    tuning = _Tuning(0.0 if pattern == "ew" else apriori, remain)
+    if tuning.apriori:
+        hints = _cut_blocks(matrices, sparsity, (1, 1), _Tuning())
         matrices = [replace(m, hint=h) for m, h in zip(matrices, hints, strict=True)]
     if not matrices or sparsity == 0:
         kept = [m.alive for m in matrices]
     elif pattern == "tw2d":
-        kept = _prune_2d(matrices, sparsity, (chunk, tile), apriori)
+        kept = _prune_2d(matrices, sparsity, (chunk, tile), tuning)
     elif pattern == "tew":
         beyond = min(sparsity + delta, (1 + sparsity) / 2)
-        kept = _prune_2d(matrices, beyond, (chunk, tile), apriori)
+        kept = _prune_2d(matrices, beyond, (chunk, tile), tuning)
         kept = _restore(matrices, kept, sparsity)
     elif pattern == "vw":
         kept = _prune_vectors(matrices, sparsity)
     else:
         block = {"ew": (1, 1), "bw": (BLOCK, BLOCK), "tw1d": (chunk, tile)}[pattern]
-        kept = _cut_blocks(matrices, sparsity, block, apriori)
+        kept = _cut_blocks(matrices, sparsity, block, tuning)
     return _masks(params, shapes, kept)
 
 
@@ -149,22 +161,22 @@ def matrix_shape(shape: tuple[int, ...], words: Words | None = None) -> tuple[in
 
 
 def _prune_2d(
-    matrices: list[_Matrix], sparsity: float, block: tuple[int, int], apriori: float
+    matrices: list[_Matrix], sparsity: float, block: tuple[int, int], tuning: _Tuning
 ) -> list[np.ndarray]:
-    units = _units(matrices, (None, 1), apriori)
+    units = _units(matrices, (None, 1), tuning)
     gone = units.cut(units.size, (1 - (1 - sparsity) ** 0.5) * units.size.sum())
     ends = np.cumsum([m.columns.size for m in matrices])[:-1]
     left = []
     for matrix, pruned in zip(matrices, np.split(gone, ends), strict=True):
         left.append(replace(matrix, alive=matrix.alive & ~pruned, columns=np.flatnonzero(~pruned)))
-    return _cut_blocks(left, sparsity, block, apriori)
+    return _cut_blocks(left, sparsity, block, tuning)
 
 
 def _cut_blocks(
-    matrices: list[_Matrix], sparsity: float, block: tuple[int, int], apriori: float
+    matrices: list[_Matrix], sparsity: float, block: tuple[int, int], tuning: _Tuning
 ) -> list[np.ndarray]:
     """Prunes blocks of rows x columns until `sparsity` of all elements are gone."""
-    gone = _gone(_units(matrices, block, apriori), matrices, sparsity)
+    gone = _gone(_units(matrices, block, tuning), matrices, sparsity)
     kept, start = [], 0
     for matrix in matrices:
         rows, columns = matrix.alive.shape[0], matrix.columns.size
@@ -188,7 +200,7 @@ def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]
         rank = padded.reshape(K, -1, VECTOR).argsort(-1, kind="stable").argsort(-1)
         length = np.minimum(N - np.arange(0, N, VECTOR), VECTOR)  # the last one of a row is short
         places.append((rank / length[:, None]).reshape(K, -1)[:, :N].ravel())
-    units = replace(_units(matrices, (1, 1), 0.0), first=np.concatenate(places))
+    units = replace(_units(matrices, (1, 1), _Tuning()), first=np.concatenate(places))
     return _split(matrices, _gone(units, matrices, sparsity))
 
 
@@ -198,7 +210,7 @@ def _restore(matrices: list[_Matrix], kept: list[np.ndarray], sparsity: float) -
     room = (1 - sparsity) * sum(m.size for m in kept) - sum(m.sum() for m in kept)
     if room < 0.5:
         return kept
-    units = _units(away, (1, 1), 0.0)
+    units = _units(away, (1, 1), _Tuning())
     back = _split(away, units.cut(units.alive, units.alive.sum() - room))
     return [mask | b for mask, b in zip(kept, back, strict=True)]
 
@@ -219,7 +231,7 @@ def _split(matrices: list[_Matrix], gone: np.ndarray) -> list[np.ndarray]:
 # ---- units
 
 
-def _units(matrices: list[_Matrix], block: tuple[int | None, int], apriori: float) -> _Units:
+def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuning) -> _Units:
     """Cuts the columns of each matrix into blocks of (rows or None: all) x columns."""
     found = []
     for matrix in matrices:
@@ -232,12 +244,15 @@ def _units(matrices: list[_Matrix], block: tuple[int | None, int], apriori: floa
         if matrix.hint is not None:
             density = _sums(matrix.hint[:, matrix.columns], shape) / size
         tie = (np.arange(size.size) + 0.5) * GOLDEN % 1
-        found.append((score, _sums(alive, shape), size, density, tie))
-    score, alive, size, density, tie = (np.concatenate(x) for x in zip(*found, strict=True))
-    first, ends = np.zeros(score.size), int(apriori * score.size)
+        safe = np.zeros(size.size, bool)
+        safe[np.lexsort((tie, score))[size.size - math.ceil(tuning.remain * size.size) :]] = True
+        found.append((score, _sums(alive, shape), size, density, tie, safe))
+    score, alive, size, density, tie, safe = (np.concatenate(x) for x in zip(*found, strict=True))
+    first, ends = np.zeros(score.size), int(tuning.apriori * score.size)
     if ends:
         order = np.lexsort((tie, score, density))
         first[order[:ends]], first[order[-ends:]] = -1, 1
+    first[safe] = 1
     first[alive == 0] = -2  # gone already
     return _Units(score, alive, size, first, tie)
 
@@ -298,7 +313,7 @@ def _masks(params: Tree, shapes: list[tuple[int, int, int]], kept: list[np.ndarr
 
 
 def _check(
-    sparsity: float, pattern: str, tile: int, chunk: int, apriori: float, delta: float
+    sparsity: float, pattern: str, tile: int, chunk: int, fractions: dict[str, float]
 ) -> None:
     if pattern not in get_args(Pattern):
         hint = did_you_mean(pattern, get_args(Pattern))
@@ -306,13 +321,10 @@ def _check(
             f"pattern={pattern} must be one of {', '.join(get_args(Pattern))}.{hint} "
             "(--prune.pattern)"
         )
-    for what, value, low, high in (
-        ("sparsity", sparsity, 0, 1),
-        ("apriori", apriori, 0, 0.5),
-        ("delta", delta, 0, 1),
-    ):
-        if not low <= value < high:
-            raise UserError(f"{what}={value} must be in [{low}, {high}) (--prune.{what})")
+    for what, value in ({"sparsity": sparsity} | fractions).items():
+        high = 0.5 if what == "apriori" else 1
+        if not 0 <= value < high:
+            raise UserError(f"{what}={value} must be in [0, {high}) (--prune.{what})")
     for what, value in (("tile", tile), ("chunk", chunk)):
         if value < 1:
             raise UserError(f"{what}={value} must be at least 1; nearest: 1 (--prune.{what})")

@@ -41,16 +41,17 @@ class PruneConfig:
     )
     weights: Weights = option("all", "matrices of the blocks that are pruned")
     apriori: float = option(0.0, "fraction of units at either end that an element-wise try decides")
+    remain: float = option(0.0, "fraction of each matrix's best units that stays before others'")
     delta: float = option(0.05, "tew: fraction of the weights that come back as single elements")
 
     def __post_init__(self):
         """Refuses values outside their range."""
-        for field, low, high in (("sparsity", 0, 1), ("apriori", 0, 0.5), ("delta", 0, 1)):
-            value = getattr(self, field)
-            if not low <= value < high:
-                near = low if value < low else high - 0.05
+        for field in ("sparsity", "apriori", "remain", "delta"):
+            value, high = getattr(self, field), 0.5 if field == "apriori" else 1
+            if not 0 <= value < high:
+                near = 0 if value < 0 else high - 0.05
                 raise UserError(
-                    f"prune.{field}={value} must be in [{low}, {high}); nearest: {near} "
+                    f"prune.{field}={value} must be in [0, {high}); nearest: {near} "
                     f"(--prune.{field})"
                 )
         for field, low in (("stages", 1), ("steps", 1), ("start", 0), ("tile", 1), ("chunk", 1)):

@@ -127,6 +127,23 @@ def test_pruned_gradients_enter_no_norm(tensor):
 
 
 @pytest.mark.slow
+def test_interleaved_pipeline_stages_prune_the_same(tensor):
+    """Masks and sums move with their layers; ranked in the model's order."""
+    few = {"mesh__data": 1, "model__layers": 4, "train__global_batch": 4}
+    step, pruner, _ = build(
+        mesh__pipe=2, pipeline__schedule="interleaved", pipeline__chunks=2, **few
+    )
+    cut = advance(step, pruner, step.init(0), 1, 8)
+    assert_pruned(cut)
+    masks = step.natural(cut).opt.masks
+    step, pruner, _ = build(**few)
+    whole = advance(step, pruner, step.init(0), 1, 8)
+    pairs = zip(jax.tree.leaves(masks), jax.tree.leaves(whole.opt.masks), strict=True)
+    same = np.concatenate([(np.asarray(a) == np.asarray(b)).ravel() for a, b in pairs])
+    assert same.mean() > 0.99
+
+
+@pytest.mark.slow
 def test_magnitude_needs_no_sums():
     changes = {"prune__pattern": "vw", "prune__score": "magnitude", "optim__name": "lamb"}
     step, pruner, _ = build(mesh__data=1, **changes)

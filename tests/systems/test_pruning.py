@@ -175,6 +175,21 @@ def test_apriori_tuning_keeps_heads_and_drops_tails():
     assert sparsity_of(plain) == sparsity_of(tuned) == 0.75
 
 
+@pytest.mark.parametrize("pattern", ["tw2d", "tw1d", "ew", "bw"])
+def test_a_matrix_without_importance_keeps_its_remainder(pattern, seed):
+    shapes = {"a": (96, 96), "b": (96, 96)}
+    scores = draw(seed, shapes)
+    scores["b"] *= 1e-6
+    options = {"pattern": pattern, "tile": TILE, "chunk": 8}
+    assert sparsity_of(prune(scores, scores, 0.6, **options)["b"]) == 1.0
+    masks = prune(scores, scores, 0.6, remain=0.2, **options)
+    assert abs(sparsity_of(masks) - 0.6) <= max(0.005, UNITS[pattern] / (4 * 96 * 96)) + 1e-9
+    kept = 0.01 if pattern == "tw2d" else 0.2  # there of vectors, some of a tile that is short
+    assert (1 - sparsity_of(masks["b"])) >= kept
+    best = scores["b"] > np.quantile(scores["b"], 0.8)
+    assert masks["b"][best].mean() > masks["b"][~best].mean()
+
+
 def test_words_say_which_dims_are_a_matrix(seed):
     assert matrix_shape((3, 32, 4, 8), ("layers", "embed", "heads", None)) == (3, 32, 32)
     assert matrix_shape((3, 4, 8, 32), ("layers", "heads", None, "embed")) == (3, 32, 32)
