@@ -14,6 +14,7 @@ from megajax.core.errors import UserError
 from megajax.core.tree import Tree, is_words, name, named_leaves
 from megajax.layers.sparse import SparseKernel
 from megajax.systems.pruning import matrix_shape
+from megajax.training.masking import chosen
 from megajax.training.optim import STACK_WORDS
 from pallas_kernels import TileSparse
 
@@ -21,19 +22,29 @@ ELEMENT = 16  # (chosen) weights of a tile that cost as much as one single eleme
 
 
 def to_tiles(
-    params: Tree, masks: Tree, axes: Tree, *, tile: int = 128, chunk: int = 64, single: bool = False
+    params: Tree,
+    masks: Tree | None,
+    axes: Tree,
+    *,
+    tile: int = 128,
+    chunk: int = 64,
+    single: bool = False,
 ) -> Tree:
     """Returns the parameters with a SparseKernel for each leaf that has a mask.
 
     The layers of a leaf share one capacity, so that they stay a stack that a scan runs through.
 
-    Args: params: on one device. masks: bool, of some leaves (training.masking.Masked.masks).
+    Args: params: on one device. masks: bool, of some leaves (training.masking.Masked.masks); None:
+      what is not 0, of the blocks' matrices that have zeros (a model read from elsewhere).
       axes: words of all leaves. tile, chunk: of the packing; those of the pruning store best.
       single: single elements outside the tiles (TEW) go into the residual, not into tiles.
     Raises: UserError for experts, whose products are grouped.
     """
-    found, words = dict(named_leaves(masks)), dict(named_leaves(axes, is_words))
-    leaves = dict(named_leaves(params))
+    leaves, words = dict(named_leaves(params)), dict(named_leaves(axes, is_words))
+    if masks is None:
+        stays = {n: np.asarray(leaves[n]) != 0 for n in chosen(axes)}
+        masks = {n: m for n, m in stays.items() if not m.all()}
+    found = dict(named_leaves(masks))
     for n in found:
         if "expert" in words[n]:
             raise UserError(

@@ -54,6 +54,7 @@ def test_a_decoder_gives_the_same_logits(cfg, pattern, weights):
         assert (kernel.weight.capacity.residual > 0) == (pattern == "tew")
 
 
+@pytest.mark.slow
 def test_an_encoder_gives_the_same_logits():
     """Bias and GELU in the product's epilogue."""
     batch = {"tokens": jnp.asarray(host_batch(0, rows=2)["tokens"])}
@@ -82,6 +83,10 @@ def test_layers_of_other_densities_share_one_capacity():
     for layer in range(2):
         one = jax.tree.map(lambda x, i=layer: x[i], kernel.weight)
         np.testing.assert_array_equal(np.asarray(one.to_dense()), np.where(mask, w, 0)[layer])
+    zeros = nest({"blocks.mlp.up": jnp.where(mask, w, 0.0)})
+    (again,) = packed_leaves(to_tiles(zeros, None, axes, **TILE))  # its zeros say it all
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(kernel), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def test_single_elements_are_told_from_tiles(seed):
