@@ -23,7 +23,7 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from megajax.systems import overlap_tables
+from megajax.systems import overlap_tables, prune_tables
 from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import paper_lengths
 
@@ -193,6 +193,9 @@ SIDES = {
         "XLA's ragged_dot, us": "ragged_dot", "one dense product, us": "dense",
     },
     "packing": {"ours, us": "ours"},
+    "tile_sparse": {
+        "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
+    },
 }  # fmt: skip
 
 
@@ -346,6 +349,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "packing_floors": functools.partial(floors, "packing"),
     "gemm_floors": functools.partial(floors, "gemm"),
     "grouped_floors": functools.partial(floors, "grouped"),
+    "tile_sparse_floors": functools.partial(floors, "tile_sparse"),
+    "kernel_report_tile_sparse": functools.partial(kernel_report, "tile_sparse"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
     "kernel_report_grouped": functools.partial(kernel_report, "grouped"),
@@ -354,6 +359,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
     "bytetransformer_times": bytetransformer_times,
+    "tilewise_quality": functools.partial(prune_tables.quality, RESULTS / "tilewise.json"),
+    "tilewise_claims": functools.partial(prune_tables.claims, RESULTS / "tilewise.json"),
+    "tilewise_prices": functools.partial(prune_tables.prices, RESULTS / "tilewise.json"),
+    "tilewise_speeds": functools.partial(prune_tables.speeds, RESULTS / "tilewise.json"),
     "visited": visited,
 }
 

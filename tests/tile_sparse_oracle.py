@@ -34,3 +34,14 @@ def tilewise(seed, K, N, tile, chunk, share, columns=1.0, inside=1.0):
             if random.random() < share:
                 mask[first : first + chunk, kept[begin : begin + tile]] = True
     return mask & (random.random((K, N)) < inside)
+
+
+def of_lengths(K, N, tile, chunk, lengths):
+    """Columns in place; tile t keeps lengths[t] chunks, from the t-th on and around."""
+    mask = np.zeros((K, N), bool)
+    chunks = -(-K // chunk)
+    for t, length in enumerate(lengths):
+        for c in range(t, t + length):
+            first = c % chunks * chunk
+            mask[first : first + chunk, t * tile : (t + 1) * tile] = True
+    return mask

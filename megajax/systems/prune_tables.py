@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from megajax.systems.prune_report import PAPER, WHAT
+from megajax.systems.prune_study import METHODS
 
+COUNTED = "work counted, times estimated for an H200, losses of models trained here"
 Columns = Mapping[str, Callable[[dict], str]]  # heading -> what a row's cell says
 
 
@@ -19,13 +21,13 @@ def quality(path: Path) -> str:
         "| pattern | " + " | ".join(f"{t}, {100 * g:.0f} %" for t, g in heads) + " |",
         "|" + "---|" * (len(heads) + 1),
     ]
-    for method in dict.fromkeys(r["method"] for r in rows):
+    for method in (m for m in METHODS if any(r["method"] == m for r in rows)):
         cells = [_lost(at.get((task, method, goal))) for task, goal in heads]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     dense = [r for r in found["rows"] if r["part"] == "quality" and r["method"] == "dense"]
     lasts = {r["task"]: r for r in dense}
     levels = "; ".join(
-        f"{WHAT[t]}: {r['loss']:.2f} nats, {100 * r['accuracy']:.0f} % right ({r['n']} seeds)"
+        f"{WHAT[t]}: {r['loss']:.2f} nats, {100 * r['accuracy']:.0f} % right (seeds: {r['n']})"
         for t, r in lasts.items()
     )
     return "\n".join([*lines, "", f"Dense, tuned as long: {levels}.", "", _source(found)])
@@ -68,7 +70,7 @@ def prices(path: Path) -> str:
         "kernel": lambda r: "Hopper" if r["kernel"] else "plain JAX only",
         **tasks,
     }
-    return _table(path, columns, part="price")
+    return _table(path, columns, COUNTED, part="price")
 
 
 def speeds(path: Path) -> str:
@@ -89,17 +91,17 @@ def speeds(path: Path) -> str:
         "times, paper (V100)": lambda r: f"{r['paper']:.2f}",
         "us, measured": lambda r: "",
     }
-    found = _table(path, columns, part="speed", goal=0.75)
+    found = _table(path, columns, COUNTED, part="speed", goal=0.75)
     return f"{found}\n\nThe paper's average at 75 %: {PAPER} times."
 
 
-def _table(path: Path, columns: Columns, **wanted: object) -> str:
+def _table(path: Path, columns: Columns, layer: str = "", **wanted: object) -> str:
     found = json.loads(path.read_text())
     rows: Iterable[dict] = (r for r in found["rows"] if wanted.items() <= r.items())
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in rows]
-    return "\n".join([*lines, "", _source(found)])
+    return "\n".join([*lines, "", _source(found, layer)])
 
 
-def _source(found: dict) -> str:
-    return f"*{found['layer']}, {found['device']}, {found['date']}, {found['commit']}*"
+def _source(found: dict, layer: str = "") -> str:
+    return f"*{layer or found['layer']}, {found['device']}, {found['date']}, {found['commit']}*"

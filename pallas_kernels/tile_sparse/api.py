@@ -10,18 +10,19 @@ Not here: how a mask is chosen; second derivatives; 2:4 sparsity inside tiles (T
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tuned
 from pallas_kernels.gemm.reference import ACTIVATIONS, Activation, Spec, activate
-from pallas_kernels.tile_sparse import reference
+from pallas_kernels.tile_sparse import hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.format import Pattern, TileSparse
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
-OP = "tile_sparse_matmul"
+OP = hopper.OP
 
 
 def tile_sparse_matmul(
@@ -40,8 +41,8 @@ def tile_sparse_matmul(
     Args:
       x_MK: bf16|f16|f32 (..., K). weight: values of the same type. bias: floating (N,).
       activation: 'gelu' (exact), 'gelu_tanh', 'silu' or None.
-      implementation: see `dispatch`. 'hopper' takes bf16 and f16, tiles of 64, 128, 192 or 256
-        columns and chunks of 32 or 64 rows. Under a mesh inside a shard_map only.
+      implementation: see `dispatch`. 'hopper' takes bf16 and f16, tiles of 64, 128 or 256
+        columns and chunks of 8, 16, 32 or 64 rows. Under a mesh inside a shard_map only.
     Returns: y (..., N) in x's type; differentiable in x, bias and weight.values, whose gradient is
       exactly 0 where the mask does not keep. A residual (TEW) is one more dense product.
     Raises: ValueError for shapes and types that break the above; NotImplementedError with all
@@ -52,7 +53,6 @@ def tile_sparse_matmul(
     x_MK, values, bias, pattern = dispatch.alike((x_MK, weight.values, bias, weight.pattern))
     weight = TileSparse(values, pattern)
     if weight.capacity.residual:
-        plan = dataclasses.replace(plan, activation=None, out_dtype="float32")
         z_xN = pattern.unpack_columns(_packed(x_MK, weight.slots, None, pattern, plan))
         z_xN += jnp.matmul(x_MK, weight.residual_dense(), preferred_element_type=jnp.float32)
         return _finish(z_xN, bias, activation).astype(x_MK.dtype)
@@ -75,12 +75,15 @@ def _finish(z_xN: Array, bias_N: Array | None, activation: Activation | None) ->
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is static: how the passes run and the mathematics."""
+    """What is static: how the passes run, the mathematics, the tiles of y, dx and dw."""
 
     forward: str
     backward: str
     activation: Activation | None
     out_dtype: str
+    tile: hopper.Tile
+    tile_dx: hopper.Tile
+    tile_dw: hopper_weights.Tile
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -90,7 +93,15 @@ def _packed(x_xK: Array, slots_Skn: Array, bias_P, pattern: Pattern, plan: Plan)
 
 def _product(x_xK, slots_Skn, bias_P, pattern, plan, keep):
     spec = Spec(plan.activation, plan.out_dtype, keep)
-    return reference.forward(x_xK, slots_Skn, bias_P, pattern, spec=spec)
+    shape = hopper.shape_of(pattern, False)
+    tile = hopper.fitted(plan.tile, shape, spec)
+    return dispatch.run(
+        plan.forward,
+        functools.partial(hopper.forward, spec=spec, tile=tile),
+        functools.partial(reference.forward, spec=spec),
+        x_xK, slots_Skn, bias_P, pattern,
+        op=OP,
+    )  # fmt: skip
 
 
 def _forward(x_xK, slots_Skn, bias_P, pattern, plan):
@@ -106,20 +117,86 @@ def _backward(plan, saved, dy_xP):
         slope = functools.partial(activate, plan.activation)
         (dz_xP,) = jax.vjp(slope, z_xP.astype(jnp.float32))[1](dz_xP)
     dbias_P = dz_xP.sum(range(dz_xP.ndim - 1)) if biased else None
-    dx_xK, dslots_Skn = reference.backward(x_xK, slots_Skn, dz_xP.astype(x_xK.dtype), pattern)
+    dx_xK, dslots_Skn = dispatch.run(
+        plan.backward,
+        functools.partial(hopper_weights.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
+        reference.backward,
+        x_xK, slots_Skn, dz_xP.astype(x_xK.dtype), pattern,
+        op=OP,
+    )  # fmt: skip
     return dx_xK, dslots_Skn, dbias_P, None
 
 
 _packed.defvjp(_forward, _backward)
 
 
+def key(kind: str, activation: str | None, pattern: Pattern, M: int) -> tuned.Key:
+    """Of a row of a table. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz)."""
+    words = {"kind": kind, "activation": activation or "none"}
+    words["format"] = f"{pattern.tile}x{pattern.chunk}"
+    return words | {"M": M, "K": pattern.shape[0], "P": pattern.columns.size,
+                    "slots": pattern.chunks.size}  # fmt: skip
+
+
 def _plan(
     x: Array, weight: TileSparse, activation: Activation | None, implementation: str | None
 ) -> Plan:
     """Everything static, from shapes and types."""
-    reasons = ("there is no kernel yet",)
-    choice = dispatch.choose(OP, implementation, reasons)
-    return Plan(choice, choice, activation, x.dtype.name)
+    pattern, M = weight.pattern, x.size // max(x.shape[-1], 1)
+    reasons = _reasons(x, pattern)
+    out_dtype = "float32" if weight.capacity.residual else x.dtype.name
+    if weight.capacity.residual:
+        activation = None
+    spec = Spec(activation, out_dtype, activation is not None)
+    rows = [
+        tuned.find(OP, key(kind, word, pattern, M))
+        for kind, word in (("forward", activation), ("dx", None), ("dw", None))
+    ]
+    (C, T), S = pattern.grid, pattern.chunks.size
+    if reasons:  # no tile fits what the kernels do not take
+        tile, tile_dx, tile_dw = hopper.Tile(128), hopper.Tile(128), hopper_weights.Tile(128)
+    else:
+        of_y, of_dx = (hopper.shape_of(pattern, transpose) for transpose in (False, True))
+        tile = _tile(rows[0], hopper.Tile) or hopper.heuristic(M, of_y, T, S, spec)
+        plain = Spec(None, x.dtype.name)
+        tile_dx = _tile(rows[1], hopper.Tile) or hopper.heuristic(M, of_dx, C, S, plain)
+        tile_dw = _tile(rows[2], hopper_weights.Tile) or hopper_weights.heuristic(M, pattern)
+    forward, backward = (
+        dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(found)))
+        for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
+    )
+    return Plan(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
+
+
+def _tile(row: dict | None, make: Any) -> Any:
+    """What was measured, if it was."""
+    return make(**row["tile"]) if row else None
+
+
+def _reasons(x: Array, pattern: Pattern) -> list[str]:
+    """Why the kernels cannot take these inputs."""
+    found = []
+    if x.dtype.name == "float32":
+        found.append("needs bfloat16 or float16, found float32")
+    if pattern.tile not in hopper.TILES:
+        found.append(f"needs tiles of {hopper.TILES} columns, found {pattern.tile}")
+    if pattern.chunk not in hopper.CHUNKS:
+        found.append(f"needs chunks of {hopper.CHUNKS} rows, found {pattern.chunk}")
+    sizes = x.size * pattern.columns.size * pattern.chunks.size
+    if not sizes:
+        found.append(f"needs something to compute, found x {x.shape}, weight {pattern.shape}")
+    return found
+
+
+def _slower(rows: list[dict | None]) -> list[str]:
+    """Why plain JAX is taken where nobody chose."""
+    if None in rows:
+        return ["no measurement for this device says that the kernel is faster than XLA's product"]
+    return [
+        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
+        for row in rows
+        if row and row["fastest"] != "hopper"
+    ]
 
 
 def _check(x: Array, weight: TileSparse, bias: Array | None, activation: str | None) -> None:

@@ -3,7 +3,8 @@
 Tile-Wise Sparsity (arXiv 2008.13006, section 4): columns that are pruned as a whole vanish, the
 others are gathered from left to right into tiles of equal width, and each tile keeps rows of its
 own. Here rows are kept in chunks of `chunk` aligned rows, which one copy by TMA can fetch; chunk 1
-is the paper's. A slot is one chunk of one tile, a dense block; slots of a tile follow each other.
+is the paper's. A slot is one chunk of one tile, a dense block; slots of a tile follow each other,
+where chunks have 8 or 16 rows from multiples of 64 rows on, with empty slots between.
 All integers are data: a new mask that fits the same capacity runs the same compiled program.
 
     w (K, N)    . a . a b b      packed columns  a a a | b b .     T tiles of `tile` columns
@@ -78,6 +79,16 @@ class Pattern:
     def grid(self) -> tuple[int, int]:
         """(C, T), static."""
         return self.chunk_order.size, self.tile_order.size
+
+    @property
+    def together(self) -> int:
+        """Slots of 64 rows, which the kernels multiply at once; static."""
+        return together(self.chunk)
+
+    @property
+    def unit(self) -> int:
+        """Rows of those slots together; static."""
+        return self.chunk * self.together
 
     @property
     def kept_Skn(self) -> Array:
@@ -179,7 +190,7 @@ class TileSparse:
         if (mask & residual).any():
             both = int((mask & residual).sum())
             raise ValueError(f"{both} weights are kept by the mask and by the residual mask")
-        pattern = _pattern(mask, residual, tile, chunk, capacity)
+        pattern = pattern_of(mask, residual, tile, chunk, capacity)
         return cls(_values(jnp.asarray(w_KN), pattern), pattern)
 
     @property
@@ -239,6 +250,11 @@ class TileSparse:
         if values.shape != self.values.shape:
             raise ValueError(f"values {values.shape} must have the shape {self.values.shape}")
         return TileSparse(values, self.pattern)
+
+
+def together(chunk: int) -> int:
+    """Slots that are multiplied at once: of chunks too small for a step alone, 64 rows."""
+    return 64 // chunk if chunk in (8, 16) else 1
 
 
 def fold(mask_KN: Any, columns: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, list, list]:
@@ -304,35 +320,41 @@ def _layout(mask: np.ndarray, tile: int, chunk: int, capacity: Capacity | None) 
     return gathered if slots(gathered) < slots(in_place) else in_place
 
 
-def _pattern(
-    mask: np.ndarray, residual: np.ndarray, tile: int, chunk: int, capacity: Capacity | None
+def pattern_of(
+    mask: np.ndarray,
+    residual: np.ndarray,
+    tile: int,
+    chunk: int,
+    capacity: Capacity | None = None,
 ) -> Pattern:
+    """Where the slots of masks (K, N) belong; see TileSparse.from_dense."""
     K, N = mask.shape
     columns = _layout(mask, tile, chunk, capacity)
     blocks = _blocks(mask, columns, tile, chunk)
     C, _, T, _ = blocks.shape
     tiles, chunks = np.nonzero(blocks.any((1, 3)).T)
     rows_R, columns_R = np.nonzero(residual)
+    live, by_chunk = (np.bincount(x, minlength=n) for x, n in ((tiles, T), (chunks, C)))
+    by_tile = -(-live // together(chunk)) * together(chunk)
+    # Where each slot is: in its tile, one after the other.
+    at = _starts(by_tile)[tiles] + np.arange(tiles.size) - _starts(live)[tiles]
     in_place = np.array_equal(columns[:N], np.arange(N)[: columns.size]) and columns.size >= N
-    capacity = capacity or Capacity(T, chunks.size, rows_R.size, not in_place)
-    for name, needed in (("slots", chunks.size), ("residual", rows_R.size)):
-        if needed > getattr(capacity, name):
-            raise ValueError(f"the mask needs {name}={needed}, more than {capacity}")
+    needed = max(int(by_tile.sum()), together(chunk))
+    capacity = capacity or Capacity(T, needed, rows_R.size, not in_place)
+    if needed > capacity.slots or rows_R.size > capacity.residual:
+        raise ValueError(
+            f"the mask needs slots={needed} and residual={rows_R.size}, more than {capacity}"
+        )
     kept = np.zeros((capacity.slots, chunk * tile), bool)
-    kept[: chunks.size] = blocks[chunks, :, tiles].reshape(-1, chunk * tile)
+    kept[at] = blocks[chunks, :, tiles].reshape(-1, chunk * tile)
     places = np.full(N + 1, T * tile)
     places[columns] = np.arange(T * tile)
-    by_tile, by_chunk = (np.bincount(x, minlength=n) for x, n in ((tiles, T), (chunks, C)))
-
-    def starts(counts: np.ndarray) -> np.ndarray:
-        return np.concatenate([[0], np.cumsum(counts)])
-
     found = {
-        "chunks": _filled(chunks, capacity.slots, C),
-        "tiles": _filled(tiles, capacity.slots, 0),
-        "tile_starts": starts(by_tile),
-        "by_chunk": _filled(np.lexsort((tiles, chunks)), capacity.slots, 0),
-        "chunk_starts": starts(by_chunk),
+        "chunks": np.full(capacity.slots, C),
+        "tiles": np.zeros(capacity.slots),
+        "tile_starts": _starts(by_tile),
+        "by_chunk": _filled(at[np.lexsort((tiles, chunks))], capacity.slots, 0),
+        "chunk_starts": _starts(by_chunk),
         "tile_order": np.argsort(-by_tile, kind="stable"),
         "chunk_order": np.argsort(-by_chunk, kind="stable"),
         "columns": columns,
@@ -340,11 +362,16 @@ def _pattern(
         "rows_R": _filled(rows_R, capacity.residual, K),
         "columns_R": _filled(columns_R, capacity.residual, 0),
     }
+    found["chunks"][at], found["tiles"][at] = chunks, tiles
     arrays = {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
     bits = jnp.asarray(np.packbits(kept, axis=1, bitorder="little"))
     return Pattern(
         **arrays, kept=bits, shape=(K, N), tile=tile, chunk=chunk, gathered=capacity.gathered
     )
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _filled(x: np.ndarray, size: int, value: int) -> np.ndarray:

@@ -29,15 +29,16 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path):
     flags += (f"--cache_dir={tmp_path / 'cache'}",)
     for name in ("whole", "stopped"):
         here = f"--out={tmp_path / name}", f"--state={tmp_path / name}-state"
-        run = start(*flags, *here)
+        with start(*flags, *here) as run:
+            if name == "stopped":
+                while "TW-1 at 50 %" not in run.stdout.readline():
+                    assert run.poll() is None, run.stderr.read()
+                run.send_signal(signal.SIGINT)
+            output, errors = run.communicate()
         if name == "stopped":
-            for line in run.stdout:
-                if "TW-1 at 50 %" in line:
-                    run.send_signal(signal.SIGINT)
-                    break
-            assert run.wait() == 130 and "the same command goes on" in run.stderr.read()
-            run = start(*flags, *here)
-        output, errors = run.communicate()
+            assert run.returncode == 130 and "the same command goes on" in errors
+            with start(*flags, *here) as run:
+                output, errors = run.communicate()
         assert run.returncode == 0, errors
         assert ("points are in" in output) == (name == "stopped")
     found = [
