@@ -14,9 +14,10 @@ divided by 4, for matrices 128 wide instead of 768; systems/prune_study.py says 
 Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
 times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
 
-Ctrl-C, then the same command goes on after the last point; so do more stages, patterns and seeds.
-Writes tilewise.json after every point, at the end tilewise and tilewise_price .svg and .png, into
---out. `tiny` shows that all of it runs: its model has learned too little to say anything.
+`paper` takes about half an hour. Ctrl-C, then the same command goes on after the last point; so do
+more stages, patterns and seeds. Writes tilewise.json after every point, at the end tilewise and
+tilewise_price .svg and .png, into --out. `tiny` shows that all of it runs: its model has learned
+too little to say anything.
 """
 
 import itertools
