@@ -24,15 +24,15 @@ class Routes:
     """What one rank knows of the routing; made by `route`.
 
     counts_RX: int32, rows that each rank sends to each expert.
-    dest_TA: int32, the rank that an own choice goes to; -1: to none.
-    row_TA: int32, its row there; of a choice that goes to none anything.
+    expert_TA: int32, the expert of an own choice, of all; -1: none.
+    row_TA: int32, its row where the expert is; of a choice of none anything.
     choice_N: int32, the choice behind each row of this rank's experts, as (rank, token, place among
       the token's choices) in one number; past the rows that came anything.
     rank: int32 (), this one.
     """
 
     counts_RX: Array
-    dest_TA: Array
+    expert_TA: Array
     row_TA: Array
     choice_N: Array
     rank: Array
@@ -51,6 +51,11 @@ class Routes:
     def rows(self) -> int:
         """N."""
         return self.choice_N.shape[0]
+
+    @property
+    def dest_TA(self) -> Array:
+        """The rank that an own choice goes to; -1: to none."""
+        return self.expert_TA // self.experts
 
     @property
     def counts_RE(self) -> Array:
@@ -94,10 +99,10 @@ def route(expert_TA: Array, *, experts: int, axis: str, rows: int | None = None)
     kept_RS = valid_RS & (row_RS < N)
     to_RS = jnp.where(kept_RS, expert_RS, X)
     counts_RX = jnp.zeros((R, X), jnp.int32).at[from_R1, to_RS].add(1, mode="drop")
-    dest_RS = jnp.where(kept_RS, home_RS, -1)
-    dest_S, row_S = (lax.dynamic_index_in_dim(a, rank, keepdims=False) for a in (dest_RS, row_RS))
+    own_RS = jnp.where(kept_RS, expert_RS, -1)
+    expert_S, row_S = (lax.dynamic_index_in_dim(a, rank, keepdims=False) for a in (own_RS, row_RS))
     choice_N = lax.dynamic_slice_in_dim(jnp.pad(order_P, (0, N)), first_R[rank], N)
-    return Routes(counts_RX, dest_S.reshape(T, A), row_S.reshape(T, A), choice_N, rank)
+    return Routes(counts_RX, expert_S.reshape(T, A), row_S.reshape(T, A), choice_N, rank)
 
 
 def segments(counts_RX: Array) -> Array:
