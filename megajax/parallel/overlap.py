@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from megajax.core.hardware import DeviceCard, find_card
-from pallas_kernels import tuned
+from pallas_kernels import dispatch, tuned
 from pallas_kernels.collective import api as kernels
 
 Implementation = Literal["xla", "ring", "fused"]
@@ -83,7 +83,7 @@ def fused_reasons(
 def device_reason(device: Device) -> str | None:
     """Returns what keeps any fused kernel from running on a device, whatever the shape."""
     kind = "cpu" if device is None or device.platform == "cpu" else device.device_kind
-    return None if any(h in kind for h in kernels.HOPPER) else f"needs Hopper GPUs, found {kind}"
+    return None if dispatch.is_hopper(kind) else f"needs Hopper GPUs, found {kind}"
 
 
 def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
