@@ -36,6 +36,9 @@ TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
 # twice (chosen: the model knows no clocks and no contention), with at least so many rows a rank
 # (chosen: below, GPT-3's products lose) and at most so many ranks (an NVLink domain).
 GAIN, ROWS, NODE = 0.95, 512, 8
+# Octaves over all sizes within which a measured row speaks for a shape (chosen: a quarter of the
+# rows is another problem).
+NEAR = 1.0
 
 
 def choose(
@@ -55,7 +58,7 @@ def choose(
     if implementation is not None:
         return implementation  # type: ignore[return-value]
     word, why = best(op, shape, R, jnp.dtype(dtype).name, device or _device())
-    _log_once(op, shape, R, word, why)
+    log_once(op, shape, R, word, why)
     return word
 
 
@@ -108,9 +111,9 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
         return "xla", "a CPU has nothing to hide"
     rows, width, parts = shape
     _, contracted, widths = _problem(op, shape)
-    row = tuned.find(op, kernels.key(op, R, rows // R, sum(contracted), sum(widths)))
-    if row and (row["fastest"] != "fused" or not fused_reasons(op, shape, R, dtype, device)):
-        return row["fastest"], "measured on this kind of GPU"
+    word = measured(op, kernels.key(op, R, rows // R, sum(contracted), sum(widths)))
+    if word and (word != "fused" or not fused_reasons(op, shape, R, dtype, device)):
+        return word, "measured on this kind of GPU"
     card = find_card(device.device_kind)
     if card is None or not device.num_cores or R > NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
@@ -120,6 +123,14 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
         "simulated, not measured, so only a clear gain counts: forward and backward "
         f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
     )
+
+
+def measured(op: str, key: tuned.Key) -> Implementation | None:
+    """Returns what a table found fastest; None without a row, or where the nearest is far off."""
+    row = tuned.find(op, key)
+    if row is None or tuned.distance(key, row["key"]) > NEAR:
+        return None
+    return row["fastest"]
 
 
 def simulate(
@@ -162,5 +173,6 @@ def simulate(
 
 
 @functools.cache
-def _log_once(op: str, shape: Shape, R: int, word: str, why: str) -> None:
+def log_once(op: str, shape: tuple, R: int, word: str, why: str) -> None:
+    """Says a choice and its reason, the first time."""
     logging.info("%s of %s on %d ranks runs as %s (%s)", op, shape, R, word, why)

@@ -55,7 +55,7 @@ def ops(
 
     attention: 'xla', 'cudnn', 'varlen', or 'auto' (`choose_attention`). context: how queries meet
     the keys of other devices where the sequence is cut. overlap: of `up` and `down`
-    (`choose_overlap`).
+    (`choose_overlap`), and of `expert` (parallel/expert.py).
     Raises: UserError for an overlap that cannot run on this mesh.
     """
     why = overlap_.device_reason(layout.mesh.abstract_mesh.abstract_device)
@@ -69,7 +69,7 @@ def ops(
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         score=functools.partial(expert.score, layout, whole),
-        expert=functools.partial(expert.expert, layout, whole, context=context),
+        expert=functools.partial(expert.expert, layout, whole, context=context, overlap=overlap),
     )
 
 

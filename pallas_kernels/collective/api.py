@@ -34,6 +34,7 @@ Implementation = Literal["xla", "fused"]
 DTYPES = ("bfloat16", "float16", "float32")
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 MULTIPLE = {GATHER: 64, SCATTER: 128, REDUCE: 128}  # of N: what TMA and the sums' vectors take
+HOPPER = dispatch.HOPPER
 NODE = 8  # GPUs that reach each other's memory
 
 

@@ -54,8 +54,12 @@ def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch):
     assert best(GATHER, large, device=cpu) == ("xla", "a CPU has nothing to hide")
     unknown = mock.Mock(platform="gpu", device_kind="NVIDIA X1", num_cores=100)
     assert "nothing is known" in best(GATHER, large, device=unknown)[1]
-    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused"} if key["rows"] else {})
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused", "key": key})
     assert best(GATHER, small) == ("fused", "measured on this kind of GPU")
+    near = {"ranks": 8, "rows": 160, "K": 12288, "N": 6144}  # of 256; far off 1024
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused", "key": near})
+    assert best(GATHER, small)[0] == "fused"
+    assert best(GATHER, large) == (word, why)
 
 
 def test_a_gain_is_not_lost_in_the_backward_pass():
