@@ -103,7 +103,7 @@ def _device() -> Device:
 def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Implementation, str]:
     """Returns (what to take, why) for a product whose gradients are wanted too.
 
-    op: 'all_gather_matmul' or 'matmul_reduce_scatter'.
+    op: 'all_gather_matmul' or 'matmul_reduce_scatter'; or 'matmul_all_reduce', forward only.
     """
     if R == 1:
         return "xla", "one rank: nothing travels"
@@ -111,9 +111,12 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
         return "xla", "a CPU has nothing to hide"
     rows, width, parts = shape
     _, contracted, widths = _problem(op, shape)
-    word = measured(op, kernels.key(op, R, rows // R, sum(contracted), sum(widths)))
+    each = rows if op == kernels.REDUCE else rows // R
+    word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)))
     if word and (word != "fused" or not fused_reasons(op, shape, R, dtype, device)):
         return word, "measured on this kind of GPU"
+    if op == kernels.REDUCE:
+        return "xla", "so few rows have nothing to hide behind, and no kernel was measured"
     card = find_card(device.device_kind)
     if card is None or not device.num_cores or R > NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
