@@ -29,16 +29,22 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.attention.hopper_forward import varying_as
 from pallas_kernels.collective.api import DTYPES, HOPPER, NODE
-from pallas_kernels.expert import reference
-from pallas_kernels.expert.routes import Routes, route
+from pallas_kernels.collective.peers import RemotePeer
+from pallas_kernels.expert import plans, reference, tables
+from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
+from pallas_kernels.expert.gemm_combine import gemm_combine
+from pallas_kernels.expert.plans import COMBINE, DISPATCH
+from pallas_kernels.expert.product import Plan, height
+from pallas_kernels.expert.routes import Routes as Routes
+from pallas_kernels.expert.routes import route as route
+from pallas_kernels.gemm.hopper import SMS, Spec
 from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
-
-__all__ = ["Routes", "dispatch_grouped_matmul", "grouped_matmul_combine", "reasons", "route"]
 
 Array = jax.Array
 Implementation = Literal["xla", "fused"]
-DISPATCH, COMBINE = "expert_dispatch_matmul", "expert_matmul_combine"
 MULTIPLE = {DISPATCH: 64, COMBINE: 128}  # of columns: what TMA and the sums' vectors take
 
 
@@ -74,8 +80,15 @@ def dispatch_grouped_matmul(
     _check(DISPATCH, (x,) * len(weights), weights, routes, transpose_w)
     if x.shape[0] != routes.dest_TA.shape[0]:
         raise ValueError(f"{DISPATCH}: x has {x.shape[0]} tokens, routes {len(routes.dest_TA)}")
-    _choose(DISPATCH, implementation, (x,), weights, routes, transpose_w)
-    ys, x_NK = reference.dispatch_grouped_matmul(x, weights, routes, axis, activation, transpose_w)
+    how = _choose(DISPATCH, implementation, (x,), weights, routes, transpose_w)
+    if how == "fused":
+        spec = Spec(activation, x.dtype.name)
+        arrays = dispatch.alike((x, weights, routes))
+        ys, x_NK = _dispatch(*arrays, axis=axis, spec=spec, turned=transpose_w)
+    else:
+        ys, x_NK = reference.dispatch_grouped_matmul(
+            x, weights, routes, axis, activation, transpose_w
+        )
     found = ys if isinstance(w, Sequence) else ys[0]
     return (found, x_NK) if return_rows else found
 
@@ -113,7 +126,10 @@ def grouped_matmul_combine(
             f"{COMBINE}: weights {weights.dtype}{weights.shape} must be float32 "
             f"{routes.dest_TA.shape}, as the routes' choices"
         )
-    _choose(COMBINE, implementation, hs, ws, routes, transpose_w)
+    how = _choose(COMBINE, implementation, hs, ws, routes, transpose_w)
+    if how == "fused":
+        arrays = dispatch.alike((hs, ws, routes, weights))
+        return _combine(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name, turned=transpose_w)
     return reference.grouped_matmul_combine(hs, ws, routes, weights, axis, acc_dtype, transpose_w)
 
 
@@ -166,12 +182,14 @@ def _choose(
     contracted, widths = [x.shape[1] for x in xs], [w.shape[2 - turned] for w in ws]
     why = reasons(op, contracted, widths, routes.ranks, xs[0].dtype)
     why += () if routes.rows else ("finds no rows",)
-    why += ("has no kernel yet",)
     if implementation == "fused" and why:
         raise NotImplementedError(
             f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use "
             "implementation='xla', or None to let it choose"
         )
+    if implementation is None and not why:
+        row = tuned.find(op, _key(op, routes, sum(contracted), sum(widths)))
+        return "fused" if row and row["fastest"] == "fused" else "xla"
     return implementation or "xla"
 
 
@@ -194,3 +212,62 @@ def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> 
             )
         if op == COMBINE and N != weights[0].shape[2 - turned]:
             raise ValueError(f"{op}: w {w.shape} and {weights[0].shape} must have the same columns")
+
+
+# ---- the kernels' arrays
+
+
+def _blocks() -> int:
+    """Thread blocks that run at one time, one an SM: with more the kernels would wait for ever."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return min(SMS, device.num_cores or SMS) if device else SMS
+
+
+def _key(op: str, routes: Routes, K: int, N: int) -> tuned.Key:
+    choices = routes.expert_TA.size
+    return plans.key(op, routes.ranks, choices, routes.experts, K, N)
+
+
+def _plan(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) -> Plan:
+    """Of the nearest row of a table, else the heuristic's."""
+    row = tuned.find(op, _key(op, routes, K, sum(widths)))
+    if row and row["fastest"] == "fused":
+        return plans.load(row["tile"])
+    choices = routes.expert_TA.size
+    return plans.heuristic(
+        op, routes.ranks, choices, routes.experts, K, widths, out_dtype, _blocks()
+    )
+
+
+def _page(tree: Any) -> Any:
+    """Arrays as the one page of a rank."""
+    return jax.tree.map(lambda a: a[None], tree)
+
+
+def _dispatch(x, weights, routes, *, axis, spec, turned):
+    widths = [w.shape[2 - turned] for w in weights]
+    plan = _plan(DISPATCH, routes, x.shape[1], widths, x.dtype)
+    tile, chunk = plan.tile, plan.chunk
+    work = tables.dispatch(
+        routes, chunk=chunk, block=tile.block_m * tile.cluster, staged=plan.rotated
+    )
+    ys, rows = dispatch_gemm(
+        *_page((x, weights, work)), rows=routes.rows, flags=tables.flags(routes, chunk),
+        peers=RemotePeer(routes.ranks, axis), plan=plan, spec=spec, turned=turned,
+        blocks=_blocks(),
+    )  # fmt: skip
+    return varying_as(x, (tuple(y[0] for y in ys), rows[0, : routes.rows]))
+
+
+def _combine(hs, ws, routes, weights, *, axis, acc, turned):
+    widths, K = [ws[0].shape[2 - turned]], sum(h.shape[1] for h in hs)
+    plan = _plan(COMBINE, routes, K, widths, acc)
+    work = tables.combine(routes, chunk=plan.chunk, block=plan.tile.block_m * plan.tile.cluster)
+    below = height(routes.rows, plan.tile) - routes.rows
+    hs = tuple(jnp.pad(h, ((0, below), (0, 0))) for h in hs)
+    y, _ = gemm_combine(
+        *_page((hs, ws, work, tables.places(routes), weights)),
+        peers=RemotePeer(routes.ranks, axis), plan=plan, spec=Spec(None, acc), turned=turned,
+        blocks=_blocks(),
+    )  # fmt: skip
+    return varying_as(hs[0], y[0])

@@ -17,7 +17,7 @@ Legend: T tokens of a rank, K contracted, N rows of a rank's experts, F columns 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,24 +32,12 @@ from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.product import Plan
-from pallas_kernels.expert.tables import FAR, FLAGS, GROUP, HI, JOBS, LO, NEAR, OWN, ROW, Tables
+from pallas_kernels.expert.tables import FAR, FLAGS, JOBS, NEAR, OWN, Tables
 from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.hopper import SMS, Spec
 from pallas_kernels.gemm.reference import activate
 
 NAME = "dispatch_gemm"
-Int = Any  # traced int32
-
-
-class Place(NamedTuple):
-    """A tile: its visit, expert, first row of this cluster, rows of the expert, tile of columns."""
-
-    visit: Int
-    group: Int
-    row: Int
-    lo: Int
-    hi: Int
-    column: Int
 
 
 def dispatch_gemm(
@@ -141,8 +129,7 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
     def place_of(j):
         i = cluster - talking + j * computing
         visit, column = schedule.raster(i, count_visits, sum(columns), plan.band)
-        group, row, lo, hi = (visits[visit, i] + 0 for i in (GROUP, ROW, LO, HI))
-        return Place(visit, group, row, lo, hi, column)
+        return shared.place(visits, visit, column)
 
     def each_weight(column, do):
         """do(i, first column) of the weight that a tile of columns belongs to."""
@@ -166,12 +153,8 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
 
     def load(place, step, a, b, barrier):
         k = core.span(step, tile.block_k)
-        row = place.row + block * tile.block_m
-        # A second block may lie below all rows; what it reads it does not store.
-        row = pl.multiple_of(jnp.where(row < height, row, 0), tables.ALIGN)
-        plgpu.copy_gmem_to_smem(
-            peers.mine(gmem["rows"]).at[pl.ds(row, tile.block_m), k], a, barrier
-        )
+        m = shared.rows_of(place, block, tile, height)
+        plgpu.copy_gmem_to_smem(peers.mine(gmem["rows"]).at[m, k], a, barrier)
 
         def load_b(i, at):
             n = pl.ds(at, tile.block_n)
@@ -196,22 +179,20 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
 
             each_weight(place.column, to)
 
-        # Without a row to store there would be groups of no copies, and smem written for nothing.
-        live = (top < place.hi) & (top + tile.rows > place.lo)
-        pl.when(live)(lambda: product.store(acc, value, copy))
+        shared.when_live(place, top, tile, lambda: product.store(acc, value, copy))
 
-    def send(first_job, me, stride):
-        shared_jobs = core.share(first_job[1] - first_job[0], me, stride)
-        moved, began = ring[0][0].shape[2] * jnp.dtype(gmem["x"].dtype).itemsize, clock()
+    def send(first_job, last_job, me, stride):
         across = ring[0][0].shape[2]
+        moved, began = across * jnp.dtype(gmem["x"].dtype).itemsize, clock()
 
         def piece(ref, row, p):
-            return ref.at[pl.ds(row, 1), pl.ds(pl.multiple_of(p * across, across), across)]
+            return ref.at[pl.ds(row, 1), core.span(p, across)]
 
         rows_.relay(
-            ring[0], arrived, shared_jobs, K // across,
-            table=lambda n: jobs.at[first_job[0] + me + n * stride],
-            source=lambda n, row, p: piece(peers.mine(gmem["x"]), row, p),
+            ring[0], arrived, core.share(last_job - first_job, me, stride),
+            parts=lambda _: jnp.int32(K // across),
+            table=lambda n: jobs.at[first_job + me + n * stride],
+            source=lambda n, row, p: piece(peers.own(gmem["x"]), row, p),
             target=lambda n, peer, row, p: piece(peers.peer(gmem["rows"], peer), row, p),
             pace=lambda n, q: peers.pace(began, (n * plan.chunk * (K // across) + q + 1) * moved),
             finish=lambda n, peer, flag: peers.signal(flags, peer, flag),
@@ -222,7 +203,7 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
 
         @pl.when((cluster < talking) & (warpgroup == 0))
         def _communicate():
-            send((own, every), cluster * tile.cluster + block, plan.comm)
+            send(own, every, cluster * tile.cluster + block, plan.comm)
 
     @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
     def _compute():
@@ -243,7 +224,7 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
             plgpu.set_max_registers(40, action="decrease")
         if plan.comm:
             me = (cluster - talking) * tile.cluster + block
-            send((jnp.int32(0), own), me, computing * tile.cluster)
+            send(jnp.int32(0), own, me, computing * tile.cluster)
             # The ring lies where tiles come, a cluster's weights for both of its blocks.
             plgpu.barrier_arrive(begun)
             plgpu.barrier_wait(begun)

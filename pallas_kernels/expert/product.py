@@ -4,7 +4,8 @@ Legend: as in tables.py; F columns.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,7 +15,7 @@ from jax import lax
 from pallas_kernels import tiles
 from pallas_kernels.collective import core
 from pallas_kernels.expert import rows
-from pallas_kernels.expert.tables import ALIGN
+from pallas_kernels.expert.tables import ALIGN, GROUP, HI, LO, ROW
 from pallas_kernels.gemm import hopper
 from pallas_kernels.grouped import hopper as grouped
 
@@ -64,6 +65,40 @@ def scratch(
         else plgpu.Barrier(num_arrivals=1)
     )
     return found | {"smem": plgpu.RefUnion(smem, ring), "arrived": barriers, "begun": begun}
+
+
+class Place(NamedTuple):
+    """A tile: its visit, expert, the cluster's first row, rows of the expert, tile of columns."""
+
+    visit: Int
+    group: Int
+    row: Int
+    lo: Int
+    hi: Int
+    column: Int
+
+
+def place(visits: Any, visit: Int, column: Int) -> Place:
+    """Returns a tile of the table of visits."""
+    group, row, lo, hi = (visits[visit, i] + 0 for i in (GROUP, ROW, LO, HI))
+    return Place(visit, group, row, lo, hi, column)
+
+
+def rows_of(place: Place, block: Int, tile: hopper.Tile, height: int) -> Any:
+    """The rows that a block of the cluster reads.
+
+    A second block may lie below all of them; what it reads it does not store.
+    """
+    row = place.row + block * tile.block_m
+    return pl.ds(pl.multiple_of(jnp.where(row < height, row, 0), ALIGN), tile.block_m)
+
+
+def when_live(place: Place, top: Int, tile: hopper.Tile, store: Callable[[], None]) -> None:
+    """Stores what a warpgroup has, if any of its rows, the first of which is `top`, is the visit's.
+
+    Else there would be groups of no copies, which the interpreter does not count.
+    """
+    pl.when((top < place.hi) & (top + tile.rows > place.lo))(store)
 
 
 def store_rows(piece: Any, y: Any, row: Int, column: Int, lo: Int, hi: Int) -> None:

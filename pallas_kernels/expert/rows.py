@@ -45,8 +45,8 @@ def relay(
     smem: tuple[Any, Any],
     barriers: tuple[Any, Any],
     jobs: Int,
-    parts: int,
     *,
+    parts: Callable[[Int], Int],
     table: Callable[[Int], Any],
     source: Callable[[Int, Int, Int], Any],
     target: Callable[[Int, Int, Int, Int], Any],
@@ -54,7 +54,7 @@ def relay(
     finish: Callable[[Int, Int, Int], None],
     begin: Callable[[Int], None] | None = None,
 ) -> None:
-    """A warpgroup sends the rows of `jobs` jobs, each row in `parts` parts.
+    """A warpgroup sends the rows of `jobs` jobs, each row in parts(n) parts.
 
     table(n): the entries of job n. begin(n): waits until its rows are there. source(n, row, p) and
     target(n, peer, row, p): part p of a row. pace(n, q): before the q-th copy of job n is stored.
@@ -77,11 +77,11 @@ def relay(
             )  # fmt: skip
 
     def fetch(n, q):
-        @pl.when(q < entry(n, ROWS) * parts)
+        @pl.when(q < entry(n, ROWS) * parts(n))
         def _():
-            slot, row = lax.rem(q, jnp.int32(slots)), entry(n, PAIRS + 2 * lax.div(q, parts))
+            slot, row = lax.rem(q, jnp.int32(slots)), entry(n, PAIRS + 2 * lax.div(q, parts(n)))
             plgpu.copy_gmem_to_smem(
-                source(n, row, lax.rem(q, parts)), ring.at[slot], arrived.at[slot],
+                source(n, row, lax.rem(q, parts(n))), ring.at[slot], arrived.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )  # fmt: skip
 
@@ -93,7 +93,6 @@ def relay(
                 begin(n)
             pl.loop(0, ahead)(lambda q: fetch(n, q))
 
-    parts = jnp.int32(parts)
     list_rows(jnp.int32(0))
     start(jnp.int32(0))
 
@@ -101,14 +100,14 @@ def relay(
     def _(n):
         # The table of the job before is no longer read.
         list_rows(n + 1)
-        peer, flag = entry(n, PEER), entry(n, FLAG)
+        peer, flag, across = entry(n, PEER), entry(n, FLAG), parts(n)
 
-        @pl.loop(0, entry(n, ROWS) * parts)
+        @pl.loop(0, entry(n, ROWS) * across)
         def _(q):
-            slot, row = lax.rem(q, jnp.int32(slots)), entry(n, PAIRS + 1 + 2 * lax.div(q, parts))
+            slot, row = lax.rem(q, jnp.int32(slots)), entry(n, PAIRS + 1 + 2 * lax.div(q, across))
             plgpu.barrier_wait(arrived.at[slot])
             pace(n, q)
-            plgpu.copy_smem_to_gmem(ring.at[slot], target(n, peer, row, lax.rem(q, parts)))
+            plgpu.copy_smem_to_gmem(ring.at[slot], target(n, peer, row, lax.rem(q, across)))
             # The slot that is filled now was stored from STORING pieces ago.
             plgpu.wait_smem_to_gmem(STORING, wait_read_only=True)
             fetch(n, q + ahead)

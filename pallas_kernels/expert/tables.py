@@ -3,7 +3,8 @@
 Two kinds. Visits: up to a tile's rows of one expert, where they lie, and which flags tell that they
 have come. Jobs: up to `chunk` rows that go to one rank under one flag, read here and written there,
 row by row; in the order in which they are to leave, so that at every time the ranks send to
-different ranks, and that what a rank's tiles wait for first comes first.
+different ranks, and that what a rank's tiles wait for first comes first. A combine counts jobs, so
+their own flags are a dispatch's only.
 
 A table's length is the worst case of any routing: a program has one shape, however tokens choose.
 

@@ -6,6 +6,7 @@ test_expert_protocol.py.
 """
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective.peers import ReadyPeer
+from pallas_kernels.collective.peers import Peers, ReadyPeer
+from pallas_kernels.expert import gemm_combine as combine
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.product import Plan, height
@@ -84,3 +86,57 @@ def test_dispatched_product(tile, turned, seed):
     want = np.einsum("nk,nkf->nf", np.asarray(x[:end], np.float64), w)
     np.testing.assert_array_equal(y[0, :end], want)
     np.testing.assert_array_equal(y[0, end:], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("warpgroups", "cluster"), [(1, 2), (2, 1)])
+def test_combined_product(warpgroups, cluster, seed):
+    """Two products by transposed weights, added; others' answers would arrive above."""
+    plan = Plan(Tile(64 * warpgroups, 128, 64, 2, warpgroups, cluster), 0, 8, width=1)
+
+    def make(routes, block):
+        return tables.combine(routes, chunk=8, block=block)
+
+    work, sizes_E = tables_of(make, plan.tile.block_m * cluster, seed)
+    D, S, end = 256, T * A, int(sizes_E.sum())
+    x, w, v, u = values((168, K), (1, E, D, K), (168, 2 * K), (1, E, D, 2 * K), seed=seed)
+    into = jnp.full((R, S + 168, D), jnp.nan, jnp.float32)
+    live = jnp.arange(168)[:, None] < end
+    _, page = combine.gemm_combine(
+        tuple(jnp.where(live, h, jnp.nan)[None] for h in (x, v)), (w, u), pages(work),
+        jnp.zeros((1, T, A), jnp.int32), jnp.zeros((1, T, A), jnp.float32), None,
+        jax.new_ref(into), peers=ReadyPeer(R, ME), plan=plan, spec=Spec(None, "float32"),
+        turned=True, blocks=2 * cluster, interpret=True,
+    )  # fmt: skip
+    group_N = np.repeat(np.arange(E), sizes_E)
+    x, w, v, u = (np.asarray(a, np.float64) for a in (x[:end], w[0], v[:end], u[0]))
+    want = np.einsum("nk,ndk->nd", x, w[group_N]) + np.einsum("nk,ndk->nd", v, u[group_N])
+    np.testing.assert_array_equal(page[ME, S : S + end], want)
+    assert np.isnan(page[ME, :S]).all() and np.isnan(page[ME, S + end :]).all()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_weighted_sums_of_answers(block, seed):
+    """Of a last block of columns that is not full; rows that nobody wrote are full of NaN."""
+    D, wide, choices, tokens = 384, 256, 3, 5
+    random = np.random.default_rng(seed)
+    page = np.full((tokens * choices + 4, D), np.nan, np.float32)
+    places = random.permutation(len(page))[: tokens * choices].reshape(tokens, choices)
+    places = np.where(random.random(places.shape) < 0.3, -1, places).astype(np.int32)
+    written = places[places >= 0]
+    page[written] = random.integers(-3, 4, (len(written), D))
+    weights = random.integers(-2, 3, places.shape).astype(np.float32)
+
+    def body(page, places, weights, y):
+        gmem = {"page": page, "places": places, "weights": weights, "y": y}
+        me = jax.lax.axis_index("block")
+        combine._add_up(gmem, Peers(1), jnp.int32(block), wide, me, 2)
+
+    y = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((1, tokens, D), jnp.float32), grid=(2,),
+        grid_names=("block",), num_threads=1, thread_name="warpgroup",
+        interpret=interpreter.params(),
+    )(page[None], places[None], weights[None])  # fmt: skip
+    here = slice(block * wide, min(D, (block + 1) * wide))
+    rows = np.where(places[:, :, None] >= 0, page[places], 0)[:, :, here]
+    np.testing.assert_array_equal(y[0, :, here], (rows * weights[:, :, None]).sum(1))
