@@ -18,9 +18,11 @@ import numpy as np
 from megajax.core.hardware import DeviceCard, find_card
 from megajax.parallel import overlap
 from megajax.parallel.overlap import Implementation
+from pallas_kernels import tuned
 from pallas_kernels.collective.expert_simulator import ExpertProduct, Load, Part, gemm_s
 from pallas_kernels.collective.simulator import Machine
 from pallas_kernels.expert import api as kernels
+from pallas_kernels.expert import plans
 
 DISPATCH, COMBINE = kernels.DISPATCH, kernels.COMBINE
 HALVES = (DISPATCH, COMBINE)
@@ -141,7 +143,7 @@ def best(
     if far:
         return "xla", "experts on several nodes: XLA's collectives"
     if word := measured(halves, device):
-        return word, "measured on this kind of GPU"
+        return word, overlap.MEASURED
     card = find_card(device.device_kind)
     if card is None or not device.num_cores:
         return "xla", f"nothing is known of {layer.ranks} x {device.device_kind}"
@@ -165,12 +167,11 @@ def measured(halves: Mapping[str, Layer], device: overlap.Device) -> Implementat
     return word  # type: ignore[return-value]
 
 
-def key(op: str, layer: Layer) -> dict[str, int]:
-    """Of a row of a table. K, N: of all products of the op together; rows: of a rank's experts."""
+def key(op: str, layer: Layer) -> tuned.Key:
+    """Of a row of a table, as the kernels look it up."""
     hidden = sum(layer.hidden)
     K, N = (layer.width, hidden) if op == DISPATCH else (hidden, layer.width)
-    rows = layer.rows * layer.ranks
-    return {"ranks": layer.groups, "experts": layer.experts, "rows": rows, "K": K, "N": N}
+    return plans.key(op, layer.groups, layer.tokens * layer.top, layer.experts, K, N)
 
 
 def simulate(op: str, layer: Layer, card: DeviceCard, cores: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Which implementation of a collective matmul runs, and why.
 
-A table that was measured on this kind of GPU decides (pallas_kernels/tuned); without one, a model
-of one rank says what a ring would take beside plain XLA, and only a clear gain counts, so that
-nothing is lost where nothing was measured. Reasons say which of the two it was.
+A table that was measured on this kind of GPU decides (pallas_kernels/tuned: one rank beside ghosts,
+pallas_kernels/collective/tunings.py); without one, a model of one rank says what a ring would take
+beside plain XLA, and only a clear gain counts, so that nothing is lost where nothing was measured.
+Reasons say which of the two it was.
 
 Legend: R ranks.
 """
@@ -39,6 +40,7 @@ GAIN, ROWS, NODE = 0.95, 512, 8
 # Octaves over all sizes within which a measured row speaks for a shape (chosen: a quarter of the
 # rows is another problem).
 NEAR = 1.0
+MEASURED = "measured on one GPU of this kind, its link emulated"
 
 
 def choose(
@@ -114,7 +116,7 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     each = rows if op == kernels.REDUCE else rows // R
     word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)))
     if word and (word != "fused" or not fused_reasons(op, shape, R, dtype, device)):
-        return word, "measured on this kind of GPU"
+        return word, MEASURED
     if op == kernels.REDUCE:
         return "xla", "so few rows have nothing to hide behind, and no kernel was measured"
     card = find_card(device.device_kind)

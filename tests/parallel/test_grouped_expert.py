@@ -438,12 +438,12 @@ def test_a_choice_has_a_reason(monkeypatch):
         monkeypatch.setattr(tuned, "find", find)
 
     table(**{dispatch: "fused", combine: "fused"})
-    assert best() == ("fused", "measured on this kind of GPU")
+    assert best() == ("fused", "measured on one GPU of this kind, its link emulated")
     assert best(dtype="float32")[0] != "fused" != best(groups=4)[0]  # 4: cut over tensor
     table(**{dispatch: "fused", combine: "xla"})
     assert best()[0] == "ring"  # no word for the whole layer
     assert best(halves=(dispatch,))[0] == "fused"
-    few = {"ranks": 8, "experts": 1, "rows": 64, "K": 4096, "N": 28672}
+    few = {"ranks": 8, "choices": 64, "experts": 1, "K": 4096, "N": 28672}
     monkeypatch.setattr(tuned, "find", lambda op, key: {"key": few, "fastest": "fused"})
     assert best()[0] == "ring"  # another problem was measured
 
