@@ -9,38 +9,36 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.routes import route
 from pallas_kernels.expert.tables import FAR, FLAG, FLAGS, HI, LO, NEAR, PAIRS, PEER, ROW, ROWS
 from tests.expert_oracle import order, routings
 
-R, T, A, E = 4, 13, 3, 3
-S, N = T * A, R * T * A
+# Ranks, tokens, choices, experts of a rank.
+SIZES = 4, 13, 3, 3
 CHUNK, BLOCK = 8, 16
-NAMES = list(routings(R, T, A, R * E, np.random.default_rng(0)))
+CASES = [(SIZES, name) for name in routings(*SIZES[:3], 12, np.random.default_rng(0))]
+CASES += [((8, 3, 10, 64), "spread"), ((2, 1, 1, 1), "spread")]
 
 
 @functools.cache
-def compiled():
+def compiled(E):
     def made(experts):
         routes = route(experts, experts=E, axis="x")
-        found = (
+        return (
             tables.dispatch(routes, chunk=CHUNK, block=BLOCK),
             tables.combine(routes, chunk=CHUNK, block=BLOCK),
             tables.places(routes),
         )
-        return jax.tree.map(lambda a: a[None], found)
 
-    mesh = Mesh(np.array(jax.devices()[:R]), ("x",))
-    return jax.jit(jax.shard_map(made, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    return jax.jit(jax.vmap(made, axis_name="x"))
 
 
-def tables_of(name, seed):
+def tables_of(sizes, name, seed):
+    R, T, A, E = sizes
     experts = routings(R, T, A, R * E, np.random.default_rng(seed))[name].astype(np.int32)
-    return experts, jax.tree.map(np.asarray, compiled()(experts))
+    return experts, jax.tree.map(np.asarray, compiled(E)(experts.reshape(R, T, A)))
 
 
 def jobs_of(work, rank, first, last):
@@ -51,9 +49,10 @@ def jobs_of(work, rank, first, last):
         yield entries[PEER], entries[FLAG], pairs[:, 0], pairs[:, 1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_dispatch_brings_every_row_and_flags_tell(name, seed):
-    experts, (work, _, _) = tables_of(name, seed)
+@pytest.mark.parametrize(("sizes", "name"), CASES)
+def test_a_dispatch_brings_every_row_and_flags_tell(sizes, name, seed):
+    (R, T, A, E), (experts, (work, _, _)) = sizes, tables_of(sizes, name, seed)
+    N = R * T * A
     came = np.full((R, N), -1)  # the token (of all) in each row
     told = np.full((R, N), -1)  # by which flag
     raised = [set() for _ in range(R)]
@@ -88,9 +87,10 @@ def test_a_dispatch_brings_every_row_and_flags_tell(name, seed):
         assert waited == raised[rank]  # whoever is done has seen all that came
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_combine_brings_every_answer_home(name, seed):
-    experts, (_, work, places) = tables_of(name, seed)
+@pytest.mark.parametrize(("sizes", "name"), CASES)
+def test_a_combine_brings_every_answer_home(sizes, name, seed):
+    (R, T, A, E), (experts, (_, work, places)) = sizes, tables_of(sizes, name, seed)
+    S, N = T * A, R * T * A
     page = np.full((R, S + N), -1)  # of answers: the choice (of all) in each row
     arrived = np.zeros(R, int)
     for rank in range(R):
