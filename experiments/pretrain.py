@@ -34,6 +34,7 @@ from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
+from megajax.systems.prune_stages import Pruner
 from megajax.training import banner, resume
 from megajax.training.config import Config
 from megajax.training.loop import Run, train
@@ -108,6 +109,10 @@ def main() -> int:
             corpora, train_step.abstract_eval_batch, cfg.eval.batches, train_step.order
         ),
     )  # fmt: skip
+    pruner = Pruner(
+        cfg.prune, train_step.parts.axes, mesh, train_step.natural, train_step.arranged,
+        recorder.emit,
+    )  # fmt: skip
     run = Run(
         cfg=cfg,
         train_step=train_step,
@@ -125,6 +130,7 @@ def main() -> int:
         timers=timers,
         faults=Injector(faults.parse(cfg.fault), jax.process_index(), supervision.attempt),
         memory=memory,
+        between=pruner if cfg.prune.sparsity else None,
     )
     try:
         stop = train(run)  # 7 the loop

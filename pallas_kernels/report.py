@@ -7,6 +7,7 @@ need not be compiled again.
 """
 
 import ast
+import functools
 import hashlib
 import pathlib
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from pallas_kernels.expert import configs as expert
 from pallas_kernels.gemm import configs as gemm
 from pallas_kernels.grouped import configs as grouped
 from pallas_kernels.norm import configs as norm
+from pallas_kernels.tile_sparse import configs as tile_sparse
 
 FOLDERS = {
     "attention": attention,
@@ -29,6 +31,7 @@ FOLDERS = {
     "gemm": gemm,
     "grouped": grouped,
     "norm": norm,
+    "tile_sparse": tile_sparse,
 }
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
@@ -56,12 +59,18 @@ def hash_of(files: Iterable[pathlib.Path]) -> str:
     """Of the syntax trees of files, and of jax's version."""
     digest = hashlib.sha256(jax.__version__.encode())
     for file in files:
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
-                node.body = node.body[1:]
-        digest.update(ast.dump(tree).encode())
+        digest.update(_code(file.read_text()))
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _code(text: str) -> bytes:
+    """A file's syntax tree without docstrings; most configurations share a few files."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return ast.dump(tree).encode()
 
 
 def faults(row: dict[str, Any]) -> list[str]:

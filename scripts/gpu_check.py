@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python3 scripts/gpu_check.py            # all parts, inside 8 minutes
     PYTHONPATH=. python3 scripts/gpu_check.py kernels    # one part; or train, plan, collective
-    PYTHONPATH=. python3 scripts/gpu_check.py grouped    # one folder of kernels; or gemm, ...
+    PYTHONPATH=. python3 scripts/gpu_check.py tile_sparse    # one folder of kernels; or gemm, ...
     PYTHONPATH=. python3 scripts/gpu_check.py kernels rehearse   # on a CPU, tiny, interpreted
     PYTHONPATH=. python3 scripts/gpu_check.py collective rehearse   # on a CPU, compiled only
 

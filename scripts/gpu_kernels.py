@@ -19,6 +19,7 @@ import gpu_attention
 import gpu_gemm
 import gpu_grouped
 import gpu_norm
+import gpu_tile_sparse
 import jax
 
 from megajax.models.encoder_config import PRESETS as ENCODERS
@@ -31,6 +32,7 @@ FORWARD, BOTH = "forward", "forward+backward"
 SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
 FOLDERS = {
     "attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm, "grouped": gpu_grouped,
+    "tile_sparse": gpu_tile_sparse,
 }  # fmt: skip
 TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
 

@@ -193,6 +193,9 @@ SIDES = {
         "XLA's ragged_dot, us": "ragged_dot", "one dense product, us": "dense",
     },
     "packing": {"ours, us": "ours"},
+    "tile_sparse": {
+        "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
+    },
 }  # fmt: skip
 
 
@@ -346,6 +349,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "packing_floors": functools.partial(floors, "packing"),
     "gemm_floors": functools.partial(floors, "gemm"),
     "grouped_floors": functools.partial(floors, "grouped"),
+    "tile_sparse_floors": functools.partial(floors, "tile_sparse"),
+    "kernel_report_tile_sparse": functools.partial(kernel_report, "tile_sparse"),
     "kernel_report_norm": functools.partial(kernel_report, "norm"),
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
     "kernel_report_grouped": functools.partial(kernel_report, "grouped"),

@@ -1,6 +1,7 @@
 """Bytes a device holds at the peak of a step, by term: a lower bound on what a compiler can reach.
 
-State (parameters, optimizer, gradients) is exact. The rest counts only what must exist at the same
+State (parameters, optimizer, gradients) is exact, without what pruning adds (1 byte of mask and 4
+of importance for each weight that it may touch). The rest counts only what must exist at the same
 time: what the backward pass keeps of every layer (the stash), one block's working set or one chunk
 of logits, whichever is larger, and the weights in use. Fragmentation, communication buffers and
 fusion failures come on top; deviceless XLA tells how much.

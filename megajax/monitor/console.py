@@ -54,6 +54,8 @@ class Console:
             bits = values.get("eval_bits_per_byte")
             tail = f", {bits:.3f} bits per byte" if isinstance(bits, float) else ""
             self.say(f"step {step}: held-out loss {values['eval_loss']:.4f} nats{tail}")
+        elif "sparsity" in values:
+            self.say(f"after step {step}: {values['sparsity']:.2%} of the chosen weights pruned")
 
     def _show(self, step: int, line: str) -> None:
         where = f"step {step}/{self._steps}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.cost import hlo, memory
+from megajax.cost import hlo, memory, sparse
 from megajax.monitor import results
 from megajax.monitor.console import quantity
 from megajax.systems.aot import RESERVE_BYTES, Plan
@@ -94,6 +94,7 @@ def markdown(plan: Plan, search: str = "") -> str:
             f"Matmuls of one GPU: {flops:,.4g} TFLOP in the program, {ours:,.4g} by formula."
         )
     parts.append(f"Pipeline bubble: {100 * plan.estimate.bubble:.1f} % of the work.")
+    parts += pruning(plan)
     lines = [f"- {w}" for w in plan.warnings] or ["none"]
     return "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan)}*"]) + "\n"
 
@@ -123,6 +124,34 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     """Returns a Markdown table."""
     head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(head + ["| " + " | ".join(map(str, line)) + " |" for line in lines])
+
+
+def pruning(plan: Plan) -> list[str]:
+    """Returns the section on which sparsity pays, for a run that prunes; else nothing."""
+    prune = plan.cfg.prune
+    if not prune.sparsity:
+        return []
+    head = "## Which sparsity pays, forward (estimate)"
+    if prune.pattern not in ("tw2d", "tw1d", "tew", "bw"):
+        return [head, f"None: {prune.pattern} leaves no tiles (--prune.pattern)."]
+    tile, chunk = (32, 32) if prune.pattern == "bw" else (prune.tile, prune.chunk)
+    square = prune.pattern in ("tw2d", "tew")
+    dtype = plan.cfg.train.dtype
+    cost = sparse.SparseCost(plan.cluster.card, dtype, tile, chunk, squared=square)
+    gemms = sparse.decoder_gemms(plan.step.work, round(plan.step.tokens))
+    found = sparse.table(cost, gemms, (prune.sparsity,))
+    lines = [
+        [f"{v:.3g}" if isinstance(v, float) else "never" if v is None else v for v in row.values()]
+        for row in found
+    ]
+    about = (
+        f"One GPU multiplies a whole matrix for the {round(plan.step.tokens):,} tokens of a "
+        f"micro-batch, by tiles of {tile} columns and {chunk} rows, at {cost.share:g} of the dense "
+        "kernel's rate (assumed). Training itself multiplies the zeros."
+    )
+    if prune.pattern == "tew":
+        about += " The single elements of tew are one more product, which is not counted."
+    return [head, table(list(found[0]), lines), about]
 
 
 def draw(plan: Plan, path: Path) -> None:

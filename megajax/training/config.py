@@ -19,6 +19,7 @@ from megajax.parallel.context import ContextSpec
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, rules
+from megajax.training.masking import PruneConfig
 from megajax.training.optim import OptimConfig
 
 
@@ -116,6 +117,7 @@ class Config:
     context: ContextSpec = group(ContextSpec)
     train: TrainConfig = group(TrainConfig)
     optim: OptimConfig = group(OptimConfig)
+    prune: PruneConfig = group(PruneConfig)
     data: DataConfig = group(DataConfig)
     eval: EvalConfig = group(EvalConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
@@ -140,3 +142,4 @@ class Config:
         faults.parse(self.fault)
         check.check(self, sizes, rules(self.shard.zero))
         self.pipeline.check(self, sizes)
+        self.prune.check(self.train.steps)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -38,6 +38,18 @@ class NotFinite(UserError):
     """Loss or gradient is not finite; the state before it is kept, and nothing was saved of it."""
 
 
+class Between(Protocol):
+    """What happens to the state between two steps: after those `due`, and after what is saved."""
+
+    def due(self, finished: int) -> bool:
+        """Tells whether something happens after so many finished steps."""
+        ...
+
+    def __call__(self, state: TrainState, finished: int) -> TrainState:
+        """Returns the state that the next step takes; the given one is used up."""
+        ...
+
+
 @dataclasses.dataclass
 class Run:
     """What the loop works on. evaluate(state, step) measures and samples; identity: of the data."""
@@ -57,6 +69,7 @@ class Run:
     faults: Injector = dataclasses.field(default_factory=Injector)
     skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
     memory: MemoryTier | None = None
+    between: Between | None = None
     stopped_by: int | None = None
 
 
@@ -75,6 +88,7 @@ def train(run: Run) -> Stop:
     profiler = Profiler(cfg.profile.span, run.profile_dir)
     with Interrupts() as interrupts, QuietGarbage(cfg.log.gc_every) as garbage:
         pending: tuple[int, dict] | None = None
+        _change(run, first - 1)
         run.meter.restart()
         for step in range(first, cfg.train.steps + 1):
             profiler.before(step)
@@ -95,7 +109,8 @@ def train(run: Run) -> Stop:
             saves = stop or last or _due(step, cfg.checkpoint.every)
             copies = run.memory is not None and _due(step, cfg.checkpoint.memory_every_steps)
             evaluates = last or (not stop and _due(step, cfg.eval.every))
-            if saves or copies or evaluates or profiler.ends(step):
+            changes = not (stop or last or run.between is None) and run.between.due(step)
+            if saves or copies or evaluates or changes or profiler.ends(step):
                 _finish(run, *pending)  # catch up, and never save or measure what is not finite
                 pending = None
             profiler.after(step)
@@ -106,7 +121,9 @@ def train(run: Run) -> Stop:
                 timers.enter("evaluate", step)
                 run.faults.delay("evaluate", step)
                 run.evaluate(run.state, step)
-            if saves or copies or evaluates:
+            if changes:
+                _change(run, step)
+            if saves or copies or evaluates or changes:
                 run.meter.restart()
             garbage.after(step)
             if stop:
@@ -117,6 +134,14 @@ def train(run: Run) -> Stop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _change(run: Run, finished: int) -> None:
+    """Gives the state to what is due between two steps. What is saved is the state before it, so a
+    run that goes on from there begins with it."""
+    if run.between is not None and run.between.due(finished):
+        run.timers.enter("evaluate", finished)  # long work of the host, as an evaluation
+        run.state = run.between(run.state, finished)
 
 
 def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:

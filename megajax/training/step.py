@@ -27,6 +27,7 @@ from megajax.models import decoder
 from megajax.models.parts import Batch, ModelParts, map_words
 from megajax.parallel import local, sharding, tensor
 from megajax.parallel.pipeline import Pipeline, layer_order
+from megajax.training.masking import Masked, chosen, mask_optimizer, observe
 from megajax.training.optim import make_optimizer, make_schedule
 from megajax.training.state import TrainState
 
@@ -78,6 +79,9 @@ def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
             pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
             gradients, loss, options = _pipelined(pipe, objective), pipe.sums, pipe.compiler_options
         optimizer = make_optimizer(cfg.optim, cfg.train.steps, parts.axes, layout)
+        if cfg.prune.sparsity:
+            names = chosen(parts.axes, cfg.prune.weights)
+            optimizer = mask_optimizer(optimizer, names, cfg.prune.score == "taylor")
         step = functools.partial(_step, cfg, pieces, parts, gradients, optimizer)
         order = layer_order(cfg.model.layers, stages, cfg.pipeline.chunks)
         init = functools.partial(_init, parts, layout, optimizer, order)
@@ -246,12 +250,15 @@ def _step(
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
     sums, grads = gradients(state.params, batch, total, key)
+    opt = state.opt
+    if isinstance(opt, Masked):  # what is pruned enters no norm
+        grads, opt = observe(opt, grads, state.params)
     squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
     if cfg.optim.clip > 0:
         scale = jnp.minimum(1.0, cfg.optim.clip / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt = optimizer.update(grads, state.opt, state.params)
+    updates, opt = optimizer.update(grads, opt, state.params)
     params = parts.settle(optax.apply_updates(state.params, updates), sums)
     new = TrainState(params, opt, state.step + 1)
     loss = sums.cross_entropy / total

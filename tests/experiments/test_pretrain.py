@@ -226,6 +226,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(home, straight):
     assert again.returncode == 0 and rows(folder) == got, again.stdout + again.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_saves(home):
     folder = home / "terminated"
     process = start(home, "--train.steps=5000", f"--run_dir={folder}")
@@ -251,6 +252,7 @@ def test_numbers_that_are_not_finite_stop_the_run(home, straight):
     assert CheckpointManager(folder / "checkpoints").steps() == [13, 26, 30]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_once_and_training_goes_on(home):
     """The file system takes the metrics but not the checkpoints."""
     disk = home / "disk"

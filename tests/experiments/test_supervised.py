@@ -41,11 +41,12 @@ FOUND = [
 ]  # fmt: skip
 
 
-def supervise(home, folder, *flags, **settings):
+def supervise(home, folder, *flags, processes=2):
     command = [
-        sys.executable, str(ROOT / "scripts" / "supervise.py"), "--hosts=1", "--processes=2",
-        "--max_restarts=20", f"--silence_s={SILENCE_S}", f"--step_s={STEP_S}", "--start_s=300",
-        "--period_s=0.5", "--backoff_s=0.1", f"--out={folder}/out", "--",
+        sys.executable, str(ROOT / "scripts" / "supervise.py"), "--hosts=1",
+        f"--processes={processes}", "--max_restarts=20", f"--silence_s={SILENCE_S}",
+        f"--step_s={STEP_S}", "--start_s=300", "--period_s=0.5", "--backoff_s=0.1",
+        f"--out={folder}/out", "--",
         sys.executable, str(ROOT / "experiments" / "pretrain.py"), *TINY,
         f"--data.source={home}/text", f"--cache_dir={home}/cache", f"--run_dir={folder}", *flags,
     ]  # fmt: skip
@@ -57,7 +58,7 @@ def supervise(home, folder, *flags, **settings):
     }  # fmt: skip
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=environment() | env, **settings,
+        env=environment() | env,
     )  # fmt: skip
 
 
@@ -124,6 +125,20 @@ def test_one_fault_after_another_and_the_same_parameters(home, straight):
         if f["rule"] == "flood":  # whose line drowns in it
             injected = [began(folder, f["attempt"], 1, "data", 22)]
         assert f["time"] - min(injected) <= 2 * limit, f
+    nothing_is_left(folder)
+    same(folder, straight)
+
+
+def test_four_processes(home):
+    """A killed one, one asleep before a collective and a bad number, each the right one of four."""
+    straight, folder = home / "straight4", home / "chaos4"
+    out, _ = (job := supervise(home, straight, processes=4)).communicate(timeout=400)
+    assert job.returncode == 0 and not events(straight, "fault"), out
+    faults = "--fault=kill@6:rank3,sleep@11:rank2:attempt1,nan@15:rank1:attempt2"
+    out, _ = (job := supervise(home, folder, faults, processes=4)).communicate(timeout=900)
+    assert job.returncode == 0, out
+    found = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
+    assert found == [("exit", [3]), ("stall", [2]), ("nan", [1])], out
     nothing_is_left(folder)
     same(folder, straight)
 

@@ -81,7 +81,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c.startswith("gpipe") else c for c in CASES]
+    "case",
+    [
+        pytest.param(c, marks=pytest.mark.slow) if c.startswith(("gpipe", "1f1b")) else c
+        for c in CASES
+    ],
 )
 def test_a_pipeline_learns_the_same(case, control):
     compare(train(DEEP, 20, **CASES[case]), control)

@@ -9,8 +9,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import gpu_attention
 import gpu_kernels
+import gpu_tile_sparse
 
 sys.path.pop(0)
+
+from pallas_kernels import bench
 
 
 def test_the_matrix_is_whole_and_begins_with_every_width():
@@ -76,3 +79,18 @@ def test_an_error_in_the_kernel_is_seen(monkeypatch):
     monkeypatch.setattr(gpu_attention, "varlen_attention", wrong)
     found = gpu_attention.errors(gpu_attention.TINY, "reference", gpu_attention.TINY_LENGTHS)
     assert max(found.values()) > 1
+
+
+@pytest.mark.slow
+def test_a_slow_kernel_is_seen():
+    """Beside a dense product, by a clock that is made up."""
+    (case,) = gpu_tile_sparse.TINY_CASES
+    right = gpu_tile_sparse.errors(case, "reference")
+    assert max(right.values()) <= 1 and min(right.values()) > 0
+
+    def clock(function, *args):
+        return 1.0 if function.__name__ == "matmul" else 1.5
+
+    found = gpu_tile_sparse.beside_dense(case, "reference", clock, 1)
+    assert found["time"] == pytest.approx(1.5 / 1.25)
+    assert gpu_tile_sparse.beside_dense(case, "reference", bench.wall_clock, 1)["time"] > 0

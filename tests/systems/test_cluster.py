@@ -94,6 +94,16 @@ def test_reports_say_estimate_beside_every_time(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
+def test_a_plan_that_prunes_says_which_sparsity_pays():
+    settings = {"prune__sparsity": 0.75, "prune__tile": 64, "prune__chunk": 64, "train__steps": 200}
+    text = plan_report.markdown(aot.outline(configured(**settings), HOST))
+    assert "pays, forward (estimate)" in text and "| gain at 75% (estimate) |" in text
+    assert "by tiles of 64 columns and 64 rows, at 0.8 of the dense" in text
+    text = plan_report.markdown(aot.outline(configured(prune__pattern="ew", **settings), HOST))
+    assert "None: ew leaves no tiles" in text
+    assert "pays" not in plan_report.markdown(aot.outline(configured(), HOST))
+
+
 # ---- deviceless compiles
 
 

@@ -171,7 +171,8 @@ def test_experts(model, changes, control):
     compare(train(model, **changes), control(model, changes.get("optim__name", "adamw")))
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 def test_other_optimizers(optimizer, control):
     ours = train(RICH, mesh__node=2, mesh__tensor=2, optim__name=optimizer, optim__lr=0.02)
     want = train(RICH, mesh__data=1, optim__name=optimizer, optim__lr=0.02)

@@ -1,0 +1,1 @@
+"""Searches over plain numbers: no models, no arrays of a device."""

@@ -1,0 +1,126 @@
+"""A pruned model to use: its matrices as packed tiles, or dense with exact zeros.
+
+`to_tiles` turns the pruned leaves of a parameter tree into layers.sparse.SparseKernel; build the
+model with `sparse_ops` and the same ModelParts functions run it on pallas_kernels.TileSparse.
+Dense: the trained parameters have exact zeros already, so `checkpoint/hf.py` (scripts/hf.py export)
+writes them for any other library as they are.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.tree import Tree, is_words, name, named_leaves
+from megajax.layers.sparse import SparseKernel
+from megajax.systems.pruning import matrix_shape
+from megajax.training.masking import chosen
+from megajax.training.optim import STACK_WORDS
+from pallas_kernels import TileSparse
+
+ELEMENT = 16  # (chosen) weights of a tile that cost as much as one single element
+
+
+def to_tiles(
+    params: Tree,
+    masks: Tree | None,
+    axes: Tree,
+    *,
+    tile: int = 128,
+    chunk: int = 64,
+    single: bool = False,
+) -> Tree:
+    """Returns the parameters with a SparseKernel for each leaf that has a mask.
+
+    The layers of a leaf share one capacity, so that they stay a stack that a scan runs through.
+
+    Args: params: on one device. masks: bool, of some leaves (training.masking.Masked.masks); None:
+      what is not 0, of the blocks' matrices that have zeros (a model read from elsewhere).
+      axes: words of all leaves. tile, chunk: of the packing; those of the pruning store best.
+      single: single elements outside the tiles (TEW) go into the residual, not into tiles.
+    Raises: UserError for experts, whose products are grouped.
+    """
+    leaves, words = dict(named_leaves(params)), dict(named_leaves(axes, is_words))
+    if masks is None:
+        stays = {n: np.asarray(leaves[n]) != 0 for n in chosen(axes)}
+        masks = {n: m for n, m in stays.items() if not m.all()}
+    found = dict(named_leaves(masks))
+    for n in found:
+        if "expert" in words[n]:
+            raise UserError(
+                f"{n}: experts are multiplied by grouped products, which take no tile-wise sparse "
+                "weights; prune a dense model, or the attention alone (--prune.weights=attention)"
+            )
+
+    def leaf(path: tuple, w: jax.Array) -> jax.Array | SparseKernel:
+        n = name(path)
+        if n not in found:
+            return w
+        stack = sum(word in STACK_WORDS for word in words[n])
+        shape = matrix_shape(w.shape, words[n])
+        matrices = np.asarray(w).reshape(shape), np.asarray(found[n]).reshape(shape)
+        packed = _pack(*matrices, tile, chunk, single)
+        one = packed[0] if not stack else jax.tree.map(lambda *x: jnp.stack(x), *packed)
+        return SparseKernel(one, w.shape[stack:])
+
+    assert found.keys() <= leaves.keys()
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def split(mask: np.ndarray, tile: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (what tiles keep, what is kept besides) of a mask (K, N) of TEW.
+
+    A block of gathered columns is a tile's where the mask keeps more than half of it; which columns
+    are gathered at all is tried from the densest on, and the cheapest result taken.
+    """
+    K, N = mask.shape
+    best, least = np.zeros_like(mask), np.inf
+    for threshold in np.unique(np.quantile(mask.mean(0), np.linspace(0, 1, 33))):
+        columns = np.flatnonzero(mask.mean(0) >= threshold)
+        wide = np.zeros((-(-K // chunk) * chunk, -(-columns.size // tile) * tile), bool)
+        wide[:K, : columns.size] = mask[:, columns]
+        blocks = wide.reshape(wide.shape[0] // chunk, chunk, -1, tile)
+        inside = np.zeros_like(blocks)
+        inside[:K, : columns.size] = True
+        kept = blocks.sum((1, 3)) * 2 > chunk * tile
+        tiles = np.zeros_like(mask)
+        spread = kept.repeat(chunk, 0)[:K].repeat(tile, 1)[:, : columns.size]
+        tiles[:, columns] = mask[:, columns] & spread
+        cost = kept.sum() * chunk * tile + ELEMENT * (mask & ~tiles).sum()
+        if cost < least:
+            best, least = tiles, cost
+    return best, mask & ~best
+
+
+def _pack(
+    weights: np.ndarray, masks: np.ndarray, tile: int, chunk: int, single: bool
+) -> list[TileSparse]:
+    """Packs the matrices of one leaf with one capacity."""
+    parts = [split(m, tile, chunk) if single else (m, np.zeros_like(m)) for m in masks]
+
+    def pack(capacity=None) -> list[TileSparse]:
+        return [
+            TileSparse.from_dense(
+                jnp.asarray(w), m, tile=tile, chunk=chunk, residual_mask_KN=r, capacity=capacity
+            )
+            for w, (m, r) in zip(weights, parts, strict=True)
+        ]
+
+    own = [w.capacity for w in pack()]
+    gathered = any(c.gathered for c in own)
+    if gathered and not all(c.gathered for c in own):
+        # Room for everything tells what those need that would not gather by themselves.
+        K, N = masks.shape[1:]
+        tiles = -(-N // tile)
+        roomy = own[0]._replace(
+            tiles=tiles, slots=tiles * -(-K // chunk), residual=masks[0].size, gathered=True
+        )
+        own = [
+            c._replace(slots=int(w.pattern.tile_starts[-1]), tiles=tiles)
+            for c, w in zip(own, pack(roomy), strict=True)
+        ]
+    most = own[0]._replace(
+        **{f: max(getattr(c, f) for c in own) for f in ("tiles", "slots", "residual")},
+        gathered=gathered,
+    )
+    return pack(most)

@@ -1,0 +1,86 @@
+"""Pruning in stages, between two steps of any training whose optimizer is masked.
+
+A stage: train, while the optimizer's state sums (w dL/dw)^2; rank on the host; put the masks in;
+go on (Tile-Wise sparsity, arXiv 2008.13006, section 5). It knows no model: parameters are a tree,
+`axes` the words of its leaves, the optimizer one of training.masking.mask_optimizer. The decoder's
+training loop (training/loop.py) and an encoder's fine-tuning call the same `Pruner`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from megajax.core.tree import Tree, named_leaves
+from megajax.systems.pruning import prune, sparsity_of
+from megajax.training.masking import Masked, PruneConfig, clear, pick
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruner:
+    """Call it with (state, finished steps) between steps; `due` says whether there is work.
+
+    axes: words of all parameters, as ModelParts.axes. mesh: of the state; None: no mesh.
+    natural, arranged: as TrainStep has them. report(finished, {"sparsity": ...}): told each stage.
+    """
+
+    cfg: PruneConfig
+    axes: Tree
+    mesh: Mesh | None = None
+    natural: Callable[[Any], Any] = lambda tree: tree
+    arranged: Callable[[Any], Any] = lambda tree: tree
+    report: Callable[[int, Mapping[str, float]], None] = lambda finished, row: None
+
+    def due(self, finished: int) -> bool:
+        """Tells whether a stage begins or ends after so many finished steps."""
+        return self.cfg.due(finished) is not None
+
+    def __call__(self, state: Any, finished: int) -> Any:
+        """Returns the state with the stage's masks, pruned weights and their moments 0, sums anew.
+
+        state: a dataclass with `params` and `opt`, a `Masked`, both of which it uses up; where
+        nothing is due it comes back as it is.
+        """
+        goal = self.cfg.due(finished)
+        if goal is None:
+            return state
+        opt: Masked = state.opt
+        masks = opt.masks
+        if goal > 0:
+            masks = self._masks(state.params, opt, goal)
+            self.report(finished, {"sparsity": sparsity_of(masks)})
+            masks = self.arranged(jax.tree.map(_place, masks, opt.masks))
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            opt, params = _clear(opt._replace(masks=masks), state.params)
+        return dataclasses.replace(state, params=params, opt=opt)
+
+    def _masks(self, params: Tree, opt: Masked, goal: float) -> Tree:
+        cfg = self.cfg
+        names = tuple(n for n, _ in named_leaves(opt.masks))
+        axes = pick(self.axes, names)
+        tree = {"w": pick(params, names), "former": opt.masks, "scores": opt.scores}
+        host = jax.tree.map(_fetch, self.natural(tree))
+        return prune(
+            host["w"], host["scores"], goal, pattern=cfg.pattern, tile=cfg.tile, chunk=cfg.chunk,
+            axes=axes, former=host["former"], apriori=cfg.apriori, remain=cfg.remain,
+            delta=cfg.delta,
+        )  # fmt: skip
+
+
+_clear = jax.jit(clear, donate_argnums=(0, 1))
+
+
+def _fetch(x: jax.Array) -> np.ndarray:
+    """Returns the whole array on the host of every process."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _place(mask: np.ndarray, like: jax.Array) -> jax.Array:
+    return jax.make_array_from_callback(mask.shape, like.sharding, lambda index: mask[index])

@@ -1,0 +1,330 @@
+"""Which weights to prune: importance ranked over all layers at once, in the shape of a pattern.
+
+The patterns of Tile-Wise sparsity (arXiv 2008.13006), for weights (K, N) of y = x w:
+  tw1d  vectors of `chunk` rows x `tile` neighbouring columns
+  tw2d  whole columns first, then such vectors of the columns that stay, regrouped left to right in
+        tiles of exactly `tile` (the last may be short); both dimensions at rate 1 - sqrt(1 - s)
+  tew   tw2d at s + delta; then the best single elements come back, up to s
+and its rivals: ew single elements, vw the same number (or one more) of every 1 x 16, bw 32 x 32.
+A unit's importance is the L2 norm of its elements' scores over their number; units of all layers
+are pruned from the least important up to the wanted number of elements.
+
+A leaf is one matrix or a stack of them, each with units of its own: leading dims are the stack,
+the last two (K, N). With the words of its dims (`axes`, as ModelParts has them) layers and experts
+are the stack, the model's width is one side and all other dims together the other: query (L,D,H,K)
+counts as L matrices (D, H K), out (L,H,K,D) as L matrices (H K, D).
+
+Ranks on the host, in NumPy: the scores of all ranked weights must fit into its memory.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.layout import Words
+from megajax.core.tree import Tree, is_words, name
+from megajax.training.masking import Pattern
+from megajax.training.optim import STACK_WORDS
+
+VECTOR = 16  # elements of a row that vw prunes alike (Tile-Wise's rival, its section 6)
+BLOCK = 32  # side of a block of bw (ditto)
+GOLDEN = (5**0.5 - 1) / 2  # its multiples spread evenly: equal scores are pruned everywhere
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One weight to rank: scores (K, N), which elements are still there, the columns to cut into
+    tiles, and what the element-wise result keeps, None: do not ask."""
+
+    scores: np.ndarray
+    alive: np.ndarray
+    columns: np.ndarray
+    hint: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class _Tuning:
+    """Fractions of units: apriori of all at each end, remain of each matrix."""
+
+    apriori: float = 0.0
+    remain: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Pieces of all matrices that are pruned whole, in one order: arrays (units,).
+
+    score: importance. alive, size: elements of it that are still there, and at all.
+    first: sorts before the score: -1 what is pruned in any case, 1 what is kept if possible.
+    tie: decides between equals.
+    """
+
+    score: np.ndarray
+    alive: np.ndarray
+    size: np.ndarray
+    first: np.ndarray
+    tie: np.ndarray
+
+    def cut(self, weight: np.ndarray, wanted: float) -> np.ndarray:
+        """Returns bool (units,): the least important ones, of `wanted` total weight as nearly as
+        whole units allow; never all."""
+        order = np.lexsort((self.tie, self.score, self.first))
+        total = np.cumsum(weight[order])
+        last = int(np.searchsorted(total, wanted))
+        below = total[last - 1] if last else 0.0
+        if last < order.size and abs(total[last] - wanted) < abs(wanted - below):
+            last += 1
+        chosen = np.zeros(order.size, bool)
+        chosen[order[: min(last, order.size - 1)]] = True
+        return chosen
+
+
+def prune(
+    params: Tree,
+    scores: Tree | None,
+    sparsity: float,
+    *,
+    pattern: Pattern = "tw2d",
+    tile: int = 128,
+    chunk: int = 1,
+    axes: Tree | None = None,
+    former: Tree | None = None,
+    apriori: float = 0.0,
+    remain: float = 0.0,
+    delta: float = 0.05,
+) -> Tree:
+    """Returns masks, True where a weight stays: NumPy bool arrays in the tree and shapes of params.
+
+    The achieved sparsity, a fraction of all elements of the tree, is within half a unit of the
+    goal; equal scores are pruned evenly over all matrices.
+
+    Args: params: trees of arrays (..., K, N), or of any rank with `axes`, the tree of their words.
+      scores: as params, finite and not negative, e.g. (w dL/dw)^2 summed over steps; None: |w|.
+      sparsity: goal, a fraction in [0, 1). tile: columns of a tile of tw1d, tw2d, tew.
+      chunk: rows of a unit of these; 1: the paper's. former: masks of an earlier stage: what these
+      prune stays pruned. In tw2d the tiles are then regrouped, so that kept vectors may have
+      elements that are pruned: the packed tiles' density is a little above the masks'.
+      apriori: this fraction of the units, those of which the element-wise result at the same
+      sparsity keeps most, stay, and as many of which it keeps least go (the paper's apriori
+      tuning). remain: this fraction of the units of each matrix, its best ones, stay before any
+      other's: global ranking may empty a matrix. delta: of tew.
+    Raises: UserError for values out of range, trees that do not match, scores that are not finite.
+    Source: Tile-Wise sparsity, arXiv 2008.13006, sections 4 and 5.
+    """
+    _check(sparsity, pattern, tile, chunk, {"apriori": apriori, "remain": remain, "delta": delta})
+    shapes, matrices = _matrices(params, scores, axes, former)
+    tuning = _Tuning(0.0 if pattern == "ew" else apriori, remain)
+    if tuning.apriori:
+        hints = _cut_blocks(matrices, sparsity, (1, 1), _Tuning())
+        matrices = [replace(m, hint=h) for m, h in zip(matrices, hints, strict=True)]
+    if not matrices or sparsity == 0:
+        kept = [m.alive for m in matrices]
+    elif pattern == "tw2d":
+        kept = _prune_2d(matrices, sparsity, (chunk, tile), tuning)
+    elif pattern == "tew":
+        beyond = min(sparsity + delta, (1 + sparsity) / 2)
+        kept = _prune_2d(matrices, beyond, (chunk, tile), tuning)
+        kept = _restore(matrices, kept, sparsity)
+    elif pattern == "vw":
+        kept = _prune_vectors(matrices, sparsity)
+    else:
+        block = {"ew": (1, 1), "bw": (BLOCK, BLOCK), "tw1d": (chunk, tile)}[pattern]
+        kept = _cut_blocks(matrices, sparsity, block, tuning)
+    return _masks(params, shapes, kept)
+
+
+def sparsity_of(masks: Tree) -> float:
+    """Returns the fraction of pruned elements of a tree of masks."""
+    leaves = jax.tree.leaves(masks)
+    return 1 - sum(int(np.sum(m)) for m in leaves) / sum(m.size for m in leaves)
+
+
+def matrix_shape(shape: tuple[int, ...], words: Words | None = None) -> tuple[int, int, int]:
+    """Returns (matrices, K, N) of a leaf; a reshape to it makes no element move.
+
+    Raises: UserError for a leaf that is no matrix.
+    """
+    stack = len(shape) - 2 if words is None else sum(w in STACK_WORDS for w in words)
+    inner = shape[stack:]
+    if stack < 0 or len(inner) < 2 or (words is not None and words[-1] == words[stack] == "embed"):
+        raise UserError(f"a leaf of shape {shape} ({words}) is no matrix and cannot be pruned")
+    rows = 1 if words is None or words[stack] == "embed" else len(inner) - 1
+    sides = (int(np.prod(part)) for part in (shape[:stack], inner[:rows], inner[rows:]))
+    return tuple(sides)  # type: ignore[return-value]
+
+
+# ---- patterns: each returns the masks (K, N) of the matrices
+
+
+def _prune_2d(
+    matrices: list[_Matrix], sparsity: float, block: tuple[int, int], tuning: _Tuning
+) -> list[np.ndarray]:
+    units = _units(matrices, (None, 1), tuning)
+    gone = units.cut(units.size, (1 - (1 - sparsity) ** 0.5) * units.size.sum())
+    ends = np.cumsum([m.columns.size for m in matrices])[:-1]
+    left = []
+    for matrix, pruned in zip(matrices, np.split(gone, ends), strict=True):
+        left.append(replace(matrix, alive=matrix.alive & ~pruned, columns=np.flatnonzero(~pruned)))
+    return _cut_blocks(left, sparsity, block, tuning)
+
+
+def _cut_blocks(
+    matrices: list[_Matrix], sparsity: float, block: tuple[int, int], tuning: _Tuning
+) -> list[np.ndarray]:
+    """Prunes blocks of rows x columns until `sparsity` of all elements are gone."""
+    gone = _gone(_units(matrices, block, tuning), matrices, sparsity)
+    kept, start = [], 0
+    for matrix in matrices:
+        rows, columns = matrix.alive.shape[0], matrix.columns.size
+        grid = -(-rows // block[0]), -(-columns // block[1])
+        pruned = gone[start : start + grid[0] * grid[1]].reshape(grid)
+        pruned = pruned.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
+        mask = matrix.alive.copy()
+        mask[:, matrix.columns] &= ~pruned
+        kept.append(mask)
+        start += grid[0] * grid[1]
+    return kept
+
+
+def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]:
+    """Element j of each vector in its order of importance goes before any element j + 1."""
+    places = []
+    for matrix in matrices:
+        K, N = matrix.scores.shape
+        padded = np.full((K, -(-N // VECTOR) * VECTOR), np.inf)
+        padded[:, :N] = np.where(matrix.alive, matrix.scores, -1.0)
+        rank = padded.reshape(K, -1, VECTOR).argsort(-1, kind="stable").argsort(-1)
+        length = np.minimum(N - np.arange(0, N, VECTOR), VECTOR)  # the last one of a row is short
+        places.append((rank / length[:, None]).reshape(K, -1)[:, :N].ravel())
+    units = replace(_units(matrices, (1, 1), _Tuning()), first=np.concatenate(places))
+    return _split(matrices, _gone(units, matrices, sparsity))
+
+
+def _restore(matrices: list[_Matrix], kept: list[np.ndarray], sparsity: float) -> list[np.ndarray]:
+    """Brings the best pruned elements back, none that a former stage pruned, up to sparsity."""
+    away = [replace(m, alive=m.alive & ~mask) for m, mask in zip(matrices, kept, strict=True)]
+    room = (1 - sparsity) * sum(m.size for m in kept) - sum(m.sum() for m in kept)
+    if room < 0.5:
+        return kept
+    units = _units(away, (1, 1), _Tuning())
+    back = _split(away, units.cut(units.alive, units.alive.sum() - room))
+    return [mask | b for mask, b in zip(kept, back, strict=True)]
+
+
+def _gone(units: _Units, matrices: list[_Matrix], sparsity: float) -> np.ndarray:
+    """Returns the units whose loss takes all matrices from what is pruned already to sparsity."""
+    total = sum(m.alive.size for m in matrices)
+    return units.cut(units.alive, sparsity * total - (total - units.alive.sum()))
+
+
+def _split(matrices: list[_Matrix], gone: np.ndarray) -> list[np.ndarray]:
+    """Returns the masks of pruned elements listed one by one."""
+    ends = np.cumsum([m.alive.size for m in matrices])[:-1]
+    pieces = np.split(gone, ends)
+    return [m.alive & ~g.reshape(m.alive.shape) for m, g in zip(matrices, pieces, strict=True)]
+
+
+# ---- units
+
+
+def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuning) -> _Units:
+    """Cuts the columns of each matrix into blocks of (rows or None: all) x columns."""
+    found = []
+    for matrix in matrices:
+        shape = block[0] or matrix.scores.shape[0], block[1]
+        alive = matrix.alive[:, matrix.columns]
+        scores = np.where(alive, matrix.scores[:, matrix.columns], 0.0).astype(np.float64)
+        size = _sums(np.ones(alive.shape), shape)
+        score = np.sqrt(_sums(scores**2, shape)) / size
+        density = np.zeros_like(size)
+        if matrix.hint is not None:
+            density = _sums(matrix.hint[:, matrix.columns], shape) / size
+        tie = (np.arange(size.size) + 0.5) * GOLDEN % 1
+        safe = np.zeros(size.size, bool)
+        safe[np.lexsort((tie, score))[size.size - math.ceil(tuning.remain * size.size) :]] = True
+        found.append((score, _sums(alive, shape), size, density, tie, safe))
+    score, alive, size, density, tie, safe = (np.concatenate(x) for x in zip(*found, strict=True))
+    first, ends = np.zeros(score.size), int(tuning.apriori * score.size)
+    if ends:
+        order = np.lexsort((tie, score, density))
+        first[order[:ends]], first[order[-ends:]] = -1, 1
+    first[safe] = 1
+    first[alive == 0] = -2  # gone already
+    return _Units(score, alive, size, first, tie)
+
+
+def _sums(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Returns the sums over blocks of x (rows, columns), flat; blocks at the end may be short."""
+    x = x.astype(np.float64)
+    for axis, step in enumerate(block):
+        if step > 1 and x.size:
+            x = np.add.reduceat(x, np.arange(0, x.shape[axis], step), axis=axis)
+    return x.ravel()
+
+
+# ---- trees and matrices
+
+
+def _matrices(
+    params: Tree, scores: Tree | None, axes: Tree | None, former: Tree | None
+) -> tuple[list[tuple[int, int, int]], list[_Matrix]]:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    words = [None] * len(leaves)
+    if axes is not None:
+        words = jax.tree.leaves(axes, is_leaf=is_words)
+    columns = [words, _like(treedef, scores, "scores"), _like(treedef, former, "former masks")]
+    shapes, matrices = [], []
+    for (path, leaf), word, score, mask in zip(leaves, *columns, strict=True):
+        leaf = np.asarray(leaf)
+        shape = matrix_shape(leaf.shape, word)
+        score = np.abs(leaf) if score is None else np.asarray(score)
+        mask = np.ones(leaf.shape, bool) if mask is None else np.asarray(mask, bool)
+        for what, x in (("score", score), ("former mask", mask)):
+            if x.shape != leaf.shape:
+                raise UserError(f"{name(path)}: {what} of shape {x.shape} for {leaf.shape}")
+        if not (np.isfinite(score).all() and (score >= 0).all()):
+            raise UserError(f"{name(path)}: scores must be finite and at least 0 (--prune.score)")
+        shapes.append(shape)
+        for s, m in zip(score.reshape(shape), mask.reshape(shape), strict=True):
+            matrices.append(_Matrix(s, m, np.arange(s.shape[1])))
+    return shapes, matrices
+
+
+def _like(treedef: Any, tree: Tree | None, what: str) -> list:
+    if tree is None:
+        return [None] * treedef.num_leaves
+    leaves, found = jax.tree.flatten(tree)
+    if found != treedef:
+        raise UserError(f"{what} are a tree {found}, the parameters {treedef}")
+    return leaves
+
+
+def _masks(params: Tree, shapes: list[tuple[int, int, int]], kept: list[np.ndarray]) -> Tree:
+    leaves, treedef = jax.tree.flatten(params)
+    masks, start = [], 0
+    for leaf, (count, *_) in zip(leaves, shapes, strict=True):
+        masks.append(np.stack(kept[start : start + count]).reshape(leaf.shape))
+        start += count
+    return jax.tree.unflatten(treedef, masks)
+
+
+def _check(
+    sparsity: float, pattern: str, tile: int, chunk: int, fractions: dict[str, float]
+) -> None:
+    if pattern not in get_args(Pattern):
+        hint = did_you_mean(pattern, get_args(Pattern))
+        raise UserError(
+            f"pattern={pattern} must be one of {', '.join(get_args(Pattern))}.{hint} "
+            "(--prune.pattern)"
+        )
+    for what, value in ({"sparsity": sparsity} | fractions).items():
+        high = 0.5 if what == "apriori" else 1
+        if not 0 <= value < high:
+            raise UserError(f"{what}={value} must be in [0, {high}) (--prune.{what})")
+    for what, value in (("tile", tile), ("chunk", chunk)):
+        if value < 1:
+            raise UserError(f"{what}={value} must be at least 1; nearest: 1 (--prune.{what})")

@@ -1,0 +1,1 @@
+"""Matrix products with weights of which only some tiles are kept."""

@@ -1,0 +1,118 @@
+"""Named shapes of tile-sparse products: what tests, reports and benchmarks share.
+
+The products of BERT that Tile-Wise Sparsity times (arXiv 2008.13006, section 7; 12800 rows), and
+one of a large model. Which chunks a tile keeps is drawn at random, so that every tile differs.
+FLOPs and bytes are of kept chunks only; bytes count every operand and result once.
+
+Legend: M rows, K contracted, N columns, T tiles, C chunks.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.tile_sparse.format import Pattern, pattern_of, together
+
+ROWS = 12800  # of x: 100 sequences of 128 tokens
+SPARSITIES = (0, 50, 75, 90)  # per cent
+SHAPES = ((768, 768), (768, 3072), (3072, 768), (4096, 16384))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product of 16-bit operands. sparsity: per cent of weights that are pruned.
+
+    columns: share of columns that are kept, the first of every run, so that they are gathered; in
+    those, chunks are pruned for the rest of the sparsity.
+    """
+
+    M: int
+    K: int
+    N: int
+    sparsity: float
+    columns: float = 1.0
+    tile: int = 128
+    chunk: int = 64
+
+    @property
+    def name(self) -> str:
+        """Words to choose by."""
+        words = f"{self.K}x{self.N} {self.sparsity:g}%"
+        words += f" {self.tile}x{self.chunk}" * ((self.tile, self.chunk) != (128, 64))
+        return words + " gathered" * (self.columns < 1)
+
+    @property
+    def kept_columns(self) -> np.ndarray:
+        """Their numbers, evenly spread."""
+        return np.unique(np.arange(round(self.N * self.columns)) / self.columns // 1).astype(int)
+
+    @property
+    def kept_CT(self) -> np.ndarray:
+        """bool (C, T), of kept columns in tiles: which chunks are kept; the same each time."""
+        T, C = -(-self.kept_columns.size // self.tile), -(-self.K // self.chunk)
+        kept = np.zeros(C * T, bool)
+        share = (1 - self.sparsity / 100) / self.columns
+        kept[: round(C * T * share)] = True
+        return np.random.default_rng(0).permutation(kept).reshape(C, T)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool (K, N)."""
+        blocks = np.repeat(np.repeat(self.kept_CT, self.chunk, 0), self.tile, 1)
+        mask = np.zeros((self.K, self.N), bool)
+        mask[:, self.kept_columns] = blocks[: self.K, : self.kept_columns.size]
+        return mask
+
+    @property
+    def abstract(self) -> Pattern:
+        """The pattern without its numbers: what keys and heuristics need."""
+        (C, T), each = self.kept_CT.shape, together(self.chunk)
+        S = max(int((-(-self.kept_CT.sum(0) // each)).sum()), 1) * each
+        sizes = {
+            "chunks": S, "tiles": S, "tile_starts": T + 1, "by_chunk": S, "chunk_starts": C + 1,
+            "tile_order": T, "chunk_order": C, "columns": T * self.tile, "places": self.N,
+            "rows_R": 0, "columns_R": 0,
+        }  # fmt: skip
+        arrays: dict[str, Any] = {k: jax.ShapeDtypeStruct((n,), "int32") for k, n in sizes.items()}
+        arrays["kept"] = jax.ShapeDtypeStruct((S, self.tile * self.chunk // 8), "uint8")
+        form = {"shape": (self.K, self.N), "tile": self.tile, "chunk": self.chunk}
+        return Pattern(**arrays, **form, gathered=self.columns < 1)
+
+    def flops(self, backward: bool = False) -> float:
+        """Of the forward product, or of the two backward ones."""
+        slots = int(self.kept_CT.sum())
+        return 2 * self.M * slots * self.chunk * self.tile * (2 if backward else 1)
+
+    def bytes(self, backward: bool = False) -> float:
+        """Forward: x, w, y; backward: x, w, dy, dx, dw. Of x what a tile keeps, of dy what is."""
+        kept = self.kept_CT
+        x = self.M * min(int(kept.any(1).sum()) * self.chunk, self.K)
+        dy = self.M * min(int(kept.any(0).sum()) * self.tile, self.N)
+        w = int(kept.sum()) * self.chunk * self.tile
+        if backward:
+            return 2 * (x + 2 * w + dy + self.M * self.K)
+        return 2 * (x + w + self.M * self.N)
+
+    def floor_s(self, backward: bool = False) -> float:
+        """No kernel is faster on an H200."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+
+
+@functools.lru_cache(maxsize=2)
+def pattern(case: Case) -> Pattern:
+    """Of the case's mask, which is large; arrays also where a caller is being traced."""
+    with jax.ensure_compile_time_eval():
+        return pattern_of(case.mask, np.zeros_like(case.mask), case.tile, case.chunk)
+
+
+CASES = (
+    *(Case(ROWS, K, N, sparsity) for K, N in SHAPES for sparsity in SPARSITIES),
+    Case(ROWS, 768, 3072, 75, columns=0.5),
+    Case(ROWS, 768, 3072, 75, chunk=32),
+    Case(ROWS, 768, 3072, 75, chunk=8),
+    Case(ROWS, 4096, 16384, 75, tile=256),
+)
