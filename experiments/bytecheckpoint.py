@@ -290,20 +290,14 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
     """Three panels, one for each question; SVG and PNG."""
     from matplotlib.figure import Figure
 
-    names = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
+    titles = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
     figure = Figure(figsize=(8, 6.4), dpi=110, layout="constrained")
-    counts = [sum(row["what"] == what for row in rows) for what in names]
+    counts = [sum(row["what"] == what for row in rows) for what in titles]
     panels = figure.subplots(3, 1, height_ratios=[1 + n for n in counts])
-    for axes, (what, title) in zip(panels, names.items(), strict=True):
+    for axes, (what, title) in zip(panels, titles.items(), strict=True):
         mine = [row for row in rows if row["what"] == what][::-1]
-        kind = [
-            "ours"
-            if r["how"].startswith("ours")
-            else r["how"]
-            if r["how"] in COLOURS
-            else "machine"
-            for r in mine
-        ]
+        names = [r["how"].partition(", to ")[0] for r in mine]
+        kind = [name if name in COLOURS else "machine" for name in names]
         low, high = ([abs(r["median_s"] - r[p]) for r in mine] for p in ("p10_s", "p90_s"))
         axes.barh([r["how"] for r in mine], [r["median_s"] for r in mine], xerr=[low, high],
                   color=[COLOURS[k] for k in kind])  # fmt: skip
