@@ -76,6 +76,7 @@ def test_rows_past_a_bound_are_left_out(seed):
     np.testing.assert_allclose(y, answers(x, w, v, kept, weights), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_weights_transposed(seed):
     """Two first products share a dispatch; two second ones add their answers."""
     random, (x, w, v, weights) = values(seed)

@@ -54,13 +54,10 @@ def pages(work):
     return jax.tree.map(lambda a: a[None], work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile", "turned"),
-    [
-        pytest.param((64, 64, 1, 1), False),
-        pytest.param((64, 128, 1, 2), True, marks=pytest.mark.slow),
-        pytest.param((128, 64, 2, 1), False, marks=pytest.mark.slow),
-    ],
+    [((64, 64, 1, 1), False), ((64, 128, 1, 2), True), ((128, 64, 2, 1), False)],
 )
 def test_dispatched_product(tile, turned, seed):
     m, n, warpgroups, cluster = tile

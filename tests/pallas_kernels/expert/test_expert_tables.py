@@ -19,7 +19,10 @@ from tests.expert_oracle import order, routings
 SIZES = 4, 13, 3, 3
 CHUNK, BLOCK = 8, 16
 CASES = [(SIZES, name) for name in routings(*SIZES[:3], 12, np.random.default_rng(0))]
-CASES += [((8, 3, 10, 64), "spread"), ((2, 1, 1, 1), "spread")]
+CASES += [
+    pytest.param(sizes, "spread", marks=pytest.mark.slow)
+    for sizes in ((8, 3, 10, 64), (2, 1, 1, 1))
+]
 
 
 @functools.cache
