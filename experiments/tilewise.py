@@ -1,0 +1,262 @@
+"""Tile-Wise sparsity (arXiv 2008.13006): what a pattern costs in quality, and what it saves.
+
+    uv run experiments/tilewise.py                     # one model, three patterns, seconds
+    uv run experiments/tilewise.py --preset=paper      # two models, twelve patterns, three seeds: half an hour
+    uv run experiments/tilewise.py --preset=paper --stages=50,75,90,95,98      # goes on from that
+
+Quality, on any device: an encoder that says from which package of Python's standard library a
+passage comes, and the nano GPT on the text that pretraining reads, are trained, then pruned in
+stages with fine-tuning between them, by first-order Taylor scores. Patterns: tile-wise with chunks
+of 1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), with apriori tuning
+(TW-1a), rows of tiles alone (TW1D-1); element-wise (EW), vector-wise (VW), block-wise (BW to
+BW-128). Beside them the model of which nothing is pruned, fine-tuned as long. Units are the paper's
+divided by 4, for matrices 128 wide instead of 768; systems/prune_study.py says what that means.
+Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
+times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
+
+Ctrl-C, then the same command goes on after the last point; so do more stages, patterns and seeds.
+Writes tilewise.json after every point, at the end tilewise and tilewise_price .svg and .png, into
+--out. `tiny` shows that all of it runs: its model has learned too little to say anything.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.config import option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.models.decoder_config import PRESETS as DECODERS
+from megajax.models.encoder_config import EncoderConfig
+from megajax.monitor import results
+from megajax.systems import prune_report as report
+from megajax.systems import prune_study as study
+
+TASKS = ("passages", "text")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is trained and pruned."""
+
+    tasks: str = option("passages,text", "models, with commas")
+    methods: str = option(",".join(study.METHODS), "patterns, with commas")
+    stages: str = option("50,75,90", "sparsities, rising, with commas", "percent")
+    seeds: int = option(3, "of everything: weights, order of the data, dropout")
+    steps: int = option(400, "of training before anything is pruned", "steps")
+    tune: int = option(25, "of fine-tuning after each stage", "steps")
+    layers: int = option(2, "blocks of the encoder, 128 wide; the text's model is pretraining's")
+    tokenizer: str = option("bpe:1024", "of the passages, as pretraining's; trained on them")
+    held_out: int = option(1024, "held-out passages, and 16ths of the text's held-out rows")
+    draw: bool = option(False, "trains nothing: writes and draws the points that are there")
+    state: str = option("runs/tilewise", "folder of what an interrupted run goes on from")
+    cache_dir: str = option("~/.cache/megajax", "tokenised text, tokenizers, compiled programs")
+    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+
+    def __post_init__(self):
+        """Refuses what does not exist or cannot be pruned."""
+        names("tasks", self.tasks, TASKS)
+        names("methods", self.methods, study.METHODS)
+        percentages(self.stages)
+        for name in ("seeds", "steps", "tune", "layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1 (--{name})")
+        if self.held_out < 32 or self.held_out % 32:
+            near = max(self.held_out // 32, 1) * 32
+            raise UserError(
+                f"held_out={self.held_out} must be a multiple of 32; nearest: {near} (--held_out)"
+            )
+
+
+def tiny() -> Config:
+    """The encoder on bytes, three patterns at one sparsity."""
+    return Config(
+        "passages", "TW-1,TW-64,BW", "75", seeds=1, steps=30, tune=5, tokenizer="bytes",
+        held_out=128,
+    )  # fmt: skip
+
+
+def names(name: str, text: str, known: Any) -> list[str]:
+    """'a,b' -> ['a', 'b']. Raises: UserError."""
+    words = text.split(",")
+    for word in words:
+        if word not in known:
+            raise UserError(
+                f"{name}={text}: {word!r} must be one of {', '.join(known)}."
+                f"{did_you_mean(word, known)} (--{name})"
+            )
+    return words
+
+
+def percentages(text: str) -> list[float]:
+    """'50,75' -> [0.5, 0.75]. Raises: UserError."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not 0 < found[0] <= found[-1] < 100 or found != sorted(set(found)):
+        raise UserError(
+            f"stages={text} must be rising percentages between 0 and 100 with commas "
+            "(--stages=50,75,90)"
+        )
+    return [x / 100 for x in found]
+
+
+def make_task(cfg: Config, name: str) -> study.Task:
+    """Builds a model and opens its text."""
+    if name == "text":
+        return study.text(DECODERS["nano"](), 64, 8, cfg.held_out // 16, cfg.cache_dir)
+    model = EncoderConfig(layers=cfg.layers, max_positions=128, dropout=0.1)
+    return study.passages(model, 33, cfg.tokenizer, 32, cfg.held_out, cfg.cache_dir)
+
+
+def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[str, Any]]:
+    """Yields every point that is not done yet; its state is in `folder` when it is yielded."""
+    stages = percentages(cfg.stages)
+    rates = {"passages": (1.5e-3, 1e-3), "text": (3e-3, 1e-3)}
+    trainers = {
+        name: study.Trainer(make_task(cfg, name), study.Training(cfg.steps, cfg.tune, *rates[name]))
+        for name in names("tasks", cfg.tasks, TASKS)
+    }
+    methods = study.DENSE, *names("methods", cfg.methods, study.METHODS)
+    for (seed, (task, trainer)), method in itertools.product(
+        itertools.product(range(cfg.seeds), trainers.items()), methods
+    ):
+        start = folder / f"{task}-{seed}.npz"
+        here = {"part": "point", "task": task, "seed": seed, "method": method}
+        if (task, seed, study.DENSE, "") not in done:
+            study.save(start, trainer.dense(seed))
+            row = trainer.measure(study.load(start, trainer.abstract()).params)
+            yield here | {"method": study.DENSE, "stages": "", "goal": 0.0, "sparsity": 0.0} | row
+            done.add((task, seed, study.DENSE, ""))
+        passed = [through(stages[: i + 1]) for i in range(len(stages))]
+        count = sum((task, seed, method, p) in done for p in passed)
+        if count == len(stages):
+            continue
+        before = folder / f"{task}-{seed}-{method}-{passed[count - 1]}.npz" if count else start
+        found = study.chain(
+            trainer, study.load(before, trainer.abstract()), seed, study.METHODS.get(method),
+            stages[count:],
+        )  # fmt: skip
+        for p, (state, row) in zip(passed[count:], found, strict=True):
+            study.save(folder / f"{task}-{seed}-{method}-{p}.npz", state)
+            yield here | {"stages": p} | row
+
+
+def through(stages: list[float]) -> str:
+    """[0.5, 0.75] -> '50-75': the sparsities that a chain has passed."""
+    return "-".join(f"{100 * s:g}" for s in stages)
+
+
+def wanted(cfg: Config, row: dict[str, Any]) -> bool:
+    """Tells a point of this configuration from those of another one with the same models."""
+    stages = percentages(cfg.stages)
+    passed = [through(stages[:i]) for i in range(len(stages) + 1)]
+    return (
+        row["task"] in cfg.tasks.split(",")
+        and row["seed"] < cfg.seeds
+        and row["method"] in (study.DENSE, *cfg.methods.split(","))
+        and row["stages"] in passed
+    )
+
+
+def trained_scores(path: Path) -> dict[str, np.ndarray]:
+    """Returns the sums of (w dL/dw)^2 of the first block's matrices, from a saved encoder."""
+    with np.load(path) as found:
+        query, up, down = (
+            found[f"opt.scores.blocks.{name}"][0]
+            for name in ("attention.query", "mlp.up", "mlp.down")
+        )
+    return {"attention": query.reshape(len(query), -1), "up": up, "down": down}
+
+
+def show(row: report.Row) -> None:
+    """Prints a point or what was made of points."""
+    if row["part"] == "point":
+        goal = f"{row['method']} at {100 * row['goal']:.0f} %" if row["goal"] else "trained"
+        text = f"loss {row['loss']:.3f}, accuracy {100 * row['accuracy']:.1f} %"
+        print(f"{row['task']}, seed {row['seed']} | {goal} | {text}", flush=True)
+    elif row["part"] == "price":
+        lost = ", ".join(
+            f"{task} loses {row[f'{task}_lost']:+.3f} nats"
+            for task in TASKS
+            if f"{task}_lost" in row
+        )
+        print(
+            f"{row['method']} at {100 * row['goal']:.0f} % | {row['flops_saved']:.2f} times fewer "
+            f"FLOPs, {row['bytes_saved']:.2f} bytes | estimate: {row['speedup_estimate']:.2f} "
+            f"times as fast{'' if row['kernel'] else ' if there were a kernel'} | {lost}"
+        )
+    elif row["part"] == "claim":
+        ratio = "nothing lost by BW" if row["ratio"] is None else f"ratio {row['ratio']:.2f}"
+        print(
+            f"claim, {row['task']}, {row['what']}: {row['tiles']} {row['tw']:+.4f}, "
+            f"{row['blocks']} {row['bw']:+.4f}, "
+            f"{ratio}: {'met' if row['met'] else 'NOT met'} ({row['n']} seeds)"
+        )
+
+
+def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scores: Path) -> None:
+    """Writes what the points say, counts speeds, draws."""
+    found = list(report.quality(rows))
+    claims = list(report.claims(found))
+    speeds, prices = [], []
+    if scores.exists():
+        methods = [study.METHODS[m] for m in names("methods", cfg.methods, study.METHODS)]
+        stages = percentages(cfg.stages)
+        speeds = list(report.speeds(trained_scores(scores), methods, stages))
+        prices = list(report.prices(found, speeds))
+    results.write(path, about, [*rows, *found, *claims, *speeds, *prices])
+    for row in (*prices, *claims):
+        show(row)
+    if found:
+        report.draw_quality(found, claims, path.with_suffix(""))
+    if any("n" in name for row in prices for name in row):
+        report.draw_price(prices, path.with_name("tilewise_price"))
+
+
+def main() -> int:
+    """Trains, prunes, measures; writes after every point."""
+    cfg, base = config.from_flags(PRESETS)
+    for name, old, new in config.diff(cfg, base):
+        print(f"{name}: {old} -> {new}")
+    mesh_.cache_programs(cfg.cache_dir)
+    # Points do not depend on these: more of them go on from what is there.
+    ignored = "tasks", "methods", "stages", "seeds", "draw", "out", "state", "cache_dir"
+    same = config.fingerprint(cfg, ignore=ignored)
+    folder = Path(cfg.state).expanduser() / same
+    folder.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "trained here")
+    about |= {"preset": config.start_name(), "steps": cfg.steps, "tune": cfg.tune}
+    path = Path(cfg.out).expanduser() / "tilewise.json"
+    saved = report.former(folder / "points.json")
+    rows = {k: row for k, row in saved.items() if wanted(cfg, row)}
+    if rows:
+        print(f"{len(rows)} points are in {folder}: going on after them", flush=True)
+    code = 0
+    try:
+        for row in () if cfg.draw else points(cfg, folder, set(saved)):
+            saved[report.key(row)] = rows[report.key(row)] = row
+            results.write(folder / "points.json", about, list(saved.values()))
+            results.write(path, about, list(rows.values()))
+            show(row)
+    except KeyboardInterrupt:
+        print(f"stopped after {len(rows)} points; the same command goes on", file=sys.stderr)
+        code = 130
+    finish(cfg, path, about, list(rows.values()), folder / "passages-0.npz")
+    print(f"{path}, .svg and .png")
+    return code
+
+
+PRESETS = {"tiny": tiny, "paper": Config}
+config.define_flags(PRESETS, "tiny")
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

@@ -1,0 +1,83 @@
+"""A chain of stages: masks grow, pruned weights are 0 after AdamW, a stopped chain goes on."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.models import decoder
+from megajax.systems import prune_study as study
+from megajax.systems.prune_study import METHODS, Task, Trainer, Training
+from megajax.training.optim import OptimConfig, make_schedule
+from tests.tiny import MODEL, host_batch
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    cfg = dataclasses.replace(MODEL, layers=1, width=64, heads=2, kv_heads=2, head_width=32)
+    task = Task(
+        "text",
+        decoder.parts(cfg),
+        lambda seed, step: host_batch(1000 * seed + step, rows=4),
+        [host_batch(-i + 10**6, rows=4) for i in range(2)],
+    )
+    return Trainer(task, Training(steps=6, tune=3, lr=3e-3, tune_lr=1e-3))
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)])
+
+
+def test_a_chain_prunes_further_and_goes_on_from_a_saved_state_bit_for_bit(trainer, tmp_path):
+    dense = trainer.dense(0)
+    assert int(dense.step) == 6
+    former, method = None, METHODS["TW-1"]
+    for state, row in study.chain(trainer, dense, 0, method, (0.5, 0.75)):
+        study.save(tmp_path / f"{row['goal']}.npz", state)
+        masks = flat(state.opt.masks)
+        weights = flat(study.pick(state.params, trainer.names))
+        assert (weights[~masks] == 0).all() and (weights[masks] != 0).all()
+        assert row["sparsity"] == pytest.approx(1 - masks.mean())
+        assert abs(row["sparsity"] - row["goal"]) < 0.02
+        assert former is None or not (masks & ~former).any()  # nested
+        former = masks
+    assert int(state.step) == 6 + 2 * 3
+    assert row["loss"] == trainer.measure(state.params)["loss"]
+    begin = study.load(tmp_path / "0.5.npz", trainer.abstract())
+    ((again, other),) = study.chain(trainer, begin, 0, method, (0.75,))
+    assert row == other
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_the_loss_is_the_mean_over_held_out_predictions(trainer):
+    params = trainer.start(0).params
+    loss, right, count = 0.0, 0, 0
+    for batch in trainer.task.held_out:
+        logits = np.asarray(trainer.task.parts.logits(params, batch), np.float64)
+        for z_SV, t_S in zip(logits, batch["targets"], strict=True):
+            for z_V, t in zip(z_SV, t_S, strict=True):
+                if t >= 0:
+                    z_V = z_V[: MODEL.vocab]
+                    loss -= z_V[t] - np.log(np.exp(z_V - z_V.max()).sum()) - z_V.max()
+                    right += int(z_V.argmax() == t)
+                    count += 1
+    found = trainer.measure(params)
+    assert found["loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert found["accuracy"] == pytest.approx(right / count)
+
+
+def test_rates_begin_anew_with_each_stage():
+    training = Training(steps=40, tune=10, lr=2e-3, tune_lr=1e-3)
+    rates = [training.rate(step) for step in range(60)]
+    cosine = make_schedule(OptimConfig(lr=2e-3, schedule="cosine", warmup=10), 40)
+    assert rates[39] == pytest.approx(float(cosine(39)))
+    assert rates[40] == rates[50] == 1e-3
+    assert rates[49] == pytest.approx(1e-3 * (1 - 0.9 * 0.9))
+
+
+def test_units_are_a_quarter_of_the_papers():
+    assert METHODS["TW-64"].here == (32, 16)
+    assert METHODS["TW-8"].here == (32, 2)
+    assert METHODS["TW-1"].here == (32, 1)
+    assert METHODS["BW"].here == (8, 8)
