@@ -16,18 +16,30 @@ from jax.interpreters import batching, mlir
 
 Implementation = Literal["hopper", "reference", "interpret"]
 CHOICES = (None, "hopper", "reference", "interpret")
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # words of their device kinds
+NEEDS = "needs compute capability 9.0 (Hopper)"
 
 
 def device_reasons() -> tuple[str, ...]:
-    """Returns what keeps this process's GPUs from running a Hopper kernel.
+    """Returns what keeps the program's GPUs from running a Hopper kernel.
 
-    Without any GPU there is no reason: the program may still be compiled for one (`aot.devices`).
+    The mesh that it is traced under says which they are, be they here or not (`aot.devices`);
+    without one they are this process's. Without any GPU there is no reason: the program may still
+    be compiled for one.
     """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform in ("gpu", "cuda"):
+        return () if is_hopper(device.device_kind) else (f"{NEEDS}, found {device.device_kind}",)
     if jax.default_backend() != "gpu":
         return ()
     found = {str(getattr(d, "compute_capability", "unknown")) for d in jax.local_devices()}
     wrong = sorted(found - {"9.0"})
-    return tuple(f"needs compute capability 9.0 (Hopper), found {c}" for c in wrong)
+    return tuple(f"{NEEDS}, found {c}" for c in wrong)
+
+
+def is_hopper(kind: str) -> bool:
+    """Whether a device kind, as JAX names it, is a Hopper GPU."""
+    return any(word in kind for word in HOPPER)
 
 
 def choose(op: str, implementation: str | None, reasons: Sequence[str]) -> str:

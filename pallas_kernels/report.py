@@ -18,6 +18,7 @@ import jax
 from pallas_kernels import aot
 from pallas_kernels.attention import configs as attention
 from pallas_kernels.collective import configs as collective
+from pallas_kernels.expert import configs as expert
 from pallas_kernels.gemm import configs as gemm
 from pallas_kernels.grouped import configs as grouped
 from pallas_kernels.norm import configs as norm
@@ -26,6 +27,7 @@ from pallas_kernels.tile_sparse import configs as tile_sparse
 FOLDERS = {
     "attention": attention,
     "collective": collective,
+    "expert": expert,
     "gemm": gemm,
     "grouped": grouped,
     "norm": norm,

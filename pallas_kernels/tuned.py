@@ -1,7 +1,8 @@
 """Which tile, and which implementation, was fastest on a device, as scripts/tune.py measured.
 
 One JSON a device kind, in tuned/: {"rows": [{"op", "key", "tile", "median_us", "fastest", ...}]},
-fastest: 'hopper', or 'reference' where plain JAX was faster than the best tile.
+fastest: 'hopper', or 'reference' where plain JAX was faster than the best tile; of products that
+span ranks 'fused', or 'xla'.
 A key has words, which must agree (type, causal order), and sizes (head width, longest segment, M,
 N, K), of which the nearest row by the sum of their distances in octaves is taken; a size that is
 not one of the table's is said once in the log. Without a table a kernel's own heuristic decides,
@@ -32,7 +33,9 @@ class Tuning:
     the heuristic's first. function: (candidate, interpret) -> what is timed. inputs: (random key)
     -> its arguments, normal values. reference: plain JAX of the same arguments and results, the
     rival that the default falls back on. others: further rivals by name, (function, its inputs),
-    which a caller may choose instead; one that cannot run is left out.
+    which a caller may choose instead; one that cannot run is left out. want: what results are
+    compared with, but where it is not finite; None: what the reference gives. words: what 'fastest'
+    says when a candidate is, and when the reference is.
     """
 
     op: str
@@ -44,6 +47,8 @@ class Tuning:
     others: Mapping[str, tuple[Callable[..., Any], Callable[[jax.Array], tuple[Any, ...]]]] = (
         dataclasses.field(default_factory=dict)
     )
+    want: Callable[..., Any] | None = None
+    words: tuple[str, str] = ("hopper", "reference")
 
 
 def device_kind() -> str | None:

@@ -17,6 +17,7 @@ from megajax.core.config import group, option
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import check_vocabulary, open_tokenizer
 from megajax.parallel import sharding
+from megajax.parallel.overlap import Overlap
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig
 from megajax.training.config import Config as RunConfig
@@ -36,6 +37,7 @@ class Config:
     new_tokens: int = option(200, "longest continuation", "tokens")
     seed: int = option(0, "of the sampling")
     dtype: Literal["float32", "bfloat16"] = option("float32", "of compute")
+    overlap: Overlap = option("auto", "how tensor ranks add up their sums; see the training flag")
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones")
     sampling: SamplingConfig = group(SamplingConfig)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
@@ -67,7 +69,7 @@ def main() -> int:
     check_vocabulary(tokenizer, model.vocab)
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     prompt = begin + tokenizer.encode([cfg.prompt])[0].tolist()
-    generator = Generator(model, mesh, dtype=cfg.dtype, sampling=cfg.sampling)
+    generator = Generator(model, mesh, dtype=cfg.dtype, sampling=cfg.sampling, overlap=cfg.overlap)
     prompts = [prompt] * cfg.samples
     for ids in generator(params, prompts, cfg.new_tokens, cfg.seed, tokenizer.end):
         print(f"---\n{cfg.prompt}{tokenizer.decode(ids)}")

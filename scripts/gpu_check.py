@@ -1,10 +1,11 @@
 """Everything that waits for a GPU, in order of worth, one JSON.
 
     PYTHONPATH=. python3 scripts/gpu_check.py            # all parts, inside 8 minutes
-    PYTHONPATH=. python3 scripts/gpu_check.py kernels    # one part; or train, plan, collective
+    PYTHONPATH=. python3 scripts/gpu_check.py kernels    # one part; or train, plan, ...
     PYTHONPATH=. python3 scripts/gpu_check.py tile_sparse    # one folder of kernels; or gemm, ...
     PYTHONPATH=. python3 scripts/gpu_check.py kernels rehearse   # on a CPU, tiny, interpreted
     PYTHONPATH=. python3 scripts/gpu_check.py collective rehearse   # on a CPU, compiled only
+    PYTHONPATH=. python3 scripts/gpu_check.py expert rehearse   # likewise
 
 train: correctness first (losses of a small model on the GPU against this machine's CPU, the cuDNN
 attention against XLA's), then the step time and MFU of a 1.2B decoder in bf16 on one GPU, against a
@@ -16,7 +17,7 @@ gpu_kernels_<folder>.json).
 plan: the cost model's estimate of such steps, and its memory bound, beside their measurement
 (gpu_plan.json).
 collective: the fused products on virtual ranks, exact, then timed beside a ghost whose link is
-emulated (gpu_collective.json).
+emulated (gpu_collective.json). expert: the same of a mixture's products (gpu_expert.json).
 Needs jax with CUDA, flax, optax and absl only.
 """
 
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, logging
 from gpu_collective import check_collective
+from gpu_expert import check_expert
 from gpu_kernels import FOLDERS, check_kernels
 
 from megajax.core import config
@@ -238,14 +240,16 @@ def check_folders(deadline: float, rehearsal: bool = False, only: str | None = N
     check_kernels(rows.add, rows.about, deadline, rehearsal, only)
 
 
-def check_fused(deadline: float, rehearsal: bool = False) -> None:
-    """Products with their collectives inside, on one GPU."""
-    rows = Report("collective_rehearsal" if rehearsal else "collective")
-    check_collective(rows.add, rows.about, deadline, rehearsal)
+def check_fused(name: str, deadline: float, rehearsal: bool = False) -> None:
+    """Products with their communication inside, on one GPU."""
+    rows = Report(f"{name}_rehearsal" if rehearsal else name)
+    FUSED[name](rows.add, rows.about, deadline, rehearsal)
 
 
+FUSED = {"collective": check_collective, "expert": check_expert}
 PARTS = {
-    "train": check_train, "plan": check_plan, "kernels": check_folders, "collective": check_fused,
+    "train": check_train, "plan": check_plan, "kernels": check_folders,
+    **{name: functools.partial(check_fused, name) for name in FUSED},
 }  # fmt: skip
 
 
@@ -263,8 +267,8 @@ def main(argv: list[str]) -> None:
         jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of its time
         only = argv[1] if argv[1] in FOLDERS else None
         return check_folders(time.perf_counter() + BUDGET_S, rehearsal=True, only=only)
-    if argv[1:] == ["collective", "rehearse"]:
-        return check_fused(time.perf_counter() + BUDGET_S, rehearsal=True)
+    if argv[2:] == ["rehearse"] and argv[1] in FUSED:
+        return check_fused(argv[1], time.perf_counter() + BUDGET_S, rehearsal=True)
     parts = PARTS | {name: functools.partial(check_folders, only=name) for name in FOLDERS}
     wanted = argv[1:] or list(PARTS)
     unknown = [w for w in wanted if w not in parts]

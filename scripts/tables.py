@@ -355,6 +355,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_report_gemm": functools.partial(kernel_report, "gemm"),
     "kernel_report_grouped": functools.partial(kernel_report, "grouped"),
     "kernel_report_collective": functools.partial(kernel_report, "collective"),
+    "kernel_report_expert": functools.partial(kernel_report, "expert"),
     "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,

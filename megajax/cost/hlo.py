@@ -69,14 +69,16 @@ class Collective:
         return bool(re.search(rf"\b{scope}\b.*/while/body", self.op_name))
 
 
-def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def collectives(
+    text: str, mesh_shape: Mapping[str, int], live_rows: float = 1.0
+) -> list[Collective]:
     """Returns the collectives of an optimised module (`compiled.as_text()`).
 
-    A permute from every device to itself is a copy and is left out.
+    A permute from every device to itself is a copy and is left out. live_rows: as of Module.
     """
     found = []
     devices = math.prod(mesh_shape.values())
-    module = Module(text)
+    module = Module(text, live_rows)
     for place in module.places():
         match = _COLLECTIVE.search(place.line)
         if match is None or "-done(" in place.line:

@@ -19,6 +19,11 @@ NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _CALL = re.compile(r" (?:fusion|fusion-start|call|conditional|async-start)\(")
+# A Mosaic GPU kernel of pallas_kernels/grouped: how its results and operands are spelled.
+_GROUPED = re.compile(
+    r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?)\}, api_version.*"
+    r'op_name="[^"]*/grouped_(matmul|weights)/'
+)
 _DOT = re.compile(r" dot\(%?([\w.\-]+),.*lhs_contracting_dims=\{([\d,]*)\}")
 
 
@@ -63,8 +68,12 @@ class Place:
 class Module:
     """The computations of one module's text."""
 
-    def __init__(self, text: str):
-        """Splits the text (`compiled.as_text()`)."""
+    def __init__(self, text: str, live_rows: float = 1.0):
+        """Splits the text (`compiled.as_text()`).
+
+        live_rows: share of a grouped product's rows that are in groups, which no program says.
+        """
+        self._live_rows = live_rows
         self.entry = current = ""
         self.computations: dict[str, list[str]] = {}
         for line in text.splitlines():
@@ -100,6 +109,8 @@ class Module:
                 total += sum(self.flops_of(called) for called in _CALLED.findall(line))
             elif match := _DOT.search(line):
                 total += self._dot(line, match[1], ints(match[2]), computation)
+            elif match := _GROUPED.search(line):
+                total += round(self._live_rows * _grouped(*match.groups()))
         return total
 
     def _flops_of(self, computation: str) -> int:
@@ -113,6 +124,15 @@ class Module:
                 inner = math.prod(dims[i] for i in contracted)
                 return 2 * math.prod(ints(made[2]) if made else []) * inner
         return 0
+
+
+def _grouped(result: str, operands: str, kind: str) -> int:
+    """Returns the FLOPs of a grouped product, all rows in groups: (M, K) by group to (M, N), or
+    (M, K) and (M, N) to the weights' (G, K, N)."""
+    made = ARRAY.search(result)
+    dims = ints(made[2]) if made else []
+    left, *_ = (ints(d) for t, d in ARRAY.findall(operands) if t != "s32")
+    return 2 * math.prod(dims) * left[1] if kind == "matmul" else 2 * left[0] * math.prod(dims[1:])
 
 
 def _loop(line: str) -> tuple[str, int] | None:

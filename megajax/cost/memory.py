@@ -105,7 +105,7 @@ def _kept(step: StepShape) -> float:
         + cut * step.tokens * (work.input_width + work.output_width)
         + (layer_weights(step) if step.ways(*step.zero_axes) > 1 else 0.0)
         + (_weights_of_attention(step, step.itemsize) if step.keeps_attention else 0.0)
-        + _experts(step) / 2,
+        + _experts(step, backward=False),
     }
     return residual(step) + more[step.remat]
 
@@ -134,17 +134,26 @@ def _block(step: StepShape) -> float:
     return 2 * whole + 2 * inner + attention
 
 
-def _experts(step: StepShape) -> float:
-    """The backward pass of a layer's routed experts: the rows that they read, their inner values,
-    their answers, and the gradients of each."""
+def _experts(step: StepShape, backward: bool = True) -> float:
+    """A layer's routed experts: the rows that they read, their inner values and their answers.
+
+    In the backward pass slots have a gradient beside each. Grouped kernels, of which XLA sees
+    operands and results, leave it room to free: then only the answers' gradient meets all values,
+    or those of the products into the inner width their own and the rows.
+    """
     work, routed = step.work, step.work.routed
     if routed is None:
         return 0.0
     # Dropless has room for every token of the axis at every expert that it may use here.
     most = min(routed.top_k, routed.experts / step.ways("expert"))
-    rows = slotted(step) or step.tokens * step.ways("expert") * most
-    inner = (2 + work.gated) * routed.hidden / step.ways("tensor")
-    return 2 * step.itemsize * rows * (2 * work.width + inner)
+    slots = slotted(step)
+    rows = step.itemsize * (slots or step.tokens * step.ways("expert") * most)
+    hidden = routed.hidden / step.ways("tensor")
+    into = (1 + work.gated) * hidden
+    values = 2 * work.width + into + hidden
+    if not backward:
+        return rows * values
+    return rows * (2 * values if slots else max(values + work.width, work.width + 2 * into))
 
 
 def _logits(step: StepShape) -> float:

@@ -45,7 +45,8 @@ def find(
 def _is_exchange(c: Collective) -> bool:
     """Whether tokens travel to their experts or home, which every microbatch must do."""
     names = c.op_name.split(":")  # of collectives that the compiler joined
-    return c.axes == ("expert",) and all("experts" in name for name in names)
+    among = "expert" in c.axes and set(c.axes) <= {"expert", "tensor"}
+    return among and all("experts" in name for name in names)
 
 
 def _far(c: Collective, gpus_per_pod: int) -> int:

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.attend import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
+from pallas_kernels import grouped_matmul
 
 Array = jax.Array
 Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
@@ -138,7 +139,7 @@ class Ops:
     lookup: Callable = lookup
     attend: Callable = attend
     vocab: VocabCut = VocabCut()
-    grouped: Callable = jax.lax.ragged_dot
+    grouped: Callable = grouped_matmul
     score: Callable = score
     expert: Callable = expert
     total: Callable = total

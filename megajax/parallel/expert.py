@@ -15,151 +15,45 @@ capacity: each expert has a fixed number of slots a row, so a plain all-to-all t
 `exchange` is either of them on local arrays, as pipeline stages call it; `expert` puts a shard_map
 of its own around it.
 
-`dispatch_grouped_matmul` and `grouped_matmul_combine` are one layer's two halves as COMET (arXiv
-2502.19811) cuts it, so that a kernel can overlap each with its communication: rows are sorted by
-source rank (expert_rows.py), and sums cross ranks in float32. The dropless exchange is not made of
-them: its sums travel in the compute dtype, half the bytes, over tensor and expert one after the
-other, of which only the second may leave a node, and cost/traffic.py counts it so.
+hidden: dropless by the two halves of expert_matmul.py, which bring their communication, as a ring
+    or in one kernel (`choose_overlap`; COMET, arXiv 2502.19811); those are exported here. Plain
+    dropless is not made of them: its sums travel in the compute dtype, half the bytes, over tensor
+    and expert one after the other, of which only the second may leave a node, and cost/traffic.py
+    counts it so.
 
 Legend: B rows, S positions, D model width, E experts, A active experts a token, N slots of an
 expert for all rows.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import reshard
 
-from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Layout
 from megajax.layers import dispatch as dispatch_
 from megajax.layers.dispatch import ExpertWeights
+from megajax.layers.mlp import MlpConfig
+from megajax.layers.moe import MoeConfig
 from megajax.layers.ops import matmul
-from megajax.parallel import expert_rows
+from megajax.parallel import expert_overlap as overlaps
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.expert_rows import Dispatch, Routing
+from megajax.parallel.expert_matmul import dispatch_grouped_matmul as dispatch_grouped_matmul
+from megajax.parallel.expert_matmul import grouped_matmul_combine as grouped_matmul_combine
+from megajax.parallel.expert_overlap import COMBINE, DISPATCH
+from megajax.parallel.expert_rows import Dispatch as Dispatch
+from megajax.parallel.expert_rows import Routing as Routing
+from megajax.parallel.overlap import Implementation, Overlap, log_once
 from pallas_kernels import grouped_matmul
-from pallas_kernels.gemm.reference import activate
 
 Array = jax.Array
 TENSOR, EXPERT = ("tensor",), ("expert",)
-Activation = Literal["gelu", "gelu_tanh", "silu", "swiglu"]
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "swiglu")
-
-
-def dispatch_grouped_matmul(
-    x: Array,
-    w: Array | Sequence[Array],
-    routing: Routing,
-    *,
-    expert_axis: str,
-    tensor_axis: str | None = None,
-    activation: Activation | None = None,
-    capacity: int | None = None,
-) -> tuple[Any, Dispatch]:
-    """Every token at its experts' first products: COMET's layer 0 (arXiv 2502.19811, section 3).
-
-    For code inside a shard_map over the axes. Expert e rests on position e // E of expert_axis.
-
-    Args:
-      x: (t, d) bf16|f16|f32, this rank's tokens, t at least 1. w: (E, d, f) of x's type, this
-        rank's experts and columns; or several, which share the way of the tokens (gate and up).
-      routing: of these tokens to k experts each; see Routing. A rank may have no token for anyone:
-        all of its choices are -1.
-      tensor_axis: cuts x's rows too, as it does the residual stream, and w's columns: tokens are
-        gathered over it, and `grouped_matmul_combine` adds up over it and scatters. None: every
-        rank of an axis that cuts w's columns has the same tokens, and the caller adds y up.
-      activation: in float32; 'swiglu' of (gate, up) is silu(gate) * up, one h.
-      capacity: rows that an expert takes of all ranks' tokens, first come first in the order of
-        rank, token and choice; None: all that choose it.
-    Returns: (h, Dispatch). h: (rows, f) in x's type, a tuple for several weights without 'swiglu';
-      rows = R t k, the worst case, at most E capacity, R the ranks of both axes. The rows of an
-      expert lie together, sorted by the rank they came from, the own one first, then in rotation;
-      past the splits h is 0 and its gradient goes nowhere, NaN too.
-    Differentiable in x and w; a token's gradient is added up in float32 and rounded once.
-    Raises: UserError for what breaks the above.
-    """
-    weights = tuple(w) if isinstance(w, Sequence) else (w,)
-    _check_dispatch(x, weights, routing, activation, capacity)
-    axes = (expert_axis, tensor_axis)
-    dispatch = expert_rows.plan(routing.expert_index, weights[0].shape[0], axes, capacity)
-    x_ND = expert_rows.spread(x, dispatch)
-    products = tuple(grouped_matmul(x_ND, w_EDF, dispatch.sizes_E) for w_EDF in weights)
-    if activation == "swiglu":
-        gate_NF, up_NF = (z.astype(jnp.float32) for z in products)
-        return (activate("silu", gate_NF) * up_NF).astype(x.dtype), dispatch
-    if activation is not None:
-        products = tuple(activate(activation, z.astype(jnp.float32)) for z in products)
-        products = tuple(z.astype(x.dtype) for z in products)
-    return (products if isinstance(w, Sequence) else products[0]), dispatch
-
-
-def grouped_matmul_combine(h: Array, w: Array, dispatch: Dispatch, *, weights: Array) -> Array:
-    """Every token's weighted sum of its experts' answers: COMET's layer 1 (section 3).
-
-    Args: h: (rows, f) as `dispatch_grouped_matmul` sorted them; what lies past the splits does not
-      matter. w: (E, f, d) of h's type. dispatch: the one that came with h. weights: float32 (t, k).
-    Returns: y (t, d) in h's type for this rank's tokens; without a tensor_axis, the part of this
-      rank's columns. The rows are rounded to h's type; weights multiply them in float32, in which
-      choices and ranks are added up. Dropped choices, and those of no expert, add nothing.
-    Differentiable in h, w and weights. The same bits in every run.
-    Raises: UserError for what breaks the above.
-    """
-    rows = dispatch.order_N.shape[0]
-    if h.ndim != 2 or w.ndim != 3 or h.shape != (rows, w.shape[1]) or h.dtype != w.dtype:
-        raise UserError(
-            f"h {h.dtype}{h.shape} and w {w.dtype}{w.shape} must be (rows, f) and (E, f, d) of one "
-            f"type with the {rows} rows of the dispatch"
-        )
-    if weights.dtype != jnp.float32 or weights.shape != dispatch.choices:
-        raise UserError(
-            f"weights {weights.dtype}{weights.shape} must be float32 (t, k) = {dispatch.choices}"
-        )
-    y_ND = grouped_matmul(h, w, dispatch.sizes_E)
-    return expert_rows.collect(y_ND, weights, dispatch)
-
-
-def _check_dispatch(
-    x: Array,
-    weights: tuple[Array, ...],
-    routing: Routing,
-    activation: str | None,
-    capacity: int | None,
-) -> None:
-    shapes = {w.shape for w in weights}
-    experts = weights[0].shape[0] if weights and weights[0].ndim == 3 else 0
-    if x.ndim != 2 or not x.shape[0] or not experts or len(shapes) != 1:
-        raise UserError(
-            f"x {x.shape} and w {sorted(shapes)} must be (t, d) with a token and (E, d, f) with an "
-            "expert, the same for several w"
-        )
-    if weights[0].shape[1] != x.shape[1] or any(w.dtype != x.dtype for w in weights):
-        raise UserError(
-            f"x {x.dtype}{x.shape} and w {[f'{w.dtype}{w.shape}' for w in weights]} must have one "
-            "type and one d"
-        )
-    chosen, weight = routing.expert_index, routing.weight
-    if chosen.ndim != 2 or chosen.shape[0] != x.shape[0] or not chosen.shape[1]:
-        raise UserError(f"expert_index {chosen.shape} must be (t={x.shape[0]}, k) with k above 0")
-    if not jnp.issubdtype(chosen.dtype, jnp.integer):
-        raise UserError(f"expert_index {chosen.dtype} must be integers; nearest: int32")
-    if weight.shape != chosen.shape or weight.dtype != jnp.float32:
-        raise UserError(f"weight {weight.dtype}{weight.shape} must be float32 {chosen.shape}")
-    if activation not in ACTIVATIONS:
-        raise UserError(
-            f"activation={activation!r}; there are {ACTIVATIONS}."
-            f"{did_you_mean(str(activation), [a for a in ACTIVATIONS if a])}"
-        )
-    if activation == "swiglu" and len(weights) != 2:
-        raise UserError(f"activation='swiglu' takes w=[gate, up], got {len(weights)} weights")
-    if capacity is not None and capacity < 1:
-        raise UserError(f"capacity={capacity} must be at least 1, or None; nearest: 1")
 
 
 def score(
@@ -183,13 +77,19 @@ def expert(
     grouped: Callable,
     *,
     context: ContextSpec,
+    overlap: Overlap = "xla",
 ) -> tuple[Array, Array | None]:
-    """What `layers.dispatch.expert` computes, under a mesh. context: whose order the rows have."""
+    """What `layers.dispatch.expert` computes, under a mesh.
+
+    context: whose order the rows have. overlap: see `choose_overlap`.
+    """
     weights = params.map(lambda w: whole(layout, w, x_BSD.dtype))
     specs = params.map(lambda w: layout.whole(*w.get_metadata("axes")))
     tokens = layout.act("batch", "seq", None, residual=True)
     slots = slots_of(x_BSD.shape[1])
-    inside = functools.partial(exchange, layout, slots=slots, grouped=grouped, context=context)
+    inside = functools.partial(
+        exchange, layout, slots=slots, grouped=grouped, context=context, overlap=overlap
+    )
     # Without a cut sequence (decoding) the result is equal over context and tensor, which the
     # checker cannot see through a gather; nothing differentiates that case.
     return jax.shard_map(
@@ -209,16 +109,114 @@ def exchange(
     slots: int | None,
     grouped: Callable,
     context: ContextSpec,
+    overlap: Overlap = "xla",
 ) -> tuple[Array, Array | None]:
     """What `expert` computes, for code inside a shard_map over the whole mesh.
 
     Args: x_BSD, dispatch: this device's part of the residual stream. weights: of its experts, whole
       over the ZeRO axes. slots: Q of a whole row; None: dropless. context: whose order rows have.
+      overlap: see `choose_overlap`.
     Returns: as layers.dispatch.expert.
     """
-    if slots is None:
+    if slots is not None:
+        return _slotted(layout, x_BSD, dispatch, weights, slots, context)
+    tokens = math.prod(x_BSD.shape[:2]), dispatch.experts_BSA.shape[2], x_BSD.shape[2]
+    word = choose_overlap(layout, overlap, tokens, weights, x_BSD.dtype.name, grouped)
+    if word == "xla":
         return _dropless(layout, x_BSD, dispatch, weights, grouped), None
-    return _slotted(layout, x_BSD, dispatch, weights, slots, context)
+    return _hidden(layout, x_BSD, dispatch, weights, word), None
+
+
+def choose_overlap(
+    layout: Layout,
+    wanted: Overlap,
+    tokens: tuple[int, int, int],
+    weights: ExpertWeights,
+    dtype: str,
+    grouped: Callable = grouped_matmul,
+) -> Implementation:
+    """Returns how a layer's tokens meet its experts; 'xla' is `_dropless`.
+
+    Args: tokens: (T, A, D) of a rank. weights: of a rank.
+    Raises: NotImplementedError where what is wanted cannot run.
+    """
+    if wanted == "xla" or not _cut(layout) or layout.ways(EXPERT + TENSOR) == 1:
+        return "xla"
+    if grouped is not grouped_matmul:
+        if wanted == "auto":
+            return "xla"
+        raise NotImplementedError(
+            f"overlap={wanted!r} knows plain products only, these experts have their own; use "
+            "'auto' or 'xla' (--overlap=auto)"
+        )
+    E, widths = weights.down.shape[0], tuple(w.shape[2] for w in weights.inputs)
+    halves = _halves(layout, tokens, E, widths, dtype)
+    device = layout.mesh.abstract_mesh.abstract_device
+    if wanted != "auto":
+        for op, half in halves.items():
+            overlaps.check(op, wanted, half, device)
+        return wanted
+    far = overlaps.crosses_nodes(layout.mesh.shape, _axes(layout))
+    word, why = overlaps.best(halves, device, far)
+    log_once("experts", tuple(halves[DISPATCH]), halves[DISPATCH].ranks, word, why)
+    return word
+
+
+def explain_overlap(
+    layout: Layout, wanted: Overlap, tokens: int, moe: MoeConfig, mlp: MlpConfig, dtype: str
+) -> str:
+    """Returns how tokens meet experts, and why. tokens: of a whole batch of rows.
+
+    mlp: the shape of one expert.
+    """
+    if moe.mode == "capacity":
+        return "xla (fixed slots travel in all-to-alls)"
+    if wanted != "auto":
+        return f"{wanted} (asked for)"
+    rules = layout.rules.residual
+    each = tokens // layout.ways(rules["batch"] + rules["seq"]), moe.top_k, mlp.width
+    widths = (mlp.hidden // layout.ways(TENSOR),) * (2 if mlp.activation == "swiglu" else 1)
+    halves = _halves(layout, each, moe.experts // layout.ways(EXPERT), widths, dtype)
+    device = layout.mesh.abstract_mesh.abstract_device
+    far = overlaps.crosses_nodes(layout.mesh.shape, _axes(layout))
+    return "{} ({})".format(*overlaps.best(halves, device, far))
+
+
+def _halves(
+    layout: Layout, tokens: tuple[int, int, int], E: int, widths: tuple[int, ...], dtype: str
+) -> dict[str, overlaps.Layer]:
+    """The first products and the second one, of widths[0]."""
+    sizes, axes = layout.mesh.shape, _axes(layout)
+    return {
+        op: overlaps.describe(sizes, tokens, E, hidden, axes, dtype)
+        for op, hidden in ((DISPATCH, widths), (COMBINE, widths[:1]))
+    }
+
+
+def _axes(layout: Layout) -> tuple[str, str | None]:
+    return EXPERT[0], TENSOR[0] if layout.live(TENSOR) else None
+
+
+def _hidden(
+    layout: Layout,
+    x_BSD: Array,
+    dispatch: dispatch_.Dispatch,
+    weights: ExpertWeights,
+    implementation: Implementation,
+) -> Array:
+    """Dropless by the two halves that bring their communication."""
+    T, A = math.prod(x_BSD.shape[:2]), dispatch.experts_BSA.shape[2]
+    chosen = Routing(dispatch.experts_BSA.reshape(T, A), dispatch.weights_BSA.reshape(T, A))
+    expert_axis, tensor_axis = _axes(layout)
+    h, sent = dispatch_grouped_matmul(
+        x_BSD.reshape(T, -1), weights.inputs, chosen, expert_axis=expert_axis,
+        tensor_axis=tensor_axis, implementation=implementation,
+    )  # fmt: skip
+    y_TD = grouped_matmul_combine(
+        weights.activate(h), weights.down, sent, weights=chosen.weight,
+        implementation=implementation,
+    )  # fmt: skip
+    return y_TD.reshape(x_BSD.shape)
 
 
 def _cut(layout: Layout) -> bool:

@@ -10,9 +10,9 @@ lanes: an all-to-all of the tokens that a rank needs, at most min(A, R) a token.
     `lax.ragged_all_to_all` sends those alone; CPUs, which have none, send full lanes.
 
 Tensor ranks hold columns of the same experts: what has come to one goes to all of them. Every
-rank knows everyone's choices (A integers a token), so nothing is agreed on besides. `spread` and
-`collect` are each other's transposes: one gradient is the other way. What is added up over choices
-and ranks is added in float32.
+rank knows everyone's choices (A integers a token), so nothing is agreed on besides. `arrive` and
+`add_up` are each other's transposes; nothing here has a rule of gradients, which is
+parallel/expert_vjp.py's business.
 
 Legend: T tokens of a rank, A choices a token, D model width, R ranks that hold tokens, G ranks of
 the expert axis, E experts of a rank, N rows of a rank's experts (the worst case), Q slots of a lane
@@ -27,8 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.layers import dispatch as dispatch_
+from megajax.parallel.overlap import Implementation
 from pallas_kernels.collective.schedule import sort_rows
-from pallas_kernels.dispatch import alike
+from pallas_kernels.expert.api import Routes, route
 
 Array = jax.Array
 
@@ -73,6 +74,7 @@ class Dispatch:
     splits_RE: int32, rows of each expert from each rank, ranks in the order of the mesh: tensor
       fastest. dropped: int32 (), this rank's tokens' choices beyond `capacity`.
     lanes: None: gathered. axes: names of the expert and the tensor axis; the latter may be None.
+    routes: the same for the fused kernels (pallas_kernels/expert), where they run.
     """
 
     order_N: Array
@@ -81,6 +83,7 @@ class Dispatch:
     splits_RE: Array
     dropped: Array
     lanes: Lanes | None
+    routes: Routes | None
     axes: tuple[str, str | None] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -100,11 +103,13 @@ def plan(
     experts: int,
     axes: tuple[str, str | None],
     capacity: int | None,
+    implementation: Implementation = "xla",
 ) -> Dispatch:
     """Returns the Dispatch of this rank, for code inside a shard_map.
 
     Args: expert_TA: this rank's choices. experts: of a rank. axes: as in Dispatch. capacity: rows
       that an expert takes, first come first in the order of rank, token and choice; None: all.
+      implementation: 'ring' and 'fused' have no lanes, also where these would send less.
     """
     T, A = expert_TA.shape
     every = live(axes)
@@ -124,7 +129,7 @@ def plan(
     hot_RE = own_PA.reshape(R, T * A)[:, :, None] == jnp.arange(experts)[None, None]
     order_N = order_N[:N]
     source_N, lanes = order_N // A, None
-    if groups > 2 * A:
+    if groups > 2 * A and implementation == "xla":
         Q = T if capacity is None else min(T, experts * capacity)
         lanes = _lanes(home_PA.reshape(R, T, A), Q, axes)
         slot_RT, token_RQ = _slots(here_PA.reshape(R, T, A).any(2), Q)
@@ -132,12 +137,16 @@ def plan(
         # The tokens in slots past a lane's count have no choice here.
         index_RTA = index_PA.reshape(R, T, A)
         index_PA = jnp.take_along_axis(index_RTA, token_RQ[:, :, None], axis=1).reshape(R * Q, A)
+    routes = None
+    if implementation == "fused":
+        own_TA = lax.dynamic_slice_in_dim(jnp.where(kept_PA, expert_PA, -1), rank * T, T)
+        routes = route(own_TA, experts=experts, axis=axes[0], rows=N)
     lost_PA = valid_PA & ~kept_PA
     return Dispatch(
         order_N, source_N, index_PA,
         splits_RE=hot_RE.sum(1, dtype=jnp.int32),
         dropped=lax.dynamic_slice_in_dim(lost_PA, rank * T, T).sum(dtype=jnp.int32),
-        lanes=lanes, axes=axes,
+        lanes=lanes, routes=routes, axes=axes,
     )  # fmt: skip
 
 
@@ -167,82 +176,39 @@ def _lanes(home_RTA: Array, Q: int, axes: tuple[str, str | None]) -> Lanes:
     return Lanes(token_GQ, place_GT, *counts)
 
 
-def spread(x_TD: Array, dispatch: Dispatch) -> Array:
-    """Returns x_ND, the rows of this rank's experts; past the splits anything.
+def weights_of(weight_TA: Array, dispatch: Dispatch) -> Array:
+    """Returns weight_PA of all ranks' tokens, which is little beside the tokens."""
+    return lax.all_gather(weight_TA, live(dispatch.axes), axis=0, tiled=True)
 
-    Their gradients are added up in float32 over choices and ranks and rounded once.
+
+def weights_home(weight_N: Array, dispatch: Dispatch) -> Array:
+    """Returns weight_TA: what this rank's rows, and all others', say of own choices, added up."""
+    came_N = jnp.arange(len(weight_N)) < dispatch.splits_RE.sum()
+    total, A = dispatch.splits_RE.shape[0] * dispatch.choices[0], dispatch.choices[1]
+    weight_P = jnp.zeros(total * A, weight_N.dtype)
+    weight_P = weight_P.at[dispatch.order_N].set(
+        jnp.where(came_N, weight_N, 0.0), unique_indices=True
+    )
+    weight_PA = weight_P.reshape(total, A)
+    return lax.psum_scatter(weight_PA, live(dispatch.axes), scatter_dimension=0, tiled=True)
+
+
+def add_up(y_ND: Array, weight_N: Array | None, dispatch: Dispatch, acc_dtype: Any) -> Array:
+    """Returns float32 (T, D): own tokens' weighted sums over choices and ranks, and home they go.
+
+    weight_N: float32, of each row; None: 1. acc_dtype: of what crosses ranks. What lies in rows
+    past the splits does not matter.
     """
-    return _spread(*alike((x_TD, dispatch)))
-
-
-def collect(y_ND: Array, weight_TA: Array, dispatch: Dispatch) -> Array:
-    """Returns y_TD: of each own token the weighted sum of its rows on all ranks.
-
-    Rows and weights (float32) are multiplied, and added over choices and ranks, in float32; y_TD is
-    in y's type. Differentiable in both; rows past the splits count nothing, and what their gradient
-    holds must not matter.
-    """
-    return _collect(*alike((y_ND, weight_TA, dispatch)))
-
-
-@jax.custom_vjp
-def _spread(x_TD: Array, dispatch: Dispatch) -> Array:
-    return _go(x_TD, dispatch)[dispatch.source_N]
-
-
-def _spread_forward(x_TD, dispatch):
-    return _spread(x_TD, dispatch), dispatch
-
-
-def _spread_backward(dispatch, dx_ND):
-    return _sum(dx_ND, jnp.ones(len(dx_ND), jnp.float32), dispatch).astype(dx_ND.dtype), None
-
-
-_spread.defvjp(_spread_forward, _spread_backward)
-
-
-@jax.custom_vjp
-def _collect(y_ND: Array, weight_TA: Array, dispatch: Dispatch) -> Array:
-    weight_PA = lax.all_gather(weight_TA, live(dispatch.axes), axis=0, tiled=True)
-    weight_N = weight_PA.reshape(-1)[dispatch.order_N]
-    return _sum(y_ND, weight_N, dispatch).astype(y_ND.dtype)
-
-
-def _collect_forward(y_ND, weight_TA, dispatch):
-    return _collect(y_ND, weight_TA, dispatch), (y_ND, weight_TA, dispatch)
-
-
-def _collect_backward(saved, dy_TD):
-    y_ND, weight_TA, dispatch = saved
-    every = live(dispatch.axes)
-    weight_PA = lax.all_gather(weight_TA, every, axis=0, tiled=True)
-    dy_ND = _spread(dy_TD, dispatch).astype(jnp.float32)
-    # Past the splits lie choices that are not here, whose tokens may hold anything.
-    mine_N = jnp.arange(len(y_ND)) < dispatch.splits_RE.sum()
-    dweight_N = jnp.where(mine_N, (dy_ND * y_ND.astype(jnp.float32)).sum(1), 0.0)
-    dweight_P = jnp.zeros(weight_PA.size, jnp.float32)
-    dweight_P = dweight_P.at[dispatch.order_N].set(dweight_N, unique_indices=True)
-    dweight_PA = dweight_P.reshape(weight_PA.shape)
-    dweight_TA = lax.psum_scatter(dweight_PA, every, scatter_dimension=0, tiled=True)
-    dy_ND *= weight_PA.reshape(-1)[dispatch.order_N][:, None]
-    return dy_ND.astype(y_ND.dtype), dweight_TA, None
-
-
-_collect.defvjp(_collect_forward, _collect_backward)
-
-
-def _sum(y_ND: Array, weight_N: Array, dispatch: Dispatch) -> Array:
-    """Returns float32 (T, D): own tokens' weighted sums over choices and ranks."""
     here_PA = dispatch.index_PA < len(y_ND)
     index_PA = jnp.where(here_PA, dispatch.index_PA, 0)
-    weight_PA = jnp.where(here_PA, weight_N[index_PA], 0.0)
+    weight_PA = jnp.where(here_PA, 1.0 if weight_N is None else weight_N[index_PA], 0.0)
     found = (index_PA, weight_PA, here_PA)
     y_PD = dispatch_.combine(y_ND.astype(jnp.float32), *(a[None] for a in found))[0]
-    return _back(y_PD, dispatch)
+    return _back(y_PD.astype(acc_dtype), dispatch)
 
 
-def _go(x_TD: Array, dispatch: Dispatch) -> Array:
-    """Returns x_PD: the tokens that come to this rank."""
+def arrive(x_TD: Array, dispatch: Dispatch) -> Array:
+    """Returns x_PD: the tokens that come to this rank, of which rows are made by source_N."""
     expert, tensor = dispatch.axes
     lanes = dispatch.lanes
     if lanes is None:
@@ -259,7 +225,8 @@ def _back(y_PD: Array, dispatch: Dispatch) -> Array:
     lanes = dispatch.lanes
     if lanes is None:
         every = live(dispatch.axes)
-        return lax.psum_scatter(y_PD, every, scatter_dimension=0, tiled=True)
+        y_TD = lax.psum_scatter(y_PD, every, scatter_dimension=0, tiled=True)
+        return y_TD.astype(jnp.float32)
     G, Q = lanes.token_GQ.shape
     y_GQD = y_PD.reshape(G, -1, y_PD.shape[-1])
     if tensor is not None:
@@ -267,7 +234,8 @@ def _back(y_PD: Array, dispatch: Dispatch) -> Array:
     y_GQD = _exchange(y_GQD, lanes.received_G, lanes.sent_G, expert)
     went_GT1 = (lanes.place_GT < Q)[:, :, None]
     place_GT1 = jnp.where(went_GT1, lanes.place_GT[:, :, None], 0)
-    return jnp.where(went_GT1, jnp.take_along_axis(y_GQD, place_GT1, axis=1), 0.0).sum(0)
+    y_GTD = jnp.take_along_axis(y_GQD, place_GT1, axis=1).astype(jnp.float32)
+    return jnp.where(went_GT1, y_GTD, 0.0).sum(0)
 
 
 def _exchange(x_GQD: Array, sent_G: Array, received_G: Array, axis: str) -> Array:

@@ -56,7 +56,7 @@ def ops(
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
-        expert=functools.partial(expert, layout, context=context),
+        expert=functools.partial(expert, layout, context=context, overlap=overlap),
         total=functools.partial(total, layout),
     )
 
@@ -154,11 +154,12 @@ def expert(
     grouped: Callable,
     *,
     context: ContextSpec,
+    overlap: Overlap,
 ) -> tuple[Array, Array | None]:
     """This device's tokens, at the experts wherever they are."""
     weights = params.map(lambda w: w[...].astype(x_BSD.dtype))
     slots = slots_of(x_BSD.shape[1] * layout.ways(layout.rules.residual["seq"]))
-    return expert_.exchange(layout, x_BSD, dispatch, weights, slots, grouped, context)
+    return expert_.exchange(layout, x_BSD, dispatch, weights, slots, grouped, context, overlap)
 
 
 def total(layout: Layout, sums: Any) -> Any:

@@ -1,8 +1,9 @@
 """Which implementation of a collective matmul runs, and why.
 
-A table that was measured on this kind of GPU decides (pallas_kernels/tuned); without one, a model
-of one rank says what a ring would take beside plain XLA, and only a clear gain counts, so that
-nothing is lost where nothing was measured. Reasons say which of the two it was.
+A table that was measured on this kind of GPU decides (pallas_kernels/tuned: one rank beside ghosts,
+pallas_kernels/collective/tunings.py); without one, a model of one rank says what a ring would take
+beside plain XLA, and only a clear gain counts, so that nothing is lost where nothing was measured.
+Reasons say which of the two it was.
 
 Legend: R ranks.
 """
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from megajax.core.hardware import DeviceCard, find_card
-from pallas_kernels import tuned
+from pallas_kernels import dispatch, tuned
 from pallas_kernels.collective import api as kernels
 
 Implementation = Literal["xla", "ring", "fused"]
@@ -36,6 +37,10 @@ TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
 # twice (chosen: the model knows no clocks and no contention), with at least so many rows a rank
 # (chosen: below, GPT-3's products lose) and at most so many ranks (an NVLink domain).
 GAIN, ROWS, NODE = 0.95, 512, 8
+# Octaves over all sizes within which a measured row speaks for a shape (chosen: a quarter of the
+# rows is another problem).
+NEAR = 1.0
+MEASURED = "measured on one GPU of this kind, its link emulated"
 
 
 def choose(
@@ -55,7 +60,7 @@ def choose(
     if implementation is not None:
         return implementation  # type: ignore[return-value]
     word, why = best(op, shape, R, jnp.dtype(dtype).name, device or _device())
-    _log_once(op, shape, R, word, why)
+    log_once(op, shape, R, word, why)
     return word
 
 
@@ -83,7 +88,7 @@ def fused_reasons(
 def device_reason(device: Device) -> str | None:
     """Returns what keeps any fused kernel from running on a device, whatever the shape."""
     kind = "cpu" if device is None or device.platform == "cpu" else device.device_kind
-    return None if any(h in kind for h in kernels.HOPPER) else f"needs Hopper GPUs, found {kind}"
+    return None if dispatch.is_hopper(kind) else f"needs Hopper GPUs, found {kind}"
 
 
 def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -100,7 +105,7 @@ def _device() -> Device:
 def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Implementation, str]:
     """Returns (what to take, why) for a product whose gradients are wanted too.
 
-    op: 'all_gather_matmul' or 'matmul_reduce_scatter'.
+    op: 'all_gather_matmul' or 'matmul_reduce_scatter'; or 'matmul_all_reduce', forward only.
     """
     if R == 1:
         return "xla", "one rank: nothing travels"
@@ -108,9 +113,12 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
         return "xla", "a CPU has nothing to hide"
     rows, width, parts = shape
     _, contracted, widths = _problem(op, shape)
-    row = tuned.find(op, kernels.key(op, R, rows // R, sum(contracted), sum(widths)))
-    if row and (row["fastest"] != "fused" or not fused_reasons(op, shape, R, dtype, device)):
-        return row["fastest"], "measured on this kind of GPU"
+    each = rows if op == kernels.REDUCE else rows // R
+    word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)))
+    if word and (word != "fused" or not fused_reasons(op, shape, R, dtype, device)):
+        return word, MEASURED
+    if op == kernels.REDUCE:
+        return "xla", "so few rows have nothing to hide behind, and no kernel was measured"
     card = find_card(device.device_kind)
     if card is None or not device.num_cores or R > NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
@@ -120,6 +128,14 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
         "simulated, not measured, so only a clear gain counts: forward and backward "
         f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
     )
+
+
+def measured(op: str, key: tuned.Key) -> Implementation | None:
+    """Returns what a table found fastest; None without a row, or where the nearest is far off."""
+    row = tuned.find(op, key)
+    if row is None or tuned.distance(key, row["key"]) > NEAR:
+        return None
+    return row["fastest"]
 
 
 def simulate(
@@ -162,5 +178,6 @@ def simulate(
 
 
 @functools.cache
-def _log_once(op: str, shape: Shape, R: int, word: str, why: str) -> None:
+def log_once(op: str, shape: tuple, R: int, word: str, why: str) -> None:
+    """Says a choice and its reason, the first time."""
     logging.info("%s of %s on %d ranks runs as %s (%s)", op, shape, R, word, why)

@@ -50,7 +50,7 @@ def all_gather(x: Array, work: Callable[[Array], Arrays], axis: str, both_ways: 
 
     def step(s: int | Array, state: tuple[Arrays, Arrays], last: bool = False) -> tuple:
         chunks, outs = state
-        coming = chunks if last else tuple(map(_hop(axis), chunks, (-1, 1)))
+        coming = chunks if last else tuple(map(hop(axis), chunks, (-1, 1)))
         found = work(jnp.concatenate(chunks, -2))
         outs = outs or tuple(lax.empty((*y.shape[:-2], R * m, y.shape[-1]), y.dtype) for y in found)
         for (first, size), direction in zip(cuts, (1, -1), strict=False):
@@ -60,7 +60,7 @@ def all_gather(x: Array, work: Callable[[Array], Arrays], axis: str, both_ways: 
         return lax.optimization_barrier((coming, outs))
 
     state = step(0, (tuple(_rows(x, *cut) for cut in cuts), ()))
-    return step(R - 1, _turn(R - 1, step, state), last=True)[1]
+    return step(R - 1, turn(R - 1, step, state), last=True)[1]
 
 
 def reduce_scatter(
@@ -86,17 +86,17 @@ def reduce_scatter(
     def step(s: int | Array, state: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
         total, xs = state
         leaving = (_rows(total.astype(acc_dtype), *cut) for cut in cuts)
-        coming = tuple(map(_hop(axis), leaving, (1, -1)))
+        coming = tuple(map(hop(axis), leaving, (1, -1)))
         part = work(*(rows(x, s) for x in xs))
         # xs too: were they outside, XLA would join the products of two steps into one.
         coming, part, xs = lax.optimization_barrier((coming, part, xs))
         return jnp.concatenate(coming, -2).astype(part.dtype) + part, xs
 
     state = lax.optimization_barrier((work(*(rows(x, 0) for x in xs)), xs))
-    return _turn(R, step, state)[0]
+    return turn(R, step, state)[0]
 
 
-def _turn[State](end: int, step: Callable[[int, State], State], state: State) -> State:
+def turn[State](end: int, step: Callable[[int, State], State], state: State) -> State:
     """Steps 1 to end - 1."""
     if end > UNROLLED:
         return lax.fori_loop(1, end, step, state)
@@ -111,7 +111,7 @@ def _cuts(m: int, both_ways: bool) -> list[tuple[int, int]]:
     return [(0, half), (half, m - half)] if half < m else [(0, m)]
 
 
-def _hop(axis: str) -> Callable[[Array, int], Array]:
+def hop(axis: str | tuple[str, ...]) -> Callable[[Array, int], Array]:
     """Returns (array, by how many ranks it moves) -> what comes from the neighbour."""
     R = lax.axis_size(axis)
     return lambda x, by: lax.ppermute(x, axis, [(r, (r + by) % R) for r in range(R)])

@@ -32,7 +32,7 @@ from megajax.layers.ops import Ops, join
 from megajax.parallel import context as context_
 from megajax.parallel import expert
 from megajax.parallel import overlap as overlap_
-from megajax.parallel.collective_matmul import GATHER, SCATTER
+from megajax.parallel.collective_matmul import GATHER, REDUCE, SCATTER
 from megajax.parallel.collective_matmul import all_gather_matmul as all_gather_matmul
 from megajax.parallel.collective_matmul import matmul_all_reduce as matmul_all_reduce
 from megajax.parallel.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
@@ -55,7 +55,7 @@ def ops(
 
     attention: 'xla', 'cudnn', 'varlen', or 'auto' (`choose_attention`). context: how queries meet
     the keys of other devices where the sequence is cut. overlap: of `up` and `down`
-    (`choose_overlap`).
+    (`choose_overlap`), and of `expert` (parallel/expert.py).
     Raises: UserError for an overlap that cannot run on this mesh.
     """
     why = overlap_.device_reason(layout.mesh.abstract_mesh.abstract_device)
@@ -69,7 +69,7 @@ def ops(
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         score=functools.partial(expert.score, layout, whole),
-        expert=functools.partial(expert.expert, layout, whole, context=context),
+        expert=functools.partial(expert.expert, layout, whole, context=context, overlap=overlap),
     )
 
 
@@ -145,15 +145,19 @@ def down(
     *,
     overlap: Overlap = "xla",
 ) -> Array:
-    """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
+    """Row-parallel products, added as partial sums, then one scatter to the residual stream.
+
+    In decoding, whose few positions are not cut, they are added on all ranks.
+    """
     (first, w), R = products[0], layout.ways(TENSOR)
     D = w[...].shape[-1]
     shape = (_rows(layout, first), D, tuple(w[...].size // D // R for _, w in products))
-    how = choose_overlap(layout, overlap, SCATTER, shape, first.dtype, matmul)
+    op = SCATTER if _is_cut(layout) else REDUCE
+    how = choose_overlap(layout, overlap, op, shape, first.dtype, matmul)
     if how != "xla":
         words = [w.get_metadata("axes") for _, w in products]
         y_BSD = jax.shard_map(
-            functools.partial(down_inside, implementation=how),
+            functools.partial(down_inside, op=op, implementation=how),
             mesh=layout.mesh,
             in_specs=(
                 tuple(layout.act("batch", "seq", *axes[:-1]) for axes in words),
@@ -170,6 +174,11 @@ def down(
     y_BSD = functools.reduce(operator.add, terms)  # not sum(): it starts from a plain 0
     y_BSD = reshard(y_BSD, layout.act("batch", "seq", None, residual=True))
     return join(y_BSD, residual_BSD, bias, drop)
+
+
+def _is_cut(layout: Layout) -> bool:
+    """Whether tensor cuts the sequence of the residual stream; in decoding it does not."""
+    return "tensor" in layout.rules.residual["seq"]
 
 
 def _rows(layout: Layout, x: Array) -> int:
@@ -192,7 +201,9 @@ def choose_overlap(
     Raises: NotImplementedError where what is wanted cannot run.
     """
     R = layout.ways(TENSOR)
-    if wanted == "xla" or R == 1 or "tensor" not in layout.rules.residual["seq"]:
+    # What is not cut has nothing to gather, and too few rows to hide a ring's hops behind.
+    plain = not _is_cut(layout) and (op != REDUCE or wanted == "ring")
+    if wanted == "xla" or R == 1 or plain:
         return "xla"
     if matmul is not ops_.matmul:
         if wanted == "auto":
@@ -234,12 +245,13 @@ def up_inside(
 
 
 def down_inside(
-    xs: Sequence[Array], weights: Sequence[Array], *, implementation: Implementation
+    xs: Sequence[Array], weights: Sequence[Array], *, implementation: Implementation, op=SCATTER
 ) -> Array:
-    """`down`'s products and their scatter on local arrays. weights: (..., D) each."""
+    """`down`'s products and their scatter, or sum, on local arrays. weights: (..., D) each."""
     flat_xs = [x.reshape(*x.shape[:2], -1) for x in xs]
     flat_ws = [w.reshape(-1, w.shape[-1]) for w in weights]
-    return matmul_reduce_scatter(flat_xs, flat_ws, axis="tensor", implementation=implementation)
+    function = matmul_reduce_scatter if op == SCATTER else matmul_all_reduce
+    return function(flat_xs, flat_ws, axis="tensor", implementation=implementation)
 
 
 def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:

@@ -24,6 +24,7 @@ from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words
 from megajax.parallel import sharding, tensor
+from megajax.parallel.overlap import Overlap
 from megajax.serving.sampling import SamplingConfig, sample
 
 
@@ -37,12 +38,18 @@ class Generator:
         zero: sharding.Zero = "full",
         dtype: str = "float32",
         sampling: SamplingConfig = SamplingConfig(),
+        overlap: Overlap = "auto",
     ):
-        """zero: how the parameters are stored. dtype: of compute and cache."""
+        """zero: how the parameters are stored. dtype: of compute and cache. overlap: how tensor
+        ranks add up what they know of a position: 'fused', in the product's kernel; 'xla'; 'auto',
+        as measured (a ring, of so few rows, is 'xla').
+
+        Raises: UserError for an overlap that cannot run on this mesh.
+        """
         self._cfg, self._mesh = cfg, mesh
         self._layout = sharding.layout(mesh, zero, decode=True)
         with jax.set_mesh(mesh):
-            ops = tensor.ops(self._layout, "xla")
+            ops = tensor.ops(self._layout, "xla", overlap=overlap)
             self._parts = decoder.parts(cfg, self._layout, ops, dtype)
         self._sampling, self._dtype = sampling, dtype
         self._run = jax.jit(self._generate, static_argnames=("total", "end"))

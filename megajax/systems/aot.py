@@ -153,8 +153,10 @@ def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
             "optimizer": jax.tree.leaves(state.opt),
         }
     )
-    module = Module(text)
-    found = _with_branches(hlo.collectives(text, dict(mesh.shape)), cfg, mesh.shape["pipe"])
+    # Of balanced experts: there is room for every token's rows on each of the devices they rest on.
+    live = 1 / mesh.shape["expert"]
+    module = Module(text, live)
+    found = _with_branches(hlo.collectives(text, dict(mesh.shape), live), cfg, mesh.shape["pipe"])
     return Compiled(text, xla, held, found, module.flops_of(module.entry), spent)
 
 

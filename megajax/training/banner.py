@@ -18,6 +18,7 @@ from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
 from megajax.monitor.records import Sink
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
+from megajax.parallel import expert
 from megajax.parallel.tensor import choose_attention, explain_overlap
 from megajax.training.config import Config
 from megajax.training.run_dir import RunDir
@@ -89,6 +90,13 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         mlp = model.feed_forward
         why = explain_overlap(train_step.layout, cfg.overlap, tokens, mlp, cfg.train.dtype)
         console.say(f"overlap: {why}")
+    if model.moe.experts and mesh.shape["expert"] * mesh.shape["tensor"] > 1:
+        tokens = math.prod(train_step.abstract_batch["tokens"].shape[-2:])
+        layer = model.moe, model.expert
+        why = expert.explain_overlap(
+            train_step.layout, cfg.overlap, tokens, *layer, cfg.train.dtype
+        )
+        console.say(f"experts: {why}")
     if mesh.shape["context"] > 1:
         order = "plain" if train_step.order is None else "zigzag"
         console.say(f"context: {cfg.context.kind}, {order} order")

@@ -124,7 +124,7 @@ class Config:
     log: LogConfig = group(LogConfig)
     profile: ProfileConfig = group(ProfileConfig)
     overlap: Overlap = option(
-        "auto", "how tensor parallelism's communication hides in its products; xla: not at all"
+        "auto", "how communication of tensor and experts hides in their products; xla: not at all"
     )
     emulate: int | None = option(None, "CPU devices to emulate in this process; none: real ones")
     emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found")

@@ -34,7 +34,7 @@ Implementation = Literal["xla", "fused"]
 DTYPES = ("bfloat16", "float16", "float32")
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 MULTIPLE = {GATHER: 64, SCATTER: 128, REDUCE: 128}  # of N: what TMA and the sums' vectors take
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+HOPPER = dispatch.HOPPER
 NODE = 8  # GPUs that reach each other's memory
 
 
@@ -168,8 +168,8 @@ def reasons(
     platform, kind = (device.platform, device.device_kind) if device else _live()
     if platform not in ("gpu", "cuda"):
         found.append(f"needs Hopper GPUs, found {platform}")
-    elif not any(name in kind for name in HOPPER):
-        found.append(f"needs compute capability 9.0 (Hopper), found {kind}")
+    elif not dispatch.is_hopper(kind):
+        found.append(f"{dispatch.NEEDS}, found {kind}")
     if jnp.dtype(dtype).name not in DTYPES[:2]:
         found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
     if not 2 <= ranks <= NODE:

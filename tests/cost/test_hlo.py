@@ -102,3 +102,19 @@ def test_sync_is_told_from_async(found):
 
 def test_done_halves_are_not_counted():
     assert len(collectives(MODULE, MESH)) == 7  # nor is the permute that copies
+
+
+GROUPED = """
+ENTRY %main (p: bf16[48,7]) -> bf16[48,5] {
+  %y = bf16[48,5]{1,0} custom-call(%t, %n, %x, %w), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={s32[6,4]{1,0}, s32[2]{0}, bf16[48,7]{1,0}, bf16[3,7,5]{2,1,0}}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/jvp()/cond/branch_0_fun/grouped_matmul/mpmd_map" id=1}, backend_config={x}
+  %dw = bf16[3,7,5]{2,1,0} custom-call(%t, %x, %y), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={s32[4,3]{1,0}, bf16[48,7]{1,0}, bf16[48,5]{1,0}}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/cond/branch_0_fun/grouped_weights/mpmd_map" id=2}, backend_config={x}
+  %other = bf16[48,5]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={bf16[48,7]{1,0}}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/fused_norm/mpmd_map" id=3}
+}
+"""  # noqa: E501
+
+
+def test_grouped_kernels_are_matmuls_of_the_rows_in_groups():
+    """Half of the rows: y and dw, 48 / 2 rows of 7 by 5 each; no other kernel."""
+    for live, times in ((1.0, 2), (0.5, 1)):
+        module = Module(GROUPED, live)
+        assert module.flops_of(module.entry) == times * 2 * 48 * 7 * 5

@@ -96,8 +96,8 @@ def test_experts_rest_on_their_axis_and_are_cut_over_the_others():
     copied = terms(dataclasses.replace(step, zero_axes=()))
     assert copied["parameters"] == 4 * (dense + 64 * 8 + 8 * one / 2) / 2
     # Dropless: both devices' tokens may use 2 of 4 experts here. In and out 8 wide, 3 x 16 inside
-    # cut over tensor, and the gradients of all; half a row of 16 tokens a device.
-    assert found["activations"] == 2 * 2 * (8 * 2 * 2) * (2 * 8 + 3 * 16 / 2)
+    # cut over tensor, and the answers' gradient; half a row of 16 tokens a device.
+    assert found["activations"] == 2 * (8 * 2 * 2) * (3 * 8 + 3 * 16 / 2)
 
 
 def test_the_term_that_does_not_fit_is_named():

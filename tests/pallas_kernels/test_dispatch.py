@@ -1,6 +1,7 @@
 """Choosing an implementation: nothing falls back silently."""
 
 import logging
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -62,4 +63,18 @@ def test_another_gpu_is_a_reason(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"capability 9.0 \(Hopper\), found 8.0"):
         dispatch.choose("op", "hopper", [])
     Device.compute_capability = "9.0"
+    assert dispatch.choose("op", None, []) == "auto"
+
+
+def test_the_mesh_says_which_gpus_a_program_is_for(monkeypatch):
+    """No GPU is here; that of the mesh is another one, so plain JAX is lowered for it."""
+    device = mock.Mock(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
+    mesh = mock.Mock(abstract_device=device)
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    assert dispatch.choose("op", None, []) == "reference"
+    with pytest.raises(NotImplementedError, match=r"9.0 \(Hopper\), found NVIDIA A100"):
+        dispatch.choose("op", "hopper", [])
+    device.device_kind = "NVIDIA H200"
+    assert dispatch.choose("op", None, []) == "auto"
+    device.platform = "cpu"
     assert dispatch.choose("op", None, []) == "auto"

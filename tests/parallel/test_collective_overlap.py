@@ -54,8 +54,15 @@ def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch):
     assert best(GATHER, large, device=cpu) == ("xla", "a CPU has nothing to hide")
     unknown = mock.Mock(platform="gpu", device_kind="NVIDIA X1", num_cores=100)
     assert "nothing is known" in best(GATHER, large, device=unknown)[1]
-    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused"} if key["rows"] else {})
-    assert best(GATHER, small) == ("fused", "measured on this kind of GPU")
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused", "key": key})
+    assert best(GATHER, small) == ("fused", overlap.MEASURED)
+    assert best("matmul_all_reduce", small)[0] == "fused"
+    near = {"ranks": 8, "rows": 160, "K": 12288, "N": 6144}  # of 256; far off 1024
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused", "key": near})
+    assert best(GATHER, small)[0] == "fused"
+    assert best(GATHER, large) == (word, why)
+    monkeypatch.setattr(tuned, "find", lambda op, key: None)
+    assert "so few rows" in best("matmul_all_reduce", small)[1]
 
 
 def test_a_gain_is_not_lost_in_the_backward_pass():
@@ -78,6 +85,10 @@ def test_what_cannot_run_is_refused_or_left_to_xla():
     decode = sharding.layout(lo.mesh, decode=True)
     assert choose(lo, "ring") == "ring" and choose(lo, "auto") == choose(lo, "xla") == "xla"
     assert choose(alone, "ring") == choose(decode, "ring") == "xla"  # nothing travels, or is cut
+    reduce = functools.partial(choose, op="matmul_all_reduce")
+    assert reduce(decode, "ring") == reduce(decode, "auto") == "xla"
+    with pytest.raises(NotImplementedError, match="matmul_all_reduce.*found cpu"):
+        reduce(decode, "fused")
     with pytest.raises(UserError, match="Hopper GPUs, found cpu.*--overlap"):
         tensor.ops(lo, overlap="fused")
 

@@ -1,4 +1,7 @@
-"""Expert parallelism against the loop over tokens: eight devices, and experts beside tensor."""
+"""Expert parallelism against the loop over tokens: eight devices, and experts beside tensor.
+
+Plain exchanges, and rings, which are what runs where they are asked for.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ from flax import nnx
 
 from megajax.core.mesh import MeshSpec
 from megajax.layers.moe import MoeConfig
-from megajax.parallel import sharding, tensor
+from megajax.parallel import expert, sharding, tensor
 from megajax.parallel.context import ContextSpec
 from tests.moe_oracle import build, gradients, loop, tokens
 
@@ -16,19 +19,19 @@ CONFIGS = {
     f"top {k}": MoeConfig(experts=8, top_k=k, normalise=False, bias_rate=0.1) for k in range(1, 9)
 } | {"capacity": MoeConfig(experts=8, top_k=3, mode="capacity", capacity_factor=0.7)}
 MESHES = {"8": {"expert": 8}, "mixed": {"expert": 2, "context": 2, "tensor": 2}}
-OFTEN = {("top 1", "8"), ("top 8", "mixed"), ("capacity", "mixed")}
+OFTEN = {("top 1", "8", "ring"), ("top 8", "mixed", "xla"), ("capacity", "mixed", "xla")}
+RINGS = {("top 1", "8", "ring"), ("top 8", "mixed", "ring"), ("top 3", "mixed", "ring")}
 CASES = [
-    pytest.param(name, mesh, marks=() if (name, mesh) in OFTEN else pytest.mark.slow)
-    for name in CONFIGS
-    for mesh in MESHES
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
+    for case in (*((name, mesh, "xla") for name in CONFIGS for mesh in MESHES), *sorted(RINGS))
 ]
 
 
-def under_mesh(cfg, **mesh):
+def under_mesh(cfg, overlap, **mesh):
     """Returns f(params, x) -> (((y^2).sum(), (y, sums)), gradients) of the sharded layer, whose
     rows lie in the order of a ring."""
     lo = sharding.layout(MeshSpec(**mesh).build())
-    ops = tensor.ops(lo)
+    ops = tensor.ops(lo, overlap=overlap)
     spec = lo.named(lo.act("batch", "seq", None, residual=True))
     with jax.set_mesh(lo.mesh):
         graph, _ = build(cfg, lo, ops)
@@ -53,11 +56,13 @@ def under_mesh(cfg, **mesh):
     return call
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_nothing_is_lost_and_drops_are_counted(name, mesh, seed):
-    cfg = CONFIGS[name]
+@pytest.mark.parametrize(("name", "mesh", "overlap"), CASES)
+def test_nothing_is_lost_and_drops_are_counted(name, mesh, overlap, seed, monkeypatch):
+    cfg, ran = CONFIGS[name], []
+    halves = expert._hidden
+    monkeypatch.setattr(expert, "_hidden", lambda *a: ran.append(a[-1]) or halves(*a))
     graph, params = build(cfg)
-    call = under_mesh(cfg, **MESHES[mesh])
+    call = under_mesh(cfg, overlap, **MESHES[mesh])
     cases = {"as it comes": 0.0}
     if cfg.bias_rate:
         cases |= {
@@ -78,3 +83,4 @@ def test_nothing_is_lost_and_drops_are_counted(name, mesh, seed):
         plain = jax.tree.leaves(gradients(params, x, graph))
         for a, b in zip(jax.tree.leaves(grads), plain, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()), err_msg=case)
+    assert set(ran) == ({"ring"} if overlap == "ring" else set())

@@ -2,7 +2,9 @@
 
 import functools
 import re
+import types
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
+from megajax.cost import hlo
+from megajax.parallel import expert_overlap, expert_vjp
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
-from pallas_kernels import aot
+from megajax.systems.aot import QUICK
+from pallas_kernels import aot, tuned
+from pallas_kernels.expert import api as kernels
 
 D, F = 8, 8
 ROWS = P(("data", "expert", "tensor"))
@@ -35,6 +41,7 @@ class Case:
     check_vma: bool = True
     data: int = 1
     cut: bool = True
+    implementation: str | None = None
 
     @property
     def ranks(self):
@@ -103,14 +110,16 @@ def layer(case):
         h, dispatch = dispatch_grouped_matmul(
             x, [gate, up], Routing(index, weight), expert_axis="expert",
             tensor_axis="tensor" if case.cut else None,
-            activation="swiglu", capacity=case.capacity,
+            activation="swiglu", capacity=case.capacity, implementation=case.implementation,
         )  # fmt: skip
         bound = case.ranks * case.tokens * case.top
         if case.capacity is not None:
             bound = min(bound, case.experts // case.expert * case.capacity)
         assert len(h) == bound
         h = poison(h, (jnp.arange(bound) < dispatch.splits_RE.sum())[:, None])
-        y = grouped_matmul_combine(h, down, dispatch, weights=weight)
+        y = grouped_matmul_combine(
+            h, down, dispatch, weights=weight, implementation=case.implementation
+        )
         return y if case.cut else jax.lax.psum(y, "tensor"), dispatch.dropped[None]
 
     cut = jax.shard_map(
@@ -176,6 +185,7 @@ CASES = {
     "2 x 2": Case(2, 2, check_vma=False),
     "4 x 2, lanes": Case(4, 2, top=1),
     "2 x 2, capacity": Case(2, 2, top=3, capacity=2),
+    "4 x 1, ring": Case(4, 1, implementation="ring"),
 }
 SLOW = {
     "4 x 2": Case(4, 2),
@@ -188,6 +198,15 @@ SLOW = {
     "4 x 1, 512 experts": Case(4, 1, experts=512, top=8, tokens=9),
     "2 x 1, 512 experts, capacity 1": Case(2, 1, experts=512, top=10, tokens=33, capacity=1),
     "2 x 2, 130 rows": Case(2, 2, tokens=130, top=5),
+    "1 x 1, ring": Case(1, 1, tokens=5, implementation="ring"),
+    "2 x 2, ring, unchecked": Case(2, 2, check_vma=False, implementation="ring"),
+    "4 x 2, ring, where lanes would send less": Case(4, 2, top=1, implementation="ring"),
+    "8 x 1, ring, capacity": Case(8, 1, top=3, tokens=4, capacity=3, implementation="ring"),
+    "4 x 1, ring, one token, same expert twice": Case(
+        4, 1, tokens=1, experts=4, top=4, implementation="ring"
+    ),
+    "2 x 2, ring, tokens not cut, twice": Case(2, 2, data=2, cut=False, implementation="ring"),
+    "2 x 2, ring, 130 rows": Case(2, 2, tokens=130, top=5, implementation="ring"),
 }
 
 
@@ -201,6 +220,33 @@ def test_equals_the_loop(name, seed):
 @pytest.mark.parametrize("name", SLOW)
 def test_equals_the_loop_widely(name, seed):
     check(SLOW[name], seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, 1, top=3, capacity=3, implementation="fused"),
+        pytest.param(Case(4, 1, check_vma=False, implementation="fused"), marks=pytest.mark.slow),
+    ],
+)
+def test_fused_gradients_equal_the_loop(case, seed, monkeypatch):
+    """Around the kernels: everything but the kernels themselves, which are for GPUs."""
+    monkeypatch.setattr(expert_overlap, "fused_reasons", lambda *_: ())
+    calls = []
+
+    def plain(op):
+        def run(*args, implementation, **options):
+            assert implementation == "fused"
+            calls.append(op)
+            return getattr(kernels, op)(*args, implementation="xla", **options)
+
+        return run
+
+    ops = "dispatch_grouped_matmul", "grouped_matmul_combine"
+    stand_in = types.SimpleNamespace(**{op: plain(op) for op in ops})
+    monkeypatch.setattr(expert_vjp, "kernels", stand_in)
+    check(case, seed, ("as it comes", "an empty rank"))
+    assert calls == [*ops, *ops]  # the way back is a dispatch, then a combine
 
 
 LANES = pytest.param(Case(4, 2, top=1, capacity=2), marks=pytest.mark.slow)
@@ -239,17 +285,31 @@ def test_rows_lie_by_expert_then_by_source_from_the_own_rank_on(case, seed):
         np.testing.assert_array_equal(row, want + [0] * (len(row) - len(want)))
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_bfloat16_is_added_up_in_float32_over_ranks(ranks):
+def seldom(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "implementation", "acc_dtype"),
+    [
+        (4, None, "float32"),
+        seldom(8, None, "float32"),
+        seldom(4, "ring", "float32"),
+        seldom(4, "ring", "bfloat16"),
+        seldom(4, "xla", "bfloat16"),
+    ],
+)
+def test_bfloat16_is_added_up_in_float32_over_ranks(ranks, implementation, acc_dtype):
     """256 + 1 of one rank - 256 of another, in y and in the gradient of x, is 0 in bfloat16."""
+    options = {"implementation": implementation, "acc_dtype": acc_dtype}
     case = Case(ranks, 1, experts=2 * ranks, tokens=1, top=3)
 
     def local(x, w, index, weight):
         def both(x):
             h, dispatch = dispatch_grouped_matmul(
-                x, w[0], Routing(index, weight), expert_axis="expert"
+                x, w[0], Routing(index, weight), expert_axis="expert", **options
             )
-            return grouped_matmul_combine(h, w[1], dispatch, weights=weight)
+            return grouped_matmul_combine(h, w[1], dispatch, weights=weight, **options)
 
         y, pull = jax.vjp(both, x)
         return y, *pull(y)
@@ -262,8 +322,11 @@ def test_bfloat16_is_added_up_in_float32_over_ranks(ranks):
     )
     y, dx = jax.jit(run)(jnp.ones((ranks, D), jnp.bfloat16), one, index, factors)
     assert y.dtype == dx.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(y, np.ones((ranks, D)))
-    np.testing.assert_array_equal(dx, np.ones((ranks, D)))
+    if acc_dtype == "float32":
+        np.testing.assert_array_equal(y, np.ones((ranks, D)))
+        np.testing.assert_array_equal(dx, np.ones((ranks, D)))
+    else:  # a ring's last addition is in float32 in any case
+        assert (y == 0).any() and (dx == 0).all()
 
 
 GOOD = dict(
@@ -299,6 +362,90 @@ def test_bad_input_is_explained(message):
 
     with pytest.raises(UserError, match=message):
         jax.eval_shape(jax.shard_map(local, mesh=Case(1, 1).mesh, in_specs=(), out_specs=P()))
+
+
+REFUSED = {
+    "'rings'; there are": (ValueError, ["rings"] * 2),
+    "expert_dispatch_matmul: .*'fused' cannot run here: needs Hopper GPUs, found cpu.*'ring'": (
+        NotImplementedError, ["fused"] * 2,
+    ),
+    "expert_matmul_combine: .*Hopper GPUs, found cpu.*--overlap=auto": (
+        NotImplementedError, ["xla", "fused"],
+    ),
+    "this one, by 'xla', sent its tokens in lanes": (UserError, ["xla", "ring"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_run_is_refused(message):
+    error, words = REFUSED[message]
+    lanes = "lanes" in message  # of one choice a token on four ranks
+
+    def local(x, w, index, weight):
+        h, dispatch = dispatch_grouped_matmul(
+            x, w, Routing(index, weight), expert_axis="expert", implementation=words[0]
+        )
+        return grouped_matmul_combine(
+            h, w, dispatch, weights=weight, implementation=words[1]
+        )  # fmt: skip
+
+    mesh = Case(4, 1).mesh
+    args = jnp.zeros((8, D)), jnp.zeros((8, D, D)), jnp.zeros((8, 1 if lanes else 2), jnp.int32)
+    run = jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+    with jax.set_mesh(mesh), pytest.raises(error, match=message):
+        jax.eval_shape(run, *args, args[2].astype(jnp.float32))
+
+
+def test_nodes_keep_their_own_collectives():
+    """A ring runs where the ranks lie within 8 devices that are numbered one after the other."""
+    axes = "expert", "tensor"
+    for sizes, far in (
+        ({"data": 2, "expert": 4, "context": 1, "tensor": 2}, False),
+        ({"data": 2, "expert": 4, "context": 2, "tensor": 2}, True),
+        ({"data": 16, "expert": 1, "context": 4, "tensor": 2}, False),
+        ({"data": 1, "expert": 16, "context": 1, "tensor": 1}, True),
+        ({"data": 4, "expert": 1, "context": 1, "tensor": 1}, False),
+    ):
+        assert expert_overlap.crosses_nodes(sizes, axes) == far
+
+
+H100 = mock.Mock(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", num_cores=132)
+
+
+def test_a_choice_has_a_reason(monkeypatch):
+    """Wide experts of many tokens gain by a ring; narrow ones, few tokens, other nodes do not."""
+    dispatch, combine = expert_overlap.HALVES
+
+    def best(far=False, device=H100, halves=(dispatch, combine), **changes):
+        layer = expert_overlap.Layer(8192, 2, 4096, 1, (14336, 14336), 8, 8, "bfloat16", 7)
+        layer = layer._replace(**changes)
+        both = {dispatch: layer, combine: layer._replace(hidden=layer.hidden[:1])}
+        return expert_overlap.best({op: both[op] for op in halves}, device, far)
+
+    word, why = best()
+    assert word == "ring" and why.startswith("simulated, not measured")
+    assert best(tokens=64)[0] == best(hidden=(128, 128), width=2048)[0] == "xla"
+    assert best(reached=2)[0] == "xla"  # lanes send less than a ring
+    assert best(far=True) == ("xla", "experts on several nodes: XLA's collectives")
+    assert best(ranks=1)[1] == "one rank: nothing travels"
+    cpu = mock.Mock(platform="cpu")
+    assert best(device=cpu) == ("xla", "a CPU has nothing to hide")
+
+    def table(**fastest):
+        def find(op, key):
+            return {"key": key, "fastest": fastest[op]} if op in fastest else None
+
+        monkeypatch.setattr(tuned, "find", find)
+
+    table(**{dispatch: "fused", combine: "fused"})
+    assert best() == ("fused", "measured on one GPU of this kind, its link emulated")
+    assert best(dtype="float32")[0] != "fused" != best(groups=4)[0]  # 4: cut over tensor
+    table(**{dispatch: "fused", combine: "xla"})
+    assert best()[0] == "ring"  # no word for the whole layer
+    assert best(halves=(dispatch,))[0] == "fused"
+    few = {"ranks": 8, "choices": 64, "experts": 1, "K": 4096, "N": 28672}
+    monkeypatch.setattr(tuned, "find", lambda op, key: {"key": few, "fastest": "fused"})
+    assert best()[0] == "ring"  # another problem was measured
 
 
 @pytest.mark.slow
@@ -352,3 +499,54 @@ def test_gpus_send_lanes_of_what_is_needed():
     assert sorted(sent) == [(t, "ragged-all-to-all") for t in ("bf16", "bf16", "f32", "f32")]
     gathered = re.findall(r"= (.*) all-gather(?:-start)?\(", text)
     assert gathered and not any("bf16" in result for result in gathered)  # choices and weights
+
+
+def compiled_layer(implementation, R, T, D, F, E, A):
+    """The program of both halves and all gradients for R H100s; (text, mesh sizes)."""
+    mesh = Mesh(np.array(aot.devices(1, 8)[:R]), "expert")
+    ranks, how = P("expert"), {"implementation": implementation}
+
+    def local(x, up, down, weight, index):
+        routing = Routing(index, weight)
+        h, dispatch = dispatch_grouped_matmul(x, up, routing, expert_axis="expert", **how)
+        return grouped_matmul_combine(jax.nn.gelu(h), down, dispatch, weights=weight, **how)
+
+    def step(*args):
+        *args, index = args
+        cut = jax.shard_map(local, mesh=mesh, in_specs=ranks, out_specs=ranks)
+        y, pull = jax.vjp(lambda *a: cut(*a, index), *args)
+        return pull(y)
+
+    shapes = (R * T, D), (R * E, D, F), (R * E, F, D), (R * T, A), (R * T, A)
+    dtypes = *[jnp.bfloat16] * 3, jnp.float32, jnp.int32
+    like = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, ranks))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    return aot.compile(jax.jit(step).lower(*like), QUICK).as_text(), dict(mesh.shape)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_every_hop_of_a_ring_has_one_sources_product_beside_it():
+    """Four H100s, both halves and all gradients: x and sums forward, dy back; x again and dx."""
+    R, T, D, F, E, A = 4, 256, 256, 512, 2, 2
+    text, sizes = compiled_layer("ring", R, T, D, F, E, A)
+    found = hlo.collectives(text, sizes)
+    hops = [c for c in found if c.kind == "collective-permute"]
+    assert [c.nbytes for c in hops] == [T * D * 2] * 3 + [T * D * 4] * 3 + [T * D * 2] * 3
+    assert {c.flops_beside for c in hops} == {2 * T * A * D * F} and all(c.is_hidden for c in hops)
+    # The choices and weights of all ranks, which are small, come first.
+    assert all(c.is_hidden for c in found if c.nbytes > R * T * A * 8), found
+    assert text.count('custom_call_target="mosaic_gpu') == 3 * R + 3  # dh w^T and both weights'
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_fused_halves_have_their_communication_inside():
+    """A kernel a half each way, both weights' gradients; x again, and what is a number a choice."""
+    T, D, A = 256, 256, 2
+    text, sizes = compiled_layer("fused", 4, T, D, 512, 2, A)
+    assert text.count('custom_call_target="mosaic_gpu') == 6
+    large = [c for c in hlo.collectives(text, sizes) if c.nbytes > 4 * T * A * 8]
+    assert [(c.kind, c.nbytes) for c in large] == [("all-gather", 4 * T * D * 2)]

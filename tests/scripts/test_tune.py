@@ -40,7 +40,11 @@ def plain(x):
     return x
 
 
-plain.seconds = 3.0
+def scaled(x):
+    return 2 * x
+
+
+plain.seconds, scaled.seconds = 3.0, 4.0
 TILES = (Tile("slow", 5.0), Tile("wrong", 0.1), Tile("breaks", 0.1), Tile("good", 2.0))
 
 
@@ -80,6 +84,11 @@ def test_plain_jax_may_be_the_fastest(tmp_path):
     run([tuning(tiles=TILES[:1])], path)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["fastest"] == "reference" and row["tile"]["name"] == "slow"
+    # A rival that gives something else, and other words for the two.
+    apart = dataclasses.replace(tuning(reference=scaled), want=plain, words=("fused", "xla"))
+    run([apart], path, again=True)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["fastest"] == "fused" and row["rivals"] == {"reference": 4e6}
 
 
 def test_a_second_call_measures_what_is_missing(tmp_path, capsys):
@@ -126,11 +135,12 @@ def test_every_tuning_has_a_reference_of_its_kernels_results():
         seen.add(each.op)
         args = jax.eval_shape(each.inputs, jax.random.key(0))
         found = jax.eval_shape(each.function(each.candidates[0], False), *args)
-        want = jax.eval_shape(each.reference, *args)
+        want = jax.eval_shape(each.want or each.reference, *args)
+        jax.eval_shape(each.reference, *args)
         assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
             (x.shape, x.dtype) for x in jax.tree.leaves(want)
         ]
-    assert len(seen) == 7
+    assert len(seen) == 9
 
 
 def test_results_that_are_not_finite_are_wrong():

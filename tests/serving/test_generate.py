@@ -1,6 +1,7 @@
 """Cached decoding against the whole forward pass, on one device and on a mesh."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
-from megajax.parallel import sharding, tensor
+from megajax.parallel import collective_matmul, overlap, sharding, tensor
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig, sample
+from pallas_kernels.collective import api
 from tests.tiny import DEEPSEEK, MODEL, RICH
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -63,6 +65,29 @@ def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
     want = [one_by_one(cfg, params, p, 6) for p in PROMPTS]
     assert out == want
     assert len({tuple(w) for w in want}) > 1
+
+
+@pytest.mark.parametrize("cfg", [RICH, pytest.param(MODEL, marks=pytest.mark.slow)])
+def test_sums_in_the_products_kernel_give_the_same_tokens(cfg, monkeypatch):
+    """Around the kernel, which is for GPUs: each product of a step that ends on tensor ranks."""
+    calls = []
+
+    def kernel(x, w, *, implementation, **options):
+        assert implementation == "fused"
+        calls.append(x.shape[1])
+        return api.matmul_all_reduce(x, w, implementation="xla", **options)
+
+    def best(op, shape, *_):
+        return ("fused", "measured") if op == api.REDUCE else ("xla", "")
+
+    stand_in = types.SimpleNamespace(matmul_all_reduce=kernel)
+    monkeypatch.setattr(collective_matmul, "kernels", stand_in)
+    monkeypatch.setattr(overlap, "best", best)
+    monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
+    params, lo = sharp(cfg), sharding.layout(MeshSpec(data=2, tensor=4).build())
+    out = Generator(cfg, lo.mesh, sampling=GREEDY)(placed(params, cfg, lo), PROMPTS, 3)
+    assert out == [one_by_one(cfg, params, p, 3) for p in PROMPTS]
+    assert set(calls) == {5, 1}  # the prompts' positions, then one at a time
 
 
 def test_the_end_token_ends_a_row():

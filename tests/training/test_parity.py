@@ -86,6 +86,21 @@ def test_rings_learn_the_same(control):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (MOE, {"mesh__data": 1, "mesh__expert": 8}),
+        (DEEPSEEK, {"mesh__node": 2, "mesh__expert": 2, "mesh__context": 2}),
+        (DEEPSEEK, {"mesh__expert": 2, "mesh__tensor": 2, "shard__zero": "hybrid"}),
+        (MOE, {"mesh__pipe": 2, "mesh__expert": 2, "mesh__tensor": 2}),
+    ],
+)
+def test_rings_of_experts_learn_what_plain_exchanges_do(model, changes):
+    ours, plain = (train(model, steps=4, overlap=how, **changes)[0] for how in ("ring", "xla"))
+    np.testing.assert_allclose(ours, plain, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "changes",
     [
         {"mesh__context": 2, "mesh__tensor": 2, "model__block": "parallel", "model__bias": "all"},

@@ -207,6 +207,19 @@ def test_devices_exchange_only_the_gradients_they_share():
     assert not any(word in text for word in ("all-gather", "collective-permute", "all-to-all"))
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a100", "b200"])
+def test_other_gpus_run_plain_jax(kind):
+    """The mesh says which they are; nobody chose, so nobody is refused."""
+    mesh = Mesh(np.array(aot.devices(1, 1, kind)), "d")
+    like = (jnp.bfloat16, (256, 64)), (jnp.bfloat16, (4, 64, 128)), (jnp.int32, (4,))
+    args = [jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, P())) for t, s in like]
+    step = jax.shard_map(grouped_matmul, mesh=mesh, in_specs=P(), out_specs=P())
+    text = aot.compile(jax.jit(step).lower(*args)).as_text()
+    assert "mosaic_gpu" not in text and " while(" in text
+
+
 def test_the_heuristics_give_legal_tiles():
     for make in (hopper.heuristic, hopper_weights.heuristic):
         for M in (1, 100, 65536):

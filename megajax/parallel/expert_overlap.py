@@ -1,0 +1,214 @@
+"""Which implementation of an expert layer's two halves runs, and why; see overlap.py.
+
+A table that was measured on this kind of GPU decides; without one, the simulator's grouped products
+(pallas_kernels/collective/expert_simulator.py) say what a ring would take beside plain XLA, and
+only a clear gain counts. Where experts lie on several nodes XLA's collectives are left alone: a
+ring would send every token over the slow links as often as there are ranks behind them.
+
+Legend: R ranks that hold tokens, G ranks of the expert axis.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from megajax.core.hardware import DeviceCard, find_card
+from megajax.parallel import overlap
+from megajax.parallel.overlap import Implementation
+from pallas_kernels import tuned
+from pallas_kernels.collective.expert_simulator import ExpertProduct, Load, Part, gemm_s
+from pallas_kernels.collective.simulator import Machine
+from pallas_kernels.expert import api as kernels
+from pallas_kernels.expert import plans
+
+DISPATCH, COMBINE = kernels.DISPATCH, kernels.COMBINE
+HALVES = (DISPATCH, COMBINE)
+
+
+class Layer(NamedTuple):
+    """An expert layer on one rank; hidden: columns of each first product, or depth of the second.
+
+    tokens: of a rank, top choices each, width wide. experts: of a rank. reached: other ranks that
+    plain XLA sends a token to.
+    """
+
+    tokens: int
+    top: int
+    width: int
+    experts: int
+    hidden: tuple[int, ...]
+    ranks: int
+    groups: int
+    dtype: str
+    reached: int
+
+    @property
+    def rows(self) -> int:
+        """Of one source at a rank's experts, when all have as many."""
+        return self.tokens * self.top // self.groups
+
+
+def choose(
+    op: str,
+    implementation: str | None,
+    tokens: tuple[int, int, int],
+    weights: Sequence[jax.Array],
+    axes: tuple[str, str | None],
+) -> Implementation:
+    """Returns what runs, inside a shard_map. None is chosen here, its reason in the log once.
+
+    Args: op: of HALVES. tokens: (T, A, D) of a rank. weights: the products of this op, (E, K, N).
+    Raises: ValueError for an unknown word; NotImplementedError where 'fused' cannot run.
+    """
+    mesh, (E, dtype) = jax.sharding.get_abstract_mesh(), (weights[0].shape[0], weights[0].dtype)
+    hidden = tuple(w.shape[2 if op == DISPATCH else 1] for w in weights)
+    layer = describe(mesh.shape, tokens, E, hidden, axes, dtype.name, lanes=True)
+    device = mesh.abstract_device
+    check(op, implementation, layer, device)
+    if implementation is not None:
+        return implementation  # type: ignore[return-value]
+    far = crosses_nodes(mesh.shape, axes)
+    word, why = best({op: layer}, device, far)
+    overlap.log_once(op, tuple(layer), layer.ranks, word, why)
+    return word
+
+
+def describe(
+    sizes: Any,
+    tokens: tuple[int, int, int],
+    experts: int,
+    hidden: tuple[int, ...],
+    axes: tuple[str, str | None],
+    dtype: str,
+    lanes: bool = False,
+) -> Layer:
+    """Returns the Layer on a mesh of these {axis: size}. lanes: plain XLA may send in lanes."""
+    groups = sizes[axes[0]]
+    beside = sizes[axes[1]] if axes[1] is not None else 1
+    reached = groups * beside - 1
+    if lanes and groups > 2 * tokens[1]:
+        reached = min(reached, beside * tokens[1])
+    return Layer(*tokens, experts, hidden, groups * beside, groups, dtype, reached)
+
+
+def check(op: str, implementation: str | None, layer: Layer, device: overlap.Device) -> None:
+    """Raises: as `choose`."""
+    if implementation not in overlap.IMPLEMENTATIONS:
+        words = overlap.IMPLEMENTATIONS
+        raise ValueError(f"{op}: implementation={implementation!r}; there are {words}")
+    if implementation == "fused" and (why := fused_reasons(op, layer, device)):
+        raise NotImplementedError(
+            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use 'ring', 'xla', "
+            "or None to let it choose (--overlap=auto)"
+        )
+
+
+def fused_reasons(op: str, layer: Layer, device: overlap.Device) -> tuple[str, ...]:
+    """Returns what keeps the kernel of `op`, or that of its backward pass, from running."""
+    wide, deep = [layer.width] * len(layer.hidden), list(layer.hidden)
+    other = COMBINE if op == DISPATCH else DISPATCH
+    found = []
+    for which in (op, other):
+        contracted, widths = (wide, deep) if which == DISPATCH else (deep, wide)
+        why = kernels.reasons(which, contracted, widths, layer.groups, layer.dtype, device)
+        found += [reason for reason in why if reason not in found]
+    if layer.ranks > layer.groups:
+        found.append("needs experts that are whole on a rank, found them cut over tensor")
+    return tuple(found)
+
+
+def crosses_nodes(sizes: Any, axes: tuple[str, str | None]) -> bool:
+    """Whether ranks that exchange tokens may lie on several nodes.
+
+    Devices are numbered node by node, the last axis of a mesh fastest.
+    """
+    names = list(sizes)
+    cut = [names.index(axis) for axis in axes if axis is not None and sizes[axis] > 1]
+    block = math.prod(sizes[name] for name in names[min(cut, default=len(names)) :])
+    return block > overlap.NODE or overlap.NODE % block > 0
+
+
+def best(
+    halves: Mapping[str, Layer], device: overlap.Device, far: bool
+) -> tuple[Implementation, str]:
+    """Returns (what to take for one half or for both, why). far: as crosses_nodes said."""
+    layer = next(iter(halves.values()))
+    if layer.ranks == 1:
+        return "xla", "one rank: nothing travels"
+    if device is None or device.platform == "cpu":
+        return "xla", "a CPU has nothing to hide"
+    if far:
+        return "xla", "experts on several nodes: XLA's collectives"
+    if word := measured(halves, device):
+        return word, overlap.MEASURED
+    card = find_card(device.device_kind)
+    if card is None or not device.num_cores:
+        return "xla", f"nothing is known of {layer.ranks} x {device.device_kind}"
+    times = [simulate(op, half, card, device.num_cores) for op, half in halves.items()]
+    plain, ring = sum(found[0] for found in times), sum(found[1] for found in times)
+    turns = sum(2 if op == COMBINE else 1 for op in halves)
+    counted = ring + turns * layer.ranks * overlap.STEP_S  # steps twice, as overlap.py does
+    gains = layer.rows >= overlap.ROWS and counted <= overlap.GAIN * plain
+    return "ring" if gains else "xla", (
+        "simulated, not measured, so only a clear gain counts: forward and backward "
+        f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
+    )
+
+
+def measured(halves: Mapping[str, Layer], device: overlap.Device) -> Implementation | None:
+    """Returns what a table found fastest for all of these; None where it has not all of them."""
+    words = {overlap.measured(op, key(op, layer)) for op, layer in halves.items()}
+    (word,) = words if len(words) == 1 else (None,)
+    if word == "fused" and any(fused_reasons(op, half, device) for op, half in halves.items()):
+        return None
+    return word  # type: ignore[return-value]
+
+
+def key(op: str, layer: Layer) -> tuned.Key:
+    """Of a row of a table, as the kernels look it up."""
+    hidden = sum(layer.hidden)
+    K, N = (layer.width, hidden) if op == DISPATCH else (hidden, layer.width)
+    return plans.key(op, layer.groups, layer.tokens * layer.top, layer.experts, K, N)
+
+
+def simulate(op: str, layer: Layer, card: DeviceCard, cores: int) -> tuple[float, float]:
+    """Returns the model's seconds of (plain XLA, the ring), for balanced experts.
+
+    Forward, and backward what an implementation changes: the way of the combine's gradient to the
+    experts, and the sums of the tokens' gradients, which stand beside the weights'.
+    """
+    R, itemsize = layer.ranks, 4 if layer.dtype == "float32" else 2
+    kind = "tfloat32" if layer.dtype == "float32" else layer.dtype
+    machine = Machine(
+        card.name, cores, card.flops[kind] * overlap.FLOPS,
+        card.link_bytes_per_s * overlap.LINK, card.memory_bytes_per_s,
+    )  # fmt: skip
+    token, apart = layer.tokens * layer.width, layer.reached
+
+    def work(part: Part, sources: int) -> float:
+        rows_E = np.full(layer.experts, -(-layer.rows * sources // layer.experts))
+        load = Load(0, rows_E[None], np.array([layer.tokens]))
+        products = (ExpertProduct(part, layer.width, F, itemsize) for F in layer.hidden)
+        return sum(gemm_s(product, load, machine) for product in products)
+
+    def sent(tokens: float, size: int) -> float:
+        return tokens * token * size / machine.link_bytes_per_s
+
+    def turn(part: Part, size: int) -> float:
+        # A source's rows are put among the others', or taken from there: all that it may have.
+        written = layer.rows if part == "dispatch" else layer.tokens * layer.top
+        moved = (layer.rows + written) * sum(layer.hidden) * itemsize
+        each = work(part, 1) + moved / machine.memory_bytes_per_s
+        return (R - 1) * (max(sent(1, size), each) + overlap.STEP_S) + each
+
+    gathered = sent(apart, itemsize) + overlap.CALL_S + work("dispatch", R)
+    ring = turn("dispatch", itemsize)
+    if op == DISPATCH:
+        dw = work("dispatch", R)
+        plain_sums, ring_sums = sent(apart, itemsize), sent(R - 1, 4)
+        return gathered + max(plain_sums - dw, 0.0), ring + max(ring_sums - dw, 0.0)
+    plain = work("combine", R) + sent(apart, itemsize) + overlap.CALL_S
+    return plain + gathered, turn("combine", 4) + ring

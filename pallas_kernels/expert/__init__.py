@@ -1,0 +1,1 @@
+"""Grouped products of a mixture of experts, fused with their communication."""

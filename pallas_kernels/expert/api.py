@@ -1,0 +1,273 @@
+"""A mixture's products with their communication inside; for code inside a shard_map over `axis`.
+
+Expert e of the model lives on rank e // E of the axis. `route` says where every choice of a token
+goes; `dispatch_grouped_matmul` takes tokens to their experts' first products, and
+`grouped_matmul_combine` the second products back to the tokens, weighted and added up (COMET, arXiv
+2502.19811, section 3: layer 0 and layer 1). Implementations: 'fused', one kernel each (Hopper GPUs
+that reach each other's memory); 'xla', plain collectives, on any device, the specification. None
+takes the kernel only where a table of measurements (pallas_kernels/tuned) says that it is faster.
+
+No gradients here, but each is what the other's gradient needs, its weights read transposed
+(`transpose_w`). With x_NK the rows that a dispatch keeps and g any answers' gradient:
+
+    h, x_NK = dispatch(x, w, return_rows=True)
+    dw = x_NK^T dh by groups; dx = combine(dh, w, ones, transpose_w=True)
+    y = combine(h, w, weights)
+    g_NF, dy_ND = dispatch(dy, w, transpose_w=True, return_rows=True)
+    dh = weight_N g_NF; dw = h^T (weight_N dy_ND) by groups; the weight behind row n (its choice is
+    routes.choice_N) gets sum(g_NF[n] h[n])
+
+with several first products (gate and up), whose gradients `combine` adds: lists of h and w.
+
+Legend: R ranks of the axis, T tokens of a rank, A choices a token, E experts of a rank, N rows of a
+rank's experts at most (static), K contracted, F and D columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch, tuned
+from pallas_kernels.attention.hopper_forward import varying_as
+from pallas_kernels.collective.api import DTYPES, HOPPER, NODE
+from pallas_kernels.collective.peers import RemotePeer
+from pallas_kernels.expert import plans, reference, tables
+from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
+from pallas_kernels.expert.gemm_combine import gemm_combine
+from pallas_kernels.expert.plans import COMBINE, DISPATCH
+from pallas_kernels.expert.product import Plan, height
+from pallas_kernels.expert.routes import Routes as Routes
+from pallas_kernels.expert.routes import route as route
+from pallas_kernels.gemm.hopper import SMS, Spec
+from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
+
+Array = jax.Array
+Implementation = Literal["xla", "fused"]
+MULTIPLE = {DISPATCH: 64, COMBINE: 128}  # of columns: what TMA and the sums' vectors take
+
+
+def dispatch_grouped_matmul(
+    x: Array,
+    w: Array | Sequence[Array],
+    routes: Routes,
+    *,
+    axis: str,
+    activation: Activation | None = None,
+    return_rows: bool = False,
+    transpose_w: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """activation(x w) of every token and each of its experts, where the experts are.
+
+    Args:
+      x: (T, K) bf16|f16|f32, this rank's tokens. w: (E, K, F) of x's type, this rank's experts; or
+        several, which share the dispatch (gate and up); (E, F, K) with transpose_w.
+      routes: of these tokens; T and E as in them.
+      activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'; in float32.
+      return_rows: also return x_NK, the tokens as the experts' rows; past the rows that came
+        ANYTHING with 'fused', NaN too, which a product by groups does not look at.
+      implementation: 'fused': bf16 and f16, K and F multiples of 64, 2 to 8 ranks.
+    Returns: h (N, F) in x's type, or a tuple of them; rows as in Routes, 0 past those that came.
+      With return_rows (that, x_NK).
+    Raises: ValueError for what breaks the above; NotImplementedError, with all reasons, where
+      'fused' cannot run.
+    """
+    weights = tuple(w) if isinstance(w, Sequence) else (w,)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{DISPATCH}: activation={activation!r}; there are {ACTIVATIONS}")
+    _check(DISPATCH, (x,) * len(weights), weights, routes, transpose_w)
+    if x.shape[0] != routes.dest_TA.shape[0]:
+        raise ValueError(f"{DISPATCH}: x has {x.shape[0]} tokens, routes {len(routes.dest_TA)}")
+    how = _choose(DISPATCH, implementation, (x,), weights, routes, transpose_w)
+    if how == "fused":
+        spec = Spec(activation, x.dtype.name)
+        arrays = dispatch.alike((x, weights, routes))
+        ys, x_NK = _dispatch(*arrays, axis=axis, spec=spec, turned=transpose_w)
+    else:
+        ys, x_NK = reference.dispatch_grouped_matmul(
+            x, weights, routes, axis, activation, transpose_w
+        )
+    found = ys if isinstance(w, Sequence) else ys[0]
+    return (found, x_NK) if return_rows else found
+
+
+def grouped_matmul_combine(
+    h: Array | Sequence[Array],
+    w: Array | Sequence[Array],
+    routes: Routes,
+    weights: Array,
+    *,
+    axis: str,
+    acc_dtype: Any = jnp.float32,
+    transpose_w: bool = False,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Of every token the sum of weight times answer over its choices; an answer is a row's h w.
+
+    Args:
+      h: (N, F) bf16|f16|f32, rows as in Routes; what lies past those that came does not matter.
+        w: (E, F, D) of h's type; (E, D, F) with transpose_w. Or as many of both, whose products are
+        added: the gradient of several first products.
+      weights: float32 (T, A), any sign; of choices that go nowhere they do not matter.
+      acc_dtype: in which answers cross ranks; bfloat16 halves those bytes and loses bits.
+      implementation: 'fused': as in dispatch_grouped_matmul, but D a multiple of 128. The same bits
+        in every run.
+    Returns: y (T, D) in h's type, weighted and added in float32; 0 for a token without a choice.
+    Raises: as dispatch_grouped_matmul.
+    """
+    hs, ws = (tuple(a) if isinstance(a, Sequence) else (a,) for a in (h, w))
+    _check(COMBINE, hs, ws, routes, transpose_w)
+    if hs[0].shape[0] != routes.rows:
+        raise ValueError(f"{COMBINE}: h has {hs[0].shape[0]} rows, routes {routes.rows}")
+    if weights.dtype != jnp.float32 or weights.shape != routes.dest_TA.shape:
+        raise ValueError(
+            f"{COMBINE}: weights {weights.dtype}{weights.shape} must be float32 "
+            f"{routes.dest_TA.shape}, as the routes' choices"
+        )
+    how = _choose(COMBINE, implementation, hs, ws, routes, transpose_w)
+    if how == "fused":
+        arrays = dispatch.alike((hs, ws, routes, weights))
+        return _combine(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name, turned=transpose_w)
+    return reference.grouped_matmul_combine(hs, ws, routes, weights, axis, acc_dtype, transpose_w)
+
+
+def reasons(
+    op: str,
+    contracted: Sequence[int],
+    widths: Sequence[int],
+    ranks: int,
+    dtype: Any,
+    device: Any = None,
+) -> tuple[str, ...]:
+    """Returns what keeps the kernel of `op` from running, for a caller that chooses; none: it runs.
+
+    op: DISPATCH or COMBINE. contracted: K of each x or h. widths: columns of each w. device: what
+    the program is for; None, inside a shard_map: its mesh's.
+    """
+    found = []
+    device = device or jax.sharding.get_abstract_mesh().abstract_device
+    live = jax.local_devices()[0]
+    platform, kind = (
+        (device.platform, device.device_kind)
+        if device
+        else (jax.default_backend(), live.device_kind)
+    )
+    if platform not in ("gpu", "cuda"):
+        found.append(f"needs Hopper GPUs, found {platform}")
+    elif not any(name in kind for name in HOPPER):
+        found.append(f"needs compute capability 9.0 (Hopper), found {kind}")
+    if jnp.dtype(dtype).name not in DTYPES[:2]:
+        found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
+    if not 2 <= ranks <= NODE:
+        found.append(f"needs 2 to {NODE} ranks, those of a node, found {ranks}")
+    found += [
+        f"needs a multiple of 64 to contract, found {K}" for K in contracted if K < 64 or K % 64
+    ]
+    multiple = MULTIPLE[op]
+    found += [
+        f"needs a multiple of {multiple} columns of w, found {N}"
+        for N in widths
+        if N < multiple or N % multiple
+    ]
+    return tuple(found)
+
+
+def _choose(
+    op: str, implementation: str | None, xs: tuple, ws: tuple, routes: Routes, turned: bool
+) -> str:
+    if implementation not in (None, "xla", "fused"):
+        raise ValueError(f"{op}: implementation={implementation!r}; there are 'xla', 'fused', None")
+    contracted, widths = [x.shape[1] for x in xs], [w.shape[2 - turned] for w in ws]
+    why = reasons(op, contracted, widths, routes.ranks, xs[0].dtype)
+    why += () if routes.rows else ("finds no rows",)
+    if implementation == "fused" and why:
+        raise NotImplementedError(
+            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use "
+            "implementation='xla', or None to let it choose"
+        )
+    if implementation is None and not why:
+        row = tuned.find(op, _key(op, routes, sum(contracted), sum(widths)))
+        return "fused" if row and row["fastest"] == "fused" else "xla"
+    return implementation or "xla"
+
+
+def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> None:
+    if not weights or len(xs) != len(weights):
+        raise ValueError(f"{op}: {len(xs)} rows, {len(weights)} weights; as many of each")
+    like = xs[0]
+    for x, w in zip(xs, weights, strict=True):
+        if x.dtype.name not in DTYPES or x.ndim != 2 or x.dtype != like.dtype:
+            raise ValueError(f"{op}: {x.dtype}{x.shape} must be (rows, K), all of one of {DTYPES}")
+        E, K, N = (
+            (w.shape[0], *(w.shape[:0:-1] if turned else w.shape[1:]))
+            if w.ndim == 3
+            else (None, None, None)
+        )
+        if (E, K) != (routes.experts, x.shape[1]) or w.dtype != x.dtype:
+            form = f"N, {x.shape[1]}" if turned else f"{x.shape[1]}, N"
+            raise ValueError(
+                f"{op}: w {w.dtype}{w.shape} must be ({routes.experts}, {form}) of {x.dtype}"
+            )
+        if op == COMBINE and N != weights[0].shape[2 - turned]:
+            raise ValueError(f"{op}: w {w.shape} and {weights[0].shape} must have the same columns")
+
+
+# ---- the kernels' arrays
+
+
+def _blocks() -> int:
+    """Thread blocks that run at one time, one an SM: with more the kernels would wait for ever."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return min(SMS, device.num_cores or SMS) if device else SMS
+
+
+def _key(op: str, routes: Routes, K: int, N: int) -> tuned.Key:
+    choices = routes.expert_TA.size
+    return plans.key(op, routes.ranks, choices, routes.experts, K, N)
+
+
+def _plan(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) -> Plan:
+    """Of the nearest row of a table, else the heuristic's."""
+    row = tuned.find(op, _key(op, routes, K, sum(widths)))
+    if row and row["fastest"] == "fused":
+        return plans.load(row["tile"])
+    choices = routes.expert_TA.size
+    return plans.heuristic(
+        op, routes.ranks, choices, routes.experts, K, widths, out_dtype, _blocks()
+    )
+
+
+def _page(tree: Any) -> Any:
+    """Arrays as the one page of a rank."""
+    return jax.tree.map(lambda a: a[None], tree)
+
+
+def _dispatch(x, weights, routes, *, axis, spec, turned):
+    widths = [w.shape[2 - turned] for w in weights]
+    plan = _plan(DISPATCH, routes, x.shape[1], widths, x.dtype)
+    tile, chunk = plan.tile, plan.chunk
+    work = tables.dispatch(
+        routes, chunk=chunk, block=tile.block_m * tile.cluster, staged=plan.rotated
+    )
+    ys, rows = dispatch_gemm(
+        *_page((x, weights, work)), rows=routes.rows, flags=tables.flags(routes, chunk),
+        peers=RemotePeer(routes.ranks, axis), plan=plan, spec=spec, turned=turned,
+        blocks=_blocks(),
+    )  # fmt: skip
+    return varying_as(x, (tuple(y[0] for y in ys), rows[0, : routes.rows]))
+
+
+def _combine(hs, ws, routes, weights, *, axis, acc, turned):
+    widths, K = [ws[0].shape[2 - turned]], sum(h.shape[1] for h in hs)
+    plan = _plan(COMBINE, routes, K, widths, acc)
+    work = tables.combine(routes, chunk=plan.chunk, block=plan.tile.block_m * plan.tile.cluster)
+    below = height(routes.rows, plan.tile) - routes.rows
+    hs = tuple(jnp.pad(h, ((0, below), (0, 0))) for h in hs)
+    y, _ = gemm_combine(
+        *_page((hs, ws, work, tables.places(routes), weights)),
+        peers=RemotePeer(routes.ranks, axis), plan=plan, spec=Spec(None, acc), turned=turned,
+        blocks=_blocks(),
+    )  # fmt: skip
+    return varying_as(hs[0], y[0])

@@ -1,0 +1,53 @@
+"""The communication of an expert kernel alone: what a product has to hide."""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import tiles
+from pallas_kernels.collective import core
+from pallas_kernels.collective.peers import Peers, clock
+from pallas_kernels.expert import rows
+from pallas_kernels.expert.tables import JOBS, OWN, Tables
+
+
+def send_rows(
+    x: jax.Array, work: Tables, *, peers: Peers, comm: int, chunk: int, height: int
+) -> jax.Array:
+    """What leaves of the tables' jobs, sent by `comm` blocks: (pages, height, K).
+
+    x: (C, rows, K) of any type, whole rows of which are sent. height: of a page of the result.
+    """
+    K = x.shape[2]
+    across = rows.part(K, x.dtype.itemsize)
+    most = tiles.SHARED_BYTES - tiles.RESERVED_BYTES
+    smem, barriers = rows.scratch(across, x.dtype, chunk, most)
+    parts, moved = K // across, across * x.dtype.itemsize
+
+    def body(x, jobs, totals, y, smem, barriers):
+        me, began = peers.cluster(), clock()
+        jobs, totals = peers.own(jobs), peers.own(totals)
+        own = totals[OWN] + 0
+
+        def piece(ref, row, p):
+            return ref.at[pl.ds(row, 1), core.span(p, across)]
+
+        rows.relay(
+            smem, barriers, core.share(totals[JOBS] - own, me, comm),
+            parts=lambda _: jnp.int32(parts),
+            table=lambda n: jobs.at[own + me + n * comm],
+            source=lambda n, row, p: piece(peers.own(x), row, p),
+            target=lambda n, peer, row, p: piece(peers.peer(y, peer), row, p),
+            pace=lambda n, q: peers.pace(began, (n * chunk * parts + q + 1) * moved),
+            finish=lambda n, peer, flag: None,
+        )  # fmt: skip
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype),
+        scratch_types={"smem": smem, "barriers": barriers},
+        grid=(comm * peers.copies,),
+        grid_names=("block",),
+        kernel_name="send_rows",
+    )(x, work.jobs_CW, work.totals)

@@ -1,0 +1,247 @@
+"""Grouped product + top-k combine in one kernel: answers leave column block by column block.
+
+Tiles of all experts of one block of columns are taken before those of the next, so that the rows of
+a block travel while the next is computed (COMET, arXiv 2502.19811, sections 3.1 and 3.2: its layer
+1). A page of answers, in float32, has a row for each choice of the rank's own tokens, where answers
+of others arrive, and one for each row of its experts, where its product's go:
+
+    compute        product, sums to the page's rows of experts, arrive flag[block of columns]
+    communication  for job of a block: wait flag[block] | rows --bulk copies--> their choices' rows
+                   of the owner's page, arrive there at flag[blocks + block]
+    all            for block: wait for its own tiles and all arrivals;
+                   y[token] = sum over choices of weight * answer
+
+A choice has a row of its own and choices are added in their order: the same bits in every run. A
+rank's kernel ends when all answers to it have come, and its own copies are complete when their
+flags are raised: nothing is left to wait for.
+
+Legend: T tokens of a rank, A choices a token, S = T A, N rows of a rank's experts, K contracted, D
+columns.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import interpret as interpreter
+from pallas_kernels.collective import core, schedule
+from pallas_kernels.collective.peers import Peers, clock, spin
+from pallas_kernels.expert import product as shared
+from pallas_kernels.expert import rows as rows_
+from pallas_kernels.expert import tables
+from pallas_kernels.expert.product import Plan
+from pallas_kernels.expert.tables import ARRIVALS, JOBS, Tables
+from pallas_kernels.gemm.hopper import SMS, Spec
+
+NAME = "gemm_combine"
+
+
+def gemm_combine(
+    hs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    work: Tables,
+    places: jax.Array,
+    weights: jax.Array,
+    delays: jax.Array | None = None,
+    into: Any = None,
+    *,
+    peers: Peers,
+    plan: Plan,
+    spec: Spec,
+    turned: bool = False,
+    blocks: int = SMS,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Of each token the weighted sum of its answers; an answer is a row's sum of h w.
+
+    C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
+    Args:
+      hs: (C, height, K) each, N rows and more up to `product.height`; what lies past the rows that
+        came does not matter.
+      ws: (C, E, K, D) each, or (C, E, D, K) where turned; D at least the tile's, a multiple of 128.
+        K of its own for each pair, a multiple of 64.
+      work: tables.combine of each rank, (C, ...) each, for block_m * cluster and the plan's chunk.
+      places: int32 (C, T, A), `tables.places`. weights: float32 (C, T, A).
+      delays: (C,) int32, ns that a rank starts late (tests).
+      into: a jax.Ref like the pages of answers (tests: full of NaN).
+      spec: out_dtype is that of the answers that cross ranks; the result has h's.
+      blocks: thread blocks, at most what the GPU runs at once.
+      interpret: in Mosaic GPU's interpreter, with ReadyPeer.
+    Returns: y (C, T, D), 0 for a token without a choice; with ReadyPeer undefined. Then the pages
+      of answers (C, S + N, D), of GhostPeer and ReadyPeer those of all ranks.
+    """
+    C, tile = peers.copies, plan.tile
+    launch = core.launch(NAME, plan, peers, blocks)
+    (_, T, A), D = places.shape, ws[0].shape[3 - turned]
+    height = T * A + hs[0].shape[1]
+    sums, dtype = jnp.dtype(spec.out_dtype), hs[0].dtype
+    inputs = {f"x{i}": h for i, h in enumerate(hs)} | {f"w{i}": w for i, w in enumerate(ws)}
+    inputs |= {"visits": work.visits_VW, "jobs": work.jobs_CW, "totals": work.totals}
+    inputs |= {"places": places, "weights": weights, "delays": delays, "page": into}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    outputs = {"y": jax.ShapeDtypeStruct((C, T, D), dtype)}
+    if into is None:
+        outputs["page"] = jax.ShapeDtypeStruct((peers.reached, height, D), sums)
+    wide = min(plan.width * tile.block_n, D)
+    body = functools.partial(
+        _body, names=(*inputs, *outputs), pairs=len(hs), peers=peers, plan=plan, turned=turned,
+        clusters=launch["grid"][0] // C, wide=wide,
+    )  # fmt: skip
+    y, *page = plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=shared.scratch(plan, dtype, sums, turned, math.gcd(D, wide), sums),
+        interpret=interpreter.params() if interpret else None,
+        **launch,
+    )(*inputs.values())
+    return y, into[...] if into is not None else page[0]
+
+
+def _body(*refs, names, pairs, peers, plan, turned, clusters, wide, smem, ready, free,
+          begun: Any = None, arrived: Any = None):  # fmt: skip
+    gmem = dict(zip(names, refs, strict=True))
+    (a_smem, b_smem, y_smem), *ring = smem if plan.comm else (smem,)
+    tile, D = plan.tile, gmem["y"].shape[2]
+    height, S = gmem["x0"].shape[1], gmem["places"].shape[1] * gmem["places"].shape[2]
+    # The products follow each other in the steps of one sum.
+    steps = [pl.cdiv(gmem[f"x{i}"].shape[2], tile.block_k) for i in range(pairs)]
+    product = core.Product(tile, sum(steps), turned, a_smem, b_smem, y_smem, ready, free)
+    blocks, columns = pl.cdiv(D, wide), pl.cdiv(D, tile.block_n)
+    # Tiles of each block of columns, then what came of it.
+    flags = peers.flags(2 * blocks)
+    rank, cluster = peers.rank(), peers.cluster()
+    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    talking = plan.comm // tile.cluster  # clusters
+    computing = clusters - talking
+    visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
+    count = totals[tables.VISITS] + 0
+    tiles_here = core.share(count * columns, cluster - talking, computing)
+    if "delays" in gmem:
+        spin(clock(), gmem["delays"][rank])
+
+    def place_of(j):
+        i = cluster - talking + j * computing
+        column, visit = schedule.raster(i, columns, count, plan.width)
+        return shared.place(visits, visit, column)
+
+    def load(place, step, a, b, barrier):
+        m, n = shared.rows_of(place, block, tile, height), core.span(place.column, tile.block_n)
+
+        def load_pair(i, first):
+            k = core.span(step - first, tile.block_k)
+            x, w = peers.own(gmem[f"x{i}"]), peers.own(gmem[f"w{i}"])
+            plgpu.copy_gmem_to_smem(x.at[m, k], a, barrier)
+            plgpu.copy_gmem_to_smem(
+                w.at[(place.group, n, k) if turned else (place.group, k, n)], b, barrier,
+                collective_axes="cluster" if tile.cluster > 1 else None,
+            )  # fmt: skip
+
+        for i in range(pairs):
+            first = sum(steps[:i])
+            here = (step >= first) & (step < first + steps[i])
+            pl.when(here)(functools.partial(load_pair, i, first))
+
+    def finish(j, acc):
+        place = place_of(j)
+        top = place.row + block * tile.block_m + warpgroup * tile.rows
+        page = peers.mine(gmem["page"])
+
+        def copy(piece, down, right):
+            at = pl.multiple_of(place.column * tile.block_n, tile.block_n) + right
+            shared.store_rows(piece, page, S + top + down, at, S + place.lo, S + place.hi)
+
+        shared.when_live(place, top, tile, lambda: product.store(acc, lambda z, _: z, copy))
+        plgpu.wait_smem_to_gmem(0)
+        if not peers.ready:
+            peers.signal(flags, rank, lax.div(place.column, jnp.int32(plan.width)))
+
+    def computed(b):
+        """Waits for all warpgroups' parts of a block's tiles."""
+        across = jnp.minimum(plan.width, columns - b * plan.width)
+        peers.wait(flags, b, count * across * (tile.cluster * tile.warpgroups))
+
+    def send():
+        me, every = cluster * tile.cluster + block, jnp.maximum(totals[JOBS] + 0, 1)
+        across = ring[0][0].shape[2]
+        moved, began = across * jnp.dtype(y_smem.dtype).itemsize, clock()
+        most = plan.chunk * (wide // across)  # copies of a job
+
+        def block_of(n):
+            return lax.div(me + n * plan.comm, every)
+
+        def piece(ref, n, row, p):
+            return ref.at[pl.ds(row, 1), core.span(block_of(n) * (wide // across) + p, across)]
+
+        rows_.relay(
+            ring[0], arrived, core.share(blocks * (totals[JOBS] + 0), me, plan.comm),
+            parts=lambda n: lax.div(jnp.minimum(wide, D - block_of(n) * wide), jnp.int32(across)),
+            table=lambda n: jobs.at[lax.rem(me + n * plan.comm, every)],
+            source=lambda n, row, p: piece(peers.mine(gmem["page"]), n, row, p),
+            target=lambda n, peer, row, p: piece(peers.peer(gmem["page"], peer), n, row, p),
+            pace=lambda n, q: peers.pace(began, (n * most + q + 1) * moved),
+            finish=lambda n, peer, _: peers.signal(flags, peer, blocks + block_of(n)),
+            begin=lambda n: computed(block_of(n)),
+        )  # fmt: skip
+
+    def add_up():
+        me = (cluster * tile.cluster + block) * tile.warpgroups + warpgroup
+
+        @pl.loop(0, blocks)
+        def _(b):
+            computed(b)
+            peers.wait(flags, blocks + b, totals[ARRIVALS] + 0)
+            _add_up(gmem, peers, b, wide, me, clusters * tile.cluster * tile.warpgroups)
+
+    if plan.comm:
+
+        @pl.when((cluster < talking) & (warpgroup < tile.warpgroups))
+        def _communicate():
+            pl.when(warpgroup == 0)(send)
+            add_up()
+
+    @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
+    def _compute():
+        if tile.warpgroups > 1:
+            plgpu.set_max_registers(232, action="increase")
+        product.compute(tiles_here, finish)
+        if not peers.ready:
+            add_up()
+
+    @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
+    def _produce():
+        if tile.warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        product.produce(tiles_here, place_of, load)
+
+
+def _add_up(gmem, peers, b, wide, me, everyone):
+    """Warpgroup `me` of `everyone` stores its tokens' sums of block b of the columns."""
+    places, weights = (peers.own(gmem[name]) for name in ("places", "weights"))
+    (T, A), D = places.shape, gmem["y"].shape[2]
+    each = next(128 * vector for vector in (4, 2, 1) if math.gcd(D, wide) % (128 * vector) == 0)
+    layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
+
+    @pl.loop(0, core.share(jnp.int32(T), me, everyone))
+    def _(i):
+        token = me + i * everyone
+        chosen = [(places[token, a] + 0, weights[token, a] + 0.0) for a in range(A)]
+
+        def store(at):
+            def answer(place, weight):
+                row = peers.mine(gmem["page"]).at[jnp.maximum(place, 0), at]
+                found = plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
+                # A row that nobody writes may hold anything.
+                return jnp.where(jnp.full((each,), place) >= 0, found * weight, 0.0)
+
+            y = functools.reduce(jnp.add, [answer(*choice) for choice in chosen])
+            peers.own(gmem["y"]).at[token, at][...] = y.astype(gmem["y"].dtype)
+
+        for first in range(0, wide, each):
+            column = b * wide + first
+            pl.when(column < D)(functools.partial(store, pl.ds(column, each)))

@@ -1,0 +1,52 @@
+"""What a tuner measures of the fused products on one GPU, which is not here."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import interpret as interpreter
+from pallas_kernels.collective import core, plans, tunings
+from pallas_kernels.collective.cases import RANKS
+from pallas_kernels.gemm.hopper import SMS, Tile
+
+R = 2
+
+
+def values(*shapes, seed):
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.integers(-2, 3, shape), jnp.bfloat16) for shape in shapes]
+
+
+SELDOM = pytest.param("all_gather_matmul", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("op", [SELDOM, "matmul_reduce_scatter"])
+def test_what_a_tuner_measures_is_right(op, seed):
+    """A tuning of two ranks, interpreted: its kernel gives what it is compared with."""
+    case = tunings.Case(op, 2 * 64, 64, 128, R)
+    tuning = tunings.tuning(case)
+    first = dataclasses.replace(tuning.candidates[0], tile=Tile(64, 128, 64, 2, 1, 1), chunk=64)
+    x, w = values((R, 64, 64), (1, 64, 128), seed=seed)
+    assert jax.tree.map(jnp.shape, tuning.inputs(jax.random.key(0))) == (x.shape, w.shape)
+    with interpreter.checked():
+        found = np.asarray(tuning.function(first, True)(x, w), np.float64)
+    want = np.asarray(tuning.want(x, w), np.float64)
+    live = np.isfinite(want)
+    assert live.mean() == (1 if op == "all_gather_matmul" else 0.5)
+    np.testing.assert_array_equal(found[live], want[live])
+
+
+def test_tunings_are_legal_and_differ():
+    """Of each the heuristic's plan comes first, and the table's row is read back as it was."""
+    found = tunings.tunings()
+    assert len({(t.op, *t.key.values()) for t in found}) == len(found) == 16
+    for case, tuning in zip(tunings.cases(), found, strict=True):
+        sizes = RANKS, case.rows, case.K, [case.N], case.spec.out_dtype
+        assert tuning.candidates[0] == plans.heuristic(case.op, *sizes)
+        assert len(set(tuning.candidates)) == len(tuning.candidates) == tunings.BEST
+        for plan in tuning.candidates:
+            core.launch(case.op, plan, case.ghost(plan), SMS)
+            assert plans.load(dataclasses.asdict(plan)) == plan
