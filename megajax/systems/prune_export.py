@@ -109,11 +109,12 @@ def _pack(
     own = [w.capacity for w in pack()]
     gathered = any(c.gathered for c in own)
     if gathered and not all(c.gathered for c in own):
-        # Room for everything tells what those need that would not gather by themselves.
+        # Room for everything (and the empty slots that fill up tiles of small chunks) tells what
+        # those need that would not gather by themselves.
         K, N = masks.shape[1:]
         tiles = -(-N // tile)
         roomy = own[0]._replace(
-            tiles=tiles, slots=tiles * -(-K // chunk), residual=masks[0].size, gathered=True
+            tiles=tiles, slots=tiles * (-(-K // chunk) + 7), residual=masks[0].size, gathered=True
         )
         own = [
             c._replace(slots=int(w.pattern.tile_starts[-1]), tiles=tiles)

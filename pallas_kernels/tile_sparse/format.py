@@ -339,8 +339,9 @@ def pattern_of(
     # Where each slot is: in its tile, one after the other.
     at = _starts(by_tile)[tiles] + np.arange(tiles.size) - _starts(live)[tiles]
     in_place = np.array_equal(columns[:N], np.arange(N)[: columns.size]) and columns.size >= N
-    needed = max(int(by_tile.sum()), together(chunk))
-    capacity = capacity or Capacity(T, needed, rows_R.size, not in_place)
+    needed, least = int(by_tile.sum()), together(chunk)
+    capacity = capacity or Capacity(T, max(needed, least), rows_R.size, not in_place)
+    capacity = capacity._replace(slots=-(-capacity.slots // least) * least)
     if needed > capacity.slots or rows_R.size > capacity.residual:
         raise ValueError(
             f"the mask needs slots={needed} and residual={rows_R.size}, more than {capacity}"

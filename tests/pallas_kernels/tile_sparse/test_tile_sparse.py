@@ -63,7 +63,7 @@ def compare(found, want, tolerance=1e-4):
             np.testing.assert_allclose(got, value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-QUICK = ("tw 2d", "nothing divides", "the paper's rows", "an empty matrix")
+QUICK = ("nothing divides", "the paper's rows")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_mask_of_the_same_capacity_does_not_compile_again(seed):
     assert run._cache_size() == 1
     with pytest.raises(ValueError, match="more than Capacity"):
         every = np.ones((K, N), bool)
-        few = first.capacity._replace(tiles=4, slots=15)
+        few = first.capacity._replace(tiles=4, slots=12)
         TileSparse.from_dense(w, every, tile=16, chunk=16, capacity=few)
     with pytest.raises(ValueError, match="needs 4 tiles"):
         TileSparse.from_dense(w, every, tile=16, capacity=first.capacity._replace(tiles=2))

@@ -1,6 +1,7 @@
 """The tile-sparse kernels in Pallas' interpreter, with race detection, against float64."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import TileSparse, aot, interpret, tile_sparse_matmul, tiles
 from pallas_kernels.gemm.reference import Spec
 from pallas_kernels.tile_sparse import hopper, hopper_weights
+from pallas_kernels.tile_sparse.cases import Case
 from pallas_kernels.tile_sparse.hopper import Tile
 from tests.gemm_oracle import activate, relative
 from tests.tile_sparse_oracle import arrays, of_lengths, oracle, tilewise
@@ -227,22 +229,18 @@ def test_strips_visit_every_tile_once_longest_first():
 
 
 def test_the_heuristics_give_legal_tiles():
-    for tile in hopper.TILES:
-        for chunk in hopper.CHUNKS:
-            weight = TileSparse.from_dense(
-                jnp.zeros((128, 256)), np.ones((128, 256), bool), tile=tile, chunk=chunk
-            )
-            for M in (100, 65536):
-                for transpose in (False, True) if chunk >= 32 else (False,):
-                    shape = hopper.shape_of(weight.pattern, transpose)
-                    for spec in (PLAIN, Spec("gelu", "float32", True)):
-                        found = hopper.heuristic(M, shape, 4, 10, spec)
-                        hopper.check(found, shape)
-                        tiles.check_shared("x", hopper.buffers(found, shape, spec))
-                        assert found.stages * found.rings > 2
-                found = hopper_weights.heuristic(M, weight.pattern)
-                hopper_weights.check(found, weight.pattern.unit, tile)
-                assert found.stages >= 3
+    for tile, chunk, M in itertools.product(hopper.TILES, hopper.CHUNKS, (100, 65536)):
+        pattern = Case(M, 128, 256, 50, tile=tile, chunk=chunk).abstract
+        for transpose in (False, True) if chunk >= 32 else (False,):
+            shape = hopper.shape_of(pattern, transpose)
+            for spec in (PLAIN, Spec("gelu", "float32", True)):
+                found = hopper.heuristic(M, shape, 4, 10, spec)
+                hopper.check(found, shape)
+                tiles.check_shared("x", hopper.buffers(found, shape, spec))
+                assert found.stages * found.rings > 2
+        found = hopper_weights.heuristic(M, pattern)
+        hopper_weights.check(found, pattern.unit, tile)
+        assert found.stages >= 3
 
 
 BAD = {
