@@ -1,7 +1,7 @@
 """Tile-Wise sparsity (arXiv 2008.13006): what a pattern costs in quality, and what it saves.
 
     uv run experiments/tilewise.py                     # one model, three patterns, seconds
-    uv run experiments/tilewise.py --preset=paper      # two models, twelve patterns, half an hour
+    uv run experiments/tilewise.py --preset=paper      # two models, twelve patterns, three seeds
     uv run experiments/tilewise.py --preset=paper --stages=50,75,90,95,98      # goes on from that
 
 Quality, on any device: an encoder that says from which package of Python's standard library a
