@@ -63,7 +63,7 @@ class SaveHandle:
             try:
                 tidy()
             except Exception as error:
-                logging.warning("old steps stay in %s for now: %s", folder, reason(error))
+                logging.warning("the bytes of old steps stay in %s: %s", folder, reason(error))
 
         self._thread = threading.Thread(target=work, name=f"save-{self.step}")
         self._thread.start()
