@@ -2,7 +2,7 @@
 
     uv run experiments/tilewise.py                     # one model, three patterns, seconds
     uv run experiments/tilewise.py --preset=paper      # two models, twelve patterns, three seeds
-    uv run experiments/tilewise.py --preset=paper --stages=50,75,90,95,98      # goes on from that
+    uv run experiments/tilewise.py --preset=paper --stages=50,75,90,95,98  # goes on from that
 
 Quality, on any device: an encoder that says from which package of Python's standard library a
 passage comes, and the nano GPT on the text that pretraining reads, are trained, then pruned in
@@ -49,7 +49,7 @@ class Config:
 
     tasks: str = option("passages,text", "models, with commas")
     methods: str = option(",".join(study.METHODS), "patterns, with commas")
-    stages: str = option("50,75,90", "sparsities, rising, with commas", "percent")
+    stages: str = option("50,75,90,95", "sparsities, rising, with commas", "percent")
     seeds: int = option(3, "of everything: weights, order of the data, dropout")
     steps: int = option(400, "of training before anything is pruned", "steps")
     tune: int = option(25, "of fine-tuning after each stage", "steps")
@@ -105,7 +105,7 @@ def percentages(text: str) -> list[float]:
     if not 0 < found[0] <= found[-1] < 100 or found != sorted(set(found)):
         raise UserError(
             f"stages={text} must be rising percentages between 0 and 100 with commas "
-            "(--stages=50,75,90)"
+            "(--stages=50,75,90,95)"
         )
     return [x / 100 for x in found]
 
