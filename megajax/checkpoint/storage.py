@@ -59,7 +59,9 @@ class SaveHandle:
                     f"step {self.step} was not saved in {folder}: {reason(error)}; "
                     "earlier checkpoints are untouched"
                 )
-            self._settled.set()
+                return  # a store that did not answer is not asked again
+            finally:
+                self._settled.set()
             try:
                 tidy()
             except Exception as error:
