@@ -34,7 +34,6 @@ Implementation = Literal["xla", "fused"]
 DTYPES = ("bfloat16", "float16", "float32")
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 MULTIPLE = {GATHER: 64, SCATTER: 128, REDUCE: 128}  # of N: what TMA and the sums' vectors take
-HOPPER = dispatch.HOPPER
 NODE = 8  # GPUs that reach each other's memory
 
 
@@ -163,6 +162,18 @@ def reasons(
     op: 'all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce'. contracted: K of each x.
     widths: N of each w. device: what the program is for; None, inside a shard_map: its mesh's.
     """
+    return limits(MULTIPLE[op], contracted, widths, ranks, dtype, device)
+
+
+def limits(
+    multiple: int,
+    contracted: Sequence[int],
+    widths: Sequence[int],
+    ranks: int,
+    dtype: Any,
+    device: Any = None,
+) -> tuple[str, ...]:
+    """As `reasons`, of any fused kernel; multiple: that the columns of w must be of."""
     found = []
     device = device or jax.sharding.get_abstract_mesh().abstract_device
     platform, kind = (device.platform, device.device_kind) if device else _live()
@@ -177,7 +188,6 @@ def reasons(
     found += [
         f"needs a multiple of 64 columns of x, found {K}" for K in contracted if K < 64 or K % 64
     ]
-    multiple = MULTIPLE[op]
     found += [
         f"needs a multiple of {multiple} columns of w, found {N}"
         for N in widths

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.attention.hopper_forward import varying_as
-from pallas_kernels.collective.api import DTYPES, HOPPER, NODE
+from pallas_kernels.collective.api import DTYPES, limits
 from pallas_kernels.collective.peers import RemotePeer
 from pallas_kernels.expert import plans, reference, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
@@ -146,32 +146,7 @@ def reasons(
     op: DISPATCH or COMBINE. contracted: K of each x or h. widths: columns of each w. device: what
     the program is for; None, inside a shard_map: its mesh's.
     """
-    found = []
-    device = device or jax.sharding.get_abstract_mesh().abstract_device
-    live = jax.local_devices()[0]
-    platform, kind = (
-        (device.platform, device.device_kind)
-        if device
-        else (jax.default_backend(), live.device_kind)
-    )
-    if platform not in ("gpu", "cuda"):
-        found.append(f"needs Hopper GPUs, found {platform}")
-    elif not any(name in kind for name in HOPPER):
-        found.append(f"needs compute capability 9.0 (Hopper), found {kind}")
-    if jnp.dtype(dtype).name not in DTYPES[:2]:
-        found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
-    if not 2 <= ranks <= NODE:
-        found.append(f"needs 2 to {NODE} ranks, those of a node, found {ranks}")
-    found += [
-        f"needs a multiple of 64 to contract, found {K}" for K in contracted if K < 64 or K % 64
-    ]
-    multiple = MULTIPLE[op]
-    found += [
-        f"needs a multiple of {multiple} columns of w, found {N}"
-        for N in widths
-        if N < multiple or N % multiple
-    ]
-    return tuple(found)
+    return limits(MULTIPLE[op], contracted, widths, ranks, dtype, device)
 
 
 def _choose(
