@@ -14,6 +14,7 @@ Legend: R ranks of the axis, m rows of all ranks together, k contracted, n colum
 dimensions of activations are rows too, which every rank has for itself: (..., m, k).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.errors import did_you_mean
 from megajax.parallel import collective_vjp, overlap
 from megajax.parallel.collective_vjp import Arrays, Plan
 from megajax.parallel.overlap import Implementation
@@ -65,16 +67,20 @@ def all_gather_matmul(
     """
     single = not isinstance(w, Sequence)
     ws = (w,) if single else tuple(w)
-    biases = (bias,) if single else tuple(bias or [None] * len(ws))  # type: ignore[arg-type]
+    biases = tuple(bias) if isinstance(bias, Sequence) else (bias,)
+    biases = (None,) * len(ws) if bias is None else biases
     _check(GATHER, (x,) * len(ws), ws, biases)
-    if activation not in (*ACTIVATIONS, "swiglu"):
-        raise ValueError(f"{GATHER}: activation={activation!r}; there are {ACTIVATIONS}, 'swiglu'")
-    if activation == "swiglu" and len(ws) != 2:
-        raise ValueError(f"{GATHER}: 'swiglu' takes the weights (gate, up), found {len(ws)}")
+    words = (*ACTIVATIONS, "swiglu")
+    if activation not in words:
+        near = did_you_mean(str(activation), [a for a in words if a])
+        raise ValueError(f"{GATHER}: activation={activation!r}; there are {words}.{near}")
+    if activation == "swiglu" and [w.shape for w in ws] != [ws[0].shape] * 2:
+        shapes = [w.shape for w in ws]
+        raise ValueError(f"{GATHER}: 'swiglu' takes weights (gate, up) of one shape, got {shapes}")
+    acc = overlap.sum_dtype(GATHER, acc_dtype)
     R = lax.axis_size(axis)
-    shape = (x.size // x.shape[-1] * R, x.shape[-1], tuple(w.shape[1] for w in ws))
+    shape = (math.prod(x.shape[:-1]) * R, x.shape[-1], tuple(w.shape[1] for w in ws))
     word = overlap.choose(GATHER, implementation, shape, R, x.dtype)
-    acc = jnp.dtype(acc_dtype).name
     plan = Plan(axis, word, acc, both_ways, activation, keep=return_gathered)
     ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), plan)
     found = ys[0] if single or activation == "swiglu" else ys
@@ -106,17 +112,17 @@ def matmul_reduce_scatter(
     Raises: as all_gather_matmul.
     """
     xs, ws = _pairs(SCATTER, x, w)
-    R, (*lead, m, _), n = lax.axis_size(axis), xs[0].shape, ws[0].shape[1]
     _check(SCATTER, xs, ws, (bias,) * len(ws))
+    acc = overlap.sum_dtype(SCATTER, acc_dtype)
+    R, (*lead, m, _), n = lax.axis_size(axis), xs[0].shape, ws[0].shape[1]
     if m % R:
         raise ValueError(
             f"{SCATTER}: x has {m} rows, which must be divisible by the {R} ranks of {axis!r}; "
             f"nearest: {m // R * R}, {m // R * R + R}"
         )
     _check_residual(SCATTER, residual, (*lead, m // R, n), xs[0].dtype)
-    shape = (xs[0].size // xs[0].shape[-1], n, tuple(x.shape[-1] for x in xs))
+    shape = (math.prod(lead) * m, n, tuple(x.shape[-1] for x in xs))
     word = overlap.choose(SCATTER, implementation, shape, R, xs[0].dtype)
-    acc = jnp.dtype(acc_dtype).name
     plan = Plan(axis, word, acc, both_ways, residual=residual is not None)
     return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), plan)
 
@@ -141,9 +147,10 @@ def matmul_all_reduce(
     """
     xs, ws = _pairs(REDUCE, x, w)
     _check(REDUCE, xs, ws, (bias,) * len(ws))
-    _check_residual(REDUCE, residual, (*xs[0].shape[:-1], ws[0].shape[1]), xs[0].dtype)
-    R, n = lax.axis_size(axis), ws[0].shape[1]
-    shape = (xs[0].size // xs[0].shape[-1], n, tuple(x.shape[-1] for x in xs))
+    acc = overlap.sum_dtype(REDUCE, acc_dtype)
+    R, rows, n = lax.axis_size(axis), xs[0].shape[:-1], ws[0].shape[1]
+    _check_residual(REDUCE, residual, (*rows, n), xs[0].dtype)
+    shape = (math.prod(rows), n, tuple(x.shape[-1] for x in xs))
     overlap.check(REDUCE, implementation, shape, R, xs[0].dtype)
     if implementation == "ring":
         raise NotImplementedError(
@@ -152,10 +159,10 @@ def matmul_all_reduce(
         )
     if implementation == "fused":
         x, w = jnp.concatenate(xs, -1), jnp.concatenate(ws, 0)
-        rest = {"bias": bias, "residual": residual, "acc_dtype": acc_dtype}
+        rest = {"bias": bias, "residual": residual, "acc_dtype": acc}
         return kernels.matmul_all_reduce(x, w, axis=axis, implementation="fused", **rest)
     xs, ws = _varying(axis, (xs, ws))
-    part = collective_vjp.product(xs, ws).astype(acc_dtype)
+    part = collective_vjp.product(xs, ws).astype(acc)
     total = lax.psum(part, axis).astype(jnp.float32)
     return collective_vjp.finish(total, bias, residual, xs[0].dtype)
 

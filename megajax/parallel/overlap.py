@@ -23,6 +23,7 @@ from pallas_kernels.collective import api as kernels
 Implementation = Literal["xla", "ring", "fused"]
 Overlap = Literal["auto", "xla", "ring", "fused"]
 IMPLEMENTATIONS = (None, "xla", "ring", "fused")
+SUMS = ("float32", "bfloat16", "float16")
 # Rows of all ranks; the width of what travels; the other width of each product that shares it.
 Shape = tuple[int, int, tuple[int, ...]]
 # jax.sharding.AbstractDevice: platform, device_kind, num_cores; None of a mesh that has none.
@@ -71,10 +72,27 @@ def check(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation={implementation!r}; there are {IMPLEMENTATIONS}")
     if implementation == "fused" and (why := fused_reasons(op, shape, R, dtype, device)):
+        others = "'xla'" if op == kernels.REDUCE else "'ring', 'xla'"
         raise NotImplementedError(
-            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use 'ring', 'xla', "
-            "or None to let it choose (--overlap=auto)"
+            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use {others}, or "
+            "None to let it choose (--overlap=auto)"
         )
+
+
+def sum_dtype(op: str, acc_dtype: Any) -> str:
+    """Returns the name of the type in which sums cross ranks.
+
+    Raises: ValueError for what is no floating type of products.
+    """
+    try:
+        name = jnp.dtype(acc_dtype).name
+    except TypeError:
+        name = str(acc_dtype)
+    if name not in SUMS:
+        raise ValueError(
+            f"{op}: acc_dtype={name} must be one of {', '.join(SUMS)}; nearest: float32"
+        )
+    return name
 
 
 def fused_reasons(

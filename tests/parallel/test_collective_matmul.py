@@ -322,11 +322,24 @@ def test_refusals_say_the_rule():
         (((8, 2), (3, 3)), {}, r"\(\.\.\., m, k\) and \(k, n\)"),
         (((8, 2), (2, 3)), {"dtype": "int32"}, "one type of bfloat16"),
         (((8, 2), (2, 3)), {"activation": "relu"}, "'relu'; there are"),
+        (((8, 2), (2, 3)), {"activation": "gelu_tan"}, "Did you mean gelu_tanh"),
         (((8, 2), (2, 3)), {"activation": "swiglu"}, "gate, up"),
+        (((8, 2), (2, 3)), {"acc_dtype": "int8"}, "int8 must be one of.*nearest: float32"),
+        (((8, 2), (2, 3)), {"acc_dtype": "bf16"}, "bf16 must be one of"),
         (((8, 2), (2, 3)), {"bias": np.zeros(2, np.float32)}, r"floating, \(3,\)"),
     ):
         with pytest.raises(ValueError, match=words):
             call(all_gather_matmul, *shapes, **options)
+    several = lambda x, w, v, **o: all_gather_matmul(x, (w, v), **o)  # noqa: E731
+    with pytest.raises(ValueError, match="2 weights and 1 biases"):
+        call(several, (8, 2), (2, 3), (2, 3), bias=np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"of one shape, got \[\(2, 3\), \(2, 4\)\]"):
+        call(several, (8, 2), (2, 3), (2, 4), activation="swiglu")
+    for shapes in (((8,), (8, 3)), ((8, 2), (2,))):
+        with pytest.raises(ValueError, match=r"\(\.\.\., m, k\) and \(k, n\)"):
+            call(matmul_reduce_scatter, *shapes)
+    with pytest.raises(NotImplementedError, match="use 'xla', or None"):  # it has no ring
+        call(matmul_all_reduce, (8, 2), (2, 3), implementation="fused")
     with pytest.raises(ValueError, match="must be like the result"):
         call(matmul_reduce_scatter, (8, 2), (2, 3), residual=np.zeros((8, 3), np.float32))
     with pytest.raises(ValueError, match="2 inputs and 1 weights"):
