@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.core.errors import UserError, did_you_mean
-from megajax.parallel import expert_overlap, expert_rows, expert_vjp
+from megajax.parallel import expert_overlap, expert_rows, expert_vjp, overlap
 from megajax.parallel.expert_overlap import COMBINE, DISPATCH
 from megajax.parallel.expert_rows import Dispatch, Routing
 from megajax.parallel.overlap import Implementation
@@ -70,12 +70,17 @@ def dispatch_grouped_matmul(
     """
     weights = tuple(w) if isinstance(w, Sequence) else (w,)
     _check_dispatch(x, weights, routing, activation, capacity)
+    acc = overlap.sum_dtype(DISPATCH, acc_dtype)
     axes = (expert_axis, tensor_axis)
+    if expert_axis == tensor_axis:
+        raise UserError(
+            f"expert_axis and tensor_axis must be two axes, found {axes}; nearest: None"
+        )
     tokens = (x.shape[0], routing.expert_index.shape[1], x.shape[1])
     word = expert_overlap.choose(DISPATCH, implementation, tokens, weights, axes)
     experts = weights[0].shape[0]
     dispatch = expert_rows.plan(routing.expert_index, experts, axes, capacity, word)
-    plan = expert_vjp.Plan(word, jnp.dtype(acc_dtype).name)
+    plan = expert_vjp.Plan(word, acc)
     products = expert_vjp.first_products(*alike((x, weights, dispatch)), plan)
     if activation == "swiglu":
         gate_NF, up_NF = (z.astype(jnp.float32) for z in products)
@@ -107,12 +112,15 @@ def grouped_matmul_combine(
     Differentiable in h, w and weights. The same bits in every run.
     Raises: as dispatch_grouped_matmul.
     """
-    rows = dispatch.order_N.shape[0]
+    acc = overlap.sum_dtype(COMBINE, acc_dtype)
+    rows, experts = dispatch.order_N.shape[0], dispatch.splits_RE.shape[1]
     if h.ndim != 2 or w.ndim != 3 or h.shape != (rows, w.shape[1]) or h.dtype != w.dtype:
         raise UserError(
             f"h {h.dtype}{h.shape} and w {w.dtype}{w.shape} must be (rows, f) and (E, f, d) of one "
             f"type with the {rows} rows of the dispatch"
         )
+    if w.shape[0] != experts:
+        raise UserError(f"w {w.shape} must be (E, f, d) of the {experts} experts of the dispatch")
     if weights.dtype != jnp.float32 or weights.shape != dispatch.choices:
         raise UserError(
             f"weights {weights.dtype}{weights.shape} must be float32 (t, k) = {dispatch.choices}"
@@ -126,7 +134,7 @@ def grouped_matmul_combine(
     word = expert_overlap.choose(COMBINE, implementation, tokens, (w,), dispatch.axes)
     if dispatch.lanes is not None:
         word = "xla"
-    plan = expert_vjp.Plan(word, jnp.dtype(acc_dtype).name)
+    plan = expert_vjp.Plan(word, acc)
     return expert_vjp.second_product(*alike((h, w, weights, dispatch)), plan)
 
 

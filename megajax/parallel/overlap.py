@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard, find_card
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.collective import api as kernels
@@ -82,14 +83,14 @@ def check(
 def sum_dtype(op: str, acc_dtype: Any) -> str:
     """Returns the name of the type in which sums cross ranks.
 
-    Raises: ValueError for what is no floating type of products.
+    Raises: UserError for a type that products have not.
     """
     try:
         name = jnp.dtype(acc_dtype).name
     except TypeError:
         name = str(acc_dtype)
     if name not in SUMS:
-        raise ValueError(
+        raise UserError(
             f"{op}: acc_dtype={name} must be one of {', '.join(SUMS)}; nearest: float32"
         )
     return name

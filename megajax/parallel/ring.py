@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = jax.Array
@@ -112,9 +113,21 @@ def _cuts(m: int, both_ways: bool) -> list[tuple[int, int]]:
 
 
 def hop(axis: str | tuple[str, ...]) -> Callable[[Array, int], Array]:
-    """Returns (array, by how many ranks it moves) -> what comes from the neighbour."""
-    R = lax.axis_size(axis)
-    return lambda x, by: lax.ppermute(x, axis, [(r, (r + by) % R) for r in range(R)])
+    """Returns (array, by how many ranks it moves) -> what comes from the neighbour.
+
+    axis: one, or several in any order, the last fastest; `ppermute` takes the mesh's order only.
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    mesh, R = jax.sharding.get_abstract_mesh(), lax.axis_size(axis)
+    sorted_ = tuple(sorted(names, key=mesh.axis_names.index))
+    places = np.arange(R).reshape([mesh.shape[name] for name in sorted_])
+    place_R = places.transpose([sorted_.index(name) for name in names]).ravel().tolist()
+
+    def move(x: Array, by: int) -> Array:
+        pairs = [(place_R[r], place_R[(r + by) % R]) for r in range(R)]
+        return lax.ppermute(x, sorted_, pairs)
+
+    return move
 
 
 def _rows(x: Array, first: int | Array, size: int) -> Array:

@@ -241,6 +241,18 @@ def test_a_frozen_weight_and_one_input_of_any_rank(implementation, seed):
     close(np.asarray(found), double(dy) @ double(down).T @ double(up).T)
 
 
+@pytest.mark.parametrize("axes", ["tensor", ("data", "tensor"), ("tensor", "data")])
+def test_a_hop_goes_to_the_neighbour_whatever_the_order_of_the_axes(axes):
+    mesh = make_mesh({"data": 2, "tensor": 4})
+
+    def local():
+        rank, R = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
+        return jnp.stack([ring.hop(axes)(rank, by) - (rank - by) % R for by in (1, -1)])[None]
+
+    found = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(axes))
+    assert not jax.jit(found)().any()
+
+
 # ---- what crosses ranks
 
 

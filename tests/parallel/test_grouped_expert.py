@@ -345,6 +345,9 @@ BAD = {
     "at least 1": dict(capacity=0),
     "rows of the dispatch": dict(h=jnp.zeros((5, F))),
     "= .2, 3.": dict(weights=jnp.zeros((3, 2))),
+    "of the 4 experts of": dict(down=jnp.zeros((3, F, D))),
+    "must be two axes": dict(tensor_axis="expert"),
+    "acc_dtype=int32 must be": dict(acc_dtype="int32"),
 }
 
 
@@ -356,8 +359,10 @@ def test_bad_input_is_explained(message):
         h, dispatch = dispatch_grouped_matmul(
             given["x"], given["w"], Routing(given["index"], given["weight"]), expert_axis="expert",
             activation=given["activation"], capacity=given["capacity"],
+            tensor_axis=given.get("tensor_axis"), acc_dtype=given.get("acc_dtype", "float32"),
         )  # fmt: skip
-        down, weights = jnp.zeros((4, F, D)), given.get("weights", given["weight"])
+        down = given.get("down", jnp.zeros((4, F, D)))
+        weights = given.get("weights", given["weight"])
         return grouped_matmul_combine(given.get("h", h), down, dispatch, weights=weights)
 
     with pytest.raises(UserError, match=message):
