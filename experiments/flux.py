@@ -2,6 +2,7 @@
 
     uv run experiments/flux.py                      # two sizes of GPT-3 175B, seconds
     uv run experiments/flux.py --preset=paper       # GPT-3 175B and Llama-2 70B, m 64 to 16384
+    uv run experiments/flux.py --part=exact         # the layer itself, on 8 emulated devices
 
 The feed-forward layers of both models on 8 GPUs: an all-gather before the first product, a reduce-
 scatter after the second. Times are SIMULATED (pallas_kernels/collective/README.md says how): the
@@ -9,6 +10,9 @@ product alone, the collective alone, one after the other, XLA's ring in lockstep
 with its best number of SMs that copy, and the floor that no overlap passes. Flux's overlap
 efficiency stands beside them; what its authors report is dashed in the figure and is for their
 kernels on their GPUs, not for ours. Writes flux_simulated.json, .svg and .png into --out.
+
+With --part=exact the layers run: as plain collectives and as rings, products and all gradients on 8
+EMULATED devices, 1/64 as wide, of 8 and of 200 rows, against float64. Writes flux_emulated.json.
 """
 
 import dataclasses
@@ -18,10 +22,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megajax.core import config
+from megajax.core import mesh as mesh_
 from megajax.core.config import option
 from megajax.monitor import results
 from megajax.systems import overlap_report as report
-from pallas_kernels.collective.cases import DENSE, ROWS
+from megajax.systems import product_check
+from pallas_kernels.collective.cases import DENSE, RANKS, ROWS
 from pallas_kernels.collective.simulator import MACHINES
 
 
@@ -29,8 +35,11 @@ from pallas_kernels.collective.simulator import MACHINES
 class Config:
     """What is simulated, and on what."""
 
+    part: Literal["simulated", "exact"] = option("simulated", "times, or the layer against NumPy")
     models: str = option(",".join(DENSE), "models, with commas")
-    rows: str = option(",".join(map(str, ROWS)), "rows m of the layer's input on all ranks")
+    rows: str = option(
+        ",".join(map(str, ROWS)), "rows m of the layer's input on all ranks, simulated"
+    )
     card: Literal["H100", "H800"] = option("H800", "simulated GPU; H800: as in the paper")
     out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
 
@@ -51,10 +60,35 @@ def paper() -> Config:
 
 
 def main() -> int:
-    """Simulates, writes after every row, prints and draws."""
+    """Does one part, and writes after every row."""
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
+    return check(cfg) if cfg.part == "exact" else simulate(cfg)
+
+
+def check(cfg: Config) -> int:
+    """The layer on emulated devices against NumPy."""
+    mesh_.start(RANKS)
+    about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
+    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": product_check.NARROWER}
+    path = Path(cfg.out).expanduser() / "flux_emulated.json"
+    rows: list[report.Row] = []
+    for row in product_check.rows(report.names("models", cfg.models, DENSE)):
+        rows.append(row)
+        results.write(path, about, rows)
+        worst = max(value for name, value in row.items() if name.endswith("_error"))
+        print(
+            f"emulated | {row['model']} {row['way']}, {row['m']} rows | largest error of y and all "
+            f"gradients {worst:.1e}, same bits twice: {row['same_bits']}",
+            flush=True,
+        )
+    print(path)
+    return 0
+
+
+def simulate(cfg: Config) -> int:
+    """Times of the simulator, and their figure."""
     machine = MACHINES[cfg.card]
     about: dict[str, Any] = results.facts(f"8 x {machine.name}", "simulated")
     about |= {"preset": config.start_name(), "machine": dataclasses.asdict(machine)}

@@ -49,6 +49,18 @@ def test_the_layer_is_exact_in_every_layout(tmp_path):
     assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in found["rows"])
 
 
+@pytest.mark.slow  # six compiled layers
+@pytest.mark.process
+def test_products_are_exact_in_every_way(tmp_path):
+    done = experiment("flux.py", "--part=exact", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "flux_emulated.json").read_text())
+    assert found["layer"] == "emulated"
+    ways = ["xla", "ring", "ring, both ways"]
+    assert [(r["m"], r["way"]) for r in found["rows"]] == [(m, w) for m in (8, 200) for w in ways]
+    assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in found["rows"])
+
+
 @pytest.mark.process
 def test_a_wrong_flag_is_one_line():
     done = experiment("comet.py", "--models=mixtral")
