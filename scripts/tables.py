@@ -332,6 +332,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap_gather": overlap_tables.gather,
     "overlap_ops": functools.partial(overlap_tables.ops, RESULTS / "flux_simulated.json"),
     "overlap_layers": functools.partial(overlap_tables.layers, RESULTS / "comet_simulated.json"),
+    "overlap_models": functools.partial(
+        overlap_tables.models, RESULTS / "flux_simulated.json", RESULTS / "comet_simulated.json"
+    ),
     "overlap_repository": functools.partial(
         overlap_tables.repository, RESULTS / "comet_simulated.json"
     ),

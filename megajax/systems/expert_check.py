@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.core.errors import UserError, nearest_multiples
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from megajax.systems.overlap_report import Row, draw_routing
 from pallas_kernels.collective.cases import MIXTURES, RANKS, Mixture
@@ -29,14 +28,9 @@ def rows(
 ) -> Iterator[Row]:
     """Yields a row for each model, imbalance and layout (tensor, expert): the largest errors.
 
-    tokens: of all ranks. An error is the largest difference over the largest value of the loop.
-    Raises: UserError.
+    tokens: of all ranks, a multiple of RANKS. An error is the largest difference over the largest
+    value of the loop.
     """
-    if tokens % RANKS:
-        raise UserError(
-            f"tokens={tokens} must be a multiple of the {RANKS} ranks; "
-            f"{nearest_multiples(tokens, RANKS)} (--tokens)"
-        )
     for model in models:
         case = MIXTURES[model]
         for std in stds:

@@ -67,6 +67,28 @@ def ops(path: Path) -> str:
     return _simulated(path, columns, part="op", model="gpt3_175b")
 
 
+def models(dense: Path, mixtures: Path) -> str:
+    """Whole models, estimated: dense ones by pass, mixtures as means over their layouts."""
+    head = ["model", "pass", "tokens", "one after the other", "hidden", "times, estimated",
+            "times, as the paper reports"]  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    groups: dict[tuple, list[dict]] = {}
+    for found in map(json.loads, (dense.read_text(), mixtures.read_text())):
+        for row in found["rows"]:
+            if row["part"] == "model" and row.get("std", 0.032) == 0.032:
+                tokens = row["m"] if "m" in row else row["tokens"]
+                groups.setdefault((row["model"], row["passes"], tokens), []).append(row)
+    for key, rows in groups.items():
+        serial, hidden, times = (
+            sum(row[name] for row in rows) / len(rows)
+            for name in ("serial_s", "fused_s", "speedup")
+        )
+        cells = *map(str, key), f"{1e6 * serial:.0f}", f"{1e6 * hidden:.0f}", f"{times:.2f}"
+        lines.append(f"| {' | '.join(cells)} | {rows[0]['reported']:.2f} |")
+    source = found["layer"], found["device"], found["date"], found["commit"]
+    return "\n".join([*lines, "", f"*estimates: {', '.join(source)}*"])
+
+
 def layers(path: Path) -> str:
     """Mixtures of experts: serial, fused and what is hidden, by layout."""
     columns: Columns = {

@@ -67,3 +67,6 @@ def test_a_wrong_flag_is_one_line():
     assert done.returncode == 2
     assert done.stderr.startswith("error: models=mixtral must be of mixtral_8x7b")
     assert "Traceback" not in done.stderr
+    done = experiment("comet.py", "--tokens=4096,12")
+    assert done.returncode == 2
+    assert "tokens=12 must be a multiple of the 8 ranks; nearest: 8, 16" in done.stderr
