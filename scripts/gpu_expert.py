@@ -41,7 +41,7 @@ from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan, height
-from pallas_kernels.expert.routes import route
+from pallas_kernels.expert.routes import cut, route
 from pallas_kernels.expert.tunings import Case, of_model
 from pallas_kernels.gemm.hopper import SMS, Spec, Tile
 
@@ -91,6 +91,9 @@ class Check:
         elif self.routing == "gaps":
             experts = np.where(experts < self.experts, -1, experts)
             experts[2] = -1
+        elif self.routing == "cut in two":
+            halves = jnp.asarray(experts[:, :, ::2].reshape(-1, self.choices // 2) // 2)
+            experts = np.asarray(cut(halves, experts=self.experts, parts=2)).reshape(shape)
         rows = self.tokens if self.kind == "dispatch" else self.rows
         shapes = (R, rows, self.K), (R, self.experts, self.K, self.N), shape
         return *(random.integers(-2, 3, s) for s in shapes), experts
@@ -153,6 +156,7 @@ CHECKS = tuple(
         ("gaps", 45, 3, 4, 192, 384, (64, 128, 1)),
         ("one hot", 24, 2, 1, 256, 256, (128, 128, 1)),
         ("even", 16, 8, 64, 128, 128, (64, 128, 2)),
+        ("cut in two", 24, 12, 2, 256, 256, (64, 128, 2)),
     )
     for kind in ("dispatch", "combine")
 )

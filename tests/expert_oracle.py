@@ -26,6 +26,16 @@ def order(experts, ranks, each, rank):
     ]
 
 
+def cut(experts, each, parts):
+    """Choices of experts that lie on `parts` ranks one after the other, each a part: one by one."""
+    found = np.full((len(experts), experts.shape[1] * parts), -1)
+    for (t, a), expert in np.ndenumerate(experts):
+        for part in range(parts if expert >= 0 else 0):
+            rank = expert // each * parts + part
+            found[t, a * parts + part] = rank * each + expert % each
+    return found
+
+
 def routings(ranks, tokens, choices, experts, random):
     """Named choices (ranks * tokens, choices) of experts; experts: of all ranks."""
     shape = ranks * tokens, choices
@@ -35,6 +45,7 @@ def routings(ranks, tokens, choices, experts, random):
     empty_rank = np.where(spread < each, each, spread)
     silent = spread.copy()
     silent[:tokens] = -1
+    halves = cut(random.integers(-1, experts // 2, (len(spread), choices // 2)), each, 2)
     return {
         "spread": spread,
         "some nowhere": np.where(random.random(shape) < 0.3, -1, spread),
@@ -44,4 +55,5 @@ def routings(ranks, tokens, choices, experts, random):
         "a silent rank": silent,
         "none": np.full(shape, -1),
         "the same twice": np.repeat(spread[:, :1], choices, axis=1),
+        "cut in two": np.pad(halves, ((0, 0), (0, choices % 2)), constant_values=-1),
     }

@@ -2,8 +2,14 @@
 
 A table that was measured on this kind of GPU decides; without one, the simulator's grouped products
 (pallas_kernels/collective/expert_simulator.py) say what a ring would take beside plain XLA, and
-only a clear gain counts. Where experts lie on several nodes XLA's collectives are left alone: a
-ring would send every token over the slow links as often as there are ranks behind them.
+only a clear gain counts; the fused kernels are taken where they were measured, never by simulation.
+Where experts lie on several nodes XLA's collectives are left alone: a ring would send every token
+over the slow links as often as there are ranks behind them.
+
+The fused kernels send a token once for each of its A choices and each of the R / G tensor ranks
+that cut an expert, and bring as many float32 answers back; XLA sends it to R - 1 ranks and their
+float32 sums back. So cut experts are fused where that is asked for, never by choice: the tables'
+rival is plain XLA for whole experts, which has R / G times as many tokens for as many rows.
 
 Legend: R ranks that hold tokens, G ranks of the expert axis.
 """
@@ -113,10 +119,8 @@ def fused_reasons(op: str, layer: Layer, device: overlap.Device) -> tuple[str, .
     found = []
     for which in (op, other):
         contracted, widths = (wide, deep) if which == DISPATCH else (deep, wide)
-        why = kernels.reasons(which, contracted, widths, layer.groups, layer.dtype, device)
+        why = kernels.reasons(which, contracted, widths, layer.ranks, layer.dtype, device)
         found += [reason for reason in why if reason not in found]
-    if layer.ranks > layer.groups:
-        found.append("needs experts that are whole on a rank, found them cut over tensor")
     return tuple(found)
 
 
@@ -159,7 +163,12 @@ def best(
 
 
 def measured(halves: Mapping[str, Layer], device: overlap.Device) -> Implementation | None:
-    """Returns what a table found fastest for all of these; None where it has not all of them."""
+    """Returns what a table found fastest for all of these; None where it has not all of them.
+
+    Tables are of experts that are whole on a rank.
+    """
+    if any(half.ranks > half.groups for half in halves.values()):
+        return None
     words = {overlap.measured(op, key(op, layer)) for op, layer in halves.items()}
     (word,) = words if len(words) == 1 else (None,)
     if word == "fused" and any(fused_reasons(op, half, device) for op, half in halves.items()):
@@ -168,10 +177,11 @@ def measured(halves: Mapping[str, Layer], device: overlap.Device) -> Implementat
 
 
 def key(op: str, layer: Layer) -> tuned.Key:
-    """Of a row of a table, as the kernels look it up."""
+    """Of a row of a table, as the kernels look it up; see `routes.cut` for cut experts."""
     hidden = sum(layer.hidden)
+    choices = layer.tokens * layer.top * (layer.ranks // layer.groups)
     K, N = (layer.width, hidden) if op == DISPATCH else (hidden, layer.width)
-    return plans.key(op, layer.groups, layer.tokens * layer.top, layer.experts, K, N)
+    return plans.key(op, layer.ranks, choices, layer.experts, K, N)
 
 
 def simulate(op: str, layer: Layer, card: DeviceCard, cores: int) -> tuple[float, float]:

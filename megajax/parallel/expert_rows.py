@@ -29,7 +29,7 @@ from jax import lax
 from megajax.layers import dispatch as dispatch_
 from megajax.parallel.overlap import Implementation
 from pallas_kernels.collective.schedule import sort_rows
-from pallas_kernels.expert.api import Routes, route
+from pallas_kernels.expert.api import Routes, cut, route
 
 Array = jax.Array
 
@@ -74,7 +74,8 @@ class Dispatch:
     splits_RE: int32, rows of each expert from each rank, ranks in the order of the mesh: tensor
       fastest. dropped: int32 (), this rank's tokens' choices beyond `capacity`.
     lanes: None: gathered. axes: names of the expert and the tensor axis; the latter may be None.
-    routes: the same for the fused kernels (pallas_kernels/expert), where they run.
+    routes: the same rows for the fused kernels (pallas_kernels/expert), where they run; over the
+      ranks of both axes, each choice as one of every tensor rank's part of its expert.
     """
 
     order_N: Array
@@ -140,7 +141,8 @@ def plan(
     routes = None
     if implementation == "fused":
         own_TA = lax.dynamic_slice_in_dim(jnp.where(kept_PA, expert_PA, -1), rank * T, T)
-        routes = route(own_TA, experts=experts, axis=axes[0], rows=N)
+        parts_TA = cut(own_TA, experts=experts, parts=R // groups)
+        routes = route(parts_TA, experts=experts, axis=every, rows=N)
     lost_PA = valid_PA & ~kept_PA
     return Dispatch(
         order_N, source_N, index_PA,

@@ -116,7 +116,7 @@ def _spread(
     if plan.implementation == "fused":
         assert dispatch.routes is not None
         found = kernels.dispatch_grouped_matmul(
-            x_TD, ws, dispatch.routes, axis=dispatch.axes[0], return_rows=keep,
+            x_TD, ws, dispatch.routes, axis=expert_rows.live(dispatch.axes), return_rows=keep,
             transpose_w=turned, implementation="fused",
         )  # fmt: skip
         return found if keep else (found, None)
@@ -140,10 +140,14 @@ def _collect(
     weight_TA: None: 1. turned: w^T.
     """
     if plan.implementation == "fused":
-        assert dispatch.routes is not None
+        routes = dispatch.routes
+        assert routes is not None
         weight_TA = jnp.ones(dispatch.choices, jnp.float32) if weight_TA is None else weight_TA
+        # A choice's weight is that of all its expert's parts.
+        parts = routes.expert_TA.shape[1] // weight_TA.shape[1]
         return kernels.grouped_matmul_combine(
-            hs, ws, dispatch.routes, weight_TA, axis=dispatch.axes[0], acc_dtype=plan.acc_dtype,
+            hs, ws, routes, jnp.repeat(weight_TA, parts, axis=1),
+            axis=expert_rows.live(dispatch.axes), acc_dtype=plan.acc_dtype,
             transpose_w=turned, implementation="fused",
         )  # fmt: skip
     weight_PA = None if weight_TA is None else expert_rows.weights_of(weight_TA, dispatch)

@@ -2,7 +2,8 @@
 
 A kernel is written once against it, and which world it is for is decided when it is traced:
 
-- RemotePeer: a rank is a GPU of a mesh axis; peers' arrays and flags are remote memory (NVLink).
+- RemotePeer: a rank is a GPU of a mesh axis, or of several as one; peers' arrays and flags are
+  remote memory (NVLink).
 - VirtualPeer: several ranks on one GPU, each on its share of the thread blocks, all resident at
   once; every array has the pages of all ranks. Shows that the signalling is right for every rank.
 - GhostPeer: one rank of full size beside ghosts that hold what it holds and do what it does; copies
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 
+Axis = str | tuple[str, ...]  # several: one index over all of them, the last one fastest
 Ref = Any  # a reference in a kernel, or a part of one
 Int = Any  # traced int32
 
@@ -125,9 +127,9 @@ class Peers:
 
 @dataclasses.dataclass(frozen=True)
 class RemotePeer(Peers):
-    """Ranks are the GPUs along a mesh axis; runs inside a shard_map over it."""
+    """Ranks are the GPUs along a mesh axis, or several; runs inside a shard_map over them."""
 
-    axis: str
+    axis: Axis
 
     @override
     def rank(self) -> Int:

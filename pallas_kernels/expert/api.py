@@ -19,6 +19,12 @@ No gradients here, but each is what the other's gradient needs, its weights read
 
 with several first products (gate and up), whose gradients `combine` adds: lists of h and w.
 
+`axis` may be several axes. Experts over one axis whose columns a second one cuts run over both:
+`route` is given each choice as one of every part of its expert (`cut`), weights are repeated as
+often, side by side. A token then travels to every part of each of its experts, A P rows of P parts,
+where a gather sends it once to each of the R - 1 other ranks, and as many float32 answers come
+back: few choices over few parts suit this, not one expert's columns over a node.
+
 Legend: R ranks of the axis, T tokens of a rank, A choices a token, E experts of a rank, N rows of a
 rank's experts at most (static), K contracted, F and D columns.
 """
@@ -32,13 +38,14 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.attention.hopper_forward import varying_as
 from pallas_kernels.collective.api import DTYPES, limits
-from pallas_kernels.collective.peers import RemotePeer
+from pallas_kernels.collective.peers import Axis, RemotePeer
 from pallas_kernels.expert import plans, reference, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import Routes as Routes
+from pallas_kernels.expert.routes import cut as cut
 from pallas_kernels.expert.routes import route as route
 from pallas_kernels.gemm.hopper import SMS, Spec
 from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
@@ -53,7 +60,7 @@ def dispatch_grouped_matmul(
     w: Array | Sequence[Array],
     routes: Routes,
     *,
-    axis: str,
+    axis: Axis,
     activation: Activation | None = None,
     return_rows: bool = False,
     transpose_w: bool = False,
@@ -99,7 +106,7 @@ def grouped_matmul_combine(
     routes: Routes,
     weights: Array,
     *,
-    axis: str,
+    axis: Axis,
     acc_dtype: Any = jnp.float32,
     transpose_w: bool = False,
     implementation: Implementation | None = None,

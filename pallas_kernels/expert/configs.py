@@ -1,8 +1,9 @@
 """Every tile of the expert kernels that is shipped: its deviceless compile.
 
 All tiles that `plans.candidates` can give, for eight replicas with remote memory; the largest,
-whose registers are nearly all taken, with every epilogue, on an axis of a mesh, and as what a
-single GPU runs: virtual ranks and the ghost peer. What is timed: tunings.py.
+whose registers are nearly all taken, with every epilogue, on an axis of a mesh and on two as one,
+and as what a single GPU runs: virtual ranks and the ghost peer. What is
+timed: tunings.py.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ from pallas_kernels.gemm.hopper import BLOCKS, Spec, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
 WIDE = ("128x128", "64x256", "64x128")  # of a combine: columns in whole vectors of 128
-DISPATCHES = ("", " alone", " axis", " gelu", " several", " turned")
-COMBINES = ("", " alone", " axis", " narrow", " turned pairs", " ten choices")
+DISPATCHES = ("", " alone", " axis", " joint", " gelu", " several", " turned")
+COMBINES = ("", " alone", " axis", " joint", " narrow", " turned pairs", " ten choices")
 CONFIGS = (
     *(f"dispatch {LARGEST}{words}" for words in DISPATCHES),
     *(f"dispatch {block}" for block in SMALLER),
@@ -46,20 +47,21 @@ TOKENS, EXPERTS, K, N, CHUNK = 256, 4, 1024, 1536, 64
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns (function, its abstract arguments on H100s, the plan) of a configuration.
 
-    'axis': one of a mesh of 2 x 4; 'alone': without a cluster; 'narrow': bf16 answers cross ranks.
-    'turned': w is stored (N, K); 'pairs': two products are added.
+    'axis': one of a mesh of 2 x 4; 'joint': both of it, experts over 2, their columns over 4, three
+    choices of a token; 'alone': without a cluster; 'narrow': bf16 answers cross ranks. 'turned': w
+    is stored (N, K); 'pairs': two products are added.
     """
     kind, *words = name.split()
     ranks = 4 if "axis" in words else 8
     devices, peers = np.array(aot.devices(1, 8)), _peers(words, ranks)
     if isinstance(peers, RemotePeer):
-        mesh = Mesh(devices.reshape(-1, ranks), ("other", "x"))
+        mesh = Mesh(devices.reshape(-1, 4 if "joint" in words else ranks), ("other", "x"))
     else:
         mesh = Mesh(devices[:1].reshape(1, 1), ("other", "x"))
     sums = "float32" if kind == "combine" and "narrow" not in words else "bfloat16"
     plan, C = _plan(words, sums), peers.copies
     gelu: Any = "gelu" if "gelu" in words else None
-    choices = 10 if "ten" in words else 2
+    choices = 10 if "ten" in words else 3 * 4 if "joint" in words else 2
     rows = ranks * TOKENS * choices
     turned = "turned" in words
 
@@ -108,7 +110,7 @@ def _peers(words: list[str], ranks: int) -> Peers:
         return VirtualPeer(ranks)
     if "ghost" in words:
         return GhostPeer(ranks, 3, bytes_per_s=1e11, latency_ns=2000)
-    return RemotePeer(ranks, "x")
+    return RemotePeer(ranks, ("other", "x") if "joint" in words else "x")
 
 
 def _plan(words: list[str], sums: str) -> Plan:

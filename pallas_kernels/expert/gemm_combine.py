@@ -40,6 +40,7 @@ from pallas_kernels.expert.tables import ARRIVALS, JOBS, Tables
 from pallas_kernels.gemm.hopper import SMS, Spec
 
 NAME = "gemm_combine"
+TOGETHER = 8  # answers of a token that are loaded at one time (tried: of forty some spill)
 
 
 def gemm_combine(
@@ -227,10 +228,18 @@ def _add_up(gmem, peers, b, wide, me, everyone):
     each = next(128 * vector for vector in (4, 2, 1) if math.gcd(D, wide) % (128 * vector) == 0)
     layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
 
+    few = A % TOGETHER or TOGETHER  # choices of the first group; the others are whole
+    groups = (A - few) // TOGETHER
+
     @pl.loop(0, core.share(jnp.int32(T), me, everyone))
     def _(i):
         token = me + i * everyone
-        chosen = [(places[token, a] + 0, weights[token, a] + 0.0) for a in range(A)]
+
+        def choices(first, count):
+            at = [first + a for a in range(count)]
+            return [(places[token, a] + 0, weights[token, a] + 0.0) for a in at]
+
+        early = choices(0, few)
 
         def store(at):
             def answer(place, weight):
@@ -239,7 +248,12 @@ def _add_up(gmem, peers, b, wide, me, everyone):
                 # A row that nobody writes may hold anything.
                 return jnp.where(jnp.full((each,), place) >= 0, found * weight, 0.0)
 
-            y = functools.reduce(jnp.add, [answer(*choice) for choice in chosen])
+            def add(group, y):
+                more = choices(few + group * TOGETHER, TOGETHER)
+                return functools.reduce(jnp.add, [answer(*choice) for choice in more], y)
+
+            y = functools.reduce(jnp.add, [answer(*choice) for choice in early])
+            y = lax.fori_loop(0, groups, add, y) if groups else y
             peers.own(gmem["y"]).at[token, at][...] = y.astype(gmem["y"].dtype)
 
         for first in range(0, wide, each):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.collective.peers import Axis
 from pallas_kernels.expert.routes import Routes
 from pallas_kernels.gemm.reference import Activation, activate
 from pallas_kernels.grouped import reference as grouped
@@ -20,7 +21,7 @@ from pallas_kernels.grouped import reference as grouped
 Array = jax.Array
 
 
-def gather_rows(x_TK: Array, routes: Routes, axis: str) -> Array:
+def gather_rows(x_TK: Array, routes: Routes, axis: Axis) -> Array:
     """x_NK, every token at the rows of its experts; 0 past the rows that came."""
     A = routes.dest_TA.shape[1]
     x_PK = lax.all_gather(x_TK, axis, axis=0, tiled=True)
@@ -29,7 +30,7 @@ def gather_rows(x_TK: Array, routes: Routes, axis: str) -> Array:
 
 
 def dispatch_grouped_matmul(
-    x_TK: Array, weights: tuple[Array, ...], routes: Routes, axis: str,
+    x_TK: Array, weights: tuple[Array, ...], routes: Routes, axis: Axis,
     activation: Activation | None, turned: bool,
 ) -> tuple[tuple[Array, ...], Array]:  # fmt: skip
     """(activation(rows of experts times each w), those rows)."""
@@ -39,7 +40,7 @@ def dispatch_grouped_matmul(
 
 
 def grouped_matmul_combine(
-    hs: tuple[Array, ...], ws: tuple[Array, ...], routes: Routes, weight_TA: Array, axis: str,
+    hs: tuple[Array, ...], ws: tuple[Array, ...], routes: Routes, weight_TA: Array, axis: Axis,
     acc_dtype: Any, turned: bool,
 ) -> Array:  # fmt: skip
     """y_TD, of each token the weighted sum of its answers, of which each is a sum of products."""

@@ -5,6 +5,8 @@ word. The rows of a rank's experts lie together expert by expert, inside an expe
 distance of the rank that they came from: own rows first, then those of rank + 1, rank + 2, ...
 (COMET, arXiv 2502.19811, section 3.1), of one rank in the order of token and choice.
 
+Experts whose columns are cut over ranks are routed as more of them, whole ones (`cut`).
+
 Legend: R ranks, T tokens of a rank, A choices a token, S = T A choices of a rank, E experts of a
 rank, X = R E of all, N rows of a rank's experts, at most.
 """
@@ -14,6 +16,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.collective.peers import Axis
 
 Array = jax.Array
 
@@ -69,7 +73,22 @@ class Routes:
         return self.counts_RE.sum(0, dtype=jnp.int32)
 
 
-def route(expert_TA: Array, *, experts: int, axis: str, rows: int | None = None) -> Routes:
+def cut(expert_TA: Array, *, experts: int, parts: int) -> Array:
+    """Returns integers (T, A parts): each choice as one of every part of its expert.
+
+    For experts whose columns are cut over `parts` ranks that lie one after the other, `experts` on
+    each: what `route` takes, over all ranks, is the part of expert e on the t-th of its ranks,
+    expert e % `experts` of rank e // `experts` * parts + t. A token then travels to each of them,
+    and their answers, of which each has its part of the sum over columns, are added up as those of
+    a token's choices are, all of them with the choice's weight. No expert stays none.
+    """
+    part_11P = jnp.arange(parts, dtype=expert_TA.dtype)[None, None]
+    rank_TAP = (expert_TA // experts * parts)[:, :, None] + part_11P
+    expert_TAP = rank_TAP * experts + (expert_TA % experts)[:, :, None]
+    return expert_TAP.reshape(len(expert_TA), -1)
+
+
+def route(expert_TA: Array, *, experts: int, axis: Axis, rows: int | None = None) -> Routes:
     """Returns the Routes of this rank, for code inside a shard_map over `axis`.
 
     Expert e of the model is expert e % `experts` of rank e // `experts`.

@@ -2,12 +2,20 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from megajax.cost.hlo import attributed
+from megajax.core.mesh import MeshSpec
+from megajax.cost.hlo import attributed, collectives
 from megajax.cost.traps import find
-from megajax.layers.moe import MoeConfig
+from megajax.layers.mlp import MlpConfig
+from megajax.layers.moe import Moe, MoeConfig
 from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import sharding, tensor
+from megajax.systems.aot import QUICK
+from pallas_kernels import aot
 from tests.parallel.test_aot import MIB, ZERO, compile_step, large_gradient_all_reduces, place
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -79,3 +87,34 @@ def test_capacity_exchanges_slots():
         expected = times * E * ROWS // 4 * slots * D * 2 / MIB
         assert sent(found, where, "expert", "all-to-all") == pytest.approx(expected, rel=0.005)
     assert find(found, ("expert",)) == [] and attributed(found) >= 0.99
+
+
+def test_fused_layers_of_experts_cut_over_tensor():
+    """A kernel a half each way, three weights' gradients; x again, what is a number a choice."""
+    layout = sharding.layout(MeshSpec(expert=4, tensor=2).build(aot.devices(1)))
+    mesh, S, width = layout.mesh, 128, 256
+    moe, mlp = MoeConfig(experts=8, top_k=2), MlpConfig(width, 256, "swiglu", False, 0.02)
+
+    def array(shape, spec, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.named(spec))
+
+    with jax.set_mesh(mesh):
+        ops = tensor.ops(layout, overlap="fused")
+        abstract = nnx.eval_shape(lambda: Moe(moe, mlp, layout, ops, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(abstract)
+        params = jax.tree.map(
+            lambda p: p.replace(array(p.shape, layout.stored(*p.get_metadata("axes")), p.dtype)),
+            state, is_leaf=lambda p: isinstance(p, nnx.Variable),
+        )  # fmt: skip
+        spec = layout.act("batch", "seq", None, residual=True)
+        x = array((4, S, width), spec, jnp.bfloat16)
+
+        def loss(params, x):
+            return (nnx.merge(graph, params)(x)[0].astype(jnp.float32) ** 2).sum()
+
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(params, x)
+    text = aot.compile(lowered, QUICK).as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 7
+    over = [c for c in collectives(text, dict(mesh.shape)) if c.axes == ("expert", "tensor")]
+    large = [(c.kind, c.nbytes) for c in over if c.nbytes > 4 * S * 2 * 2 * 8]
+    assert large == [("all-gather", 4 * S * width * 2)]

@@ -226,7 +226,17 @@ def test_equals_the_loop_widely(name, seed):
     "case",
     [
         Case(4, 1, top=3, capacity=3, implementation="fused"),
-        pytest.param(Case(4, 1, check_vma=False, implementation="fused"), marks=pytest.mark.slow),
+        Case(2, 2, top=3, capacity=3, implementation="fused"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                Case(4, 1, check_vma=False, implementation="fused"),
+                Case(1, 4, check_vma=False, implementation="fused"),
+                Case(4, 2, top=1, implementation="fused"),
+                Case(2, 2, data=2, implementation="fused"),
+                Case(2, 2, cut=False, implementation="fused"),
+            )
+        ),
     ],
 )
 def test_fused_gradients_equal_the_loop(case, seed, monkeypatch):
@@ -444,13 +454,27 @@ def test_a_choice_has_a_reason(monkeypatch):
 
     table(**{dispatch: "fused", combine: "fused"})
     assert best() == ("fused", "measured on one GPU of this kind, its link emulated")
-    assert best(dtype="float32")[0] != "fused" != best(groups=4)[0]  # 4: cut over tensor
+    assert best(dtype="float32")[0] != "fused"
+    assert best(groups=4)[1].startswith("simulated")  # cut over tensor: nobody measured that
     table(**{dispatch: "fused", combine: "xla"})
     assert best()[0] == "ring"  # no word for the whole layer
     assert best(halves=(dispatch,))[0] == "fused"
     few = {"ranks": 8, "choices": 64, "experts": 1, "K": 4096, "N": 28672}
     monkeypatch.setattr(tuned, "find", lambda op, key: {"key": few, "fastest": "fused"})
     assert best()[0] == "ring"  # another problem was measured
+
+
+def test_kernels_run_over_the_ranks_of_both_axes():
+    """With the columns of a rank, to which every choice of its group of ranks comes."""
+    layer = expert_overlap.Layer(8192, 2, 4096, 1, (1792, 1792), 8, 1, "bfloat16", 7)
+    for op in expert_overlap.HALVES:
+        assert not expert_overlap.fused_reasons(op, layer, H100)
+        (why,) = expert_overlap.fused_reasons(op, layer._replace(ranks=16, groups=8), H100)
+        assert why == "needs 2 to 8 ranks, those of a node, found 16"
+        (why,) = expert_overlap.fused_reasons(op, layer._replace(hidden=(1440,)), H100)[:1]
+        assert why.startswith("needs a multiple of 64 columns of") and why.endswith("found 1440")
+    key = {"ranks": 8, "choices": 8192 * 2 * 8, "experts": 1, "K": 4096, "N": 2 * 1792}
+    assert expert_overlap.key(expert_overlap.DISPATCH, layer) == key
 
 
 @pytest.mark.slow

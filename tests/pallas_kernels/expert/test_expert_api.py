@@ -76,6 +76,26 @@ def test_rows_past_a_bound_are_left_out(seed):
     np.testing.assert_allclose(y, answers(x, w, v, kept, weights), atol=1e-4)
 
 
+def test_experts_cut_over_a_second_axis(seed):
+    """Two on each of two groups, whose two ranks have half of the columns; a third axis between."""
+    random, (x, w, v, weights) = values(seed)
+    experts = random.integers(-1, 2 * E, (R * T, A)).astype(np.int32)
+    w, v = w[: 2 * E], v[: 2 * E]
+    axis = ("expert", "tensor")
+
+    def cut_layer(x, w, v, experts, weights):
+        routes = api.route(api.cut(experts, experts=E, parts=2), experts=E, axis=axis)
+        h = api.dispatch_grouped_matmul(x, w, routes, axis=axis)
+        return api.grouped_matmul_combine(h, v, routes, weights.repeat(2, 1), axis=axis)
+
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("expert", "other", "tensor"))
+    rows = P(axis)
+    specs = rows, P("expert", None, "tensor"), P("expert", "tensor"), rows, rows
+    step = jax.shard_map(cut_layer, mesh=mesh, in_specs=specs, out_specs=rows)
+    y = jax.jit(step)(x, w, v, experts, weights)
+    np.testing.assert_allclose(y, answers(x, w, v, experts, weights), atol=1e-4)
+
+
 @pytest.mark.slow
 def test_several_weights_transposed(seed):
     """Two first products share a dispatch; two second ones add their answers."""

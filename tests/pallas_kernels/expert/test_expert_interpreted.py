@@ -112,10 +112,10 @@ def test_combined_product(warpgroups, cluster, seed):
     assert np.isnan(page[ME, :S]).all() and np.isnan(page[ME, S + end :]).all()
 
 
-@pytest.mark.parametrize("block", [0, 1])
-def test_weighted_sums_of_answers(block, seed):
+@pytest.mark.parametrize(("block", "choices"), [(0, 3), (1, 2 * combine.TOGETHER + 3)])
+def test_weighted_sums_of_answers(block, choices, seed):
     """Of a last block of columns that is not full; rows that nobody wrote are full of NaN."""
-    D, wide, choices, tokens = 384, 256, 3, 5
+    D, wide, tokens = 384, 256, 5
     random = np.random.default_rng(seed)
     page = np.full((tokens * choices + 4, D), np.nan, np.float32)
     places = random.permutation(len(page))[: tokens * choices].reshape(tokens, choices)

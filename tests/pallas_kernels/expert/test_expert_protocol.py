@@ -28,7 +28,9 @@ def test_a_protocol_is_exact_and_free_of_races(name, mode, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["one hot expert", "an empty rank", "a silent rank", "none"])
+@pytest.mark.parametrize(
+    "routing", ["one hot expert", "an empty rank", "a silent rank", "none", "cut in two"]
+)
 @pytest.mark.parametrize("name", list(PROTOCOLS))
 def test_of_uneven_routings(name, routing, seed):
     assert faults(name, "eager", None, experts_of(routing, seed), seed) == set()
