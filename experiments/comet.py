@@ -13,8 +13,8 @@ no time of ours, and what we say of whole models is an ESTIMATE; the millisecond
 repository reports of such products stand beside ours of the same shapes. Writes
 comet_simulated.json, .svg and .png into --out.
 
-With --part=exact the layer runs: its collectives, products and gradients on 8 EMULATED devices, a
-sixteenth as wide, against a float64 loop over the tokens. Writes comet_emulated.json.
+With --part=exact the layer runs, as plain collectives and as rings: products and gradients on 8
+EMULATED devices, a sixteenth as wide, against a float64 loop over the tokens. Writes comet_emulated.json.
 """
 
 import dataclasses
@@ -94,8 +94,8 @@ def check(cfg: Config) -> int:
         results.write(path, about, rows)
         worst = max(value for name, value in row.items() if name.endswith("_error"))
         print(
-            f"emulated | {row['model']} {row['tensor']}x{row['expert']}, {row['tokens']} tokens | "
-            f"largest error of y and all gradients {worst:.1e}, same bits twice: "
+            f"emulated | {row['model']} {row['tensor']}x{row['expert']} {row['way']}, "
+            f"{row['tokens']} tokens | largest error of y and all gradients {worst:.1e}, same bits twice: "
             f"{row['same_bits']}",
             flush=True,
         )

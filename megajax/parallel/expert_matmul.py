@@ -107,8 +107,9 @@ def grouped_matmul_combine(
       implementation: as in dispatch_grouped_matmul; only 'xla' takes the dispatch of 'xla', which
       may have sent tokens to those alone who need them. acc_dtype: in which sums cross ranks.
     Returns: y (t, d) in h's type for this rank's tokens; without a tensor_axis, the part of this
-      rank's columns. The rows are rounded to h's type; weights multiply them in float32, in which
-      choices and ranks are added up. Dropped choices, and those of no expert, add nothing.
+      rank's columns. Weights multiply answers in float32, in which choices and ranks are added up;
+      only 'fused' does not round the answers to h's type before. Dropped choices, and those of no
+      expert, add nothing.
     Differentiable in h, w and weights. The same bits in every run.
     Raises: as dispatch_grouped_matmul.
     """
@@ -171,5 +172,8 @@ def _check_dispatch(
         )
     if activation == "swiglu" and len(weights) != 2:
         raise UserError(f"activation='swiglu' takes w=[gate, up], got {len(weights)} weights")
-    if capacity is not None and capacity < 1:
-        raise UserError(f"capacity={capacity} must be at least 1, or None; nearest: 1")
+    if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+        raise UserError(
+            f"capacity={capacity} must be a whole number, at least 1, or None; nearest: "
+            f"{max(1, round(capacity))}"
+        )

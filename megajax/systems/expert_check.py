@@ -7,6 +7,7 @@ same bits. Times of emulated devices would say nothing, so there are none.
 Legend: T tokens, A active experts a token, D model width, F width of an expert, E experts.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,17 +17,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+from megajax.parallel.overlap import Implementation
 from megajax.systems.overlap_report import Row, draw_routing
 from pallas_kernels.collective.cases import MIXTURES, RANKS, Mixture
 
 NARROWER = 16
+WAYS: tuple[Implementation, ...] = ("xla", "ring")
 RESULTS = ("y", "dx", "dgate", "dup", "ddown", "dweights")
 
 
 def rows(
     models: Sequence[str], layouts: Sequence[tuple[int, int]], tokens: int, stds: Sequence[float]
 ) -> Iterator[Row]:
-    """Yields a row for each model, imbalance and layout (tensor, expert): the largest errors.
+    """Yields a row for each model, imbalance, layout (tensor, expert) and way: the largest errors.
 
     tokens: of all ranks, a multiple of RANKS. An error is the largest difference over the largest
     value of the loop.
@@ -36,15 +39,15 @@ def rows(
         for std in stds:
             arrays, index_TA, reached = draw(case, tokens, std)
             want = loop(arrays, index_TA)
-            for tensor, expert in layouts:
-                run = layer(tensor, expert)
+            for (tensor, expert), way in itertools.product(layouts, WAYS):
+                run = layer(tensor, expert, way)
                 first, again = (jax.tree.map(np.asarray, run(arrays, index_TA)) for _ in range(2))
                 errors = {
                     f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
                     for name, got, value in zip(RESULTS, first, want, strict=True)
                 }
                 yield {
-                    "part": "exact", "model": model, "tensor": tensor, "expert": expert,
+                    "part": "exact", "model": model, "tensor": tensor, "expert": expert, "way": way,
                     "tokens": tokens, "experts": case.experts, "active": case.active,
                     "width": case.width // NARROWER, "hidden": case.hidden // NARROWER,
                     "std_reached": reached,
@@ -71,7 +74,7 @@ def draw(
     return (x_TD, *inputs, down_EFD, weight_TA, dy_TD), index_TA.astype(np.int32), reached
 
 
-def layer(tensor: int, expert: int) -> Callable[..., tuple[jax.Array, ...]]:
+def layer(tensor: int, expert: int, way: Implementation) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns f(arrays, index_TA) -> RESULTS of the two halves on tensor x expert devices."""
     mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(expert, tensor), ("expert", "tensor"))
     ranks, cut, back = P(("expert", "tensor")), P("expert", None, "tensor"), P("expert", "tensor")
@@ -79,9 +82,9 @@ def layer(tensor: int, expert: int) -> Callable[..., tuple[jax.Array, ...]]:
     def local(x: Any, gate: Any, up: Any, down: Any, weight: Any, index: Any) -> Any:
         h, dispatch = dispatch_grouped_matmul(
             x, [gate, up], Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
-            activation="swiglu",
+            activation="swiglu", implementation=way,
         )  # fmt: skip
-        return grouped_matmul_combine(h, down, dispatch, weights=weight)
+        return grouped_matmul_combine(h, down, dispatch, weights=weight, implementation=way)
 
     whole: Any = jax.shard_map(
         local, mesh=mesh, in_specs=(ranks, cut, cut, back, ranks, ranks), out_specs=ranks

@@ -2,8 +2,7 @@
 
 All tiles that `plans.candidates` can give, for eight replicas with remote memory; the largest,
 whose registers are nearly all taken, with every epilogue, on an axis of a mesh and on two as one,
-and as what a single GPU runs: virtual ranks and the ghost peer. What is
-timed: tunings.py.
+and as what a single GPU runs: virtual ranks and the ghost peer. What is timed: tunings.py.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from pallas_kernels.expert.product import Plan
 from pallas_kernels.gemm.hopper import BLOCKS, SMS, Tile
 from pallas_kernels.grouped import hopper as grouped
 
-DISPATCH, COMBINE = "expert_dispatch_matmul", "expert_matmul_combine"
+DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 # (chosen: a copy of a row's part has 4 KiB or more, whose own cost the simulator does not know)
 COMM, WIDTHS = (2, 4, 8, 16, 32), (4, 8)
 CHUNK = (

@@ -353,6 +353,7 @@ BAD = {
     "Did you mean silu": dict(activation="sillu"),
     "takes w=": dict(activation="swiglu"),
     "at least 1": dict(capacity=0),
+    "capacity=1.7 must be a whole number.*nearest: 2": dict(capacity=1.7),
     "rows of the dispatch": dict(h=jnp.zeros((5, F))),
     "= .2, 3.": dict(weights=jnp.zeros((3, 2))),
     "of the 4 experts of": dict(down=jnp.zeros((3, F, D))),
@@ -381,10 +382,10 @@ def test_bad_input_is_explained(message):
 
 REFUSED = {
     "'rings'; there are": (ValueError, ["rings"] * 2),
-    "expert_dispatch_matmul: .*'fused' cannot run here: needs Hopper GPUs, found cpu.*'ring'": (
+    "dispatch_grouped_matmul: .*'fused' cannot run here: needs Hopper GPUs, found cpu.*'ring'": (
         NotImplementedError, ["fused"] * 2,
     ),
-    "expert_matmul_combine: .*Hopper GPUs, found cpu.*--overlap=auto": (
+    "grouped_matmul_combine: .*Hopper GPUs, found cpu.*--overlap=auto": (
         NotImplementedError, ["xla", "fused"],
     ),
     "this one, by 'xla', sent its tokens in lanes": (UserError, ["xla", "ring"]),

@@ -28,14 +28,16 @@ def test_the_loop_is_what_its_derivatives_say(seed):
 def test_rows_are_exact_and_say_so_when_not(monkeypatch):
     case = Mixture(width=128, hidden=128, experts=8, active=2)
     monkeypatch.setitem(expert_check.MIXTURES, "small", case)
-    (row,) = expert_check.rows(["small"], [(2, 4)], 16, [0.05])
-    assert row["same_bits"] and row["std_reached"] == pytest.approx(0.05, abs=0.01)
-    assert all(0 < row[f"{name}_error"] < 3e-6 for name in expert_check.RESULTS)
+    found = list(expert_check.rows(["small"], [(2, 4)], 16, [0.05]))
+    assert [row["way"] for row in found] == ["xla", "ring"]
+    for row in found:
+        assert row["same_bits"] and row["std_reached"] == pytest.approx(0.05, abs=0.01)
+        assert all(0 < row[f"{name}_error"] < 3e-6 for name in expert_check.RESULTS)
     right = expert_check.grouped_matmul_combine
 
-    def wrong(h, w, dispatch, *, weights):
-        return right(h, w, dispatch, weights=weights * 1.001)
+    def wrong(h, w, dispatch, *, weights, implementation):
+        return right(h, w, dispatch, weights=weights * 1.001, implementation=implementation)
 
     monkeypatch.setattr(expert_check, "grouped_matmul_combine", wrong)
-    (row,) = expert_check.rows(["small"], [(2, 4)], 16, [0.05])
+    row, _ = expert_check.rows(["small"], [(2, 4)], 16, [0.05])
     assert row["y_error"] > 3e-4
