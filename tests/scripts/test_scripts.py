@@ -1,7 +1,6 @@
 """The scripts as a person calls them."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -21,10 +20,9 @@ GOLDEN = ROOT / "tests" / "golden" / "hf_llama.npz"
 
 
 def call(script, *args):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, ROOT / "scripts" / script, *map(str, args)],
-        capture_output=True, text=True, env=env,
+        capture_output=True, text=True,
     )  # fmt: skip
 
 
