@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import safetensors.numpy
 from megajax.core import config
 from megajax.core.mesh import count_gpus
 from megajax.training.config import Config
+from tests import forks
 
 pytestmark = pytest.mark.process
 
@@ -20,10 +19,7 @@ GOLDEN = ROOT / "tests" / "golden" / "hf_llama.npz"
 
 
 def call(script, *args):
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / script, *map(str, args)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    return forks.run(f"scripts/{script}", *args)
 
 
 @pytest.fixture(scope="module")
