@@ -39,6 +39,13 @@ gc.collect()
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
+HEAVY = ("experiments", "parallel", "training")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders of long files first: one of them at the end would leave the other worker idle."""
+    items.sort(key=lambda item: item.path.parent.name not in HEAVY)
+
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
