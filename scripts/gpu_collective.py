@@ -10,7 +10,8 @@ the same rounds, each function once a round:
 
     gemm     the best of our kernel and cuBLAS on all SMs, nothing travels
     copy     the same throttled copies alone
-    serial   those copies, then that product (for a scatter: product, copies, sum)
+    serial   those copies, then that product (for a scatter: product, copies, sum; an all-reduce has
+             the copies of a scatter and of a gather, the fewest)
     fused    the kernel;  E = 1 - (fused - gemm) / (serial - gemm)   (Flux, section 5.1, Eq. 2)
 
 and the controls: `ready`, the kernel without communication; `unrotated`, tiles from row 0 on, must
@@ -33,19 +34,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, bench
 from pallas_kernels.collective import api, plans
-from pallas_kernels.collective.all_gather_gemm import all_gather, all_gather_gemm
+from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.cases import DENSE
 from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import GhostPeer, ReadyPeer, VirtualPeer
+from pallas_kernels.collective.peers import Peers, VirtualPeer
+from pallas_kernels.collective.tunings import LATENCY_NS, Case
 from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.hopper import Spec, Tile
 
-R, ME = 8, 3
+R = 8
 DELAY_NS, SEEDS = 200_000, 100
 LINKS = (400e9, 200e9, 25e9)  # bytes/s in one direction: NVLink 4, H800's, PCIe's
-LATENCY_NS = 2000  # (chosen: a signal over NVLink takes 1 to 2 us)
 ROUNDS, WARMUP = 20, 3
 PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")
 
@@ -134,98 +135,56 @@ def exact(check: Check) -> dict[str, Any]:
 # ---- one rank of full size beside ghosts
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """GPT-3 175B's feed-forward products, one rank of eight; m: rows of all ranks."""
+def cases() -> tuple[Case, ...]:
+    """GPT-3 175B's feed-forward products, in order of worth."""
+    model = DENSE["gpt3_175b"]
 
-    kind: str
-    m: int
+    def pair(m: int) -> Iterator[Case]:
+        up, down = model.up(m), model.down(m, 4)
+        yield Case(api.GATHER, m, up.k, up.n)
+        yield Case(api.SCATTER, m, down.k, down.n)
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """K, N of a rank's product."""
-        model = DENSE["gpt3_175b"]
-        sizes = model.width, model.hidden // R
-        return sizes if self.kind == "gather" else sizes[::-1]
+    few = (model.down(m, 4) for m in (64, 16))
+    reduces = (Case(api.REDUCE, down.m, down.k, down.n) for down in few)
+    return (*pair(4096), *pair(1024), *reduces, *pair(8192), *pair(2048))
 
-    @property
-    def plan(self) -> Plan:
-        """The heuristic's."""
-        K, N = self.sizes
-        op, out = (api.GATHER, "bfloat16") if self.kind == "gather" else (api.SCATTER, "float32")
-        return plans.heuristic(op, R, self.m // R, K, [N], out)
 
-    @property
-    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """x by ranks, w, and what a rank sends: x or partial sums."""
-        K, N = self.sizes
-        x, sums = ((R, self.m // R, n) for n in (K, N))
-        sent = (x, jnp.bfloat16) if self.kind == "gather" else (sums, jnp.float32)
-        shapes = (x, jnp.bfloat16), ((1, K, N), jnp.bfloat16), sent
-        return tuple(jax.ShapeDtypeStruct(*s) for s in shapes)
+def arguments(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, w; and x of all ranks, or partial sums, which a rank sends."""
+    x, w = case.arguments
+    if case.op == api.GATHER:
+        return x, w, jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype)
+    return x, w, jax.ShapeDtypeStruct((*x.shape[:2], case.N), jnp.float32)
 
-    def fused(self, peers: Any, plan: Plan, x: jax.Array, w: jax.Array, _: Any) -> jax.Array:
-        """The kernel."""
-        static: dict[str, Any] = {"rows": self.m // R, "peers": peers, "plan": plan}
-        if self.kind == "gather":
-            return all_gather_gemm(x, (w,), spec=PLAIN, **static)[0][0]
-        return gemm_reduce_scatter((x,), (w,), spec=SUMS, **static)[0]
 
-    def copy(self, peers: Any, x: jax.Array, w: jax.Array, sent: jax.Array) -> jax.Array:
-        """The copies alone, pulled for either kind: as many and as large."""
-        return all_gather(sent, peers=peers, comm=self.plan.comm, chunk=self.plan.chunk)
+def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., jax.Array]]:
+    """All that is timed together, by name; of `arguments`."""
+    plan, gathers = case.plans()[0], case.op == api.GATHER
+    tile = hopper.heuristic(case.m, case.N, case.K, spec=PLAIN)
 
-    def ours(self, x: jax.Array, w: jax.Array, _: Any) -> jax.Array:
-        """The product by our kernel on all SMs."""
-        K, N = self.sizes
-        tile = hopper.heuristic(self.m, N, K, spec=PLAIN)
-        y, _ = hopper.multiply(x.reshape(self.m, K), w[0], spec=PLAIN, tile=tile)
-        return y
+    def whole(x: jax.Array, every: jax.Array) -> jax.Array:
+        return (every if gathers else x).reshape(case.m, case.K)
 
-    def cublas(self, x: jax.Array, w: jax.Array, _: Any) -> jax.Array:
-        """The product by XLA."""
-        return x.reshape(self.m, -1) @ w[0]
+    def fused(peers: Peers, plan: Plan) -> Callable[..., jax.Array]:
+        return lambda x, w, _: case.fused(peers, plan, x, w)
 
-    def serial(self, peers: Any, x: jax.Array, w: jax.Array, sent: jax.Array) -> jax.Array:
-        """Copies, then the product; or product, copies, sum."""
-        if self.kind == "gather":
-            return self.cublas(self.copy(peers, x, w, sent), w, sent)
-        part = jnp.einsum("rmk,kn->rmn", x, w[0], preferred_element_type=jnp.float32)
-        return self.copy(peers, x, w, part).sum(0).astype(x.dtype)
-
-    def functions(self, links: tuple[float, ...]) -> dict[str, Callable[..., jax.Array]]:
-        """All that is timed together, by name."""
-        plan = self.plan
-        alone = dataclasses.replace(plan, comm=0)
-        unrotated = dataclasses.replace(plan, rotated=False)
-
-        def ghost(rate: float) -> GhostPeer:
-            return GhostPeer(R, ME, rate / plan.comm, LATENCY_NS if rate else 0)
-
-        found: dict[str, Callable[..., jax.Array]] = {
-            "ours": self.ours,
-            "cublas": self.cublas,
-            "ready": functools.partial(self.fused, ReadyPeer(R, ME), alone),
-            "free": functools.partial(self.fused, ghost(0), plan),
+    found: dict[str, Callable[..., jax.Array]] = {
+        "ours": lambda x, w, e: hopper.multiply(whole(x, e), w[0], spec=PLAIN, tile=tile)[0],
+        "cublas": lambda x, w, e: whole(x, e) @ w[0],
+        "free": fused(case.ghost(plan, 0), plan),
+    }
+    for rate in links:
+        alone, word = case.alone(plan, rate), f"{rate / 1e9:.0f}"
+        found |= {
+            f"fused {word}": fused(case.ghost(plan, rate), plan),
+            f"copy {word}": lambda x, w, e, p=alone: case.copy(p, plan, x if gathers else e),
+            f"serial {word}": lambda x, w, _, p=alone: case.serial(p, plan, x, w),
         }
-        for rate in links:
-            peers, word = ghost(rate), f"{rate / 1e9:.0f}"
-            found |= {
-                f"fused {word}": functools.partial(self.fused, peers, plan),
-                f"copy {word}": functools.partial(self.copy, peers),
-                f"serial {word}": functools.partial(self.serial, peers),
-            }
-        best = f"{links[0] / 1e9:.0f}"
-        found[f"unrotated {best}"] = functools.partial(self.fused, ghost(links[0]), unrotated)
-        return found
-
-
-CASES = (  # in order of worth
-    *(Case(kind, 4096) for kind in ("gather", "scatter")),
-    *(Case(kind, 1024) for kind in ("gather", "scatter")),
-    *(Case(kind, 8192) for kind in ("gather", "scatter")),
-    *(Case(kind, 2048) for kind in ("gather", "scatter")),
-)
+    if case.op != api.REDUCE:  # whose tiles need nobody else's rows
+        unrotated, best = dataclasses.replace(plan, rotated=False), f"{links[0] / 1e9:.0f}"
+        found[f"unrotated {best}"] = fused(case.ghost(unrotated, links[0]), unrotated)
+        found["ready"] = lambda x, w, e: case.ready(plan, e if gathers else x, w)
+    return found
 
 
 def interleaved(
@@ -240,24 +199,38 @@ def interleaved(
     return {name: float(np.median(found[WARMUP:])) for name, found in times.items()}
 
 
+def apart(function: Callable[..., Any], exact: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    """Returns how far a result is from the exact one, of the latter's size; NaN where it is NaN."""
+    found, want = (
+        jnp.concatenate(
+            [y.astype(jnp.float32).reshape(-1) for y in jax.tree.leaves(jax.jit(f)(*args))]
+        )
+        for f in (function, exact)
+    )
+    return float(jnp.linalg.norm(found - want) / jnp.linalg.norm(want))
+
+
 def efficiencies(case: Case, links: tuple[float, ...], clock: bench.Clock) -> Iterator[dict]:
     """Yields a row for each link, from one series of rounds."""
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys, like = jax.random.split(jax.random.key(0), 3), arguments(case)
     draw = jax.jit(
         lambda key: tuple(
             jax.random.normal(k, x.shape, x.dtype)
-            for k, x in zip(jax.random.split(key), case.arguments, strict=True)
+            for k, x in zip(jax.random.split(key, len(like)), like, strict=True)
         )
     )
-    seconds = interleaved(case.functions(links), [draw(key) for key in keys], clock)
+    inputs, timed = [draw(key) for key in keys], functions(case, links)
+    wrong = apart(timed[f"fused {links[0] / 1e9:.0f}"], lambda x, w, _: case.exact(x, w), inputs[0])
+    seconds = interleaved(timed, inputs, clock)
     gemm = min(seconds["ours"], seconds["cublas"])
     for rate in links:
         word = f"{rate / 1e9:.0f}"
         fused, copy, serial = (seconds[f"{name} {word}"] for name in ("fused", "copy", "serial"))
         yield {
             "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-            "plan": dataclasses.asdict(case.plan), "rounds": ROUNDS, "gemm_s": gemm,
+            "plan": dataclasses.asdict(case.plans()[0]), "rounds": ROUNDS, "gemm_s": gemm,
             "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
+            "relative_error": wrong,
             "efficiency": 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
             "controls_s": {
                 name: value for name, value in seconds.items()
@@ -282,9 +255,9 @@ def compile_all(add: Add) -> None:
     for check in CHECKS[:3]:
         x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in check.shapes[:2])
         row(check.name, check.run, (x, w, jax.ShapeDtypeStruct((R,), jnp.int32)))
-    for case in CASES[:2]:
-        for name, function in case.functions(LINKS[:1]).items():
-            row(f"{case.kind} m={case.m}, {name}", function, case.arguments)
+    for case in (*cases()[:2], cases()[4]):
+        for name, function in functions(case, LINKS[:1]).items():
+            row(f"{case.op} m={case.m}, {name}", function, arguments(case))
 
 
 def check_collective(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
@@ -298,8 +271,8 @@ def check_collective(add: Add, about: dict[str, Any], deadline: float, rehearsal
         if time.perf_counter() > deadline:
             return add({"check": check.name, "note": "not run: out of time, nor what follows it"})
         attempt(add, {"check": check.name}, functools.partial(exact, check))
-    for case in CASES:
-        row = {"case": f"gpt3_175b {case.kind}", "m": case.m}
+    for case in cases():
+        row = {"case": f"gpt3_175b {case.op}", "m": case.m}
         if time.perf_counter() > deadline:
             add(row | {"note": "not run: out of time"})
             continue

@@ -3,7 +3,8 @@
 As gpu_collective.py: eight virtual ranks first, each on its share of the thread blocks, buffers
 full of NaN, every rank up to 200 us late, a hundred times; values are small integers, so that the
 result is exact, beside a loop over tokens in float64. Then times of one rank of full size beside a
-ghost (an EMULATED link): the papers' models, 16384 tokens, expert parallel over 8, an even routing.
+ghost (an EMULATED link): the papers' models, 16384 tokens, expert parallel over 8, every expert as
+likely (pallas_kernels/expert/tunings.py).
 
     gemm     the grouped product alone on all SMs, nothing travels
     copy     the same throttled copies alone
@@ -26,26 +27,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_collective import DELAY_NS, LATENCY_NS, LINKS, ME, ROUNDS, SEEDS, R, interleaved
+from gpu_collective import DELAY_NS, LINKS, ROUNDS, SEEDS, R, apart, interleaved
 from gpu_kernels import Add, attempt
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import aot, bench
 from pallas_kernels.collective.cases import MIXTURES
-from pallas_kernels.collective.peers import GhostPeer, ReadyPeer, VirtualPeer
+from pallas_kernels.collective.peers import VirtualPeer
 from pallas_kernels.collective.plans import fitted
+from pallas_kernels.collective.tunings import LATENCY_NS
 from pallas_kernels.expert import plans, tables
-from pallas_kernels.expert.copies import send_rows
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
+from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan, height
-from pallas_kernels.expert.routes import Routes, route
+from pallas_kernels.expert.routes import route
+from pallas_kernels.expert.tunings import Case, of_model
 from pallas_kernels.gemm.hopper import SMS, Spec, Tile
-from pallas_kernels.grouped import hopper as grouped
 
 PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")
 TOKENS, ROOM = 16384, 1.25  # of all ranks; rows of a rank over an even share
-BLOCKS = (2, 4, 8, 16, 32)  # that communicate, tried beside the plan's
 
 # ---- virtual ranks
 
@@ -174,177 +175,62 @@ def exact(check: Check) -> dict[str, Any]:
 # ---- one rank of full size beside ghosts
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A product of a paper's model, expert parallel over 8: one rank of eight."""
+def arguments(case: Case, key: jax.Array) -> tuple[Any, ...]:
+    """What is timed; and, for the product alone, rows that are there, at a dispatch all ranks'."""
+    given = case.inputs(key)
+    if case.op == COMBINE:
+        return given, given.x, None
+    return given, case.came(given), case.pages(case.plans()[0], given)
 
-    model: str
-    kind: str
 
-    @property
-    def sizes(self) -> tuple[int, int, int, tuple[int, ...]]:
-        """Choices of a rank, experts of a rank, K, columns of the weights."""
-        mixture = MIXTURES[self.model]
-        S, E = TOKENS // R * mixture.active, mixture.experts // R
-        if self.kind == "dispatch":
-            return S, E, mixture.width, (mixture.hidden,) * mixture.inputs
-        return S, E, mixture.hidden, (mixture.width,)
+def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., Any]]:
+    """All that is timed together, by name; of `arguments`."""
+    plan, best = case.plans()[0], f"{links[0] / 1e9:.0f}"
 
-    @property
-    def rows(self) -> int:
-        """Of a rank's experts: with room for an uneven routing."""
-        return int(self.sizes[0] * ROOM) // 8 * 8
+    def timed(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+        return lambda given, *_: function(*static, *given)
 
-    @property
-    def plan(self) -> Plan:
-        """The heuristic's."""
-        S, E, K, widths = self.sizes
-        op, out = (
-            (plans.DISPATCH, "bfloat16") if self.kind == "dispatch" else (plans.COMBINE, "float32")
-        )
-        return plans.heuristic(op, R, S, E, K, list(widths), out)
+    def fused(rate: float, plan: Plan) -> Callable[..., Any]:
+        return timed(case.fused, case.ghost(plan, rate), plan)
 
-    @property
-    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Rows, weights side by side, and choices of rank 0, whose others' are shifted."""
-        S, E, K, widths = self.sizes
-        active = MIXTURES[self.model].active
-        tall = S // active if self.kind == "dispatch" else height(self.rows, self.plan.tile)
-        return (
-            jax.ShapeDtypeStruct((1, tall, K), jnp.bfloat16),
-            jax.ShapeDtypeStruct((len(widths), E, K, widths[0]), jnp.bfloat16),
-            jax.ShapeDtypeStruct((S // active, active), jnp.int32),
-        )
-
-    def routes(self, experts: jax.Array) -> Routes:
-        """Of rank ME, where every rank chooses as rank 0, so many experts on as it lies on."""
-        E = self.sizes[1]
-        shift_R11 = E * jnp.arange(R, dtype=jnp.int32)[:, None, None]
-        every = jax.vmap(
-            lambda e: route(e, experts=E, axis="x", rows=self.rows), axis_name="x"
-        )((experts[None] + shift_R11) % (R * E))  # fmt: skip
-        return jax.tree.map(lambda a: a[ME], every)
-
-    def work(self, experts: jax.Array, plan: Plan) -> tuple[Routes, tables.Tables]:
-        """Routes and tables of rank ME; the latter as its page."""
-        routes, block = self.routes(experts), plan.tile.block_m * plan.tile.cluster
-        if self.kind == "dispatch":
-            made = tables.dispatch(routes, chunk=plan.chunk, block=block, staged=plan.rotated)
-        else:
-            made = tables.combine(routes, chunk=plan.chunk, block=block)
-        return routes, jax.tree.map(lambda a: a[None], made)
-
-    def fused(self, peers: Any, plan: Plan, x: jax.Array, w: jax.Array, experts: jax.Array) -> Any:
-        """The kernel."""
-        routes, work = self.work(experts, plan)
-        static: dict[str, Any] = {"peers": peers, "plan": plan}
-        if self.kind == "dispatch":
-            into = self.pages(x, plan) if peers.ready else None
-            flags = tables.flags(routes, plan.chunk)
-            return dispatch_gemm(
-                x, tuple(w[:, None]), work, None, into, rows=self.rows, flags=flags, spec=PLAIN,
-                **static,
-            )[0]  # fmt: skip
-        weights = jnp.ones((1, *experts.shape), jnp.float32)
-        places = tables.places(routes)[None]
-        return gemm_combine((x,), tuple(w[:, None]), work, places, weights, spec=SUMS, **static)[0]
-
-    def pages(self, x: jax.Array, plan: Plan) -> jax.Array:
-        """Rows that are there already, of all ranks."""
-        tall = height(self.rows, plan.tile)
-        filled = jnp.tile(x[0], (-(-tall // x.shape[1]), 1))[:tall]
-        return jnp.broadcast_to(filled, (R, *filled.shape))
-
-    def copy(self, peers: Any, x: jax.Array, w: jax.Array, experts: jax.Array) -> jax.Array:
-        """The copies alone."""
-        plan, S = self.plan, self.sizes[0]
-        _, work = self.work(experts, plan)
-        tall = height(self.rows, plan.tile)
-        if self.kind == "combine":  # what is sent are answers
-            x = jnp.zeros((1, S + tall, w.shape[3]), jnp.float32)
-        return send_rows(
-            x, work, peers=peers, comm=plan.comm, chunk=plan.chunk, height=x.shape[1] + tall
-        )
-
-    def gemm(self, x: jax.Array, w: jax.Array, experts: jax.Array) -> list[jax.Array]:
-        """The grouped products on all SMs, of rows that are there."""
-        (S, E, K, widths), sizes_E = self.sizes, self.routes(experts).sizes_E
-        rows = self.pages(x, self.plan)[0, : self.rows] if self.kind == "dispatch" else x[0]
-        tile = grouped.heuristic(S, widths[0], K, E)
-        return [grouped.product(rows, one, sizes_E, transpose=False, tile=tile) for one in w]
-
-    def serial(self, peers: Any, x: jax.Array, w: jax.Array, experts: jax.Array) -> Any:
-        """Copies, then the products; or product, copies, sum of what came."""
-        if self.kind == "dispatch":
-            came = self.copy(peers, x, w, experts)
-            return self.gemm(came[ME][None, : x.shape[1]], w, experts)
-        (y,) = self.gemm(x, w, experts)
-        S, (T, A) = self.sizes[0], experts.shape
-        plan = self.plan
-        _, work = self.work(experts, plan)
-        page = jnp.pad(y.astype(jnp.float32), ((S, 0), (0, 0)))[None]
-        came = send_rows(
-            page, work, peers=peers, comm=plan.comm, chunk=plan.chunk, height=page.shape[1]
-        )
-        return came[ME, :S].reshape(T, A, -1).sum(1).astype(x.dtype)
-
-    def functions(self, links: tuple[float, ...]) -> dict[str, Callable[..., Any]]:
-        """All that is timed together, by name."""
-        plan = self.plan
-
-        def ghost(rate: float, comm: int = plan.comm) -> GhostPeer:
-            return GhostPeer(R, ME, rate / comm, LATENCY_NS if rate else 0)
-
-        alone = dataclasses.replace(plan, comm=0)
-        found: dict[str, Callable[..., Any]] = {
-            "gemm": self.gemm,
-            "ready": functools.partial(self.fused, ReadyPeer(R, ME), alone),
-            "free": functools.partial(self.fused, ghost(0), plan),
+    found: dict[str, Callable[..., Any]] = {
+        "gemm": lambda given, rows, _: case.products(rows, given),
+        "ready": lambda given, _, pages: case.ready(plan, pages, *given),
+        "free": fused(0, plan),
+    }
+    for rate in links:
+        peers, word = case.ghost(plan, rate), f"{rate / 1e9:.0f}"
+        found |= {
+            f"fused {word}": fused(rate, plan),
+            f"copy {word}": timed(case.copy, peers, plan),
+            f"serial {word}": timed(case.serial, peers, plan),
         }
-        for rate in links:
-            peers, word = ghost(rate), f"{rate / 1e9:.0f}"
-            found |= {
-                f"fused {word}": functools.partial(self.fused, peers, plan),
-                f"copy {word}": functools.partial(self.copy, peers),
-                f"serial {word}": functools.partial(self.serial, peers),
-            }
-        best = f"{links[0] / 1e9:.0f}"
-        if self.kind == "dispatch":
-            unstaged = dataclasses.replace(plan, rotated=False)
-            found[f"unstaged {best}"] = functools.partial(self.fused, ghost(links[0]), unstaged)
-        for comm in BLOCKS:
-            other = dataclasses.replace(plan, comm=comm)
-            found[f"{comm} blocks {best}"] = functools.partial(
-                self.fused, ghost(links[0], comm), other
-            )
-        return found
+    if case.op == DISPATCH:
+        found[f"unstaged {best}"] = fused(links[0], dataclasses.replace(plan, rotated=False))
+    for comm in plans.COMM:
+        found[f"{comm} blocks {best}"] = fused(links[0], dataclasses.replace(plan, comm=comm))
+    return found
 
 
-CASES = tuple(Case(model, kind) for model in MIXTURES for kind in ("dispatch", "combine"))
+CASES = tuple((model, op) for model in MIXTURES for op in (DISPATCH, COMBINE))
 
 
 def hidden(case: Case, links: tuple[float, ...], clock: bench.Clock) -> Iterator[dict[str, Any]]:
     """Yields a row for each link, from one series of rounds."""
-    x, w, experts = case.arguments
-
-    @jax.jit
-    def draw(key: jax.Array) -> tuple[jax.Array, ...]:
-        keys = jax.random.split(key, 3)
-        return (
-            *(jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, (x, w), strict=False)),
-            jax.random.randint(keys[2], experts.shape, 0, R * case.sizes[1]),
-        )
-
+    draw = jax.jit(functools.partial(arguments, case))
     inputs = [draw(key) for key in jax.random.split(jax.random.key(0), 2)]
-    seconds = interleaved(case.functions(links), inputs, clock)
+    timed, best = functions(case, links), f"{links[0] / 1e9:.0f}"
+    wrong = apart(timed[f"fused {best}"], lambda given, *_: case.exact(*given), inputs[0])
+    seconds = interleaved(timed, inputs, clock)
     gemm = seconds["gemm"]
     for rate in links:
         word = f"{rate / 1e9:.0f}"
         fused, copy, serial = (seconds[f"{name} {word}"] for name in ("fused", "copy", "serial"))
         yield {
             "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-            "plan": dataclasses.asdict(case.plan), "rounds": ROUNDS, "gemm_s": gemm,
+            "plan": dataclasses.asdict(case.plans()[0]), "rounds": ROUNDS, "gemm_s": gemm,
             "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
+            "relative_error": wrong,
             "hidden": 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
             "controls_s": {
                 name: value for name, value in seconds.items()
@@ -358,7 +244,9 @@ def compile_all(add: Add) -> None:
     device = SingleDeviceSharding(aot.devices(1, 1)[0])  # as on a GPU: no mesh
 
     def row(name: str, function: Callable, like: Any) -> None:
-        args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for x in like]
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tuple(like)
+        )
 
         def measure() -> dict[str, Any]:
             aot.compile(jax.jit(function).lower(*args))
@@ -372,10 +260,12 @@ def compile_all(add: Add) -> None:
         like = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
         more = (experts.shape, (R,))
         row(check.name, check.run, [*like, *(jax.ShapeDtypeStruct(s, jnp.int32) for s in more)])
-    for case in CASES[:2]:
-        for name, function in case.functions(LINKS[:1]).items():
+    for model, op in CASES[:2]:
+        one = of_model(op, model, TOKENS, ROOM)
+        like = jax.eval_shape(functools.partial(arguments, one), jax.random.key(0))
+        for name, function in functions(one, LINKS[:1]).items():
             if "blocks" not in name:  # the same kernel
-                row(f"{case.model} {case.kind}, {name}", function, case.arguments)
+                row(f"{model} {op}, {name}", function, like)
 
 
 def check_expert(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
@@ -389,11 +279,11 @@ def check_expert(add: Add, about: dict[str, Any], deadline: float, rehearsal: bo
         if time.perf_counter() > deadline:
             return add({"check": check.name, "note": "not run: out of time, nor what follows it"})
         attempt(add, {"check": check.name}, functools.partial(exact, check))
-    for case in CASES:
-        row = {"case": case.model, "kind": case.kind}
+    for model, op in CASES:
+        row = {"case": model, "op": op}
         if time.perf_counter() > deadline:
             add(row | {"note": "not run: out of time"})
             continue
-        found = hidden(case, LINKS, bench.device_clock)
+        found = hidden(of_model(op, model, TOKENS, ROOM), LINKS, bench.device_clock)
         for _ in LINKS:
             attempt(add, row, functools.partial(next, found))

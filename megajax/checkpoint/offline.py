@@ -130,8 +130,11 @@ class Spool:
 
 @contextmanager
 def spool_for(target: str | Path) -> Iterator[Spool]:
-    """Gives a spool on the disk of a folder, for as long as it is used. Raises: UserError."""
-    folder = Path(target).expanduser()
+    """Gives a spool on the disk of a folder, for as long as it is used. Raises: UserError.
+
+    target: local; or in an object store, whose spool is in the folder for temporary files (TMPDIR).
+    """
+    folder = Path(tempfile.gettempdir() if store.is_address(target) else target).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".spool.", dir=folder) as temporary:

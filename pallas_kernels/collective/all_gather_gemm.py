@@ -56,8 +56,8 @@ def all_gather_gemm(
 
     C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
     Args:
-      x: (C, height, K), height at least the tile's and a multiple of 8; of GhostPeer and ReadyPeer
-        (R, height, K), all ranks' rows.
+      x: (C, height, K), height at least the tile's and a multiple of 8; of ReadyPeer (R, height,
+        K), all ranks' rows.
       weights: (C, K, N) each, or (C, N, K) where turned, as the product by a transposed weight
         needs it; N at least the tile's, K and N multiples of 64.
       bias: (C, all weights' columns, each filled up to whole tiles) float32.
@@ -221,7 +221,7 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
     wide = x.shape[2] // across
     pieces = split.chunk // down * wide
     mine = core.share((R - 1 + keep) * split.chunks, me, comm)
-    moved, began = down * across * jnp.dtype(x.dtype).itemsize, clock()
+    moved, began = down * across * jnp.dtype(x.dtype).itemsize, peers.now()
 
     def chunk_of(n):
         return schedule.gather_chunk(me + n * comm, rank, split)

@@ -202,8 +202,8 @@ class Product:
         for p in range(self.tile.rows // height * across):
             down, right = p // across * height, p % across * columns
             y = value(acc[down : down + height, right : right + columns], right)
-            # What was stored `slots` pieces ago has been read.
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            # What was stored `slots` pieces ago has been read, or all of the tile before.
+            plgpu.wait_smem_to_gmem(slots - 1 if p else 0, wait_read_only=True)
             self.y_smem[warpgroup, p % slots] = y.astype(self.y_smem.dtype)
             plgpu.commit_smem()
             copy(self.y_smem.at[warpgroup, p % slots], down, right)

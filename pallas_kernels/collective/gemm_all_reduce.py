@@ -88,7 +88,7 @@ def _body(*refs, names, peers, plan, rows, turned, clusters, smem, ready, free):
     a_smem, b_smem, y_smem = smem
     tile, R = plan.tile, peers.ranks
     K, N = gmem["x"].shape[2], gmem["y"].shape[2]
-    steps = pl.cdiv(K, tile.block_k)
+    steps, sent = pl.cdiv(K, tile.block_k), jnp.dtype(gmem["inbox"].dtype).itemsize
     product = core.Product(tile, steps, turned, a_smem, b_smem, y_smem, ready, free)
     across = pl.cdiv(N, tile.block_n)
     total = pl.cdiv(rows, tile.block_m * tile.cluster) * across
@@ -117,6 +117,7 @@ def _body(*refs, names, peers, plan, rows, turned, clusters, smem, ready, free):
         )  # fmt: skip
 
     def send(j, acc):
+        began = peers.now()
         row, column = corner(j)
         row += warpgroup * tile.rows
 
@@ -129,6 +130,7 @@ def _body(*refs, names, peers, plan, rows, turned, clusters, smem, ready, free):
 
         product.store(acc, lambda z, _: z, copy)
         plgpu.wait_smem_to_gmem(0)
+        peers.pace(began, jnp.int32((R - 1) * tile.block_m * tile.block_n * sent))
         tile_flag = cluster + j * clusters
         pl.loop(0, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), tile_flag))
 

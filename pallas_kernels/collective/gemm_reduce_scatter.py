@@ -174,7 +174,7 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready
         down, across = ring.shape[1:]
         wide = N // across
         pieces = split.chunk // down * wide
-        moved, began = down * across * jnp.dtype(ring.dtype).itemsize, clock()
+        moved, began = down * across * jnp.dtype(ring.dtype).itemsize, peers.now()
 
         @pl.loop(0, core.share((R - 1) * split.chunks, me, plan.comm))
         def _(n):

@@ -5,9 +5,9 @@ A kernel is written once against it, and which world it is for is decided when i
 - RemotePeer: a rank is a GPU of a mesh axis; peers' arrays and flags are remote memory (NVLink).
 - VirtualPeer: several ranks on one GPU, each on its share of the thread blocks, all resident at
   once; every array has the pages of all ranks. Shows that the signalling is right for every rank.
-- GhostPeer: one rank of full size; the peers' shards are local arrays, their copies held back to a
-  link's rate and latency by the GPU's clock, and its own signals come back to it as its peers'
-  would. For times: the tiles, waves and communication blocks are the real ones.
+- GhostPeer: one rank of full size beside ghosts that hold what it holds and do what it does; copies
+  are held back to a link's rate and latency by the GPU's clock, and what it sends comes back to it
+  as theirs would. For times: tiles, waves, communication blocks and memory are the real ones.
 - ReadyPeer: one rank whose peers' rows are there already; nothing travels and nobody waits. What
   the product alone takes, and what the interpreter of Mosaic GPU, which has no flags, can run.
 
@@ -115,8 +115,12 @@ class Peers:
         pl.semaphore_wait(flags.at[index], value=value, decrement=False)
         fence()
 
+    def now(self) -> Int:
+        """When copies begin, for `pace`."""
+        return jnp.int32(0)
+
     def pace(self, began: Int, moved: Int) -> None:
-        """Until a link would have brought `moved` bytes since `began` (of `clock`)."""
+        """Until a link would have brought `moved` bytes since `began`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +176,11 @@ class VirtualPeer(Peers):
 
 @dataclasses.dataclass(frozen=True)
 class GhostPeer(Peers):
-    """One rank with a GPU of its own; its peers do what it does, so that its signals are theirs.
+    """One rank with a GPU of its own, whose peers hold what it holds and do what it does.
+
+    So what goes to a peer is what comes from one: a copy from a peer's page is one from the own
+    page, a copy to the page of this rank at a peer goes to the page of that peer here, and signals
+    come back. Results are complete, those of ranks that are all alike.
 
     me: its rank. bytes_per_s: of the emulated link for each communication block (a link's rate over
     the number of blocks); 0: as fast as memory is. latency_ns: of a copy.
@@ -182,18 +190,17 @@ class GhostPeer(Peers):
     bytes_per_s: float = 0.0
     latency_ns: int = 0
 
-    @property
-    @override
-    def reached(self) -> int:
-        return self.ranks
-
     @override
     def rank(self) -> Int:
         return jnp.int32(self.me)
 
     @override
-    def mine(self, ref: Ref, page: Int = 0) -> Ref:
-        return self.peer(ref, self.me, page)
+    def peer(self, ref: Ref, rank: Int, page: Int = 0) -> Ref:
+        return ref.at[rank if ref.shape[0] == self.ranks else 0]
+
+    @override
+    def now(self) -> Int:
+        return clock()
 
     @override
     def pace(self, began: Int, moved: Int) -> None:
@@ -203,8 +210,15 @@ class GhostPeer(Peers):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadyPeer(GhostPeer):
-    """One rank without communication: all ranks' pages are there."""
+class ReadyPeer(Peers):
+    """One rank without communication: all ranks' pages are there. me: its rank."""
+
+    me: int
+
+    @property
+    @override
+    def reached(self) -> int:
+        return self.ranks
 
     @property
     @override
@@ -214,6 +228,14 @@ class ReadyPeer(GhostPeer):
     @override
     def flags(self, count: int) -> Ref:
         return None
+
+    @override
+    def rank(self) -> Int:
+        return jnp.int32(self.me)
+
+    @override
+    def mine(self, ref: Ref, page: Int = 0) -> Ref:
+        return self.peer(ref, self.me, page)
 
     @override
     def signal(self, flags: Ref, to: Int, index: Int) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tiles
 from pallas_kernels.collective import core
-from pallas_kernels.collective.peers import Peers, clock
+from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import rows
 from pallas_kernels.expert.tables import JOBS, OWN, Tables
 
@@ -26,7 +26,7 @@ def send_rows(
     parts, moved = K // across, across * x.dtype.itemsize
 
     def body(x, jobs, totals, y, smem, barriers):
-        me, began = peers.cluster(), clock()
+        me, began = peers.cluster(), peers.now()
         jobs, totals = peers.own(jobs), peers.own(totals)
         own = totals[OWN] + 0
 

@@ -69,9 +69,9 @@ def dispatch_gemm(
       rows: N. flags: of `tables.flags`.
       blocks: thread blocks, at most what the GPU runs at once.
       interpret: in Mosaic GPU's interpreter, with ReadyPeer.
-    Returns: ys, (C, N, F) each, 0 past the rows that came; the rows (C, height, K), of GhostPeer
-      and ReadyPeer those of all ranks; height is N, at least the tile's, in whole pieces of 8; what
-      did not come is undefined.
+    Returns: ys, (C, N, F) each, 0 past the rows that came; the rows (C, height, K), of ReadyPeer
+      those of all ranks; height is N, at least the tile's, in whole pieces of 8; what did not come
+      is undefined.
     """
     C = peers.copies
     launch = core.launch(NAME, plan, peers, blocks)
@@ -183,7 +183,7 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
 
     def send(first_job, last_job, me, stride):
         across = ring[0][0].shape[2]
-        moved, began = across * jnp.dtype(gmem["x"].dtype).itemsize, clock()
+        moved, began = across * jnp.dtype(gmem["x"].dtype).itemsize, peers.now()
 
         def piece(ref, row, p):
             return ref.at[pl.ds(row, 1), core.span(p, across)]

@@ -74,7 +74,7 @@ def gemm_combine(
       blocks: thread blocks, at most what the GPU runs at once.
       interpret: in Mosaic GPU's interpreter, with ReadyPeer.
     Returns: y (C, T, D), 0 for a token without a choice; with ReadyPeer undefined. Then the pages
-      of answers (C, S + N, D), of GhostPeer and ReadyPeer those of all ranks.
+      of answers (C, S + N, D), of ReadyPeer those of all ranks.
     """
     C, tile = peers.copies, plan.tile
     launch = core.launch(NAME, plan, peers, blocks)
@@ -169,7 +169,7 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, wide, smem, ready,
     def send():
         me, every = cluster * tile.cluster + block, jnp.maximum(totals[JOBS] + 0, 1)
         across = ring[0][0].shape[2]
-        moved, began = across * jnp.dtype(y_smem.dtype).itemsize, clock()
+        moved, began = across * jnp.dtype(y_smem.dtype).itemsize, peers.now()
         most = plan.chunk * (wide // across)  # copies of a job
 
         def block_of(n):

@@ -1,6 +1,7 @@
 """Checkpoints at s3:// and gs://, against servers on loopback that can be broken on purpose."""
 
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -283,6 +284,7 @@ def test_the_tool(server):
     done = call("checkpoint.py", "reshard", "s3://bucket/run/1", "gs://bucket/new")
     assert done.returncode == 0, done.stderr
     assert_equal(small(1), CheckpointManager("gs://bucket/new").restore(like=like(small())))
+    assert not Path("gs:").exists()  # what is on its way is not spooled beside the caller
     key = next(k for k in server.objects if k.startswith("run/2/state/d/"))
     server.objects[key] = server.objects[key][:-1]
     done = call("checkpoint.py", "verify", "s3://bucket/run/")

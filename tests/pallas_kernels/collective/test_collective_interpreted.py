@@ -29,16 +29,17 @@ def values(*shapes, seed):
     return [jnp.asarray(random.integers(-2, 3, shape), jnp.bfloat16) for shape in shapes]
 
 
-# rank, tile (rows, columns, warpgroups, cluster), live rows of a rank, rotated
+# rank, tile (rows, columns, warpgroups, cluster), live rows of a rank, rotated, type of the result:
+# in 16 bits a tile of 64 columns is one piece, whose buffer the next tile's shares
 GATHERS = [
-    pytest.param(1, (64, 64, 1, 1), 72, True),
-    pytest.param(0, (64, 64, 1, 2), 136, True, marks=pytest.mark.slow),
-    pytest.param(1, (128, 64, 2, 1), 136, False, marks=pytest.mark.slow),
+    pytest.param(1, (64, 64, 1, 1), 72, True, "bfloat16"),
+    pytest.param(0, (64, 64, 1, 2), 136, True, "float32", marks=pytest.mark.slow),
+    pytest.param(1, (128, 64, 2, 1), 136, False, "float32", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("me", "tile", "rows", "rotated"), GATHERS)
-def test_gathered_product(me, tile, rows, rotated, seed):
+@pytest.mark.parametrize(("me", "tile", "rows", "rotated", "out_dtype"), GATHERS)
+def test_gathered_product(me, tile, rows, rotated, out_dtype, seed):
     m, n, warpgroups, cluster = tile
     K, widths = 64, (64, 128)
     x, w, v = values((R, rows, K), (1, K, widths[0]), (1, K, widths[1]), seed=seed)
@@ -46,13 +47,14 @@ def test_gathered_product(me, tile, rows, rotated, seed):
     plan = Plan(Tile(m, n, 64, 2, warpgroups, cluster), 0, 72, rotated)
     ys, _ = all_gather_gemm(
         x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), plan=plan,
-        spec=Spec(None, "float32"), blocks=2 * cluster, interpret=True,
+        spec=Spec(None, out_dtype), blocks=2 * cluster, interpret=True,
     )  # fmt: skip
     first = 0
     for y, weight in zip(ys, (w, v), strict=True):
         want = np.asarray(x, np.float64) @ np.asarray(weight[0], np.float64)
         width = weight.shape[2]
-        np.testing.assert_array_equal(y, want + np.asarray(bias[0, first : first + width]))
+        want += np.asarray(bias[0, first : first + width])
+        np.testing.assert_array_equal(y, jnp.asarray(want, out_dtype))
         first += width
 
 
