@@ -1,14 +1,22 @@
 """Every test runs on 8 emulated CPU devices, with strict promotion and warnings as errors."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-# Compiling is most of the suite's time, and its programs run a few times each.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Compiling is most of the suite's time, and its programs run a few times each: no optimisation,
+# the older emitters, which build no MLIR context for every fusion, and no stacks of source lines.
+# The processes that tests start inherit all three.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Tests start many processes; without bytecode each would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What one test compiled serves all: a cache that lives as long as this run of pytest, made by
@@ -26,6 +34,17 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes many objects and little garbage.
+gc.collect()
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
+
+HEAVY = ("experiments", "parallel", "training")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders of long files first: one of them at the end would leave the other worker idle."""
+    items.sort(key=lambda item: item.path.parent.name not in HEAVY)
 
 
 @pytest.fixture

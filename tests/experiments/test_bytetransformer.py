@@ -1,23 +1,13 @@
 """The experiment as a user meets it: a small run, and what is refused."""
 
+import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import forks
 
-
-def experiment(*flags):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "experiments" / "bytetransformer.py"), *flags],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+experiment = functools.partial(forks.run, "experiments/bytetransformer.py")
 
 
 @pytest.mark.slow  # CI runs the whole preset

@@ -1,23 +1,14 @@
 """flux.py and comet.py as a user meets them: small runs, and what is refused."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import forks
 
 
 def experiment(name, *flags):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "experiments" / name), *flags],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    return forks.run(f"experiments/{name}", *flags)
 
 
 @pytest.mark.slow  # two programs, each seconds of imports

@@ -1,22 +1,12 @@
 """The planning command as a user meets it: what is refused, and in which words."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import forks
 
-
-def plan(*flags):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "experiments" / "plan.py"), *flags],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+plan = functools.partial(forks.run, "experiments/plan.py")
 
 
 @pytest.mark.process

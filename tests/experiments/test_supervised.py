@@ -52,10 +52,7 @@ def supervise(home, folder, *flags, processes=2):
     ]  # fmt: skip
     # Only the first process finds its programs in the cache; on a loaded machine the other then
     # compiles for longer than the 30 s that Gloo gives a peer to come.
-    env = {
-        "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }  # fmt: skip
+    env = {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environment() | env,

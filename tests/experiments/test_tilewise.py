@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -52,8 +54,7 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path):
 
 @pytest.mark.process
 def test_a_wrong_flag_is_one_line():
-    run = start("--methods=TW-16")
-    _, errors = run.communicate()
-    assert run.returncode == 2
-    assert errors.startswith("error: methods=TW-16: 'TW-16' must be one of EW, VW")
-    assert "Traceback" not in errors
+    done = forks.run("experiments/tilewise.py", "--methods=TW-16")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: methods=TW-16: 'TW-16' must be one of EW, VW")
+    assert "Traceback" not in done.stderr

@@ -1,10 +1,7 @@
 """The scripts as a person calls them."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ import safetensors.numpy
 from megajax.core import config
 from megajax.core.mesh import count_gpus
 from megajax.training.config import Config
+from tests import forks
 
 pytestmark = pytest.mark.process
 
@@ -21,11 +19,7 @@ GOLDEN = ROOT / "tests" / "golden" / "hf_llama.npz"
 
 
 def call(script, *args):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / script, *map(str, args)],
-        capture_output=True, text=True, env=env,
-    )  # fmt: skip
+    return forks.run(f"scripts/{script}", *args)
 
 
 @pytest.fixture(scope="module")
