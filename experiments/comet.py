@@ -14,7 +14,8 @@ repository reports of such products stand beside ours of the same shapes. Writes
 comet_simulated.json, .svg and .png into --out.
 
 With --part=exact the layer runs, as plain collectives and as rings: products and gradients on 8
-EMULATED devices, a sixteenth as wide, against a float64 loop over the tokens. Writes comet_emulated.json.
+EMULATED devices, a sixteenth as wide, against a float64 loop over the tokens. Writes
+comet_emulated.json.
 """
 
 import dataclasses
@@ -95,8 +96,8 @@ def check(cfg: Config) -> int:
         worst = max(value for name, value in row.items() if name.endswith("_error"))
         print(
             f"emulated | {row['model']} {row['tensor']}x{row['expert']} {row['way']}, "
-            f"{row['tokens']} tokens | largest error of y and all gradients {worst:.1e}, same bits twice: "
-            f"{row['same_bits']}",
+            f"{row['tokens']} tokens | largest error of y and all gradients {worst:.1e}, "
+            f"same bits twice: {row['same_bits']}",
             flush=True,
         )
     print(path)

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ DEPENDENCIES = (
     "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "matplotlib.pyplot", "optax",
     "orbax.checkpoint", "rich.console",
 )  # fmt: skip
+
+SECONDS = 600  # that a script may take, on a machine however busy; then it is gone
 
 
 def run(script: str, *args: object) -> subprocess.CompletedProcess:
@@ -57,6 +60,7 @@ def _serve() -> None:
         with warnings.catch_warnings(action="ignore"):  # NumPy's idle threads stay behind
             child = os.fork()
         if not child:
+            signal.alarm(SECONDS)
             os.environ.clear()
             os.environ.update(request["env"])
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

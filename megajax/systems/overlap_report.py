@@ -250,8 +250,8 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:
     alike = [r for r in found if r["std"] == std]
     speedup, hidden = (float(np.mean([r[name] for r in alike])) for name in ("speedup", "hidden"))
     axes.set_title(
-        f"Fused layers are {speedup:.2f} times as fast, {100 * hidden:.0f} % of communication hidden"
-        f"\n(means, imbalance {std}, simulated {device})"
+        f"Fused: {speedup:.2f} times as fast, {100 * hidden:.0f} % of communication hidden\n"
+        f"(means of layers, imbalance {std}, simulated {device})"
     )
     axes.set_ylim(0, 1.5 * COMET_LAYER)
     _save(figure, axes, path)
