@@ -27,7 +27,7 @@ def test_a_choice_becomes_one_of_every_part(each, parts, seed):
 
 # Groups of ranks, parts of an expert, copies of the mesh, the bound on rows.
 SIZES = [(2, 2, 2, None), (1, 4, 1, 23)]
-SELDOM = [(4, 2, 1, 31), (4, 1, 1, None), (2, 4, 1, None)]
+SELDOM = [(4, 2, 1, 16), (4, 1, 1, None), (2, 4, 1, None)]
 
 
 @pytest.mark.parametrize(
