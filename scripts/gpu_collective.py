@@ -23,7 +23,7 @@ Rehearsed without a GPU: all that would run is compiled for one (aot), nothing i
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -223,20 +223,26 @@ def efficiencies(case: Case, links: tuple[float, ...], clock: bench.Clock) -> It
     wrong = apart(timed[f"fused {links[0] / 1e9:.0f}"], lambda x, w, _: case.exact(x, w), inputs[0])
     seconds = interleaved(timed, inputs, clock)
     gemm = min(seconds["ours"], seconds["cublas"])
+    controls = "ours", "cublas", "ready", "free", f"unrotated {links[0] / 1e9:.0f}"
     for rate in links:
-        word = f"{rate / 1e9:.0f}"
-        fused, copy, serial = (seconds[f"{name} {word}"] for name in ("fused", "copy", "serial"))
-        yield {
-            "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-            "plan": dataclasses.asdict(case.plans()[0]), "rounds": ROUNDS, "gemm_s": gemm,
-            "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
-            "relative_error": wrong,
-            "efficiency": 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
-            "controls_s": {
-                name: value for name, value in seconds.items()
-                if name in ("ours", "cublas", "ready", "free", f"unrotated {word}")
-            },
-        }  # fmt: skip
+        row = link_row(rate, case.plans()[0], gemm, seconds, "efficiency")
+        kept = {name: value for name, value in seconds.items() if name in controls}
+        yield row | {"relative_error": wrong, "controls_s": kept}
+
+
+def link_row(
+    rate: float, plan: Plan, gemm: float, seconds: Mapping[str, float], hidden: str
+) -> dict[str, Any]:
+    """Returns what the papers judge by, behind one link; hidden: the name of the share hidden."""
+    fused, copy, serial = (
+        seconds[f"{name} {rate / 1e9:.0f}"] for name in ("fused", "copy", "serial")
+    )
+    return {
+        "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
+        "plan": dataclasses.asdict(plan), "rounds": ROUNDS, "gemm_s": gemm,
+        "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
+        hidden: 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
+    }  # fmt: skip
 
 
 def compile_all(add: Add) -> None:

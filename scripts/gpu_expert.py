@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_collective import DELAY_NS, LINKS, ROUNDS, SEEDS, R, apart, interleaved
+from gpu_collective import DELAY_NS, LINKS, SEEDS, R, apart, interleaved, link_row
 from gpu_kernels import Add, attempt
 from jax.sharding import SingleDeviceSharding
 
@@ -35,7 +35,6 @@ from pallas_kernels import aot, bench
 from pallas_kernels.collective.cases import MIXTURES
 from pallas_kernels.collective.peers import VirtualPeer
 from pallas_kernels.collective.plans import fitted
-from pallas_kernels.collective.tunings import LATENCY_NS
 from pallas_kernels.expert import plans, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
@@ -226,21 +225,11 @@ def hidden(case: Case, links: tuple[float, ...], clock: bench.Clock) -> Iterator
     timed, best = functions(case, links), f"{links[0] / 1e9:.0f}"
     wrong = apart(timed[f"fused {best}"], lambda given, *_: case.exact(*given), inputs[0])
     seconds = interleaved(timed, inputs, clock)
-    gemm = seconds["gemm"]
+    controls = "ready", "free", f"blocks {best}", f"unstaged {best}"
     for rate in links:
-        word = f"{rate / 1e9:.0f}"
-        fused, copy, serial = (seconds[f"{name} {word}"] for name in ("fused", "copy", "serial"))
-        yield {
-            "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-            "plan": dataclasses.asdict(case.plans()[0]), "rounds": ROUNDS, "gemm_s": gemm,
-            "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
-            "relative_error": wrong,
-            "hidden": 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
-            "controls_s": {
-                name: value for name, value in seconds.items()
-                if name.endswith(("ready", "free", f"blocks {word}", f"unstaged {word}"))
-            },
-        }  # fmt: skip
+        row = link_row(rate, case.plans()[0], seconds["gemm"], seconds, "hidden")
+        kept = {name: value for name, value in seconds.items() if name.endswith(controls)}
+        yield row | {"relative_error": wrong, "controls_s": kept}
 
 
 def compile_all(add: Add) -> None:
