@@ -14,6 +14,7 @@ Legend: R ranks of the axis, m rows of all ranks together, k contracted, n colum
 dimensions of activations are rows too, which every rank has for itself: (..., m, k).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -140,9 +141,10 @@ def matmul_all_reduce(
     """all_reduce(x w) + bias + residual, for rows that are too few to be cut, as in decoding.
 
     Args: as matmul_reduce_scatter, for any m; residual: (..., m, n), the same on all ranks.
-      implementation: 'xla', 'fused' (without gradients: decoding has none); no 'ring': so few rows
-        leave nothing to hide its hops behind. None: 'xla'.
-    Returns: (..., m, n) in x's type, the same on all ranks.
+      implementation: 'xla', 'fused'; no 'ring': so few rows leave nothing to hide its hops behind.
+        None: 'xla'.
+    Returns: (..., m, n) in x's type, the same on all ranks. Its gradient is what each rank has: no
+      kernel is needed, and 'fused' takes that of 'xla'.
     Raises: as all_gather_matmul.
     """
     xs, ws = _pairs(REDUCE, x, w)
@@ -157,14 +159,36 @@ def matmul_all_reduce(
             f"{REDUCE}: implementation='ring': rows that are not cut leave a ring nothing to hide "
             "its hops behind; use 'xla', or matmul_reduce_scatter"
         )
-    if implementation == "fused":
-        x, w = jnp.concatenate(xs, -1), jnp.concatenate(ws, 0)
-        rest = {"bias": bias, "residual": residual, "acc_dtype": acc}
-        return kernels.matmul_all_reduce(x, w, axis=axis, implementation="fused", **rest)
+    function = _fused_sums if implementation == "fused" else _all_sums
+    return function((xs, ws, bias, residual), axis, acc)
+
+
+def _all_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
+    """matmul_all_reduce of (xs, ws, bias, residual), by XLA."""
+    xs, ws, bias, residual = operands
     xs, ws = _varying(axis, (xs, ws))
     part = collective_vjp.product(xs, ws).astype(acc)
     total = lax.psum(part, axis).astype(jnp.float32)
     return collective_vjp.finish(total, bias, residual, xs[0].dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _fused_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
+    xs, ws, bias, residual = operands
+    x, w = jnp.concatenate(xs, -1), jnp.concatenate(ws, 0)
+    rest = {"bias": bias, "residual": residual, "acc_dtype": acc}
+    return kernels.matmul_all_reduce(x, w, axis=axis, implementation="fused", **rest)
+
+
+def _fused_forward(operands: tuple[Any, ...], axis: str, acc: str) -> tuple[Array, tuple[Any, ...]]:
+    return _fused_sums(operands, axis, acc), operands
+
+
+def _fused_backward(axis: str, acc: str, operands: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    return jax.vjp(lambda operands: _all_sums(operands, axis, acc), operands)[1](dy)
+
+
+_fused_sums.defvjp(_fused_forward, _fused_backward)
 
 
 def _varying(axis: str, arrays: Any) -> Any:

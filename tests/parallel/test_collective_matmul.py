@@ -10,12 +10,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.parallel import ring
+from megajax.parallel import overlap, ring
 from megajax.parallel.tensor import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from pallas_kernels.collective import api as kernels
 
 
 class Case(NamedTuple):
@@ -198,14 +199,27 @@ def test_multiply_then_scatter(name, seed, monkeypatch):
     close(gradients, (dxs, dws, dy.sum((0, 1)), dy))
 
 
+PLAIN = kernels.matmul_all_reduce
+
+
+def stand_in(x, w, **options):
+    """The kernel's values, without a gradient."""
+    return jax.lax.stop_gradient(PLAIN(x, w, **options | {"implementation": "xla"}))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_multiply_then_reduce(check_vma, seed):
+def test_multiply_then_reduce(implementation, check_vma, seed, monkeypatch):
     """Three rows on four ranks: nothing to scatter."""
+    if implementation == "fused":
+        monkeypatch.setattr(kernels, "matmul_all_reduce", stand_in)
+        monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
     mesh = make_mesh({"data": 2, "tensor": 4})
     x, w, bias, residual, dy = arrays(seed, (2, 3, 8), (8, 5), (5,), (2, 3, 5), (2, 3, 5))
 
     def function(x, w, bias, residual):
-        return matmul_all_reduce(x, w, axis="tensor", bias=bias, residual=residual)
+        rest = {"bias": bias, "residual": residual, "implementation": implementation}
+        return matmul_all_reduce(x, w, axis="tensor", **rest)
 
     in_specs = (P("data", None, "tensor"), P("tensor"), P(), P("data"))
     found, gradients = value_and_cotangents(
