@@ -11,6 +11,7 @@ expert_overlap.py choose.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import jax
@@ -172,7 +173,7 @@ def _check_dispatch(
         )
     if activation == "swiglu" and len(weights) != 2:
         raise UserError(f"activation='swiglu' takes w=[gate, up], got {len(weights)} weights")
-    if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+    if capacity is not None and (not isinstance(capacity, Integral) or capacity < 1):
         raise UserError(
             f"capacity={capacity} must be a whole number, at least 1, or None; nearest: "
             f"{max(1, round(capacity))}"

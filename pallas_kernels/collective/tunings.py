@@ -2,9 +2,10 @@
 
 The link is EMULATED: tiles, waves and communication blocks are the real ones, no NVLink is crossed.
 The rival does what plain XLA does, one after the other: the same copies alone at the link's rate,
-and the product by XLA; for a scatter product, copies, sum. For the all-reduce of decoding these are
-the fewest copies that can be, a scatter's and a gather's, each with one latency: no NCCL has less,
-so that a table which says 'fused' does not flatter.
+and the product by XLA; for a scatter product, copies, sum. A model's own sums travel in 16 bits, so
+the rival's do, where the kernels send float32; for the all-reduce of decoding in the fewest copies
+that can be, a scatter's and a gather's, each with one latency: no NCCL has less. So a table that
+says 'fused' does not flatter.
 
 `Case` is what a tuner times, and scripts/gpu_collective.py with its controls.
 
@@ -127,10 +128,10 @@ class Case:
             return tuple(gemm_reduce_scatter((x,), (w,), **static)[1:])
         raise NotImplementedError(f"{REDUCE}: nothing of it can run without flags, as on a GPU")
 
-    def product(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """XLA's, of the pages that are there: what crosses ranks in its type."""
+    def product(self, x: jax.Array, w: jax.Array, dtype: str) -> jax.Array:
+        """XLA's, of the pages that are there."""
         y = jnp.einsum("pmk,kn->pmn", x, w[0], preferred_element_type=jnp.float32)
-        return y.astype(self.spec.out_dtype)
+        return y.astype(dtype)
 
     def copy(self, peers: Peers, plan: Plan, sent: jax.Array) -> jax.Array:
         """The copies alone, pulled for either kind: as many and as large. sent: x, or sums."""
@@ -141,12 +142,17 @@ class Case:
         mine = all_gather(parts, **static).sum(0, keepdims=True)
         return all_gather(mine, **static).reshape(sent.shape)
 
-    def serial(self, peers: Peers, plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Copies, then XLA's product; or product, copies, sum."""
+    def serial(
+        self, peers: Peers, plan: Plan, x: jax.Array, w: jax.Array, wire: str | None = None
+    ) -> jax.Array:
+        """Copies, then XLA's product; or product, copies, sum.
+
+        wire: type of the sums that travel; None: the kernel's.
+        """
         if self.op == GATHER:
-            return self.product(self.copy(peers, plan, x), w)
-        came = self.copy(peers, plan, self.product(x, w))
-        return came.sum(0, keepdims=True).astype(x.dtype)
+            return self.product(self.copy(peers, plan, x), w, self.spec.out_dtype)
+        came = self.copy(peers, plan, self.product(x, w, wire or self.spec.out_dtype))
+        return came.sum(0, keepdims=True, dtype=jnp.float32).astype(x.dtype)
 
     def alone(self, plan: Plan, rate: float) -> GhostPeer:
         """Peers of `copy` and `serial`, whose blocks share the link; an all-reduce has its own."""
@@ -198,10 +204,10 @@ def tuning(case: Case) -> tuned.Tuning:
             return lambda x, w: case.alike(plan, x, w)
         return lambda x, w: case.fused(case.ghost(plan, link()), plan, x, w)
 
-    def serial(x: jax.Array, w: jax.Array) -> jax.Array:
-        return case.serial(case.alone(legal[0], link()), legal[0], x, w)
+    def plain(x: jax.Array, w: jax.Array) -> jax.Array:
+        return case.serial(case.alone(legal[0], link()), legal[0], x, w, wire="bfloat16")
 
     key = api.key(case.op, case.ranks, case.rows, case.K, case.N)
     return tuned.Tuning(
-        case.op, key, legal, function, case.inputs, serial, want=case.exact, words=WORDS
+        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS
     )

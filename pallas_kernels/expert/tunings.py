@@ -7,8 +7,9 @@ is EMULATED, as in collective/tunings.py. The rival does what plain XLA does, on
     dispatch  copies at the link's rate | tokens to their experts' rows | our grouped products
     combine   our grouped product | each rank's sums of its answers | copies | sum of the ranks'
 
-An all-gather's copies bring every token from every rank, while there are no more than twice as many
-ranks as choices; beyond that an all-to-all brings those that are needed.
+While there are no more than twice as many ranks as choices, an all-gather's copies bring every
+token from every rank, and a reduce-scatter's the sums, in 16 bits as a model's own are. Beyond that
+an all-to-all's bring a row a choice: a few more than the tokens that are needed.
 
 `Case` is what a tuner times, and scripts/gpu_expert.py with its controls.
 
@@ -39,7 +40,7 @@ from pallas_kernels.gemm.hopper import Spec
 from pallas_kernels.grouped import hopper as grouped
 
 Array = jax.Array
-TOKENS = (4096, 16384)  # of all ranks (COMET, section 5: 4096 to 32768)
+TOKENS = (4096, 16384)  # of all ranks (COMET, section 5: 2048 to 32768)
 TILES = 3  # of other tiles than the heuristic's, timed as well (chosen)
 
 
@@ -236,7 +237,8 @@ class Case:
         row_P = row_P.at[to_N].set(jnp.arange(self.rows, dtype=jnp.int32), mode="drop")
         y_PD = y_ND.at[row_P].get(mode="fill", fill_value=0).astype(jnp.float32)
         y_RTAD = y_PD.reshape(R, T, self.choices, -1) * given.weight_TA[None, ..., None]
-        return (pull(y_RTAD.sum(2)).sum(0).astype(given.x.dtype),)
+        sums_RTD = pull(y_RTAD.sum(2).astype(given.x.dtype))
+        return (sums_RTD.sum(0, dtype=jnp.float32).astype(given.x.dtype),)
 
     def exact(self, *args: Any) -> tuple[Array, ...]:
         """The result of `fused`, where all ranks are alike."""

@@ -53,6 +53,18 @@ def test_tunings_are_legal_and_differ():
             assert plans.load(dataclasses.asdict(plan)) == plan
 
 
+@pytest.mark.parametrize("op", [api.SCATTER, api.REDUCE])
+def test_a_rivals_sums_travel_in_16_bits(op):
+    """As a model's own do; those that fused kernels are judged beside, in float32 as theirs."""
+    case = tunings.Case(op, 64, 64, 128, 8)
+    plan = case.plans()[0]
+    alike = functools.partial(case.serial, case.alone(plan, 1e9), plan)
+    for function, wire in ((tunings.tuning(case).reference, "bfloat16"), (alike, "float32")):
+        jaxpr = jax.make_jaxpr(function)(*case.arguments)
+        calls = [eqn for eqn in jaxpr.eqns if "name=all_gather" in str(eqn)]
+        assert calls and all(call.outvars[0].aval.dtype == wire for call in calls)
+
+
 def test_the_copies_of_an_all_reduce_are_the_fewest():
     """A scatter's and a gather's, of (R - 1) / R of the sums each, whatever the rows."""
     for case in (c for c in tunings.cases() if c.op == api.REDUCE):

@@ -128,6 +128,11 @@ def test_a_rival_sends_no_more_than_plain_xla(choices):
     plan = dataclasses.replace(case.plans()[0], chunk=CHUNK)
     text = str(jax.make_jaxpr(tunings.tuning(case).reference)(*case.arguments))
     assert ("name=all_gather" in text) == (choices == 4) != ("name=send_rows" in text)
+    if choices == 4:
+        case = dataclasses.replace(case, op=COMBINE)
+        jaxpr = jax.make_jaxpr(tunings.tuning(case).reference)(*case.arguments)
+        (call,) = (eqn for eqn in jaxpr.eqns if "name=all_gather" in str(eqn))
+        assert call.outvars[0].aval.dtype == "bfloat16"  # as a model's own sums
     assert case.ghost(plan, 1e9).bytes_per_s * plan.comm == 1e9
 
 
