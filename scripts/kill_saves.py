@@ -62,6 +62,12 @@ def state(step: int) -> dict[str, np.ndarray]:
     return {f"x{i}": random.standard_normal((64, 1024), np.float32) for i in range(8)}
 
 
+def say(word: str, value: object) -> None:
+    """Writes one line in one system call: with PYTHONUNBUFFERED, print makes several, and a kill
+    between them would leave half a line in the pipe, which the next process would complete."""
+    os.write(1, f"{word} {value}\n".encode())
+
+
 def victim(folder: str) -> None:
     """Restores, compares, saves for ever. Says where it is, a line each."""
     import jax
@@ -76,14 +82,14 @@ def victim(folder: str) -> None:
         wrong = [n for n, x in state(step).items() if np.asarray(found[n]).tobytes() != x.tobytes()]
         if wrong or manager.latest() != step:
             raise ValueError(f"step {step} came back as {manager.latest()}, other leaves: {wrong}")
-    print("restored", step, flush=True)
+    say("restored", step)
     os.read(0, 1)  # until the folder was looked at
     while True:
         step += 1
         saved = state(step)
-        print("saving", step, flush=True)
+        say("saving", step)
         manager.save(step, saved, data_state={"rows": step}).result()
-        print("saved", step, flush=True)
+        say("saved", step)
 
 
 def nursery() -> None:
@@ -98,11 +104,11 @@ def nursery() -> None:
             try:
                 victim(line.strip())
             except BaseException as error:
-                print("failed", repr(error), flush=True)
+                say("failed", repr(error))
             os._exit(1)
-        print("pid", child, flush=True)
+        say("pid", child)
         os.waitpid(child, 0)
-        print("died", 0, flush=True)
+        say("died", 0)
 
 
 class Killer:
