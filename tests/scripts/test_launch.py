@@ -66,7 +66,7 @@ def test_slurm_script_parses_and_asks_for_one_process_a_host():
 
 
 def test_slurm_job_passes_its_flags_on(slurm):
-    out, err = slurm(0).communicate(timeout=20)
+    out, err = slurm(0).communicate(timeout=60)
     assert out == (
         "srun --ntasks-per-node=1 --kill-on-bad-exit=1 python3 experiments/pretrain.py "
         "--told_code=143 --preset=nano --eval.prompt=two words\n"
@@ -79,7 +79,7 @@ def test_slurm_job_passes_its_flags_on(slurm):
 )
 def test_slurm_job_is_requeued_after_a_failure(slurm, code, count, requeued):
     job = slurm(code, SLURM_RESTART_COUNT=str(count))
-    out, _ = job.communicate(timeout=20)
+    out, _ = job.communicate(timeout=60)
     assert job.returncode == code and ("scontrol requeue 7" in out) == requeued
 
 
@@ -89,7 +89,7 @@ def test_slurm_job_hands_sigterm_on_and_waits_for_the_save(slurm, tmp_path):
         assert job.poll() is None
         time.sleep(0.01)
     job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=20)
+    out, _ = job.communicate(timeout=60)
     assert job.returncode == 143
     assert out.endswith("scancel --signal=TERM 7\nsaved\nscontrol requeue 7\n"), out
 
@@ -111,7 +111,7 @@ def test_slurm_job_under_supervision_avoids_what_the_driver_excluded(slurm, tmp_
     (tmp_path / "python").chmod(0o755)
     env = {"PYTHON": f"{tmp_path}/python", "SUPERVISE": "1", "SLURM_NNODES": "4"}
     job = slurm(0, **env, SUPERVISE_HOSTS="3")
-    out, err = job.communicate(timeout=20)
+    out, err = job.communicate(timeout=60)
     assert job.returncode == 75, err
     assert f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {tmp_path}/python" in out
     host = socket.gethostname()
