@@ -34,8 +34,8 @@ from megajax.checkpoint import planner
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import option
-from megajax.core.errors import UserError
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.mesh import MeshSpec
 from megajax.monitor import results
 
@@ -53,26 +53,25 @@ COLOURS = {"ours": "#0072B2", "orbax": "#E69F00", "orbax, waits": "#D55E00", "ma
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """How much is saved, how often, where."""
 
-    megabytes: int = option(16, "of the state", "MB")
-    runs: int = option(3, "repetitions")
-    plan_ranks: int = option(768, "of the planned save: 128 (pipe 16 x tensor 8) times data")
+    megabytes: int = option(16, "of the state", "MB", at_least=1)
+    runs: int = option(3, "repetitions", at_least=1)
+    plan_ranks: int = option(
+        768, "of the planned save: 128 (pipe 16 x tensor 8) times data", at_least=128
+    )
     folder: str = option("", "where checkpoints are written; empty: a temporary folder")
     resume: bool = option(False, "goes on with the repetitions that the file in --out holds")
     out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
-        for name in ("megabytes", "runs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1 (--{name})")
-        if self.plan_ranks < 128 or self.plan_ranks % 128:
-            near = max(self.plan_ranks // 128, 1) * 128
+        super().__post_init__()
+        if self.plan_ranks % 128:
             raise UserError(
-                f"plan_ranks={self.plan_ranks} must be a multiple of 128; nearest: {near} "
-                "(--plan_ranks)"
+                f"plan_ranks={self.plan_ranks} must be a multiple of 128; "
+                f"{nearest_multiples(self.plan_ranks, 128)} (--plan_ranks)"
             )
 
 

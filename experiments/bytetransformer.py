@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from megajax.core import config
-from megajax.core.config import group, option
+from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.models.encoder_config import PRESETS as MODELS
 from megajax.models.encoder_config import EncoderConfig
@@ -52,7 +52,7 @@ PAPER = {"lengths": PAPER_AT, "ms": PAPER_MS, "attention_over_pytorch": 6.13}  #
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What runs: the exactness of `model`, and on a GPU its times."""
 
     model: EncoderConfig = group(EncoderConfig)
@@ -60,18 +60,16 @@ class Config:
     kernels: Literal["auto", "hopper", "reference"] = option(
         "auto", "implementation of ours; auto: as shipped, which is plain JAX where that is faster"
     )
-    batch: int = option(4, "sequences of the check of exactness")
-    longest: int = option(64, "padded length of the check of exactness", "tokens")
+    batch: int = option(4, "sequences of the check of exactness", at_least=1)
+    longest: int = option(64, "padded length of the check of exactness", "tokens", at_least=1)
     batches: str = option("16", "sequences that are timed, on a GPU: numbers with commas")
     lengths: str = option(PAPER_LENGTHS, "maximum lengths that are counted and timed")
-    runs: int = option(50, "timed calls of each row, after 10 of warm-up")
+    runs: int = option(50, "timed calls of each row, after 10 of warm-up", at_least=1)
     out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
 
     def __post_init__(self):
         """Refuses what cannot be drawn or timed."""
-        for name in ("batch", "longest", "runs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1 (--{name})")
+        super().__post_init__()
         for name in ("batches", "lengths"):
             numbers(name, getattr(self, name))
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core import config
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import ettr, results
 from megajax.monitor.sinks import read_jsonl
@@ -41,21 +41,20 @@ MODEL = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """How long, how often disturbed, by how many processes."""
 
-    steps: int = option(60, "optimizer steps of the run")
-    faults: int = option(2, "attempts that are disturbed")
-    processes: int = option(2, "of the job, with 2 emulated devices each")
-    every: int = option(10, "steps between checkpoints")
-    seed: int = option(0, "of the faults")
-    stall_s: float = option(10.0, "a section of a step that takes longer is a hang", "s")
+    steps: int = option(60, "optimizer steps of the run", at_least=1)
+    faults: int = option(2, "attempts that are disturbed", at_least=1)
+    processes: int = option(2, "of the job, with 2 emulated devices each", at_least=1)
+    every: int = option(10, "steps between checkpoints", at_least=1)
+    seed: int = option(0, "of the faults", at_least=0, at_most=2**32 - 1)
+    stall_s: float = option(10.0, "a section of a step that takes longer is a hang", "s", above=0)
     out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
 
     def __post_init__(self):
         """Refuses what leaves no room for the faults."""
-        if self.faults < 1 or self.processes < 1 or self.every < 1:
-            raise UserError("faults, processes and every must be at least 1")
+        super().__post_init__()
         if self.steps < 4 * (self.faults + 1):
             raise UserError(
                 f"steps={self.steps} leave no room for {self.faults} faults; nearest: "

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.monitor import results
 from megajax.systems import expert_check, overlap_models
@@ -38,7 +38,7 @@ MOST_TOKENS = 64  # of an exact layer: the loop's seconds
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What is simulated, and on what."""
 
     part: Literal["simulated", "exact"] = option("simulated", "times, or the layer against a loop")
@@ -50,6 +50,7 @@ class Config:
 
     def __post_init__(self):
         """Refuses models and sizes that do not exist."""
+        super().__post_init__()
         report.names("models", self.models, MIXTURES)
         for tokens in report.numbers("tokens", self.tokens):
             if tokens % RANKS:

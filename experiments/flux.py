@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.monitor import results
 from megajax.systems import overlap_models, product_check
 from megajax.systems import overlap_report as report
@@ -34,7 +34,7 @@ from pallas_kernels.collective.simulator import MACHINES
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What is simulated, and on what."""
 
     part: Literal["simulated", "exact"] = option("simulated", "times, or the layer against NumPy")
@@ -47,6 +47,7 @@ class Config:
 
     def __post_init__(self):
         """Refuses models and sizes that do not exist."""
+        super().__post_init__()
         report.names("models", self.models, DENSE)
         report.numbers("rows", self.rows)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.core import config
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.monitor import results
 from megajax.schedule import build, simulate
 from megajax.schedule.ir import Table
@@ -28,12 +28,12 @@ INPUTS = {False: {"F": 1.0, "B": 1.0, "W": 2.0}, True: {"F": 1.0, "B": 2.0, "W":
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What to draw."""
 
-    stages: int = option(4, "pipeline stages")
-    microbatches: int = option(8, "of a step")
-    chunks: int = option(2, "groups of layers a stage, for the interleaved schedule")
+    stages: int = option(4, "pipeline stages", at_least=1)
+    microbatches: int = option(8, "of a step", at_least=1)
+    chunks: int = option(2, "groups of layers a stage, for the interleaved schedule", at_least=1)
     out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
 
 

@@ -32,8 +32,8 @@ import numpy as np
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import option
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, did_you_mean, nearest_multiples
 from megajax.models.decoder_config import PRESETS as DECODERS
 from megajax.models.encoder_config import EncoderConfig
 from megajax.monitor import results
@@ -44,18 +44,22 @@ TASKS = ("passages", "text")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What is trained and pruned."""
 
     tasks: str = option("passages,text", "models, with commas")
     methods: str = option(",".join(study.METHODS), "patterns, with commas")
     stages: str = option("50,75,90,95", "sparsities, rising, with commas", "percent")
-    seeds: int = option(3, "of everything: weights, order of the data, dropout")
-    steps: int = option(400, "of training before anything is pruned", "steps")
-    tune: int = option(25, "of fine-tuning after each stage", "steps")
-    layers: int = option(2, "blocks of the encoder, 128 wide; the text's model is pretraining's")
+    seeds: int = option(3, "of everything: weights, order of the data, dropout", at_least=1)
+    steps: int = option(400, "of training before anything is pruned", "steps", at_least=1)
+    tune: int = option(25, "of fine-tuning after each stage", "steps", at_least=1)
+    layers: int = option(
+        2, "blocks of the encoder, 128 wide; the text's model is pretraining's", at_least=1
+    )
     tokenizer: str = option("bpe:1024", "of the passages, as pretraining's; trained on them")
-    held_out: int = option(1024, "held-out passages, and 16ths of the text's held-out rows")
+    held_out: int = option(
+        1024, "held-out passages, and 16ths of the text's held-out rows", at_least=32
+    )
     draw: bool = option(False, "trains nothing: writes and draws the points that are there")
     state: str = option("runs/tilewise", "folder of what an interrupted run goes on from")
     cache_dir: str = option("~/.cache/megajax", "tokenised text, tokenizers, compiled programs")
@@ -63,16 +67,14 @@ class Config:
 
     def __post_init__(self):
         """Refuses what does not exist or cannot be pruned."""
+        super().__post_init__()
         names("tasks", self.tasks, TASKS)
         names("methods", self.methods, study.METHODS)
         percentages(self.stages)
-        for name in ("seeds", "steps", "tune", "layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1 (--{name})")
-        if self.held_out < 32 or self.held_out % 32:
-            near = max(self.held_out // 32, 1) * 32
+        if self.held_out % 32:
             raise UserError(
-                f"held_out={self.held_out} must be a multiple of 32; nearest: {near} (--held_out)"
+                f"held_out={self.held_out} must be a multiple of 32; "
+                f"{nearest_multiples(self.held_out, 32)} (--held_out)"
             )
 
 

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import group, option
+from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
@@ -42,13 +42,13 @@ RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What to compare."""
 
-    rounds: int = option(30, "timed pairs, after 5 of warm-up")
+    rounds: int = option(30, "timed pairs, after 5 of warm-up", at_least=1)
     write: bool = option(True, "write the result into experiments/results")
     run: RunConfig = group(RunConfig)
-    emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU")
+    emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU", at_least=1)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 
 

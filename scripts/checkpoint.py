@@ -35,24 +35,26 @@ from megajax.checkpoint.layouts import (
     units,
 )
 from megajax.core import config
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What to do it with."""
 
-    step: int | None = option(None, "checkpoint; none: the latest (verify: all)")
+    step: int | None = option(None, "checkpoint; none: the latest (verify: all)", at_least=0)
     there: str = option("", "reshard: layouts to make, in this order, with commas between")
     back: str = option("", "reshard: layouts to undo first, as they were made")
-    shard_bytes: int = option(5 * 10**9, "export: largest file", "bytes")
+    shard_bytes: int = option(5 * 10**9, "export: largest file", "bytes", at_least=1)
     compression: Literal["auto", "none", "zstd"] = option("auto", "reshard, import: of what is new")
     format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
         "auto", "import: what there is; auto: as it looks"
     )
     to: Literal["step", "safetensors"] = option("step", "import: what to make")
-    vocab: int | None = option(None, "import: words of a Megatron model, without padding")
+    vocab: int | None = option(
+        None, "import: words of a Megatron model, without padding", at_least=1
+    )
     hf_config: str | None = option(
         None, "import: config.json, for a Megatron checkpoint without arguments"
     )

@@ -13,7 +13,7 @@ from megajax.checkpoint import hf
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import group, option
+from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import check_vocabulary, open_tokenizer
 from megajax.parallel import sharding
@@ -25,20 +25,20 @@ from megajax.training.run_dir import saved_tokenizer
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """What to sample from, and how."""
 
     run_dir: str | None = option(None, "folder of a run")
     hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
-    step: int | None = option(None, "checkpoint of the run; none: the latest")
+    step: int | None = option(None, "checkpoint of the run; none: the latest", at_least=0)
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     prompt: str = option("def ", "what to continue")
-    samples: int = option(1, "continuations to write")
-    new_tokens: int = option(200, "longest continuation", "tokens")
-    seed: int = option(0, "of the sampling")
+    samples: int = option(1, "continuations to write", at_least=1)
+    new_tokens: int = option(200, "longest continuation", "tokens", at_least=1)
+    seed: int = option(0, "of the sampling", at_least=0, at_most=2**32 - 1)
     dtype: Literal["float32", "bfloat16"] = option("float32", "of compute")
     overlap: Overlap = option("auto", "how tensor ranks add up their sums; see the training flag")
-    emulate: int | None = option(None, "CPU devices to emulate; none: real ones")
+    emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     sampling: SamplingConfig = group(SamplingConfig)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 

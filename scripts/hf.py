@@ -19,7 +19,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import group, option
+from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
@@ -28,13 +28,13 @@ from megajax.training.config import Config as RunConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """How to convert."""
 
-    step: int | None = option(None, "export: checkpoint of the run; none: the latest")
+    step: int | None = option(None, "export: checkpoint of the run; none: the latest", at_least=0)
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "export: of the tensors")
     tokenizer: str | None = option(None, "export: folder or tokenizer.json to put beside the model")
-    emulate: int | None = option(None, "CPU devices to emulate; none: real ones")
+    emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from megajax.checkpoint.directory import StepFolder
 from megajax.core import config
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
 
@@ -36,20 +36,14 @@ OUT = Path(__file__).parent.parent / "experiments" / "results" / "kill_saves.jso
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """How often, and where."""
 
-    kills: int = option(10, "kill -9 while a save is under way")
-    restarts: int = option(20, "kills in one folder, then a new one begins")
-    seed: int = option(0, "of the moments")
+    kills: int = option(10, "kill -9 while a save is under way", at_least=1)
+    restarts: int = option(20, "kills in one folder, then a new one begins", at_least=1)
+    seed: int = option(0, "of the moments", at_least=0, at_most=2**32 - 1)
     folder: str = option("", "where checkpoints are written; empty: a temporary folder")
     out: str = option("", "JSON file that is written; empty: none below 200 kills")
-
-    def __post_init__(self):
-        """Refuses what is no experiment."""
-        for name in ("kills", "restarts"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1 (--{name})")
 
 
 PRESETS = {"default": Config}

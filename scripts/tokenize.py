@@ -26,14 +26,14 @@ else:
     from pathlib import Path
 
     from megajax.core import config
-    from megajax.core.config import group, option
+    from megajax.core.config import Checked, group, option
     from megajax.core.errors import UserError
     from megajax.data.config import DataConfig
     from megajax.data.corpus import open_tokenizer_for, tokenise
     from megajax.data.source import open_source
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Checked):
         """What to tokenise and where to."""
 
         out: str = option("", "prefix of the files to write")

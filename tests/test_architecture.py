@@ -53,6 +53,7 @@ JAX_FREE = (
     "megajax.core.boxes",
     "megajax.core.config",
     "megajax.core.errors",
+    "megajax.core.limits",
     "megajax.core.axes",
     "megajax.core.check",
     "megajax.core.hardware",

@@ -12,24 +12,25 @@ import dataclasses
 import hashlib
 import json
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from absl import app, flags, logging
 
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.limits import Limits, alternatives, check_number, check_type
 
 flags.disclaim_key_flags()  # `--help` lists the flags under the script that calls define_flags
 
 Presets = Mapping[str, Callable[[], Any]]
 
 
-def option(default: Any, help: str, unit: str = "") -> Any:
-    """Returns a dataclass field with its help text and unit."""
-    return dataclasses.field(default=default, metadata={"help": help, "unit": unit})
+def option(default: Any, help: str, unit: str = "", **bounds: float) -> Any:
+    """Returns a dataclass field with its help text, unit and range (limits.Limits: at_least...)."""
+    about = {"help": help, "unit": unit, "limits": Limits(**bounds)}
+    return dataclasses.field(default=default, metadata=about)
 
 
 def group(factory: Callable[[], Any], whole: bool = False, flag: str | None = None) -> Any:
@@ -39,6 +40,31 @@ def group(factory: Callable[[], Any], whole: bool = False, flag: str | None = No
     flag: what its flags begin with ('moe': --moe.experts); None: the dotted path from the root.
     """
     return dataclasses.field(default_factory=factory, metadata={"whole": whole, "flag": flag})
+
+
+class Checked:
+    """Base of config classes: each construction checks every number against its field's limits.
+
+    section: what messages call its members by, e.g. 'train' (train.steps, --train.steps). A class
+    that checks more calls `super().__post_init__()` first.
+    """
+
+    _section: ClassVar[str] = ""
+
+    def __init_subclass__(cls, section: str = ""):
+        """section: see above."""
+        cls._section = f"{section}." if section else ""
+
+    def __post_init__(self):
+        """Refuses numbers outside their limits."""
+        for field in dataclasses.fields(self):  # type: ignore[bad-argument-type]
+            name = self._section + field.name
+            _check_limits(name, name, getattr(self, field.name), field)
+
+
+def _check_limits(name: str, flag: str, value: Any, field: dataclasses.Field) -> None:
+    limits = field.metadata.get("limits", Limits())
+    check_number(name, flag, value, limits, field.default)
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
@@ -77,11 +103,14 @@ def override(cfg: Any, values: Mapping[str, Any]) -> Any:
 
     Raises: UserError for a name that does not exist or a value of the wrong type.
     """
-    known = {name: hint for name, hint, _ in leaves(type(cfg))}
+    known = {name: (hint, field) for name, hint, field in leaves(type(cfg))}
+    shown = flag_names(type(cfg))
     for name, value in values.items():
         if name not in known:
             raise UserError(f"config has no field {name!r}.{did_you_mean(name, known)}")
-        _check_type(name, value, known[name])
+        hint, field = known[name]
+        check_type(shown[name], shown[name], value, hint)
+        _check_limits(shown[name], shown[name], value, field)
     return _replace(cfg, dict(values))
 
 
@@ -100,41 +129,11 @@ def _replace(cfg: Any, values: dict[str, Any]) -> Any:
     return dataclasses.replace(cfg, **here)
 
 
-# ---- types of leaves
-
-
-def _alternatives(hint: Any) -> tuple[Any, bool]:
-    """Returns (the type without None, whether None is allowed)."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        rest = [a for a in typing.get_args(hint) if a is not type(None)]
-        return rest[0], True
-    return hint, False
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    base, optional = _alternatives(hint)
-    if value is None and optional:
-        return
-    if typing.get_origin(base) is Literal:
-        if value not in typing.get_args(base):
-            raise UserError(_choice_error(name, value, typing.get_args(base)))
-    elif base is float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise UserError(f"{name}={value!r} must be a number (--{name})")
-    elif not isinstance(value, base) or (base is int and isinstance(value, bool)):
-        raise UserError(f"{name}={value!r} must be of type {base.__name__} (--{name})")
-
-
-def _choice_error(name: str, value: Any, choices: tuple) -> str:
-    listed = ", ".join(map(str, choices))
-    return f"{name}={value} must be one of {listed}.{did_you_mean(value, choices)} (--{name})"
-
-
 class _Parser(flags.ArgumentParser):
     """Parses one leaf by its type hint; 'none' stands for None where None is allowed."""
 
     def __init__(self, hint: Any):
-        self.base, self.optional = _alternatives(hint)
+        self.base, self.optional = alternatives(hint)
         words = {int: "an integer", float: "a number", str: "text"}
         if typing.get_origin(self.base) is Literal:
             self.syntactic_help = "|".join(map(str, typing.get_args(self.base)))

@@ -19,27 +19,20 @@ from absl import logging
 from jax.sharding import AxisType, Mesh
 
 from megajax.core.axes import MESH_AXES
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshSpec:
+class MeshSpec(Checked, section="mesh"):
     """Sizes of the mesh axes. `data` None: all devices that the other axes leave."""
 
-    pipe: int = option(1, "pipeline stages")
-    node: int = option(1, "outer data parallelism (slow links); see --shard.zero")
-    data: int | None = option(None, "data parallelism; none: the devices that remain")
-    expert: int = option(1, "expert parallelism")
-    context: int = option(1, "context (sequence) parallelism")
-    tensor: int = option(1, "tensor and sequence parallelism, the NVLink domain")
-
-    def __post_init__(self):
-        """Refuses sizes below 1."""
-        for axis in MESH_AXES:
-            size = getattr(self, axis)
-            if size is not None and size < 1:
-                raise UserError(f"mesh.{axis}={size} must be at least 1 (--mesh.{axis})")
+    pipe: int = option(1, "pipeline stages", at_least=1)
+    node: int = option(1, "outer data parallelism (slow links); see --shard.zero", at_least=1)
+    data: int | None = option(None, "data parallelism; none: the devices that remain", at_least=1)
+    expert: int = option(1, "expert parallelism", at_least=1)
+    context: int = option(1, "context (sequence) parallelism", at_least=1)
+    tensor: int = option(1, "tensor and sequence parallelism, the NVLink domain", at_least=1)
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Returns {axis: size} in mesh order for this number of devices.

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.layout import Layout
 from megajax.layers import param
@@ -33,38 +33,37 @@ from megajax.layers.ops import Ops, total
 
 
 @dataclasses.dataclass(frozen=True)
-class MoeConfig:
+class MoeConfig(Checked, section="moe"):
     """Experts in the place of the feed-forward layer."""
 
-    experts: int = option(0, "experts E of a layer; 0: a dense model")
-    top_k: int = option(2, "experts that a token uses")
-    width: int = option(128, "feed-forward width of one expert")
-    shared: int = option(0, "experts of the same width that every token uses besides")
+    experts: int = option(0, "experts E of a layer; 0: a dense model", at_least=0)
+    top_k: int = option(2, "experts that a token uses", at_least=1)
+    width: int = option(128, "feed-forward width of one expert", at_least=1)
+    shared: int = option(0, "experts of the same width that every token uses besides", at_least=0)
     score: Literal["softmax", "sigmoid"] = option("softmax", "of the router")
     normalise: bool = option(True, "a token's weights add up to `scale`")
-    scale: float = option(1.0, "factor of the weights")
-    groups: int = option(1, "groups of experts, one a node (DeepSeek-V3's node-limited routing)")
-    top_groups: int = option(1, "groups that a token may use")
+    scale: float = option(1.0, "factor of the weights", above=0)
+    groups: int = option(
+        1, "groups of experts, one a node (DeepSeek-V3's node-limited routing)", at_least=1
+    )
+    top_groups: int = option(1, "groups that a token may use", at_least=1)
     mode: Literal["dropless", "capacity"] = option("dropless", "capacity: fixed slots an expert")
-    capacity_factor: float = option(1.25, "capacity: slots over a balanced load")
-    aux_loss: float = option(0.01, "weight of each layer's load-balance loss, 1 when balanced")
-    z_loss: float = option(0.0, "weight of each layer's mean squared log-sum-exp of the scores")
-    bias_rate: float = option(0.0, "a step's change of the experts' bias, by load; 0: no bias")
+    capacity_factor: float = option(1.25, "capacity: slots over a balanced load", above=0)
+    aux_loss: float = option(
+        0.01, "weight of each layer's load-balance loss, 1 when balanced", at_least=0
+    )
+    z_loss: float = option(
+        0.0, "weight of each layer's mean squared log-sum-exp of the scores", at_least=0
+    )
+    bias_rate: float = option(
+        0.0, "a step's change of the experts' bias, by load; 0: no bias", at_least=0
+    )
 
     def __post_init__(self):
         """Refuses routers that cannot be built."""
+        super().__post_init__()
         if self.experts == 0:
             return
-        for name, low in (
-            *((n, 1) for n in ("experts", "top_k", "width", "groups", "top_groups")),
-            *((n, 0) for n in ("shared", "aux_loss", "z_loss", "bias_rate")),
-        ):
-            value = getattr(self, name)
-            if value < low:
-                raise UserError(f"moe.{name}={value} must be at least {low} (--moe.{name})")
-        if self.capacity_factor <= 0:
-            value = self.capacity_factor
-            raise UserError(f"moe.capacity_factor={value} must be above 0 (--moe.capacity_factor)")
         if self.experts % self.groups:
             raise UserError(
                 f"moe.groups={self.groups} must divide moe.experts={self.experts}; "

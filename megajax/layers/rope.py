@@ -14,18 +14,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.core.config import option
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError
 
 
 @dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(Checked, section="model.rope"):
     """Frequencies of the rotation. factor 1: no scaling."""
 
-    theta: float = option(10000.0, "base of the frequencies")
-    factor: float = option(1.0, "Llama 3 scaling: divide low frequencies by this; 1: off")
-    low_freq_factor: float = option(1.0, "Llama 3 scaling: wavelengths above original/this scale")
-    high_freq_factor: float = option(4.0, "Llama 3 scaling: wavelengths below original/this stay")
-    original_positions: int = option(8192, "Llama 3 scaling: context before scaling", "tokens")
+    theta: float = option(10000.0, "base of the frequencies", above=0)
+    factor: float = option(1.0, "Llama 3 scaling: divide low frequencies by this; 1: off", above=0)
+    low_freq_factor: float = option(
+        1.0, "Llama 3 scaling: wavelengths above original/this scale", above=0
+    )
+    high_freq_factor: float = option(
+        4.0, "Llama 3 scaling: wavelengths below original/this stay", above=0
+    )
+    original_positions: int = option(
+        8192, "Llama 3 scaling: context before scaling", "tokens", at_least=1
+    )
+
+    def __post_init__(self):
+        """Refuses an interpolation between two equal or exchanged wavelengths."""
+        super().__post_init__()
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.factor != 1.0 and high <= low:
+            raise UserError(
+                f"model.rope.high_freq_factor={high} must be above model.rope.low_freq_factor="
+                f"{low}; the default is 4.0 (--model.rope.high_freq_factor)"
+            )
 
 
 def frequencies(cfg: RopeConfig, head_width: int) -> np.ndarray:

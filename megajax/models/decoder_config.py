@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from megajax.core.config import group, option
+from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.cost.base import Workload, decoder_workload
 from megajax.cost.flops import DecoderWork, ExpertWork
@@ -19,38 +19,38 @@ from megajax.layers.rope import RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(Checked, section="model"):
     """Everything that decides the parameters and the arithmetic of a decoder."""
 
-    layers: int = option(4, "equal blocks")
-    width: int = option(128, "model width D")
-    heads: int = option(4, "query heads H")
-    kv_heads: int = option(4, "key-value heads G; must divide the query heads")
-    head_width: int = option(32, "width of one head K")
-    mlp: int = option(384, "feed-forward width F of a model without experts")
-    vocab: int = option(512, "token ids that the model can predict")
-    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this")
+    layers: int = option(4, "equal blocks", at_least=1)
+    width: int = option(128, "model width D", at_least=1)
+    heads: int = option(4, "query heads H", at_least=1)
+    kv_heads: int = option(4, "key-value heads G; must divide the query heads", at_least=1)
+    head_width: int = option(32, "width of one head K", at_least=1)
+    mlp: int = option(384, "feed-forward width F of a model without experts", at_least=1)
+    vocab: int = option(512, "token ids that the model can predict", at_least=1)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", at_least=1)
     block: Literal["serial", "parallel"] = option("serial", "parallel: MegaScale section 3.1")
     norm: Literal["rms", "layer"] = option("rms", "RMSNorm or LayerNorm")
-    norm_eps: float = option(1e-6, "added to the variance")
+    norm_eps: float = option(1e-6, "added to the variance", above=0)
     position: Literal["rope", "learned", "none"] = option("rope", "how tokens know their place")
-    max_positions: int = option(131072, "longest row the model is meant for", "tokens")
+    max_positions: int = option(131072, "longest row the model is meant for", "tokens", at_least=1)
     activation: Activation = option("swiglu", "of the feed-forward layer")
     bias: Literal["none", "qkv", "all"] = option("none", "which projections have one")
     qk_norm: bool = option(False, "RMSNorm on each query and key head")
-    window: int | None = option(None, "sliding window, itself included; none: full", "tokens")
+    window: int | None = option(
+        None, "sliding window, itself included; none: full", "tokens", at_least=1
+    )
     tied: bool = option(True, "the head is the embedding transposed")
-    dropout: float = option(0.0, "on the embedding and on each sublayer's output")
+    dropout: float = option(
+        0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
+    )
     rope: RopeConfig = group(RopeConfig)
     moe: MoeConfig = group(MoeConfig, flag="moe")
 
     def __post_init__(self):
         """Refuses shapes that cannot be built."""
-        for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp", "vocab"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"model.{name}={getattr(self, name)} must be at least 1 (--model.{name})"
-                )
+        super().__post_init__()
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}; "
@@ -61,12 +61,6 @@ class DecoderConfig:
                 f"model.head_width={self.head_width} must be even for rotary positions; "
                 f"nearest: {self.head_width - 1}, {self.head_width + 1} (--model.head_width)"
             )
-        if self.window is not None and self.window < 1:
-            raise UserError(
-                f"model.window={self.window} must be at least 1, the token itself (--model.window)"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout={self.dropout} must be in [0, 1) (--model.dropout)")
         if self.moe.experts and self.bias == "all":
             raise UserError(
                 "model.bias=all: experts have no biases; use none or qkv (--model.bias)"

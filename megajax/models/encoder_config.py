@@ -8,54 +8,55 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import MlpConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(Checked, section="model"):
     """Everything that decides the parameters and the arithmetic of an encoder."""
 
-    layers: int = option(4, "blocks with weights of their own")
-    repeats: int = option(1, "times that each block is applied in turn (ALBERT shares weights)")
-    width: int = option(128, "model width D")
-    heads: int = option(4, "heads H; must divide the width")
-    mlp: int = option(512, "feed-forward width F")
-    vocab: int = option(512, "token ids that the model can predict")
-    vocab_multiple: int = option(128, "the rows of all tables are padded to a multiple of this")
-    max_positions: int = option(512, "rows of the position table", "tokens")
-    position_offset: int = option(0, "row of a sequence's first token (RoBERTa: 2)")
-    types: int = option(2, "token types (sentence A or B); 0: none")
-    embed_width: int = option(0, "of the tables, which are then projected; 0: the model's own")
+    layers: int = option(4, "blocks with weights of their own", at_least=1)
+    repeats: int = option(
+        1, "times that each block is applied in turn (ALBERT shares weights)", at_least=1
+    )
+    width: int = option(128, "model width D", at_least=1)
+    heads: int = option(4, "heads H; must divide the width", at_least=1)
+    mlp: int = option(512, "feed-forward width F", at_least=1)
+    vocab: int = option(512, "token ids that the model can predict", at_least=1)
+    vocab_multiple: int = option(
+        128, "the rows of all tables are padded to a multiple of this", at_least=1
+    )
+    max_positions: int = option(512, "rows of the position table", "tokens", at_least=1)
+    position_offset: int = option(0, "row of a sequence's first token (RoBERTa: 2)", at_least=0)
+    types: int = option(2, "token types (sentence A or B); 0: none", at_least=0)
+    embed_width: int = option(
+        0, "of the tables, which are then projected; 0: the model's own", at_least=0
+    )
     activation: Literal["gelu", "gelu_tanh"] = option("gelu", "of the feed-forward layer")
-    norm_eps: float = option(1e-12, "added to the variance")
-    dropout: float = option(0.0, "on the embedding and on each sublayer's output")
+    norm_eps: float = option(1e-12, "added to the variance", above=0)
+    dropout: float = option(
+        0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
+    )
     head: Literal["mlm", "classify"] = option("mlm", "token ids, or labels from the first token")
-    labels: int = option(2, "classes of a classification head")
+    labels: int = option(2, "classes of a classification head", at_least=1)
     pooler: Literal["tanh", "relu"] = option("tanh", "activation before the classes")
 
     def __post_init__(self):
         """Refuses shapes that cannot be built."""
-        positive = ("layers", "repeats", "width", "heads", "mlp", "vocab", "labels")
-        for name, least in [(n, 1) for n in positive] + [("types", 0), ("embed_width", 0)]:
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"model.{name}={getattr(self, name)} must be at least {least} (--model.{name})"
-                )
+        super().__post_init__()
         if self.width % self.heads:
             raise UserError(
                 f"model.heads={self.heads} must divide model.width={self.width}; "
                 f"{nearest_divisors(self.width, self.heads)} (--model.heads)"
             )
-        if not 0 <= self.position_offset < self.max_positions:
+        if self.position_offset >= self.max_positions:
             raise UserError(
                 f"model.position_offset={self.position_offset} must be from 0 to "
                 f"model.max_positions - 1 = {self.max_positions - 1} (--model.position_offset)"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout={self.dropout} must be in [0, 1) (--model.dropout)")
 
     @property
     def head_width(self) -> int:

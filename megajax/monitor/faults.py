@@ -33,7 +33,9 @@ LATE = {
     "evaluate": 30.0,
 }  # kinds with an amount, and what it usually is
 KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", *LATE)
-_SPEC = re.compile(r"(\w+)(?:=([\d.]+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?")
+_SPEC = re.compile(
+    r"(\w+)(?:=(\d+(?:\.\d*)?|\.\d+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?"
+)
 
 
 class InjectedError(RuntimeError):

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.layers import attend as attend_
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
@@ -36,7 +36,7 @@ BLOCK = 1024  # (chosen) tokens whose logits exist at one time: 4 MiB a head in 
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextSpec:
+class ContextSpec(Checked, section="context"):
     """How queries meet keys of other devices, where mesh.context > 1."""
 
     kind: Literal["ring", "ulysses", "gather"] = option(

@@ -29,7 +29,7 @@ from jax.experimental import layout
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.axes import BATCH_AXES, MESH_AXES
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
@@ -47,12 +47,14 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(Checked, section="pipeline"):
     """The schedule of a run with mesh.pipe > 1."""
 
     schedule: Schedule = option("1f1b", "order of forward and backward passes")
-    microbatches: int | None = option(None, "pieces of a step's batch; none: twice the stages")
-    chunks: int = option(1, "interleaved: groups of layers on each stage")
+    microbatches: int | None = option(
+        None, "pieces of a step's batch; none: twice the stages", at_least=1
+    )
+    chunks: int = option(1, "interleaved: groups of layers on each stage", at_least=1)
     stash: Literal["input", "residuals"] = option(
         "input", "kept from F to B: the chunk's input (B runs F again), or what --train.remat keeps"
     )
@@ -62,13 +64,6 @@ class PipelineConfig:
     overlap: Literal["chunk", "none"] = option(
         "chunk", "chunk: other chunks' ticks hide each one's weight gather and gradient scatter"
     )
-
-    def __post_init__(self):
-        """Refuses counts below 1."""
-        for name in ("microbatches", "chunks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"pipeline.{name}={value} must be at least 1 (--pipeline.{name})")
 
     def pieces(self, stages: int) -> int:
         """The microbatches of a step."""

@@ -13,7 +13,7 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from megajax.core.axes import BATCH_AXES, ZERO_AXES
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.layout import Layout
 from megajax.core.rules import Rules
 
@@ -21,7 +21,7 @@ Zero = Literal["full", "hybrid", "none"]
 
 
 @dataclass(frozen=True)
-class ShardSpec:
+class ShardSpec(Checked, section="shard"):
     """How far parameters, gradients and optimizer state are cut over data parallelism."""
 
     zero: Zero = option(

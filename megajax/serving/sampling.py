@@ -8,27 +8,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from megajax.core.config import option
-from megajax.core.errors import UserError
+from megajax.core.config import Checked, option
 from megajax.layers.losses import NEGATIVE
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Checked, section="sampling"):
     """How a token is chosen."""
 
-    temperature: float = option(0.8, "divides the logits; 0: greedy")
-    top_k: int | None = option(None, "only the k likeliest tokens; none: all")
-    top_p: float = option(1.0, "only the likeliest tokens that together have this probability")
-
-    def __post_init__(self):
-        """Refuses values outside their range."""
-        if self.temperature < 0:
-            raise UserError(f"temperature={self.temperature} must not be negative")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k} must be at least 1")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be in (0, 1]")
+    temperature: float = option(0.8, "divides the logits; 0: greedy", at_least=0)
+    top_k: int | None = option(None, "only the k likeliest tokens; none: all", at_least=1)
+    top_p: float = option(
+        1.0, "only the likeliest tokens that together have this probability", above=0, at_most=1
+    )
 
 
 def sample(logits_BV: jax.Array, key: jax.Array, cfg: SamplingConfig) -> jax.Array:

@@ -9,6 +9,7 @@ Legend: T tokens, A active experts a token, E experts, R ranks.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def numbers(flag: str, text: str, kind: type[float] | type[int] = int) -> list[A
         found = [kind(word) for word in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < (1 if kind is int else 0):
+    if not found or not all((1 if kind is int else 0) <= x < math.inf for x in found):
         rule = "whole numbers above 0" if kind is int else "numbers of at least 0"
         raise UserError(f"{flag}={text} must be {rule} with commas (--{flag}=1,16)")
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megajax.core import check
-from megajax.core.config import group, option
+from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.config import DataConfig
@@ -24,64 +24,69 @@ from megajax.training.optim import OptimConfig
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked, section="train"):
     """One optimizer step and how many of them."""
 
-    steps: int = option(100, "optimizer steps of the whole run")
-    global_batch: int = option(32, "rows a step, over all devices", "sequences")
-    seq_len: int = option(128, "tokens a row", "tokens")
-    seed: int = option(0, "of parameters, data order and dropout")
-    accumulate: int = option(1, "micro-batches a step, one after the other")
+    steps: int = option(100, "optimizer steps of the whole run", at_least=1)
+    global_batch: int = option(32, "rows a step, over all devices", "sequences", at_least=1)
+    seq_len: int = option(128, "tokens a row", "tokens", at_least=1)
+    seed: int = option(0, "of parameters, data order and dropout", at_least=0, at_most=2**32 - 1)
+    accumulate: int = option(1, "micro-batches a step, one after the other", at_least=1)
     dtype: Literal["float32", "bfloat16"] = option("float32", "of compute; masters are float32")
     remat: Remat = option("outputs", "what the backward pass keeps: all, nothing, or by name")
-    loss_chunks: int = option(1, "pieces of the sequence whose logits exist at one time")
-    z_loss: float = option(0.0, "weight of log(Z)^2 in the objective")
+    loss_chunks: int = option(
+        1, "pieces of the sequence whose logits exist at one time", at_least=1
+    )
+    z_loss: float = option(0.0, "weight of log(Z)^2 in the objective", at_least=0)
     attention: Literal["auto", "xla", "cudnn", "varlen"] = option(
         "auto", "attention kernel; varlen: ours, the work of each document's own tokens only"
     )
 
-    def __post_init__(self):
-        """Refuses counts below 1."""
-        for name in ("steps", "global_batch", "seq_len", "accumulate", "loss_chunks"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Checked, section="eval"):
     """What is measured beside training."""
 
-    every: int = option(500, "evaluate every so many steps and at the end; 0: only at the end")
-    batches: int = option(8, "held-out batches an evaluation reads; 0: no evaluation")
-    sample_tokens: int = option(200, "tokens to sample after an evaluation; 0: no sample")
+    every: int = option(
+        500, "evaluate every so many steps and at the end; 0: only at the end", at_least=0
+    )
+    batches: int = option(8, "held-out batches an evaluation reads; 0: no evaluation", at_least=0)
+    sample_tokens: int = option(
+        200, "tokens to sample after an evaluation; 0: no sample", at_least=0
+    )
     prompt: str = option("def ", "what the sample continues")
-    temperature: float = option(0.8, "of the sample; 0: greedy")
+    temperature: float = option(0.8, "of the sample; 0: greedy", at_least=0)
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked, section="checkpoint"):
     """When the run is saved. The last step and a signal always save."""
 
-    every: int = option(500, "save every so many steps; 0: only at the end")
-    keep: int = option(3, "checkpoints kept; 0: all")
+    every: int = option(500, "save every so many steps; 0: only at the end", at_least=0)
+    keep: int = option(3, "checkpoints kept; 0: all", at_least=0)
     memory_every_steps: int = option(
-        0, "copy the state into memory that outlives a killed process so often; 0: never", "steps"
+        0,
+        "copy the state into memory that outlives a killed process so often; 0: never",
+        "steps",
+        at_least=0,
     )
     dir: str | None = option(None, "a folder, s3://... or gs://... of this run; none: in run_dir")
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Checked, section="log"):
     """Where progress goes beside metrics.jsonl."""
 
-    every: int = option(10, "steps between lines when the output is not a terminal")
+    every: int = option(10, "steps between lines when the output is not a terminal", at_least=0)
     tensorboard: bool = option(True, "write TensorBoard events")
     wandb: str | None = option(None, "Weights & Biases project; none: off")
-    gc_every: int = option(500, "collect garbage on the same step on all hosts, so often", "steps")
+    gc_every: int = option(
+        500, "collect garbage on the same step on all hosts, so often", "steps", at_least=0
+    )
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Checked, section="profile"):
     """Which steps jax.profiler records."""
 
     steps: str | None = option(None, "record these steps, e.g. 20..25; none: off")
@@ -96,6 +101,7 @@ class ProfileConfig:
 
     def __post_init__(self):
         """Refuses what is not a..b."""
+        super().__post_init__()
         try:
             span = self.span
         except ValueError:
@@ -107,7 +113,7 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """A whole training run."""
 
     model: DecoderConfig = group(DecoderConfig)
@@ -126,11 +132,15 @@ class Config:
     overlap: Overlap = option(
         "auto", "how communication of tensor and experts hides in their products; xla: not at all"
     )
-    emulate: int | None = option(None, "CPU devices to emulate in this process; none: real ones")
-    emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found")
+    emulate: int | None = option(
+        None, "CPU devices to emulate in this process; none: real ones", at_least=1
+    )
+    emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found", at_least=1)
     run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
     init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
-    told_code: int = option(0, "exit code of a run that SIGTERM made save and stop")
+    told_code: int = option(
+        0, "exit code of a run that SIGTERM made save and stop", at_least=0, at_most=255
+    )
     fault: str | None = option(None, "faults on purpose, e.g. kill@120:rank1; monitor/faults.py")
     cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.core.config import option
+from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.tree import Tree, is_words, name, named_leaves, nest
 from megajax.training.optim import is_hidden_matrix
@@ -26,41 +26,38 @@ Weights = Literal["all", "attention", "mlp"]
 
 
 @dataclass(frozen=True)
-class PruneConfig:
+class PruneConfig(Checked, section="prune"):
     """Pruning in stages, with training between them."""
 
-    sparsity: float = option(0.0, "fraction of the chosen weights to prune at last; 0: no pruning")
+    sparsity: float = option(
+        0.0, "fraction of the chosen weights to prune at last; 0: no pruning", at_least=0, below=1
+    )
     pattern: Pattern = option("tw2d", "tile-wise (tw2d, tw1d, tew) or a rival (ew, vw, bw)")
-    stages: int = option(4, "prunings, each of the same fraction of what is left")
-    steps: int = option(20, "of training before each of them, whose gradients it ranks by", "steps")
-    start: int = option(0, "steps of training before the first stage", "steps")
-    tile: int = option(128, "columns of a tile", "columns")
-    chunk: int = option(1, "rows that are kept or pruned together; kernels take 32 and 64", "rows")
+    stages: int = option(4, "prunings, each of the same fraction of what is left", at_least=1)
+    steps: int = option(
+        20, "of training before each of them, whose gradients it ranks by", "steps", at_least=1
+    )
+    start: int = option(0, "steps of training before the first stage", "steps", at_least=0)
+    tile: int = option(128, "columns of a tile", "columns", at_least=1)
+    chunk: int = option(
+        1, "rows that are kept or pruned together; kernels take 32 and 64", "rows", at_least=1
+    )
     score: Literal["taylor", "magnitude"] = option(
         "taylor", "rank by: (w dL/dw)^2 summed over a stage's steps, or |w|"
     )
     weights: Weights = option("all", "matrices of the blocks that are pruned")
-    apriori: float = option(0.0, "fraction of units at either end that an element-wise try decides")
-    remain: float = option(0.0, "fraction of each matrix's best units that stays before others'")
-    delta: float = option(0.05, "tew: fraction of the weights that come back as single elements")
-
-    def __post_init__(self):
-        """Refuses values outside their range."""
-        for field in ("sparsity", "apriori", "remain", "delta"):
-            value, high = getattr(self, field), 0.5 if field == "apriori" else 1
-            if not 0 <= value < high:
-                near = 0 if value < 0 else high - 0.05
-                raise UserError(
-                    f"prune.{field}={value} must be in [0, {high}); nearest: {near} "
-                    f"(--prune.{field})"
-                )
-        for field, low in (("stages", 1), ("steps", 1), ("start", 0), ("tile", 1), ("chunk", 1)):
-            value = getattr(self, field)
-            if value < low:
-                raise UserError(
-                    f"prune.{field}={value} must be at least {low}; nearest: {low} "
-                    f"(--prune.{field})"
-                )
+    apriori: float = option(
+        0.0,
+        "fraction of units at either end that an element-wise try decides",
+        at_least=0,
+        below=0.5,
+    )
+    remain: float = option(
+        0.0, "fraction of each matrix's best units that stays before others'", at_least=0, below=1
+    )
+    delta: float = option(
+        0.05, "tew: fraction of the weights that come back as single elements", at_least=0, below=1
+    )
 
     @property
     def last(self) -> int:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, reshard
 
-from megajax.core.config import option
-from megajax.core.errors import UserError
+from megajax.core.config import Checked, option
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree
 from megajax.models.parts import map_words
@@ -26,37 +25,22 @@ STACK_WORDS = ("layers", "expert", "stage")  # dimensions that count independent
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Checked, section="optim"):
     """Optimizer and schedule."""
 
     name: Literal["adamw", "lamb", "muon"] = option("adamw", "optimizer")
-    lr: float = option(3e-3, "peak learning rate")
+    lr: float = option(3e-3, "peak learning rate", at_least=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "after warm-up")
-    warmup: int = option(10, "steps of linear warm-up from 0", "steps")
-    final: float = option(0.1, "last learning rate as a fraction of the peak")
-    decay: float = option(0.2, "wsd: fraction of the run that decays")
-    beta1: float = option(0.9, "decay of the first moment; muon: momentum")
-    beta2: float = option(0.95, "decay of the second moment")
-    eps: float = option(1e-8, "added to the root of the second moment")
-    weight_decay: float = option(0.1, "decoupled, on matrices and embeddings only")
-    clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
-
-    def __post_init__(self):
-        """Refuses values outside their range."""
-        for name, low, high in (
-            ("lr", 0.0, None),
-            ("warmup", 0, None),
-            ("final", 0.0, 1.0),
-            ("decay", 0.0, 1.0),
-            ("beta1", 0.0, 1.0),
-            ("beta2", 0.0, 1.0),
-            ("weight_decay", 0.0, None),
-            ("clip", 0.0, None),
-        ):
-            value = getattr(self, name)
-            if value < low or (high is not None and value > high):
-                rule = f"in [{low}, {high}]" if high is not None else f"at least {low}"
-                raise UserError(f"optim.{name}={value} must be {rule} (--optim.{name})")
+    warmup: int = option(10, "steps of linear warm-up from 0", "steps", at_least=0)
+    final: float = option(
+        0.1, "last learning rate as a fraction of the peak", at_least=0, at_most=1
+    )
+    decay: float = option(0.2, "wsd: fraction of the run that decays", at_least=0, at_most=1)
+    beta1: float = option(0.9, "decay of the first moment; muon: momentum", at_least=0, below=1)
+    beta2: float = option(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled, on matrices and embeddings only", at_least=0)
+    clip: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
 
 
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:

@@ -121,7 +121,7 @@ def test_megascale_sizes():
     [
         ({"kv_heads": 3}, "model.kv_heads=3 must divide model.heads=4; nearest: 2, 4"),
         ({"head_width": 7}, "must be even for rotary"),
-        ({"window": 0}, "at least 1, the token itself"),
+        ({"window": 0}, "model.window=0 must be at least 1"),
         ({"dropout": 1.0}, "--model.dropout"),
         ({"layers": 0}, "--model.layers"),
     ],

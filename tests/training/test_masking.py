@@ -148,7 +148,7 @@ def test_stages_are_due_in_order():
 
 def test_bad_values_are_refused():
     for values, message in (
-        ({"sparsity": 1.0}, r"prune.sparsity=1.0 must be in \[0, 1\); nearest: 0.95"),
+        ({"sparsity": 1.0}, r"prune.sparsity=1.0 must be in \[0, 1\); the default is 0.0"),
         ({"sparsity": -0.5}, "nearest: 0 .--prune.sparsity"),
         ({"stages": 0}, "prune.stages=0 must be at least 1"),
         ({"chunk": 0}, "prune.chunk=0"),

@@ -1,0 +1,110 @@
+"""The range of every number that a flag can set."""
+
+import ast
+import math
+import pathlib
+
+import pytest
+
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.core.limits import Limits
+from megajax.layers.rope import RopeConfig
+from megajax.models.encoder_config import EncoderConfig
+from megajax.serving.sampling import SamplingConfig
+from megajax.training.config import Config, TrainConfig
+from megajax.training.optim import OptimConfig
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+INF = math.inf
+SEED = 2**32 - 1  # NumPy's generators and jax's 32-bit keys take no more
+# (lowest, highest, whether a float may equal them) -> members of a run's configuration.
+RANGES = {
+    (1, INF, True): """
+        train.steps train.global_batch train.seq_len train.accumulate train.loss_chunks
+        model.layers model.width model.heads model.kv_heads model.head_width model.mlp model.vocab
+        model.vocab_multiple model.max_positions model.window model.rope.original_positions
+        model.moe.top_k model.moe.width model.moe.groups model.moe.top_groups
+        mesh.pipe mesh.node mesh.data mesh.expert mesh.context mesh.tensor
+        pipeline.microbatches pipeline.chunks prune.stages prune.steps prune.tile prune.chunk
+        emulate emulate_without_gpu""",
+    (0, INF, True): """
+        train.z_loss optim.lr optim.warmup optim.weight_decay optim.clip
+        model.moe.experts model.moe.shared model.moe.aux_loss model.moe.z_loss model.moe.bias_rate
+        prune.start data.prefetch eval.every eval.batches eval.sample_tokens eval.temperature
+        checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every""",
+    (0, SEED, True): "train.seed",
+    (0, 255, True): "told_code",
+    (0, 1, True): "optim.final optim.decay",
+    (0, INF, False): """
+        optim.eps model.norm_eps model.rope.theta model.rope.factor model.rope.low_freq_factor
+        model.rope.high_freq_factor model.moe.scale model.moe.capacity_factor""",
+}
+# 0 may be, the upper bound may not.
+FRACTIONS = {
+    1: "optim.beta1 optim.beta2 data.holdout model.dropout prune.sparsity prune.remain prune.delta",
+    0.5: "prune.apriori",
+}
+NUMBERS = {
+    name: field
+    for name, hint, field in config.leaves(Config)
+    if {int, float} & {hint, *getattr(hint, "__args__", ())}
+}
+
+
+def cases():
+    """Yields (name, values just outside of its range, values at its edges)."""
+    for (low, high, closed), names in RANGES.items():
+        wrong = [low - 1, *([high + 1] if high < INF else [])] if closed else [low, low - 1e-9]
+        right = [low, *([high] if high < INF else [10**6])] if closed else [1e-30, 1e6]
+        for name in names.split():
+            yield name, wrong, right
+    for high, names in FRACTIONS.items():
+        for name in names.split():
+            yield name, [-1e-9, high], [0, high - 1e-9]
+
+
+def test_every_number_of_a_run_has_its_range():
+    table = {name: (wrong, right) for name, wrong, right in cases()}
+    assert table.keys() == NUMBERS.keys()
+    flags = config.flag_names(Config)
+    for name, (wrong, right) in table.items():
+        real = float in {NUMBERS[name].type, type(NUMBERS[name].default)}
+        for value in wrong + ([math.nan, INF, -INF] if real else []):
+            with pytest.raises(UserError) as error:
+                config.override(Config(), {name: float(value) if real else value})
+            said = str(error.value)
+            assert said.startswith(f"{flags[name]}=") and said.endswith(f"(--{flags[name]})")
+            assert "nearest: " in said or "the default is " in said
+        for value in right:
+            assert NUMBERS[name].metadata["limits"].allows(value), (name, value)
+
+
+@pytest.mark.parametrize("folder", ["megajax", "experiments", "scripts"])
+def test_every_number_that_is_declared_has_a_bound(folder):
+    """So that whoever adds a field says what it may be."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+                kind, call = ast.unparse(node.annotation), node.value
+                if ast.unparse(call.func) == "option" and kind.split(" |")[0] in ("int", "float"):
+                    bounds = {k.arg for k in call.keywords} & set(Limits.__dataclass_fields__)
+                    assert bounds, f"{path}:{node.lineno} says no range of {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: OptimConfig(clip=math.nan), "optim.clip=nan must be a finite number, at least 0"),
+        (lambda: OptimConfig(eps=-1.0), "optim.eps=-1.0 must be above 0; the default is 1e-08"),
+        (lambda: TrainConfig(steps=0), "train.steps=0 must be at least 1; nearest: 1"),
+        (lambda: SamplingConfig(top_p=1.5), "sampling.top_p=1.5 must be in (0, 1]; nearest: 1 ("),
+        (lambda: EncoderConfig(vocab_multiple=0), "model.vocab_multiple=0 must be at least 1"),
+        (lambda: RopeConfig(factor=8.0, high_freq_factor=1.0), "must be above model.rope.low_freq"),
+        (lambda: RopeConfig(theta=10**400), "must be a finite number, above 0; the default is"),
+    ],
+)
+def test_a_config_made_in_python_is_checked_too(make, words):
+    with pytest.raises(UserError) as error:
+        make()
+    assert words in str(error.value)
