@@ -41,7 +41,7 @@ def main() -> int:
     if SEARCH.value:  # 2 either rank what could run
         found = strategies.search(cfg, cluster, BEST.value)
         plan = found.best
-        rows = search_report.rows(found, base, [config.start_flag()])
+        rows = search_report.rows(found, base, config.start_flags())
         section, search = search_report.markdown(found, rows), search_report.figures(found, rows)
     else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster)

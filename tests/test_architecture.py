@@ -52,6 +52,7 @@ JAX_FREE = (
     "megajax.checkpoint.torch_files",
     "megajax.core.boxes",
     "megajax.core.config",
+    "megajax.core.config_file",
     "megajax.core.errors",
     "megajax.core.limits",
     "megajax.core.axes",

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from absl import app, flags, logging
 
+from megajax.core import config_file
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.limits import Limits, alternatives, check_number, check_type
 
@@ -168,7 +169,8 @@ def define_flags(presets: Presets, default: str) -> None:
     base = presets[default]()
     names = Literal[tuple(presets)]  # type: ignore[valid-type]
     flags.DEFINE(_Parser(names), "preset", default, "where the configuration starts")
-    flags.DEFINE(_Parser(str | None), "config", None, "start from this config.json, not a preset")
+    about = "start from a .json, .yaml or .toml file; what it lacks: of --preset, if that is given"
+    flags.DEFINE(_Parser(str | None), "config", None, about)
     shown = flag_names(type(base))
     for name, hint, field in leaves(type(base)):
         unit = field.metadata.get("unit")
@@ -191,17 +193,12 @@ def from_flags(
     values = flags.FLAGS
     base = presets[values.preset]()
     if values.config is not None:
-        base = load_json(type(base), values.config)
+        base = load(base if values["preset"].present else type(base)(), values.config)
     names = flag_names(type(base)).items()
     given = {name: values[flag].value for name, flag in names if values[flag].present}
     if adapt is not None:
         base = adapt(base, given)
-    start = base
-    for field in dataclasses.fields(base):
-        if field.metadata.get("whole") and any(n.startswith(f"{field.name}.") for n in given):
-            factory = typing.cast(Callable, field.default_factory)
-            start = dataclasses.replace(start, **{field.name: factory()})
-    return override(start, given), base
+    return override(_drop_whole(base, given), given), base
 
 
 def start_name() -> str:
@@ -210,10 +207,13 @@ def start_name() -> str:
     return flags.FLAGS.preset if path is None else Path(path).stem
 
 
-def start_flag() -> str:
-    """Returns the flag that starts from there: --preset or --config."""
-    path = flags.FLAGS.config
-    return f"--preset={flags.FLAGS.preset}" if path is None else f"--config={path}"
+def start_flags() -> list[str]:
+    """Returns the flags that start from there: --preset, --config or both."""
+    values = flags.FLAGS
+    path, chosen = values.config, f"--preset={values.preset}"
+    if path is None:
+        return [chosen]
+    return [*([chosen] if values["preset"].present else []), f"--config={path}"]
 
 
 def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> None:
@@ -259,27 +259,59 @@ def from_json(cls: type, text: str) -> Any:
     Members that the text lacks keep their defaults, so older files stay readable.
     Raises: UserError for names that this version does not know.
     """
+    return overlay(cls(), config_file.parse(text))
+
+
+def load_json(cls: type, path: str | Path, flag: str = "config") -> Any:
+    """Reads a saved configuration. flag: which named it. Raises: UserError naming the file."""
+    return load(cls(), path, flag)
+
+
+def load(base: Any, path: str | Path, flag: str = "config") -> Any:
+    """Returns `base` with what a JSON, YAML or TOML file says.
+
+    flag: which named the file. Raises: UserError naming the file and what is wrong.
+    """
+    found = config_file.read(path, flag)
+    try:
+        return overlay(base, found)
+    except UserError as error:
+        raise UserError(f"{path} is not a configuration: {error} (--{flag})") from None
+
+
+def overlay(base: Any, said: Mapping[str, Any]) -> Any:
+    """Returns `base` with the members of a nested mapping, named by their place or by their flag.
+
+    'none' is None, as in a flag. A group of which one member is set keeps what `base` says of the
+    others, unless one flag of that group drops it too.
+    """
+    hints = {name: hint for name, hint, _ in leaves(type(base))}
+    names = {flag: name for name, flag in flag_names(type(base)).items()} | {n: n for n in hints}
+    groups = {name.rpartition(".")[0] for name in names}
     flat: dict[str, Any] = {}
 
-    def flatten(node: Mapping[str, Any], prefix: str, names: set[str]) -> None:
+    def flatten(node: Mapping[str, Any], prefix: str) -> None:
         for key, value in node.items():
-            if isinstance(value, Mapping) and f"{prefix}{key}" not in names:
-                flatten(value, f"{prefix}{key}.", names)
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and name not in names:
+                flatten(value, f"{name}.")
+            elif value is None and any(f"{g}.".startswith(f"{name}.") for g in groups):
+                pass  # YAML: a group whose members are all comments
             else:
-                flat[f"{prefix}{key}"] = value
+                optional = name in names and alternatives(hints[names[name]])[1]
+                flat[names.get(name, name)] = None if optional and value == "none" else value
 
-    flatten(json.loads(text), "", {name for name, _, _ in leaves(cls)})
-    return override(cls(), flat)
+    flatten(said, "")
+    return override(_drop_whole(base, flat), flat)
 
 
-def load_json(cls: type, path: str | Path) -> Any:
-    """Reads a saved configuration. Raises: UserError naming the file."""
-    try:
-        return from_json(cls, Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror} (--config)") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not a configuration: {error} (--config)") from None
+def _drop_whole(base: Any, given: Mapping[str, Any]) -> Any:
+    """Returns `base` with the defaults in those of its groups that one member resets."""
+    for field in dataclasses.fields(base):
+        if field.metadata.get("whole") and any(n.startswith(f"{field.name}.") for n in given):
+            factory = typing.cast(Callable, field.default_factory)
+            base = dataclasses.replace(base, **{field.name: factory()})
+    return base
 
 
 def diff(cfg: Any, base: Any) -> list[tuple[str, Any, Any]]:

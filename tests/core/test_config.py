@@ -206,3 +206,81 @@ def test_a_saved_configuration_starts_a_run(script, tmp_path):
     (tmp_path / "saved.json").write_text(config.to_json(Outer(name="saved")))
     cfg = json.loads(script(f"--config={tmp_path}/saved.json", "--inner.size=2").stdout)
     assert cfg["name"] == "saved" and cfg["inner"]["size"] == 2
+
+
+BAD_FILES = [
+    ("run.json", "[1]", "must hold named members, like train and model, and is a list"),
+    ("run.json", "null", "and is a null"),
+    ("run.json", '"text"', "and is a str"),
+    ("run.json", "[" * 100_000, "nested too deeply"),
+    ("run.json", '{"inner": {"size": "3"}}', "inner.size='3' must be of type int (--inner.size)"),
+    ("run.json", '{"inner": {"rate": "0.5"}}', "inner.rate='0.5' must be a number"),
+    ("run.json", '{"inner": {"rate": NaN}}', "inner.rate=nan must be a finite number"),
+    ("run.json", '{"inner": {"kind": ["red"]}}', "must be one of red, green"),
+    ("run.json", '{"inner": 3}', "config has no field 'inner'"),
+    ("run.yaml", "- 1", "and is a list"),
+    ("run.yaml", "inner: {size: 1\n", "while parsing a flow mapping"),
+    ("run.yaml", "name: a\nname: b\n", "name stands twice"),
+    ("run.yaml", "inner:\n  sise: 1\n", "Did you mean inner.size?"),
+    ("run.toml", "name = ", "is not a configuration"),
+    ("run.toml", "[inner]\nlimit = 'few'\n", "inner.limit='few' must be of type int"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "words"), BAD_FILES)
+def test_a_file_that_is_no_configuration_gets_a_sentence(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as error:
+        config.load_json(Outer, tmp_path / name, "run_dir")
+    assert words in str(error.value) and str(error.value).endswith("(--run_dir)")
+    assert str(error.value).startswith(f"{tmp_path / name} is not a configuration")
+
+
+YAML = """# What is tried today.
+name: tried        # a comment
+inner:
+  rate: 1e-3       # YAML 1.1 would call it text
+  limit: none
+mesh:
+  # size: 4
+part:
+"""
+TOML = '# Today.\nname = "tried"\n[inner]\nrate = 1e-3\nlimit = "none"\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("try.yaml", YAML), ("try.yml", YAML), ("try.toml", TOML)]
+)
+def test_a_file_by_hand_may_be_partial_and_has_comments(tmp_path, name, text):
+    (tmp_path / name).write_text(text.replace("part:\n", ""))
+    base = Outer(Inner(7, "green", 2), Inner(size=5))
+    cfg = config.load(base, tmp_path / name)
+    assert cfg == Outer(Inner(7, "green", None, 1e-3), Inner(size=5), "tried")
+    assert config.load_json(Outer, tmp_path / name) == Outer(Inner(rate=1e-3), name="tried")
+
+
+def test_a_member_of_a_whole_group_in_a_file_drops_the_presets_group():
+    assert config.overlay(Outer(mesh=Inner(5, "green")), {"mesh": {"rate": 2}}).mesh == Inner(
+        rate=2
+    )
+
+
+def test_a_file_may_name_members_by_their_flags():
+    cfg = config.overlay(Nested(), {"short": {"inner": {"size": 4}}, "outer": {"on": True}})
+    assert cfg == Nested(outer=Outer(on=True), part=Outer(inner=Inner(size=4)))
+
+
+def test_every_preset_comes_back_from_its_file():
+    from megajax.training.presets import PRESETS
+
+    for name, make in PRESETS.items():
+        assert config.from_json(type(make()), config.to_json(make())) == make(), name
+
+
+def test_a_partial_file_goes_over_the_preset_only_if_that_is_given(script, tmp_path):
+    (tmp_path / "try.yaml").write_text("inner: {kind: green}  # only this\n")
+    flags = (f"--config={tmp_path}/try.yaml", "--name=b")
+    cfg = json.loads(script("--preset=big", *flags).stdout)
+    assert cfg["inner"] == {"size": 100, "kind": "green", "limit": None, "rate": 0.5}
+    assert cfg["mesh"]["size"] == 5 and cfg["name"] == "b"
+    assert json.loads(script(*flags).stdout)["inner"]["size"] == 3
