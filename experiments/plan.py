@@ -23,9 +23,9 @@ from megajax.core import mesh as mesh_
 from megajax.core.hardware import parse_cluster
 from megajax.monitor import results
 from megajax.systems import aot, plan_report, search_report, strategies
-from megajax.training.presets import PRESETS
+from megajax.training.presets import FIRST, PRESETS
 
-config.define_flags(PRESETS, "nano")
+config.define_flags(PRESETS, "nano", FIRST)
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOSTSxGPUS")
 OUT = flags.DEFINE_string("out", None, "folder for plan.md, plan.json and plan.png; none: print")
 SEARCH = flags.DEFINE_boolean("search", False, "rank meshes and schedules, compile the best few")
@@ -34,7 +34,7 @@ BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lo
 
 def main() -> int:
     """Plans. Returns 0, or 2 when it does not fit."""
-    cfg, base = config.from_flags(PRESETS)  # 1 configuration
+    cfg, base = config.from_flags(PRESETS, warn=not SEARCH.value)  # 1 configuration
     cluster = parse_cluster(CLUSTER.value)
     mesh_.start(1)  # no device is used
     section, search = "", None

@@ -35,16 +35,16 @@ from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
 from megajax.systems.prune_stages import Pruner
-from megajax.training import banner, resume
+from megajax.training import banner, preflight, resume
 from megajax.training.config import Config
 from megajax.training.loop import Run, train
 from megajax.training.measure import Measure
-from megajax.training.presets import PRESETS
+from megajax.training.presets import FIRST, PRESETS
 from megajax.training.report import write_report
 from megajax.training.run_dir import command_line, open_run
 from megajax.training.step import make_train_step
 
-config.define_flags(PRESETS, "nano")
+config.define_flags(PRESETS, "nano", FIRST)
 
 
 def take_model(base: Config, given: Mapping[str, Any]) -> Config:
@@ -77,6 +77,7 @@ def main() -> int:
     mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
     run_dir = open_run(cfg, "pretrain", config.start_name())  # 3 the run's folder
+    preflight.check(cfg, jax.devices()[0], run_dir.path)
     first = jax.process_index() == 0  # one process of a job speaks and writes
     console = Console(cfg.train.steps, cfg.log.every, quiet=not first)
     banner.show_start(console, cfg, preset, mesh, run_dir)

@@ -43,20 +43,31 @@ from megajax.core.errors import UserError, did_you_mean
 class Config(Checked):
     """What to do it with."""
 
-    step: int | None = option(None, "checkpoint; none: the latest (verify: all)", at_least=0)
-    there: str = option("", "reshard: layouts to make, in this order, with commas between")
-    back: str = option("", "reshard: layouts to undo first, as they were made")
-    shard_bytes: int = option(5 * 10**9, "export: largest file", "bytes", at_least=1)
-    compression: Literal["auto", "none", "zstd"] = option("auto", "reshard, import: of what is new")
-    format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
-        "auto", "import: what there is; auto: as it looks"
+    step: int | None = option(
+        None,
+        "checkpoint; none: the latest (verify: all)",
+        verbs=("inspect", "verify", "diff", "reshard", "export", "import"),
+        at_least=0,
     )
-    to: Literal["step", "safetensors"] = option("step", "import: what to make")
+    there: str = option(
+        "", "reshard: layouts to make, in this order, with commas between", verbs=("reshard",)
+    )
+    back: str = option("", "reshard: layouts to undo first, as they were made", verbs=("reshard",))
+    shard_bytes: int = option(
+        5 * 10**9, "export, import: largest file", "bytes", verbs=("export", "import"), at_least=1
+    )
+    compression: Literal["auto", "none", "zstd"] = option(
+        "auto", "reshard, import: of what is new", verbs=("reshard", "import")
+    )
+    format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
+        "auto", "import: what there is; auto: as it looks", verbs=("import",)
+    )
+    to: Literal["step", "safetensors"] = option("step", "import: what to make", verbs=("import",))
     vocab: int | None = option(
-        None, "import: words of a Megatron model, without padding", at_least=1
+        None, "import: words of a Megatron model, without padding", verbs=("import",), at_least=1
     )
     hf_config: str | None = option(
-        None, "import: config.json, for a Megatron checkpoint without arguments"
+        None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)
     )
 
 
@@ -261,7 +272,7 @@ VERBS_OF_TWO = {"diff": diff, "reshard": reshard, "export": export, "import": im
 
 def main(verb: str, path: str, *other: str) -> int:
     """Does what the first word says."""
-    cfg, _ = config.from_flags(PRESETS)
+    cfg, _ = config.from_flags(PRESETS, verb=verb)
     verbs = VERBS_OF_TWO if other else VERBS
     if verb not in verbs:
         both = [*VERBS, *VERBS_OF_TWO]

@@ -1,13 +1,16 @@
 """Samples text from a run, or from a Hugging Face folder.
 
 uv run scripts/generate.py --run_dir=runs/pretrain/nano-... --prompt="import "
-uv run scripts/generate.py --hf=FOLDER --prompt="Once upon a time" --top_p=0.9
+uv run scripts/generate.py --hf=FOLDER --prompt="Once upon a time" --sampling.top_p=0.9
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import jax
 
 from megajax.checkpoint import hf
 from megajax.checkpoint.run_folder import load_params
@@ -15,9 +18,13 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
-from megajax.data.tokenizer import check_vocabulary, open_tokenizer
+from megajax.core.layout import Layout
+from megajax.core.needs import other_than
+from megajax.core.tree import Tree
+from megajax.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
-from megajax.parallel.overlap import Overlap
+from megajax.parallel.overlap import Overlap, refuse_fused
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig
 from megajax.training.config import Config as RunConfig
@@ -30,7 +37,12 @@ class Config(Checked):
 
     run_dir: str | None = option(None, "folder of a run")
     hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
-    step: int | None = option(None, "checkpoint of the run; none: the latest", at_least=0)
+    step: int | None = option(
+        None,
+        "checkpoint of the run; none: the latest",
+        needs=other_than("run_dir", None),
+        at_least=0,
+    )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     prompt: str = option("def ", "what to continue")
     samples: int = option(1, "continuations to write", at_least=1)
@@ -47,6 +59,37 @@ PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
 
+def open_run(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], Tree]]:
+    """Returns (model, tokenizer, what loads the parameters) of --run_dir."""
+    folder = Path(cfg.run_dir or "").expanduser()
+    run = config.load_json(RunConfig, folder / "config.json", "run_dir")
+    tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(folder)
+
+    def load(layout: Layout) -> Tree:
+        params, step = load_params(folder, run.model, layout, cfg.step, run.checkpoint.dir)
+        print(f"{folder}, step {step}, {mesh_.describe(layout.mesh)}")
+        return params
+
+    return run.model, tokenizer, load
+
+
+def open_hf(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], Tree]]:
+    """Returns (model, tokenizer, what loads the parameters) of --hf."""
+    folder = Path(cfg.hf or "").expanduser()
+    model = hf.load_decoder_config(folder, "hf")
+    if cfg.tokenizer is None and not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"hf={folder} has no tokenizer.json: say what its tokens are (--tokenizer=bytes, "
+            "--tokenizer=FILE)"
+        )
+
+    def load(layout: Layout) -> Tree:
+        print(f"{folder}, {mesh_.describe(layout.mesh)}")
+        return hf.load_params(folder, model, layout)
+
+    return model, open_tokenizer(cfg.tokenizer or str(folder)), load
+
+
 def main() -> int:
     """Prints each continuation."""
     cfg, _ = config.from_flags(PRESETS)
@@ -54,19 +97,10 @@ def main() -> int:
         raise UserError("give one of --run_dir and --hf")
     mesh_.start(cfg.emulate)
     mesh = cfg.mesh.build()
-    layout = sharding.layout(mesh)
-    if cfg.run_dir is not None:
-        run = config.load_json(RunConfig, Path(cfg.run_dir) / "config.json")
-        model = run.model
-        params, step = load_params(cfg.run_dir, model, layout, cfg.step, run.checkpoint.dir)
-        tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(cfg.run_dir)
-        print(f"{cfg.run_dir}, step {step}, {mesh_.describe(mesh)}")
-    else:
-        model = hf.load_decoder_config(cfg.hf)
-        params = hf.load_params(cfg.hf, model, layout)
-        tokenizer = open_tokenizer(cfg.tokenizer or cfg.hf)
-        print(f"{cfg.hf}, {mesh_.describe(mesh)}")
+    refuse_fused(cfg.overlap, jax.devices()[0])
+    model, tokenizer, load = open_run(cfg) if cfg.run_dir is not None else open_hf(cfg)
     check_vocabulary(tokenizer, model.vocab)
+    params = load(sharding.layout(mesh))
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     prompt = begin + tokenizer.encode([cfg.prompt])[0].tolist()
     generator = Generator(model, mesh, dtype=cfg.dtype, sampling=cfg.sampling, overlap=cfg.overlap)

@@ -39,6 +39,7 @@ from gpu_expert import check_expert
 from gpu_kernels import FOLDERS, check_kernels
 
 from megajax.core import config
+from megajax.core import help as help_
 from megajax.core.hardware import find_card, parse_cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory
@@ -285,4 +286,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    help_.answer()
     app.run(main)

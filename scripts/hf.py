@@ -31,9 +31,15 @@ from megajax.training.config import Config as RunConfig
 class Config(Checked):
     """How to convert."""
 
-    step: int | None = option(None, "export: checkpoint of the run; none: the latest", at_least=0)
-    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "export: of the tensors")
-    tokenizer: str | None = option(None, "export: folder or tokenizer.json to put beside the model")
+    step: int | None = option(
+        None, "export: checkpoint of the run; none: the latest", verbs=("export",), at_least=0
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "export: of the tensors", verbs=("export",)
+    )
+    tokenizer: str | None = option(
+        None, "export: folder or tokenizer.json to put beside the model", verbs=("export",)
+    )
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 
@@ -76,7 +82,7 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
 
 def main(verb: str, source: str, target: str) -> int:
     """Imports or exports."""
-    cfg, _ = config.from_flags(PRESETS)
+    cfg, _ = config.from_flags(PRESETS, verb=verb)
     verbs = {"import": import_folder, "export": export_run}
     if verb not in verbs:
         raise UserError(f"{verb!r} must be import or export.{did_you_mean(verb, verbs)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from absl import app
 
+from megajax.core import help as help_
 from megajax.monitor import results
 from pallas_kernels import report
 
@@ -50,4 +51,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    help_.answer()
     app.run(main)

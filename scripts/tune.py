@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from megajax.core import help as help_
 from megajax.monitor import results
 from pallas_kernels import bench, report, tuned
 from pallas_kernels.attention import hopper_forward, reference
@@ -211,4 +212,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    help_.answer()
     app.run(main)

@@ -37,32 +37,39 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def load_config(path: str | Path) -> ModelConfig:
-    """Reads a folder's config.json. Raises: UserError when it is missing or not supported."""
+def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
+    """Reads a folder's config.json. flag: which named the folder.
+
+    Raises: UserError when it is missing or not supported.
+    """
     file = Path(path).expanduser() / "config.json"
     try:
         found = json.loads(file.read_text())
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror} (--init_from)") from None
+        raise UserError(f"cannot read {file}: {error.strerror} (--{flag})") from None
     except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
+        raise UserError(f"{file} is not JSON: {error} (--{flag})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} must hold named members, like model_type (--{flag})")
     kind = found.get("model_type")
     if kind not in FAMILIES:
-        raise UserError(f"{file}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{file}: model_type {kind!r} is not one of {', '.join(FAMILIES)} (--{flag})"
+        )
     maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
     try:
         return maps.from_hf_config(found)
     except KeyError as error:
-        raise UserError(f"{file} lacks {error}") from None
+        raise UserError(f"{file} lacks {error} (--{flag})") from None
 
 
-def load_decoder_config(path: str | Path) -> DecoderConfig:
+def load_decoder_config(path: str | Path, flag: str = "init_from") -> DecoderConfig:
     """Reads config.json for a program that runs decoders only; else a UserError, as load_config."""
-    cfg = load_config(path)
+    cfg = load_config(path, flag)
     if not isinstance(cfg, DecoderConfig):
         raise UserError(
             f"{path} holds an encoder ({encoder_names.family(cfg)}); this program runs decoders: "
-            f"{', '.join(get_args(names.Family))}"
+            f"{', '.join(get_args(names.Family))} (--{flag})"
         )
     return cfg
 

@@ -27,7 +27,7 @@ def load_params(
     manager = CheckpointManager(checkpoints or Path(folder) / "checkpoints", keep=0)
     step = manager.latest() if step is None else step
     if step is None:
-        raise UserError(f"{folder} has no checkpoint yet")
+        raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
     parts = decoder.parts(cfg)
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

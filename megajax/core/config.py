@@ -9,6 +9,7 @@ Legend: a leaf is (dotted name, type, dataclass field).
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -19,28 +20,49 @@ from typing import Any, ClassVar, Literal
 
 from absl import app, flags, logging
 
-from megajax.core import config_file
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core import config_file, needs
+from megajax.core import help as help_
+from megajax.core.errors import UserError, did_you_mean, respell
+from megajax.core.flag_parser import Parser, spell_type
 from megajax.core.limits import Limits, alternatives, check_number, check_type
+from megajax.core.needs import Needs
 
 flags.disclaim_key_flags()  # `--help` lists the flags under the script that calls define_flags
 
 Presets = Mapping[str, Callable[[], Any]]
 
 
-def option(default: Any, help: str, unit: str = "", **bounds: float) -> Any:
-    """Returns a dataclass field with its help text, unit and range (limits.Limits: at_least...)."""
-    about = {"help": help, "unit": unit, "limits": Limits(**bounds)}
+def option(
+    default: Any,
+    help: str,
+    unit: str = "",
+    needs: Needs | None = None,
+    verbs: tuple[str, ...] = (),
+    **bounds: float,
+) -> Any:
+    """Returns a dataclass field.
+
+    needs: without what it has no effect. verbs: of the script, the ones that use it; empty: all.
+    bounds: the range of a number (limits.Limits: at_least, above, at_most, below).
+    """
+    about = {"help": help, "unit": unit, "needs": needs, "verbs": verbs, "limits": Limits(**bounds)}
     return dataclasses.field(default=default, metadata=about)
 
 
-def group(factory: Callable[[], Any], whole: bool = False, flag: str | None = None) -> Any:
+def group(
+    factory: Callable[[], Any],
+    whole: bool = False,
+    flag: str | None = None,
+    needs: Needs | None = None,
+) -> Any:
     """Returns a field that holds a nested config.
 
     whole: one flag of the group drops what the preset says of all its other members.
     flag: what its flags begin with ('moe': --moe.experts); None: the dotted path from the root.
+    needs: without what its members have no effect.
     """
-    return dataclasses.field(default_factory=factory, metadata={"whole": whole, "flag": flag})
+    about = {"whole": whole, "flag": flag, "needs": needs}
+    return dataclasses.field(default_factory=factory, metadata=about)
 
 
 class Checked:
@@ -92,6 +114,18 @@ def flag_names(cls: type, prefix: str = "", shown: str = "") -> dict[str, str]:
     return found
 
 
+def sections(cls: type, shown: str = "") -> dict[str, str]:
+    """Returns {what the flags of a group begin with: the first sentence of its class}, '' first."""
+    hints = typing.get_type_hints(cls)
+    found = {"": ""} if not shown else {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hint := hints[field.name]):
+            flag = field.metadata.get("flag") or shown + field.name
+            found[flag] = (hint.__doc__ or "").strip().splitlines()[0]
+            found |= sections(typing.cast(type, hint), f"{flag}.")
+    return found
+
+
 def get(cfg: Any, name: str) -> Any:
     """Returns the value of a dotted name."""
     for part in name.split("."):
@@ -130,64 +164,54 @@ def _replace(cfg: Any, values: dict[str, Any]) -> Any:
     return dataclasses.replace(cfg, **here)
 
 
-class _Parser(flags.ArgumentParser):
-    """Parses one leaf by its type hint; 'none' stands for None where None is allowed."""
-
-    def __init__(self, hint: Any):
-        self.base, self.optional = alternatives(hint)
-        words = {int: "an integer", float: "a number", str: "text"}
-        if typing.get_origin(self.base) is Literal:
-            self.syntactic_help = "|".join(map(str, typing.get_args(self.base)))
-        else:
-            self.syntactic_help = words[self.base]
-        self.syntactic_help += ", or none" if self.optional else ""
-
-    def parse(self, argument: str) -> Any:
-        if self.optional and str(argument).lower() == "none":
-            return None
-        if typing.get_origin(self.base) is Literal:
-            choices = typing.get_args(self.base)
-            if argument not in choices:
-                raise ValueError(
-                    f"must be one of {', '.join(choices)}.{did_you_mean(argument, choices)}"
-                )
-            return argument
-        try:
-            return self.base(argument)
-        except ValueError:
-            raise ValueError(f"must be {self.syntactic_help}") from None
-
-    def flag_type(self) -> str:
-        return self.syntactic_help
-
-
 # ---- flags
 
 
-def define_flags(presets: Presets, default: str) -> None:
-    """Defines --preset, --config and one flag for each leaf of the presets' Config class."""
+def _page(presets: Presets, start: str, first: tuple[str, ...]) -> help_.Page:
+    """Returns what --help shows: flags with their values in the preset `start`."""
+    base = presets[start]()
+    shown, rows = flag_names(type(base)), []
+    for name, hint, field in leaves(type(base)):
+        kind = spell_type(hint, field.metadata.get("limits", Limits()))
+        rows.append((shown[name], kind, f"{_describe(field)}; {start}: {get(base, name)}"))
+    return help_.Page(sections(type(base)), rows, first)
+
+
+def _describe(field: dataclasses.Field) -> str:
+    unit = field.metadata.get("unit")
+    return field.metadata.get("help", "") + (f" [{unit}]" if unit else "")
+
+
+def define_flags(presets: Presets, default: str, first: tuple[str, ...] = ()) -> None:
+    """Defines --preset, --config and one flag for each leaf of the presets' Config class.
+
+    first: the flags that --help describes when it cannot describe all; empty: those of no group.
+    """
     base = presets[default]()
     names = Literal[tuple(presets)]  # type: ignore[valid-type]
-    flags.DEFINE(_Parser(names), "preset", default, "where the configuration starts")
+    start = help_.Start(Parser(names), None, "preset", default, "where the configuration starts")
+    start.pages = {name: functools.partial(_page, presets, name, first) for name in presets}
+    flags.DEFINE_flag(start)
     about = "start from a .json, .yaml or .toml file; what it lacks: of --preset, if that is given"
-    flags.DEFINE(_Parser(str | None), "config", None, about)
+    flags.DEFINE(Parser(str | None), "config", None, about)
     shown = flag_names(type(base))
     for name, hint, field in leaves(type(base)):
-        unit = field.metadata.get("unit")
-        help = field.metadata.get("help", "") + (f" [{unit}]" if unit else "")
-        help += f"; {default}: {get(base, name)}"
         if hint is bool:
-            flags.DEFINE_boolean(shown[name], None, help)
+            flags.DEFINE_boolean(shown[name], None, _describe(field))
         else:
-            flags.DEFINE(_Parser(hint), shown[name], None, help)
+            flags.DEFINE(Parser(hint), shown[name], None, _describe(field))
 
 
 def from_flags(
-    presets: Presets, adapt: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    presets: Presets,
+    adapt: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+    verb: str | None = None,
+    warn: bool = True,
 ) -> tuple[Any, Any]:
     """Returns (the configuration, the preset or file that it started from).
 
-    adapt(base, given flags) -> base: what a flag says about the others' defaults.
+    Args: adapt(base, given flags) -> base: what a flag says about the others' defaults. verb: what
+      the script is asked to do. warn: of given flags that have no effect.
     Raises: UserError when a value or a combination is illegal.
     """
     values = flags.FLAGS
@@ -198,7 +222,10 @@ def from_flags(
     given = {name: values[flag].value for name, flag in names if values[flag].present}
     if adapt is not None:
         base = adapt(base, given)
-    return override(_drop_whole(base, given), given), base
+    cfg = override(_drop_whole(base, given), given)
+    for sentence in needs.idle(cfg, given, flag_names(type(cfg)), verb) if warn else ():
+        logging.warning("%s", sentence)
+    return cfg, base
 
 
 def start_name() -> str:
@@ -235,13 +262,14 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
                 raise UserError(f"{positional} words are needed, {len(words)} given; see --help")
             code = main(*words)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {respell(str(error), list(flags.FLAGS))}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             sys.exit(130)
         sys.exit(code)
 
+    help_.answer()
     app.run(guarded)
 
 

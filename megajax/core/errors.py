@@ -5,7 +5,8 @@ nearest legal value and the flag. `core.config.run` prints it without a tracebac
 """
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 
 
 class UserError(ValueError):
@@ -30,3 +31,28 @@ def nearest_divisors(value: int, wanted: int) -> str:
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return "nearest: " + ", ".join(str(d) for d in below + above)
+
+
+def respell(message: str, flags: Collection[str]) -> str:
+    """Returns a message of the library with the flags of the script that shows it.
+
+    The library calls a member by its place in a training run (--train.steps). The script's own flag
+    is that one, the only one that ends so (--run.train.steps), or the last word (--steps). What it
+    has not is left out of the list at the end.
+    """
+
+    def own(flag: str) -> str | None:
+        longer = [f for f in flags if f.endswith(f".{flag}")]
+        last = flag.rpartition(".")[2]
+        if flag in flags:
+            return flag
+        return longer[0] if len(longer) == 1 else last if last in flags else None
+
+    body, opening, listed = message.rpartition(" (--")
+    if opening and listed.endswith(")"):
+        pairs = [word.removeprefix("--") for word in listed[:-1].split(", ")]
+        spelled = [(own(re.split("[= ]", p)[0]), p) for p in pairs]
+        kept = [f"--{flag}{p[len(re.split('[= ]', p)[0]) :]}" for flag, p in spelled if flag]
+        message = f"{body} ({', '.join(kept)})" if kept else body
+    message = re.sub(r"(?<=--)[a-z_]+(?:\.[a-z_0-9]+)*", lambda m: own(m[0]) or m[0], message)
+    return re.sub(r"^[a-z_]+(?:\.[a-z_0-9]+)+(?==)", lambda m: own(m[0]) or m[0], message)

@@ -25,6 +25,7 @@ from flax import nnx
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.layout import Layout
+from megajax.core.needs import above, equal
 from megajax.layers import param
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import MoeSums
@@ -46,9 +47,11 @@ class MoeConfig(Checked, section="moe"):
     groups: int = option(
         1, "groups of experts, one a node (DeepSeek-V3's node-limited routing)", at_least=1
     )
-    top_groups: int = option(1, "groups that a token may use", at_least=1)
+    top_groups: int = option(1, "groups that a token may use", needs=above(1, "groups"), at_least=1)
     mode: Literal["dropless", "capacity"] = option("dropless", "capacity: fixed slots an expert")
-    capacity_factor: float = option(1.25, "capacity: slots over a balanced load", above=0)
+    capacity_factor: float = option(
+        1.25, "capacity: slots over a balanced load", needs=equal("mode", "capacity"), above=0
+    )
     aux_loss: float = option(
         0.01, "weight of each layer's load-balance loss, 1 when balanced", at_least=0
     )

@@ -16,6 +16,9 @@ import numpy as np
 
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
+from megajax.core.needs import other_than
+
+SCALED = other_than("factor", 1.0)
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,13 @@ class RopeConfig(Checked, section="model.rope"):
     theta: float = option(10000.0, "base of the frequencies", above=0)
     factor: float = option(1.0, "Llama 3 scaling: divide low frequencies by this; 1: off", above=0)
     low_freq_factor: float = option(
-        1.0, "Llama 3 scaling: wavelengths above original/this scale", above=0
+        1.0, "Llama 3 scaling: wavelengths above original/this scale", needs=SCALED, above=0
     )
     high_freq_factor: float = option(
-        4.0, "Llama 3 scaling: wavelengths below original/this stay", above=0
+        4.0, "Llama 3 scaling: wavelengths below original/this stay", needs=SCALED, above=0
     )
     original_positions: int = option(
-        8192, "Llama 3 scaling: context before scaling", "tokens", at_least=1
+        8192, "Llama 3 scaling: context before scaling", "tokens", needs=SCALED, at_least=1
     )
 
     def __post_init__(self):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, nearest_divisors
+from megajax.core.needs import above, equal
 from megajax.cost.base import Workload, decoder_workload
 from megajax.cost.flops import DecoderWork, ExpertWork
 from megajax.layers.attention import AttentionConfig
@@ -27,7 +28,12 @@ class DecoderConfig(Checked, section="model"):
     heads: int = option(4, "query heads H", at_least=1)
     kv_heads: int = option(4, "key-value heads G; must divide the query heads", at_least=1)
     head_width: int = option(32, "width of one head K", at_least=1)
-    mlp: int = option(384, "feed-forward width F of a model without experts", at_least=1)
+    mlp: int = option(
+        384,
+        "feed-forward width F of a model without experts",
+        needs=equal("moe.experts", 0),
+        at_least=1,
+    )
     vocab: int = option(512, "token ids that the model can predict", at_least=1)
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", at_least=1)
     block: Literal["serial", "parallel"] = option("serial", "parallel: MegaScale section 3.1")
@@ -45,8 +51,8 @@ class DecoderConfig(Checked, section="model"):
     dropout: float = option(
         0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
     )
-    rope: RopeConfig = group(RopeConfig)
-    moe: MoeConfig = group(MoeConfig, flag="moe")
+    rope: RopeConfig = group(RopeConfig, needs=equal("position", "rope"))
+    moe: MoeConfig = group(MoeConfig, flag="moe", needs=above(0, "moe.experts"))
 
     def __post_init__(self):
         """Refuses shapes that cannot be built."""

@@ -27,6 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.config import Checked, option
+from megajax.core.needs import other_than
 from megajax.layers import attend as attend_
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
@@ -43,7 +44,9 @@ class ContextSpec(Checked, section="context"):
         "ring", "ring: keys go round; ulysses: heads for tokens; gather: all keys everywhere"
     )
     order: Literal["zigzag", "plain"] = option(
-        "zigzag", "of a row's tokens; zigzag: equal causal work (ulysses has it in any order)"
+        "zigzag",
+        "of a row's tokens; zigzag: equal causal work (ulysses has it in any order)",
+        needs=other_than("kind", "ulysses"),
     )
 
     def order_of(self, seq_len: int, ways: int) -> np.ndarray | None:

@@ -110,6 +110,13 @@ def device_reason(device: Device) -> str | None:
     return None if dispatch.is_hopper(kind) else f"needs Hopper GPUs, found {kind}"
 
 
+def refuse_fused(overlap: Overlap, device: Device) -> None:
+    """Refuses fused kernels on a device that has none, whatever the shape. Raises: UserError."""
+    why = device_reason(device)
+    if overlap == "fused" and why:
+        raise UserError(f"overlap=fused: {why}; use auto, ring or xla (--overlap)")
+
+
 def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns (rows, K of each input, columns of each weight) as the kernels count them."""
     rows, width, parts = shape

@@ -22,7 +22,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import reshard
 
-from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.layers import attend as attend_
 from megajax.layers import ops as ops_
@@ -58,9 +57,7 @@ def ops(
     (`choose_overlap`), and of `expert` (parallel/expert.py).
     Raises: UserError for an overlap that cannot run on this mesh.
     """
-    why = overlap_.device_reason(layout.mesh.abstract_mesh.abstract_device)
-    if overlap == "fused" and why:
-        raise UserError(f"overlap=fused: {why}; use auto, ring or xla (--overlap)")
+    overlap_.refuse_fused(overlap, layout.mesh.abstract_mesh.abstract_device)
     return Ops(
         gather=functools.partial(gather, layout),
         whole=functools.partial(whole, layout),

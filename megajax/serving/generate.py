@@ -73,7 +73,7 @@ class Generator:
         if total > self._cfg.max_positions:
             raise UserError(
                 f"prompt and continuation take {total} positions; the model has "
-                f"{self._cfg.max_positions}"
+                f"{self._cfg.max_positions} (--new_tokens)"
             )
         ways = self._layout.ways(BATCH_AXES)
         rows = -(-len(prompts) // ways) * ways  # the mesh cuts rows evenly: repeat the last

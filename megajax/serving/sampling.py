@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.core.config import Checked, option
+from megajax.core.needs import above
 from megajax.layers.losses import NEGATIVE
 
 
@@ -17,9 +18,15 @@ class SamplingConfig(Checked, section="sampling"):
     """How a token is chosen."""
 
     temperature: float = option(0.8, "divides the logits; 0: greedy", at_least=0)
-    top_k: int | None = option(None, "only the k likeliest tokens; none: all", at_least=1)
+    top_k: int | None = option(
+        None, "only the k likeliest tokens; none: all", needs=above(0, "temperature"), at_least=1
+    )
     top_p: float = option(
-        1.0, "only the likeliest tokens that together have this probability", above=0, at_most=1
+        1.0,
+        "only the likeliest tokens that together have this probability",
+        needs=above(0, "temperature"),
+        above=0,
+        at_most=1,
     )
 
 

@@ -11,6 +11,7 @@ from megajax.core import check
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.core.needs import above, equal
 from megajax.data.config import DataConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
@@ -54,8 +55,10 @@ class EvalConfig(Checked, section="eval"):
     sample_tokens: int = option(
         200, "tokens to sample after an evaluation; 0: no sample", at_least=0
     )
-    prompt: str = option("def ", "what the sample continues")
-    temperature: float = option(0.8, "of the sample; 0: greedy", at_least=0)
+    prompt: str = option("def ", "what the sample continues", needs=above(0, "sample_tokens"))
+    temperature: float = option(
+        0.8, "of the sample; 0: greedy", needs=above(0, "sample_tokens"), at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -119,23 +122,27 @@ class Config(Checked):
     model: DecoderConfig = group(DecoderConfig)
     mesh: MeshSpec = group(MeshSpec, whole=True)
     shard: ShardSpec = group(ShardSpec)
-    pipeline: PipelineConfig = group(PipelineConfig)
-    context: ContextSpec = group(ContextSpec)
+    pipeline: PipelineConfig = group(PipelineConfig, needs=above(1, "mesh.pipe"))
+    context: ContextSpec = group(ContextSpec, needs=above(1, "mesh.context"))
     train: TrainConfig = group(TrainConfig)
     optim: OptimConfig = group(OptimConfig)
-    prune: PruneConfig = group(PruneConfig)
+    prune: PruneConfig = group(PruneConfig, needs=above(0, "prune.sparsity"))
     data: DataConfig = group(DataConfig)
     eval: EvalConfig = group(EvalConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     log: LogConfig = group(LogConfig)
     profile: ProfileConfig = group(ProfileConfig)
     overlap: Overlap = option(
-        "auto", "how communication of tensor and experts hides in their products; xla: not at all"
+        "auto",
+        "how communication of tensor and experts hides in their products; xla: not at all",
+        needs=above(1, "mesh.tensor", "mesh.expert", harmless=("auto", "xla")),
     )
     emulate: int | None = option(
         None, "CPU devices to emulate in this process; none: real ones", at_least=1
     )
-    emulate_without_gpu: int = option(1, "what --emulate is where no GPU is found", at_least=1)
+    emulate_without_gpu: int = option(
+        1, "what --emulate is where no GPU is found", needs=equal("emulate", None), at_least=1
+    )
     run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
     init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
     told_code: int = option(

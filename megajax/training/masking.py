@@ -18,6 +18,7 @@ import optax
 
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
+from megajax.core.needs import equal
 from megajax.core.tree import Tree, is_words, name, named_leaves, nest
 from megajax.training.optim import is_hidden_matrix
 
@@ -56,7 +57,11 @@ class PruneConfig(Checked, section="prune"):
         0.0, "fraction of each matrix's best units that stays before others'", at_least=0, below=1
     )
     delta: float = option(
-        0.05, "tew: fraction of the weights that come back as single elements", at_least=0, below=1
+        0.05,
+        "tew: fraction of the weights that come back as single elements",
+        needs=equal("pattern", "tew"),
+        at_least=0,
+        below=1,
     )
 
     @property

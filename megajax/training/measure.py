@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
+from megajax.core.errors import UserError
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.models.parts import Batch
@@ -32,12 +33,28 @@ class Measure:
         run_dir: RunDir,
         batches: Callable[[], Iterable[Batch]],
     ):
-        """batches: gives the held-out batches, the same ones at every call."""
+        """batches: gives the held-out batches, the same ones at every call.
+
+        Raises: UserError for a prompt without tokens, or with more than the model has positions.
+        """
         self._cfg, self._step, self._corpora, self._tokenizer = cfg, train_step, corpora, tokenizer
         self._recorder, self._console, self._run_dir = recorder, console, run_dir
         self._batches = batches
         self._generator: Generator | None = None
         self.last_sample: str | None = None
+        self._prompt = self._encode_prompt() if cfg.eval.sample_tokens else []
+
+    def _encode_prompt(self) -> list[int]:
+        cfg, tokenizer = self._cfg, self._tokenizer
+        begin = [] if tokenizer.begin is None else [tokenizer.begin]
+        prompt = begin + tokenizer.encode([cfg.eval.prompt])[0].tolist()
+        if not 0 < len(prompt) < cfg.model.max_positions:
+            raise UserError(
+                f"eval.prompt of {len(prompt)} tokens must have from 1 to "
+                f"{cfg.model.max_positions - 1}, below model.max_positions; eval.sample_tokens=0 "
+                "samples nothing (--eval.prompt, --eval.sample_tokens)"
+            )
+        return prompt
 
     def __call__(self, state: TrainState, step: int) -> None:
         """Evaluates, records, samples."""
@@ -61,15 +78,12 @@ class Measure:
                 cfg.train.dtype,
                 SamplingConfig(cfg.eval.temperature),
             )
-        tokenizer = self._tokenizer
-        begin = [] if tokenizer.begin is None else [tokenizer.begin]
-        prompt = begin + tokenizer.encode([cfg.eval.prompt])[0].tolist()
-        room = cfg.model.max_positions - len(prompt)
+        room = cfg.model.max_positions - len(self._prompt)
         ids = self._generator(
             self._step.natural(state.params),
-            [prompt],
+            [self._prompt],
             min(cfg.eval.sample_tokens, room),
             cfg.train.seed,
-            tokenizer.end,
+            self._tokenizer.end,
         )[0]
-        return cfg.eval.prompt + tokenizer.decode(ids)
+        return cfg.eval.prompt + self._tokenizer.decode(ids)

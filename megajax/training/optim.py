@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from megajax.core.config import Checked, option
 from megajax.core.layout import Layout, Words
+from megajax.core.needs import equal, other_than
 from megajax.core.tree import Tree
 from megajax.models.parts import map_words
 
@@ -33,9 +34,19 @@ class OptimConfig(Checked, section="optim"):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "after warm-up")
     warmup: int = option(10, "steps of linear warm-up from 0", "steps", at_least=0)
     final: float = option(
-        0.1, "last learning rate as a fraction of the peak", at_least=0, at_most=1
+        0.1,
+        "last learning rate as a fraction of the peak",
+        needs=other_than("schedule", "constant"),
+        at_least=0,
+        at_most=1,
     )
-    decay: float = option(0.2, "wsd: fraction of the run that decays", at_least=0, at_most=1)
+    decay: float = option(
+        0.2,
+        "wsd: fraction of the run that decays",
+        needs=equal("schedule", "wsd"),
+        at_least=0,
+        at_most=1,
+    )
     beta1: float = option(0.9, "decay of the first moment; muon: momentum", at_least=0, below=1)
     beta2: float = option(0.95, "decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)

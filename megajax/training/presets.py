@@ -59,6 +59,11 @@ def megascale(name: str) -> Config:
     return large(name, 6144)
 
 
+# The flags that --help describes; the others it names.
+FIRST = (
+    "preset", "config", "run_dir", "init_from", "data.source", "data.tokenizer", "train.steps",
+    "train.global_batch", "train.seq_len", "optim.lr",
+)  # fmt: skip
 SMALL: dict[str, Callable[[], Config]] = {"nano": nano, "nano_moe": nano_moe}
 PRESETS = SMALL | {
     name: (lambda name=name: megascale(name) if "megascale" in name else large(name))

@@ -87,7 +87,7 @@ def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
             "leave --checkpoint.dir out, or begin a new --run_dir with --init_from"
         )
     if saved.is_file() and not is_imported(path):
-        former = config.load_json(type(cfg), saved)
+        former = config.load_json(type(cfg), saved, "run_dir")
         fixed = [
             f"{n} was {old}, now {new}"
             for n, old, new in config.diff(cfg, former)

@@ -9,6 +9,7 @@ import pytest
 from megajax.core import config
 from megajax.core.config import group, option
 from megajax.core.errors import UserError
+from megajax.core.needs import equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Outer:
     mesh: Inner = group(Inner, whole=True)
     name: str = option("a", "a name")
     on: bool = option(False, "a switch")
+    tail: int = option(1, "a tail", needs=equal("on", True), at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Nested:
 def test_leaves_are_dotted():
     assert [n for n, _, _ in config.leaves(Outer)] == [
         "inner.size", "inner.kind", "inner.limit", "inner.rate",
-        "mesh.size", "mesh.kind", "mesh.limit", "mesh.rate", "name", "on",
+        "mesh.size", "mesh.kind", "mesh.limit", "mesh.rate", "name", "on", "tail",
     ]  # fmt: skip
 
 
@@ -177,10 +179,12 @@ def test_a_configuration_is_spelled_in_flags(script, changes):
 
 def test_help_lists_typed_leaves(script):
     done = script("--help")
-    assert "A script that does nothing." in done.stdout
-    assert "--inner.size: how many [pieces]; small: 3" in done.stdout
-    assert "(an integer, or none)" in done.stdout
-    assert "--inner.kind: <red|green>" in done.stdout or "(red|green)" in done.stdout
+    assert done.returncode == 0 and "A script that does nothing." in done.stdout
+    assert "--inner.size: how many [pieces]; small: 3 (an integer)" in done.stdout
+    assert "(an integer, or none)" in done.stdout and "(red|green)" in done.stdout
+    full = script("--preset=big", "--helpfull")
+    assert full.returncode == 0 and "--inner.size: how many [pieces]; big: 100" in full.stdout
+    assert "--verbosity" in full.stdout and "--verbosity" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -200,6 +204,13 @@ def test_wrong_flags_get_one_clear_message(script, flag, words):
     assert done.returncode != 0
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_flag_without_effect_is_warned_of(script):
+    done = script("--tail=2", "--inner.size=4")
+    assert done.returncode == 0 and json.loads(done.stdout)["tail"] == 2
+    assert "tail=2 has no effect: it needs on True, found False (--on)" in done.stderr
+    assert "has no effect" not in script("--tail=2", "--on").stderr
 
 
 def test_a_saved_configuration_starts_a_run(script, tmp_path):

@@ -1,0 +1,63 @@
+"""What a run needs of this machine, checked before it reads any text: kernels, packages, folders.
+
+`Config.check` asks whether the parts of a configuration fit each other and the mesh; it holds on
+any machine, so a plan asks it too. What is here depends on where the run starts.
+"""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.errors import UserError
+from megajax.parallel.overlap import refuse_fused
+from megajax.training.config import Config
+
+
+def check(cfg: Config, device: jax.Device, folder: Path) -> None:
+    """Refuses what this process cannot do. folder: of the run; only the first process writes there.
+
+    Raises: UserError with the flag.
+    """
+    check_attention(cfg.train.attention, cfg.train.dtype, device)
+    refuse_fused(cfg.overlap, device)
+    if jax.process_index() != 0:
+        return
+    if cfg.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"log.wandb={cfg.log.wandb} needs a package that is not installed: uv sync --extra "
+            "wandb, or none (--log.wandb)"
+        )
+    check_writable(folder, "run_dir")
+    if cfg.checkpoint.dir is not None and "://" not in cfg.checkpoint.dir:
+        check_writable(Path(cfg.checkpoint.dir).expanduser(), "checkpoint.dir")
+
+
+def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:
+    """Refuses an attention kernel that the device or the type has not. Raises: UserError."""
+    if wanted != "cudnn":
+        return
+    if device.platform == "cpu":
+        raise UserError(
+            "train.attention=cudnn needs an NVIDIA GPU, found a CPU; use auto, xla or varlen "
+            "(--train.attention)"
+        )
+    if jnp.dtype(dtype).itemsize != 2:
+        raise UserError(
+            f"train.attention=cudnn needs a 16-bit type, found train.dtype={dtype}; use "
+            "train.dtype=bfloat16, or auto or xla (--train.attention, --train.dtype)"
+        )
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Refuses a folder that cannot be made or written in; makes nothing. Raises: UserError."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})"
+        ) from None

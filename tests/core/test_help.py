@@ -1,0 +1,44 @@
+from megajax.core import help as help_
+
+SECTIONS = {"": "", "train": "One step.", "model": "The network.", "model.rope": "Rotation."}
+ROWS = [
+    (name, "text", f"about {name}") for name in ("preset", "run_dir", "train.steps", "train.lr")
+]
+ROWS += [(f"model.size{i}", "an integer", "a size") for i in range(30)] + [
+    ("model.rope.base", "", "")
+]
+ABSL = [("verbosity", "int", "of the log")]
+
+
+def test_a_large_script_describes_what_matters_and_names_the_rest():
+    page = help_.Page(SECTIONS, ROWS, first=("preset", "train.steps"))
+    shown = help_.text("What it does.\n", page, ABSL, full=False)
+    lines = shown.splitlines()
+    assert lines[0] == "What it does." and "verbosity" not in shown
+    assert lines[2:5] == [
+        "The flags that matter most:", "  --preset: about preset (text)",
+        "  --train.steps: about train.steps (text)",
+    ]  # fmt: skip
+    assert "train: One step.\n  --train.lr\n" in shown and "--train.lr:" not in shown
+    assert "model.rope: Rotation.\n  --model.rope.base" in shown
+    assert max(map(len, lines)) <= help_.WIDTH
+    for name, _, _ in ROWS:
+        assert f"--{name}" in shown
+
+
+def test_helpfull_describes_all():
+    shown = help_.text("", help_.Page(SECTIONS, ROWS), ABSL, full=True)
+    assert "--train.lr: about train.lr (text)" in shown
+    assert shown.endswith("absl:\n  --verbosity: of the log (int)")
+
+
+def test_a_small_script_describes_all_at_once():
+    shown = help_.text("", help_.Page(SECTIONS, ROWS[:4]), ABSL, full=False)
+    assert "--train.lr: about" in shown and "absl" not in shown and "helpfull" not in shown
+
+
+def test_help_is_asked_for_by_these_words_only():
+    assert help_.asked(["x.py", "--help"]) is False and help_.asked(["x.py", "a", "-h"]) is False
+    assert help_.asked(["x.py", "--helpfull"]) is True
+    assert help_.asked(["x.py", "--prompt=--help"]) is None
+    assert help_.asked(["x.py", "--", "--help"]) is None and help_.asked(["--help"]) is None
