@@ -70,7 +70,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
 
 def export_run(cfg: Config, run_dir: str, target: str) -> None:
     """Writes a run's parameters as a Hugging Face folder."""
-    run = config.load_json(RunConfig, Path(run_dir) / "config.json")
+    run = config.load_json(RunConfig, Path(run_dir) / "config.json", "run_dir")
     layout = sharding.layout(cfg.mesh.build())
     params, step = load_params(run_dir, run.model, layout, cfg.step, run.checkpoint.dir)
     tokenizer = cfg.tokenizer

@@ -153,7 +153,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--address", default="auto", help="of the Ray cluster")
     parser.add_argument("--restarts", type=int, default=3, help="of the job after a failure")
     parser.add_argument("--supervise", action="store_true", help="find hangs, exclude bad hosts")
-    return parser.parse_known_args(argv)
+    settings, flags = parser.parse_known_args(argv)
+    for name, least in (("hosts", 1), ("gpus", 0), ("restarts", 0)):
+        if getattr(settings, name) < least:
+            parser.error(f"{name}={getattr(settings, name)} must be at least {least} (--{name})")
+    return settings, flags
 
 
 def main(argv: Sequence[str]) -> int:

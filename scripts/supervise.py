@@ -39,6 +39,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megajax.core.errors import UserError
+from megajax.core.limits import Limits as Range
+from megajax.core.limits import check_number
 from megajax.monitor import ettr, timeline
 from megajax.monitor.heartbeat import Span
 from megajax.monitor.reports import Limits
@@ -48,6 +50,18 @@ from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import Policy
 from megajax.systems.elastic.wire import dial
+
+# What a number may be, by its flag.
+RANGES = {
+    **dict.fromkeys(("hosts", "processes"), Range(at_least=1)),
+    **dict.fromkeys(
+        ("spares", "max_restarts", "backoff_s", "join_s", "grace_s"), Range(at_least=0)
+    ),
+    **dict.fromkeys(
+        ("start_s", "step_s", "save_s", "evaluate_s", "silence_s", "period_s"),
+        Range(above=0),
+    ),
+}
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -94,9 +108,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--run_dir", help="of the training run, for --report")
     add("--evict", metavar="HOST", help="tell the driver of --out to go on without this host")
     settings = parser.parse_args(own)
-    for name in ("hosts", "processes"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}={getattr(settings, name)} must be at least 1 (--{name})")
+    for name, range_ in RANGES.items():
+        check_number(name, name, getattr(settings, name), range_, parser.get_default(name))
     if settings.min_hosts is not None and not 1 <= settings.min_hosts <= settings.hosts:
         raise UserError(
             f"min_hosts={settings.min_hosts} must be 1 to {settings.hosts}, --hosts (--min_hosts)"

@@ -33,7 +33,7 @@ from pallas_kernels.attention import hopper_forward, reference
 from pallas_kernels.attention.ranges import packed_rows
 
 AGAIN = flags.DEFINE_boolean("again", False, "measure also what the table has")
-MINUTES = flags.DEFINE_float("minutes", 9.0, "begin nothing after so long")
+MINUTES = flags.DEFINE_float("minutes", 9.0, "begin nothing after so long", lower_bound=0)
 REHEARSE = flags.DEFINE_boolean("rehearse", False, "one tiny tile on a CPU, in a temporary folder")
 WRONG = 0.02  # relative to the reference's size (chosen: 16-bit results differ by less than 0.01)
 FINALISTS = 3  # that are timed in full (chosen: short timings of 5 calls order them well enough)

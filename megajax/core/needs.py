@@ -31,12 +31,13 @@ def above(bound: float, *members: str, harmless: tuple[Any, ...] = ()) -> Needs:
 
 def equal(member: str, *choices: Any) -> Needs:
     """Needs a member to have one of these values."""
-    return Needs((member,), " or ".join(map(str, choices)), lambda value: value in choices)
+    return Needs((member,), " or ".join(map(_word, choices)), lambda value: value in choices)
 
 
 def other_than(member: str, choice: Any) -> Needs:
     """Needs a member to have any value but this one."""
-    return Needs((member,), f"other than {choice}", lambda value: value != choice)
+    words = "to be set" if choice is None else f"other than {choice}"
+    return Needs((member,), words, lambda value: value != choice)
 
 
 def idle(
@@ -48,7 +49,7 @@ def idle(
       script is asked to do.
     """
     for name, value in given.items():
-        said = f"{flags[name]}={value} has no effect:"
+        said = f"{flags[name]}={_word(value)} has no effect:"
         *path, field = _walk(cfg, name)
         verbs = field[1].metadata.get("verbs")
         if verb is not None and verbs and verb not in verbs:
@@ -63,9 +64,13 @@ def idle(
             if name not in switches and not needs.test(*now):
                 those = " or ".join(flags[switch] for switch in switches)
                 listed = ", ".join(f"--{flags[switch]}" for switch in switches)
-                is_now = ", ".join(map(str, now))
+                is_now = ", ".join(map(_word, now))
                 yield f"{said} it needs {those} {needs.words}, found {is_now} ({listed})"
                 break
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _walk(cfg: Any, name: str) -> list[tuple[str, dataclasses.Field, Any]]:

@@ -209,7 +209,7 @@ def test_wrong_flags_get_one_clear_message(script, flag, words):
 def test_a_flag_without_effect_is_warned_of(script):
     done = script("--tail=2", "--inner.size=4")
     assert done.returncode == 0 and json.loads(done.stdout)["tail"] == 2
-    assert "tail=2 has no effect: it needs on True, found False (--on)" in done.stderr
+    assert "tail=2 has no effect: it needs on true, found false (--on)" in done.stderr
     assert "has no effect" not in script("--tail=2", "--on").stderr
 
 

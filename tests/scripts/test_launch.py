@@ -172,6 +172,8 @@ def test_ray_flags_of_the_trainer_pass_through(ray_script):
     settings, flags = ray_script.parse(["--hosts=2", "--mesh.tensor=8", "--gpus", "4", "--res=1"])
     assert (settings.hosts, settings.gpus, settings.restarts) == (2, 4, 3)
     assert flags == ["--mesh.tensor=8", "--res=1"]
+    with pytest.raises(SystemExit):
+        ray_script.parse(["--hosts=0"])
     found = find_cluster(ray_script.environment("a:1", 2, 1))
     assert (found.coordinator, found.processes, found.process) == ("a:1", 2, 1)
 

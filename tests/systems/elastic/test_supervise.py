@@ -320,6 +320,6 @@ def test_mistakes_are_explained():
     assert call() == (2, "error: no command: supervise.py [settings] -- uv run "
                          "experiments/pretrain.py ...\n")  # fmt: skip
     code, err = call("--hosts=0", "--", "true")
-    assert code == 2 and "hosts=0 must be at least 1 (--hosts)" in err
+    assert code == 2 and "hosts=0 must be at least 1; nearest: 1 (--hosts)" in err
     code, err = call("--agent=127.0.0.1:1", "--join_s=0")
     assert code == 2 and "no driver at 127.0.0.1:1" in err

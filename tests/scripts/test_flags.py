@@ -1,0 +1,56 @@
+"""Scripts refuse bad settings at once, and by their own flags."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+from megajax.core.errors import UserError
+from tests import forks
+
+SCRIPTS = pathlib.Path(__file__).parent.parent.parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def supervise():
+    spec = importlib.util.spec_from_file_location("supervise", SCRIPTS / "supervise.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--processes=0", "processes=0 must be at least 1; nearest: 1 (--processes)"),
+        ("--spares=-1", "spares=-1 must be at least 0"),
+        ("--step_s=nan", "step_s=nan must be a finite number, above 0"),
+        ("--period_s=0", "period_s=0.0 must be above 0; the default is 1.0 (--period_s)"),
+        ("--backoff_s=-1", "nearest: 0"),
+    ],
+)
+def test_supervise_refuses(supervise, flag, words):
+    with pytest.raises(UserError) as error:
+        supervise.parse([flag, "--", "true"])
+    assert words in str(error.value)
+    supervise.parse(["--join_s=0", "--max_restarts=0", "--", "true"])
+
+
+@pytest.mark.process
+def test_generate_names_its_own_flags(tmp_path):
+    done = forks.run("scripts/generate.py", f"--hf={tmp_path}", "--step=3")
+    assert done.returncode == 2 and done.stderr.rstrip().endswith(
+        "No such file or directory (--hf)"
+    )
+    assert "step=3 has no effect: it needs run_dir to be set, found none (--run_dir)" in done.stderr
+
+
+@pytest.mark.process
+def test_pretraining_refuses_a_kernel_before_it_reads_text(tmp_path):
+    done = forks.run(
+        "experiments/pretrain.py", "--train.attention=cudnn", "--emulate=8", "--moe.top_k=3",
+        f"--run_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache",
+    )  # fmt: skip
+    assert done.returncode == 2 and "train.attention=cudnn needs an NVIDIA GPU" in done.stderr
+    assert "moe.top_k=3 has no effect: it needs moe.experts above 0, found 0" in done.stderr
+    assert "tokens" not in done.stdout and not list(tmp_path.glob("cache/*.bin"))
