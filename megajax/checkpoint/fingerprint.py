@@ -189,6 +189,10 @@ def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:
     parts: list[list[tuple[int, Any]]] = [[] for _ in leaves]
     groups: dict[tuple[jax.Device, ...], list[int]] = {}
     for i, x in enumerate(leaves):
+        if 0 in np.shape(x):
+            # No element adds anything, and a shard_map whose empty operand is cut over two or more
+            # devices is a segmentation fault in XLA's CPU compiler (jaxlib 0.11.2).
+            continue
         if isinstance(x, jax.Array):
             shards = sorted(x.addressable_shards, key=lambda s: s.device.id)
             groups.setdefault(tuple(s.device for s in shards), []).append(i)

@@ -93,6 +93,25 @@ def test_a_bad_replica_is_seen_though_another_is_good():
     assert prints.local() == of(good) and prints.wrong(of(good)) == [0]
 
 
+def test_an_array_without_elements_has_zeros(seed):
+    """Beside another leaf, on two devices; to compute it there would crash XLA's compiler."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",))
+    full = np.random.default_rng(seed).standard_normal((4, 2), np.float32)
+    leaves = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in (
+            (np.zeros((0, 4), np.float32), P()),
+            (full, P("a")),
+            (np.zeros((4, 0), jnp.bfloat16), P("a")),
+            (np.zeros((2, 0, 3), np.int8), P(None, "a")),
+        )
+    ]
+    prints = Fingerprints([*leaves, np.zeros((0, 2))])
+    zeros = (0, 0)
+    assert prints.local() == [zeros, oracle(full), zeros, zeros, zeros]
+    assert prints.wrong([zeros] * 5) == [1]
+
+
 def test_parts_add_up():
     assert fingerprint.add([(1, M - 1), (M - 1, 3)]) == (0, 2)
     assert fingerprint.add([]) == (0, 0)

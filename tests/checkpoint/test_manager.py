@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.checkpoint.storage import SaveError
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
@@ -67,6 +70,35 @@ def test_a_state_comes_back_on_another_mesh(tmp_path, state, changes):
     wanted = vars(other.abstract_state)
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(restored), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
+
+
+def test_leaves_without_elements_come_back_from_storage_and_from_memory(tmp_path):
+    """On all devices, cut or not, and on another mesh."""
+    mesh, other = jax.make_mesh((4, 2), ("a", "b")), jax.make_mesh((2,), ("a",))
+    specs = {"none": P(), "cut": P("a"), "inner": P(None, "b"), "x": P("a", "b")}
+    shapes = {"none": (0, 4), "cut": (4, 0), "inner": (3, 2, 0), "x": (8, 6)}
+    state = {
+        n: jax.device_put(np.arange(np.prod(s), dtype=np.float32).reshape(s),
+                          NamedSharding(mesh, specs[n]))
+        for n, s in shapes.items()
+    }  # fmt: skip
+    elsewhere = {
+        n: jax.ShapeDtypeStruct(s, np.float32, sharding=NamedSharding(other, P()))
+        for n, s in shapes.items()
+    }
+    manager = CheckpointManager(tmp_path / "steps")
+    manager.save(3, state, data_state={"rows": 6}).result()
+    assert manager.verify(3).leaves["none"].fingerprint == [0, 0]
+    assert_equal(state, manager.restore(like=like(state)))
+    tier = MemoryTier(tmp_path / "tier", 0)
+    tier.put(3, state, {"rows": 6})
+    tier.wait()
+    for wanted in (like(state), elsewhere):
+        from_memory = MemoryTier(tmp_path / "tier", 1).take(wanted, 3)[1]
+        assert_equal(manager.restore(like=wanted), from_memory)
+    nothing = {"none": state["none"]}
+    manager.save(4, nothing, data_state={}).result()
+    assert_equal(nothing, manager.restore(4, like=like(nothing)))
 
 
 def test_donating_while_storage_goes_on_does_not_change_what_is_stored(tmp_path):
