@@ -147,13 +147,15 @@ def diff(cfg: Config, path: str, other: str) -> int:
     return min(len(found), 1)
 
 
-def conversions(words: str, names: dict[str, tuple[int, ...]]) -> list[Conversion]:
-    """Reads --there and --back. names: {leaf: shape}, which says how many layers there are."""
+def conversions(words: str, names: dict[str, tuple[int, ...]], flag: str) -> list[Conversion]:
+    """Reads --there or --back. names: {leaf: shape}, which says how many layers there are."""
     found: list[Conversion] = []
     for word in filter(None, words.split(",")):
         kind, _, rest = word.partition(":")
         try:
             numbers = [int(n) for n in rest.split("x")] if rest else []
+            if min(numbers, default=1) < 1:
+                raise ValueError
             if kind == "layers" and not numbers:
                 found.append(Unstacked())
             elif kind == "qkv" and not numbers:
@@ -162,14 +164,19 @@ def conversions(words: str, names: dict[str, tuple[int, ...]]) -> list[Conversio
                 found.append(PaddedVocab(*numbers))
             elif kind == "stages" and 1 <= len(numbers) <= 3:
                 stacked = [s[0] for n, s in names.items() if "blocks." in n and s]
-                stages, chunks, layers = (*numbers, *(1, stacked[0])[len(numbers) - 1 :])
+                if not stacked and len(numbers) < 3:
+                    raise UserError(f"{word!r} needs layers, and no leaf has any ({flag})")
+                stages, chunks, layers = (*numbers, *(1, *stacked[:1])[len(numbers) - 1 :])
                 found.append(Staged(layers, stages, chunks))
             else:
                 raise ValueError
-        except (ValueError, IndexError):
+        except UserError:
+            raise
+        except ValueError:
             known = ("layers", "qkv", "stages:4", "stages:4x2", "vocab:50257x128")
             raise UserError(
-                f"{word!r} is no layout: {', '.join(known)}.{did_you_mean(word, known)} (--there)"
+                f"{word!r} is no layout: {', '.join(known)}, with numbers from 1 on."
+                f"{did_you_mean(word, known)} ({flag})"
             ) from None
     return found
 
@@ -181,9 +188,11 @@ def reshard(cfg: Config, path: str, target: str) -> int:
     `target`, until the step is there: the step twice.
     """
     steps, step = chosen(cfg, path)
+    offline.keep_apart(steps, target)
     record = offline.verify(steps, step)
     shapes = {n: tuple(x.shape) for n, x in record.leaves.items()}
-    there, back = conversions(cfg.there, shapes), conversions(cfg.back, shapes)
+    there = conversions(cfg.there, shapes, "--there")
+    back = conversions(cfg.back, shapes, "--back")
     leaves = offline.StoredLeaves(steps.step(step), record)
     with offline.spool_for(target) as spool:
         for unit in units(shapes):

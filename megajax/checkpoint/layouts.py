@@ -155,6 +155,8 @@ class FusedQkv:
         return found
 
     def _fuse(self, name: str, q: Any, k: Any, v: Any) -> Any:
+        if min(q.ndim, k.ndim) < 2:
+            raise UserError(f"{name}: {q.shape} and {k.shape} are not (..., heads, width)")
         *outer, H, K = q.shape
         G = k.shape[-2]
         if k.shape != v.shape or [*k.shape[:-2], k.shape[-1]] != [*outer, K] or H % G:

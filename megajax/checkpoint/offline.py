@@ -44,6 +44,27 @@ def open_folder(path: str | Path) -> tuple[StepFolder, int | None]:
     return steps, None
 
 
+def keep_apart(steps: StepFolder, target: str | Path) -> None:
+    """Raises UserError when `target` is the run that the steps belong to, lies in it or around it.
+
+    What a tool writes there would count as steps of the run, which would go on from them.
+    """
+    run = steps.path.parent if steps.path.name == "checkpoints" else steps.path
+    if store.is_address(run) != store.is_address(target):
+        return
+    if store.is_address(target):
+        ours, theirs = run.parts, store.ObjectPath(str(target)).parts
+    else:
+        ours, theirs = run.resolve().parts, Path(target).expanduser().resolve().parts
+    common = min(len(ours), len(theirs))
+    if ours[:common] == theirs[:common]:
+        where = "is" if len(ours) == len(theirs) else "lies in" if ours[common:] == () else "holds"
+        raise UserError(
+            f"{target} {where} {run}, which is read: the result must have a folder of its own; "
+            f"nearest: {run}-new"
+        )
+
+
 def verify(steps: StepFolder, step: int) -> Record:
     """Reads every byte of a step and returns its record.
 

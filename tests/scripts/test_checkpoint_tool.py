@@ -156,14 +156,22 @@ def test_damage_is_found(tmp_path):
         (["verfy", "."], "must be one of ls, inspect, verify, diff.*Did you mean verify"),
         (["diff", "."], "diff needs two folders"),
         (["ls", "/nowhere"], "/nowhere has no checkpoint"),
+        (["reshard", "RUN", "RUN"], "RUN is RUN, which is read: .*; nearest: RUN-new"),
+        (
+            ["reshard", "RUN", "RUN-new", "--there=stages:0"],
+            "'stages:0' is no layout: .*, with numbers from 1 on. .*--there",
+        ),
     ],
 )
-def test_mistakes_get_one_clear_message(words, message):
+def test_mistakes_get_one_clear_message(run, words, message):
     import re
 
-    done = call("checkpoint.py", *words)
+    before = sorted(run.rglob("*"))
+    done = call("checkpoint.py", *(w.replace("RUN", str(run)) for w in words))
+    message = message.replace("RUN", re.escape(str(run)))
     assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+    assert sorted(run.rglob("*")) == before
 
 
 WATCHED = """
