@@ -6,6 +6,7 @@ uv run scripts/accept.py RUN_DIR
 import sys
 from pathlib import Path
 
+from megajax.core import script
 from megajax.monitor.sinks import rows_by_step
 
 LARGEST_LOSS = 2.8  # nats a byte, mean of the last 10 steps
@@ -28,4 +29,5 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    with script.output_may_close():
+        sys.exit(main(Path(sys.argv[1])))

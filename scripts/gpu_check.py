@@ -33,13 +33,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, logging
+from absl import logging
 from gpu_collective import check_collective
 from gpu_expert import check_expert
 from gpu_kernels import FOLDERS, check_kernels
 
-from megajax.core import config
-from megajax.core import help as help_
+from megajax.core import config, script
 from megajax.core.hardware import find_card, parse_cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory
@@ -286,5 +285,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    help_.answer()
-    app.run(main)
+    script.start(main)

@@ -12,9 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from absl import app
-
-from megajax.core import help as help_
+from megajax.core import script
 from megajax.monitor import results
 from pallas_kernels import report
 
@@ -51,5 +49,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    help_.answer()
-    app.run(main)
+    script.start(main)

@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from megajax.core import help as help_
+from megajax.core import script
 from megajax.monitor import results
 from pallas_kernels import bench, report, tuned
 from pallas_kernels.attention import hopper_forward, reference
@@ -212,5 +212,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    help_.answer()
-    app.run(main)
+    script.start(main)

@@ -6,16 +6,13 @@ import os
 import shutil
 import tempfile
 
+from tests.xla_options import with_options
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-# Compiling is most of the suite's time, and its programs run a few times each: no optimisation,
-# the older emitters, which build no MLIR context for every fusion, and no stacks of source lines.
-# The processes that tests start inherit all three.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
+# Compiling is most of the suite's time: the processes that tests start inherit these options too.
+os.environ["XLA_FLAGS"] = with_options(os.environ.get("XLA_FLAGS", ""))
+# No stacks of source lines in the programs.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Tests start many processes; without bytecode each would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

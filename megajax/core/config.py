@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from megajax.core import config_file, needs
+from megajax.core import config_file, needs, script
 from megajax.core import help as help_
 from megajax.core.errors import UserError, did_you_mean, respell
 from megajax.core.flag_parser import Parser, spell_type
@@ -269,8 +269,7 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
             sys.exit(130)
         sys.exit(code)
 
-    help_.answer()
-    app.run(guarded)
+    script.start(guarded)
 
 
 # ---- JSON, diff, fingerprint

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from typing import Literal
@@ -7,6 +8,7 @@ from typing import Literal
 import pytest
 
 from megajax.core import config
+from megajax.core import script as script_
 from megajax.core.config import group, option
 from megajax.core.errors import UserError
 from megajax.core.needs import equal
@@ -123,6 +125,7 @@ import dataclasses, sys
 sys.path.insert(0, {tests!r})
 from test_config import Outer, Inner
 from megajax.core import config
+from megajax.core import script as script_
 BIG = Outer(inner=Inner(size=100), mesh=Inner(size=5, limit=2))
 PRESETS = {{"small": Outer, "big": lambda: BIG}}
 config.define_flags(PRESETS, "small")
@@ -139,8 +142,10 @@ def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("script") / "script.py"
     path.write_text(SCRIPT.format(nothing="nothing", tests=str(pathlib.Path(__file__).parent)))
 
-    def call(*flags):
-        return subprocess.run([sys.executable, path, *flags], capture_output=True, text=True)
+    def call(*flags, stdout=subprocess.PIPE):
+        return subprocess.run(
+            [sys.executable, path, *flags], stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
 
     return call
 
@@ -152,6 +157,21 @@ def test_flags_change_a_preset(script):
     assert cfg["inner"] == {"size": 100, "kind": "green", "limit": 4, "rate": 0.5}
     assert cfg["on"] is True and cfg["name"] == "none"
     assert cfg["mesh"]["size"] == 5
+
+
+@pytest.mark.parametrize("words", [["--help"], [f"--name={10**4 * 'long'}"]])
+def test_a_reader_that_leaves_ends_a_script_quietly(script, words):
+    """As `| head` does: at the flush of the exit, or within a print."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = script(*words, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_an_error():
+    with pytest.raises(BrokenPipeError), script_.output_may_close():
+        raise BrokenPipeError
 
 
 def test_a_flag_of_a_whole_group_drops_the_presets_group(script):
