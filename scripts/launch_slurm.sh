@@ -21,7 +21,20 @@ set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit 1
 
 python=${PYTHON:-.venv/bin/python}
-asked=
+asked= told= step=
+# The trap comes before the step: a SIGTERM between the two would end this shell, and not the run.
+trap 'asked=1; tell' TERM
+tell() {
+  [[ -n $step ]] || return
+  told=1
+  if [[ -n ${SUPERVISE:-} ]]; then
+    kill -TERM "$step" # the driver lets all ranks save and stop
+  else
+    # scancel tells the processes and not this shell; srun would make a SIGTERM of its own a SIGKILL
+    # of theirs. jax lets them stop, and save, at the same step.
+    scancel --signal=TERM "$SLURM_JOB_ID"
+  fi
+}
 if [[ -n ${SUPERVISE:-} ]]; then
   out=runs/supervised/slurm-$SLURM_JOB_ID
   address=$(hostname):$((20000 + SLURM_JOB_ID % 20000))
@@ -33,14 +46,11 @@ if [[ -n ${SUPERVISE:-} ]]; then
     --hosts="${SUPERVISE_HOSTS:-$SLURM_NNODES}" --out="$out" \
     -- "$python" experiments/pretrain.py "$@" &
   step=$!
-  trap 'asked=1; kill -TERM "$step"' TERM # the driver lets all ranks save and stop
 else
   srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" experiments/pretrain.py --told_code=143 "$@" &
   step=$!
-  # scancel tells the processes and not this shell; srun would make a SIGTERM of its own a SIGKILL
-  # of theirs. jax lets them stop, and save, at the same step.
-  trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 fi
+[[ -z $asked || -n $told ]] || tell
 
 code=0
 wait "$step" || code=$?

@@ -8,8 +8,9 @@ from tests.scripts.test_scripts import call
 
 
 @pytest.mark.process
-def test_kill_9_during_saves(tmp_path):
+def test_kill_9_during_saves(tmp_path, monkeypatch):
     """The script raises at the first wrong bit, lost step or leftover; 200 kills are its result."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # a word and its end of line are two writes then
     out = tmp_path / "kills.json"
     done = call("kill_saves.py", "--kills=10", f"--folder={tmp_path}", f"--out={out}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -94,6 +94,21 @@ def test_slurm_job_hands_sigterm_on_and_waits_for_the_save(slurm, tmp_path):
     assert out.endswith("scancel --signal=TERM 7\nsaved\nscontrol requeue 7\n"), out
 
 
+# Between two commands of the script time passes.
+SLOW = """[[ $0 != *launch_slurm.sh ]] || trap 'sleep 0.05' DEBUG"""
+
+
+def test_slurm_job_that_is_told_at_once_saves_too(slurm, tmp_path):
+    (tmp_path / "slow").write_text(SLOW)
+    job = slurm("wait", SLURM_RESTART_COUNT="9", BASH_ENV=str(tmp_path / "slow"))
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 143
+    assert out.endswith("scancel --signal=TERM 7\nsaved\nscontrol requeue 7\n"), out
+
+
 # Stands for python: says how it was called, and fails as a driver that excluded a host.
 PYTHON = """#!/usr/bin/env bash
 [[ $1 == -c ]] && { echo token; exit; }
