@@ -18,4 +18,6 @@ from pallas_kernels.packing.api import bucket as bucket
 from pallas_kernels.packing.api import pack as pack
 from pallas_kernels.packing.api import unpack as unpack
 from pallas_kernels.tile_sparse.api import tile_sparse_matmul as tile_sparse_matmul
+from pallas_kernels.tile_sparse.api import values_of as values_of
+from pallas_kernels.tile_sparse.api import with_values as with_values
 from pallas_kernels.tile_sparse.format import TileSparse as TileSparse

@@ -66,6 +66,31 @@ def tile_sparse_matmul(
     return jnp.where(pruned_xN, empty_xN, y_xN)
 
 
+def values_of(tree: Any) -> Any:
+    """Returns a tree with the values in the place of each TileSparse.
+
+    jax.grad and optimizers take it; they refuse the integers of a pattern:
+
+        grads = jax.grad(lambda values: loss(with_values(params, values)))(values_of(params))
+    """
+    return jax.tree.map(lambda x: x.values if _is_sparse(x) else x, tree, is_leaf=_is_sparse)
+
+
+def with_values(tree: Any, values: Any) -> Any:
+    """Returns the tree with other values: `values` is as values_of returns it.
+
+    Raises: ValueError where the shape of a TileSparse's values differs.
+    """
+    return jax.tree.map(
+        lambda x, new: x.replace(values=new) if _is_sparse(x) else new,
+        tree, values, is_leaf=_is_sparse,
+    )  # fmt: skip
+
+
+def _is_sparse(x: Any) -> bool:
+    return isinstance(x, TileSparse)
+
+
 def _finish(z_xN: Array, bias_N: Array | None, activation: Activation | None) -> Array:
     """activation(z + bias), in float32."""
     if bias_N is not None:

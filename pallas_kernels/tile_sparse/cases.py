@@ -75,10 +75,10 @@ class Case:
         sizes = {
             "chunks": S, "tiles": S, "tile_starts": T + 1, "by_chunk": S, "chunk_starts": C + 1,
             "tile_order": T, "chunk_order": C, "columns": T * self.tile, "places": self.N,
-            "rows_R": 0, "columns_R": 0,
         }  # fmt: skip
         arrays: dict[str, Any] = {k: jax.ShapeDtypeStruct((n,), "int32") for k, n in sizes.items()}
         arrays["kept"] = jax.ShapeDtypeStruct((S, self.tile * self.chunk // 8), "uint8")
+        arrays |= {"rows_R": None, "columns_R": None}
         form = {"shape": (self.K, self.N), "tile": self.tile, "chunk": self.chunk}
         return Pattern(**arrays, **form, gathered=self.columns < 1)
 

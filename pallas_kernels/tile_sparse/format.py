@@ -49,7 +49,8 @@ class Pattern:
     tile_order, chunk_order: int32 (T,), (C,), those with most slots first. columns: int32 (P,), the
     column of a packed one, N for none. places: int32 (N,), the inverse, P for none. kept: uint8 (S,
     chunk * tile / 8), bits of the mask inside slots. rows_R, columns_R: int32 (R,), of the
-    residual's elements; K for none. shape: (K, N). tile, chunk, gathered: static.
+    residual's elements; K for none. Where R is 0 they are None: Orbax stores no empty array.
+    shape: (K, N). tile, chunk, gathered: static.
     """
 
     chunks: Array
@@ -62,8 +63,8 @@ class Pattern:
     columns: Array
     places: Array
     kept: Array
-    rows_R: Array
-    columns_R: Array
+    rows_R: Array | None
+    columns_R: Array | None
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     tile: int = dataclasses.field(metadata={"static": True})
     chunk: int = dataclasses.field(metadata={"static": True})
@@ -72,8 +73,8 @@ class Pattern:
     @property
     def capacity(self) -> Capacity:
         """Static."""
-        T, S, R = self.tile_order.size, self.chunks.size, self.rows_R.size
-        return Capacity(T, S, R, self.gathered)
+        R = 0 if self.rows_R is None else self.rows_R.size
+        return Capacity(self.tile_order.size, self.chunks.size, R, self.gathered)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -147,6 +148,8 @@ _unpack_columns.defvjp(
 class TileSparse:
     """A weight (K, N) of which tiles are kept: a pytree with one differentiable leaf.
 
+    jax.grad refuses the integer leaves: differentiate by `values` (values_of in api.py).
+
     values: (S + S', chunk, tile), floating: S slots, dense blocks with exact 0 where the mask does
     not keep; the last S' hold the values of the residual's elements, one after the other, so that
     optimizers and checkpoints see one array. Gradients are 0 where nothing is kept. pattern: where
@@ -212,7 +215,8 @@ class TileSparse:
     def density(self) -> float:
         """Weights that are kept, over all; of a concrete weight."""
         tiles = int(jax.lax.population_count(self.pattern.kept).astype(jnp.int32).sum())
-        residual = int((self.pattern.rows_R < self.shape[0]).sum())
+        rows_R = self.pattern.rows_R
+        residual = 0 if rows_R is None else int((rows_R < self.shape[0]).sum())
         return (tiles + residual) / max(self.shape[0] * self.shape[1], 1)
 
     @property
@@ -233,8 +237,9 @@ class TileSparse:
 
     def residual_dense(self) -> Array:
         """(K, N): the residual's elements, 0 elsewhere."""
-        at = self.pattern.rows_R, self.pattern.columns_R
-        empty = jnp.zeros(self.shape, self.dtype)
+        empty, at = jnp.zeros(self.shape, self.dtype), (self.pattern.rows_R, self.pattern.columns_R)
+        if not self.capacity.residual:
+            return empty
         return empty.at[at].set(self.residual, mode="drop", unique_indices=True)
 
     def to_dense(self) -> Array:
@@ -293,8 +298,8 @@ def _blocks(mask: np.ndarray, columns: np.ndarray, tile: int, chunk: int) -> np.
 
 
 def _in_tiles(columns: np.ndarray, tile: int, N: int, tiles: int | None = None) -> np.ndarray:
-    """Columns as whole tiles, with N for none."""
-    whole = -(-columns.size // tile) if tiles is None else tiles
+    """Columns as whole tiles, with N for none; one tile where there are no columns."""
+    whole = max(-(-columns.size // tile), 1) if tiles is None else tiles
     return np.concatenate([columns, np.full(whole * tile - columns.size, N, columns.dtype)])
 
 
@@ -360,11 +365,12 @@ def pattern_of(
         "chunk_order": np.argsort(-by_chunk, kind="stable"),
         "columns": columns,
         "places": places[:N],
-        "rows_R": _filled(rows_R, capacity.residual, K),
-        "columns_R": _filled(columns_R, capacity.residual, 0),
     }
     found["chunks"][at], found["tiles"][at] = chunks, tiles
-    arrays = {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
+    arrays: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
+    for name, x, none in (("rows_R", rows_R, K), ("columns_R", columns_R, 0)):
+        filled = _filled(x, capacity.residual, none)
+        arrays[name] = jnp.asarray(filled, jnp.int32) if filled.size else None
     bits = jnp.asarray(np.packbits(kept, axis=1, bitorder="little"))
     return Pattern(
         **arrays, kept=bits, shape=(K, N), tile=tile, chunk=chunk, gathered=capacity.gathered
@@ -384,7 +390,7 @@ def _filled(x: np.ndarray, size: int, value: int) -> np.ndarray:
 def _values(w_KN: Array, pattern: Pattern) -> Array:
     """The slots, then the residual's elements in whole slots."""
     slots_Skn = pattern.collect(pattern.pack_columns(w_KN))
-    R, size = pattern.rows_R.size, pattern.chunk * pattern.tile
+    R, size = pattern.capacity.residual, pattern.chunk * pattern.tile
     if not R:
         return slots_Skn
     elements_R = w_KN.at[pattern.rows_R, pattern.columns_R].get(mode="fill", fill_value=0)

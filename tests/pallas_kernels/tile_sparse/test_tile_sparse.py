@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import TileSparse, tile_sparse_matmul
+from pallas_kernels import TileSparse, tile_sparse_matmul, values_of, with_values
 from pallas_kernels.tile_sparse import format as format_
 from tests.gemm_oracle import relative
 from tests.tile_sparse_oracle import arrays, oracle, tilewise
@@ -176,6 +176,40 @@ def test_values_are_the_only_differentiable_leaf(seed):
     assert len(floating) == 1 and floating[0] is weight.values
     with pytest.raises(ValueError, match="must have the shape"):
         weight.replace(values=weight.values[:-1])
+
+
+def test_a_tree_is_trained_by_its_values(seed):
+    """A step of plain gradient descent, with and without a residual, against dense weights."""
+    K, N = 40, 24
+    x, w, bias, dy = (jnp.asarray(a, jnp.float32) for a in arrays(seed, 6, K, N))
+    mask = tilewise(3, K, N, 8, 8, 0.3, 0.6)
+    single = (np.random.default_rng(1).random((K, N)) < 0.1) & ~mask
+    options = {"tile": 8, "chunk": 8}
+    params = {
+        "sparse": [
+            TileSparse.from_dense(w, mask, **options),
+            TileSparse.from_dense(w, mask, **options, residual_mask_KN=single),
+        ],
+        "bias": bias,
+    }
+
+    def loss(params):
+        y = sum(tile_sparse_matmul(x, weight) for weight in params["sparse"]) + params["bias"][None]
+        return (y * dy).sum()
+
+    @jax.jit
+    def step(params):
+        values = values_of(params)
+        grads = jax.grad(lambda values: loss(with_values(params, values)))(values)
+        return with_values(params, jax.tree.map(lambda v, g: v - 0.1 * g, values, grads))
+
+    found = step(params)
+    want = np.asarray(w, float) - 0.1 * np.asarray(x, float).T @ np.asarray(dy, float)
+    for weight, kept in zip(found["sparse"], (mask, mask | single), strict=True):
+        np.testing.assert_allclose(weight.to_dense(), np.where(kept, want, 0), atol=1e-5)
+    np.testing.assert_allclose(found["bias"], bias - 0.1 * dy.sum(0), atol=1e-5)
+    with pytest.raises(ValueError, match="must have the shape"):
+        with_values(params["sparse"], [jnp.zeros(3)] * 2)
 
 
 X, W, MASK = jnp.zeros((4, 16)), jnp.zeros((16, 8)), np.ones((16, 8), bool)
