@@ -100,7 +100,7 @@ def main() -> int:
     refuse_fused(cfg.overlap, jax.devices()[0])
     model, tokenizer, load = open_run(cfg) if cfg.run_dir is not None else open_hf(cfg)
     check_vocabulary(tokenizer, model.vocab)
-    params = load(sharding.layout(mesh))
+    params = load(sharding.layout(mesh, model=model))
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     prompt = begin + tokenizer.encode([cfg.prompt])[0].tolist()
     generator = Generator(model, mesh, dtype=cfg.dtype, sampling=cfg.sampling, overlap=cfg.overlap)

@@ -53,8 +53,8 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     target = Path(run_dir)
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
-    layout = sharding.layout(cfg.mesh.build())
     model = hf.load_decoder_config(source)  # a run trains decoders
+    layout = sharding.layout(cfg.mesh.build(), model=model)
     params = hf.load_params(source, model, layout)
     tokenizer = Path(source).expanduser() / "tokenizer.json"
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
@@ -71,7 +71,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
 def export_run(cfg: Config, run_dir: str, target: str) -> None:
     """Writes a run's parameters as a Hugging Face folder."""
     run = config.load_json(RunConfig, Path(run_dir) / "config.json", "run_dir")
-    layout = sharding.layout(cfg.mesh.build())
+    layout = sharding.layout(cfg.mesh.build(), model=run.model)
     params, step = load_params(run_dir, run.model, layout, cfg.step, run.checkpoint.dir)
     tokenizer = cfg.tokenizer
     if tokenizer is None and (Path(run_dir) / "tokenizer.json").is_file():

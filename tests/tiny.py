@@ -17,7 +17,7 @@ MODEL = DecoderConfig(
 # Everything that differs from MODEL: each option of the decoder is on in one of the two.
 RICH = dataclasses.replace(
     MODEL,
-    kv_heads=4,
+    kv_heads=1,
     block="parallel",
     norm="layer",
     position="learned",

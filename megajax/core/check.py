@@ -19,7 +19,7 @@ def check(cfg: Any, sizes: Mapping[str, int], rules: Rules) -> None:
       sizes: {mesh axis: size}. rules: the rule table of the run.
     Raises: UserError with the value, the rule, the nearest legal value and the flag.
     """
-    _check_weights(cfg.model, sizes, rules)
+    check_weights(cfg.model, sizes, rules)
     _check_batch(cfg.train, sizes)
     _check_sequence(cfg, sizes)
     if sizes["context"] > 1:
@@ -34,11 +34,15 @@ def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[int, str]:
     return pieces, " x ".join(f"mesh.{a} {sizes[a]}" for a in axes if sizes[a] > 1)
 
 
-def _check_weights(model: Any, sizes: Mapping[str, int], rules: Rules) -> None:
+def check_weights(model: Any, sizes: Mapping[str, int], rules: Rules) -> None:
+    """Refuses a mesh that cannot cut a model's weights. model: has `.sizes`."""
     for word, (size, flag) in model.sizes.items():
         axes = rules.stored.get(word, ())
         ways, spelled = _ways(axes, sizes)
-        if size % ways:
+        if word in rules.sharable:
+            if size % ways and ways % size:
+                raise UserError(_unshared(model, word, spelled.rsplit(" ", 1)[0], ways))
+        elif size % ways:
             widest = max(axes, key=lambda a: sizes[a])
             others = ways // sizes[widest]
             near = nearest_divisors(size // others, sizes[widest]) if size % others == 0 else ""
@@ -48,6 +52,19 @@ def _check_weights(model: Any, sizes: Mapping[str, int], rules: Rules) -> None:
                 f"{flag}={size} must be divisible by {spelled} = {ways}; change {flag} "
                 f"({nearest_multiples(size, ways)}){advice} (--{flag}, --mesh.{widest}{zero})"
             )
+
+
+def _unshared(model: Any, word: str, axis: str, ways: int) -> str:
+    """Returns why ranks can neither cut a dimension nor share it. The query heads, which `ways`
+    divides, are a legal number of key-value heads."""
+    (size, flag), (heads, _) = model.sizes[word], model.sizes["heads"]
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and not (n % ways and ways % n)]
+    near = [n for n in legal if n < size][-1:] + [n for n in legal if n > size][:1]
+    return (
+        f"{flag}={size} must be divisible by {axis} {ways}, or divide it; change {flag} (nearest: "
+        f"{', '.join(map(str, near))}) or {axis} ({nearest_divisors(size, ways)}) "
+        f"(--{flag}, --{axis})"
+    )
 
 
 def _check_batch(train: Any, sizes: Mapping[str, int]) -> None:

@@ -39,8 +39,17 @@ class Layout:
     def whole(self, *words: str | None) -> P:
         """Returns how it looks in use: gathered over the axes that share its gradient."""
         partial = self.partial(*words)
-        kept = (tuple(a for a in axes if a not in partial) for axes in self._cuts(words))
+        cuts = self._cuts(words, shared=True)
+        kept = (tuple(a for a in axes if a not in partial) for axes in cuts)
         return P(*map(self._entry, kept), reduced=set(self.live(partial)))
+
+    def shared(self, *words: str | None) -> P:
+        """Returns `stored` once dimensions shorter than their axes are repeated (Rules.copies)."""
+        return P(*map(self._entry, self._cuts(words, shared=True)))
+
+    def copies(self, word: str | None) -> int:
+        """Returns how often a dimension is repeated before the axes of `act` cut it."""
+        return self.rules.copies.get(word or "", 1)
 
     def partial(self, *words: str | None) -> Axes:
         """Returns the axes that share its gradient: not those along which the experts differ."""
@@ -75,11 +84,15 @@ class Layout:
         """Returns into how many pieces these axes cut together."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
-    def _cuts(self, words: Words) -> list[Axes]:
-        """The axes that cut each dimension at rest; an axis cuts the first one that names it."""
+    def _cuts(self, words: Words, shared: bool = False) -> list[Axes]:
+        """The axes that cut each dimension at rest; an axis cuts the first one that names it.
+
+        shared: with the dimensions repeated that are shorter than the axes of `act`.
+        """
         found: list[Axes] = []
         for word in words:
-            axes = self.rules.stored.get(word or "", ())
+            repeated = shared and self.copies(word) > 1
+            axes = (self.rules.act if repeated else self.rules.stored).get(word or "", ())
             found.append(tuple(a for a in axes if not any(a in before for before in found)))
         return found
 

@@ -192,6 +192,27 @@ class StepShape:
         reach = min(self.work.window or self.seq_len, self.seq_len)
         return reach if self.fused_attention else self.seq_len
 
+    @property
+    def kv_copies(self) -> int:
+        """Tensor ranks that hold each key-value head (parallel/sharding.py)."""
+        return max(self.ways("tensor") // max(self.work.kv_heads, 1), 1)
+
+    @functools.cached_property
+    def used(self) -> DecoderWork:
+        """The work of all tensor ranks together: each computes the key-value head that it uses."""
+        work, more = self.work, self.kv_copies - 1
+        params = work.matmul_params + more * work.kv_params
+        return dataclasses.replace(
+            work, kv_width=work.kv_width * self.kv_copies, matmul_params=params
+        )
+
+    @property
+    def unshared_params(self) -> float:
+        """The layers' dense parameters as tensor ranks store them, counted on all ranks: where a
+        key-value head has copies, every rank stores all of these heads."""
+        shared = self.ways("tensor") - 1 if self.kv_copies > 1 else 0
+        return self.work.dense_params + shared * self.work.kv_params
+
     def executions(self, forward: float, backward: float) -> float:
         """Executions a step, on one device, of what a layer's passes do so often.
 
@@ -216,10 +237,10 @@ class StepShape:
     def forward(self) -> Workload:
         """One device's share of a step's forward pass.
 
-        Layers are cut over pipe and tensor, tokens over the batch axes and context. The head is
-        counted once a step and spread over the stages.
+        Layers are cut over pipe and tensor, tokens over the batch axes and context; copies of a
+        key-value head are computed on every rank that has one. The head is counted once a step and spread over the stages.
         """
-        return _forward(self.work, self.global_batch, self.seq_len, self.keys, self.devices)
+        return _forward(self.used, self.global_batch, self.seq_len, self.keys, self.devices)
 
     @functools.cached_property
     def counts(self) -> dict[str, tuple[float, float]]:

@@ -96,6 +96,16 @@ class DecoderWork:
         return self.matmul_params - self.expert_params * (self.routed.top_k if self.routed else 0)
 
     @property
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+        return round(self.kv_width * self.heads / self.attention_width)
+
+    @property
+    def kv_params(self) -> int:
+        """Parameters of all layers that make keys and values."""
+        return 2 * self.layers * self.width * self.kv_width
+
+    @property
     def sublayers(self) -> int:
         """Gathers of the residual stream into a block, its routed experts' left out."""
         return 1 if self.parallel or not self.hidden else 2

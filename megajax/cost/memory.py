@@ -47,7 +47,7 @@ def misfit(found: dict[str, float], capacity: float) -> str | None:
 def held(step: StepShape) -> float:
     """Returns the parameters that rest on one device. Experts rest on their axis."""
     work = step.work
-    everyone = (work.dense_params + work.table_params) / step.ways(*step.zero_axes)
+    everyone = (step.unshared_params + work.table_params) / step.ways(*step.zero_axes)
     experts = work.routed_params / (step.ways("expert") * step.ways(*step.expert_zero_axes))
     return (everyone + experts) / step.ways("pipe", "tensor")
 
@@ -55,14 +55,17 @@ def held(step: StepShape) -> float:
 def _gathered(step: StepShape) -> float:
     """The parameters that one device holds when its pieces are gathered over the ZeRO axes."""
     work = step.work
-    dense = work.dense_params + work.table_params
+    dense = step.unshared_params + work.table_params
     return (dense + work.routed_params / step.ways("expert")) / step.ways("pipe", "tensor")
 
 
 def layer_weights(step: StepShape) -> float:
     """Returns the bytes of one layer's matrices in the compute dtype, gathered over ZeRO axes; of
     routed experts none."""
-    return step.itemsize * step.work.dense_params / step.work.layers / step.ways("tensor")
+    # A pipeline gathers what its ranks store; others cut out their key-value head first.
+    stored = step.pipeline.stages > 1
+    dense = step.unshared_params if stored else step.used.dense_params
+    return step.itemsize * dense / step.work.layers / step.ways("tensor")
 
 
 def expert_weights(step: StepShape) -> float:
@@ -95,7 +98,7 @@ def _weights_in_use(step: StepShape) -> float:
 
 def _kept(step: StepShape) -> float:
     """What the backward pass keeps of one layer of one micro-batch, its input included."""
-    work, cut = step.work, step.itemsize / step.ways("tensor")
+    work, cut = step.used, step.itemsize / step.ways("tensor")
     first = 0.0 if work.parallel else residual(step)  # the attention's result, input of the MLP
     more = {
         "full": 0.0,
@@ -128,7 +131,7 @@ def _weights_of_attention(step: StepShape, itemsize: int) -> float:
 
 def _block(step: StepShape) -> float:
     """The backward pass of one block: its gathered input, its inner values, and their gradients."""
-    inner = step.itemsize * step.tokens * step.work.input_width / step.ways("tensor")
+    inner = step.itemsize * step.tokens * step.used.input_width / step.ways("tensor")
     whole = step.itemsize * step.tokens * step.work.width
     attention = _weights_of_attention(step, 4 + step.itemsize) if step.keeps_attention else 0.0
     return 2 * whole + 2 * inner + attention

@@ -64,14 +64,14 @@ def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
     """Returns the collectives of one step above the size of norms and scalars."""
     found = [
         *_weights(step, overlap), *_residuals(step, overlap), *_keys(step), *_experts(step),
-        *_stages(step, overlap),
+        *_stages(step, overlap), _shared_heads(step),
     ]  # fmt: skip
     return [t for t in found if t.nbytes * t.executions and step.ways(*t.axes) > 1]
 
 
 def _layer_flops(step: StepShape) -> float:
     """Forward FLOPs of one layer of one micro-batch on one device."""
-    work = step.work
+    work = step.used
     dense = 2 * work.matmul_params / work.layers + 4 * work.attention_width * step.keys
     return step.tokens * dense / step.ways("tensor")
 
@@ -138,6 +138,14 @@ def _matrices(
     ]
 
 
+def _shared_heads(step: StepShape) -> Transfer:
+    """Gradients of key-value heads that several tensor ranks use, on the shard; none otherwise."""
+    work, pieces = step.work, step.accumulate if step.pipeline.stages == 1 else 1
+    one = MASTER * work.kv_params / work.layers / step.ways(*step.zero_axes)
+    times = step.layers * pieces if step.kv_copies > 1 else 0
+    return Transfer("all-reduce", ("tensor",), one, times, 0.0, "shared key-value gradients")
+
+
 def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
     whole = residual(step) * step.ways("tensor")
     sublayers = step.work.sublayers
@@ -186,7 +194,7 @@ def _keys(step: StepShape) -> list[Transfer]:
     again = 0 if step.remat == "none" else 1
     if step.context == "ring":
         # Hops of a device's own; gradients travel behind in float32. `outputs` keeps the result.
-        own = 2 * cut * step.work.kv_width / ways
+        own = 2 * cut * step.used.kv_width / ways
         hops = ways - 1
         remade = hops if step.remat in ("full", "dots") else 0
         return [
@@ -201,15 +209,15 @@ def _keys(step: StepShape) -> list[Transfer]:
         ]  # fmt: skip
     if step.context == "ulysses":
         queries = cut * step.work.attention_width / ways
-        keys = cut * step.work.kv_width / ways
-        groups = step.work.kv_width * step.work.heads / step.work.attention_width
-        keys *= ways // math.gcd(ways, round(groups / step.ways("tensor")))  # repeated if too few
+        keys = cut * step.used.kv_width / ways
+        heads = step.used.kv_heads // step.ways("tensor")
+        keys *= ways // math.gcd(ways, heads)  # repeated if too few
         both_ways = step.executions(2, 2 + 2 * again)
         return [
             Transfer("all-to-all", axes, queries, both_ways, 0.0, "queries and results"),
             Transfer("all-to-all", axes, keys, both_ways, 0.0, "keys and values"),
         ]
-    both = 2 * cut * step.work.kv_width
+    both = 2 * cut * step.used.kv_width
     return [
         Transfer("all-gather", axes, both, step.executions(1, again), 0.0, "keys and values"),
         Transfer(

@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         q, k, v = qkv
         if self.cfg.qkv_bias:
             q, k, v = (
-                x + param.broadcast(b, x, x.dtype)
+                x + param.broadcast(self.ops.vector(b), x, x.dtype)
                 for x, b in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
             )
         if self.cfg.qk_norm:

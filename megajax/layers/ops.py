@@ -111,6 +111,11 @@ def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
     return functools.reduce(operator.add, rows)
 
 
+def vector(w: nnx.Param) -> Array:
+    """Returns a bias of heads as the heads of this rank need it."""
+    return w[...]
+
+
 def score(x_BSD: Array, w_DE: nnx.Param, dtype: Any = "float32") -> Array:
     """A small product with the residual stream, which stays as it lies: a router's, in float32, or
     those around an encoder's blocks."""
@@ -137,6 +142,7 @@ class Ops:
     settle: Callable = settle
     expand: Callable = expand
     lookup: Callable = lookup
+    vector: Callable = vector
     attend: Callable = attend
     vocab: VocabCut = VocabCut()
     grouped: Callable = grouped_matmul

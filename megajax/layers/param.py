@@ -14,7 +14,7 @@ from flax import nnx
 from megajax.core.layout import Layout, Words
 
 
-def broadcast(vector: nnx.Param, x: jax.Array, dtype: Any) -> jax.Array:
+def broadcast(vector: nnx.Param | jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
     """Returns a bias or scale in `dtype` with leading dims of size 1, ready to meet x."""
     value = vector[...].astype(dtype)
     return jnp.expand_dims(value, tuple(range(x.ndim - value.ndim)))

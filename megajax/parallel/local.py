@@ -28,6 +28,7 @@ from megajax.layers.ops import Ops, join
 from megajax.parallel import expert as expert_
 from megajax.parallel.collective_matmul import GATHER, SCATTER
 from megajax.parallel.context import ContextSpec
+from megajax.parallel.heads import share_inside
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.tensor import (
     choose_attention,
@@ -55,10 +56,16 @@ def ops(
         down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
+        vector=functools.partial(own, layout),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(expert, layout, context=context, overlap=overlap),
         total=functools.partial(total, layout),
     )
+
+
+def own(layout: Layout, w: nnx.Param) -> Array:
+    """Returns what this rank uses of a parameter that it stores."""
+    return share_inside(layout, w.get_metadata("axes"), w[...])
 
 
 def gather(x_BSD: Array) -> Array:
@@ -75,7 +82,7 @@ def up(
     overlap: Overlap,
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
-    arrays = tuple(w[...].astype(x_BSD.dtype) for w in weights)
+    arrays = tuple(own(layout, w).astype(x_BSD.dtype) for w in weights)
     (B, S, D), R = x_BSD.shape, layout.ways((TENSOR,))
     shape = (B * S * R, D, tuple(w.size // D for w in arrays))
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)

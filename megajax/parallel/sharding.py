@@ -8,12 +8,14 @@ the vocabulary. Plain data; the rest of the library sees it through `core.layout
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from megajax.core.axes import BATCH_AXES, ZERO_AXES
+from megajax.core import check
+from megajax.core.axes import BATCH_AXES, MESH_AXES, ZERO_AXES
 from megajax.core.config import Checked, option
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.rules import Rules
 
@@ -38,13 +40,17 @@ def zero_axes(zero: Zero) -> tuple[str, ...]:
     }[zero]
 
 
-def rules(zero: Zero = "full", decode: bool = False) -> Rules:
+def rules(zero: Zero = "full", decode: bool = False, kv_copies: int = 1) -> Rules:
     """Returns the rule table.
 
     decode: one token at a time has no sequence to cut, so the residual stream is whole over tensor,
-      and no pipeline: every stage has all layers.
+      and no pipeline: every stage has all layers. kv_copies: tensor ranks that hold each key-value
+      head. More than one: every rank stores all of these small weights and uses the one head that
+      its query heads read, so a parameter has the same shape on every mesh.
     """
     weights = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp")}
+    if kv_copies > 1:
+        weights["kv_heads"] = ()
     stages = () if decode else ("pipe",)
     weights |= {w: (*stages, "tensor") for w in ("vocab", "positions")} | {"layers": stages}
     act = {
@@ -54,9 +60,31 @@ def rules(zero: Zero = "full", decode: bool = False) -> Rules:
     }
     residual = {"batch": BATCH_AXES, "seq": () if decode else ("context", "tensor")}
     stored = weights | {"expert": ("expert",), "embed": zero_axes(zero)}
-    return Rules(stored=stored, act=act, residual=residual, partial=ZERO_AXES)
+    copies = {"kv_heads": kv_copies}
+    return Rules(stored, act, residual, ZERO_AXES, sharable=("kv_heads",), copies=copies)
 
 
-def layout(mesh: Mesh, zero: Zero = "full", decode: bool = False) -> Layout:
-    """Returns the layout of a mesh under the rule table."""
-    return Layout(mesh, rules(zero, decode))
+def layout(mesh: Mesh, zero: Zero = "full", decode: bool = False, model: Any = None) -> Layout:
+    """Returns the layout of a mesh under the rule table.
+
+    model: a configuration with `.sizes`, whose weights are to be cut so; None: of weights that the
+      caller knows to divide, with a key-value head for every tensor rank.
+    Raises: UserError when the mesh lacks an axis or cannot cut the model.
+    """
+    missing = [axis for axis in MESH_AXES if axis not in mesh.shape]
+    if missing:
+        raise UserError(
+            f"the mesh has the axes {', '.join(mesh.shape)} and needs {', '.join(missing)} too; "
+            "megajax.core.mesh.MeshSpec(tensor=2).build() makes one with all of them"
+        )
+    if model is None:
+        return Layout(mesh, rules(zero, decode))
+    check.check_weights(model, mesh.shape, rules(zero, decode))
+    heads, _ = model.sizes.get("kv_heads", (mesh.shape["tensor"], ""))
+    return Layout(mesh, rules(zero, decode, kv_copies(heads, mesh.shape["tensor"])))
+
+
+def kv_copies(kv_heads: int, tensor: int) -> int:
+    """Returns how many tensor ranks hold each key-value head: more than one where the heads are
+    fewer than the ranks (so in Megatron-LM and vLLM). One number divides the other."""
+    return max(tensor // kv_heads, 1)

@@ -36,6 +36,7 @@ from megajax.parallel.collective_matmul import all_gather_matmul as all_gather_m
 from megajax.parallel.collective_matmul import matmul_all_reduce as matmul_all_reduce
 from megajax.parallel.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from megajax.parallel.context import ContextSpec
+from megajax.parallel.heads import vector, width
 from megajax.parallel.overlap import Implementation, Overlap
 from pallas_kernels import tuned
 from pallas_kernels.attention import tiling
@@ -64,6 +65,7 @@ def ops(
         up=functools.partial(up, layout, overlap=overlap),
         down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
+        vector=functools.partial(vector, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
         score=functools.partial(expert.score, layout, whole),
         expert=functools.partial(expert.expert, layout, whole, context=context, overlap=overlap),
@@ -82,14 +84,13 @@ def whole(layout: Layout, w: nnx.Param, dtype: Any, beside: tuple[str, ...] = ()
     reduce-scatters inside the node and all-reduces only the shard between nodes. beside: axes that
     hold copies too and that cut what the weight meets (tensor, on the residual stream).
     """
-    axes = w.get_metadata("axes")
-    x = w[...].astype(dtype)
+    axes, x = w.get_metadata("axes"), vector(layout, w).astype(dtype)
     target = layout.whole(*axes)
     target = target.update(reduced=target.reduced | set(layout.live(beside)))
     cut, copied = _zero_axes(layout, *axes)
     copied += layout.live(beside)
     if cut and copied:
-        x = reshard(x, layout.stored(*axes).update(reduced=set(copied)))
+        x = reshard(x, layout.shared(*axes).update(reduced=set(copied)))
     return reshard(x, target)
 
 
@@ -110,7 +111,7 @@ def up(
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
     D, R = x_BSD.shape[-1], layout.ways(TENSOR)
-    shape = (_rows(layout, x_BSD), D, tuple(w[...].size // D // R for w in weights))
+    shape = (_rows(layout, x_BSD), D, tuple(width(layout, w) // D // R for w in weights))
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
     if how != "xla":
         words = [w.get_metadata("axes") for w in weights]

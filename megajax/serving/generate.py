@@ -47,7 +47,7 @@ class Generator:
         Raises: UserError for an overlap that cannot run on this mesh.
         """
         self._cfg, self._mesh = cfg, mesh
-        self._layout = sharding.layout(mesh, zero, decode=True)
+        self._layout = sharding.layout(mesh, zero, decode=True, model=cfg)
         with jax.set_mesh(mesh):
             ops = tensor.ops(self._layout, "xla", overlap=overlap)
             self._parts = decoder.parts(cfg, self._layout, ops, dtype)
@@ -115,7 +115,8 @@ class Generator:
         """Returns tokens_BM: prompts and continuations, M = total."""
         layout, cfg = self._layout, self._cfg
         B, P = tokens_BP.shape
-        shape = (cfg.layers, B, total, cfg.kv_heads, cfg.head_width)
+        heads = cfg.kv_heads * layout.copies("kv_heads")
+        shape = (cfg.layers, B, total, heads, cfg.head_width)
         spec = layout.act("layers", "batch", None, "kv_heads", None)
         empty = jnp.zeros(shape, self._dtype, out_sharding=spec)
         rows = layout.act("batch", None)

@@ -80,7 +80,8 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         f"{held:.3f} GiB of state a device"
     )
     model = cfg.model
-    packed = model.head_width, model.heads // model.kv_heads, cfg.train.seq_len
+    kv_heads = model.kv_heads * train_step.layout.copies("kv_heads")
+    packed = model.head_width, model.heads // kv_heads, cfg.train.seq_len
     kernel, why = choose_attention(
         train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context, packed
     )

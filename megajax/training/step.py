@@ -62,7 +62,8 @@ class TrainStep:
 
 def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
     """Builds the step of a configuration (training.config.Config or alike) on a mesh."""
-    layout = sharding.layout(mesh, cfg.shard.zero)
+    layout = sharding.layout(mesh, cfg.shard.zero, model=cfg.model)
+    cfg.check(mesh.shape)
     stages = mesh.shape["pipe"]
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
     with jax.set_mesh(mesh):

@@ -35,7 +35,7 @@ def assert_equal(a, b):
 
 @pytest.fixture(scope="module")
 def train_step():
-    cfg = run_config(mesh__tensor=2)
+    cfg = run_config(mesh__tensor=2, model__kv_heads=1)  # both ranks share the head
     return make_train_step(cfg, cfg.mesh.build())
 
 
@@ -62,7 +62,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, train_step, state):
 def test_a_state_comes_back_on_another_mesh(tmp_path, state, changes):
     manager = CheckpointManager(tmp_path)
     manager.save(1, vars(state), data_state={}).result()
-    cfg = run_config(**changes)
+    cfg = run_config(**changes, model__kv_heads=1)
     other = make_train_step(cfg, cfg.mesh.build())
     restored = manager.restore(like=vars(other.abstract_state))
     for a, b in zip(jax.tree.leaves(vars(state)), jax.tree.leaves(restored), strict=True):

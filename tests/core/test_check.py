@@ -23,6 +23,8 @@ def run(changes, devices=8):
     [
         {},
         {"mesh.tensor": 4},
+        {"mesh.tensor": 4, "model.kv_heads": 2},
+        {"mesh.tensor": 4, "model.kv_heads": 1},
         {"mesh.node": 2, "mesh.data": 2, "mesh.tensor": 2},
         {"mesh.context": 2, "mesh.tensor": 2},
         {"mesh.expert": 2},
@@ -42,7 +44,16 @@ def test_legal_combinations(changes):
     ("changes", "words"),
     [
         ({"mesh.tensor": 8}, ["model.heads=4", "mesh.tensor 8", "nearest: 8", "--mesh.tensor"]),
-        ({"mesh.tensor": 4, "model.kv_heads": 2}, ["model.kv_heads=2", "nearest: 4"]),
+        (
+            {"mesh.tensor": 4, "model.heads": 12, "model.kv_heads": 6},
+            [
+                "model.kv_heads=6",
+                "divisible by mesh.tensor 4, or divide it",
+                "nearest: 4, 12",
+                "mesh.tensor (nearest: 3, 6)",
+                "--model.kv_heads, --mesh.tensor",
+            ],
+        ),
         ({"model.width": 100}, ["model.width=100", "nearest: 96, 104", "--shard.zero"]),
         ({"train.global_batch": 30}, ["train.global_batch=30", "= 8", "nearest: 24, 32"]),
         ({"train.accumulate": 3}, ["train.accumulate 3 = 24", "nearest: 24, 48"]),

@@ -201,6 +201,21 @@ def test_keys_of_other_devices_by_hand():
     assert sent("ulysses") == [("all-to-all", own / 2, 6)]
 
 
+def test_ranks_that_share_a_key_value_head_send_it_each_and_add_its_gradient():
+    """Two heads of 96 on tensor 8: each rank has a whole one, and four ranks add its gradient."""
+    sizes = SIZES | {"data": 16, "context": 4}
+    step = shape(sizes=sizes, zero_axes=("data", "context"), global_batch=16, seq_len=8192)
+    more = 2 * 12288 * (12288 - 192) * 96
+    work = dataclasses.replace(
+        step.work, kv_width=192, matmul_params=step.work.matmul_params - more
+    )
+    found = {t.what: t for t in transfers(dataclasses.replace(step, work=work, context="gather"))}
+    assert found["keys and values"].nbytes == 2 * 2 * 8192 * 96
+    grads = found["shared key-value gradients"]
+    assert (grads.axes, grads.executions) == (("tensor",), 96)
+    assert grads.nbytes == 4 * 2 * 12288 * 192 / 64
+
+
 def test_megascales_ablation_has_the_papers_signs():
     """Table 3: parallel block, window, overlap of tensor, pipe and data, larger batch all help."""
     cluster = parse_cluster("a100:32x8")

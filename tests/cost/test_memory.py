@@ -105,3 +105,27 @@ def test_the_term_that_does_not_fit_is_named():
     assert misfit(found, 1e9) is None
     assert misfit(found, 1e3) == max(found, key=found.get)
     assert bound(found) < sum(found.values())
+
+
+def test_a_key_value_head_that_ranks_share_is_stored_by_all_and_used_once():
+    """One head of 4 on tensor 4: keys and values are 2 x 8 x 4 of a layer's 832 parameters."""
+    shared, others = 4 * 64, 4 * 768
+    work = dataclasses.replace(
+        WORK, heads=4, attention_width=16, kv_width=4, matmul_params=shared + others
+    )
+    step = dataclasses.replace(STEP, work=work, sizes=SIZES | {"tensor": 4}, remat="dots")
+    found = terms(step)
+    assert found["parameters"] == 4 * (shared + (others + 64 * 8) / 4) / 2
+    assert found["gradients"] == found["parameters"]
+    # A rank's products into the block: 4 of q, a whole head of k and of v, 32 / 4 of the MLP.
+    stream, inputs = 32 * 8 * 2 / 4, 32 * 2 * (4 + 4 + 4 + 8)
+    assert found["stash"] == 4 * (2 * stream + inputs)
+    # In use: a layer's whole heads of keys and values, a quarter of all else, and of the table.
+    assert found["weights in use"] == 2 * (64 + (768 + 64 * 8) / 4)
+    staged = dataclasses.replace(
+        step, sizes=step.sizes | {"pipe": 2}, pipeline=Pipeline(2, 4), local_gradients=True
+    )
+    assert terms(staged)["gradients"] == 4 * (shared + (others + 64 * 8) / 4) / 2
+    two = dataclasses.replace(step, work=dataclasses.replace(work, kv_width=8))
+    assert (two.kv_copies, two.used.kv_width) == (2, 16)
+    assert dataclasses.replace(two, sizes=SIZES).used == two.work  # a head a rank: no copies

@@ -60,7 +60,7 @@ def placed(params, cfg, lo):
 def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
     params = sharp(cfg)
     spec = MeshSpec(**mesh)
-    lo = sharding.layout(spec.build())
+    lo = sharding.layout(spec.build(), model=cfg)
     out = Generator(cfg, lo.mesh, sampling=GREEDY)(placed(params, cfg, lo), PROMPTS, 6)
     want = [one_by_one(cfg, params, p, 6) for p in PROMPTS]
     assert out == want
@@ -84,7 +84,7 @@ def test_sums_in_the_products_kernel_give_the_same_tokens(cfg, monkeypatch):
     monkeypatch.setattr(collective_matmul, "kernels", stand_in)
     monkeypatch.setattr(overlap, "best", best)
     monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
-    params, lo = sharp(cfg), sharding.layout(MeshSpec(data=2, tensor=4).build())
+    params, lo = sharp(cfg), sharding.layout(MeshSpec(data=2, tensor=4).build(), model=cfg)
     out = Generator(cfg, lo.mesh, sampling=GREEDY)(placed(params, cfg, lo), PROMPTS, 3)
     assert out == [one_by_one(cfg, params, p, 3) for p in PROMPTS]
     assert set(calls) == {5, 1}  # the prompts' positions, then one at a time

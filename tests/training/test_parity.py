@@ -113,6 +113,41 @@ def test_rings_learn_what_plain_collectives_do(changes):
     np.testing.assert_allclose(ours, plain, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "changes"),
+    [
+        (2, {"mesh__tensor": 4, "overlap": "ring"}),
+        *(
+            pytest.param(kv_heads, changes, marks=pytest.mark.slow)
+            for kv_heads, changes in (
+                (1, {"mesh__data": 1, "mesh__tensor": 4}),
+                (2, {"mesh__node": 2, "mesh__tensor": 4, "shard__zero": "hybrid"}),
+                (1, {"mesh__tensor": 4, "shard__zero": "none", "train__accumulate": 2}),
+                (2, {"mesh__context": 2, "mesh__tensor": 4}),
+                (1, {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ulysses"}),
+                (2, {"mesh__context": 2, "mesh__tensor": 4, "context__kind": "gather"}),
+                (1, {"mesh__tensor": 4, "train__attention": "varlen"}),
+                (2, {"mesh__pipe": 2, "mesh__tensor": 4}),
+                (
+                    1,
+                    {"mesh__pipe": 2, "mesh__tensor": 4, "overlap": "ring",
+                     "pipeline__schedule": "zero_bubble", "pipeline__gradients": "sharded"},
+                ),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_a_key_value_head_learn_the_same(kv_heads, changes):
+    """Fewer key-value heads than tensor ranks. A bias of keys moves no softmax: left out."""
+    model = dataclasses.replace(MODEL, kv_heads=kv_heads, qk_norm=True)
+    want, params = train(model, steps=4, mesh__data=1)
+    losses, ours = train(model, steps=4, **changes)
+    np.testing.assert_allclose(losses, want, atol=1e-4)
+    for name in ("key", "value", "query"):
+        a, b = (p["blocks"]["attention"][name] for p in (ours, params))
+        assert a.shape == b.shape and np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b), name
+
+
 def test_accumulation_alone(control):
     compare(train(MODEL, mesh__data=1, train__accumulate=4), control(MODEL, "adamw"))
 
