@@ -8,7 +8,8 @@ With no flags it trains a small GPT on Python's own standard library, on 8 emula
     uv run --extra gpu experiments/pretrain.py --preset=gpt2 --data.source=TEXT/
 
 The same flags reach from a laptop to MegaScale's configurations (arXiv 2402.15627 section 6.1):
-any combination of --mesh.* sizes, block, optimizer and data is one command.
+any combination of --mesh.* sizes, block, optimizer and data is one command. --init_from=FOLDER
+fine-tunes Hugging Face weights by a recipe of its own (AdamW at 2e-5; presets.finetune).
 """
 
 import dataclasses
@@ -39,16 +40,19 @@ from megajax.training import banner, preflight, resume
 from megajax.training.config import Config
 from megajax.training.loop import Run, train
 from megajax.training.measure import Measure
-from megajax.training.presets import FIRST, PRESETS
+from megajax.training.presets import FIRST, PRESETS, finetune
 from megajax.training.report import write_report
-from megajax.training.run_dir import command_line, open_run
+from megajax.training.run_dir import command_line, open_run, run_path
+from megajax.training.run_lock import lock_run
 from megajax.training.step import make_train_step
 
 config.define_flags(PRESETS, "nano", FIRST)
+TUNED = "finetune"  # the name of runs that start from given weights
 
 
 def take_model(base: Config, given: Mapping[str, Any]) -> Config:
-    """With --init_from model and tokenizer come from that folder; flags still change them."""
+    """With --init_from model and tokenizer come from that folder, and what else a preset says from
+    the recipe for fine-tuning, unless --preset or --config was typed. Flags change all of it."""
     if "init_from" not in given:
         return base
     from megajax.checkpoint import hf
@@ -61,8 +65,15 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
             f"init_from={folder} has no tokenizer.json: say what its tokens are "
             "(--data.tokenizer=bytes, or a tokenizer.json)"
         )
+    base = base if config.start_given() else finetune(model)
     data = dataclasses.replace(base.data, tokenizer=str(tokenizer))
     return dataclasses.replace(base, model=model, data=data)
+
+
+def start_name(cfg: Config) -> str:
+    """Returns what the run starts from, for its folder and its first line."""
+    tuned = cfg.init_from is not None and not config.start_given()
+    return TUNED if tuned else config.start_name()
 
 
 def main() -> int:
@@ -76,11 +87,15 @@ def main() -> int:
     cfg.check(cfg.mesh.sizes(jax.device_count()))
     mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
-    run_dir = open_run(cfg, "pretrain", config.start_name())  # 3 the run's folder
-    preflight.check(cfg, jax.devices()[0], run_dir.path)
+    name = start_name(cfg)
+    path = run_path(cfg, "pretrain", name)
+    preflight.check(cfg, jax.devices()[0], path)
+    lock_run(path)  # 3 the run's folder, ours alone
+    run_dir = open_run(cfg, "pretrain", name)
     first = jax.process_index() == 0  # one process of a job speaks and writes
     console = Console(cfg.train.steps, cfg.log.every, quiet=not first)
-    banner.show_start(console, cfg, preset, mesh, run_dir)
+    shown = PRESETS["nano"]() if name == TUNED else preset  # all that the recipe sets
+    banner.show_start(console, name, cfg, shown, mesh, run_dir)
     phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
 
     corpora, tokenizer = open_corpora(cfg.data, cfg.cache_dir, console.say)  # 4 data
@@ -148,7 +163,7 @@ def main() -> int:
         return 128 + signal.SIGINT if run.stopped_by == signal.SIGINT else cfg.told_code
     timers.enter("end", int(run.state.step))
     if first:  # 8 what is left to look at
-        facts = banner.facts(cfg, mesh, train_step, config.start_name())
+        facts = banner.facts(cfg, mesh, train_step, name)
         figures = write_report(run_dir.path, facts, measure.last_sample)
         banner.show_end(console, figures, run_dir, measure.last_sample)
     checkpoints.close()

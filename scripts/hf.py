@@ -25,6 +25,7 @@ from megajax.core.tree import count
 from megajax.data.config import DataConfig
 from megajax.parallel import sharding
 from megajax.training.config import Config as RunConfig
+from megajax.training.presets import finetune
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     params = hf.load_params(source, model, layout)
     tokenizer = Path(source).expanduser() / "tokenizer.json"
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
-    run = replace(RunConfig(), model=model, data=data)
+    run = replace(finetune(model), data=data)  # what it goes on from there with
     manager = CheckpointManager(target / "checkpoints", keep=0)
     if tokenizer.is_file():
         target.mkdir(parents=True, exist_ok=True)

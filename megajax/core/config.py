@@ -243,6 +243,11 @@ def start_flags() -> list[str]:
     return [*([chosen] if values["preset"].present else []), f"--config={path}"]
 
 
+def start_given() -> bool:
+    """Tells whether --preset or --config was typed, or both are at their defaults."""
+    return any(flags.FLAGS[name].present for name in ("preset", "config"))
+
+
 def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> None:
     """Runs a script under absl: flags, then main(*words); a UserError, or Ctrl-C where main does
     not handle it, ends it in one line.

@@ -238,7 +238,8 @@ class StepShape:
         """One device's share of a step's forward pass.
 
         Layers are cut over pipe and tensor, tokens over the batch axes and context; copies of a
-        key-value head are computed on every rank that has one. The head is counted once a step and spread over the stages.
+        key-value head are computed on every rank that has one. The head is counted once a step and
+        spread over the stages.
         """
         return _forward(self.used, self.global_batch, self.seq_len, self.keys, self.devices)
 

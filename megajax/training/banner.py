@@ -51,12 +51,13 @@ def work(cfg: Config, mesh: Mesh) -> Work:
     )
 
 
-def show_start(console: Console, cfg: Config, preset: Any, mesh: Mesh, run_dir: RunDir) -> None:
-    """Device, mesh, folder, and what differs from the preset."""
-    console.say(f"{config.start_name()}: {describe(mesh)}, run in {run_dir.path}")
-    changed = config.diff(cfg, preset)
-    for name, old, new in changed:
-        console.say(f"  {name}: {old} -> {new}")
+def show_start(
+    console: Console, name: str, cfg: Config, preset: Config, mesh: Mesh, run_dir: RunDir
+) -> None:
+    """Device, mesh, folder, and what differs from the preset. name: what the run starts from."""
+    console.say(f"{name}: {describe(mesh)}, run in {run_dir.path}")
+    for field, old, new in config.diff(cfg, preset):
+        console.say(f"  {field}: {old} -> {new}")
 
 
 def show_data(console: Console, cfg: Config, corpora: list[Corpus], tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from megajax.core.mesh import MeshSpec
 from megajax.models.decoder_config import PRESETS as MODELS
+from megajax.models.decoder_config import DecoderConfig
 from megajax.training.config import (
     CheckpointConfig,
     Config,
@@ -64,6 +65,35 @@ FIRST = (
     "preset", "config", "run_dir", "init_from", "data.source", "data.tokenizer", "train.steps",
     "train.global_batch", "train.seq_len", "optim.lr",
 )  # fmt: skip
+
+
+def finetune(model: DecoderConfig) -> Config:
+    """Full fine-tuning of given weights: what --init_from starts from without --preset or --config.
+
+    Rate, cosine, decay and optimizer: supervised fine-tuning of Llama 2 (arXiv 2307.09288 section
+    3.1: AdamW, 2e-5, 0.1). A rate for training from scratch, 100 times larger and more, would
+    overwrite what the weights know. Moments decay as in the library's pretraining presets.
+    """
+    return Config(
+        model=model,
+        train=TrainConfig(
+            steps=200,  # (chosen: minutes for a small model; the paper's is 2 epochs of its data)
+            global_batch=16,  # (chosen: fits one GPU with a 1B model; the paper has 64)
+            seq_len=min(model.max_positions, 512),  # (chosen: as the batch; the paper has 4096)
+        ),
+        optim=OptimConfig(
+            name="adamw",
+            lr=2e-5,
+            warmup=10,  # (chosen: 5 % of the steps, so that Adam's moments exist before the peak)
+            schedule="cosine",
+            final=0.0,  # (chosen: nothing follows; the paper does not say)
+            weight_decay=0.1,
+        ),
+        eval=EvalConfig(every=50, batches=4),
+        checkpoint=CheckpointConfig(every=100),
+    )
+
+
 SMALL: dict[str, Callable[[], Config]] = {"nano": nano, "nano_moe": nano_moe}
 PRESETS = SMALL | {
     name: (lambda name=name: megascale(name) if "megascale" in name else large(name))

@@ -72,13 +72,18 @@ class RunDir:
         return self.path / "samples"
 
 
+def run_path(cfg: Config, experiment: str, preset: str) -> Path:
+    """Returns the folder of a run: the same command finds it again."""
+    name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
+    return Path(cfg.run_dir or f"runs/{experiment}/{name}").expanduser()
+
+
 def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
     """Finds the folder of a run and checks that this configuration may continue what is there.
 
     Raises: UserError when the folder holds a run that this one cannot continue.
     """
-    name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
-    path = Path(cfg.run_dir or f"runs/{experiment}/{name}").expanduser()
+    path = run_path(cfg, experiment, preset)
     saved = path / "config.json"
     elsewhere = cfg.checkpoint.dir
     if elsewhere and is_imported(path):

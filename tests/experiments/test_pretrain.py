@@ -176,13 +176,16 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     process = start(home, *flags)
     saved = folder / "checkpoints" / "13" / "_CHECKPOINT_METADATA"
     wait_for(process, lambda: saved.exists() and last_step(folder) > 13)
+    holder = json.loads((folder / "lock").read_text())
+    assert holder["pid"] == process.pid and f"--run_dir={folder}" in holder["command"]
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert last_step(folder) < STEPS
+    assert last_step(folder) < STEPS and (folder / "lock").exists()
     assert CheckpointManager(folder / "checkpoints").latest() == 13
     done = run(home, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed after step 13" in done.stdout
+    assert "is in use" not in done.stderr and not (folder / "lock").exists()
 
     want, got = rows(straight[0]), rows(folder)
     assert sorted(got) == list(range(1, STEPS + 1))
@@ -238,6 +241,20 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(home, straight):
     assert [got[s]["loss"] for s in sorted(got)] == [want[s]["loss"] for s in sorted(want)]
     again = run(home, *flags)  # a finished run: nothing to do, nothing lost
     assert again.returncode == 0 and rows(folder) == got, again.stdout + again.stderr
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_folder_is_refused_while_the_first_goes_on(home):
+    folder = home / "shared"
+    first = start(home, "--train.steps=5000", f"--run_dir={folder}")
+    wait_for(first, lambda: last_step(folder) >= 3)
+    done = refused(home, "--train.steps=5000", f"--run_dir={folder}")
+    assert f"error: {folder} is in use by process {first.pid} on " in done.stderr
+    first.send_signal(signal.SIGINT)
+    out, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, out
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+    assert steps == sorted(steps)
 
 
 @pytest.mark.slow
@@ -307,6 +324,23 @@ def test_a_full_disk_is_said_once_and_training_goes_on(home):
 def test_mistakes_get_one_clear_message(home, flags, words):
     done = refused(home, "--train.steps=2", f"--run_dir={home}/never", *flags)
     assert words in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("preset", [(), ("--preset=nano",)])
+def test_given_weights_are_tuned_by_a_recipe_of_their_own(home, tmp_path, preset):
+    """Said at the start, before the text is missed; flags and a typed preset win."""
+    golden = np.load(ROOT / "tests" / "golden" / "hf_llama.npz")
+    (tmp_path / "config.json").write_text(str(golden["config"]))
+    flags = ("--data.tokenizer=bytes", "--data.source=nowhere", "--optim.warmup=7")
+    done = refused(home, f"--init_from={tmp_path}", *flags, *preset)
+    first, *diff = done.stdout.splitlines()
+    recipe = {"  optim.name: muon -> adamw", "  optim.lr: 0.02 -> 2e-05", "  mesh.tensor: 2 -> 1"}
+    if preset:
+        assert first.startswith("nano: ") and not recipe & set(diff)
+    else:
+        assert first.startswith("finetune: ") and "/finetune-" in first
+        assert recipe <= set(diff), done.stdout
+    assert "  optim.warmup: 10 -> 7" in diff
 
 
 def test_another_run_in_the_folder_is_not_harmed(home, straight):

@@ -42,6 +42,7 @@ def test_import_then_export_is_the_same_model(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "49,392 parameters" in done.stdout
     cfg = config.load_json(Config, tmp_path / "run" / "config.json")
+    assert (cfg.optim.name, cfg.optim.lr) == ("adamw", 2e-5)  # it goes on as fine-tuning
     assert cfg.model.layers == 2 and cfg.data.tokenizer.endswith("tokenizer.json")
     done = call("hf.py", "export", tmp_path / "run", tmp_path / "back", "--emulate=2")
     assert done.returncode == 0, done.stderr

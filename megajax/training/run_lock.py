@@ -1,0 +1,154 @@
+"""One run at a time in a folder: a lock that ends with its process.
+
+The kernel holds the lock (flock) for the open file `lock` in the folder and drops it when the
+process ends, however it ends. So after kill -9 the folder is free at once, and nothing judges a
+leftover file by its age. The file names the holder for the message of whoever comes second.
+Process 0 of a job takes the lock and tells the others. Programs that only read a run need none.
+
+Between hosts the lock holds where the file system passes flock on: NFS on Linux, Lustre mounted
+with `flock`, GPFS and CephFS. Lustre mounted with `localflock` locks the processes of one host
+only. A file system without locks gets a warning, and the run goes on. Checkpoints that
+--checkpoint.dir puts elsewhere are not covered.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+from megajax.core.errors import UserError
+
+FILE = "lock"
+# How long a second process waits for the first to end (chosen: a supervisor starts the next attempt
+# while the kernel still frees the memory of the last one).
+PATIENCE_S = 10.0
+POLL_S = 0.1
+MESSAGE_BYTES = 2048  # of a refusal, as process 0 sends it to the others
+
+
+class RunLock:
+    """The right to write into a folder, until `release` or the end of the process."""
+
+    def __init__(self, folder: Path, patience_s: float = PATIENCE_S):
+        """Makes the folder if needed. patience_s: how long another process may take to end.
+
+        Raises: UserError when another process keeps the folder, or it cannot be written.
+        """
+        self._path, self._file, self._made = folder / FILE, -1, not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _take(self._path, patience_s)
+            if self._file >= 0:
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, json.dumps(_about_us()).encode(), 0)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror} (--run_dir)") from None
+        # A fork shares the open file and thus the lock: a child that outlives us would keep it.
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.release)
+
+    def release(self) -> None:
+        """Frees the folder, and removes it if it was made for nothing."""
+        if self._file < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._path.unlink()  # before the lock goes: nobody else can hold this file yet
+            if self._made:
+                self._path.parent.rmdir()  # refused unless empty
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def lock_run(folder: Path, patience_s: float = PATIENCE_S) -> RunLock | None:
+    """Locks a folder for this job: process 0 does, and all of them fail if it cannot.
+
+    Returns: the lock, in process 0. Raises: UserError, the same one in every process.
+    """
+    lock, refused = None, ""
+    if jax.process_index() == 0:
+        try:
+            lock = RunLock(folder, patience_s)
+        except UserError as error:
+            refused = str(error)
+    if jax.process_count() > 1:
+        told = np.zeros(MESSAGE_BYTES, np.uint8)
+        text = np.frombuffer(refused.encode()[:MESSAGE_BYTES], np.uint8)
+        told[: text.size] = text
+        told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
+        refused = told.tobytes().rstrip(b"\0").decode(errors="ignore")
+    if refused:
+        raise UserError(refused)
+    return lock
+
+
+def _take(path: Path, patience_s: float) -> int:
+    """Returns a descriptor that holds the lock, -1 where the file system has no locks.
+
+    Raises: UserError when another process keeps it. OSError.
+    """
+    end, told = time.monotonic() + patience_s, False
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # a program that we start gets no copy
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(file)
+            os.close(file)
+            if time.monotonic() >= end:
+                raise UserError(
+                    f"{path.parent} is in use by {holder}: stop that run or give another --run_dir"
+                ) from None
+            if not told:
+                logging.warning("%s is in use by %s; waiting for its end", path.parent, holder)
+                told = True
+            time.sleep(POLL_S)
+            continue
+        except OSError as error:
+            os.close(file)
+            logging.warning(
+                "%s cannot be locked (%s): do not start a second run in it", path.parent, error
+            )
+            return -1
+        if _is_at(file, path):
+            return file
+        os.close(file)  # its holder removed it in the meantime: the next file counts
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _about_us() -> dict[str, str | int]:
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    command = shlex.join(sys.argv)
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "command": command}
+
+
+def _holder(file: int) -> str:
+    try:
+        found = json.loads(os.pread(file, 1 << 16, 0))
+        return (
+            f"process {found['pid']} on {found['host']} since {found['since']} "
+            f"({found['command'][:500]})"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"  # it has not said yet who it is
