@@ -14,6 +14,8 @@ Writes bytecheckpoint.json, .svg and .png into --out, the former after every rep
 it when there are enough, go on with --resume. Exit code 1: an array came back different.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import json
 import os
 import shutil

@@ -14,6 +14,8 @@ torch finds the GPU (the paper: 6.13 times). Writes bytetransformer_{cpu,gpu}.js
 into --out after every row; exit code 1: a step is not exact.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import dataclasses
 import importlib.util
 import itertools

@@ -11,6 +11,8 @@ time, as measured. MegaScale (arXiv 2402.15627) section 4, ByteCheckpoint (arXiv
 Writes chaos.json, .svg and .png into --out. Exit code 1: something does not hold.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import json
 import random
 import subprocess

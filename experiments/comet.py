@@ -18,6 +18,8 @@ EMULATED devices, a sixteenth as wide, against a float64 loop over the tokens. W
 comet_emulated.json.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import dataclasses
 import sys
 from dataclasses import dataclass

@@ -17,6 +17,8 @@ With --part=exact the layers run: as plain collectives and as rings, products an
 EMULATED devices, 1/64 as wide, of 8 and of 200 rows, against float64. Writes flux_emulated.json.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import dataclasses
 import sys
 from dataclasses import dataclass

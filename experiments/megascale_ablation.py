@@ -9,6 +9,8 @@ absolute figures differ. Operators and the data pipeline are not modelled. Write
 results/megascale_ablation.json, from which scripts/tables.py makes the table of PAPERS.md.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import dataclasses
 import sys
 from pathlib import Path

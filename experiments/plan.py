@@ -13,6 +13,8 @@ rematerialisation itself, whatever the flags say of them, and ranks what it foun
 paste behind pretrain.py. Exit code 2: it does not fit, and which term is to blame.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 from pathlib import Path
 

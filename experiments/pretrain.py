@@ -12,6 +12,8 @@ any combination of --mesh.* sizes, block, optimizer and data is one command. --i
 fine-tunes Hugging Face weights by a recipe of its own (AdamW at 2e-5; presets.finetune).
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import dataclasses
 import signal
 import sys
@@ -163,7 +165,7 @@ def main() -> int:
         return 128 + signal.SIGINT if run.stopped_by == signal.SIGINT else cfg.told_code
     timers.enter("end", int(run.state.step))
     if first:  # 8 what is left to look at
-        facts = banner.facts(cfg, mesh, train_step, name)
+        facts = banner.facts(cfg, mesh, train_step, name, preset) | {"command": command_line()}
         figures = write_report(run_dir.path, facts, measure.last_sample)
         banner.show_end(console, figures, run_dir, measure.last_sample)
     checkpoints.close()

@@ -9,6 +9,8 @@ stashed, B (and a split W) runs F again; a split W runs the backward chain of it
 Writes schedules.json and schedules.svg into --out; README's table is made from them.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -20,6 +20,8 @@ tilewise_price .svg and .png, into --out. `tiny` shows that all of it runs: its 
 too little to say anything.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import itertools
 import sys
 from collections.abc import Iterator

@@ -3,6 +3,8 @@
 uv run scripts/accept.py RUN_DIR
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 from pathlib import Path
 

@@ -10,6 +10,8 @@ kernels: every case of every kernel folder beside its rivals, device time, and t
 Writes bench_kernels.json. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 import tempfile
 import time

@@ -16,6 +16,8 @@ become, --back what is to become ours again (first): layers, stages:P, stages:Px
 stages:PxCHUNKSxLAYERS (for --back), qkv, vocab:WORDSxMULTIPLE. Hugging Face folders: scripts/hf.py.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 import tempfile
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ uv run scripts/generate.py --run_dir=runs/pretrain/nano-... --prompt="import "
 uv run scripts/generate.py --hf=FOLDER --prompt="Once upon a time" --sampling.top_p=0.9
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -21,6 +21,8 @@ emulated (gpu_collective.json). expert: the same of a mixture's products (gpu_ex
 Needs jax with CUDA, flax, optax and absl only.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import functools
 import os
 import sys

@@ -9,6 +9,8 @@ above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, q
 qwen3_moe. Encoders (bert and relatives) are for the library: megajax.checkpoint.hf.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -8,6 +8,8 @@ Writes experiments/results/kernel_report.json after every configuration: registe
 shared memory, serialised wgmma, and a hash of the sources (pallas_kernels/report.py).
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import json
 import sys
 from pathlib import Path

@@ -11,6 +11,8 @@ older than the last save that was reported finished, and the folder holds nothin
 and at most one more. Stops at the first check that fails.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import os
 import signal
 import subprocess

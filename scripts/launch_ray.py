@@ -9,6 +9,8 @@ code 2) are not tried again. With --supervise scripts/supervise.py does that ins
 runs here, an agent on every host, and what is stuck is found too.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import argparse
 import os
 import secrets

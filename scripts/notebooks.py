@@ -4,6 +4,8 @@ uv run scripts/notebooks.py            # check
 uv run scripts/notebooks.py --write    # and keep the outputs
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 import tempfile
 import time

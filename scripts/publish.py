@@ -6,6 +6,8 @@ Writes experiments/results/NAME.json (facts, figures, every tenth training row, 
 sample) and NAME.svg (the loss curve). Then `uv run scripts/tables.py` puts it into the documents.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import json
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.monitor.sinks import rows_by_step
-from megajax.training.report import draw_curve
+from megajax.training.report import caption, draw_curve
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 
@@ -35,7 +37,7 @@ def main(run: Path, name: str) -> None:
     kept = [train[s] for s in sorted(train) if s == 1 or s % 10 == 0]
     rows = [{k: v for k, v in r.items() if k != "time"} for r in (*kept, *held_out.values())]
     results.write(RESULTS / f"{name}.json", about, rows)
-    draw_curve(RESULTS / f"{name}.svg", train, held_out)
+    draw_curve(RESULTS / f"{name}.svg", train, held_out, caption(summary))
     print(f"{RESULTS / name}.json and .svg")
 
 

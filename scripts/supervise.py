@@ -26,6 +26,8 @@ Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and agai
 75 too few good hosts or restarts (retry elsewhere, without the blocklist); 143 told to stop, saved.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import argparse
 import json
 import os

@@ -6,6 +6,8 @@
 A document marks a place by `<!-- NAME -->` and `<!-- end -->`; what stands between is generated.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import functools
 import importlib
 import json
@@ -384,10 +386,8 @@ def main(check: bool) -> int:
     """Returns 1 when --check finds a stale document."""
     stale = []
     for name in DOCUMENTS:
-        path = ROOT / name
-        before = path.read_text()
-        after = fill(before)
-        if after != before:
+        before = (path := ROOT / name).read_text()
+        if (after := fill(before)) != before:
             stale.append(name)
             if not check:
                 path.write_text(after)

@@ -7,6 +7,8 @@ Beside the pair it writes corpus/web.json (statistics) and corpus/web.documents.
 are held out, how many bytes each has), so that evaluation can report bits per byte.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import sys
 
 if __name__ == "tokenize":

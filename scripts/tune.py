@@ -11,6 +11,8 @@ pallas_kernels/tuned/<device kind>.json as they come, so a run may be cut off an
 megajax and the kernels read the table by themselves. Needs jax with CUDA and absl only.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import dataclasses
 import functools
 import json

@@ -239,6 +239,14 @@ def test_jax_free_modules_do_not_load_jax():
     assert done.stdout.strip() == "False"
 
 
+def test_scripts_begin_with_what_ends_them_quietly():
+    """Imports take seconds; Ctrl-C meanwhile is one line (core/interrupted.py)."""
+    for path in [*(ROOT / "experiments").glob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        if '__name__ == "__main__"' in path.read_text():
+            first = ast.parse(path.read_text()).body[1]
+            assert ast.unparse(first) == "import megajax.core.interrupted", path
+
+
 def test_nothing_names_this_machine():
     """No registry host and no path of a machine is committed."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)

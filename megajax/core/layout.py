@@ -12,10 +12,13 @@ compiler inserts all-reduces, which cost twice the bytes.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.core.check import check_weights
+from megajax.core.errors import UserError
 from megajax.core.rules import Axes, Rules
 
 Words = tuple[str | None, ...]
@@ -71,6 +74,21 @@ class Layout:
         rules = self.rules.residual if residual else self.rules.act
         entries = (self._entry(rules.get(w or "", ())) for w in words)
         return P(*entries, reduced=set(self.live(reduced)), unreduced=set(self.live(unreduced)))
+
+    def check(self, model: Any) -> None:
+        """Refuses a model that this mesh cannot cut. model: a configuration with `.sizes`.
+
+        Raises: UserError with the value, the rule, the nearest legal value and the flag.
+        """
+        check_weights(model, self.mesh.shape, self.rules)
+        for word in self.rules.sharable:
+            size, flag = model.sizes.get(word, (0, ""))
+            ways = self.ways(self.rules.act.get(word, ()))
+            if size * self.copies(word) % ways:
+                raise UserError(
+                    f"{flag}={size} is shared by {ways} devices, which this layout does not know; "
+                    "make it for the model: parallel.sharding.layout(mesh, model=cfg)"
+                )
 
     def named(self, spec: P) -> NamedSharding:
         """Returns the spec on this mesh, for placing arrays from outside jit."""

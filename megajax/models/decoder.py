@@ -163,9 +163,12 @@ def parts(
 
     dtype: of the residual stream and all matmuls. loss_chunks: pieces of the sequence whose logits
     exist at one time; must divide it.
+    Raises: UserError when the layout's mesh cannot cut the model.
     """
     ops = Ops() if ops is None else ops
     dtype = jnp.dtype(dtype)
+    if layout is not None:
+        layout.check(cfg)
 
     def build(key: jax.Array) -> Decoder:
         return Decoder(cfg, layout, ops, rngs=nnx.Rngs(params=key))

@@ -171,9 +171,12 @@ def parts(
 
     Args: ops: None: local, kernels over packed tokens. dtype: of the residual stream and all
       matmuls. loss_chunks: pieces of the sequence whose logits exist at one time; must divide it.
+    Raises: UserError when the layout's mesh cannot cut the model.
     """
     ops = PACKED if ops is None else ops
     dtype = jnp.dtype(dtype)
+    if layout is not None:
+        layout.check(cfg)
 
     def build(key: jax.Array) -> Encoder:
         return Encoder(cfg, layout, ops, rngs=nnx.Rngs(params=key))

@@ -73,6 +73,20 @@ class EncoderConfig(Checked, section="model"):
         return -(-rows // self.vocab_multiple) * self.vocab_multiple
 
     @property
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """{logical word: (size of that dimension, the field that sets it)}."""
+        table = "model.embed_width" if self.embed_width else "model.width"
+        return {
+            "embed": (self.table_width, table),
+            "heads": (self.heads, "model.heads"),
+            "kv_heads": (self.heads, "model.heads"),
+            "mlp": (self.mlp, "model.mlp"),
+            "vocab": (self.padded(self.vocab), "model.vocab_multiple"),
+            "positions": (self.padded(self.max_positions), "model.vocab_multiple"),
+            "layers": (self.layers, "model.layers"),
+        }
+
+    @property
     def attention(self) -> AttentionConfig:
         """The attention layer's own shape."""
         return AttentionConfig(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from typing import Any
 
 import jax
@@ -104,12 +105,19 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         console.say(f"context: {cfg.context.kind}, {order} order")
 
 
-def facts(cfg: Config, mesh: Mesh, train_step: TrainStep, name: str) -> dict[str, Any]:
-    """Returns what a result must state beside its figures."""
+def facts(
+    cfg: Config, mesh: Mesh, train_step: TrainStep, name: str, preset: Config | None = None
+) -> dict[str, Any]:
+    """Returns what a result must state beside its figures.
+
+    name: of what the configuration starts from. preset: that itself; None: flags are not stated.
+    """
     device = mesh.devices.flat[0]
     layer = "emulated" if device.platform == "cpu" else f"measured on {device.device_kind}"
     return results.facts(f"{mesh.size} x {device.device_kind}", layer) | {
         "preset": name,
+        **({} if preset is None else {"overrides": shlex.join(config.spell(cfg, preset))}),
+        "seed": cfg.train.seed,
         "mesh": describe(mesh),
         "parameters": tree.count(train_step.abstract_state.params),
         "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
@@ -124,7 +132,8 @@ def show_end(
         console.say(f"--- sample\n{sample}\n---")
     if figures:
         bits = figures.get("eval_bits_per_byte")
-        tail = f", held out {bits:.3f} bits per byte" if bits is not None else ""
+        at = f" at step {figures.get('eval_step')}"
+        tail = f", held out {bits:.3f} bits per byte{at}" if bits is not None else ""
         loss = figures["last_10_loss"]
         shown = f"{loss:.4f} nats" if loss is not None else "not finite"
         console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")

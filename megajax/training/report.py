@@ -1,35 +1,38 @@
 """What a run leaves to look at: curve.png, summary.md and .json, from metrics.jsonl."""
 
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.monitor import results
 from megajax.monitor.sinks import rows_by_step
 
+LAST = 10  # steps whose mean loss stands for the end of a run: one batch's is noise
 OURS, HELD_OUT = "#1f6feb", "#d1242f"  # the same colours in all figures
 
 
 def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dict[str, Any]:
     """Draws the curve and writes the summary. Returns the figures that the summary states.
 
-    facts: name -> value lines for the head of the summary.
+    facts: name -> value lines for the head of the summary; `caption` has those under the curve.
     """
     train = rows_by_step(folder / "metrics.jsonl", "loss")
     held_out = rows_by_step(folder / "metrics.jsonl", "eval_loss")
     if not train:
         return {}
-    draw_curve(folder / "curve.png", train, held_out)
+    draw_curve(folder / "curve.png", train, held_out, caption(facts))
     steps = sorted(train)
-    last = [train[s] for s in steps[-10:]]
     times = sorted(train[s]["step_time_s"] for s in steps[1:]) or [train[steps[0]]["step_time_s"]]
     figures: dict[str, Any] = {
         "steps": steps[-1],
-        "last_10_loss": _mean([r["loss"] for r in last]),
+        "last_10_loss": last_loss(train),
         "median_step_time_s": times[len(times) // 2],
         "tokens_per_s": train[steps[-1]]["tokens"] / times[len(times) // 2],
     }
     if held_out:
-        newest = held_out[max(held_out)]
+        figures["eval_step"] = max(held_out)
+        newest = held_out[figures["eval_step"]]
         figures["eval_loss"] = newest["eval_loss"]
         figures["eval_bits_per_byte"] = newest.get("eval_bits_per_byte")
     lines = ["# Run", "", "| | |", "|---|---|"]
@@ -42,17 +45,39 @@ def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dic
     return figures
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
+def caption(facts: Mapping[str, Any]) -> str:
+    """Returns what was run: preset, flags that differ from it, seed, as far as they are known."""
+    shown = [str(facts[k]) for k in ("preset", "overrides") if facts.get(k)]
+    return ", ".join([*shown, *([f"seed {facts['seed']}"] if "seed" in facts else [])])
+
+
+def last_loss(train: dict[int, dict]) -> float | None:
+    """Returns the mean loss of the last steps; None where none of them is finite."""
+    known = [train[s]["loss"] for s in sorted(train)[-LAST:] if train[s]["loss"] is not None]
     return sum(known) / len(known) if known else None
 
 
 def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A cell of a Markdown table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
-def draw_curve(path: Path, train: dict[int, dict], held_out: dict[int, dict]) -> None:
-    """Draws training and held-out loss over steps."""
+def title(train: dict[int, dict], held_out: dict[int, dict]) -> str:
+    """Returns what the curve claims: the summary's figures, each with the steps that it is of."""
+    mean, steps = last_loss(train), sorted(train)[-LAST:]
+    span = f"mean of steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    said = f"training loss {mean:.2f} nats ({span})" if mean is not None else "loss not finite"
+    if held_out:
+        bits = held_out[max(held_out)].get("eval_bits_per_byte")
+        if bits is not None:
+            said += f",\nheld out {bits:.2f} bits per byte (step {max(held_out)})"
+    return said
+
+
+def draw_curve(
+    path: Path, train: dict[int, dict], held_out: dict[int, dict], about: str = ""
+) -> None:
+    """Draws training and held-out loss over steps. about: what was run, in small print."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,16 +86,15 @@ def draw_curve(path: Path, train: dict[int, dict], held_out: dict[int, dict]) ->
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     steps = [s for s in sorted(train) if train[s]["loss"] is not None]
     axes.plot(steps, [train[s]["loss"] for s in steps], color=OURS, lw=1.4, label="training")
-    title = f"training loss {train[steps[-1]]['loss']:.2f} nats after {steps[-1]} steps"
     if held_out:
         at = sorted(held_out)
         losses = [held_out[s]["eval_loss"] for s in at]
         axes.plot(at, losses, "o-", color=HELD_OUT, lw=1.4, ms=4, label="held out")
-        bits = held_out[at[-1]].get("eval_bits_per_byte")
-        if bits is not None:
-            title += f", held out {bits:.2f} bits per byte"
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy (nats per token)", title=title)
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy (nats per token)")
+    axes.set_title(title(train, held_out), fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+    if about:
+        figure.supxlabel(textwrap.fill(about, 110), fontsize=7, color="0.4")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -208,6 +208,12 @@ def test_a_mesh_changes_nothing(models, seed):
         np.testing.assert_allclose(np.asarray(x), y, atol=2e-5, err_msg=name)
 
 
+def test_a_mesh_that_cannot_cut_the_encoder_is_refused():
+    layout = sharding.layout(MeshSpec(data=1, tensor=8).build())
+    with pytest.raises(UserError, match=f"model.heads={TINY.heads} must be divisible by mesh"):
+        encoder.parts(TINY, layout, tensor.ops(layout))
+
+
 @pytest.mark.slow
 def test_dropout_differs_by_key(models, seed):
     cfg = dataclasses.replace(TINY, layers=1, repeats=2, dropout=0.5)

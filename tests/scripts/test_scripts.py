@@ -1,7 +1,11 @@
 """The scripts as a person calls them."""
 
 import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -90,6 +94,15 @@ def test_tokenize_writes_what_training_reads(tmp_path):
     assert stats["tokens"] == sum(f.stat().st_size + 2 for f in text.iterdir())
     again = call("tokenize.py", *flags)
     assert again.returncode == 2 and "exists" in again.stderr
+
+
+def test_ctrl_c_during_imports_is_one_line(tmp_path):
+    """At the first import that takes long: as the signal would, it raises."""
+    (tmp_path / "jax.py").write_text("raise KeyboardInterrupt\n")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = [sys.executable, ROOT / "experiments" / "pretrain.py"]
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "stopped\n")
 
 
 def test_documents_quote_the_committed_results():

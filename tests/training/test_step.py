@@ -1,12 +1,19 @@
 """What one step does beside learning: token weights, z-loss, clipping, bad numbers, donation."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.models import decoder
+from megajax.parallel import sharding
+from megajax.serving.generate import Generator
 from megajax.training.loop import bad_leaves
 from megajax.training.step import make_train_step
-from tests.tiny import host_batch, on, run_config
+from tests.tiny import MODEL, host_batch, on, run_config
 
 
 def one_step(batch, **changes):
@@ -134,3 +141,40 @@ def test_dropout_is_off_in_evaluation_and_equal_on_every_mesh():
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     sums = train_step.evaluate(train_step.init(0).params, on(train_step, batch))
     assert float(sums.cross_entropy) / int(sums.count) != pytest.approx(losses[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh__tensor": 8}, "model.heads=4 must be divisible by mesh.tensor 8"),
+        ({"train__global_batch": 12}, "train.global_batch=12 must be divisible by mesh.data 8"),
+        ({"mesh__context": 2, "train__seq_len": 18}, "2 x mesh.context = 4 for the zigzag order"),
+        ({"mesh__pipe": 2, "model__layers": 3}, "model.layers=3 must be divisible by mesh.pipe 2"),
+        ({"fault": "nonsense"}, "nonsense"),
+    ],
+)
+def test_the_library_refuses_what_the_command_line_does(changes, words):
+    """In the check's own words, before anything is traced."""
+    cfg = run_config(**changes)
+    with pytest.raises(UserError, match=words):
+        make_train_step(cfg, cfg.mesh.build())
+
+
+def test_a_mesh_without_our_axes_is_refused():
+    mesh = jax.make_mesh((8,), ("data",))
+    with pytest.raises(UserError, match="has the axes data and needs pipe, node.*MeshSpec"):
+        make_train_step(run_config(), mesh)
+    with pytest.raises(UserError, match="needs pipe, node"):
+        Generator(MODEL, mesh)
+
+
+def test_a_layout_that_does_not_know_the_model_is_refused():
+    """Two key-value heads on four tensor ranks: each rank stores both, if the layout is told."""
+    layout = sharding.layout(MeshSpec(tensor=4).build())
+    with pytest.raises(UserError, match="model.kv_heads=2 is shared by 4 .*model=cfg"):
+        decoder.parts(dataclasses.replace(MODEL, kv_heads=2), layout)
+
+
+def test_a_generator_refuses_a_mesh_that_cannot_cut_its_model():
+    with pytest.raises(UserError, match="model.heads=4 must be divisible by mesh.tensor 8"):
+        Generator(MODEL, MeshSpec(tensor=8).build())
