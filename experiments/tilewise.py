@@ -11,6 +11,7 @@ of 1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), wi
 (TW-1a), rows of tiles alone (TW1D-1); element-wise (EW), vector-wise (VW), block-wise (BW to
 BW-128). Beside them the model of which nothing is pruned, fine-tuned as long. Units are the paper's
 divided by 4, for matrices 128 wide instead of 768; systems/prune_study.py says what that means.
+Units rank as in the paper, by L2 / n of their scores, --unit_score=rms: as in our training runs.
 Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
 times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
 
@@ -41,6 +42,7 @@ from megajax.models.encoder_config import EncoderConfig
 from megajax.monitor import results
 from megajax.systems import prune_report as report
 from megajax.systems import prune_study as study
+from megajax.training.masking import UnitScore
 
 TASKS = ("passages", "text")
 
@@ -55,6 +57,9 @@ class Config(Checked):
     seeds: int = option(3, "of everything: weights, order of the data, dropout", at_least=1)
     steps: int = option(400, "of training before anything is pruned", "steps", at_least=1)
     tune: int = option(25, "of fine-tuning after each stage", "steps", at_least=1)
+    unit_score: UnitScore = option(
+        "paper", "how units rank: paper, L2 of their scores over n; rms, over sqrt(n)"
+    )
     layers: int = option(
         2, "blocks of the encoder, 128 wide; the text's model is pretraining's", at_least=1
     )
@@ -80,11 +85,16 @@ class Config(Checked):
             )
 
 
+def paper() -> Config:
+    """Two models, twelve patterns, units ranked as the paper's authors rank them."""
+    return Config(unit_score="paper")
+
+
 def tiny() -> Config:
     """The encoder on bytes, three patterns at one sparsity."""
     return Config(
         "passages", "TW-1,TW-64,BW", "75", seeds=1, steps=30, tune=5, tokenizer="bytes",
-        held_out=128,
+        held_out=128, unit_score="paper",
     )  # fmt: skip
 
 
@@ -127,7 +137,11 @@ def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[st
     stages = percentages(cfg.stages)
     rates = {"passages": (1.5e-3, 1e-3), "text": (3e-3, 1e-3)}
     trainers = {
-        name: study.Trainer(make_task(cfg, name), study.Training(cfg.steps, cfg.tune, *rates[name]))
+        name: study.Trainer(
+            make_task(cfg, name),
+            study.Training(cfg.steps, cfg.tune, *rates[name]),
+            cfg.unit_score,
+        )
         for name in names("tasks", cfg.tasks, TASKS)
     }
     methods = study.DENSE, *names("methods", cfg.methods, study.METHODS)
@@ -187,6 +201,9 @@ def show(row: report.Row) -> None:
     if row["part"] == "point":
         goal = f"{row['method']} at {100 * row['goal']:.0f} %" if row["goal"] else "trained"
         text = f"loss {row['loss']:.3f}, accuracy {100 * row['accuracy']:.1f} %"
+        if "kept_least" in row:
+            kept = (f"{100 * row[name]:.3g}" for name in ("kept_least", "kept_most"))
+            text += f", matrices keep {' to '.join(kept)} %"
         print(f"{row['task']}, seed {row['seed']} | {goal} | {text}", flush=True)
     elif row["part"] == "price":
         lost = ", ".join(
@@ -216,7 +233,7 @@ def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scor
     if scores.exists():
         methods = [study.METHODS[m] for m in names("methods", cfg.methods, study.METHODS)]
         stages = percentages(cfg.stages)
-        speeds = list(report.speeds(trained_scores(scores), methods, stages))
+        speeds = list(report.speeds(trained_scores(scores), methods, stages, cfg.unit_score))
         prices = list(report.prices(found, speeds))
     results.write(path, about, [*rows, *found, *claims, *speeds, *prices])
     for row in (*prices, *claims):
@@ -240,6 +257,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "trained here")
     about |= {"preset": config.start_name(), "steps": cfg.steps, "tune": cfg.tune}
+    about |= {"unit_score": cfg.unit_score}
     path = Path(cfg.out).expanduser() / "tilewise.json"
     saved = report.former(folder / "points.json")
     rows = {k: row for k, row in saved.items() if wanted(cfg, row)}
@@ -260,7 +278,7 @@ def main() -> int:
     return code
 
 
-PRESETS = {"tiny": tiny, "paper": Config}
+PRESETS = {"tiny": tiny, "paper": paper}
 config.define_flags(PRESETS, "tiny")
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ class Console:
             self.say(f"step {step}: held-out loss {values['eval_loss']:.4f} nats{tail}")
         elif "sparsity" in values:
             self.say(f"after step {step}: {values['sparsity']:.2%} of the chosen weights pruned")
+            if kept := kept_line(values):
+                self.say(kept)
 
     def _show(self, step: int, line: str) -> None:
         where = f"step {step}/{self._steps}"
@@ -87,6 +89,24 @@ def training_line(values: dict) -> str:
         f"ETA {duration(values['eta_s'])}" if math.isfinite(values["eta_s"]) else "ETA -",
     ]
     return " | ".join(parts)
+
+
+def kept_line(values: dict) -> str:
+    """Returns 'kept of each matrix: attention.query 23 to 27 %, ...', a range over the layers.
+
+    From the members 'kept.<matrix>' and 'kept.<matrix>.<layer>' of a pruning's row; '' without.
+    """
+    by_leaf: dict[str, list[float]] = {}
+    for name, value in values.items():
+        if name.startswith("kept."):
+            parts = name.removeprefix("kept.").removeprefix("blocks.").split(".")
+            leaf = ".".join(parts[:-1] if parts[-1].isdigit() else parts)
+            by_leaf.setdefault(leaf, []).append(100 * value)
+    shown = []
+    for leaf, found in by_leaf.items():
+        low, high = f"{min(found):.3g}", f"{max(found):.3g}"
+        shown.append(f"{leaf} {low} %" if low == high else f"{leaf} {low} to {high} %")
+    return f"kept of each matrix: {', '.join(shown)}" if shown else ""
 
 
 class Phases:

@@ -48,7 +48,7 @@ def rules(zero: Zero = "full", decode: bool = False, kv_copies: int = 1) -> Rule
       head. More than one: every rank stores all of these small weights and uses the one head that
       its query heads read, so a parameter has the same shape on every mesh.
     """
-    weights = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp")}
+    weights: dict[str, tuple[str, ...]] = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp")}
     if kv_copies > 1:
         weights["kv_heads"] = ()
     stages = () if decode else ("pipe",)

@@ -24,6 +24,7 @@ from megajax.core.hardware import CARDS
 from megajax.cost.sparse import Gemm, SparseCost
 from megajax.systems.prune_study import DENSE, METHODS, Method
 from megajax.systems.pruning import prune
+from megajax.training.masking import UnitScore
 from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
 from pallas_kernels.tile_sparse.format import TileSparse
 
@@ -166,12 +167,15 @@ def enlarge(scores: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def speeds(
-    scores: Mapping[str, np.ndarray], methods: Sequence[Method], stages: Sequence[float]
+    scores: Mapping[str, np.ndarray],
+    methods: Sequence[Method],
+    stages: Sequence[float],
+    unit_score: UnitScore = "rms",
 ) -> Iterator[Row]:
     """Yields the counted work of the paper's shapes, each pruned alone to each sparsity.
 
     scores: of SHAPES' names, matrices (k, n) that divide them. methods: tile-wise ones; others are
-    passed over, because no kernel multiplies them faster than dense ones.
+    passed over, because no kernel multiplies them faster than dense ones. unit_score: of `prune`.
     """
     for name, (shape, _, paper) in SHAPES.items():
         dense, found = dense_work(TOKENS, shape), enlarge(scores[name], shape)
@@ -181,7 +185,7 @@ def speeds(
                     continue
                 mask = prune(
                     found, found, goal, pattern=method.pattern, tile=method.tile,
-                    chunk=method.chunk,
+                    chunk=method.chunk, unit_score=unit_score,
                 )  # fmt: skip
                 weight = TileSparse.from_dense(
                     jnp.zeros(shape, jnp.float16), mask, tile=method.tile, chunk=method.chunk

@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from megajax.core.tree import Tree, named_leaves
-from megajax.systems.pruning import prune, sparsity_of
+from megajax.systems.pruning import densities, prune, sparsity_of
 from megajax.training.masking import Masked, PruneConfig, clear, pick
 
 
@@ -26,7 +27,8 @@ class Pruner:
     """Call it with (state, finished steps) between steps; `due` says whether there is work.
 
     axes: words of all parameters, as ModelParts.axes. mesh: of the state; None: no mesh.
-    natural, arranged: as TrainStep has them. report(finished, {"sparsity": ...}): told each stage.
+    natural, arranged: as TrainStep has them. report(finished, {"sparsity": ..., "kept.MATRIX":
+    the fraction of each matrix that stays}): called at each stage.
     """
 
     cfg: PruneConfig
@@ -53,7 +55,7 @@ class Pruner:
         masks = opt.masks
         if goal > 0:
             masks = self._masks(state.params, opt, goal)
-            self.report(finished, {"sparsity": sparsity_of(masks)})
+            self._tell(finished, masks)
             masks = self.arranged(jax.tree.map(_place, masks, opt.masks))
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             opt, params = _clear(opt._replace(masks=masks), state.params)
@@ -68,8 +70,35 @@ class Pruner:
         return prune(
             host["w"], host["scores"], goal, pattern=cfg.pattern, tile=cfg.tile, chunk=cfg.chunk,
             axes=axes, former=host["former"], apriori=cfg.apriori, remain=cfg.remain,
-            delta=cfg.delta,
+            delta=cfg.delta, unit_score=cfg.unit_score,
         )  # fmt: skip
+
+    def _tell(self, finished: int, masks: Tree) -> None:
+        names = tuple(n for n, _ in named_leaves(masks))
+        kept = densities(masks, pick(self.axes, names))
+        self.report(
+            finished, {"sparsity": sparsity_of(masks)} | {f"kept.{n}": x for n, x in kept.items()}
+        )
+        if jax.process_index() == 0 and (text := starved(kept, self.cfg)):
+            logging.warning("after step %d: %s", finished, text)
+
+
+def starved(kept: Mapping[str, float], cfg: PruneConfig) -> str:
+    """Returns a warning about matrices of which less than prune.remain stays, or nothing; ''."""
+    found = {n: x for n, x in kept.items() if x == 0 or x < cfg.remain}
+    if not found:
+        return ""
+    shown = [f"{n} keeps {x:.1%}" for n, x in sorted(found.items(), key=lambda item: item[1])[:8]]
+    more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    if cfg.unit_score == "paper":
+        advice = "--prune.unit_score=rms ranks matrices of any shape evenly"
+    else:
+        advice = f"--prune.remain={min(cfg.remain + 0.05, 0.95):g} keeps more of each matrix's best"
+    least = f"less than prune.remain={cfg.remain:g}" if cfg.remain else "nothing"
+    return (
+        f"pruning leaves {least} of {len(found)} of {len(kept)} matrices: "
+        f"{', '.join(shown)}{more}. {advice}."
+    )
 
 
 _clear = jax.jit(clear, donate_argnums=(0, 1))

@@ -37,8 +37,8 @@ from megajax.models import decoder, encoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import Batch, ModelParts
-from megajax.systems.pruning import Pattern, prune, sparsity_of
-from megajax.training.masking import chosen, clear, mask_optimizer, observe, pick
+from megajax.systems.pruning import Pattern, densities, prune, sparsity_of
+from megajax.training.masking import UnitScore, chosen, clear, mask_optimizer, observe, pick
 from megajax.training.optim import OptimConfig, make_optimizer, make_schedule
 from megajax.training.state import TrainState
 
@@ -177,10 +177,12 @@ def text(
 class Trainer:
     """The compiled programs of a task: two, whatever is pruned."""
 
-    def __init__(self, task: Task, training: Training):
-        """weight decay and Adam's decays: BERT's (arXiv 1810.04805, appendix A.2) but beta2 0.98,
+    def __init__(self, task: Task, training: Training, unit_score: UnitScore = "rms"):
+        """unit_score: how units of a pattern rank, as of systems.pruning.prune.
+
+        Weight decay and Adam's decays: BERT's (arXiv 1810.04805, appendix A.2) but beta2 0.98,
         for runs of a few hundred steps."""
-        self.task, self.training = task, training
+        self.task, self.training, self.unit_score = task, training, unit_score
         self.names = chosen(task.parts.axes)
         self.axes = pick(task.parts.axes, self.names)
         # Rates are handed to each step: one program for all of them.
@@ -224,7 +226,7 @@ class Trainer:
         host = jax.tree.map(np.asarray, (pick(state.params, self.names), opt.scores, opt.masks))
         masks = prune(
             host[0], host[1], sparsity, pattern=method.pattern, tile=tile, chunk=chunk,
-            axes=self.axes, former=host[2], apriori=method.apriori,
+            axes=self.axes, former=host[2], apriori=method.apriori, unit_score=self.unit_score,
         )  # fmt: skip
         opt, params = clear(opt._replace(masks=jax.tree.map(jnp.asarray, masks)), state.params)
         return dataclasses.replace(state, params=params, opt=opt), masks
@@ -272,13 +274,16 @@ def chain(
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Prunes (method None: does not), fine-tunes and measures; each stage from the one before.
 
-    Yields: (the state, which the next stage uses up, {goal, sparsity: achieved, loss, accuracy}).
+    Yields: (the state, which the next stage uses up, {goal, sparsity: achieved, kept_least,
+    kept_most: the smallest and largest fraction of a matrix that stays, loss, accuracy}).
     """
     for goal in stages:
         row: dict[str, Any] = {"goal": goal, "sparsity": 0.0}
         if method is not None:
             state, masks = trainer.prune(state, method, goal)
-            row["sparsity"] = sparsity_of(masks)
+            kept = densities(masks, trainer.axes).values()
+            row |= {"sparsity": sparsity_of(masks)}
+            row |= {"kept_least": min(kept), "kept_most": max(kept)}
         state = trainer.train(state, seed, trainer.training.tune)
         yield state, row | trainer.measure(state.params)
 

@@ -104,4 +104,6 @@ def _table(path: Path, columns: Columns, layer: str = "", **wanted: object) -> s
 
 
 def _source(found: dict, layer: str = "") -> str:
-    return f"*{layer or found['layer']}, {found['device']}, {found['date']}, {found['commit']}*"
+    rule = {"paper": "units ranked by L2 / n", "rms": "units ranked by L2 / sqrt(n)"}
+    parts = layer or found["layer"], rule[found["unit_score"]], found["device"]
+    return f"*{', '.join(parts)}, {found['date']}, {found['commit']}*"

@@ -6,8 +6,13 @@ The patterns of Tile-Wise sparsity (arXiv 2008.13006), for weights (K, N) of y =
         tiles of exactly `tile` (the last may be short); both dimensions at rate 1 - sqrt(1 - s)
   tew   tw2d at s + delta; then the best single elements come back, up to s
 and its rivals: ew single elements, vw the same number (or one more) of every 1 x 16, bw 32 x 32.
-A unit's importance is the L2 norm of its elements' scores over their number; units of all layers
-are pruned from the least important up to the wanted number of elements.
+Units of all layers are pruned from the least important up to the wanted number of elements. The
+importance of a unit of n elements is the L2 norm of their scores over sqrt(n) (`rms`), or over n
+(`paper`, the rule of Tile-Wise's authors). The norm of n scores that are equally important grows as
+sqrt(n), so only the first compares units of different n: by the second a column of 512 rows ranks
+behind one of 128, and tw2d may empty a matrix of many rows. The rules differ wherever units do:
+whole columns of tw2d and tew, and units at ragged edges of tw1d, tw2d, tew and bw; ew and vw rank
+single elements.
 
 A leaf is one matrix or a stack of them, each with units of its own: leading dims are the stack,
 the last two (K, N). With the words of its dims (`axes`, as ModelParts has them) layers and experts
@@ -26,8 +31,8 @@ import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Words
-from megajax.core.tree import Tree, is_words, name
-from megajax.training.masking import Pattern
+from megajax.core.tree import Tree, is_words, name, named_leaves
+from megajax.training.masking import Pattern, UnitScore
 from megajax.training.optim import STACK_WORDS
 
 VECTOR = 16  # elements of a row that vw prunes alike (Tile-Wise's rival, its section 6)
@@ -48,10 +53,14 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Tuning:
-    """Fractions of units: apriori of all at each end, remain of each matrix."""
+    """How units rank. Fractions of units: apriori of all at each end, remain of each matrix."""
 
+    score: UnitScore
     apriori: float = 0.0
     remain: float = 0.0
+
+
+ELEMENTS = _Tuning("rms")  # of units of one element, for which both rules are the same
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,12 @@ def prune(
     apriori: float = 0.0,
     remain: float = 0.0,
     delta: float = 0.05,
+    unit_score: UnitScore = "rms",
 ) -> Tree:
     """Returns masks, True where a weight stays: NumPy bool arrays in the tree and shapes of params.
 
     The achieved sparsity, a fraction of all elements of the tree, is within half a unit of the
-    goal; equal scores are pruned evenly over all matrices.
+    goal. With `rms`, equal scores are pruned evenly over all matrices, whatever their shapes.
 
     Args: params: trees of arrays (..., K, N), or of any rank with `axes`, the tree of their words.
       scores: as params, finite and not negative, e.g. (w dL/dw)^2 summed over steps; None: |w|.
@@ -111,15 +121,21 @@ def prune(
       apriori: this fraction of the units, those of which the element-wise result at the same
       sparsity keeps most, stay, and as many of which it keeps least go (the paper's apriori
       tuning). remain: this fraction of the units of each matrix, its best ones, stay before any
-      other's: global ranking may empty a matrix. delta: of tew.
+      other's: global ranking may empty a matrix. delta: of tew. unit_score: `rms` or `paper`, see
+      the top of this file.
     Raises: UserError for values out of range, trees that do not match, scores that are not finite.
     Source: Tile-Wise sparsity, arXiv 2008.13006, sections 4 and 5.
     """
     _check(sparsity, pattern, tile, chunk, {"apriori": apriori, "remain": remain, "delta": delta})
+    if unit_score not in get_args(UnitScore):
+        raise UserError(
+            f"unit_score={unit_score} must be one of {', '.join(get_args(UnitScore))} "
+            "(--prune.unit_score)"
+        )
     shapes, matrices = _matrices(params, scores, axes, former)
-    tuning = _Tuning(0.0 if pattern == "ew" else apriori, remain)
+    tuning = _Tuning(unit_score, 0.0 if pattern == "ew" else apriori, remain)
     if tuning.apriori:
-        hints = _cut_blocks(matrices, sparsity, (1, 1), _Tuning())
+        hints = _cut_blocks(matrices, sparsity, (1, 1), ELEMENTS)
         matrices = [replace(m, hint=h) for m, h in zip(matrices, hints, strict=True)]
     if not matrices or sparsity == 0:
         kept = [m.alive for m in matrices]
@@ -141,6 +157,22 @@ def sparsity_of(masks: Tree) -> float:
     """Returns the fraction of pruned elements of a tree of masks."""
     leaves = jax.tree.leaves(masks)
     return 1 - sum(int(np.sum(m)) for m in leaves) / sum(m.size for m in leaves)
+
+
+def densities(masks: Tree, axes: Tree | None = None) -> dict[str, float]:
+    """Returns {matrix: fraction of its elements that stay}; of a stack: name.0, name.1, ...
+
+    axes: as of `prune`.
+    """
+    found = {}
+    words = dict(named_leaves(axes, is_words)) if axes is not None else {}
+    for leaf, mask in named_leaves(masks):
+        mask = np.asarray(mask)
+        count = matrix_shape(mask.shape, words.get(leaf))[0]
+        stacked = count > 1 or mask.ndim > 2
+        for i, kept in enumerate(mask.reshape(count, -1).mean(1)):
+            found[f"{leaf}.{i}" if stacked else leaf] = float(kept)
+    return found
 
 
 def matrix_shape(shape: tuple[int, ...], words: Words | None = None) -> tuple[int, int, int]:
@@ -200,7 +232,7 @@ def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]
         rank = padded.reshape(K, -1, VECTOR).argsort(-1, kind="stable").argsort(-1)
         length = np.minimum(N - np.arange(0, N, VECTOR), VECTOR)  # the last one of a row is short
         places.append((rank / length[:, None]).reshape(K, -1)[:, :N].ravel())
-    units = replace(_units(matrices, (1, 1), _Tuning()), first=np.concatenate(places))
+    units = replace(_units(matrices, (1, 1), ELEMENTS), first=np.concatenate(places))
     return _split(matrices, _gone(units, matrices, sparsity))
 
 
@@ -210,7 +242,7 @@ def _restore(matrices: list[_Matrix], kept: list[np.ndarray], sparsity: float) -
     room = (1 - sparsity) * sum(m.size for m in kept) - sum(m.sum() for m in kept)
     if room < 0.5:
         return kept
-    units = _units(away, (1, 1), _Tuning())
+    units = _units(away, (1, 1), ELEMENTS)
     back = _split(away, units.cut(units.alive, units.alive.sum() - room))
     return [mask | b for mask, b in zip(kept, back, strict=True)]
 
@@ -239,7 +271,8 @@ def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuni
         alive = matrix.alive[:, matrix.columns]
         scores = np.where(alive, matrix.scores[:, matrix.columns], 0.0).astype(np.float64)
         size = _sums(np.ones(alive.shape), shape)
-        score = np.sqrt(_sums(scores**2, shape)) / size
+        norm = np.sqrt(_sums(scores**2, shape))
+        score = norm / size if tuning.score == "paper" else _rounded(norm / np.sqrt(size))
         density = np.zeros_like(size)
         if matrix.hint is not None:
             density = _sums(matrix.hint[:, matrix.columns], shape) / size
@@ -255,6 +288,12 @@ def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuni
     first[safe] = 1
     first[alive == 0] = -2  # gone already
     return _Units(score, alive, size, first, tie)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """Drops the last digits, which depend on how many numbers were summed: equals must be equal."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(mantissa.round(12), exponent)
 
 
 def _sums(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:

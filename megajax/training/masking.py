@@ -23,6 +23,7 @@ from megajax.core.tree import Tree, is_words, name, named_leaves, nest
 from megajax.training.optim import is_hidden_matrix
 
 Pattern = Literal["tw2d", "tw1d", "ew", "vw", "bw", "tew"]
+UnitScore = Literal["rms", "paper"]
 Weights = Literal["all", "attention", "mlp"]
 
 
@@ -45,6 +46,9 @@ class PruneConfig(Checked, section="prune"):
     )
     score: Literal["taylor", "magnitude"] = option(
         "taylor", "rank by: (w dL/dw)^2 summed over a stage's steps, or |w|"
+    )
+    unit_score: UnitScore = option(
+        "rms", "rank n weights that go together by L2 of their scores over: rms sqrt(n), paper n"
     )
     weights: Weights = option("all", "matrices of the blocks that are pruned")
     apriori: float = option(

@@ -7,7 +7,7 @@ from rich.console import Console as RichConsole
 
 from megajax.core.errors import UserError
 from megajax.monitor import results
-from megajax.monitor.console import Console, Phases, duration, quantity
+from megajax.monitor.console import Console, Phases, duration, kept_line, quantity
 from megajax.monitor.meter import Meter, Work
 from megajax.monitor.records import Recorder
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb, read_jsonl, rows_by_step
@@ -148,3 +148,15 @@ def test_phases_follow_one_another_from_the_given_moment(monkeypatch):
     phases.done("data", console, "data ready")
     assert phases.seconds == {"start_devices_s": 2.5, "start_data_s": 6.5}
     assert text.getvalue() == "joined [2.5 s]\ndata ready [6.5 s]\n"
+
+
+def test_a_pruning_says_what_each_matrix_keeps():
+    rich = RichConsole(file=io.StringIO(), width=160, highlight=False)
+    kept = {"mlp.up.0": 0.231, "mlp.up.1": 0.27, "attention.out.0": 0.25, "mlp.down": 0.0}
+    row = {"sparsity": 0.75} | {f"kept.blocks.{n}": x for n, x in kept.items()}
+    Recorder([Console(100, 10, rich)]).emit(3, row)
+    assert rich.file.getvalue().splitlines() == [
+        "after step 3: 75.00% of the chosen weights pruned",
+        "kept of each matrix: mlp.up 23.1 to 27 %, attention.out 25 %, mlp.down 0 %",
+    ]
+    assert kept_line({"sparsity": 0.5}) == ""

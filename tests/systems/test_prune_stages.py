@@ -6,9 +6,9 @@ import pytest
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.tree import named_leaves
-from megajax.systems.prune_stages import Pruner
+from megajax.systems.prune_stages import Pruner, starved
 from megajax.systems.pruning import sparsity_of
-from megajax.training.masking import pick
+from megajax.training.masking import PruneConfig, pick
 from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
 from tests.tiny import host_batch, on, run_config
@@ -28,7 +28,7 @@ def build(**changes):
     seen = []
     pruner = Pruner(
         cfg.prune, step.parts.axes, step.layout.mesh, step.natural, step.arranged,
-        lambda finished, row: seen.append((finished, row["sparsity"])),
+        lambda finished, row: seen.append((finished, row)),
     )  # fmt: skip
     return step, pruner, seen
 
@@ -76,7 +76,12 @@ def test_100_steps_under_tensor_parallel_4(tensor):
     assert step.step.__wrapped__._cache_size() == compiled == 1
     assert_pruned(state)
     assert [f for f, _ in seen] == [3, 6]
-    assert seen[0][1] == pytest.approx(0.5, abs=0.005)
+    assert seen[0][1]["sparsity"] == pytest.approx(0.5, abs=0.005)
+    row = seen[1][1]
+    for leaf, x in named_leaves(jax.tree.map(np.asarray, state.opt.masks)):
+        for i, kept in enumerate(x):  # layers
+            assert row[f"kept.{leaf}.{i}"] == pytest.approx(kept.mean())
+    assert len(row) == 1 + sum(len(x) for x in jax.tree.leaves(state.opt.masks))
 
 
 @pytest.mark.slow
@@ -156,3 +161,17 @@ def test_without_pruning_nothing_is_added():
     cfg = run_config()
     step = make_train_step(cfg, cfg.mesh.build())
     assert not any("mask" in n or "score" in n for n, _ in named_leaves(step.abstract_state))
+
+
+def test_a_matrix_that_keeps_too_little_is_named():
+    kept = {"blocks.mlp.up.0": 0.3, "blocks.mlp.down.0": 0.0, "blocks.mlp.down.1": 0.04}
+    text = starved(kept, PruneConfig(unit_score="paper"))
+    assert text.startswith(
+        "pruning leaves nothing of 1 of 3 matrices: blocks.mlp.down.0 keeps 0.0%. "
+        "--prune.unit_score=rms"
+    )
+    text = starved(kept, PruneConfig(remain=0.05))
+    assert "less than prune.remain=0.05 of 2 of 3 matrices: blocks.mlp.down.0 keeps 0.0%, " in text
+    assert text.endswith("blocks.mlp.down.1 keeps 4.0%. --prune.remain=0.1 keeps more of each "
+                         "matrix's best.")  # fmt: skip
+    assert starved({"blocks.mlp.up.0": 0.3}, PruneConfig(remain=0.05)) == ""
