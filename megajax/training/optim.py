@@ -52,6 +52,11 @@ class OptimConfig(Checked, section="optim"):
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled, on matrices and embeddings only", at_least=0)
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    lamb_scope: Literal["matrices", "all"] = option(
+        "matrices",
+        "lamb: what has trust ratio and weight decay; all: norms and biases too",
+        needs=equal("name", "lamb"),
+    )
 
 
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
@@ -92,10 +97,11 @@ def make_optimizer(
     """
     adam = _promoting(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps))
     matrices = map_words(is_matrix, axes)
-    decay = optax.add_decayed_weights(cfg.weight_decay, mask=matrices)
+    everything = cfg.lamb_scope == "all"
+    decay = optax.add_decayed_weights(cfg.weight_decay, mask=None if everything else matrices)
     rate = _promoting(optax.scale_by_learning_rate(make_schedule(cfg, steps)))
     if cfg.name == "lamb":
-        return optax.chain(adam, decay, scale_by_trust_ratio(axes), rate)
+        return optax.chain(adam, decay, scale_by_trust_ratio(axes, everything), rate)
     if cfg.name == "muon":
         labels = map_words(lambda w: "muon" if is_hidden_matrix(w) else "adam", axes)
         muon = scale_by_muon(cfg.beta1, axes, layout)
@@ -116,15 +122,17 @@ def _promoting(inner: optax.GradientTransformation) -> optax.GradientTransformat
 # ---- LAMB
 
 
-def scale_by_trust_ratio(axes: Tree) -> optax.GradientTransformation:
+def scale_by_trust_ratio(axes: Tree, everything: bool = False) -> optax.GradientTransformation:
     """Scales each weight's update by |w| / |update|, one ratio per slice of a stacked leaf.
 
-    Norms and biases keep ratio 1, and so does a slice whose weight or update is 0 (arXiv
-    1904.00962 algorithm 2 with phi the identity).
+    That is algorithm 2 of arXiv 1904.00962 with phi the identity; a slice whose weight or update is
+    0 keeps ratio 1. everything: norms and biases too, as that algorithm says. Otherwise they keep
+    ratio 1: the TensorFlow implementations of LAMB leave what has no weight decay out of the
+    adaptation by default, and a bias near 0 would get steps near 0.
     """
 
     def ratio(words: Words, update: jax.Array, weight: jax.Array) -> jax.Array:
-        if not is_matrix(words):
+        if not everything and not is_matrix(words):
             return update
         inner = tuple(i for i, w in enumerate(words) if w not in STACK_WORDS)
 

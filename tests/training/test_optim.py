@@ -1,5 +1,7 @@
 """Optimizers against float64 NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,11 +67,12 @@ def lamb_oracle(cfg, params, grads):
             m[k] = cfg.beta1 * m[k] + (1 - cfg.beta1) * g[k]
             v[k] = cfg.beta2 * v[k] + (1 - cfg.beta2) * g[k] ** 2
             r = m[k] / (1 - cfg.beta1**t) / (np.sqrt(v[k] / (1 - cfg.beta2**t)) + cfg.eps)
-            matrix = k in ("query", "out", "tokens")
-            u = r + (cfg.weight_decay * params[k] if matrix else 0)
-            slices = range(L) if k in ("query", "out") else [slice(None)]
-            for i in slices if matrix else []:
-                u[i] = u[i] * np.linalg.norm(params[k][i]) / np.linalg.norm(u[i])
+            scaled = cfg.lamb_scope == "all" or k in ("query", "out", "tokens")
+            u = r + (cfg.weight_decay * params[k] if scaled else 0)
+            slices = range(L) if k in ("query", "out", "bias") else [slice(None)]
+            for i in slices if scaled else []:
+                size = np.linalg.norm(params[k][i])
+                u[i] = u[i] * (size / np.linalg.norm(u[i]) if size else 1)
             params[k] = params[k] - float(schedule(t - 1)) * u
     return params
 
@@ -77,11 +80,18 @@ def lamb_oracle(cfg, params, grads):
 LAMB = OptimConfig(name="lamb", lr=0.1, schedule="constant", warmup=0, weight_decay=0.1)
 
 
-def test_lamb_against_numpy(seed):
+@pytest.mark.parametrize("scope", ["matrices", "all"])
+def test_lamb_against_numpy(scope, seed):
+    """all: algorithm 2 as it stands, norms and biases too; a zero bias takes Adam's step."""
+    cfg = dataclasses.replace(LAMB, lamb_scope=scope)
     params, grads = draw(seed)
-    got, want = run(LAMB, params, grads), lamb_oracle(LAMB, params, grads)
+    params["bias"][0] = 0.0
+    got, want = run(cfg, params, grads), lamb_oracle(cfg, params, grads)
     for k in params:
         np.testing.assert_allclose(got[k], want[k], rtol=2e-5, atol=1e-7, err_msg=k)
+    other = lamb_oracle(LAMB, params, grads)
+    differs = {k for k in params if np.abs(other[k] - want[k]).max() > 1e-3}
+    assert differs == ({"bias", "norm"} if scope == "all" else set())
 
 
 def test_lamb_takes_one_ratio_a_layer_not_a_stack(seed):
@@ -116,7 +126,8 @@ def sharded(lo):
 
 @pytest.mark.parametrize("name", ["lamb", "muon", "adamw"])
 def test_sharded_and_unsharded_agree(name, seed):
-    cfg = OptimConfig(name=name, lr=0.1, schedule="constant", warmup=0)
+    scope = "all" if name == "lamb" else "matrices"
+    cfg = OptimConfig(name=name, lr=0.1, schedule="constant", warmup=0, lamb_scope=scope)
     params, grads = draw(seed)
     mesh = MeshSpec(node=2, tensor=2).build()
     lo = layout(mesh)
@@ -235,5 +246,7 @@ def test_schedules():
 def test_settings_out_of_range_are_refused():
     with pytest.raises(UserError, match=r"optim.beta1=1.5 must be in \[0, 1\)"):
         OptimConfig(beta1=1.5)
+    with pytest.raises(UserError, match="lamb_scope=all needs optim.name=lamb, not adamw"):
+        OptimConfig(lamb_scope="all")
     with pytest.raises(UserError, match="--optim.lr"):
         OptimConfig(lr=-1.0)
