@@ -203,8 +203,10 @@ def draw_counts(rows: Sequence[Row], path: Path) -> None:
     ):
         axes.plot(longest, [r[key] for r in kept], "o-", color=colour, label=name)
     # Lengths uniform in [0.2 S, S] have the mean 0.6 S and the mean square 0.413 S^2.
-    for value, label in ((1 / 0.6, "paper: mean of its draw"), (1 / 0.4133, None)):
-        axes.axhline(value, color="0.4", linestyle="--", linewidth=1, label=label)
+    for value, what, colour in ((1 / 0.6, "tokens", "C0"), (1 / 0.4133, "useful pairs", "C2")):
+        label = f"paper: {what}, mean of its draw"
+        axes.axhline(value, color=colour, linestyle="--", linewidth=1, label=label)
+    axes.set_ylim(0, 1.1 / 0.4133)
     less = last["gflop_padded"] / last["gflop_ours"]
     axes.set_title(
         f"Without padding BERT computes {less:.2f} times less at length {last['longest']} (counted)"

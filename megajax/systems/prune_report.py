@@ -247,27 +247,35 @@ def prices(rows: Sequence[Row], speeds: Sequence[Row]) -> Iterator[Row]:
 
 
 def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
-    """What each pattern loses by sparsity, a panel for each model; SVG and PNG."""
+    """What each pattern loses at each sparsity, a panel for each model; SVG and PNG.
+
+    Sparsities stand at equal distances, patterns side by side at each of them.
+    """
     tasks = list(dict.fromkeys(r["task"] for r in rows))
+    shown = [name for name in METHODS if any(r["method"] == name for r in rows)]
     figure, panels = _figure(len(tasks))
     for axes, task in zip(panels, tasks, strict=True):
-        for name in METHODS:
+        goals = sorted({r["goal"] for r in rows if r["task"] == task} | {0.0})
+        for i, name in enumerate(shown):
             mine = [r for r in rows if (r["task"], r["method"]) == (task, name)]
             if mine:
-                at = [0.0, *(100 * r["goal"] for r in mine)]
+                aside = 0.6 * ((i + 0.5) / len(shown) - 0.5)
+                at = [0.0, *(goals.index(r["goal"]) + aside for r in mine)]
                 bars = [0.0, *(r["lost_std"] or 0.0 for r in mine)]
                 axes.errorbar(
                     at, [0.0, *(r["lost"] for r in mine)], bars, color=COLOURS[name], label=name,
-                    marker="o", markersize=3, capsize=2, linewidth=1.2,
+                    marker="o", markersize=3, capsize=1.5, linewidth=0.9,
                     linestyle="--" if name.startswith("BW") else ":" if name == "TW-1a" else "-",
                 )  # fmt: skip
         seeds = [r["n"] for r in rows if r["task"] == task]
         count = f"{min(seeds)} to {max(seeds)}" if min(seeds) < max(seeds) else f"{seeds[0]}"
         axes.set_title(f"{WHAT[task]}: seeds {count}", fontsize=9, loc="left")
+        axes.set_xticks(range(len(goals)), [f"{100 * g:g}" for g in goals])
         axes.set(xlabel="weights pruned (%)", ylabel="held-out loss above dense (nats)")
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].legend(fontsize=8, frameon=False, ncols=2, loc="upper left")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False,
+                  loc="outside right center")  # fmt: skip
     found = [
         f"{r['ratio']:.2f} of that with {r['blocks']}"
         for r in claim
@@ -279,36 +287,36 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
 
 def draw_price(rows: Sequence[Row], path: Path) -> None:
     """Estimated speed-up against loss, chunk by chunk, at each sparsity; the paper's dashed."""
-    tasks = [t for t in WHAT if any(f"{t}_lost" in r for r in rows)]
-    figure, panels = _figure(len(tasks))
-    goals = list(dict.fromkeys(r["goal"] for r in rows))
-    for axes, task in zip(panels, tasks, strict=True):
-        for goal, line in zip(goals, (":", "-", "-.", "--", (0, (1, 3))) * 4, strict=False):
-            mine = [r for r in rows if r["goal"] == goal and f"{task}_lost" in r]
-            lost, gain = ([r[m] for r in mine] for m in (f"{task}_lost", "speedup_estimate"))
-            axes.plot(lost, gain, line, color="0.6", linewidth=1, zorder=1)
-            for r in mine:
-                bar = r[f"{task}_lost_std"] or 0.0
-                axes.errorbar(
-                    r[f"{task}_lost"], r["speedup_estimate"], xerr=bar, marker="o", capsize=2,
-                    color=COLOURS[r["method"]], markerfacecolor=None if r["kernel"] else "white",
-                )  # fmt: skip
-            if mine:
-                axes.annotate(f" {100 * goal:.0f} %", (lost[-1], gain[-1]), fontsize=8)
-        axes.axhline(PAPER, color="0.4", linestyle="--", linewidth=1)
-        axes.set_title(WHAT[task], fontsize=9, loc="left")
-        axes.set(xlabel="held-out loss above dense (nats)", ylabel="estimated speed-up (times)")
-        axes.spines[["top", "right"]].set_visible(False)
     from matplotlib.lines import Line2D
 
+    tasks = [t for t in WHAT if any(f"{t}_lost" in r for r in rows)]
+    figure, panels = _figure(len(tasks))
+    marks = dict(zip(dict.fromkeys(r["goal"] for r in rows), "osD^vP" * 4, strict=False))
+    for axes, task in zip(panels, tasks, strict=True):
+        for r in (r for r in rows if f"{task}_lost" in r):
+            axes.errorbar(
+                r[f"{task}_lost"], r["speedup_estimate"], xerr=r[f"{task}_lost_std"] or 0.0,
+                marker=marks[r["goal"]], markersize=5, capsize=2, color=COLOURS[r["method"]],
+                elinewidth=0.7, markerfacecolor=None if r["kernel"] else "white",
+            )  # fmt: skip
+        axes.axhline(PAPER, color="0.4", linestyle="--", linewidth=1)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_title(WHAT[task], fontsize=9, loc="left")
+        axes.set(xlabel="held-out loss above dense (nats)", ylabel="estimated speed-up (times)")
+        axes.set_ylim(1, 1.05 * max([PAPER, *(r["speedup_estimate"] for r in rows)]))
+        axes.spines[["top", "right"]].set_visible(False)
+
+    def point(colour: str, mark: str, text: str, face: str | None = None) -> Line2D:
+        return Line2D(
+            [], [], color=colour, marker=mark, linestyle="", markerfacecolor=face, label=text
+        )
+
     names = [n for n in METHODS if any(r["method"] == n for r in rows)]
-    shown = [Line2D([], [], color=COLOURS[n], marker="o", linestyle="", label=n) for n in names]
-    shown.append(Line2D([], [], color="0.4", linestyle="--", label=f"paper, 75 %, V100: {PAPER}"))
-    shown.append(
-        Line2D([], [], color="0.4", marker="o", linestyle="", markerfacecolor="white",
-               label="no kernel takes this chunk")
-    )  # fmt: skip
-    panels[-1].legend(handles=shown, fontsize=7, frameon=False)
+    shown = [point(COLOURS[n], "o", n) for n in names]
+    shown += [point("0.4", mark, f"{100 * goal:g} % pruned") for goal, mark in marks.items()]
+    shown.append(point("0.4", "o", "no kernel takes\nthis chunk", "white"))
+    shown.append(Line2D([], [], color="0.4", linestyle="--", label=f"paper, 75 %,\nV100: {PAPER}"))
+    figure.legend(handles=shown, fontsize=8, frameon=False, loc="outside right center")
     _save(figure, _price_title(rows, tasks), path)
 
 

@@ -1,0 +1,72 @@
+"""Draws the figures that documents show from the results that documents quote.
+
+    uv run scripts/figures.py            # experiments/results/*.json -> .svg and .png beside them
+    uv run scripts/figures.py FOLDER     # those of another folder, what an experiment's --out was
+
+Nothing is trained, simulated or measured: flux, comet, bytetransformer and tilewise. The figures of
+chaos, bytecheckpoint and schedules are drawn by their experiments alone.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megajax.core.errors import UserError
+from megajax.systems import overlap_report, padding_report, prune_report
+
+RESULTS = Path(__file__).parent.parent / "experiments" / "results"
+
+
+def flux(found: dict, path: Path) -> None:
+    """Efficiency by rows."""
+    overlap_report.draw_ops(found["rows"], found["machine"]["name"], path)
+
+
+def comet(found: dict, path: Path) -> None:
+    """Speed-up by layout."""
+    overlap_report.draw_layers(found["rows"], found["machine"]["name"], path)
+
+
+def bytetransformer(found: dict, path: Path) -> None:
+    """Counted work."""
+    padding_report.draw_counts(found["rows"], path)
+
+
+def tilewise(found: dict, path: Path) -> None:
+    """Losses by sparsity, and speed-ups beside losses."""
+    parts = {
+        part: [r for r in found["rows"] if r["part"] == part]
+        for part in ("quality", "claim", "price")
+    }
+    prune_report.draw_quality(parts["quality"], parts["claim"], path)
+    prune_report.draw_price(parts["price"], path.with_name("tilewise_price"))
+
+
+FIGURES: dict[str, Callable[[dict, Path], None]] = {
+    "flux_simulated": flux,
+    "comet_simulated": comet,
+    "bytetransformer_cpu": bytetransformer,
+    "tilewise": tilewise,
+}
+
+
+def main(words: list[str]) -> int:
+    """Draws what the folder has results of."""
+    folder = Path(words[0]) if words else RESULTS
+    there = [name for name in FIGURES if (folder / f"{name}.json").exists()]
+    if not there:
+        raise UserError(f"{folder} holds none of {', '.join(f'{n}.json' for n in FIGURES)}")
+    for name in there:
+        FIGURES[name](json.loads((folder / f"{name}.json").read_text()), folder / name)
+        print(f"{folder / name}.svg and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(__doc__)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as problem:
+        sys.exit(f"error: {problem}")
