@@ -65,7 +65,7 @@ class Config(Checked):
     )
     folder: str = option("", "where checkpoints are written; empty: a temporary folder")
     resume: bool = option(False, "goes on with the repetitions that the file in --out holds")
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("bytecheckpoint")
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
@@ -322,10 +322,12 @@ def main() -> int:
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
+    path = results.writable_folder(cfg.out) / "bytecheckpoint.json"
+    if cfg.folder:
+        results.writable_folder(cfg.folder, "folder")
     mesh_.start(None, DEVICES)
     state = make_state(cfg.megabytes, SAVED.build())
     nbytes = sum(x.nbytes for x in state.values())
-    path = Path(cfg.out).expanduser() / "bytecheckpoint.json"
     about = results.facts(
         f"{jax.device_count()} {jax.devices()[0].device_kind}", "measured on this disk"
     )
@@ -359,10 +361,10 @@ def repeat(
     """Yields the number of each repetition when its seconds were added to `times`."""
     copies = [np.ones_like(s) for s in pieces(state)]
     target = np.ones(sum(c.nbytes for c in copies), np.uint8)
-    if cfg.folder:
-        Path(cfg.folder).expanduser().mkdir(parents=True, exist_ok=True)
     done = len(times.get(("stall", "ours"), ()))
-    with tempfile.TemporaryDirectory(dir=cfg.folder or None) as name:
+    with tempfile.TemporaryDirectory(
+        dir=Path(cfg.folder).expanduser() if cfg.folder else None
+    ) as name:
         for run in range(done, cfg.runs + 1):
             found = [
                 *measure_saves(state, copies, Path(name)),

@@ -67,7 +67,7 @@ class Config(Checked):
     batches: str = option("16", "sequences that are timed, on a GPU: numbers with commas")
     lengths: str = option(PAPER_LENGTHS, "maximum lengths that are counted and timed")
     runs: int = option(50, "timed calls of each row, after 10 of warm-up", at_least=1)
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("bytetransformer")
 
     def __post_init__(self):
         """Refuses what cannot be drawn or timed."""
@@ -129,7 +129,7 @@ def main() -> int:
     layer = f"measured on {device.device_kind}" if on_gpu else "emulated, work counted"
     about: dict[str, Any] = results.facts(device.device_kind, layer)
     about |= {"preset": config.start_name(), "model": dataclasses.asdict(cfg.model), "paper": PAPER}
-    path = Path(cfg.out).expanduser() / f"bytetransformer_{'gpu' if on_gpu else 'cpu'}.json"
+    path = results.writable_folder(cfg.out) / f"bytetransformer_{'gpu' if on_gpu else 'cpu'}.json"
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Config(Checked):
     every: int = option(10, "steps between checkpoints", at_least=1)
     seed: int = option(0, "of the faults", at_least=0, at_most=2**32 - 1)
     stall_s: float = option(10.0, "a section of a step that takes longer is a hang", "s", above=0)
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("chaos")
 
     def __post_init__(self):
         """Refuses what leaves no room for the faults."""
@@ -149,7 +149,7 @@ def main() -> int:
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
-    path = Path(cfg.out).expanduser() / "chaos.json"
+    path = results.writable_folder(cfg.out) / "chaos.json"
     faults = draw_faults(cfg)
     with tempfile.TemporaryDirectory() as name:
         folders = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}

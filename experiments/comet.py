@@ -8,8 +8,8 @@ Mixtral 8x7B, Qwen2-MoE and Phi-3.5-MoE on 8 GPUs, tensor x expert parallel 8x1,
 Tokens are drawn for experts whose shares of the work have a given standard deviation. Times are
 SIMULATED (pallas_kernels/collective/README.md says how): both grouped products of a layer, alone,
 one after the other with their communication, and fused; the rank with the most work decides. What
-the authors report (1.96 times a layer, 1.71 times a model, against other systems) is dashed and is
-no time of ours, and what we say of whole models is an ESTIMATE; the milliseconds that Flux's
+the authors report (1.96 times a layer, 1.71 times a model) is against other systems and no time of
+ours, and what we say of whole models is an ESTIMATE; the milliseconds that Flux's
 repository reports of such products stand beside ours of the same shapes. Writes
 comet_simulated.json, .svg and .png into --out.
 
@@ -23,7 +23,6 @@ import megajax.core.interrupted  # noqa: F401
 import dataclasses
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megajax.core import config
@@ -48,7 +47,7 @@ class Config(Checked):
     tokens: str = option("4096,16384", "tokens of a layer on all ranks; 8 must divide them")
     stds: str = option("0,0.032,0.05", "standard deviations of the experts' shares of the rows")
     card: Literal["H100", "H800"] = option("H800", "simulated GPU; H800: as in the papers")
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("comet")
 
     def __post_init__(self):
         """Refuses models and sizes that do not exist."""
@@ -86,7 +85,7 @@ def check(cfg: Config) -> int:
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
     about |= {"preset": config.start_name(), "dtype": "float32", "narrower": expert_check.NARROWER}
-    path = Path(cfg.out).expanduser() / "comet_emulated.json"
+    path = results.writable_folder(cfg.out) / "comet_emulated.json"
     rows: list[report.Row] = []
     for row in expert_check.rows(
         report.names("models", cfg.models, MIXTURES),
@@ -113,7 +112,7 @@ def simulate(cfg: Config) -> int:
     about: dict[str, Any] = results.facts(f"8 x {machine.name}", "simulated")
     about |= {"preset": config.start_name(), "machine": dataclasses.asdict(machine)}
     about |= {"reported": report.reported()}
-    path = Path(cfg.out).expanduser() / "comet_simulated.json"
+    path = results.writable_folder(cfg.out) / "comet_simulated.json"
     rows: list[report.Row] = []
     for row in report.expert_rows(
         report.names("models", cfg.models, MIXTURES),

@@ -22,7 +22,6 @@ import megajax.core.interrupted  # noqa: F401
 import dataclasses
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megajax.core import config
@@ -45,7 +44,7 @@ class Config(Checked):
         ",".join(map(str, ROWS)), "rows m of the layer's input on all ranks, simulated"
     )
     card: Literal["H100", "H800"] = option("H800", "simulated GPU; H800: as in the paper")
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("flux")
 
     def __post_init__(self):
         """Refuses models and sizes that do not exist."""
@@ -77,7 +76,7 @@ def check(cfg: Config) -> int:
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
     about |= {"preset": config.start_name(), "dtype": "float32", "narrower": product_check.NARROWER}
-    path = Path(cfg.out).expanduser() / "flux_emulated.json"
+    path = results.writable_folder(cfg.out) / "flux_emulated.json"
     rows: list[report.Row] = []
     for row in product_check.rows(report.names("models", cfg.models, DENSE)):
         rows.append(row)
@@ -98,7 +97,7 @@ def simulate(cfg: Config) -> int:
     about: dict[str, Any] = results.facts(f"8 x {machine.name}", "simulated")
     about |= {"preset": config.start_name(), "machine": dataclasses.asdict(machine)}
     about |= {"reported": report.reported()}
-    path = Path(cfg.out).expanduser() / "flux_simulated.json"
+    path = results.writable_folder(cfg.out) / "flux_simulated.json"
     models = report.names("models", cfg.models, DENSE)
     rows: list[report.Row] = []
     for row in report.dense_rows(models, report.numbers("rows", cfg.rows), machine):

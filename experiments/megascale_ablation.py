@@ -6,14 +6,15 @@
 What is claimed: the sign of every row that is modelled. The baseline overlaps nothing here, while
 the paper's Megatron-LM hides a part, and the efficiencies of matmuls and attention are assumed, so
 absolute figures differ. Operators and the data pipeline are not modelled. Writes
-results/megascale_ablation.json, from which scripts/tables.py makes the table of PAPERS.md.
+megascale_ablation.json into --out; from the one in experiments/results scripts/tables.py makes the
+table of PAPERS.md.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
 import dataclasses
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 from megajax.core import config
 from megajax.core.hardware import parse_cluster
@@ -24,7 +25,6 @@ from megajax.cost.traffic import Overlap, transfers
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor import results
 
-OUT = Path(__file__).parent / "results" / "megascale_ablation.json"
 CLUSTER = parse_cluster("a100:32x8")
 SIZES = {"pipe": 8, "node": 1, "data": 4, "expert": 1, "context": 1, "tensor": 8}
 # (what is added, MFU of the paper in percent)
@@ -33,6 +33,16 @@ PAPER = (
     ("TP overlap", 55.5), ("PP overlap", 58.0), ("DP overlap", 59.5),
     ("operators", 61.2), ("data pipeline, garbage collection", 62.3), ("LAMB, batch x 3", 65.3),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """Where the table goes; what is simulated is the paper's."""
+
+    out: str = results.out_option("megascale_ablation")
+
+
+config.define_flags({"default": Config}, "default")
 
 
 def mfu(parallel: bool, window: int | None, overlap: Overlap, batch: int) -> float:
@@ -82,12 +92,15 @@ def rows() -> list[dict]:
 
 def main() -> int:
     """Simulates, writes and prints."""
+    cfg, _ = config.from_flags({"default": Config})
+    path = results.writable_folder(cfg.out) / "megascale_ablation.json"
     found = rows()
-    results.write(OUT, results.facts("256 x A100", "simulated"), found)
+    results.write(path, results.facts("256 x A100", "simulated"), found)
     for row in found:
         print(
             f"{row['added']}: paper {row['paper']}, simulated {row['ours']} ({row['gain'] or '-'})"
         )
+    print(path)
     return 0
 
 

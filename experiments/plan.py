@@ -16,7 +16,6 @@ paste behind pretrain.py. Exit code 2: it does not fit, and which term is to bla
 import megajax.core.interrupted  # noqa: F401
 
 import sys
-from pathlib import Path
 
 from absl import flags
 
@@ -39,6 +38,7 @@ def main() -> int:
     cfg, base = config.from_flags(PRESETS, warn=not SEARCH.value)  # 1 configuration
     cluster = parse_cluster(CLUSTER.value)
     mesh_.start(1)  # no device is used
+    folder = None if OUT.value is None else results.writable_folder(OUT.value)
     section, search = "", None
     if SEARCH.value:  # 2 either rank what could run
         found = strategies.search(cfg, cluster, BEST.value)
@@ -48,8 +48,7 @@ def main() -> int:
     else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster)
     print(plan_report.markdown(plan, section))  # 3 what it will do
-    if OUT.value is not None:
-        folder = Path(OUT.value).expanduser()
+    if folder is not None:
         plan_report.write(plan, folder, section, search)
         if search:
             about = results.facts(cluster.name, f"estimate, best compiled for {cluster.card.name}")

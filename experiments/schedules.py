@@ -13,7 +13,6 @@ import megajax.core.interrupted  # noqa: F401
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from megajax.core import config
 from megajax.core.config import Checked, option
@@ -36,7 +35,7 @@ class Config(Checked):
     stages: int = option(4, "pipeline stages", at_least=1)
     microbatches: int = option(8, "of a step", at_least=1)
     chunks: int = option(2, "groups of layers a stage, for the interleaved schedule", at_least=1)
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("schedules")
 
 
 PRESETS = {"default": Config}
@@ -69,7 +68,7 @@ def main() -> int:
     rows = [row(name, table) for name, table in tables.items()]
     for r in rows:
         print(r)
-    out = Path(cfg.out)
+    out = results.writable_folder(cfg.out)
     device = f"{cfg.stages} stages, {cfg.microbatches} microbatches"
     results.write(out / "schedules.json", results.facts(device, "simulated"), rows)
     gantt({k: simulate(t, IDEAL) for k, t in tables.items()}, out / "schedules.svg", "forward")

@@ -70,7 +70,7 @@ class Config(Checked):
     draw: bool = option(False, "trains nothing: writes and draws the points that are there")
     state: str = option("runs/tilewise", "folder of what an interrupted run goes on from")
     cache_dir: str = option("~/.cache/megajax", "tokenised text, tokenizers, compiled programs")
-    out: str = option(str(Path(__file__).parent / "results"), "folder of the files written")
+    out: str = results.out_option("tilewise")
 
     def __post_init__(self):
         """Refuses what does not exist or cannot be pruned."""
@@ -249,16 +249,15 @@ def main() -> int:
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
+    path = results.writable_folder(cfg.out) / "tilewise.json"
     mesh_.cache_programs(cfg.cache_dir)
     # Points do not depend on these: more of them go on from what is there.
     ignored = "tasks", "methods", "stages", "seeds", "draw", "out", "state", "cache_dir"
     same = config.fingerprint(cfg, ignore=ignored)
-    folder = Path(cfg.state).expanduser() / same
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results.writable_folder(f"{cfg.state}/{same}", "state")
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "trained here")
     about |= {"preset": config.start_name(), "steps": cfg.steps, "tune": cfg.tune}
     about |= {"unit_score": cfg.unit_score}
-    path = Path(cfg.out).expanduser() / "tilewise.json"
     saved = report.former(folder / "points.json")
     rows = {k: row for k, row in saved.items() if wanted(cfg, row)}
     if rows:

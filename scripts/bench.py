@@ -5,9 +5,9 @@
 
 train: the trainer's step (data, step, record) over a minimal hand-written JAX loop of the same
 model, mesh, stored shardings and remat (scripts/plain_train.py), A/B/A/B, median of --rounds pairs.
-Writes experiments/results/bench_train.json. On a CPU the ratio counts, not the times.
+Writes bench_train.json into --out. On a CPU the ratio counts, not the times.
 kernels: every case of every kernel folder beside its rivals, device time, and this machine's peaks.
-Writes bench_kernels.json. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
+Writes bench_kernels.json into --out. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -40,15 +40,13 @@ from megajax.training.config import Config as RunConfig
 from megajax.training.config import TrainConfig
 from megajax.training.step import make_train_step
 
-RESULTS = Path(__file__).parent.parent / "experiments" / "results"
-
 
 @dataclass(frozen=True)
 class Config(Checked):
     """What to compare."""
 
     rounds: int = option(30, "timed pairs, after 5 of warm-up", at_least=1)
-    write: bool = option(True, "write the result into experiments/results")
+    out: str = results.out_option("bench")
     run: RunConfig = group(RunConfig)
     emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU", at_least=1)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
@@ -123,8 +121,7 @@ def bench_train(cfg: Config) -> None:
     for row in found:
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
     print(f"ratio of medians {found[0]['ratio']:.3f}, median of ratios {ratio:.3f}")
-    if cfg.write:
-        results.write(RESULTS / "bench_train.json", about, found)
+    results.write(Path(cfg.out).expanduser() / "bench_train.json", about, found)
 
 
 def bench_kernels(cfg: Config) -> None:
@@ -138,8 +135,7 @@ def bench_kernels(cfg: Config) -> None:
     def add(row: dict) -> None:
         rows.append(row)
         print({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        if cfg.write:
-            results.write(RESULTS / "bench_kernels.json", about, rows)
+        results.write(Path(cfg.out).expanduser() / "bench_kernels.json", about, rows)
 
     time_cases(add, about, float("inf"), rehearsal=False)
 
@@ -152,6 +148,7 @@ def main(what: str) -> int:
         raise UserError(
             f"{what!r} is not a benchmark: {list(benches)}{did_you_mean(what, benches)}"
         )
+    results.writable_folder(cfg.out)
     benches[what](cfg)
     return 0
 

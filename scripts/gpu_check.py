@@ -10,7 +10,8 @@
 train: correctness first (losses of a small model on the GPU against this machine's CPU, the cuDNN
 attention against XLA's), then the step time and MFU of a 1.2B decoder in bf16 on one GPU, against a
 plain bf16 matmul's rate in the same run. Results are written after every row, so a run that is
-cut off still counts: experiments/results/gpu_train.json (or under $OUT, where that is set).
+cut off still counts: runs/gpu_check/gpu_train.json (or under $OUT, where that is set; documents
+quote what lies in experiments/results).
 kernels: of every folder a sample of the correctness matrix, times beside rivals and a BERT forward
 in order of worth, then the rest of the matrix (gpu_kernels.json; of one folder
 gpu_kernels_<folder>.json).
@@ -52,7 +53,7 @@ from megajax.training.config import Config, TrainConfig
 from megajax.training.optim import OptimConfig
 from megajax.training.step import TrainStep, make_train_step
 
-FOLDER = Path(os.environ.get("OUT", Path(__file__).parent.parent / "experiments" / "results"))
+FOLDER = Path(os.environ.get("OUT", "runs/gpu_check"))
 BUDGET_S, RESERVE_S = 8 * 60, 40  # in all, and for what has begun by the deadline
 SMALL = Config(
     model=DecoderConfig(), train=TrainConfig(steps=20, global_batch=8), optim=OptimConfig(lr=1e-3)

@@ -1,14 +1,14 @@
 """kill -9 at random moments of a save, over and over: what was finished must come back, bit by bit.
 
     uv run scripts/kill_saves.py              # 10 kills, seconds
-    uv run scripts/kill_saves.py --kills=200  # minutes; writes experiments/results/kill_saves.json
+    uv run scripts/kill_saves.py --kills=200  # minutes
 
 A preloaded interpreter forks the victims (an import costs seconds, a fork nothing). A victim
 restores the latest step, compares every leaf with what was saved, and saves step after step until
 it is killed at a random moment while a save is under way, the first save of a folder too: every
 --restarts kills a new folder begins. Checked after each restart: no leaf differs, the step is not
 older than the last save that was reported finished, and the folder holds nothing but `keep` steps
-and at most one more. Stops at the first check that fails.
+and at most one more. Stops at the first check that fails; writes kill_saves.json into --out.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -34,7 +34,6 @@ from megajax.monitor import results
 KEEP = 2
 STATE = 8 * 64 * 1024 * 4  # bytes of a victim's state
 MOST = 1.2 * (KEEP + 1) * STATE  # bytes of a folder after a restart: steps, and their metadata
-OUT = Path(__file__).parent.parent / "experiments" / "results" / "kill_saves.json"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Config(Checked):
     restarts: int = option(20, "kills in one folder, then a new one begins", at_least=1)
     seed: int = option(0, "of the moments", at_least=0, at_most=2**32 - 1)
     folder: str = option("", "where checkpoints are written; empty: a temporary folder")
-    out: str = option("", "JSON file that is written; empty: none below 200 kills")
+    out: str = results.out_option("kill_saves")
 
 
 PRESETS = {"default": Config}
@@ -205,23 +204,24 @@ def run(cfg: Config, folder: Path, began: float) -> list[dict[str, Any]]:
 def main() -> int:
     """Kills, prints, writes."""
     cfg, _ = config.from_flags(PRESETS)
+    path = results.writable_folder(cfg.out) / "kill_saves.json"
+    where = results.writable_folder(cfg.folder, "folder") if cfg.folder else None
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=cfg.folder or None) as name:
+    with tempfile.TemporaryDirectory(dir=where) as name:
         rows = run(cfg, Path(name), began)
-    out = Path(cfg.out).expanduser() if cfg.out else OUT
-    if cfg.out or cfg.kills >= 200:
-        about = results.facts(f"{os.cpu_count()} CPU cores", "measured on this machine")
-        about |= {
-            "kills": len(rows),
-            "kills_in_a_first_save": sum(row["killed_in"] == 1 for row in rows),
-            "restarts_a_folder": cfg.restarts,
-            "steps_lost": 0,  # finished, and not there: run() raises
-            "leaves_that_differ": 0,
-            "state_bytes": STATE,
-            "largest_folder_bytes": max(row["bytes"] for row in rows),
-            "seconds": round(time.monotonic() - began),
-        }
-        results.write(out, about, rows)
+    about = results.facts(f"{os.cpu_count()} CPU cores", "measured on this machine")
+    about |= {
+        "kills": len(rows),
+        "kills_in_a_first_save": sum(row["killed_in"] == 1 for row in rows),
+        "restarts_a_folder": cfg.restarts,
+        "steps_lost": 0,  # finished, and not there: run() raises
+        "leaves_that_differ": 0,
+        "state_bytes": STATE,
+        "largest_folder_bytes": max(row["bytes"] for row in rows),
+        "seconds": round(time.monotonic() - began),
+    }
+    results.write(path, about, rows)
+    print(path)
     return 0
 
 

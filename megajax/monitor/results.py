@@ -2,14 +2,21 @@
 
 layer says how far a figure can be trusted: 'emulated' (CPU devices), 'interpreted', 'compiled for
 H100', 'measured on H200', 'simulated'.
+
+Every script that makes results has the flag --out (`out_option`). It writes into runs/ by default:
+experiments/results holds what documents quote, and only who names that folder changes it.
 """
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from megajax.core.config import option
+from megajax.core.errors import UserError
 
 Row = Mapping[str, Any]
 
@@ -27,6 +34,30 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()
+
+
+def out_option(name: str) -> Any:
+    """Returns the field `out` of a script's configuration: runs/NAME."""
+    return option(
+        f"runs/{name}", "folder of the files written; documents quote experiments/results"
+    )
+
+
+def writable_folder(path: str, flag: str = "out") -> Path:
+    """Makes a folder that a flag names; called before the work begins.
+
+    Raises: UserError when nothing can be written there.
+    """
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{flag}={path} must be a folder that can be written: {error.strerror} (--{flag})"
+        ) from None
+    return folder
 
 
 def facts(device: str, layer: str) -> dict[str, str]:

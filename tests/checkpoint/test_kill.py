@@ -11,10 +11,10 @@ from tests.scripts.test_scripts import call
 def test_kill_9_during_saves(tmp_path, monkeypatch):
     """The script raises at the first wrong bit, lost step or leftover; 200 kills are its result."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # a word and its end of line are two writes then
-    out = tmp_path / "kills.json"
+    out = tmp_path / "results"
     done = call("kill_saves.py", "--kills=10", f"--folder={tmp_path}", f"--out={out}")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+    found = json.loads((out / "kill_saves.json").read_text())
     rows = found["rows"]
     assert found["kills"] == len(rows) == 10 and found["kills_in_a_first_save"] >= 1
     assert rows[-1]["restored"] >= 3

@@ -1,0 +1,91 @@
+"""Where results go, and whether documents say what the results say."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.monitor import results
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "experiments" / "results"
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("experiments", "scripts")
+    for path in (ROOT / folder).glob("*.py")
+    if re.search(r"^config.define_flags\(", path.read_text(), re.MULTILINE)
+)
+# Whose work is to write there: from a finished run, from the committed results, a whole report.
+PUBLISHERS = {"scripts/publish.py", "scripts/tables.py", "scripts/figures.py"}
+PUBLISHERS |= {"scripts/kernel_report.py"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_default_writes_over_committed_results(script, monkeypatch):
+    """Every preset of every experiment: --out is runs/<the script's name>, or nothing."""
+    declared, outs = [], []
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr(config, "define_flags", lambda presets, *_, **__: declared.append(presets))
+    for kind in ("string", "boolean", "integer", "float", "enum", "bool"):
+        stub = lambda name, default, *_, **__: outs.append(default) if name == "out" else None  # noqa: E731
+        monkeypatch.setattr(flags, f"DEFINE_{kind}", stub)
+    runpy.run_path(str(ROOT / script), run_name="imported")
+    (presets,) = declared
+    outs += [getattr(make(), "out", None) for make in presets.values()]
+    for out in outs:
+        assert out in (None, f"runs/{Path(script).stem}"), script
+        if out is not None:
+            assert not (ROOT / out).is_relative_to(COMMITTED)
+
+
+def test_only_publishers_name_the_folder_of_committed_results():
+    """All others take it from --out: `"experiments" / "results"` and like expressions."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("experiments", "scripts", "megajax")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"""/ "results"|["']experiments/results""", path.read_text())
+    }
+    assert named == PUBLISHERS
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert results.writable_folder(str(tmp_path / "new" / "one")).is_dir()
+    for bad in ("file", "file/inside"):
+        with pytest.raises(UserError, match=r"out=.*file.* must be a folder that can be written"):
+            results.writable_folder(str(tmp_path / bad))
+    with pytest.raises(UserError, match=r"\(--state\)"):
+        results.writable_folder(str(tmp_path / "file"), "state")
+
+
+def test_papers_says_how_many_rows_of_the_mfu_agree():
+    """The sentence against the rows above it in PAPERS.md, digit by digit."""
+    text = (ROOT / "PAPERS.md").read_text()
+    table = text.split("<!-- megascale_mfu -->")[1].split("<!-- end -->")[0]
+    rows = [[c.strip() for c in line.split("|")] for line in table.splitlines() if "%" in line]
+    rows = [cells[1:5] for cells in rows if len(cells) == 6]
+    same = [paper == ours for _, _, paper, ours in rows]
+    assert len(rows) == 8
+    assert f"{sum(same)} of 8 rows agree to the last digit" in table
+    (line,) = (line for line in table.splitlines() if "agree" in line)
+    for (gpus, *_), agrees in zip(rows, same, strict=True):
+        assert (f"at {gpus} GPUs" in line) == (not agrees)
+
+
+def test_the_readme_counts_the_systems_that_are_built():
+    text = (ROOT / "README.md").read_text()
+    opening = " ".join(text.split("\n## ")[0].split())
+    table = text.split("## The fourteen")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    built = [name.strip("| ") for name, state in rows if "not built yet" not in state]
+    waiting = [n for name, state in rows if "not built yet" in state for n in name.split(",")]
+    words = {6: "Six", 7: "Seven", 8: "Eight", 9: "Nine", 10: "Ten"}
+    assert len(built) + len(waiting) == 14
+    assert f"{words[len(built)]} published systems are built" in opening
+    assert f"{words[len(waiting)]} more are planned" in opening
+    assert all(name in opening for name in built)
