@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import hopper_backward, hopper_forward, reference, tiling
+from pallas_kernels.attention import guard, hopper_backward, hopper_forward, reference, tiling
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
 
@@ -48,7 +48,7 @@ def varlen_attention(
 
     Tokens at or past cu_seqlens[-1] are dead: output 0, gradients 0, lse -inf, whatever they hold,
     NaN too. Queries that see no key (an empty key segment; causal with more queries than keys) get
-    the same. Inputs of other segments never change a result, as long as they are finite.
+    XX
 
     Args:
       q_THK: bf16|f16|f32. k_SGK, v_SGK: the same type, H a multiple of G.
@@ -147,6 +147,7 @@ def _attend(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec) -> tuple[Array, Array
 
 def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
     static, choice, tile, _ = spec
+    k_SGK, v_SGK = guard.keys(k_SGK, v_SGK)
     out_THK, lse_HT = dispatch.run(
         choice,
         functools.partial(hopper_forward.forward, spec=static, tile=tile),
@@ -163,7 +164,10 @@ def _backward(spec, saved, cotangents):
     live_T = rows.lo < rows.hi
     dout_THK = jnp.where(live_T[:, None, None], dout_THK, jnp.zeros((), dout_THK.dtype))
     delta_HT = (out_THK.astype(jnp.float32) * dout_THK.astype(jnp.float32)).sum(-1).T
-    delta_HT = jnp.where(live_T[None], delta_HT - dlse_HT, 0.0)
+    delta_HT = delta_HT - dlse_HT
+    q_THK, dout_THK, lse_HT, delta_HT = guard.queries(q_THK, dout_THK, lse_HT, delta_HT)
+    delta_HT = jnp.where(live_T[None], delta_HT, 0.0)
+    k_SGK = guard.finite(k_SGK)
     static, choice, _, tile = spec
     grads = dispatch.run(
         choice,

@@ -49,7 +49,7 @@ def forward(
         def step(c, carry):
             out_GRQK, maximum_GRQ, total_GRQ = carry
             k_NGK, v_NGK = (x[tiles[c]] for x in keys)
-            logits_GRQN, _ = _logits(q_QGRK, k_NGK, own, tiles[c], slopes_H, spec)
+            logits_GRQN, _, _ = _logits(q_QGRK, k_NGK, own, tiles[c], slopes_H, spec)
             new_GRQ = jnp.maximum(maximum_GRQ, logits_GRQN.max(-1))
             weights_GRQN = jnp.exp(logits_GRQN - new_GRQ[..., None])
             shrink_GRQ = jnp.exp(maximum_GRQ - new_GRQ)
@@ -103,10 +103,12 @@ def backward(
         def step(c, carry):
             dq_QGRK, dk, dv = carry
             k_NGK, v_NGK = (x[tiles[c]] for x in keys)
-            logits_GRQN, slope = _logits(q_QGRK, k_NGK, own, tiles[c], slopes_H, spec)
-            weights_GRQN = jnp.exp(logits_GRQN - lse_GRQ1)
+            logits_GRQN, slope, seen_11QN = _logits(q_QGRK, k_NGK, own, tiles[c], slopes_H, spec)
+            # Selects, for a bad row's lse is NaN (guard.py).
+            weights_GRQN = jnp.where(seen_11QN, jnp.exp(logits_GRQN - lse_GRQ1), 0.0)
             dweights_GRQN = _einsum("qgrk,ngk->grqn", dout_QGRK, v_NGK)
             dlogits_GRQN = weights_GRQN * (dweights_GRQN - delta_GRQ1) * slope
+            dlogits_GRQN = jnp.where(seen_11QN, dlogits_GRQN, 0.0)
             weights_GRQN, dlogits_GRQN = (
                 x.astype(q_QGRK.dtype) for x in (weights_GRQN, dlogits_GRQN)
             )
@@ -145,7 +147,7 @@ def _cut(queries, keys, rows: Rows, H: int):
 
 
 def _logits(q_QGRK, k_NGK, own: Rows, tile, slopes_H, spec: Spec):
-    """Returns (logits_GRQN, -inf where unseen; their derivative by q.k)."""
+    """Returns (logits_GRQN, -inf where unseen; their derivative by q.k; what is seen, 11QN)."""
     logits_GRQN = _einsum("qgrk,ngk->grqn", q_QGRK, k_NGK) * spec.scale
     slope = spec.scale
     if spec.softcap is not None:
@@ -157,7 +159,8 @@ def _logits(q_QGRK, k_NGK, own: Rows, tile, slopes_H, spec: Spec):
         distance_QN = jnp.abs(own.self[:, None] - key_1N).astype(jnp.float32)
         logits_GRQN -= slopes_H.reshape(G, -1, 1, 1) * distance_QN[None, None]
     seen_QN = (own.lo[:, None] <= key_1N) & (key_1N < own.hi[:, None])
-    return jnp.where(seen_QN[None, None], logits_GRQN, -jnp.inf), slope
+    seen_11QN = seen_QN[None, None]
+    return jnp.where(seen_11QN, logits_GRQN, -jnp.inf), slope, seen_11QN
 
 
 def _zeros(like: jax.Array, shape: tuple[int, ...]) -> jax.Array:

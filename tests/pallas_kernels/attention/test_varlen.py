@@ -1,5 +1,6 @@
 """Packed attention against a float64 loop over unpadded sequences, forward and backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -101,8 +102,11 @@ def test_16_bit_errors_are_within_twice_the_plain_ones(case, dtype, seed):
         assert np.abs(got - want).max() <= bound
 
 
+THREE = Case((13, 10, 17), causal=True, heads=(4, 2), spare=8)
+
+
 def test_other_segments_have_no_effect(seed):
-    case = Case((13, 10, 17), causal=True, spare=8)
+    case = THREE
     arrays = case.arrays(seed)
     changed = [x.copy() for x in arrays]
     for x in changed[:4]:
@@ -111,6 +115,30 @@ def test_other_segments_have_no_effect(seed):
     for x, y in zip(run(case, arrays, jnp.float32), run(case, changed, jnp.float32), strict=True):
         axis = 1 if x.ndim == 2 else 0
         np.testing.assert_array_equal(x.take(keep, axis), y.take(keep, axis))
+
+
+@pytest.mark.parametrize("softcap", [None, pytest.param(2.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout", "dlse"])
+def test_what_is_not_finite_stays_with_those_who_see_it(where, value, softcap, seed):
+    """Everything else is the same to the bit: other segments, heads, earlier rows of the same."""
+    case = THREE if softcap is None else dataclasses.replace(THREE, softcap=softcap)
+    arrays, bad = case.arrays(seed), 17  # of the middle segment, whose tile holds all three
+    clean = run(case, arrays, jnp.float32)
+    spoiled = dict(zip("q k v dout dlse".split(), (x.copy() for x in arrays), strict=True))
+    spoiled[where][(1, bad) if where == "dlse" else (bad, 1, 3)] = value
+    got = run(case, list(spoiled.values()), jnp.float32)
+    seen = visible(case)
+    rows_HT = np.zeros((4, 48), bool)
+    heads = slice(2, 4) if where in "kv" else slice(1, 2)  # query head 1, or the second group
+    rows_HT[heads] = seen[:, bad] if where in "kv" else np.arange(48) == bad
+    keys_GS = (rows_HT.reshape(2, 2, 48).any(1) @ seen) > 0
+    forward = rows_HT if where in "qkv" else np.zeros_like(rows_HT)
+    wanted = (forward.T, forward, rows_HT.T, keys_GS.T, keys_GS.T)
+    for name, x, y, nan in zip("out lse dq dk dv".split(), got, clean, wanted, strict=True):
+        saturates = softcap is not None and where == "q"  # an infinite logit is the cap
+        assert np.isnan(x[nan]).all() or (saturates and name in ("out", "lse")), name
+        np.testing.assert_array_equal(x[~nan], y[~nan], err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What keeps a value that is not finite inside the segments that see it.
+
+A key that a query does not see has the weight 0, and 0 times Inf or NaN is NaN: one bad token would
+reach every row of the tiles that hold its segment. Masks are selects, which let nothing through, so
+it is enough that the operands of a product are finite where the product sums over rows of several
+segments: V forward; K, Q and dO backward. What such a value means for the rows that do see it
+travels through the masks instead: a NaN in the key makes the logits of all its queries NaN, and a
+NaN log-sum-exp the weights of all keys that a query sees.
+
+Legend: T query rows, S key rows, H query heads, G key-value heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def keys(k_SGK: Array, v_SGK: Array) -> tuple[Array, Array]:
+    """Keys and values for the forward pass: finite values, NaN keys where either was not finite.
+
+    Any leading dimensions. The queries that see such a key get NaN, the others never read it.
+    """
+    bad_SG1 = ~(jnp.isfinite(k_SGK) & jnp.isfinite(v_SGK)).all(-1, keepdims=True)
+    k_SGK = jnp.where(bad_SG1, jnp.full((), jnp.nan, k_SGK.dtype), k_SGK)
+    return k_SGK, jnp.where(bad_SG1, jnp.zeros((), v_SGK.dtype), v_SGK)
+
+
+def finite(x: Array) -> Array:
+    """The array with 0 for what is not finite."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def queries(
+    q_THK: Array, dout_THK: Array, lse_HT: Array, delta_HT: Array
+) -> tuple[Array, Array, Array, Array]:
+    """What the backward pass reads of queries; in bad rows q, dout and delta are 0 and lse is NaN.
+
+    A row is bad where its q, out, dout, lse or the gradient of lse is not finite. (If out or dout
+    is not finite, delta is not.) The weights of a bad row become NaN for the keys that it sees, and
+    for no others.
+    """
+    fine_TH = jnp.isfinite(q_THK).all(-1) & (jnp.isfinite(lse_HT) & jnp.isfinite(delta_HT)).T
+    q_THK, dout_THK = (
+        jnp.where(fine_TH[..., None], x, jnp.zeros((), x.dtype)) for x in (q_THK, dout_THK)
+    )
+    lse_HT = jnp.where(fine_TH.T, lse_HT, jnp.nan)
+    return q_THK, dout_THK, lse_HT, jnp.where(fine_TH.T, delta_HT, 0.0)
