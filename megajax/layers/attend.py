@@ -14,7 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 import pallas_kernels
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
+from pallas_kernels import dispatch
+from pallas_kernels.attention import guard
 
+Array = jax.Array
 Implementation = Literal["xla", "cudnn", "varlen"]
 
 
@@ -33,7 +36,8 @@ def attend(
       keeps the (S, M) logits in memory; 'cudnn' is fused, for 16-bit types on NVIDIA GPUs;
       'varlen' does the work of each segment's own tokens only, and dead tokens get 0.
     Returns: out_BSHK in q's dtype, named 'attended' for the remat policies. Every query must see a
-      key; itself, where M holds it.
+      key; itself, where M holds it. Inf or NaN in a key or value makes NaN the queries that see it,
+      and no others; so it is with gradients, except that 'cudnn' leaves those rows out of them.
     Raises: NotImplementedError for 'varlen' with a memory of its own.
     """
     memory = query if memory is None else memory
@@ -49,18 +53,59 @@ def _xla(
     memory: Context,
     window: int | None,
 ) -> jax.Array:
-    mask_B1SM = visible(query, memory, window)
     B, S, H, K = q_BSHK.shape
     G = k_BMGK.shape[2]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    # dot_general, not einsum: that one drops the sharding of a batch of one row.
-    logits_BGSRM = jax.lax.dot_general(
-        q_BSGRK, k_BMGK, (((4,), (3,)), ((0, 2), (0, 2))), preferred_element_type=jnp.float32
-    )
-    logits_BGSRM = jnp.where(mask_B1SM[:, :, :, None], logits_BGSRM * K**-0.5, NEGATIVE)
-    weights_BGSRM = jax.nn.softmax(logits_BGSRM, -1).astype(v_BMGK.dtype)
-    out_BGSRK = jax.lax.dot_general(weights_BGSRM, v_BMGK, (((4,), (1,)), ((0, 1), (0, 2))))
-    return jnp.moveaxis(out_BGSRK, 1, 2).reshape(B, S, H, K)
+    arrays = dispatch.alike((q_BSGRK, k_BMGK, v_BMGK, visible(query, memory, window)))
+    return jnp.moveaxis(_masked(*arrays), 1, 2).reshape(B, S, H, K)
+
+
+# A rule of its own, for autodiff's would multiply the zeros of hidden pairs by what other segments
+# hold (pallas_kernels/attention/guard.py says how that stays out).
+@jax.custom_vjp
+def _masked(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array) -> Array:
+    """Returns out_BGSRK; Inf and NaN of a key reach the queries that see it, and no others."""
+    return _masked_forward(q_BSGRK, k_BMGK, v_BMGK, mask_B1SM)[0]
+
+
+def _masked_forward(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array) -> tuple:
+    q_BSGRK, (k_BMGK, v_BMGK) = guard.mark(q_BSGRK), guard.keys(k_BMGK, v_BMGK)
+    logits_BGSRM = _logits(q_BSGRK, k_BMGK)
+    logits_BGSRM = jnp.where(mask_B1SM[:, :, :, None], logits_BGSRM, NEGATIVE)
+    weights_BGSRM = jax.nn.softmax(logits_BGSRM, -1)
+    out_BGSRK = _mix(weights_BGSRM.astype(v_BMGK.dtype), v_BMGK)
+    fine_BGSR1 = jnp.isfinite(out_BGSRK).all(-1, keepdims=True)
+    return out_BGSRK, (q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1)
+
+
+def _masked_backward(saved: tuple, dout_BGSRK: Array) -> tuple:
+    q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1 = saved
+    seen_B1S1M = mask_B1SM[:, :, :, None]
+    fine_BGSR1 = fine_BGSR1 & jnp.isfinite(dout_BGSRK).all(-1, keepdims=True)
+    dout_BGSRK = jnp.where(fine_BGSR1, dout_BGSRK, jnp.zeros((), dout_BGSRK.dtype))
+    weights_BGSRM = jnp.where(fine_BGSR1, weights_BGSRM, jnp.nan)  # of bad rows, where they see
+    weights_BGSRM = jnp.where(seen_B1S1M, weights_BGSRM, 0.0)
+    mix = jax.vjp(_mix, weights_BGSRM.astype(v_BMGK.dtype), v_BMGK)[1]
+    dweights_BGSRM, dv_BMGK = mix(dout_BGSRK)
+    dweights_BGSRM = jnp.where(seen_B1S1M, dweights_BGSRM.astype(jnp.float32), 0.0)
+    mean_BGSR1 = (weights_BGSRM * dweights_BGSRM).sum(-1, keepdims=True)
+    dlogits_BGSRM = jnp.where(seen_B1S1M, weights_BGSRM * (dweights_BGSRM - mean_BGSR1), 0.0)
+    logits = jax.vjp(_logits, guard.finite(q_BSGRK), guard.finite(k_BMGK))[1]
+    return *logits(dlogits_BGSRM), dv_BMGK, None
+
+
+_masked.defvjp(_masked_forward, _masked_backward)
+
+
+# dot_general, not einsum: that one drops the sharding of a batch of one row.
+def _logits(q_BSGRK: Array, k_BMGK: Array) -> Array:
+    dims = (((4,), (3,)), ((0, 2), (0, 2)))
+    logits = jax.lax.dot_general(q_BSGRK, k_BMGK, dims, preferred_element_type=jnp.float32)
+    return logits * q_BSGRK.shape[-1] ** -0.5
+
+
+def _mix(weights_BGSRM: Array, v_BMGK: Array) -> Array:
+    return jax.lax.dot_general(weights_BGSRM, v_BMGK, (((4,), (1,)), ((0, 1), (0, 2))))
 
 
 def _cudnn(
@@ -71,13 +116,38 @@ def _cudnn(
     memory: Context,
     window: int | None,
 ) -> jax.Array:
-    """The fused kernel. Rows of one segment take its causal mask, packed rows a bias of ours."""
+    """The fused kernel. Rows of one segment take its causal mask, packed rows a bias of ours.
+
+    A bias does not stop NaN: finite values go in, and the rows that see another are marked after.
+    Those rows then have no part in the gradients, where the other implementations give NaN.
+    """
+    mask_B1SM = visible(query, memory, window)
+    k_BMGK, v_BMGK = guard.keys(k_BMGK, v_BMGK)
     fused = functools.partial(
-        jax.nn.dot_product_attention, q_BSHK, k_BMGK, v_BMGK, implementation="cudnn"
+        jax.nn.dot_product_attention,
+        *map(guard.finite, (q_BSHK, k_BMGK, v_BMGK)),
+        implementation="cudnn",
     )
     if query.causal and query.segments_BS is None and q_BSHK.shape[1] == k_BMGK.shape[1]:
-        return fused(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
-    return fused(mask=visible(query, memory, window))
+        sides = None if window is None else (window - 1, 0)
+        out_BSHK = fused(is_causal=True, local_window_size=sides)
+    else:
+        out_BSHK = fused(mask=mask_B1SM)
+    bad_BG1M = jnp.isnan(k_BMGK[..., 0]).transpose(0, 2, 1)[:, :, None]
+    bad_BSG = (bad_BG1M & mask_B1SM).any(-1).transpose(0, 2, 1)
+    bad_BSH = jnp.repeat(bad_BSG, q_BSHK.shape[2] // k_BMGK.shape[2], axis=2)
+    bad_BSH |= ~jnp.isfinite(q_BSHK).all(-1)
+    out_BSHK = _with_finite_gradient(out_BSHK)
+    return jnp.where(bad_BSH[..., None], jnp.full((), jnp.nan, out_BSHK.dtype), out_BSHK)
+
+
+@jax.custom_vjp
+def _with_finite_gradient(x: Array) -> Array:
+    """The array itself; backward, what is not finite counts 0."""
+    return x
+
+
+_with_finite_gradient.defvjp(lambda x: (x, None), lambda _, dx: (guard.finite(dx),))
 
 
 def _varlen(

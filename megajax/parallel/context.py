@@ -31,6 +31,7 @@ from megajax.core.needs import other_than
 from megajax.layers import attend as attend_
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
+from pallas_kernels.attention import guard
 
 Array = jax.Array
 BLOCK = 1024  # (chosen) tokens whose logits exist at one time: 4 MiB a head in float32
@@ -167,6 +168,8 @@ def _attend(
 def _forward(
     ring: _Ring, q_NBGTK: Array, kv: tuple[Array, Array], rows: Context, columns: Context
 ) -> tuple[Array, tuple]:
+    # Inf and NaN of a key reach the queries that see it, and no others (guard.py).
+    q_NBGTK, kv = guard.mark(q_NBGTK), guard.keys(*kv)
     residuals = (q_NBGTK, kv, rows, columns)
     # All layers share the places, so jax would make the masks of all hops and blocks once, before
     # the loop over layers, and keep them. Tied to the queries they are made where they are used.
@@ -233,7 +236,8 @@ def _backward(ring: _Ring, kept: tuple, dout_NBGTK: Array) -> tuple:
     """The gradients of keys and values travel one hop behind them, and come home last."""
     q_NBGTK, kv, rows, columns, out_NBGTK, log_sum_NBGT = kept
     products = dout_NBGTK.astype(jnp.float32) * out_NBGTK.astype(jnp.float32)
-    queries = (q_NBGTK, dout_NBGTK, log_sum_NBGT, products.sum(-1))
+    queries = guard.queries(q_NBGTK, dout_NBGTK, log_sum_NBGT, products.sum(-1))
+    kv = (guard.finite(kv[0]), kv[1])
 
     def give(dq: Array, keys: tuple) -> tuple[Array, tuple]:
         """Returns (dq_NBGTK with this hop's part, (dk, dv)_NBGMK of the hop's keys), float32."""
@@ -284,9 +288,10 @@ def _add_gradients(
     """One pair of blocks. query: (q, dout, log of the softmax's sum, sum of dout times out)."""
     q_BGTK, dout_BGTK, log_sum_BGT, delta_BGT = query
     p_BGTM = jnp.exp(_logits(q_BGTK, k_BGMK, mask_B1TM) - log_sum_BGT[..., None])
+    p_BGTM = jnp.where(mask_B1TM, p_BGTM, 0.0)  # a bad row's sum is NaN
     dp_BGTM = _dot(dout_BGTK, v_BGMK, 3, 3)
     dz_BGTM = p_BGTM * (dp_BGTM - delta_BGT[..., None]) * q_BGTK.shape[-1] ** -0.5
-    dz_BGTM = dz_BGTM.astype(q_BGTK.dtype)
+    dz_BGTM = jnp.where(mask_B1TM, dz_BGTM, 0.0).astype(q_BGTK.dtype)
     return (
         dk_BGMK + _dot(dz_BGTM, q_BGTK, 2, 2),
         dv_BGMK + _dot(p_BGTM.astype(dout_BGTK.dtype), dout_BGTK, 2, 2),

@@ -48,7 +48,10 @@ def varlen_attention(
 
     Tokens at or past cu_seqlens[-1] are dead: output 0, gradients 0, lse -inf, whatever they hold,
     NaN too. Queries that see no key (an empty key segment; causal with more queries than keys) get
-    XX
+    the same. Other segments never change a result, to the bit. Inf or NaN in a live token of k or v
+    makes out and lse of the queries that see it NaN, in its heads; in q those of its own row (with
+    a softcap, infinite logits are the cap). Such a row, and one whose cotangent is not finite,
+    makes its dq NaN, and dk and dv of the keys that it sees; all else is as without it.
 
     Args:
       q_THK: bf16|f16|f32. k_SGK, v_SGK: the same type, H a multiple of G.
@@ -164,9 +167,9 @@ def _backward(spec, saved, cotangents):
     live_T = rows.lo < rows.hi
     dout_THK = jnp.where(live_T[:, None, None], dout_THK, jnp.zeros((), dout_THK.dtype))
     delta_HT = (out_THK.astype(jnp.float32) * dout_THK.astype(jnp.float32)).sum(-1).T
-    delta_HT = delta_HT - dlse_HT
-    q_THK, dout_THK, lse_HT, delta_HT = guard.queries(q_THK, dout_THK, lse_HT, delta_HT)
-    delta_HT = jnp.where(live_T[None], delta_HT, 0.0)
+    sums_TH = lse_HT.T, (delta_HT - dlse_HT).T
+    q_THK, dout_THK, *sums_TH = guard.queries(q_THK, dout_THK, *sums_TH)
+    lse_HT, delta_HT = (x.T for x in sums_TH)
     k_SGK = guard.finite(k_SGK)
     static, choice, _, tile = spec
     grads = dispatch.run(

@@ -26,23 +26,25 @@ def keys(k_SGK: Array, v_SGK: Array) -> tuple[Array, Array]:
     return k_SGK, jnp.where(bad_SG1, jnp.zeros((), v_SGK.dtype), v_SGK)
 
 
+def mark(x: Array) -> Array:
+    """The array with NaN in all of a row (last dimension) of which anything is not finite."""
+    fine = jnp.isfinite(x).all(-1, keepdims=True)
+    return jnp.where(fine, x, jnp.full((), jnp.nan, x.dtype))
+
+
 def finite(x: Array) -> Array:
     """The array with 0 for what is not finite."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def queries(
-    q_THK: Array, dout_THK: Array, lse_HT: Array, delta_HT: Array
-) -> tuple[Array, Array, Array, Array]:
+def queries(q: Array, dout: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array, Array]:
     """What the backward pass reads of queries; in bad rows q, dout and delta are 0 and lse is NaN.
 
+    Args: q, dout: (..., K). lse, delta: (...), rowsum(out dout) less the gradient of lse.
     A row is bad where its q, out, dout, lse or the gradient of lse is not finite. (If out or dout
     is not finite, delta is not.) The weights of a bad row become NaN for the keys that it sees, and
     for no others.
     """
-    fine_TH = jnp.isfinite(q_THK).all(-1) & (jnp.isfinite(lse_HT) & jnp.isfinite(delta_HT)).T
-    q_THK, dout_THK = (
-        jnp.where(fine_TH[..., None], x, jnp.zeros((), x.dtype)) for x in (q_THK, dout_THK)
-    )
-    lse_HT = jnp.where(fine_TH.T, lse_HT, jnp.nan)
-    return q_THK, dout_THK, lse_HT, jnp.where(fine_TH.T, delta_HT, 0.0)
+    fine = jnp.isfinite(q).all(-1) & jnp.isfinite(lse) & jnp.isfinite(delta)
+    q, dout = (jnp.where(fine[..., None], x, jnp.zeros((), x.dtype)) for x in (q, dout))
+    return q, dout, jnp.where(fine, lse, jnp.nan), jnp.where(fine, delta, 0.0)

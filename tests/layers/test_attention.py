@@ -52,6 +52,51 @@ def test_attend_against_numpy(window, packed, causal, implementation, seed):
     np.testing.assert_allclose(run(q, k, v), oracle(q, k, v, mask), atol=2e-6)
 
 
+def poisoned(implementation, window):
+    """Jitted (q, k, v, dout) -> (out, dq, dk, dv) of rows of two segments, 5 and 7 tokens."""
+    segments = jnp.repeat(jnp.arange(2, dtype=jnp.int32), np.array([5, 7]))[None]
+    positions = jnp.concatenate([jnp.arange(5), jnp.arange(7)]).astype(jnp.int32)[None]
+    context = Context(positions, segments)
+
+    def run(q, k, v, dout):
+        call = lambda *qkv: attend(*qkv, context, None, window, implementation)  # noqa: E731
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(dout)
+
+    seen = np.asarray(visible(context, context, window))[0, 0]
+    return jax.jit(run), seen
+
+
+@pytest.mark.parametrize("implementation", ["xla", "varlen", "cudnn"])
+def test_what_is_not_finite_stays_with_those_who_see_it(implementation, seed, monkeypatch):
+    """Other segments, heads and hidden keys are the same to the bit, forward and backward."""
+    plain = jax.nn.dot_product_attention  # in cuDNN's place
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *x, implementation, **kw: plain(*x, **kw)
+    )
+    run, seen = poisoned(implementation, 4)
+    random = np.random.default_rng(seed)
+    arrays = [random.normal(size=(1, S, n, K)).astype(np.float32) for n in (H, G, G, H)]
+    clean = run(*arrays)
+    for which, name in enumerate(("q", "k", "v", "dout")):
+        for value, at in ((np.inf, 6), (-np.inf, 5), (np.nan, 2)):
+            dirty = [x.copy() for x in arrays]
+            dirty[which][0, at, 1, 3] = value
+            rows_SH = np.zeros((S, H), bool)
+            heads = slice(2, 4) if name in "kv" else slice(1, 2)
+            own = seen[:, at] if name in "kv" else np.arange(S) == at
+            rows_SH[:, heads] = own[:, None]
+            keys_SG = (seen.T @ rows_SH.reshape(S, G, 2).any(2)) > 0
+            wanted = (rows_SH & (name != "dout"), rows_SH, keys_SG, keys_SG)
+            for part, x, y, bad in zip(("out", "dq", "dk", "dv"), run(*dirty), clean, wanted):
+                x, y, about = np.asarray(x)[0], np.asarray(y)[0], (name, value, part)
+                np.testing.assert_array_equal(x[~bad], y[~bad], err_msg=str(about))
+                if part == "out" or implementation != "cudnn":
+                    assert np.isnan(x[bad]).all(), about
+                else:
+                    assert np.isfinite(x).all(), about
+
+
 def test_varlen_has_no_memory():
     x = jnp.zeros((1, 2, 1, 8))
     query, memory = (Context(jnp.zeros((1, 2), jnp.int32)) for _ in range(2))

@@ -53,6 +53,12 @@ def oracle(q, k, v, dout, mask):
     )
 
 
+@functools.cache
+def compiled(spec, ways, window):
+    """`on_mesh`, once for all tests of the default blocks."""
+    return on_mesh(spec, ways, window)
+
+
 def on_mesh(spec, ways, window, dtype="float32"):
     """(q, k, v, dout, segments, positions) -> (out, dq, dk, dv), compiled for a mesh."""
     mesh = MeshSpec(context=ways, tensor=2).build()
@@ -95,13 +101,39 @@ def test_equals_full_attention(kind, ways, window, seed):
     spec = ContextSpec(kind)
     order = spec.order_of(S, ways)
     order = np.arange(S) if order is None else order
-    call = on_mesh(spec, ways, window)
+    call = compiled(spec, ways, window)
     for packed in (False, True):
         dense, segments, positions = arrays(seed, order, packed)
         got = call(*dense, segments, positions)
         want = oracle(*dense, mask_of(segments, positions, window))
         for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5, err_msg=f"{name}, packed {packed}")
+
+
+@pytest.mark.parametrize(("kind", "ways"), [("ring", 4), ("gather", 2)])
+def test_what_is_not_finite_stays_with_those_who_see_it(kind, ways, seed):
+    """The texts, heads and queries that do not see it have the same bits, on every device."""
+    spec = ContextSpec(kind)
+    order = spec.order_of(S, ways)
+    call = compiled(spec, ways, None)
+    dense, segments, positions = arrays(seed, order, packed=True)
+    seen = mask_of(segments, positions, None)[0]
+    clean = call(*dense, segments, positions)
+    for which, name in enumerate(("q", "k", "v", "dout")):
+        dirty = [x.copy() for x in dense]
+        at = int(np.flatnonzero((segments[0] == 1) & (positions[0] == 9))[0])
+        dirty[which][0, at, 1, 3] = np.inf
+        got = call(*dirty, segments, positions)
+        rows = np.zeros((S, H), bool)
+        heads = slice(2, 4) if name in "kv" else slice(1, 2)
+        rows[:, heads] = (seen[:, at] if name in "kv" else np.arange(S) == at)[:, None]
+        keys = (seen.T @ rows.reshape(S, G, 2).any(2)) > 0
+        wanted = (rows & (name != "dout"), rows, keys, keys)
+        for part, x, y, bad in zip(("out", "dq", "dk", "dv"), got, clean, wanted, strict=True):
+            x, y = np.asarray(x), np.asarray(y)
+            assert np.isnan(x[0][bad]).all(), (name, part)
+            np.testing.assert_array_equal(x[0][~bad], y[0][~bad], err_msg=f"{name}, {part}")
+            np.testing.assert_array_equal(x[1], y[1], err_msg=f"{name}, {part}")
 
 
 def test_many_small_blocks_in_any_order(monkeypatch, seed):

@@ -83,14 +83,14 @@ def run_backward(case, seed, tile=None, dtype=jnp.bfloat16, bad=None):
     dout = jnp.where(live, dout, jnp.zeros((), dtype))
     delta = jnp.asarray((out * np.asarray(dout, np.float64)).sum(-1).T, jnp.float32)
     lse = jnp.asarray(lse, jnp.float32)
-    q, dout, lse, delta = guard.queries(q, dout, lse, delta)
+    q, dout, lse, delta = guard.queries(q, dout, lse.T, delta.T)
     inputs = (q, guard.finite(k), *rest)
     tile = tile or hopper_backward.heuristic(case.width)
     tile = dataclasses.replace(tile, stages_dq=2, stages_dkv=2)
     run = functools.partial(hopper_backward.backward, spec=spec, tile=tile, interpret=True)
     with interpret.checked():
         got = jax.block_until_ready(
-            jax.jit(run)(*inputs, lse, delta, dout)
+            jax.jit(run)(*inputs, lse.T, delta.T, dout)
         )
     keys = (spoiled @ visible(case)) > 0
     for name, x, want in zip(("dq", "dk", "dv"), got, grads, strict=True):
