@@ -40,11 +40,10 @@ def grouped_matmul(
         (G, N, K), read as it lies.
       group_sizes: integers (G,), none negative, traced. Their sum may be below M: rows at or past
         it give 0 and get the gradient 0, and what lies in them, NaN too, reaches nothing.
-        Groups may be empty, their gradient is exactly 0; rows past M are cut off.
+        Groups may be empty, their gradient is exactly 0; rows past M are cut off. Inf and NaN stay
+        in their row, and in the rhs gradient of their group.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and K
-        and N of 64, spare it copies of its operands; a live row with values that are not finite may
-        make them so in the rhs gradient of a group beside its own. Under a mesh inside a shard_map
-        only.
+        and N of 64, spare it copies of its operands. Under a mesh inside a shard_map only.
     Returns: y_MN in lhs's type; differentiable in lhs and rhs.
     Raises: ValueError for shapes and types that break the above; NotImplementedError with all
       reasons where the implementation asked for cannot run.

@@ -5,13 +5,12 @@ group's rows: their number differs from group to group, so the ring's place is c
 tile has one owner, which adds up all of its rows in their order: the result is the same each time.
 
 Rows are read at multiples of 8, so a group's first step may begin, and its last end, with rows of
-its neighbours. In those steps each compute warpgroup sets its columns of a to 0 there, in shared
-memory, before the product. Past the last group there may be anything, NaN too, and 0 NaN is NaN:
-there b is set to 0 as well, by all warpgroups together. So values that are not finite may reach the
-gradients of the groups beside their own, and rows past the sum reach nothing.
+its neighbours, or past the last group with anything. In those steps the compute warpgroups set
+these rows to 0 in shared memory before the product: each its columns of a, and all together b, for
+0 times NaN is NaN. So values that are not finite reach no group but their own.
 
     producer      wait free[s] | TMA a rows, b rows -> ready[s]
-    each compute  wait ready[s] | edge: a = 0; past the end: b = 0, all wait for all | acc += a^T b
+    each compute  wait ready[s] | edge: a = 0, b = 0, all wait for all | acc += a^T b
     epilogue      64 x 64 at a time by TMA; a group without rows has acc = 0
 
 Legend: M rows, G groups, K and N the widths of a and b: rows and columns of a result.
@@ -96,7 +95,6 @@ def _body(
     G, whole_K, whole_N = w_gmem.shape
     each = grid[0] * grid[1]
     own_tiles = turns(G * each, block, clusters)
-    end = number(table, G - 1, HI)
 
     def tile_of(j):
         """Group, this block's first row and column of the result, the group's rows, its steps."""
@@ -128,22 +126,13 @@ def _body(
             plgpu.barrier_wait(ready.at[slot])
             if masked:
                 clean(a_smem, slot, own, lo - at, hi - at)
-
-                @pl.when(at + tile.block_k > end)
-                def _():
-                    for p in range(tile.block_n // PIECE):
-                        piece = pl.ds(p * PIECE, PIECE)
-                        mine = warpgroup == p % tile.warpgroups
-                        pl.when(mine)(
-                            functools.partial(clean, b_smem, slot, piece, lo - at, hi - at)
-                        )
-
+                for p in range(tile.block_n // PIECE):
+                    piece = pl.ds(p * PIECE, PIECE)
+                    mine = warpgroup == p % tile.warpgroups
+                    pl.when(mine)(functools.partial(clean, b_smem, slot, piece, lo - at, hi - at))
                 plgpu.commit_smem()
-
-                @pl.when(at + tile.block_k > end)
-                def _():
-                    plgpu.barrier_arrive(together)
-                    plgpu.barrier_wait(together)
+                plgpu.barrier_arrive(together)
+                plgpu.barrier_wait(together)
 
             plgpu.wgmma(acc, a_smem.at[slot, :, own].T, b_smem.at[slot])
             plgpu.wgmma_wait(1)

@@ -66,6 +66,27 @@ def test_gradients_are_finite_differences(name, seed):
     assert found == pytest.approx(slope, rel=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
+def test_a_token_that_is_not_finite_reaches_no_other_token(mode, seed):
+    """Answers and gradients of the others are the same to the bit."""
+    graph, params = build(dataclasses.replace(PLAIN, mode=mode, capacity_factor=4.0))
+    x = np.asarray(tokens(seed))
+    dirty = x.copy()
+    dirty[0, 2, 3] = np.inf
+
+    @jax.jit
+    def both(x, dy):
+        y, pull = jax.vjp(lambda x: nnx.merge(graph, params)(x)[0], x)
+        return y, *pull(dy)
+
+    clean = both(x, x[::-1])
+    others = np.ones(x.shape[:2], bool)
+    others[0, 2] = False
+    for got, want in zip(both(dirty, x[::-1]), clean, strict=True):
+        np.testing.assert_array_equal(got[others], want[others])
+        assert np.isnan(got[0, 2]).all()
+
+
 def test_all_tokens_to_one_expert_and_experts_without_tokens():
     cfg = MoeConfig(experts=8, top_k=1, normalise=False, bias_rate=0.1)
     graph, params = build(cfg)

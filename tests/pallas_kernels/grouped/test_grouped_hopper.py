@@ -34,8 +34,7 @@ PRODUCTS = {
 }
 # The same of a^T b: K x N results.
 WEIGHTS = {
-    # Two warpgroups that clean b together at the end; a group within one step, far from the end, so
-    # that only a is cleaned; tails in K and N; an empty group.
+    # Two warpgroups that clean b together; a group within one step; tails in K and N; an empty group.
     "tails": ((200, 72, 72), [70, 0, 9, 90], WIDE, 1),
     "cluster": ((200, 200, 64), [7, 130, 0, 63], PAIR, 2),
     "three steps": ((264, 64, 192), [201, 40], LARGE, 2),
@@ -76,16 +75,22 @@ def product(case, seed):
     assert not found[sum(sizes) :].any()
 
 
-def weights(case, seed):
+def weights(case, seed, spoil=None):
     (M, K, N), sizes, tile, blocks = case
     lhs, rhs, dy = arrays(seed, M, len(sizes), K, N)
     lhs[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
+    spoiled = np.zeros(len(sizes), bool)
+    if spoil is not None:  # a row of a step that several groups share
+        dy[spoil], spoiled[np.searchsorted(np.cumsum(sizes), spoil, "right")] = np.nan, True
     (a, b), exact = rounded(lhs, dy)
     call = functools.partial(hopper_weights.weights, tile=tile, interpret=True, blocks=blocks)
     found = run(call, a, b, jnp.asarray(sizes, jnp.int32))
-    want = oracle(exact[0], rhs, sizes, exact[1])[2]
+    with np.errstate(invalid="ignore"):
+        want = oracle(exact[0], rhs, sizes, exact[1])[2][~spoiled]
+    assert not np.isfinite(found[spoiled]).any()
+    found, sizes = found[~spoiled], np.asarray(sizes)[~spoiled]
     assert np.abs(found - want).max() <= 2**-8 * max(np.abs(want).max(), 1)
-    assert not found[np.asarray(sizes) == 0].any()
+    assert not found[sizes == 0].any()
 
 
 @pytest.mark.parametrize("name", cases(PRODUCTS))
@@ -95,7 +100,7 @@ def test_product(name, seed):
 
 @pytest.mark.parametrize("name", cases(WEIGHTS))
 def test_weights(name, seed):
-    weights(WEIGHTS[name], seed)
+    weights(WEIGHTS[name], seed, spoil=69 if name == "tails" else None)
 
 
 @pytest.mark.slow
