@@ -11,13 +11,14 @@ Not here: dropout on the weights, paged keys, second derivatives.
 
 import functools
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.attention import guard, hopper_backward, hopper_forward, reference, tiling
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
@@ -55,8 +56,8 @@ def varlen_attention(
 
     Args:
       q_THK: bf16|f16|f32. k_SGK, v_SGK: the same type, H a multiple of G.
-      cu_seqlens_q: (B+1,) int32, the segments' starts and the last one's end, from 0, never
-        decreasing, at most T. The capacity B is static; a shorter list repeats its last value.
+      cu_seqlens_q: (B+1,) int32 or a list, the segments' starts and the last one's end, from 0,
+        never decreasing, at most T. The capacity B is static; a shorter list repeats its last value.
       cu_seqlens_k: the same over the keys; None: the queries' own.
       max_seqlen: the longest segment, a static hint for the tile size; never changes the result.
       causal: no key after the query's own position, aligned at the segments' ends.
@@ -73,28 +74,30 @@ def varlen_attention(
     Raises: ValueError for shapes, types and concrete cu_seqlens that break the above;
       NotImplementedError with all reasons where the implementation asked for cannot run.
     """
-    _check(q_THK, k_SGK, v_SGK, scale, softcap, window)
-    cu_q = _prefix_sums("cu_seqlens_q", cu_seqlens_q, q_THK.shape[0])
+    op = "varlen_attention"
+    static = _check(op, q_THK, k_SGK, v_SGK, scale, softcap, window)
+    cu_q = _prefix_sums(op, "cu_seqlens_q", cu_seqlens_q, q_THK.shape[0])
     cu_k = cu_q
     if cu_seqlens_k is not None:
-        cu_k = _prefix_sums("cu_seqlens_k", cu_seqlens_k, k_SGK.shape[0])
+        cu_k = _prefix_sums(op, "cu_seqlens_k", cu_seqlens_k, k_SGK.shape[0])
         if cu_k.shape != cu_q.shape:
             raise ValueError(
-                f"cu_seqlens_q {cu_q.shape} and cu_seqlens_k {cu_k.shape} must be equally long"
+                f"{op}: cu_seqlens_q {cu_q.shape} and cu_seqlens_k {cu_k.shape} must be equally "
+                "long"
             )
     elif q_THK.shape[0] != k_SGK.shape[0]:
         raise ValueError(
-            f"{q_THK.shape[0]} query and {k_SGK.shape[0]} key tokens need cu_seqlens_k= as well"
+            f"{op}: {q_THK.shape[0]} query and {k_SGK.shape[0]} key tokens need cu_seqlens_k= too"
         )
+    chosen = _choose(op, q_THK, k_SGK, implementation, max_seqlen, deterministic)
+    slopes = _slopes(op, alibi_slopes, q_THK.shape[1])
     rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
-    static = Spec(q_THK.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
-    chosen = _choose("varlen_attention", q_THK, k_SGK, implementation, max_seqlen, deterministic)
-    slopes = _slopes(alibi_slopes, q_THK.shape[1])
     # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
     q_THK = _erase(q_THK, cu_q[-1])
     k_SGK, v_SGK = _erase(k_SGK, cu_k[-1]), _erase(v_SGK, cu_k[-1])
     inputs = dispatch.alike((q_THK, k_SGK, v_SGK, rows, slopes))
-    out_THK, lse_HT = _attend(*inputs, (static, *chosen))
+    with arguments.reverse_only(op):
+        out_THK, lse_HT = _attend(*inputs, (static, *chosen))
     return (out_THK, lse_HT) if return_lse else out_THK
 
 
@@ -120,18 +123,22 @@ def packed_attention(
       as there. q_BSHK, k_BSGK, v_BSGK: one token axis. The rest as in `varlen_attention`.
     Returns: out_BSHK, or (out_BSHK, lse_BHS).
     """
-    if q_BSHK.ndim != 4 or segment_ids.shape != q_BSHK.shape[:2] or k_BSGK.ndim != 4:
+    op = "packed_attention"
+    arguments.check_arrays(op, q=q_BSHK, k=k_BSGK, v=v_BSGK)
+    ids_BS = jnp.asarray(arguments.integers(op, "segment_ids", segment_ids, ndim=2))
+    if q_BSHK.ndim != 4 or k_BSGK.ndim != 4 or ids_BS.shape != q_BSHK.shape[:2]:
         raise ValueError(
-            f"q {q_BSHK.shape}, k {k_BSGK.shape} must be (B, S, heads, K) and segment_ids "
-            f"{segment_ids.shape} (B, S)"
+            f"{op}: q {q_BSHK.shape}, k {k_BSGK.shape} must be (B, S, heads, K) and segment_ids "
+            f"{ids_BS.shape} (B, S)"
         )
-    if k_BSGK.shape[:2] != q_BSHK.shape[:2]:
-        raise ValueError(f"q {q_BSHK.shape} and k {k_BSGK.shape} must agree in (B, S)")
+    if not q_BSHK.shape[:2] == k_BSGK.shape[:2] == v_BSGK.shape[:2]:
+        raise ValueError(
+            f"{op}: q {q_BSHK.shape}, k {k_BSGK.shape}, v {v_BSGK.shape} must agree in (B, S)"
+        )
     q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
-    _check(q, k, v, scale, softcap, window)
-    static = Spec(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
-    chosen = _choose("packed_attention", q, k, implementation, max_seqlen, deterministic)
-    slopes = _slopes(alibi_slopes, q_BSHK.shape[2])
+    static = _check(op, q, k, v, scale, softcap, window)
+    chosen = _choose(op, q, k, implementation, max_seqlen, deterministic)
+    slopes = _slopes(op, alibi_slopes, q_BSHK.shape[2])
 
     def row(q_SHK: Array, k_SGK: Array, v_SGK: Array, ids_S: Array) -> tuple[Array, Array]:
         rows = segment_rows(ids_S, causal, window)
@@ -139,7 +146,8 @@ def packed_attention(
         clean = (jnp.where(live_S11, x, jnp.zeros((), x.dtype)) for x in (q_SHK, k_SGK, v_SGK))
         return _attend(*dispatch.alike((*clean, rows, slopes)), (static, *chosen))
 
-    out_BSHK, lse_BHS = jax.vmap(row)(q_BSHK, k_BSGK, v_BSGK, segment_ids)
+    with arguments.reverse_only(op):
+        out_BSHK, lse_BHS = jax.vmap(row)(q_BSHK, k_BSGK, v_BSGK, ids_BS)
     return (out_BSHK, lse_BHS) if return_lse else out_BSHK
 
 
@@ -149,6 +157,8 @@ def _attend(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec) -> tuple[Array, Array
 
 
 def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
+    if not q_THK.shape[0] * k_SGK.shape[0]:  # nobody sees anything
+        return _nothing(q_THK), (q_THK, k_SGK, v_SGK, rows, slopes, *_nothing(q_THK))
     static, choice, tile, _ = spec
     k_SGK, v_SGK = guard.keys(k_SGK, v_SGK)
     out_THK, lse_HT = dispatch.run(
@@ -164,6 +174,9 @@ def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
 def _backward(spec, saved, cotangents):
     q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT = saved
     dout_THK, dlse_HT = cotangents
+    zeros = jax.tree.map(_no_gradient, (rows, slopes))
+    if not q_THK.shape[0] * k_SGK.shape[0]:
+        return *map(_zero, (q_THK, k_SGK, v_SGK)), *zeros
     live_T = rows.lo < rows.hi
     dout_THK = jnp.where(live_T[:, None, None], dout_THK, jnp.zeros((), dout_THK.dtype))
     delta_HT = (out_THK.astype(jnp.float32) * dout_THK.astype(jnp.float32)).sum(-1).T
@@ -179,11 +192,21 @@ def _backward(spec, saved, cotangents):
         q_THK, k_SGK, v_SGK, rows, slopes, lse_HT, delta_HT, dout_THK,
         op="varlen_attention",
     )  # fmt: skip
-    zeros = jax.tree.map(_no_gradient, (rows, slopes))
     return (*grads, *zeros)
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _nothing(q_THK: Array) -> tuple[Array, Array]:
+    """Returns (out, lse) of dead rows."""
+    out_THK = _zero(q_THK)
+    return out_THK, out_THK[..., 0].T.astype(jnp.float32) - jnp.inf
+
+
+def _zero(x: Array) -> Array:
+    """Zeros that vary over the mesh axes over which x does."""
+    return jnp.where(jnp.zeros(x.shape, bool), x, jnp.zeros((), x.dtype))
 
 
 def _no_gradient(x: Array) -> Any:
@@ -207,6 +230,8 @@ def _choose(
 ) -> tuple[str, hopper_forward.Tile, hopper_backward.Tile]:
     """Returns (which implementation, the kernels' tiles), measured ones where a table has them."""
     (T, H, K), G = q.shape, k.shape[1]
+    if max_seqlen is not None:
+        max_seqlen = arguments.whole(op, "max_seqlen", max_seqlen, 0)
     reasons = []
     if q.dtype.name not in ("bfloat16", "float16"):
         reasons.append(f"needs bfloat16 or float16, found {q.dtype}")
@@ -218,56 +243,81 @@ def _choose(
     return dispatch.choose(op, implementation, reasons), forward, backward
 
 
-def _slopes(slopes: Array | Sequence[float] | None, heads: int) -> Array | None:
+def _slopes(op: str, slopes: Array | Sequence[float] | None, heads: int) -> Array | None:
     if slopes is None:
         return None
+    if isinstance(slopes, Sequence):
+        arguments.check_numbers(op, "alibi_slopes", slopes)
+        slopes = np.asarray(slopes)
+    arguments.check_arrays(op, alibi_slopes=slopes)
     slopes_H = jax.lax.stop_gradient(jnp.asarray(slopes, jnp.float32))
     if slopes_H.shape != (heads,):
-        raise ValueError(f"alibi_slopes {slopes_H.shape} must be one per query head, ({heads},)")
+        raise ValueError(
+            f"{op}: alibi_slopes {slopes_H.shape} must be one per query head, ({heads},)"
+        )
     return slopes_H
 
 
-def _prefix_sums(name: str, cu: Array, tokens: int) -> Array:
+def _prefix_sums(op: str, name: str, given: Any, tokens: int) -> Array:
     """Checks the shape and type always, and the values where they are known."""
-    if cu.ndim != 1 or cu.shape[0] < 2 or cu.dtype != jnp.int32:
-        raise ValueError(
-            f"{name} must be int32 (segments + 1,), at least 2, got {cu.dtype}{cu.shape}"
-        )
-    if not isinstance(cu, jax.core.Tracer):
-        values = np.asarray(cu)
+    cu = arguments.integers(op, name, given, ndim=1)
+    if not cu.shape[0]:
+        raise ValueError(f"{op}: {name} must be (segments + 1,), at least [0], got {cu.shape}")
+    values = arguments.concrete(cu)
+    if values is not None:
         steps = np.diff(values)
         if values[0] != 0 or (steps < 0).any() or values[-1] > tokens:
-            where = int(np.argmax(steps < 0)) if (steps < 0).any() else 0
+            at = int(np.argmax(steps < 0)) if (steps < 0).any() else None
+            falls = "" if at is None else f", and after place {at} {steps[at]:+d}"
             raise ValueError(
-                f"{name} must start at 0, never decrease and end at {tokens} tokens at most; got "
-                f"first {values[0]}, last {values[-1]}, and after place {where} {steps[where]:+d}"
+                f"{op}: {name} must start at 0, never decrease and end at {tokens} tokens at most; "
+                f"got first {values[0]}, last {values[-1]}{falls}"
             )
     return jnp.asarray(cu)
 
 
 def _check(
+    op: str,
     q: Array | jax.ShapeDtypeStruct,
     k: Array | jax.ShapeDtypeStruct,
     v: Array | jax.ShapeDtypeStruct,
     scale: float | None,
     softcap: float | None,
     window: Window | None,
-) -> None:
+) -> Spec:
+    """Returns what is static of the logits."""
+    arguments.check_arrays(op, q=q, k=k, v=v)
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape} must be (T, H, K), (S, G, K), (S, G, K)"
+            f"{op}: q {q.shape}, k {k.shape}, v {v.shape} must be (T, H, K), (S, G, K), (S, G, K)"
         )
     if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
-            f"q {q.dtype}, k {k.dtype}, v {v.dtype} must have one type of {', '.join(DTYPES)}"
+            f"{op}: q {q.dtype}, k {k.dtype}, v {v.dtype} must have one type of {', '.join(DTYPES)}"
         )
-    H, G = q.shape[1], k.shape[1]
+    (H, K), G = q.shape[1:], k.shape[1]
+    if not H * G * K:
+        raise ValueError(f"{op}: q {q.shape} and k {k.shape} must have heads and a head width")
     if H % G:
         near = [g for g in range(1, H + 1) if H % g == 0]
-        raise ValueError(f"{H} query heads must be a multiple of {G} key-value heads; G of {near}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be above 0, or None for no cap")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale={scale} must be above 0, or None for K ** -0.5")
-    if window is not None and (len(window) != 2 or any(w is not None and w < 0 for w in window)):
-        raise ValueError(f"window={window} must be (left, right), each 0 or more, or None")
+        raise ValueError(
+            f"{op}: {H} query heads must be a multiple of {G} key-value heads; G of {near}"
+        )
+    _check_window(op, window)
+    if softcap is not None:
+        softcap = arguments.positive(op, "softcap", softcap, "None for no cap")
+    if scale is None:
+        return Spec(K**-0.5, softcap)
+    return Spec(arguments.positive(op, "scale", scale, "None for K ** -0.5"), softcap)
+
+
+def _check_window(op: str, window: Any) -> None:
+    if window is None:
+        return
+    pair = isinstance(window, Sequence) and len(window) == 2
+    if not pair or not all(w is None or (isinstance(w, Integral) and w >= 0) for w in window):
+        example = f"({window}, 0)" if isinstance(window, Integral) and window >= 0 else "(4, 0)"
+        raise ValueError(
+            f"{op}: window={window!r} must be (left, right), keys before and after a query's own, "
+            f"each an integer of 0 or more, or None for no limit, as in window={example}"
+        )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.gemm import hopper, reference
 from pallas_kernels.gemm.reference import ACTIVATIONS, Activation, Spec
 
@@ -52,11 +52,14 @@ def fused_gemm(
     Raises: ValueError for shapes, types and words that break the above; NotImplementedError with
       all reasons where the implementation asked for cannot run.
     """
-    out_dtype = jnp.dtype(out_dtype or x_xK.dtype).name
+    arguments.check_arrays(OP, x=x_xK, w=w_KN, bias=bias, residual=residual)
+    out_dtype = x_xK.dtype if out_dtype is None else out_dtype
+    out_dtype = arguments.dtype_name(OP, "out_dtype", out_dtype, DTYPES)
     _check(x_xK, w_KN, bias, activation, residual, out_dtype)
     plan = _plan(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
     bias_N = None if bias is None else bias.astype(jnp.float32)
-    return _fused(*dispatch.alike((x_xK, w_KN, bias_N, residual)), plan)
+    with arguments.reverse_only(OP):
+        return _fused(*dispatch.alike((x_xK, w_KN, bias_N, residual)), plan)
 
 
 class Plan(NamedTuple):
@@ -186,10 +189,9 @@ def _check(
 ) -> None:
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"{OP}: x {x.shape} and w {w.shape} must be (..., K) and (K, N)")
-    if x.dtype.name not in DTYPES or w.dtype != x.dtype or out_dtype not in DTYPES:
+    if x.dtype.name not in DTYPES or w.dtype != x.dtype:
         raise ValueError(
-            f"{OP}: x {x.dtype} and w {w.dtype} must have one type of {', '.join(DTYPES)}, and "
-            f"out_dtype={out_dtype} be one of them"
+            f"{OP}: x {x.dtype} and w {w.dtype} must have one type of {', '.join(DTYPES)}"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{OP}: activation={activation!r}; there are {ACTIVATIONS}")

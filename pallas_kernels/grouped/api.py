@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.grouped import hopper, hopper_weights, reference
 
 Array = jax.Array
@@ -38,7 +38,7 @@ def grouped_matmul(
     Args:
       lhs_MK: bf16|f16|f32, rows sorted by group. rhs_GKN: the same type; with transpose_rhs
         (G, N, K), read as it lies.
-      group_sizes: integers (G,), none negative, traced. Their sum may be below M: rows at or past
+      group_sizes: int32 (G,), NumPy's integers or a list, none negative, traced. Their sum may be below M: rows at or past
         it give 0 and get the gradient 0, and what lies in them, NaN too, reaches nothing.
         Groups may be empty, their gradient is exactly 0; rows past M are cut off. Inf and NaN stay
         in their row, and in the rhs gradient of their group.
@@ -48,9 +48,12 @@ def grouped_matmul(
     Raises: ValueError for shapes and types that break the above; NotImplementedError with all
       reasons where the implementation asked for cannot run.
     """
-    _check(lhs_MK, rhs_GKN, group_sizes, transpose_rhs)
+    arguments.check_arrays(OP, lhs=lhs_MK, rhs=rhs_GKN)
+    sizes_G = arguments.integers(OP, "group_sizes", group_sizes, ndim=1)
+    _check(lhs_MK, rhs_GKN, sizes_G, transpose_rhs)
     plan = _plan(lhs_MK, rhs_GKN, transpose_rhs, implementation)
-    return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, group_sizes)), plan)
+    with arguments.reverse_only(OP):
+        return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, jnp.asarray(sizes_G))), plan)
 
 
 class Plan(NamedTuple):
@@ -156,8 +159,10 @@ def _check(lhs: Array, rhs: Array, sizes: Array, transpose: bool) -> None:
         raise ValueError(
             f"{OP}: lhs {lhs.dtype} and rhs {rhs.dtype} must have one type of {', '.join(DTYPES)}"
         )
-    if sizes.shape != rhs.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
+    if sizes.shape != rhs.shape[:1]:
         raise ValueError(
-            f"{OP}: group_sizes {sizes.dtype}{sizes.shape} must be integers ({rhs.shape[0]},): one "
-            "for each group of rhs"
+            f"{OP}: group_sizes {sizes.shape} must be ({rhs.shape[0]},): one for each group of rhs"
         )
+    known = arguments.concrete(sizes)
+    if known is not None and (known < 0).any():
+        raise ValueError(f"{OP}: group_sizes must be 0 or more, the least is {known.min()}")

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.norm import hopper, reference
 from pallas_kernels.norm.reference import Spec
 from pallas_kernels.packing import reference as packing
-from pallas_kernels.packing.api import PackInfo
+from pallas_kernels.packing.api import PackInfo, check_info
 
 Array = jax.Array
 KINDS = ("layer", "rms")
@@ -52,11 +52,12 @@ def fused_layer_norm(
     Raises: ValueError for shapes, types, kind and eps that break the above; NotImplementedError,
       with all reasons, where the implementation asked for cannot run.
     """
-    _check(x_xD, residual, bias, scale, offset, kind, eps)
+    _check("fused_layer_norm", x_xD, residual, bias, scale, offset, kind, eps)
     writes = residual is not None or bias is not None
     spec = Spec(kind == "layer", float(eps), bias is not None, offset is not None, writes)
     arrays = dispatch.alike((x_xD, residual, bias, scale, offset, None))
-    return _norm(*arrays, spec, implementation)
+    with arguments.reverse_only("fused_layer_norm"):
+        return _norm(*arrays, spec, implementation)
 
 
 def norm_unpack(
@@ -78,14 +79,18 @@ def norm_unpack(
     Returns: y_BSD in x's type, 0 where it pads.
     Raises: as `fused_layer_norm`, and ValueError when x does not have the capacity's tokens.
     """
+    check_info("norm_unpack", info)
+    _check("norm_unpack", x_TD, residual, bias, scale, offset, kind, eps)
     if x_TD.ndim != 2 or x_TD.shape[0] != info.capacity:
-        raise ValueError(f"x {x_TD.shape} must be (T, D) with T = capacity = {info.capacity}")
-    _check(x_TD, residual, bias, scale, offset, kind, eps)
+        raise ValueError(
+            f"norm_unpack: x {x_TD.shape} must be (T, D) with T = capacity = {info.capacity}"
+        )
     spec = Spec(
         kind == "layer", float(eps), bias is not None, offset is not None, False, info.length
     )
     arrays = dispatch.alike((x_TD, residual, bias, scale, offset, info.cu_seqlens))
-    return _norm(*arrays, spec, implementation)[0]
+    with arguments.reverse_only("norm_unpack"):
+        return _norm(*arrays, spec, implementation)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -181,18 +186,21 @@ def _choose(
     return dispatch.choose(op, implementation, reasons), tile
 
 
-def _check(x_xD, residual, bias, scale, offset, kind: str, eps: float) -> None:
-    D = x_xD.shape[-1] if x_xD.ndim else 0
-    if not jnp.issubdtype(x_xD.dtype, jnp.floating) or not D:
-        raise ValueError(f"x {x_xD.dtype}{x_xD.shape} must be floating, with a last dimension")
-    if residual is not None and (residual.shape, residual.dtype) != (x_xD.shape, x_xD.dtype):
+def _check(op: str, x, residual, bias, scale, offset, kind: str, eps: float) -> None:
+    arguments.check_arrays(op, x=x, residual=residual, bias=bias, scale=scale, offset=offset)
+    D = x.shape[-1] if x.ndim else 0
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not D:
+        raise ValueError(f"{op}: x {x.dtype}{x.shape} must be floating, with a last dimension")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"residual {residual.dtype}{residual.shape} must be like x, {x_xD.dtype}{x_xD.shape}"
+            f"{op}: residual {residual.dtype}{residual.shape} must be like x, {x.dtype}{x.shape}"
         )
     for name, value in (("bias", bias), ("scale", scale), ("offset", offset)):
-        if value is not None and value.shape != (D,):
-            raise ValueError(f"{name} {value.shape} must be ({D},), x's last dimension")
+        if value is None and name != "scale":
+            continue
+        found = f"{name} {value.dtype}{value.shape}" if value is not None else f"{name}=None"
+        if value is None or value.shape != (D,) or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(f"{op}: {found} must be floating, ({D},), x's last dimension")
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}; there are {KINDS}")
-    if not eps > 0:
-        raise ValueError(f"eps={eps} must be above 0: equal inputs have no variance")
+        raise ValueError(f"{op}: kind={kind!r}; there are {KINDS}")
+    arguments.positive(op, "eps", eps, "the default: equal inputs have no variance")

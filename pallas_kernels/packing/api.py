@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import arguments
 from pallas_kernels.packing import reference
 
 Array = jax.Array
@@ -81,25 +82,28 @@ def pack(x_BSx: Array, lengths_B: Array, capacity: int) -> tuple[Array, PackInfo
 
     Args:
       x_BSx: any type. What pads it is never read, so NaN there goes nowhere; its gradient is 0.
-      lengths_B: integers, 0 to S.
+      lengths_B: int32, NumPy's integers or a list, 0 to S.
       capacity: T, static; see `bucket`.
     Returns: (x_Tx with a tail of 0, how to unpack it). Lengths that are traced cannot be checked:
       longer than S counts as S, and tokens past the capacity are left out.
     Raises: ValueError for shapes and types, and for concrete lengths that do not fit.
     """
+    arguments.check_arrays("pack", x=x_BSx)
+    lengths_B = arguments.integers("pack", "lengths", lengths_B, ndim=1)
     if x_BSx.ndim < 2 or lengths_B.shape != x_BSx.shape[:1]:
-        raise ValueError(f"x {x_BSx.shape} must be (B, S, ...) and lengths {lengths_B.shape} (B,)")
-    if not jnp.issubdtype(lengths_B.dtype, jnp.integer):
-        raise ValueError(f"lengths must be integers, got {lengths_B.dtype}")
-    if capacity < 1:
-        raise ValueError(f"capacity={capacity} must be at least 1 token")
+        raise ValueError(
+            f"pack: x {x_BSx.shape} must be (B, S, ...) and lengths {lengths_B.shape} (B,)"
+        )
+    capacity = arguments.whole("pack", "capacity", capacity, 1)
     length = x_BSx.shape[1]
-    if not isinstance(lengths_B, jax.core.Tracer):
-        _check_lengths(np.asarray(lengths_B), length, capacity)
+    known = arguments.concrete(lengths_B)
+    if known is not None:
+        _check_lengths(known, length, capacity)
     lengths_B = jnp.clip(jnp.asarray(lengths_B), 0, length)
     cu_seqlens = jnp.minimum(reference.prefix_sums(lengths_B), capacity)
     info = PackInfo(cu_seqlens, capacity, length)
-    return _pack(x_BSx, cu_seqlens, capacity), info
+    with arguments.reverse_only("pack"):
+        return _pack(x_BSx, cu_seqlens, capacity), info
 
 
 def unpack(x_Tx: Array, info: PackInfo) -> Array:
@@ -107,9 +111,23 @@ def unpack(x_Tx: Array, info: PackInfo) -> Array:
 
     Raises: ValueError when x does not have the capacity's tokens.
     """
+    arguments.check_arrays("unpack", x=x_Tx)
+    check_info("unpack", info)
     if x_Tx.ndim < 1 or x_Tx.shape[0] != info.capacity:
-        raise ValueError(f"x {x_Tx.shape} must be (T, ...) with T = capacity = {info.capacity}")
-    return _unpack(x_Tx, info.cu_seqlens, info.length)
+        raise ValueError(
+            f"unpack: x {x_Tx.shape} must be (T, ...) with T = capacity = {info.capacity}"
+        )
+    with arguments.reverse_only("unpack"):
+        return _unpack(x_Tx, info.cu_seqlens, info.length)
+
+
+def check_info(op: str, info: Any) -> None:
+    """Refuses what `pack` did not return.
+
+    Raises: ValueError.
+    """
+    if not isinstance(info, PackInfo):
+        raise ValueError(f"{op}: info must be the PackInfo of pack(), got {type(info).__name__}")
 
 
 def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: int = 128) -> int:
@@ -123,11 +141,13 @@ def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: in
       steps: per doubling. multiple: of which a capacity is one (rows of a kernel's tile).
     Raises: ValueError for numbers below 1 (tokens: below 0), and more tokens than `most`.
     """
-    if min(steps, multiple) < 1 or tokens < 0 or (most is not None and tokens > most):
-        raise ValueError(
-            f"tokens={tokens}, steps={steps}, multiple={multiple}, most={most}: steps and multiple "
-            "must be at least 1, and tokens from 0 to most"
-        )
+    tokens = arguments.whole("bucket", "tokens", tokens, 0)
+    steps, multiple = (
+        arguments.whole("bucket", name, x, 1)
+        for name, x in (("steps", steps), ("multiple", multiple))
+    )
+    if most is not None and tokens > arguments.whole("bucket", "most", most, 0):
+        raise ValueError(f"bucket: tokens={tokens} must be at most most={most}")
     octave = 1 << max((tokens - 1).bit_length() - 1, 0)  # the power of two below tokens
     grain = max(octave // steps // multiple, 1) * multiple
     capacity = max(-(-tokens // grain), 1) * grain

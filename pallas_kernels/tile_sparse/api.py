@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.gemm.reference import ACTIVATIONS, Activation, Spec, activate
 from pallas_kernels.tile_sparse import hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.format import Pattern, TileSparse
@@ -48,8 +48,16 @@ def tile_sparse_matmul(
     Raises: ValueError for shapes and types that break the above; NotImplementedError with all
       reasons where the implementation asked for cannot run.
     """
+    arguments.check_arrays(OP, x=x_MK, bias=bias)
     _check(x_MK, weight, bias, activation)
     plan = _plan(x_MK, weight, activation, implementation)
+    with arguments.reverse_only(OP):
+        return _matmul(x_MK, weight, bias, activation, plan)
+
+
+def _matmul(
+    x_MK: Array, weight: TileSparse, bias: Array | None, activation: Activation | None, plan: "Plan"
+) -> Array:
     x_MK, values, bias, pattern = dispatch.alike((x_MK, weight.values, bias, weight.pattern))
     weight = TileSparse(values, pattern)
     if weight.capacity.residual:
@@ -225,6 +233,11 @@ def _slower(rows: list[dict | None]) -> list[str]:
 
 
 def _check(x: Array, weight: TileSparse, bias: Array | None, activation: str | None) -> None:
+    if not isinstance(weight, TileSparse):
+        raise ValueError(
+            f"{OP}: weight must be a TileSparse, got {type(weight).__name__}; "
+            "TileSparse.from_dense(w, mask) makes one"
+        )
     K, N = weight.shape
     if x.ndim < 1 or x.shape[-1] != K:
         raise ValueError(f"{OP}: x {x.shape} and weight {weight.shape} must be (..., K) and (K, N)")

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import arguments
+
 Array = jax.Array
 
 
@@ -184,9 +186,10 @@ class TileSparse:
         Raises: ValueError for shapes and types that break the above, masks that overlap, and a
           capacity that is too small.
         """
+        op = "TileSparse.from_dense"
+        arguments.check_arrays(op, w=w_KN)
         mask = _mask("mask", w_KN, mask_KN)
-        if min(tile, chunk) < 1:
-            raise ValueError(f"tile={tile} and chunk={chunk} must be at least 1; try 128 and 64")
+        tile, chunk = arguments.whole(op, "tile", tile, 1), arguments.whole(op, "chunk", chunk, 1)
         residual = np.zeros_like(mask)
         if residual_mask_KN is not None:
             residual = _mask("residual_mask", w_KN, residual_mask_KN)
@@ -252,8 +255,11 @@ class TileSparse:
 
         Raises: ValueError where their shape differs.
         """
+        arguments.check_arrays("TileSparse.replace", values=values)
         if values.shape != self.values.shape:
-            raise ValueError(f"values {values.shape} must have the shape {self.values.shape}")
+            raise ValueError(
+                f"TileSparse.replace: values {values.shape} must have the shape {self.values.shape}"
+            )
         return TileSparse(values, self.pattern)
 
 
@@ -277,6 +283,11 @@ def fold(mask_KN: Any, columns: Sequence[Any], rows: Sequence[Any]) -> tuple[Any
 
 
 def _mask(name: str, w_KN: Array, mask_KN: Any) -> np.ndarray:
+    if isinstance(mask_KN, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be known when the function is traced, got {mask_KN}; call from_dense "
+            "outside of jax.jit and pass the TileSparse"
+        )
     mask = np.asarray(mask_KN)
     if w_KN.ndim != 2 or mask.shape != w_KN.shape or mask.dtype != bool:
         raise ValueError(

@@ -89,9 +89,7 @@ def run_backward(case, seed, tile=None, dtype=jnp.bfloat16, bad=None):
     tile = dataclasses.replace(tile, stages_dq=2, stages_dkv=2)
     run = functools.partial(hopper_backward.backward, spec=spec, tile=tile, interpret=True)
     with interpret.checked():
-        got = jax.block_until_ready(
-            jax.jit(run)(*inputs, lse.T, delta.T, dout)
-        )
+        got = jax.block_until_ready(jax.jit(run)(*inputs, lse.T, delta.T, dout))
     keys = (spoiled @ visible(case)) > 0
     for name, x, want in zip(("dq", "dk", "dv"), got, grads, strict=True):
         lost = spoiled if name == "dq" else keys

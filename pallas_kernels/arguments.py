@@ -1,0 +1,135 @@
+"""What public functions accept as arguments, and how they refuse the rest.
+
+Raised at the boundary, before anything is traced: ValueError with the function, the argument, what
+was given, the rule and what to write instead.
+"""
+
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INT32 = jnp.iinfo(jnp.int32)
+
+
+def check_arrays(op: str, **arrays: Any) -> None:
+    """Refuses what has no shape and type; None is left to the caller.
+
+    Raises: ValueError.
+    """
+    for name, x in arrays.items():
+        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise ValueError(
+                f"{op}: {name} must be a jax or NumPy array, got {type(x).__name__}; write "
+                f"jnp.asarray({name}, dtype)"
+            )
+
+
+def concrete(x: Any) -> np.ndarray | None:
+    """Returns the values where they are known, None where they are traced."""
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def integers(op: str, name: str, values: Any, *, ndim: int) -> jax.Array | np.ndarray:
+    """Returns int32: NumPy's of a list or of any NumPy integers, else the int32 jax array given.
+
+    Raises: ValueError for other types, another rank, and values that int32 cannot hold.
+    """
+    if isinstance(values, Sequence):
+        check_numbers(op, name, values)
+        values = np.asarray(values) if len(values) else np.zeros(0, np.int32)
+    check_arrays(op, **{name: values})
+    if values.ndim != ndim or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: {name} {values.dtype}{values.shape} must be integers with {ndim} dimension"
+            f"{'s' if ndim > 1 else ''}"
+        )
+    if isinstance(values, np.ndarray):
+        if values.size and not INT32.min <= values.min() <= values.max() <= INT32.max:
+            raise ValueError(
+                f"{op}: {name} holds {values.min()} to {values.max()}, which int32 cannot"
+            )
+        return values.astype(np.int32)
+    if values.dtype != jnp.int32:
+        raise ValueError(
+            f"{op}: {name} must be int32, got {values.dtype}; write {name}.astype(jnp.int32)"
+        )
+    return values
+
+
+def check_numbers(op: str, name: str, values: Any) -> None:
+    """Refuses lists that are no array of numbers.
+
+    Raises: ValueError.
+    """
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError, jax.errors.TracerArrayConversionError):
+        found = np.asarray(None)
+    if found.dtype.kind not in "iuf":
+        raise ValueError(f"{op}: {name} must be numbers, got {values!r}; or give a jax array")
+
+
+def whole(op: str, name: str, value: Any, least: int) -> int:
+    """Returns a static integer of at least `least`.
+
+    Raises: ValueError.
+    """
+    try:
+        found = operator.index(value)
+    except (TypeError, jax.errors.JAXTypeError):
+        found = None
+    if found is None or isinstance(value, bool) or found < least:
+        raise ValueError(f"{op}: {name}={value!r} must be an integer of at least {least}")
+    return found
+
+
+def positive(op: str, name: str, value: Any, otherwise: str) -> float:
+    """Returns a static number above 0.
+
+    Raises: ValueError.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{op}: {name} must be known when the function is traced, got {value}")
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{op}: {name}={value!r} must be a finite number above 0, or {otherwise}")
+    return found
+
+
+def dtype_name(op: str, name: str, value: Any, known: Sequence[str]) -> str:
+    """Returns the name of a type that is one of `known`.
+
+    Raises: ValueError.
+    """
+    try:
+        found = jnp.dtype(value).name
+    except TypeError:
+        found = None
+    if found not in known:
+        raise ValueError(f"{op}: {name}={value!r} must be one of {', '.join(known)}")
+    return found
+
+
+@contextlib.contextmanager
+def reverse_only(op: str) -> Iterator[None]:
+    """Says what to use where JAX refuses forward mode of a function with a rule of its own.
+
+    Raises: TypeError, as JAX does.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"{op} has gradients (jax.grad, jax.vjp, jax.jacrev) and no forward mode (jax.jvp, "
+            "jax.jacfwd, jax.linearize): its backward pass is a kernel of its own"
+        ) from error
