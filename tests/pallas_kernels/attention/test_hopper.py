@@ -174,48 +174,6 @@ def test_public_function_with_gradients(seed):
         np.testing.assert_allclose(np.asarray(x[0], np.float64), want, atol=0.02)
 
 
-def without_waits(monkeypatch, module, name, barrier_of):
-    """The kernel of this name never waits at a barrier: barrier_of(its named arguments)."""
-    body = getattr(module, name)
-
-    def without(*refs, **named):
-        wait, deleted = module.plgpu.barrier_wait, barrier_of(named)
-
-        def skip(ref):
-            if deleted is not ref and deleted is not getattr(ref, "ref", None):
-                wait(ref)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module.plgpu, "barrier_wait", skip)
-            body(*refs, **named)
-
-    monkeypatch.setattr(module, name, without)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("barrier", "run"), [("k_free", run_forward), ("free", run_backward)])
-def test_a_deleted_barrier_is_found(barrier, run, seed, monkeypatch):
-    """Without the producer's wait for a free buffer, the interpreter reports the race."""
-    module = hopper_forward if run is run_forward else hopper_backward
-    name = {"k_free": "_body", "free": "_varlen_attention_dq"}[barrier]
-    without_waits(monkeypatch, module, name, lambda named: named[barrier])
-    with pytest.raises(Exception, match="race|phase|observed"):
-        run(Case((256,), width=64, heads=(1, 1)), seed)  # twice as many tiles as buffers
-
-
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=SLOW)])
-def test_a_deleted_barrier_of_dkv_is_found(fused, seed, monkeypatch):
-    """The producer's wait for a free buffer; fused, the wait for the other's part of dS."""
-    name = "_varlen_attention_dkv"
-    without_waits(
-        monkeypatch, hopper_backward, name, lambda n: n["fused"][2] if fused else n["free"]
-    )
-    monkeypatch.setattr(hopper_backward, "_dq", lambda tables, inputs, *_: inputs[3])
-    tile = hopper_backward.heuristic(64, deterministic=not fused)
-    with pytest.raises(Exception, match="race|phase|observed"):
-        run_backward(Case((64,), width=64, heads=(4, 1)), seed, tile)  # a tile each head
-
-
 BAD_TILES = {
     "block": (hopper_forward.Tile(48, 2), "block_k=48 must be a multiple of 32 .*nearest: 32, 64"),
     "ring": (hopper_forward.Tile(128, 8), r"shared memory.*k_smem bfloat16\[8, 128, 128\]"),

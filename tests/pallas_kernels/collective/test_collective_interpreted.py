@@ -4,6 +4,7 @@ It knows no flags, so all rows are there already: which tile goes where, for eve
 rows, several weights, clusters, epilogues. Who waits for whom: test_collective_protocol.py.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,12 +17,6 @@ from pallas_kernels.collective.peers import ReadyPeer
 from pallas_kernels.gemm.hopper import Spec, Tile
 
 R = 2
-
-
-@pytest.fixture(autouse=True)
-def _no_races():
-    with interpreter.checked():
-        yield
 
 
 def values(*shapes, seed):
@@ -38,17 +33,18 @@ GATHERS = [
 ]
 
 
-@pytest.mark.parametrize(("me", "tile", "rows", "rotated", "out_dtype"), GATHERS)
-def test_gathered_product(me, tile, rows, rotated, out_dtype, seed):
+def gathered(me, tile, rows, rotated, out_dtype, seed, K=64):
     m, n, warpgroups, cluster = tile
-    K, widths = 64, (64, 128)
+    widths = [64, 128]
     x, w, v = values((R, rows, K), (1, K, widths[0]), (1, K, widths[1]), seed=seed)
     bias = jnp.arange(192, dtype=jnp.float32)[None]
     plan = Plan(Tile(m, n, 64, 2, warpgroups, cluster), 0, 72, rotated)
-    ys, _ = all_gather_gemm(
-        x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), plan=plan,
-        spec=Spec(None, out_dtype), blocks=2 * cluster, interpret=True,
-    )  # fmt: skip
+    with interpreter.checked():
+        ys, _ = all_gather_gemm(
+            x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), plan=plan,
+            spec=Spec(None, out_dtype), blocks=2 * cluster, interpret=True,
+        )  # fmt: skip
+        jax.block_until_ready(ys)
     first = 0
     for y, weight in zip(ys, (w, v), strict=True):
         want = np.asarray(x, np.float64) @ np.asarray(weight[0], np.float64)
@@ -56,6 +52,11 @@ def test_gathered_product(me, tile, rows, rotated, out_dtype, seed):
         want += np.asarray(bias[0, first : first + width])
         np.testing.assert_array_equal(y, jnp.asarray(want, out_dtype))
         first += width
+
+
+@pytest.mark.parametrize(("me", "tile", "rows", "rotated", "out_dtype"), GATHERS)
+def test_gathered_product(me, tile, rows, rotated, out_dtype, seed):
+    gathered(me, tile, rows, rotated, out_dtype, seed)
 
 
 @pytest.mark.slow
@@ -68,10 +69,13 @@ def test_scattered_product(me, cluster, seed):
     rows, K, N = 72 * cluster, 64, 128
     x, w, v, u = values((R, rows, K), (1, N, K), (R, rows, 2 * K), (1, N, 2 * K), seed=seed)
     plan = Plan(Tile(64, 128, 64, 2, 1, cluster), 0, 72)
-    _, outbox, inbox = gemm_reduce_scatter(
-        (x, v), (w, u), rows=rows, peers=ReadyPeer(R, me), plan=plan, spec=Spec(None, "float32"),
-        blocks=2 * cluster, turned=True, interpret=True,
-    )  # fmt: skip
+    with interpreter.checked():
+        _, outbox, inbox = jax.block_until_ready(
+            gemm_reduce_scatter(
+                (x, v), (w, u), rows=rows, peers=ReadyPeer(R, me), plan=plan,
+                spec=Spec(None, "float32"), blocks=2 * cluster, turned=True, interpret=True,
+            )
+        )  # fmt: skip
     x, w, v, u = (np.asarray(a, np.float64) for a in (x, w, v, u))
     want = x @ w[0].T + v @ u[0].T
     np.testing.assert_array_equal(inbox[me * R + me], want[me])

@@ -119,37 +119,6 @@ def test_public_function_with_gradients(mapped, seed):
         assert relative(got, np.asarray(value, np.float64)) < 5e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tile", [SMALL, TURNS], ids=["shared", "pingpong"])
-@pytest.mark.parametrize("barrier", ["free", "ready"])
-def test_a_deleted_barrier_is_found(barrier, tile, seed, monkeypatch):
-    """Without the wait for a free buffer, or for a full one, the interpreter reports it."""
-    body = hopper._body
-
-    def without(*refs, **named):
-        wait = hopper.plgpu.barrier_wait
-
-        def skip(ref):
-            if getattr(ref, "ref", None) is not named[barrier]:
-                wait(ref)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(hopper.plgpu, "barrier_wait", skip)
-            body(*refs, **named)
-
-    monkeypatch.setattr(hopper, "_body", without)
-    with pytest.raises(Exception, match="race|phase|observed"):
-        run(((64, 64, 256), tile, X, PLAIN, (), 1), seed)
-
-
-@pytest.mark.slow
-def test_a_deleted_wait_for_the_store_is_found(seed, monkeypatch):
-    """A buffer is written while TMA may still read it."""
-    monkeypatch.setattr(hopper.plgpu, "wait_smem_to_gmem", lambda *_, **__: None)
-    with pytest.raises(Exception, match="race"):
-        run(((64, 128, 64), SMALL, X, PLAIN, (), 1), seed)
-
-
 @pytest.mark.aot
 @pytest.mark.slow
 def test_devices_exchange_only_the_gradients_they_share():

@@ -129,46 +129,6 @@ def test_public_function_with_gradients(transpose, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ready", "free"])
-@pytest.mark.parametrize("kernel", [hopper, hopper_weights], ids=["product", "weights"])
-def test_a_deleted_barrier_is_found(kernel, name, seed, monkeypatch):
-    """Without the wait for a full buffer, or a free one. (It does not see what wgmma reads, so not
-    the wait of one warpgroup for what the other set to 0.)
-    """
-    body = kernel._body
-
-    def without(*refs, **named):
-        wait = hopper.plgpu.barrier_wait
-
-        def skip(ref):
-            if getattr(ref, "ref", None) is not named[name]:
-                wait(ref)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(hopper.plgpu, "barrier_wait", skip)
-            body(*refs, **named)
-
-    monkeypatch.setattr(kernel, "_body", without)
-    with pytest.raises(Exception, match="race|phase|observed"):
-        if kernel is hopper:
-            product(((64, 256, 64), [64], SMALL, False, 1), seed)
-        else:
-            weights(((200, 128, 128), [190], WIDE, 1), seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["product", "weights"])
-def test_a_deleted_wait_for_the_store_is_found(kernel, seed, monkeypatch):
-    """A buffer is written while TMA may still read it."""
-    monkeypatch.setattr(hopper.plgpu, "wait_smem_to_gmem", lambda *_, **__: None)
-    with pytest.raises(Exception, match="race"):
-        if kernel == "product":
-            product(((64, 64, 192), [64], Tile(64, 192, stages=2), False, 1), seed)
-        else:
-            weights(((64, 64, 192), [64], Tile(64, 192, stages=2), 1), seed)
-
-
-@pytest.mark.slow
 def test_a_wrong_boundary_is_found(seed, monkeypatch):
     """One row too many stored, or one row too many of the neighbour's added up."""
     store, iota = hopper.store_rows, hopper.plgpu.broadcasted_iota

@@ -164,44 +164,6 @@ def test_public_function_with_gradients(columns, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ready", "free"])
-@pytest.mark.parametrize("kernel", [hopper, hopper_weights], ids=["product", "weights"])
-def test_a_deleted_barrier_is_found(kernel, name, seed, monkeypatch):
-    """Without the wait for a full buffer, or a free one."""
-    body = kernel._body
-
-    def without(*refs, **named):
-        wait = hopper.plgpu.barrier_wait
-
-        def skip(ref):
-            if getattr(ref, "ref", None) is not named[name]:
-                wait(ref)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(hopper.plgpu, "barrier_wait", skip)
-            body(*refs, **named)
-
-    monkeypatch.setattr(kernel, "_body", without)
-    with pytest.raises(Exception, match="race|phase|observed"):
-        if kernel is hopper:
-            product(((128, 256, 64), (64, 64), [4], SMALL, 1), seed)
-        else:
-            weights(((200, 64, 64), (64, 64), [1], Weights(128, 2), 1), seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["product", "weights"])
-def test_a_deleted_wait_for_the_store_is_found(kernel, seed, monkeypatch):
-    """A buffer is written while TMA may still read it."""
-    monkeypatch.setattr(hopper.plgpu, "wait_smem_to_gmem", lambda *_, **__: None)
-    with pytest.raises(Exception, match="race"):
-        if kernel == "product":
-            product(((128, 64, 256), (256, 64), [1], SMALL, 1), seed)
-        else:
-            weights(((64, 64, 256), (256, 64), [1], Weights(128, 2), 1), seed)
-
-
-@pytest.mark.slow
 def test_a_wrong_list_is_found(seed, monkeypatch):
     """One chunk, or one slot, beside the right one."""
     multiply = hopper.multiply
