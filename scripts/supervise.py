@@ -11,10 +11,12 @@ of all ranks.
 
 On a cluster the agents are started by what starts processes there, never by this script:
 
-    MEGAJAX_TOKEN=... supervise.py --agents=elsewhere --listen=0.0.0.0:8475 --hosts=4 -- COMMAND
-    MEGAJAX_TOKEN=... srun supervise.py --agent=FIRST_HOST:8475          (one a host; spares too)
+    supervise.py --agents=elsewhere --listen=0.0.0.0:8475 --hosts=4 -- COMMAND
+    srun supervise.py --agent=FIRST_HOST:8475                            (one a host; spares too)
 
-SUPERVISE=1 scripts/launch_slurm.sh does so.
+SUPERVISE=1 scripts/launch_slurm.sh does so. Driver and agents prove to each other that they hold
+the job's secret, which never travels: MEGAJAX_TOKEN in the environment of both, or the first line
+of --token_file. The training processes do not get it. --tls encrypts what they say.
 
 Where the time went (ETTR), and a heat map of the ranks as a PNG:
 
@@ -29,6 +31,8 @@ Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and agai
 import megajax.core.interrupted  # noqa: F401
 
 import argparse
+import dataclasses
+import fcntl
 import json
 import os
 import secrets
@@ -50,8 +54,10 @@ from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
+from megajax.systems.elastic.hosts import OPERATOR
 from megajax.systems.elastic.policy import Policy
-from megajax.systems.elastic.wire import dial
+from megajax.systems.elastic.tls import Tls, self_signed
+from megajax.systems.elastic.wire import check_secret, dial
 
 # What a number may be, by its flag.
 RANGES = {
@@ -105,6 +111,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--agent", metavar="HOST:PORT", help="be the agent of this host, for that driver")
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
     add("--name", default=name, help="of this host, as an agent; [%(default)s]")
+    add("--token_file", help="file whose first line is the job's secret; or set MEGAJAX_TOKEN")
+    add("--tls", action="store_true", help="encrypt what driver and agents say")
+    add("--tls_cert", help="PEM file of the driver, key included; default: one made at the start")
+    add("--tls_ca", help="PEM file of the authority that must have signed it; default: the secret "
+        "alone says who the driver is")  # fmt: skip
     add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
     add("--report", action="store_true", help="say where the time of --out and --run_dir went")
     add("--run_dir", help="of the training run, for --report")
@@ -122,6 +133,63 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     return settings, tuple(command)
 
 
+def find_secret(s: argparse.Namespace) -> str:
+    """Returns the job's secret, '' when none is given; takes it out of the environment, so that
+    nothing that is started here inherits it. Raises: UserError."""
+    given = os.environ.pop("MEGAJAX_TOKEN", "")
+    if s.token_file is not None:
+        try:
+            lines = Path(s.token_file).expanduser().read_text().splitlines()
+        except OSError as error:
+            raise UserError(
+                f"cannot read {s.token_file}: {error.strerror} (--token_file)"
+            ) from None
+        given = lines[0].strip() if lines else ""
+        return check_secret(given, "--token_file")
+    return check_secret(given, "MEGAJAX_TOKEN") if given else ""
+
+
+def new_folder() -> Path:
+    """Returns a folder of this driver alone, named by the time."""
+    parent = Path("runs/supervised").absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for other in ("", *(f"-{i}" for i in range(2, 1000))):
+        try:
+            (parent / f"{name}{other}").mkdir()
+            return parent / f"{name}{other}"
+        except FileExistsError:
+            continue  # of another driver that started in the same second
+    raise UserError(f"{parent} is full of folders of this second (--out)")
+
+
+def find_tls(s: argparse.Namespace, out: Path | None) -> Tls | None:
+    """Returns the files of TLS, None without. out: of the driver, for a certificate of its own."""
+    if not (s.tls or s.tls_cert or s.tls_ca):
+        return None
+    if out is None or s.tls_cert:
+        return Tls(s.tls_cert, s.tls_cert, s.tls_ca)
+    return dataclasses.replace(self_signed(out), authority=s.tls_ca)
+
+
+def hold(out: Path) -> int:
+    """Returns the lock of a folder, which lasts as long as this process. Raises: UserError."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another driver writes into {out} (--out)") from None
+    return lock
+
+
+def announce(file: Path, address: str, secret: str) -> None:
+    """Leaves what --evict needs, for this user only."""
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        json.dump({"address": address, "token": secret}, out)
+
+
 def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs the driver. Returns its exit code."""
     host, _, port = s.listen.rpartition(":")
@@ -129,15 +197,25 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
         listener = socket.create_server((host, int(port)), backlog=1024)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot listen on {s.listen}: {error} (--listen)") from None
-    out = Path(s.out or f"runs/supervised/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    token = os.environ.get("MEGAJAX_TOKEN") or secrets.token_hex(16)
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    given = find_secret(s)
+    if s.agents == "elsewhere" and not given:
+        raise UserError(
+            "agents elsewhere must hold the same secret as the driver (MEGAJAX_TOKEN, --token_file)"
+        )
+    secret = given or secrets.token_hex(16)
+    out = new_folder() if s.out is None else Path(s.out).absolute()
+    lock = hold(out)
+    tls = find_tls(s, out)
+    where = listener.getsockname()
+    here = "127.0.0.1" if where[0] in ("0.0.0.0", "::") else where[0]
+    address = f"{here}:{where[1]}"
 
     def spawn(name: str) -> subprocess.Popen:
         words = [f"--agent={address}", f"--name={name}", f"--period_s={s.period_s}"]
+        words += ["--tls"] * bool(tls) + [f"--tls_ca={s.tls_ca}"] * bool(s.tls_ca)
         return subprocess.Popen(
             [sys.executable, __file__, *words],
-            env=os.environ | {"MEGAJAX_TOKEN": token},
+            env=os.environ | {"MEGAJAX_TOKEN": secret},
             start_new_session=True,  # Ctrl-C is for the driver
         )
 
@@ -152,17 +230,16 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
             Policy(s.max_restarts, least, backoff=s.backoff_s, straggler=s.straggler),
         ),
         Journal(out, lambda text: print(text, file=sys.stderr, flush=True)),
-        listener, token, show, spawn if s.agents == "here" else None, s.spares,
+        listener, secret, show, spawn if s.agents == "here" else None, s.spares, tls,
     )  # fmt: skip
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: driver.signals.append(number))
-    reach = out / "driver.json"
-    reach.touch(mode=0o600)
-    reach.write_text(json.dumps({"address": address, "token": token}))
+    announce(out / "driver.json", address, secret)
     try:
         return driver.run()
     finally:
-        reach.unlink()
+        (out / "driver.json").unlink(missing_ok=True)
+        os.close(lock)
 
 
 def report(s: argparse.Namespace) -> int:
@@ -188,12 +265,34 @@ def evict(s: argparse.Namespace) -> int:
     """Tells the driver whose folder is --out. Returns 0."""
     try:
         reach = json.loads((Path(s.out or ".") / "driver.json").read_text())
-        line = dial(reach["address"])
+        line = dial(reach["address"], reach["token"], OPERATOR, s.evict, find_tls(s, None))
+        line.send({"evict": s.evict})
+        line.close()
     except OSError as error:
         raise UserError(f"no driver is running for {s.out}: {error} (--out)") from None
-    line.send({"token": reach["token"], "evict": s.evict})
-    line.close()
     return 0
+
+
+def serve(s: argparse.Namespace) -> int:
+    """Is the agent of this host, as soon as the driver is there. Returns its exit code."""
+    secret = find_secret(s)
+    if not secret:
+        raise UserError("an agent must hold the job's secret (MEGAJAX_TOKEN, or --token_file)")
+    # Without SLURM's own variables: jax would read from them that there is one process a GPU.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    end, said = time.monotonic() + s.join_s, ""
+    while True:
+        try:
+            agent = Agent(s.name, s.agent, secret, env, s.period_s, find_tls(s, None))
+        except OSError as error:
+            if time.monotonic() > end:
+                raise UserError(f"no driver at {s.agent}: {error} (--agent)") from None
+            if isinstance(error, ConnectionError) and str(error) != said:
+                said = str(error)
+                print(f"driver at {s.agent}: {said}; trying on", file=sys.stderr)
+        else:
+            return agent.serve()
+        time.sleep(1)  # both are started at one time, and the driver may be later
 
 
 def main(argv: Sequence[str]) -> int:
@@ -205,20 +304,7 @@ def main(argv: Sequence[str]) -> int:
         if settings.evict:
             return evict(settings)
         if settings.agent:
-            token = os.environ.get("MEGAJAX_TOKEN", "")
-            # Without SLURM's own variables: jax would read from them that there is one process a
-            # GPU.
-            env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-            end = time.monotonic() + settings.join_s
-            while True:
-                try:
-                    agent = Agent(settings.name, settings.agent, token, env, settings.period_s)
-                    return agent.serve()
-                except OSError as error:
-                    if time.monotonic() > end:
-                        at = settings.agent
-                        raise UserError(f"no driver at {at}: {error} (--agent)") from None
-                time.sleep(1)  # both are started at one time, and the driver may be later
+            return serve(settings)
         return drive(settings, command)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

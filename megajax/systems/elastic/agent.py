@@ -23,6 +23,8 @@ from typing import Any
 from megajax.monitor import heartbeat
 from megajax.monitor.heartbeat import Span
 from megajax.systems.elastic import checks, links, reaper, shared
+from megajax.systems.elastic.hosts import AGENT
+from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import Line, dial
 
 TICK_S = 0.1  # (chosen) how soon the end of a process is seen
@@ -95,10 +97,24 @@ class Process:
 class Agent:
     """Serves one driver until told to quit, or until the driver is gone."""
 
-    def __init__(self, name: str, driver: str, token: str, env: Mapping[str, str], period: float):
-        """driver: its host:port. env: of the training processes, completed by the driver's."""
-        self._name, self._token, self._env, self._period = name, token, env, period
-        self._line: Line = dial(driver)
+    def __init__(
+        self,
+        name: str,
+        driver: str,
+        secret: str,
+        env: Mapping[str, str],
+        period: float,
+        tls: Tls | None = None,
+    ):
+        """Joins a driver that holds the job's secret, and obeys no other.
+
+        driver: its host:port. env: of the training processes, completed by the driver's.
+        Raises: OSError when the driver is not there, not the job's, or has an agent of this name.
+        """
+        self._secret, self._env, self._period, self._tls = secret, env, period, tls
+        self._line: Line = dial(driver, secret, AGENT, name, tls)
+        self._address: str = self._line.sock.getsockname()[0]
+        self._join()
         shared.sweep(shared.root())
         self._folder, self._lock = shared.claim(shared.root())
         self._processes: list[Process] = []
@@ -113,6 +129,20 @@ class Agent:
         )
         self._tell_reaper(f"folder {self._folder}")
 
+    def _join(self) -> None:
+        """Says where this agent is, and waits to be taken."""
+        try:
+            self._line.send({"address": self._address, "pid": os.getpid()})
+            said: list[dict[str, Any]] = []
+            while not said:
+                said = self._line.receive()
+            if said[0]["do"] != "welcome":
+                raise ConnectionRefusedError(said[0].get("why", "the driver takes no agent"))
+        except BaseException:
+            self._line.close()
+            raise
+        self._first = said[1:]  # what came behind the welcome
+
     def _tell_reaper(self, words: str) -> None:
         assert self._reaper.stdin is not None
         self._reaper.stdin.write(words + "\n")
@@ -121,16 +151,13 @@ class Agent:
     def serve(self) -> int:
         """Returns 0 after 'quit', 1 when the driver was lost."""
         try:
-            mine = self._line.sock.getsockname()[0]
-            self._line.send(
-                {"hello": self._name, "token": self._token, "address": mine, "pid": os.getpid()}
-            )
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._ask)
             due = 0.0
             while True:
                 ready, _, _ = select.select([self._line], [], [], TICK_S)
-                for message in self._line.receive() if ready else []:
+                heard, self._first = self._first, []
+                for message in heard + (self._line.receive() if ready else []):
                     if message["do"] == "quit":
                         return 0
                     self._obey(message)
@@ -163,8 +190,8 @@ class Agent:
             case "ping":
                 self._line.send({"mine": time.monotonic()})
             case "port":
-                with socket.socket() as probe:
-                    probe.bind(("", 0))
+                with socket.socket(links.family(self._address)) as probe:
+                    probe.bind((self._address, 0))
                     self._line.send({"port": probe.getsockname()[1]})
             case "start":
                 self._start(message)
@@ -178,10 +205,11 @@ class Agent:
                 self._stop()
                 self._line.send({"stopped": self._attempt})
             case "answer":
-                self._line.send({"answers": links.answer(self._token)})
+                self._line.send({"answers": links.answer(self._address, self._secret, self._tls)})
             case "reach":
                 try:
-                    self._line.send({"reached": links.reach(message["at"], self._token)})
+                    figure = links.reach(message["at"], self._secret, self._tls)
+                    self._line.send({"reached": figure})
                 except (OSError, ValueError) as error:
                     self._line.send({"reached": str(error) or type(error).__name__})
             case "check":

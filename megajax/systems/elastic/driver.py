@@ -26,6 +26,7 @@ from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
 from megajax.systems.elastic.policy import ELSEWHERE, Policy, Recovery
+from megajax.systems.elastic.tls import Tls
 
 CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
 STEPS = 200  # (chosen) newest step times whose median enters the ETTR
@@ -57,17 +58,18 @@ class Driver:
         settings: Settings,
         journal: Journal,
         listener: socket.socket,
-        token: str,
+        secret: str,
         show: Callable[[str], None],
         spawn: Spawn | None = None,
         spares: int = 0,
+        tls: Tls | None = None,
     ):
         """show: takes the output of rank 0. spawn: starts an agent of a name on this machine.
 
         spares: agents that `spawn` starts beyond settings.hosts.
         """
         self._settings, self._journal, self._show = settings, journal, show
-        self._hosts = Hosts(self, listener, token, spawn, settings.hosts + spares)
+        self._hosts = Hosts(self, listener, secret, spawn, settings.hosts + spares, tls)
         self._recovery = Recovery(settings.policy)
         self._attempt = -1
         self._team: list[Host] = []
@@ -118,6 +120,10 @@ class Driver:
     def on_output(self, text: str) -> None:
         """Rank 0 printed something."""
         self._show(text)
+
+    def on_refused(self, address: str, why: str, count: int) -> None:
+        """A connection was ended, and nothing else."""
+        self._journal.event("refused", f"{address} {why}", address=address, count=count)
 
     def on_report(self, host: Host, message: dict[str, Any]) -> None:
         """The news of a period."""

@@ -1,7 +1,9 @@
 """The hosts of a job as its driver sees them: agents that came, were asked, hung up, are excluded.
 
 Agents come by themselves, or this machine's are started by `spawn`; the driver never logs in
-anywhere. What an agent says without being asked goes to the driver's `on_*`. No jax import.
+anywhere. Only who holds the job's secret comes in (door.py), and an error in what one connection
+says ends that connection only. What an agent says without being asked goes to the driver's `on_*`.
+No jax import.
 """
 
 import dataclasses
@@ -13,11 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megajax.systems.elastic import links
+from megajax.systems.elastic.door import Door
+from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import Line
 
 TICK_S = 0.1  # (chosen)
 ANSWER_S = 15.0  # (chosen) for stacks, and for the end of killed processes
 SPARES_S = 10.0  # (chosen) for spares of this machine to come, though enough are there
+QUIET_S = 5.0  # (chosen) after that an agent gives way to another of its name
+AGENT, OPERATOR = "agent", "evict"  # the purposes of connections to a driver
 Spawn = Callable[[str], subprocess.Popen]
 
 
@@ -29,6 +35,7 @@ class Host:
     line: Line
     address: str
     pid: int
+    heard: float  # when it last said something
     answers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -53,6 +60,9 @@ class Listener(Protocol):
     def on_output(self, text: str) -> None:
         """Rank 0 printed something."""
 
+    def on_refused(self, address: str, why: str, count: int) -> None:
+        """A connection was ended: it did not prove itself, or what it said made no sense."""
+
 
 class Hosts:
     """All agents of a driver."""
@@ -61,14 +71,16 @@ class Hosts:
         self,
         owner: Listener,
         listener: socket.socket,
-        token: str,
+        secret: str,
         spawn: Spawn | None = None,
         count: int = 0,
+        tls: Tls | None = None,
     ):
         """spawn: starts an agent of a name on this machine. count: agents to start."""
-        self._owner, self._listener, self._token, self._spawn = owner, listener, token, spawn
+        self._owner, self._spawn = owner, spawn
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        serves = (AGENT, OPERATOR)
+        self._door = Door(listener, self._selector, secret, serves, owner.on_refused, tls)
         self._local: dict[str, subprocess.Popen] = {}
         self._names = [f"local{i}" for i in range(count)] if spawn else []
         self._here: dict[str, Host] = {}
@@ -107,42 +119,64 @@ class Hosts:
         """Takes what agents say."""
         for key, _ in self._selector.select(timeout):
             line: Any = key.fileobj
-            if line is self._listener:
-                sock, _ = self._listener.accept()
-                self._selector.register(Line(sock), selectors.EVENT_READ)
-                continue
-            try:
-                for message in line.receive():
-                    self._take(line, message)
-            except OSError:
-                self._drop(line)
+            if line is self._door.listener:
+                self._door.accept()
+            elif not line.closed:  # another of this turn's messages may have ended it
+                self._hear(line)
+        self._door.sweep()
+
+    def _hear(self, line: Line) -> None:
+        """Takes what one connection has sent; whatever is wrong with it ends this connection."""
+        try:
+            messages = line.receive()
+            if not self._door.admits(line):
+                return
+            for message in messages:
+                self._take(line, message)
+                if line.closed:
+                    return
+        except OSError as error:
+            self._drop(line, str(error))
+        except Exception as error:  # of an agent of another version, or a broken one
+            self._door.refuse(line.name, f"said what cannot be used: {error!r:.200}")
+            self._drop(line, "said what cannot be used")
 
     def _take(self, line: Line, message: dict[str, Any]) -> None:
         host = next((h for h in self._here.values() if h.line is line), None)
-        if host is None:  # nobody yet
-            if message.get("token") != self._token:
-                raise ConnectionRefusedError("a stranger")
-            if "evict" in message:
-                self._owner.on_evict(message["evict"])
-                return
-            host = Host(message["hello"], line, message["address"], message["pid"])
-            if host.name in self._here:  # an agent that was thought of as there
-                self._drop(self._here[host.name].line)
-            self._here[host.name] = host
-            self._owner.on_join(host)
-        elif "asked" in message:
-            self._owner.on_asked(message["asked"])
-        elif "out" in message:
-            self._owner.on_output(message["out"])
-        elif "report" in message:
-            self._owner.on_report(host, message)
+        if line.purpose == OPERATOR:
+            self._owner.on_evict(str(message["evict"]))
+        elif host is None:
+            self._join(line, message)
         else:
-            host.answers |= message
+            host.heard = time.monotonic()
+            if "asked" in message:
+                self._owner.on_asked(int(message["asked"]))
+            elif "out" in message:
+                self._owner.on_output(str(message["out"]))
+            elif "report" in message:
+                self._owner.on_report(host, message)
+            else:
+                host.answers |= message
 
-    def _drop(self, line: Line) -> None:
-        """Forgets an agent that hung up."""
-        self._selector.unregister(line)
-        line.close()
+    def _join(self, line: Line, message: dict[str, Any]) -> None:
+        """Takes an agent in, instead of a silent one of its name."""
+        known = self._here.get(line.name)
+        if known is not None:
+            quiet = time.monotonic() - known.heard
+            if quiet < QUIET_S:  # or two hosts of one name would end one another for ever
+                line.send({"do": "wait", "why": f"another agent is called {line.name} (--name)"})
+                self._drop(line, "its name is taken")
+                return
+            self._drop(known.line, f"silent for {quiet:.0f} s, and another came")
+        address, pid = str(message["address"]), int(message["pid"])
+        host = Host(line.name, line, address, pid, time.monotonic())
+        self._here[host.name] = host
+        self._owner.on_join(host)
+        line.send({"do": "welcome"})
+
+    def _drop(self, line: Line, why: str = "") -> None:
+        """Ends a connection, and forgets the agent behind it."""
+        self._door.turn_away(line, why)
         for host in [h for h in self._here.values() if h.line is line]:
             del self._here[host.name]
             self._owner.on_hang_up(host)
@@ -222,5 +256,5 @@ class Hosts:
                 agent.wait()
         for host in self._here.values():
             host.line.close()
-        self._listener.close()
+        self._door.close()
         self._selector.close()

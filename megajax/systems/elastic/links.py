@@ -6,14 +6,18 @@ of the others has a good one elsewhere. Two hosts alone can therefore not tell w
 """
 
 import random
+import selectors
 import socket
 import statistics
 import threading
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megajax.systems.elastic.wire import Line, dial
+from megajax.systems.elastic.door import Door
+from megajax.systems.elastic.tls import Tls
+from megajax.systems.elastic.wire import dial
 
 ROUNDS = 3  # (chosen) pairs of a host: a majority can be right
 ECHO_BYTES = 2 * 2**20  # (chosen) each way; tenths of a second on a slow network
@@ -21,6 +25,7 @@ ECHOES = 3
 WAIT_S = 10.0  # (chosen) for the other host to come; a link that takes longer is bad
 SLOW = 0.25  # (chosen) of the median of all hosts, of each its best link
 
+ECHO = "echo"  # the purpose of such a connection
 Pair = tuple[str, str]
 
 
@@ -36,46 +41,58 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     return found
 
 
-def answer(token: str) -> int:
-    """Waits, in a thread, for one host that knows the token, and sends back what it sends.
+def answer(address: str, secret: str, tls: Tls | None = None) -> int:
+    """Waits, in a thread, for one host that holds the secret, and sends back what it sends.
 
-    Returns: the port to come to.
+    address: of this host in the job's network; no other is listened on. Returns: the port there.
     """
-    server = socket.create_server(("", 0))
-    server.settimeout(WAIT_S)
-    threading.Thread(target=_echo, args=(server, token), daemon=True).start()
+    server = socket.create_server((address, 0), family=family(address))
+    threading.Thread(target=_echo, args=(server, secret, tls), daemon=True).start()
     return server.getsockname()[1]
 
 
-def _echo(server: socket.socket, token: str) -> None:
-    try:
-        with server:
-            sock, _ = server.accept()
-        line = Line(sock)
-        try:
-            while True:
-                for message in line.receive():
-                    if message.get("token") != token:
-                        return
-                    line.send({"echo": message["data"]})
-        finally:
-            line.close()
-    except OSError:
-        return  # the other side reports it
+def family(address: str) -> socket.AddressFamily:
+    """Returns which kind of address this is."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def reach(address: str, token: str) -> float:
+def _echo(server: socket.socket, secret: str, tls: Tls | None) -> None:
+    """Serves one host; strangers who come first are sent away."""
+    end, served = time.monotonic() + WAIT_S, None
+    with selectors.DefaultSelector() as selector:
+        door = Door(server, selector, secret, (ECHO,), tls=tls)
+        while time.monotonic() < end and not (served is not None and served.closed):
+            for key, _ in selector.select(0.1):
+                line: Any = key.fileobj
+                if line is server:
+                    door.accept()
+                    continue
+                try:
+                    messages = line.receive()
+                    if door.admits(line):
+                        served, end = line, max(end, time.monotonic() + WAIT_S)
+                    for message in messages:
+                        line.send({"echo": message["data"]})
+                except (OSError, KeyError) as error:
+                    door.turn_away(line, str(error))  # the other side reports it
+            door.sweep()
+        if served is not None and not served.closed:
+            door.turn_away(served, "the time is over")
+        door.close()
+
+
+def reach(address: str, secret: str, tls: Tls | None = None) -> float:
     """Sends data to a host that answers, and compares what comes back. Returns MB/s, both ways.
 
     Raises: OSError when it cannot be reached in time; ValueError when other bytes come back.
     """
     data = random.Random(2).randbytes(ECHO_BYTES // 2).hex()
-    line = dial(address)
+    line = dial(address, secret, ECHO, "link", tls)
     try:
         best, end = float("inf"), time.monotonic() + WAIT_S
         for _ in range(ECHOES):
             began = time.perf_counter()
-            line.send({"token": token, "data": data})
+            line.send({"data": data})
             back: list[dict] = []
             while not back:
                 if time.monotonic() > end:

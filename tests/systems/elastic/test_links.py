@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from megajax.systems.elastic import links
+from megajax.systems.elastic.wire import Line
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
@@ -23,27 +24,31 @@ def test_rounds_are_disjoint_and_no_pair_comes_twice(count):
 
 
 def test_an_echo_and_what_goes_wrong(monkeypatch):
-    def at(token="secret"):
-        return f"127.0.0.1:{links.answer(token)}"
+    secret = "of this job only"
 
-    assert links.reach(at(), "secret") > 0
+    def at():
+        return f"127.0.0.1:{links.answer('127.0.0.1', secret)}"
+
+    assert links.reach(at(), secret) > 0
+    place = at()
     with pytest.raises(OSError):
-        links.reach(at(), "guessed")
+        links.reach(place, "guessed by someone")
+    assert links.reach(place, secret) > 0  # a stranger who came first is no bad link
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(ConnectionRefusedError):
-        links.reach(nobody, "secret")
-    send = links.Line.send
+        links.reach(nobody, secret)
+    send = Line.send
 
     def damage(line, message):
         if "echo" in message:
             message = {"echo": message["echo"].replace("7", "8", 1)}
         send(line, message)
 
-    monkeypatch.setattr(links.Line, "send", damage)
+    monkeypatch.setattr(Line, "send", damage)
     with pytest.raises(ValueError, match="other bytes"):
-        links.reach(at(), "secret")
+        links.reach(at(), secret)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6])

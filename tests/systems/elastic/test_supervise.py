@@ -11,11 +11,14 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+
+from megajax.systems.elastic.wire import StrangerError, dial
 
 pytestmark = pytest.mark.process
 
@@ -309,8 +312,11 @@ def test_a_command_that_cannot_work_is_tried_once(tmp_path):
 
 
 def test_mistakes_are_explained():
-    def call(*words):
-        done = subprocess.run([sys.executable, SUPERVISE, *words], capture_output=True, text=True)
+    def call(*words, token=""):
+        env = os.environ | {"MEGAJAX_TOKEN": token}
+        done = subprocess.run(
+            [sys.executable, SUPERVISE, *words], capture_output=True, text=True, env=env
+        )
         return done.returncode, done.stderr
 
     code, err = call("--hosts=2", "--min_hosts=3", "--", "true")
@@ -321,5 +327,34 @@ def test_mistakes_are_explained():
                          "experiments/pretrain.py ...\n")  # fmt: skip
     code, err = call("--hosts=0", "--", "true")
     assert code == 2 and "hosts=0 must be at least 1; nearest: 1 (--hosts)" in err
-    code, err = call("--agent=127.0.0.1:1", "--join_s=0")
+    code, err = call("--agent=127.0.0.1:1", "--join_s=0", token="x" * 16)
     assert code == 2 and "no driver at 127.0.0.1:1" in err
+    code, err = call("--agent=127.0.0.1:1")
+    assert code == 2 and "must hold the job's secret (MEGAJAX_TOKEN, or --token_file)" in err
+    code, err = call("--agents=elsewhere", "--", "true", token="guess me")
+    assert code == 2 and "has 8 characters and needs at least 16" in err
+
+
+@slow
+def test_strangers_at_the_driver_leave_the_job_alone(tmp_path):
+    """A line that nests too deep, idle connections, a dribble, an agent that guesses the secret."""
+    run = Supervised(tmp_path, pause=0.1)
+    run.wait_for(lambda: run.saved()["step"] >= 5)
+    reach = json.loads((run.out / "driver.json").read_text())
+    host, _, port = reach["address"].rpartition(":")
+    assert (run.out / "driver.json").stat().st_mode & 0o777 == 0o600
+    strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
+    strangers[0].sendall(b"[" * 100_000 + b"\n")
+    with pytest.raises(StrangerError):
+        dial(reach["address"], "guessed by somebody", "agent", "local1")
+    with contextlib.suppress(OSError):
+        for _ in range(100):
+            strangers[-1].sendall(b" ")
+            time.sleep(0.01)
+    code, err = run.end()
+    for sock in strangers:
+        sock.close()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters() and not run.events("fault")
+    assert len(run.events("start")) == 1 and 1 <= len(run.events("refused")) <= 12
+    assert reach["token"] not in (run.out / "events.jsonl").read_text() + run.output + err
