@@ -119,7 +119,7 @@ def main() -> int:
     if first:
         run_dir.begin(cfg, tokenizer)
     work = banner.work(cfg, mesh)
-    recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index())
+    recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index(), console.say)
     recorder.emit(int(start.state.step), phases.seconds)
     measure = Measure(
         cfg, train_step, corpora, tokenizer, recorder, console, run_dir,

@@ -4,7 +4,7 @@ By ByteCheckpoint's formula, from the interval between saves, and by measurement
 supervised run left behind. No jax import.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -18,6 +18,18 @@ def formula(interval: int, step_s: float, save_s: float, load_s: float) -> float
     return useful / (useful + (useful + save_s) / 2 + load_s)
 
 
+def elapsed(events: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds of all drivers that wrote these events, each by its even clock.
+
+    A clock that is set during the run changes "time", and not "clock"; older files lack the latter.
+    """
+    if "clock" not in events[-1]:
+        return events[-1]["time"] - events[0]["time"]
+    clocks = [e.get("clock", 0.0) for e in events]
+    ends = [a for a, b in zip(clocks, clocks[1:], strict=False) if b < a]  # another driver began
+    return sum(ends) + clocks[-1]
+
+
 def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> dict:
     """Returns where the time of a supervised run went, in seconds, and the ratio.
 
@@ -26,7 +38,7 @@ def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, An
     compilation, saves, evaluation, hanging, checks.
     """
     events = list(events)
-    total = events[-1]["time"] - events[0]["time"]
+    total = elapsed(events)
     last: dict[int, float] = {}
     redone = 0.0
     for row in rows:

@@ -4,7 +4,8 @@ No jax import: a watchdog reads the stream without touching a device.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,20 +41,36 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """Stamps values and hands them to all sinks."""
+    """Stamps values and hands them to all sinks. A sink that cannot write ends no run."""
 
-    def __init__(self, sinks: Sequence[Sink], host: int = 0):
-        """host: the number of this process."""
-        self._sinks, self._host = list(sinks), host
+    def __init__(
+        self, sinks: Sequence[Sink], host: int = 0, tell: Callable[[str], object] | None = None
+    ):
+        """host: the number of this process. tell: hears once that a sink cannot write, and once
+        that it can again."""
+        self._sinks, self._host, self._tell = list(sinks), host, tell or (lambda message: None)
+        self._lost: Counter[int] = Counter()  # by the place of the sink
 
     def emit(self, step: int, values: Mapping[str, Value]) -> None:
         """Records named values of a step, now."""
         now = time.time()
         records = [Record(now, self._host, None, step, n, v) for n, v in values.items()]
-        for sink in self._sinks:
-            sink.write(records)
+        for place, sink in enumerate(self._sinks):
+            try:
+                sink.write(records)
+            except OSError as error:
+                self._lost[place] += 1
+                if self._lost[place] == 1:
+                    what = type(sink).__name__
+                    self._tell(f"{what} cannot write: {error.strerror}. Training goes on without")
+            else:
+                if lost := self._lost.pop(place, 0):
+                    self._tell(f"{type(sink).__name__} writes again; {lost} rows were lost")
 
     def close(self) -> None:
         """Closes all sinks."""
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                self._tell(f"{type(sink).__name__} cannot write its end: {error.strerror}")

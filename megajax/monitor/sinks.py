@@ -1,13 +1,18 @@
 """Where records go: metrics.jsonl (the truth), TensorBoard events, Weights & Biases."""
 
+import errno
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
+from megajax.monitor.lines import Lines
 from megajax.monitor.records import Record, Value
+
+FLUSH_S = 10.0  # (chosen) seconds between writes of TensorBoard's events
 
 
 def _finite(value: Value) -> Value:
@@ -16,28 +21,29 @@ def _finite(value: Value) -> Value:
 
 
 class Jsonl:
-    """One line for each moment: {"step", "time", name: value...}, flushed at once."""
+    """One line for each moment: {"step", "time", name: value...}, flushed at once.
+
+    A row that the disk does not take is lost; the next one that it takes says how many were, as
+    "rows_lost".
+    """
 
     def __init__(self, path: Path):
         """Appends; half a line that a killed run left at the end is dropped."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            raw = path.read_bytes()
-            if not raw.endswith(b"\n"):
-                with open(path, "r+b") as file:
-                    file.truncate(raw.rfind(b"\n") + 1)
-        self._file = open(path, "a")
+        self._lines = Lines(path)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes one line."""
+        """Writes one line. Raises: OSError when the disk does not take it."""
         row = {"step": records[0].step, "time": round(records[0].time, 3)}
         row |= {r.name: _finite(r.value) for r in records}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        if self._lines.lost:
+            row["rows_lost"] = self._lines.lost
+        if not self._lines.write(json.dumps(row)):
+            raise OSError(errno.EIO, self._lines.why)
+        self._lines.lost = 0
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._lines.close()
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -56,19 +62,32 @@ def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
 
 
 class TensorBoard:
-    """Event files, readable by `tensorboard --logdir`."""
+    """Event files, readable by `tensorboard --logdir`.
+
+    tensorboardX's SummaryWriter hands events to a thread, which a full disk ends; its queue then
+    fills and blocks the training loop for ever. Events are therefore written here, in the caller.
+    """
 
     def __init__(self, folder: Path):
         """Loads tensorboardX only now."""
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
 
-        self._writer = SummaryWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        self._flushed = 0.0
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes every number as a scalar."""
+        """Writes every number as a scalar. Raises: OSError when the disk does not take it."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
         for r in records:
             if isinstance(r.value, (int, float)) and math.isfinite(r.value):
-                self._writer.add_scalar(r.name, r.value, r.step, walltime=r.time)
+                summary = scalar(r.name, r.value)
+                self._writer.write_event(Event(wall_time=r.time, step=r.step, summary=summary))
+        if time.monotonic() > self._flushed + FLUSH_S:
+            self._flushed = time.monotonic()
+            self._writer.flush()
 
     def close(self) -> None:
         """Flushes the events."""

@@ -1,12 +1,14 @@
 import io
 import json
 import math
+import os
+import shutil
 
 import pytest
 from rich.console import Console as RichConsole
 
 from megajax.core.errors import UserError
-from megajax.monitor import results
+from megajax.monitor import results, sinks
 from megajax.monitor.console import Console, Phases, duration, kept_line, quantity
 from megajax.monitor.meter import Meter, Work
 from megajax.monitor.records import Recorder
@@ -47,6 +49,37 @@ def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
     recorder.emit(2, {"loss": 2.0})
     recorder.close()
     assert [r["step"] for r in read_jsonl(path)] == [1, 2]
+
+
+def test_rows_that_the_disk_does_not_take_are_counted_and_no_run_ends(tmp_path, monkeypatch):
+    """A full disk takes the half of a line; later there is room again."""
+    path, said = tmp_path / "m.jsonl", []
+    recorder = Recorder([Jsonl(path), board := TensorBoard(tmp_path / "tb")], tell=said.append)
+    recorder.emit(1, {"loss": 3.0})
+    write = os.write
+    with monkeypatch.context() as m:
+        m.setattr(os, "write", lambda file, data: write(file, data[:5]))
+        m.setattr(board._writer, "flush", lambda: (_ for _ in ()).throw(OSError(28, "full")))
+        m.setattr(sinks, "FLUSH_S", 0.0)
+        for step in range(2, 40):
+            recorder.emit(step, {"loss": 2.0})
+    recorder.emit(40, {"loss": 1.0})
+    recorder.close()
+    rows = list(read_jsonl(path))
+    assert [(r["step"], r.get("rows_lost")) for r in rows] == [(1, None), (40, 38)]
+    assert path.read_text().count("\n") == 2
+    assert [("cannot write" in s, "38 rows were lost" in s) for s in said] == [
+        (True, False), (True, False), (False, True), (False, True),
+    ]  # fmt: skip
+
+
+def test_a_metrics_file_that_is_removed_is_made_again(tmp_path):
+    recorder = Recorder([Jsonl(tmp_path / "run" / "m.jsonl")])
+    recorder.emit(1, {"loss": 3.0})
+    shutil.rmtree(tmp_path / "run")
+    recorder.emit(2, {"loss": 2.0})
+    recorder.close()
+    assert [r["step"] for r in read_jsonl(tmp_path / "run" / "m.jsonl")] == [2]
 
 
 def test_tensorboard_events_are_read_back(tmp_path):

@@ -3,18 +3,21 @@
 The evidence of an attempt: the stacks of each rank, timeline.json (open it in ui.perfetto.dev),
 silent.txt (who is furthest behind, over the grid), heat.html, and spans.json, of which they are
 made. metrics.prom is Prometheus' text format, rewritten in one piece: for node_exporter's textfile
-collector, or any file server. blocklist has one excluded host a line.
+collector, or any file server. blocklist has one excluded host a line. A disk that takes none of
+it costs the evidence, not the job: what was lost is counted, in the next event that is written.
 """
 
+import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.monitor import timeline
 from megajax.monitor.heartbeat import Span
+from megajax.monitor.lines import Lines
 
 EVERY_S = 5.0  # (chosen) seconds between rewrites of metrics.prom without an event
 
@@ -26,16 +29,22 @@ class Journal:
         """Appends to what an earlier driver left there."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._say = folder, say
-        self._file = open(folder / "events.jsonl", "a")
+        self._began = time.monotonic()
+        self._lines = Lines(folder / "events.jsonl")
+        self.lost = 0  # files and events that the disk did not take
         self._faults: Counter[str] = Counter()
         self._gauges: dict[str, float] = {}
         self._written = 0.0
 
     def event(self, name: str, message: str = "", **values: Any) -> None:
         """Records an event, and says it when it has a message."""
-        row = {"time": round(time.time(), 3), "event": name, "message": message, **values}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        clock = round(time.monotonic() - self._began, 3)  # goes on evenly, whatever sets the time
+        row = {"time": round(time.time(), 3), "clock": clock, "event": name, "message": message}
+        row |= values | ({"lost": self.lost} if self.lost else {})
+        if self._lines.write(json.dumps(row)):
+            self.lost = 0
+        else:
+            self._lose(self._lines.why)
         if name in ("fault", "warning"):
             self._faults[f'megajax_{name}s_total{{rule="{values["rule"]}"}}'] += 1
         if message:
@@ -54,13 +63,27 @@ class Journal:
         lines += [f"{name} {count}" for name, count in sorted(self._faults.items())]
         for name, value in self._gauges.items():
             lines += [f"# TYPE megajax_{name} gauge", f"megajax_{name} {value:g}"]
-        fresh = self.folder / "metrics.prom.new"
-        fresh.write_text("\n".join(lines) + "\n")
-        fresh.replace(self.folder / "metrics.prom")
+        with self._may_lose():
+            fresh = self.folder / "metrics.prom.new"
+            fresh.write_text("\n".join(lines) + "\n")
+            fresh.replace(self.folder / "metrics.prom")
+
+    def _lose(self, why: str) -> None:
+        if not self.lost:
+            self._say(f"[supervise] cannot write into {self.folder}: {why}. The job goes on")
+        self.lost += 1
+
+    @contextlib.contextmanager
+    def _may_lose(self) -> Iterator[None]:
+        """What is written inside is lost when the disk does not take it."""
+        try:
+            yield
+        except OSError as error:
+            self._lose(error.strerror or str(error))
 
     def exclude(self, host: str, why: str) -> None:
         """Adds a host to the blocklist."""
-        with open(self.folder / "blocklist", "a") as file:
+        with self._may_lose(), open(self.folder / "blocklist", "a") as file:
             file.write(host + "\n")
         self.event("excluded", f"{host}: {why}", host=host)
 
@@ -77,7 +100,18 @@ class Journal:
 
         hosts: of each rank. offsets: of each host's clock. grid: of timeline.parse_grid.
         """
-        folder = self.folder / f"attempt{attempt}"
+        with self._may_lose():
+            self._evidence(self.folder / f"attempt{attempt}", stacks, spans, hosts, offsets, grid)
+
+    @staticmethod
+    def _evidence(
+        folder: Path,
+        stacks: Mapping[str, str],
+        spans: Mapping[str, list],
+        hosts: Mapping[int, str],
+        offsets: Mapping[str, float],
+        grid: str | None,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"rank{rank}.stacks").write_text(text)
@@ -97,10 +131,11 @@ class Journal:
 
     def report(self, text: str) -> None:
         """Writes report.txt: why the driver gave up."""
-        (self.folder / "report.txt").write_text(text)
+        with self._may_lose():
+            (self.folder / "report.txt").write_text(text)
         self._say(text)
 
     def close(self) -> None:
         """Closes the file of events."""
         self._write()
-        self._file.close()
+        self._lines.close()

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from megajax.monitor import ettr
 from megajax.monitor.reports import Action
 from megajax.systems.elastic import agent, checks, reaper, shared
 from megajax.systems.elastic.agent import Process
@@ -116,33 +117,25 @@ def pair():
 
 
 def test_messages_arrive_whole_in_pieces_or_together():
-    a, b = map(Line, pair())
-    a.send({"x": 1, "loss": float("nan")})
-    a.send({"text": "line\nbreak"})
-    got = []
-    while len(got) < 2:
-        got += b.receive()
-    assert got[0]["x"] == 1 and got[0]["loss"] != got[0]["loss"]
-    assert got[1] == {"text": "line\nbreak"}
-    a.sock.sendall(b'{"y": ')
-    assert b.receive() == []
-    a.sock.sendall(b"2}\n")
-    assert b.receive() == [{"y": 2}]
-    a.close()
-    with pytest.raises(OSError):
-        b.receive()
-    b.close()
-
-
-@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n", b"[1]\n", b"\xff\n"])
-def test_nonsense_hangs_up(raw):
     a, b = pair()
-    line = Line(b)
-    a.sendall(raw)
-    with pytest.raises(OSError):
-        line.receive()
-    a.close()
-    line.close()
+    one, two = Line(a, "a secret of the job", True), Line(b, "a secret of the job", False)
+    one._hello()
+    for line in (two, one, two):
+        assert line.receive() == []
+    assert one.ready and two.ready
+    sent = []
+    one._write = sent.append
+    for text in ("x" * 10, "y"):
+        one.send({"text": text})
+    raw = b"".join(sent)
+    a.sendall(raw[:70])
+    assert two.receive() == []
+    a.sendall(raw[70:])
+    assert two.receive() == [{"text": "x" * 10}, {"text": "y"}]
+    one.close()
+    with pytest.raises(ConnectionResetError):
+        two.receive()
+    two.close()
 
 
 # ---- journal
@@ -163,6 +156,32 @@ def test_events_and_metrics(tmp_path):
     metrics = (tmp_path / "out" / "metrics.prom").read_text()
     assert 'megajax_faults_total{rule="exit"} 2\n' in metrics and "megajax_step 7\n" in metrics
     assert (tmp_path / "out" / "blocklist").read_text() == "a\n"
+    assert [r["clock"] for r in rows] == sorted(r["clock"] for r in rows)
+
+
+def test_a_disk_that_takes_nothing_costs_the_evidence_and_not_the_job(tmp_path, monkeypatch):
+    said = []
+    journal = Journal(tmp_path / "out", said.append)
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as m:
+        m.setattr(os, "write", lambda file, data: (_ for _ in ()).throw(full))
+        m.setattr(pathlib.Path, "write_text", lambda *_: (_ for _ in ()).throw(full))
+        journal.event("fault", "rank 1: gone", rule="exit")
+        journal.evidence(0, {0: "stack"}, {}, {}, {}, None)
+        journal.report("why")
+    assert sum("cannot write" in text for text in said) == 1
+    journal.event("end")
+    journal.close()
+    (row,) = [json.loads(x) for x in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    assert (row["event"], row["lost"]) == ("end", 4)
+    assert journal.lost == 0
+
+
+def test_time_is_counted_by_a_clock_that_nobody_sets():
+    events = [{"time": 90_000.0, "clock": 1.0}, {"time": 3610.0, "clock": 21.0}]
+    assert ettr.elapsed(events) == 21.0
+    assert ettr.elapsed(events * 2) == 42.0  # a second driver wrote on
+    assert ettr.elapsed([{"time": 5.0}, {"time": 9.0}]) == 4.0
 
 
 # ---- the agent's view

@@ -1,0 +1,70 @@
+"""Telemetry that may be lost: lines and files that a full, read-only or vanished disk cannot hold.
+
+A run never ends because its measurements cannot be written. What could not be written is counted,
+and written about as soon as there is room again. No jax import.
+"""
+
+import os
+from pathlib import Path
+
+
+class Lines:
+    """Appends whole lines to a file. lost: lines that could not be written since the last success.
+
+    A line is written in one system call and flushed, so another reader never sees half of one; what
+    a full disk took of a line is cut off again.
+    """
+
+    def __init__(self, path: Path):
+        """Makes the folder; half a line that a killed process left at the end is dropped.
+
+        Raises: OSError when it cannot: at the start somebody can still choose another place.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self.lost, self.why = path, 0, ""
+        self._file = self._open()
+
+    def _open(self) -> int:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        _cut_half_line(file)
+        return file
+
+    def write(self, line: str) -> bool:
+        """Tells whether the line was written; one that was not is counted in `lost`."""
+        data = line.encode(errors="backslashreplace") + b"\n"
+        try:
+            if self._file < 0 or os.fstat(self._file).st_nlink == 0:  # the file was removed
+                self._reopen()
+            size = os.fstat(self._file).st_size
+            if os.write(self._file, data) < len(data):
+                os.ftruncate(self._file, size)
+                raise OSError(28, "No space left on device")
+        except OSError as error:
+            self.lost += 1
+            self.why = error.strerror or str(error)
+            return False
+        return True
+
+    def _reopen(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _cut_half_line(file: int) -> None:
+    size = os.fstat(file).st_size
+    at, tail = size, b""
+    while at > 0 and b"\n" not in tail:
+        at = max(at - (1 << 16), 0)
+        tail = os.pread(file, size - at, at)
+    end = at + tail.rfind(b"\n") + 1
+    if end < size:
+        os.ftruncate(file, end)
