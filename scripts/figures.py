@@ -7,6 +7,8 @@ Nothing is trained, simulated or measured: flux, comet, bytetransformer and tile
 chaos, bytecheckpoint and schedules are drawn by their experiments alone.
 """
 
+import megajax.core.interrupted  # noqa: F401
+
 import json
 import sys
 from collections.abc import Callable
