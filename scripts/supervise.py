@@ -54,7 +54,7 @@ from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
-from megajax.systems.elastic.hosts import OPERATOR
+from megajax.systems.elastic.hosts import OPERATOR, WAITING_S
 from megajax.systems.elastic.policy import Policy
 from megajax.systems.elastic.tls import Tls, self_signed
 from megajax.systems.elastic.wire import check_secret, dial
@@ -190,6 +190,16 @@ def announce(file: Path, address: str, secret: str) -> None:
         json.dump({"address": address, "token": secret}, out)
 
 
+def invitation(host: str, port: int, out: Path) -> str:
+    """Returns how agents of other hosts are started. host: that the driver listens on."""
+    near = host in ("127.0.0.1", "localhost")
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    return (
+        f"; on each of them: scripts/supervise.py --agent={name}:{port}, with MEGAJAX_TOKEN set to "
+        f"the token in {out / 'driver.json'}"
+    ) + (f"; only this machine reaches {host} (--listen)" if near else "")
+
+
 def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs the driver. Returns its exit code."""
     host, _, port = s.listen.rpartition(":")
@@ -197,12 +207,7 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
         listener = socket.create_server((host, int(port)), backlog=1024)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot listen on {s.listen}: {error} (--listen)") from None
-    given = find_secret(s)
-    if s.agents == "elsewhere" and not given:
-        raise UserError(
-            "agents elsewhere must hold the same secret as the driver (MEGAJAX_TOKEN, --token_file)"
-        )
-    secret = given or secrets.token_hex(16)
+    secret = find_secret(s) or secrets.token_hex(16)
     out = new_folder() if s.out is None else Path(s.out).absolute()
     lock = hold(out)
     tls = find_tls(s, out)
@@ -228,6 +233,7 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
             command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s, s.grid,
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
             Policy(s.max_restarts, least, backoff=s.backoff_s, straggler=s.straggler),
+            invitation(host, where[1], out) if s.agents == "elsewhere" else "",
         ),
         Journal(out, lambda text: print(text, file=sys.stderr, flush=True)),
         listener, secret, show, spawn if s.agents == "here" else None, s.spares, tls,
@@ -280,19 +286,24 @@ def serve(s: argparse.Namespace) -> int:
         raise UserError("an agent must hold the job's secret (MEGAJAX_TOKEN, or --token_file)")
     # Without SLURM's own variables: jax would read from them that there is one process a GPU.
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    end, said = time.monotonic() + s.join_s, ""
+    end, word = time.monotonic() + s.join_s, 0.0
     while True:
         try:
             agent = Agent(s.name, s.agent, secret, env, s.period_s, find_tls(s, None))
         except OSError as error:
-            if time.monotonic() > end:
+            left = end - time.monotonic()
+            if left < 0:
                 raise UserError(f"no driver at {s.agent}: {error} (--agent)") from None
-            if isinstance(error, ConnectionError) and str(error) != said:
-                said = str(error)
-                print(f"driver at {s.agent}: {said}; trying on", file=sys.stderr)
+            if time.monotonic() > word:
+                word = time.monotonic() + WAITING_S
+                print(
+                    f"[agent {s.name}] no driver at {s.agent} yet ({error}); waiting for "
+                    f"{left:.0f} s more (--join_s)",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            time.sleep(min(1.0, left))  # both are started at one time; the driver may be later
         else:
             return agent.serve()
-        time.sleep(1)  # both are started at one time, and the driver may be later
 
 
 def main(argv: Sequence[str]) -> int:

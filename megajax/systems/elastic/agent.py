@@ -222,8 +222,6 @@ class Agent:
         """
         self._attempt = message["attempt"]
         logs = Path(message["folder"])
-        logs.mkdir(parents=True, exist_ok=True)
-        self._disk = logs
         for place, (rank, env) in enumerate(message["ranks"].items()):
             memory = self._folder / f"memory{place}"  # stays from attempt to attempt
             if not message["memory"]:
@@ -234,15 +232,14 @@ class Agent:
                 "MEGAJAX_PROGRESS": str(progress), "MEGAJAX_MEMORY": str(memory),
                 "MEGAJAX_ATTEMPT": str(self._attempt),
             }  # fmt: skip
-            with open(log, "wb") as out:
-                popen = subprocess.Popen(
-                    message["command"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env={**self._env, **env, **own},
-                    start_new_session=True,
-                )
+            try:
+                popen = _run(message["command"], log, {**self._env, **env, **own})
+            except OSError as error:  # another one would say the same
+                program = message["command"][0]
+                at = "" if error.filename in (None, program) else f": {error.filename}"
+                self._line.send({"unable": f"cannot start {program!r}: {error.strerror}{at}"})
+                return
+            self._disk = logs
             self._tell_reaper(f"group {popen.pid}")
             self._processes.append(Process(int(rank), popen, progress, log))
 
@@ -311,6 +308,20 @@ class Agent:
             p.progress.unlink(missing_ok=True)
             heartbeat.stacks_file(p.progress).unlink(missing_ok=True)
         self._processes = []
+
+
+def _run(command: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen:
+    """Starts a command in a session of its own. Raises: OSError: no such program, or no log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as out:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
 
 
 def traffic() -> int:

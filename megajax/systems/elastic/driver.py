@@ -25,7 +25,7 @@ from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
-from megajax.systems.elastic.policy import ELSEWHERE, Policy, Recovery
+from megajax.systems.elastic.policy import ELSEWHERE, USAGE, Policy, Recovery
 from megajax.systems.elastic.tls import Tls
 
 CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
@@ -37,6 +37,7 @@ class Settings:
     """hosts: wanted at a time. processes: of a host. join: seconds to wait for agents.
 
     grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
+    invite: how a person starts an agent that is missing.
     """
 
     command: tuple[str, ...]
@@ -48,6 +49,7 @@ class Settings:
     grid: str | None = None
     limits: Limits = Limits()
     policy: Policy = Policy()
+    invite: str = ""
 
 
 class Driver:
@@ -75,6 +77,7 @@ class Driver:
         self._team: list[Host] = []
         self._dog: Watchdog | None = None
         self._evict: str | None = None
+        self._unable: Action | None = None
         self._step = self._first = 0
         self._steps: deque[float] = deque(maxlen=STEPS)
         self.signals: list[int] = []
@@ -86,7 +89,8 @@ class Driver:
             while True:
                 least = s.policy.min_hosts
                 if not self._hosts.gather(s.hosts, least, s.join, lambda: bool(self.signals)):
-                    return self._give_up(ELSEWHERE, "too few hosts came")
+                    came = f"{len(self._hosts.good())} hosts came of at least {least} (--join_s)"
+                    return self._give_up(ELSEWHERE, came)
                 self._start()
                 action = self._watch()
                 if action.kind == "done":
@@ -124,6 +128,20 @@ class Driver:
     def on_refused(self, address: str, why: str, count: int) -> None:
         """A connection was ended, and nothing else."""
         self._journal.event("refused", f"{address} {why}", address=address, count=count)
+
+    def on_unable(self, host: Host, why: str) -> None:
+        """A host cannot start the command: a mistake in the command, not a fault to go on after."""
+        message = f"{host.name} {why}; correct the command behind --"
+        self._unable = Action("stop", "command", message, (), (host.name,), self._step, USAGE)
+
+    def on_wait(self, seconds: float) -> None:
+        """Agents are missing, which may come for so long."""
+        s, here = self._settings, [h.name for h in self._hosts.good()]
+        self._journal.event(
+            "waiting",
+            f"{len(here)} of {s.hosts} hosts are here ({', '.join(here) or 'none'}); waiting for "
+            f"the agents of the others for {seconds:.0f} s more (--join_s){s.invite}",
+        )
 
     def on_report(self, host: Host, message: dict[str, Any]) -> None:
         """The news of a period."""
@@ -191,6 +209,8 @@ class Driver:
         leaving: Action | None = None  # a straggler that goes as soon as the job has saved
         while True:
             self._hosts.pump()
+            if self._unable is not None:
+                return self._unable
             found = self._dog.judge(time.monotonic())
             for action in found:
                 if action.kind == "warn":
@@ -312,8 +332,10 @@ class Driver:
     def _give_up(self, code: int, why: str) -> int:
         blocked = ", ".join(sorted(self._hosts.blocked)) or "none"
         self._journal.event("gave up", code=code, why=why)
+        when = f"after attempt {self._attempt} at step {self._step}"
+        when = when if self._attempt >= 0 else "before the first attempt"
         self._journal.report(
-            f"gave up after attempt {self._attempt} at step {self._step}: {why}\n"
+            f"gave up {when}: {why}\n"
             f"exit code {code}; excluded hosts: {blocked}; stacks, logs and events: "
             f"{self._journal.folder}\n"
         )

@@ -21,6 +21,7 @@ from megajax.systems.elastic.wire import Line
 
 TICK_S = 0.1  # (chosen)
 ANSWER_S = 15.0  # (chosen) for stacks, and for the end of killed processes
+WAITING_S = 30.0  # (chosen) between two words about agents that are missing
 SPARES_S = 10.0  # (chosen) for spares of this machine to come, though enough are there
 QUIET_S = 5.0  # (chosen) after that an agent gives way to another of its name
 AGENT, OPERATOR = "agent", "evict"  # the purposes of connections to a driver
@@ -63,6 +64,12 @@ class Listener(Protocol):
     def on_refused(self, address: str, why: str, count: int) -> None:
         """A connection was ended: it did not prove itself, or what it said made no sense."""
 
+    def on_unable(self, host: Host, why: str) -> None:
+        """A host cannot start the command."""
+
+    def on_wait(self, seconds: float) -> None:
+        """Agents are missing, which may come for so long."""
+
 
 class Hosts:
     """All agents of a driver."""
@@ -90,6 +97,8 @@ class Hosts:
         """Waits for agents: all wanted, or after a while the fewest that will do. Tells success."""
         began = time.monotonic()
         end = began + seconds
+        # Those of this machine come by themselves, and soon.
+        word = began + (WAITING_S if self._names else 0.0)
         while not stop():
             awaited = self.candidates() if time.monotonic() < began + SPARES_S else ()
             if len(self.good()) >= max(wanted, len(awaited)):
@@ -101,8 +110,12 @@ class Hosts:
             possible = len(set(self._names) - self.blocked)
             if self._names and possible < wanted and len(self.good()) >= possible:
                 break  # no others can come
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 break
+            if now >= word:
+                word = now + WAITING_S
+                self._owner.on_wait(end - now)
             self.pump()
         return len(self.good()) >= max(least, 1)
 
@@ -149,7 +162,9 @@ class Hosts:
             self._join(line, message)
         else:
             host.heard = time.monotonic()
-            if "asked" in message:
+            if "unable" in message:
+                self._owner.on_unable(host, str(message["unable"]))
+            elif "asked" in message:
                 self._owner.on_asked(int(message["asked"]))
             elif "out" in message:
                 self._owner.on_output(str(message["out"]))

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 from megajax.monitor import ettr
 from megajax.monitor.reports import Action
-from megajax.systems.elastic import agent, checks, reaper, shared
+from megajax.systems.elastic import agent, checks, hosts, reaper, shared
 from megajax.systems.elastic.agent import Process
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
@@ -276,3 +277,23 @@ def test_the_check_of_gpus_runs_on_any_devices_and_sees_a_wrong_product(monkeypa
     monkeypatch.setattr(checks, "GPU_CHECK", checks.GPU_CHECK.replace("n / 4", "n / 5"))
     with pytest.raises(ValueError, match="AssertionError"):
         checks.gpu()
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
+    """Agents of other machines at once; this machine's, which come by themselves, after a while."""
+    monkeypatch.setattr(hosts, "WAITING_S", 0.06)
+    said = []
+
+    class Owner:
+        def on_wait(self, seconds):
+            said.append(seconds)
+
+    idle = types.SimpleNamespace(poll=lambda: None, wait=lambda seconds: None)
+    listener = socket.create_server(("127.0.0.1", 0))
+    found = hosts.Hosts(Owner(), listener, "token", (lambda name: idle) if here else None, 2)
+    monkeypatch.setattr(found, "pump", lambda: time.sleep(0.01))
+    assert not found.gather(2, 1, 0.2, lambda: False)
+    found.close()
+    assert len(said) >= 2 and said == sorted(said, reverse=True)
+    assert (said[0] < 0.15) if here else (0.15 < said[0] <= 0.2)

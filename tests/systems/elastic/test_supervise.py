@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -311,6 +312,33 @@ def test_a_command_that_cannot_work_is_tried_once(tmp_path):
     assert code == 2 and len(run.events("start")) == 1
 
 
+@pytest.mark.parametrize("kind", ["missing", pytest.param("not executable", marks=slow)])
+def test_a_command_that_cannot_start_is_tried_once(tmp_path, kind):
+    program = tmp_path / "program"
+    if kind != "missing":
+        program.touch()
+    run = Supervised(tmp_path, command=[str(program)])
+    code, err = run.end()
+    assert code == 2 and len(run.events("start")) == 1, err
+    reason = "No such file or directory" if kind == "missing" else "Permission denied"
+    (fault,) = run.events("fault")
+    wanted = rf"local[01] cannot start '{program}': {reason}; correct the command behind --"
+    assert fault["rule"] == "command" and re.fullmatch(wanted, fault["message"])
+
+
+def test_agents_that_are_awaited_are_told_of(tmp_path):
+    words = ["--agents=elsewhere", "--hosts=2", "--join_s=0.4", f"--out={tmp_path}", "--", "true"]
+    done = subprocess.run([sys.executable, SUPERVISE, *words], capture_output=True, text=True)
+    assert done.returncode == 75
+    assert re.search(
+        r"0 of 2 hosts are here \(none\); waiting for the agents of the others for 0 s more "
+        r"\(--join_s\); on each of them: scripts/supervise.py --agent=127.0.0.1:\d+, with "
+        rf"MEGAJAX_TOKEN set to the token in {tmp_path}/driver.json; only this machine",
+        done.stderr,
+    )
+    assert "gave up before the first attempt: 0 hosts came of at least 2" in done.stderr
+
+
 def test_mistakes_are_explained():
     def call(*words, token=""):
         env = os.environ | {"MEGAJAX_TOKEN": token}
@@ -327,8 +355,9 @@ def test_mistakes_are_explained():
                          "experiments/pretrain.py ...\n")  # fmt: skip
     code, err = call("--hosts=0", "--", "true")
     assert code == 2 and "hosts=0 must be at least 1; nearest: 1 (--hosts)" in err
-    code, err = call("--agent=127.0.0.1:1", "--join_s=0", token="x" * 16)
-    assert code == 2 and "no driver at 127.0.0.1:1" in err
+    code, err = call("--agent=127.0.0.1:1", "--name=me", "--join_s=0.5", token="x" * 16)
+    assert code == 2 and "error: no driver at 127.0.0.1:1" in err
+    assert "[agent me] no driver at 127.0.0.1:1 yet" in err and "0 s more (--join_s)" in err
     code, err = call("--agent=127.0.0.1:1")
     assert code == 2 and "must hold the job's secret (MEGAJAX_TOKEN, or --token_file)" in err
     code, err = call("--agents=elsewhere", "--", "true", token="guess me")
