@@ -95,7 +95,7 @@ def test_slurm_job_hands_sigterm_on_and_waits_for_the_save(slurm, tmp_path):
 
 
 # Between two commands of the script time passes.
-SLOW = """[[ $0 != *launch_slurm.sh ]] || trap 'sleep 0.05' DEBUG"""
+SLOW = """[[ $0 != *launch_slurm.sh ]] || trap 'sleep 0.03' DEBUG"""
 
 
 def test_slurm_job_that_is_told_at_once_saves_too(slurm, tmp_path):
