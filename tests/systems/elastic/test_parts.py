@@ -289,6 +289,9 @@ def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
         def on_wait(self, seconds):
             said.append(seconds)
 
+        def on_refused(self, *words):
+            """Nobody is."""
+
     idle = types.SimpleNamespace(poll=lambda: None, wait=lambda seconds: None)
     listener = socket.create_server(("127.0.0.1", 0))
     found = hosts.Hosts(Owner(), listener, "token", (lambda name: idle) if here else None, 2)
