@@ -24,7 +24,7 @@ from megajax.core import config_file, needs, script
 from megajax.core import help as help_
 from megajax.core.errors import UserError, did_you_mean, respell
 from megajax.core.flag_parser import Parser, spell_type
-from megajax.core.limits import Limits, alternatives, check_number, check_type
+from megajax.core.limits import Limits, alternatives, check_number, check_type, is_legal
 from megajax.core.needs import Needs
 
 flags.disclaim_key_flags()  # `--help` lists the flags under the script that calls define_flags
@@ -80,9 +80,21 @@ class Checked:
 
     def __post_init__(self):
         """Refuses numbers outside their limits."""
-        for field in dataclasses.fields(self):  # type: ignore[bad-argument-type]
-            name = self._section + field.name
-            _check_limits(name, name, getattr(self, field.name), field)
+        for field in _numbers(type(self)):
+            value = getattr(self, field.name)
+            if not is_legal(
+                value, field.metadata["limits"]
+            ):  # quick: searches make many configurations
+                name = self._section + field.name
+                _check_limits(name, name, value, field)
+
+
+@functools.cache
+def _numbers(cls: type) -> tuple[dataclasses.Field, ...]:
+    """Returns the fields of a config class, without its groups, that hold a number or None."""
+    hints = typing.get_type_hints(cls)
+    bases = ((f, alternatives(hints[f.name])[0]) for f in dataclasses.fields(cls))
+    return tuple(f for f, base in bases if base in (int, float) and "limits" in f.metadata)
 
 
 def _check_limits(name: str, flag: str, value: Any, field: dataclasses.Field) -> None:

@@ -57,6 +57,15 @@ class Limits:
         return None
 
 
+def is_legal(value: Any, limits: Limits) -> bool:
+    """Tells quickly that `check_number` accepts a value; False: that has to be asked."""
+    if value.__class__ is int:
+        return -(2**63) < value < 2**63 and limits.allows(value)
+    return value is None or (
+        value.__class__ is float and math.isfinite(value) and limits.allows(value)
+    )
+
+
 def check_number(name: str, flag: str, value: Any, limits: Limits, default: Any) -> None:
     """Refuses a number that is not finite or outside its limits; what is no number passes.
 

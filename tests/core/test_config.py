@@ -315,3 +315,15 @@ def test_a_partial_file_goes_over_the_preset_only_if_that_is_given(script, tmp_p
     assert cfg["inner"] == {"size": 100, "kind": "green", "limit": None, "rate": 0.5}
     assert cfg["mesh"]["size"] == 5 and cfg["name"] == "b"
     assert json.loads(script(*flags).stdout)["inner"]["size"] == 3
+
+
+def test_the_example_of_a_file_is_a_legal_run():
+    import pathlib
+
+    from megajax.training.presets import PRESETS
+
+    example = pathlib.Path(__file__).parent.parent.parent / "experiments" / "example.yaml"
+    cfg = config.load(PRESETS["nano"](), example)
+    cfg.check(cfg.mesh.sizes(8))
+    assert (cfg.model.block, cfg.mesh.tensor, cfg.optim.lr) == ("parallel", 4, 3e-3)
+    assert cfg.optim.warmup == PRESETS["nano"]().optim.warmup
