@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from megajax.core import config
+from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.models.encoder_config import PRESETS as MODELS
@@ -125,6 +126,7 @@ def main() -> int:
     cfg, base = config.from_flags(PRESETS)  # 1 configuration and device
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
+    mesh_.start()
     device, on_gpu = jax.devices()[0], jax.default_backend() == "gpu"
     layer = f"measured on {device.device_kind}" if on_gpu else "emulated, work counted"
     about: dict[str, Any] = results.facts(device.device_kind, layer)

@@ -28,13 +28,14 @@ from typing import Any, Literal
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
-from megajax.core.errors import UserError, nearest_multiples
+from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.systems import expert_check, overlap_models
 from megajax.systems import overlap_report as report
 from pallas_kernels.collective.cases import LAYOUTS, MIXTURES, RANKS
 from pallas_kernels.collective.simulator import MACHINES
 
+MOST_STD = 0.5  # of shares of at least 2 experts: 1 and 0
 MOST_TOKENS = 64  # of an exact layer: the loop's seconds
 
 
@@ -53,13 +54,13 @@ class Config(Checked):
         """Refuses models and sizes that do not exist."""
         super().__post_init__()
         report.names("models", self.models, MIXTURES)
-        for tokens in report.numbers("tokens", self.tokens):
-            if tokens % RANKS:
-                raise UserError(
-                    f"tokens={tokens} must be a multiple of the {RANKS} ranks; "
-                    f"{nearest_multiples(tokens, RANKS)} (--tokens)"
-                )
-        report.numbers("stds", self.stds, float)
+        report.shared("tokens", self.tokens)
+        largest = max(report.numbers("stds", self.stds, float))
+        if largest >= MOST_STD:
+            raise UserError(
+                f"stds={self.stds}: the shares of the rows add up to 1, so {largest:g} must be "
+                f"below {MOST_STD} (--stds)"
+            )
 
 
 def tiny() -> Config:

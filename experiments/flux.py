@@ -41,7 +41,8 @@ class Config(Checked):
     part: Literal["simulated", "exact"] = option("simulated", "times, or the layer against NumPy")
     models: str = option(",".join(DENSE), "models, with commas")
     rows: str = option(
-        ",".join(map(str, ROWS)), "rows m of the layer's input on all ranks, simulated"
+        ",".join(map(str, ROWS)),
+        "rows m of the layer's input on all ranks, simulated; 8 must divide them",
     )
     card: Literal["H100", "H800"] = option("H800", "simulated GPU; H800: as in the paper")
     out: str = results.out_option("flux")
@@ -50,7 +51,7 @@ class Config(Checked):
         """Refuses models and sizes that do not exist."""
         super().__post_init__()
         report.names("models", self.models, DENSE)
-        report.numbers("rows", self.rows)
+        report.shared("rows", self.rows)
 
 
 def tiny() -> Config:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from megajax.core import config
 from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, nearest_multiples
 from megajax.monitor import results
 from megajax.schedule import build, simulate
 from megajax.schedule.ir import Table
@@ -36,6 +37,16 @@ class Config(Checked):
     microbatches: int = option(8, "of a step", at_least=1)
     chunks: int = option(2, "groups of layers a stage, for the interleaved schedule", at_least=1)
     out: str = results.out_option("schedules")
+
+    def __post_init__(self):
+        """Refuses what no schedule can be made of, by the names of these flags."""
+        super().__post_init__()
+        if self.microbatches % self.stages:
+            raise UserError(
+                f"microbatches={self.microbatches} must be a multiple of stages={self.stages} for "
+                f"the interleaved schedule; {nearest_multiples(self.microbatches, self.stages)} "
+                "(--microbatches)"
+            )
 
 
 PRESETS = {"default": Config}

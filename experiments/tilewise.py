@@ -250,6 +250,7 @@ def main() -> int:
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
     path = results.writable_folder(cfg.out) / "tilewise.json"
+    mesh_.start()
     mesh_.cache_programs(cfg.cache_dir)
     # Points do not depend on these: more of them go on from what is there.
     ignored = "tasks", "methods", "stages", "seeds", "draw", "out", "state", "cache_dir"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core.errors import UserError, did_you_mean, nearest_multiples
 from pallas_kernels.collective import expert_simulator as experts
 from pallas_kernels.collective import schedule as plans
 from pallas_kernels.collective import simulator as sim
@@ -59,6 +59,18 @@ def numbers(flag: str, text: str, kind: type[float] | type[int] = int) -> list[A
     if not found or not all((1 if kind is int else 0) <= x < math.inf for x in found):
         rule = "whole numbers above 0" if kind is int else "numbers of at least 0"
         raise UserError(f"{flag}={text} must be {rule} with commas (--{flag}=1,16)")
+    return found
+
+
+def shared(flag: str, text: str) -> list[int]:
+    """'64,128' -> [64, 128], numbers of rows that RANKS ranks share evenly. Raises: UserError."""
+    found = numbers(flag, text)
+    for count in found:
+        if count % RANKS:
+            raise UserError(
+                f"{flag}={text}: {count} must be a multiple of the {RANKS} ranks; "
+                f"{nearest_multiples(count, RANKS)} (--{flag})"
+            )
     return found
 
 
@@ -234,11 +246,13 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> None:
     panels[0].set_ylabel("overlap efficiency (%)\n(logarithmic below -100)")
     panels[1].legend(fontsize=8, frameon=False, loc="lower right")
     large = [100 * r["fused_efficiency"] for r in shown if r["m"] >= 2048]
-    title = (
-        f"A fused kernel hides {min(large):.0f} to {max(large):.0f} % of the communication at "
-        f"m >= 2048 (GPT-3, simulated {device})"
-    )
-    _save(figure, title if large else f"Overlap of GPT-3's products (simulated {device})", path)
+    title = f"Overlap of GPT-3's products (simulated {device})"
+    if large:
+        title = (
+            f"A fused kernel hides {min(large):.0f} to {max(large):.0f} % of the communication at "
+            f"m >= 2048 (GPT-3, simulated {device})"
+        )
+    _save(figure, title, path)
 
 
 def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:

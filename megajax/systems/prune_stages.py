@@ -90,10 +90,9 @@ def starved(kept: Mapping[str, float], cfg: PruneConfig) -> str:
         return ""
     shown = [f"{n} keeps {x:.1%}" for n, x in sorted(found.items(), key=lambda item: item[1])[:8]]
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    advice = f"--prune.remain={min(cfg.remain + 0.05, 0.95):g} keeps more of each matrix's best"
     if cfg.unit_score == "paper":
-        advice = "--prune.unit_score=rms ranks matrices of any shape evenly"
-    else:
-        advice = f"--prune.remain={min(cfg.remain + 0.05, 0.95):g} keeps more of each matrix's best"
+        advice += "; --prune.unit_score=rms does not rank matrices of many rows behind others"
     least = f"less than prune.remain={cfg.remain:g}" if cfg.remain else "nothing"
     return (
         f"pruning leaves {least} of {len(found)} of {len(kept)} matrices: "

@@ -53,6 +53,24 @@ def test_only_publishers_name_the_folder_of_committed_results():
     assert named == PUBLISHERS
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        ("schedules", {"stages": 0}, r"stages=0 must be at least 1 \(--stages\)"),
+        ("schedules", {"microbatches": 6}, r"multiple of stages=4 .* nearest: 4, 8 \(--microb"),
+        ("flux", {"rows": "12"}, r"multiple of the 8 ranks; nearest: 8, 16 \(--rows\)"),
+        ("comet", {"tokens": "12"}, r"multiple of the 8 ranks; nearest: 8, 16 \(--tokens\)"),
+        ("comet", {"stds": "nan"}, r"must be numbers of at least 0 .*\(--stds"),
+        ("comet", {"stds": "0.1,5"}, r"so 5 must be below 0.5 \(--stds\)"),
+    ],
+)
+def test_flags_of_experiments_are_refused_by_their_own_names(script, flags, message, monkeypatch):
+    monkeypatch.setattr(config, "define_flags", lambda *_, **__: None)
+    made = runpy.run_path(str(ROOT / "experiments" / f"{script}.py"), run_name="imported")
+    with pytest.raises(UserError, match=message):
+        made["Config"](**flags)
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     assert results.writable_folder(str(tmp_path / "new" / "one")).is_dir()

@@ -84,3 +84,21 @@ def test_lists_of_flags():
     for text in ("1;2", "0", "", "-1"):
         with pytest.raises(UserError, match="must be whole numbers above 0"):
             report.numbers("rows", text)
+    for text in ("nan", "inf", "-1", "0,nan"):
+        with pytest.raises(UserError, match="must be numbers of at least 0"):
+            report.numbers("stds", text, float)
+    assert report.shared("rows", "8,1024") == [8, 1024]
+    with pytest.raises(UserError, match=r"12 must be a multiple of the 8 ranks; nearest: 8, 16 "):
+        report.shared("rows", "8,12")
+
+
+def test_the_title_of_a_figure_without_large_products_claims_nothing(monkeypatch, tmp_path):
+    titles = []
+    monkeypatch.setattr(report, "_save", lambda figure, title, path: titles.append(title))
+    row = {"part": "op", "model": "gpt3_175b", "wire_bytes": 2, "fused_efficiency": -9.0}
+    row["ring_efficiency"] = 0.9
+    for m in (1024, 4096):
+        rows = [row | {"kind": kind, "m": m} for kind in ("gather", "scatter")]
+        report.draw_ops(rows, "H800", tmp_path)
+    assert titles[0].startswith("Overlap of GPT-3's products")
+    assert titles[1].startswith("A fused kernel hides -900 to -900 % of the communication")

@@ -168,7 +168,7 @@ def test_a_matrix_that_keeps_too_little_is_named():
     text = starved(kept, PruneConfig(unit_score="paper"))
     assert text.startswith(
         "pruning leaves nothing of 1 of 3 matrices: blocks.mlp.down.0 keeps 0.0%. "
-        "--prune.unit_score=rms"
+        "--prune.remain=0.05 keeps more of each matrix's best; --prune.unit_score=rms"
     )
     text = starved(kept, PruneConfig(remain=0.05))
     assert "less than prune.remain=0.05 of 2 of 3 matrices: blocks.mlp.down.0 keeps 0.0%, " in text
