@@ -131,5 +131,5 @@ def reverse_only(op: str) -> Iterator[None]:
             raise
         raise TypeError(
             f"{op} has gradients (jax.grad, jax.vjp, jax.jacrev) and no forward mode (jax.jvp, "
-            "jax.jacfwd, jax.linearize): its backward pass is a kernel of its own"
+            "jax.jacfwd, jax.linearize): its backward pass is a rule of its own"
         ) from error

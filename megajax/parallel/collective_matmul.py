@@ -27,7 +27,9 @@ from megajax.core.errors import did_you_mean
 from megajax.parallel import collective_vjp, overlap
 from megajax.parallel.collective_vjp import Arrays, Plan
 from megajax.parallel.overlap import Implementation
+from pallas_kernels import arguments
 from pallas_kernels.collective import api as kernels
+from pallas_kernels.collective import reference as plain
 from pallas_kernels.gemm.reference import ACTIVATIONS
 
 Array = jax.Array
@@ -70,6 +72,7 @@ def all_gather_matmul(
     ws = (w,) if single else tuple(w)
     biases = tuple(bias) if isinstance(bias, Sequence) else (bias,)
     biases = (None,) * len(ws) if bias is None else biases
+    R = kernels.ranks_of(GATHER, axis)
     _check(GATHER, (x,) * len(ws), ws, biases)
     words = (*ACTIVATIONS, "swiglu")
     if activation not in words:
@@ -79,11 +82,11 @@ def all_gather_matmul(
         shapes = [w.shape for w in ws]
         raise ValueError(f"{GATHER}: 'swiglu' takes weights (gate, up) of one shape, got {shapes}")
     acc = overlap.sum_dtype(GATHER, acc_dtype)
-    R = lax.axis_size(axis)
     shape = (math.prod(x.shape[:-1]) * R, x.shape[-1], tuple(w.shape[1] for w in ws))
     word = overlap.choose(GATHER, implementation, shape, R, x.dtype)
     plan = Plan(axis, word, acc, both_ways, activation, keep=return_gathered)
-    ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), plan)
+    with arguments.reverse_only(GATHER):
+        ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), plan)
     found = ys[0] if single or activation == "swiglu" else ys
     return (found, gathered) if return_gathered else found
 
@@ -112,10 +115,11 @@ def matmul_reduce_scatter(
     Returns: (..., m/R, n) in x's type, summed and added in float32.
     Raises: as all_gather_matmul.
     """
+    R = kernels.ranks_of(SCATTER, axis)
     xs, ws = _pairs(SCATTER, x, w)
     _check(SCATTER, xs, ws, (bias,) * len(ws))
     acc = overlap.sum_dtype(SCATTER, acc_dtype)
-    R, (*lead, m, _), n = lax.axis_size(axis), xs[0].shape, ws[0].shape[1]
+    (*lead, m, _), n = xs[0].shape, ws[0].shape[1]
     if m % R:
         raise ValueError(
             f"{SCATTER}: x has {m} rows, which must be divisible by the {R} ranks of {axis!r}; "
@@ -125,7 +129,8 @@ def matmul_reduce_scatter(
     shape = (math.prod(lead) * m, n, tuple(x.shape[-1] for x in xs))
     word = overlap.choose(SCATTER, implementation, shape, R, xs[0].dtype)
     plan = Plan(axis, word, acc, both_ways, residual=residual is not None)
-    return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), plan)
+    with arguments.reverse_only(SCATTER):
+        return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), plan)
 
 
 def matmul_all_reduce(
@@ -147,10 +152,11 @@ def matmul_all_reduce(
       kernel is needed, and 'fused' takes that of 'xla'.
     Raises: as all_gather_matmul.
     """
+    R = kernels.ranks_of(REDUCE, axis)
     xs, ws = _pairs(REDUCE, x, w)
     _check(REDUCE, xs, ws, (bias,) * len(ws))
     acc = overlap.sum_dtype(REDUCE, acc_dtype)
-    R, rows, n = lax.axis_size(axis), xs[0].shape[:-1], ws[0].shape[1]
+    rows, n = xs[0].shape[:-1], ws[0].shape[1]
     _check_residual(REDUCE, residual, (*rows, n), xs[0].dtype)
     shape = (math.prod(rows), n, tuple(x.shape[-1] for x in xs))
     overlap.check(REDUCE, implementation, shape, R, xs[0].dtype)
@@ -160,7 +166,8 @@ def matmul_all_reduce(
             "its hops behind; use 'xla', or matmul_reduce_scatter"
         )
     function = _fused_sums if implementation == "fused" else _all_sums
-    return function((xs, ws, bias, residual), axis, acc)
+    with arguments.reverse_only(REDUCE):
+        return function((xs, ws, bias, residual), axis, acc)
 
 
 def _all_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
@@ -168,8 +175,9 @@ def _all_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
     xs, ws, bias, residual = operands
     xs, ws = _varying(axis, (xs, ws))
     part = collective_vjp.product(xs, ws).astype(acc)
-    total = lax.psum(part, axis).astype(jnp.float32)
-    return collective_vjp.finish(total, bias, residual, xs[0].dtype)
+    return collective_vjp.finish(
+        plain.total(part, axis).astype(jnp.float32), bias, residual, xs[0].dtype
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -208,6 +216,7 @@ def _varying(axis: str, arrays: Any) -> Any:
 
 def _pairs(op: str, x: Any, w: Any) -> tuple[Arrays, Arrays]:
     xs, ws = (tuple(a) if isinstance(a, Sequence) else (a,) for a in (x, w))
+    kernels.check_each(op, x=xs, w=ws)
     if len(xs) != len(ws) or not xs:
         raise ValueError(f"{op}: {len(xs)} inputs and {len(ws)} weights; as many of both")
     if any(x.shape[:-1] != xs[0].shape[:-1] for x in xs) or len({w.shape[-1:] for w in ws}) > 1:
@@ -217,6 +226,7 @@ def _pairs(op: str, x: Any, w: Any) -> tuple[Arrays, Arrays]:
 
 
 def _check(op: str, xs: Arrays, ws: Arrays, biases: tuple) -> None:
+    kernels.check_each(op, x=xs, w=ws, bias=biases)
     if len(biases) != len(ws) or not ws:
         raise ValueError(f"{op}: {len(ws)} weights and {len(biases)} biases; one or None each")
     for x, w, bias in zip(xs, ws, biases, strict=True):
@@ -227,13 +237,16 @@ def _check(op: str, xs: Arrays, ws: Arrays, biases: tuple) -> None:
                 f"{op}: x {x.dtype} and w {w.dtype} must have one type of {', '.join(DTYPES)}"
             )
         n = w.shape[1]
-        if bias is not None and (bias.shape != (n,) or not jnp.issubdtype(bias, jnp.floating)):
+        if bias is not None and (
+            bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating)
+        ):
             raise ValueError(
                 f"{op}: bias {bias.dtype}{bias.shape} must be floating, ({n},): w's columns"
             )
 
 
 def _check_residual(op: str, residual: Array | None, shape: tuple, dtype: Any) -> None:
+    arguments.check_arrays(op, residual=residual)
     if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
         raise ValueError(
             f"{op}: residual {residual.dtype}{residual.shape} must be like the result, "

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from megajax.parallel import ring
 from megajax.parallel.overlap import Implementation
 from pallas_kernels.collective import api as kernels
+from pallas_kernels.collective import reference as plain
 from pallas_kernels.gemm.reference import activate
 
 Array = jax.Array
@@ -112,7 +113,7 @@ def _gather_backward(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
     if x is None:  # no weight wants a gradient, so nothing else is there to work beside the scatter
         dx, dws = _scattered(dzs, w_Ts, plan), (None,) * len(ws)
     else:
-        x = x if plan.keep else lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True)
+        x = x if plan.keep else plain.gather(x, plan.axis)
         dx = _psum_scatter(product(dzs, w_Ts), plan)
         dws = tuple(map(functools.partial(_weight_gradient, x), dzs, ws))
     if dgathered is not None and not isinstance(dgathered, SymbolicZero):
@@ -186,14 +187,14 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 def _gathered(x: Array, work: Callable[[Array], Arrays], plan: Plan) -> Arrays:
     """Returns work(x of all ranks)."""
-    if plan.implementation == "ring":
+    if plan.implementation == "ring" and x.size:
         return ring.all_gather(x, work, plan.axis, plan.both_ways)
-    return work(lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True))
+    return work(plain.gather(x, plan.axis))
 
 
 def _scattered(xs: Arrays, ws: Arrays, plan: Plan) -> Array:
     """Returns this rank's rows of the sum over ranks of all x w, float32 (fused: x's)."""
-    if plan.implementation == "ring":
+    if plan.implementation == "ring" and xs[0].size:
         dtype = jnp.dtype(plan.acc_dtype)
         work = lambda *xs: product(xs, ws)  # noqa: E731
         return ring.reduce_scatter(xs, work, plan.axis, plan.both_ways, dtype)
@@ -203,9 +204,7 @@ def _scattered(xs: Arrays, ws: Arrays, plan: Plan) -> Array:
 
 
 def _psum_scatter(part: Array, plan: Plan) -> Array:
-    part = part.astype(plan.acc_dtype)
-    total = lax.psum_scatter(part, plan.axis, scatter_dimension=part.ndim - 2, tiled=True)
-    return total.astype(jnp.float32)
+    return plain.scatter(part.astype(plan.acc_dtype), plan.axis).astype(jnp.float32)
 
 
 # ---- what one rank computes

@@ -57,7 +57,7 @@ def varlen_attention(
     Args:
       q_THK: bf16|f16|f32. k_SGK, v_SGK: the same type, H a multiple of G.
       cu_seqlens_q: (B+1,) int32 or a list, the segments' starts and the last one's end, from 0,
-        never decreasing, at most T. The capacity B is static; a shorter list repeats its last value.
+        never decreasing, at most T. The capacity B is static; fewer segments repeat the last value.
       cu_seqlens_k: the same over the keys; None: the queries' own.
       max_seqlen: the longest segment, a static hint for the tile size; never changes the result.
       causal: no key after the query's own position, aligned at the segments' ends.

@@ -12,6 +12,7 @@ Legend: R ranks of the axis, m rows of all ranks, K contracted, N columns. Leadi
 rows too, which every rank has for itself.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.attention.hopper_forward import varying_as
 from pallas_kernels.collective import core, plans, reference
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
@@ -66,8 +67,9 @@ def all_gather_matmul(
     biases = tuple(bias) if isinstance(bias, Sequence) else (bias,) * len(weights)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{GATHER}: activation={activation!r}; there are {ACTIVATIONS}")
+    ranks_of(GATHER, axis)
     _check(GATHER, (x,) * len(weights), weights, biases, transpose_w)
-    rows, widths = x.size // x.shape[-1], [w.shape[1 - transpose_w] for w in weights]
+    rows, widths = math.prod(x.shape[:-1]), [w.shape[1 - transpose_w] for w in weights]
     if _choose(GATHER, implementation, axis, rows, (x,), widths) == "fused":
         spec = Spec(activation, x.dtype.name)
         arrays = dispatch.alike((x, weights, biases))
@@ -104,21 +106,24 @@ def matmul_reduce_scatter(
     Returns: (..., m/R, N) in x's type, summed and added in float32.
     Raises: as all_gather_matmul.
     """
+    R = ranks_of(SCATTER, axis)
+    acc = arguments.dtype_name(SCATTER, "acc_dtype", acc_dtype, DTYPES)
     xs, ws = ((tuple(a) if isinstance(a, Sequence) else (a,)) for a in (x, w))
     _check(SCATTER, xs, ws, (bias,) * len(ws), transpose_w, residual)
-    R, m = lax.axis_size(axis), xs[0].shape[-2]
+    m = xs[0].shape[-2]
     if m % R:
         raise ValueError(
             f"{SCATTER}: x has {m} rows, which the {R} ranks of {axis!r} must divide; nearest: "
             f"{m // R * R}, {m // R * R + R}"
         )
-    rows, widths = xs[0].size // xs[0].shape[-1] // R, [ws[0].shape[1 - transpose_w]]
+    rows, widths = math.prod(xs[0].shape[:-1]) // R, [ws[0].shape[1 - transpose_w]]
+    _check_residual(SCATTER, residual, (*xs[0].shape[:-2], m // R, *widths))
     if _choose(SCATTER, implementation, axis, rows, xs, widths) == "fused":
         arrays = dispatch.alike((xs, ws, bias, residual))
-        static = {"acc": jnp.dtype(acc_dtype).name, "turned": transpose_w}
+        static = {"acc": acc, "turned": transpose_w}
         return _scatter(*arrays, axis=axis, **static)
     ws = _upright(ws, transpose_w)
-    return reference.matmul_reduce_scatter(xs, ws, bias, residual, axis, acc_dtype)
+    return reference.matmul_reduce_scatter(xs, ws, bias, residual, axis, acc)
 
 
 def matmul_all_reduce(
@@ -139,14 +144,42 @@ def matmul_all_reduce(
     Returns: (..., m, N) in x's type; the same bits on every rank and in every run with 'fused'.
     Raises: as all_gather_matmul.
     """
+    ranks_of(REDUCE, axis)
+    acc = arguments.dtype_name(REDUCE, "acc_dtype", acc_dtype, DTYPES)
     _check(REDUCE, (x,), (w,), (bias,), transpose_w, residual)
-    rows, widths = x.size // x.shape[-1], [w.shape[1 - transpose_w]]
+    rows, widths = math.prod(x.shape[:-1]), [w.shape[1 - transpose_w]]
+    _check_residual(REDUCE, residual, (*x.shape[:-1], *widths))
     if _choose(REDUCE, implementation, axis, rows, (x,), widths) == "fused":
         arrays = dispatch.alike((x, w, bias, residual))
-        static = {"acc": jnp.dtype(acc_dtype).name, "turned": transpose_w}
+        static = {"acc": acc, "turned": transpose_w}
         return _reduce(*arrays, axis=axis, **static)
     (w,) = _upright((w,), transpose_w)
-    return reference.matmul_all_reduce(x, w, bias, residual, axis, acc_dtype)
+    return reference.matmul_all_reduce(x, w, bias, residual, axis, acc)
+
+
+def ranks_of(op: str, axis: str) -> int:
+    """Returns the ranks of the axis.
+
+    Raises: ValueError outside a shard_map over it.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError as error:
+        names = jax.sharding.get_abstract_mesh().manual_axes
+        raise ValueError(
+            f"{op}: axis={axis!r} must be an axis of the jax.shard_map around this call; there "
+            f"{'are ' + ', '.join(map(repr, names)) if names else 'is none'}"
+        ) from error
+
+
+def check_each(op: str, **groups: Sequence[Any]) -> None:
+    """Refuses what is no array, or None, in any of several groups of arrays.
+
+    Raises: ValueError.
+    """
+    for name, members in groups.items():
+        for member in members:
+            arguments.check_arrays(op, **{name: member})
 
 
 def reasons(
@@ -230,6 +263,7 @@ def _check(
         raise ValueError(
             f"{op}: {len(xs)} x, {len(weights)} weights, {len(biases)} biases; as many of each"
         )
+    check_each(op, x=xs, w=weights, bias=biases, residual=(residual,))
     like = xs[0]
     if like.dtype.name not in DTYPES or like.ndim < 2:
         raise ValueError(f"{op}: x {like.dtype}{like.shape} must be (..., rows, K), of {DTYPES}")
@@ -242,10 +276,19 @@ def _check(
             raise ValueError(f"{op}: w {w.dtype}{w.shape} must be {form} in x's type, {x.dtype}")
         if op == SCATTER and w.shape[1 - turned] != weights[0].shape[1 - turned]:
             raise ValueError(f"{op}: w {w.shape} and {weights[0].shape} must have the same N")
-        if bias is not None and bias.shape != (N,):
-            raise ValueError(f"{op}: bias {bias.shape} must be ({N},): w's columns")
+        if bias is not None and (
+            bias.shape != (N,) or not jnp.issubdtype(bias.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"{op}: bias {bias.dtype}{bias.shape} must be floating, ({N},): w's columns"
+            )
     if residual is not None and residual.dtype != like.dtype:
         raise ValueError(f"{op}: residual {residual.dtype} must be of x's type, {like.dtype}")
+
+
+def _check_residual(op: str, residual: Array | None, shape: tuple[int, ...]) -> None:
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"{op}: residual {residual.shape} must be like the result, {shape}")
 
 
 def _upright(weights: tuple, turned: bool) -> tuple:

@@ -23,6 +23,30 @@ def product(x: Array, w: Array) -> Array:
     return lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)
 
 
+def gather(x: Array, axis: str) -> Array:
+    """The rows (last dimension but one) of all ranks; one rank, or nothing, needs no collective."""
+    R = lax.axis_size(axis)
+    if R == 1 or not x.size:
+        return jnp.concatenate([x] * R, x.ndim - 2)
+    return lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+
+
+def scatter(x: Array, axis: str) -> Array:
+    """This rank's rows of the sum over ranks; one rank, or nothing, needs no collective."""
+    R = lax.axis_size(axis)
+    if R == 1 or not x.size:
+        return x[..., : x.shape[-2] // R, :]
+    return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
+
+
+def total(x: Array, axis: str) -> Array:
+    """The sum over ranks. Of one rank it is x, but where shard_map checks only XLA may know that:
+    it takes the all-reduce out when it compiles.
+    """
+    alone = lax.axis_size(axis) == 1 and axis not in jax.typeof(x).mat.varying
+    return x if alone else lax.psum(x, axis)
+
+
 def all_gather_matmul(
     x: Array,
     weights: tuple[Array, ...],
@@ -31,7 +55,7 @@ def all_gather_matmul(
     activation: Activation | None,
 ) -> tuple[tuple[Array, ...], Array]:
     """(activation(all_gather(x) w + bias) for each w, the gathered x)."""
-    gathered = lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+    gathered = gather(x, axis)
     ys = (
         activate(activation, _add(product(gathered, w), bias)).astype(x.dtype)
         for w, bias in zip(weights, biases, strict=True)
@@ -49,16 +73,15 @@ def matmul_reduce_scatter(
 ) -> Array:
     """reduce_scatter(the sum of all x w) + bias + residual."""
     part = functools.reduce(jnp.add, map(product, xs, ws)).astype(acc_dtype)
-    total = lax.psum_scatter(part, axis, scatter_dimension=part.ndim - 2, tiled=True)
-    return _finish(total, bias, residual, xs[0].dtype)
+    return _finish(scatter(part, axis), bias, residual, xs[0].dtype)
 
 
 def matmul_all_reduce(
     x: Array, w: Array, bias: Array | None, residual: Array | None, axis: str, acc_dtype: Any
 ) -> Array:
     """all_reduce(x w) + bias + residual."""
-    total = lax.psum(product(x, w).astype(acc_dtype), axis)
-    return _finish(total, bias, residual, x.dtype)
+    part = product(x, w).astype(acc_dtype)
+    return _finish(total(part, axis), bias, residual, x.dtype)
 
 
 def _add(y: Array, bias: Array | None) -> Array:
@@ -67,6 +90,6 @@ def _add(y: Array, bias: Array | None) -> Array:
     return y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + bias.shape)
 
 
-def _finish(total: Array, bias: Array | None, residual: Array | None, dtype: Any) -> Array:
-    y = _add(total.astype(jnp.float32), bias)
+def _finish(y: Array, bias: Array | None, residual: Array | None, dtype: Any) -> Array:
+    y = _add(y.astype(jnp.float32), bias)
     return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)

@@ -53,8 +53,9 @@ def fused_gemm(
       all reasons where the implementation asked for cannot run.
     """
     arguments.check_arrays(OP, x=x_xK, w=w_KN, bias=bias, residual=residual)
-    out_dtype = x_xK.dtype if out_dtype is None else out_dtype
-    out_dtype = arguments.dtype_name(OP, "out_dtype", out_dtype, DTYPES)
+    if out_dtype is not None:
+        out_dtype = arguments.dtype_name(OP, "out_dtype", out_dtype, DTYPES)
+    out_dtype = out_dtype or x_xK.dtype.name
     _check(x_xK, w_KN, bias, activation, residual, out_dtype)
     plan = _plan(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
     bias_N = None if bias is None else bias.astype(jnp.float32)

@@ -38,8 +38,9 @@ def grouped_matmul(
     Args:
       lhs_MK: bf16|f16|f32, rows sorted by group. rhs_GKN: the same type; with transpose_rhs
         (G, N, K), read as it lies.
-      group_sizes: int32 (G,), NumPy's integers or a list, none negative, traced. Their sum may be below M: rows at or past
-        it give 0 and get the gradient 0, and what lies in them, NaN too, reaches nothing.
+      group_sizes: int32 (G,), NumPy's integers or a list, none negative, traced. Their sum may
+        be below M: rows at or past it give 0 and get the gradient 0, and what lies in them, NaN
+        too, reaches nothing.
         Groups may be empty, their gradient is exactly 0; rows past M are cut off. Inf and NaN stay
         in their row, and in the rhs gradient of their group.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and K

@@ -88,7 +88,8 @@ def test_what_is_not_finite_stays_with_those_who_see_it(implementation, seed, mo
             rows_SH[:, heads] = own[:, None]
             keys_SG = (seen.T @ rows_SH.reshape(S, G, 2).any(2)) > 0
             wanted = (rows_SH & (name != "dout"), rows_SH, keys_SG, keys_SG)
-            for part, x, y, bad in zip(("out", "dq", "dk", "dv"), run(*dirty), clean, wanted):
+            parts = zip(("out", "dq", "dk", "dv"), run(*dirty), clean, wanted, strict=True)
+            for part, x, y, bad in parts:
                 x, y, about = np.asarray(x)[0], np.asarray(y)[0], (name, value, part)
                 np.testing.assert_array_equal(x[~bad], y[~bad], err_msg=str(about))
                 if part == "out" or implementation != "cudnn":

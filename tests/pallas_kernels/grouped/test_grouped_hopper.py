@@ -34,7 +34,7 @@ PRODUCTS = {
 }
 # The same of a^T b: K x N results.
 WEIGHTS = {
-    # Two warpgroups that clean b together; a group within one step; tails in K and N; an empty group.
+    # Two warpgroups that clean b together; a group within one step; tails; an empty group.
     "tails": ((200, 72, 72), [70, 0, 9, 90], WIDE, 1),
     "cluster": ((200, 200, 64), [7, 130, 0, 63], PAIR, 2),
     "three steps": ((264, 64, 192), [201, 40], LARGE, 2),
