@@ -83,8 +83,10 @@ def whole(op: str, name: str, value: Any, least: int) -> int:
         found = operator.index(value)
     except (TypeError, jax.errors.JAXTypeError):
         found = None
-    if found is None or isinstance(value, bool) or found < least:
+    if found is None or isinstance(value, bool):
         raise ValueError(f"{op}: {name}={value!r} must be an integer of at least {least}")
+    if found < least:
+        raise ValueError(f"{op}: {name}={found} must be at least {least}")
     return found
 
 

@@ -5,6 +5,7 @@ query heads that share one, K head width.
 """
 
 import functools
+from numbers import Integral
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import pallas_kernels
+from megajax.core.errors import UserError
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
 from pallas_kernels import dispatch
@@ -38,8 +40,14 @@ def attend(
     Returns: out_BSHK in q's dtype, named 'attended' for the remat policies. Every query must see a
       key; itself, where M holds it. Inf or NaN in a key or value makes NaN the queries that see it,
       and no others; so it is with gradients, except that 'cudnn' leaves those rows out of them.
-    Raises: NotImplementedError for 'varlen' with a memory of its own.
+    Raises: NotImplementedError for 'varlen' with a memory of its own; UserError for a window that
+      is a pair.
     """
+    if window is not None and not isinstance(window, Integral):
+        raise UserError(
+            f"window={window!r} must be one integer, the keys that a query sees on each side with "
+            "itself, or None for all; pallas_kernels takes pairs (window - 1, window - 1)"
+        )
     memory = query if memory is None else memory
     kernel = {"xla": _xla, "cudnn": _cudnn, "varlen": _varlen}[implementation]
     return checkpoint_name(kernel(q_BSHK, k_BMGK, v_BMGK, query, memory, window), "attended")

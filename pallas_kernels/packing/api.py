@@ -147,7 +147,10 @@ def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: in
         for name, x in (("steps", steps), ("multiple", multiple))
     )
     if most is not None and tokens > arguments.whole("bucket", "most", most, 0):
-        raise ValueError(f"bucket: tokens={tokens} must be at most most={most}")
+        raise ValueError(
+            f"bucket: tokens={tokens}, steps={steps}, multiple={multiple}, most={most}: tokens "
+            "must be from 0 to most"
+        )
     octave = 1 << max((tokens - 1).bit_length() - 1, 0)  # the power of two below tokens
     grain = max(octave // steps // multiple, 1) * multiple
     capacity = max(-(-tokens // grain), 1) * grain

@@ -105,6 +105,12 @@ def test_varlen_has_no_memory():
         attend(x, x, x, query, memory, implementation="varlen")
 
 
+def test_a_window_is_one_number():
+    x, context = jnp.zeros((1, 2, 1, 8)), Context(jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match=r"window=\(4, 0\) must be one integer"):
+        attend(x, x, x, context, window=(4, 0))
+
+
 def test_visible_counts_the_query_itself():
     context = Context(jnp.arange(6, dtype=jnp.int32)[None])
     seen = np.asarray(visible(context, context, 3))[0, 0]

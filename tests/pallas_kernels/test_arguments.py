@@ -93,7 +93,7 @@ OTHERS = [
     ("norm_unpack", {"info": CU}, "PackInfo of pack"),
     ("norm_unpack", {"eps": 0}, "eps=0"),
     ("bucket", {"tokens": 10.5}, "tokens=10.5 must be an integer"),
-    ("bucket", {"tokens": 10, "most": 9}, "at most most=9"),
+    ("bucket", {"tokens": 10, "most": 9}, "must be from 0 to most"),
     ("bucket", {"steps": 0}, "steps=0"),
     ("grouped_matmul", {"group_sizes": [1.0, 2.0]}, "group_sizes float64"),
     ("grouped_matmul", {"group_sizes": [-1, 2]}, "the least is -1"),

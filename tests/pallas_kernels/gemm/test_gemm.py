@@ -159,7 +159,7 @@ X, W = jnp.zeros((2, 16), jnp.bfloat16), jnp.zeros((16, 8), jnp.bfloat16)
 BAD = {
     "w .*must be": dict(w_KN=jnp.zeros((8, 8), jnp.bfloat16)),
     "one type": dict(w_KN=jnp.zeros((16, 8), jnp.float16)),
-    "out_dtype=int8": dict(out_dtype="int8"),
+    "out_dtype='int8'": dict(out_dtype="int8"),
     "activation='relu'": dict(activation="relu"),
     r"bias .*\(8,\)": dict(bias=jnp.zeros(16)),
     "residual .*like the result": dict(residual=jnp.zeros((2, 8))),

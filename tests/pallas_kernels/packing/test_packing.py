@@ -110,7 +110,7 @@ def test_one_compile_for_all_lengths():
         (lambda x, n: pack(x, n, 0), "capacity=0 must be at least 1"),
         (lambda x, n: unpack(x, PackInfo(n, 12, 7)), "T = capacity = 12"),
         (lambda x, n: bucket(12, most=11), "tokens=12, steps=4, multiple=128, most=11"),
-        (lambda x, n: bucket(-1), "tokens from 0 to most"),
+        (lambda x, n: bucket(-1), "tokens=-1 must be at least 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):
