@@ -84,7 +84,7 @@ def test_a_cpu_is_refused_with_every_reason():
     ("message", "change"),
     [
         ("w float32\\(8, 8\\) must be \\(16, N\\)", {"w": jnp.ones((8, 8))}),
-        ("bias \\(3,\\) must be \\(8,\\)", {"bias": jnp.ones(3)}),
+        ("bias float32\\(3,\\) must be floating, \\(8,\\)", {"bias": jnp.ones(3)}),
         ("activation='relu'", {"activation": "relu"}),
         ("implementation='ring'", {"implementation": "ring"}),
         ("2 x, 2 weights, 1 biases", {"w": [jnp.ones((16, 8))] * 2, "bias": [None]}),
