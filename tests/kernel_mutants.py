@@ -28,6 +28,7 @@ KILLED = re.compile(
     r"data race|observed|observe each|phase|arrivals pending|read-side operations|deadlock"
 )
 PATIENCE = 120  # seconds, then it is a deadlock
+Instance = tuple[str, tuple[int | None, ...]]  # barrier or number, lines that lead to the site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +45,17 @@ class Site:
         return self.name
 
 
-def sites(module: ModuleType) -> list[Site]:
-    """All waits in the source of a module, in its order."""
+def sites(module: ModuleType, base: str = "plgpu", waits: Sequence[str] = WAITS) -> list[Site]:
+    """All waits in the source of a module, in its order: calls of base.wait."""
     found, names = [], set()
 
     def visit(node: ast.AST, path: tuple[str, ...]):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             path = (*path, node.name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            base = node.func.value
-            if isinstance(base, ast.Name) and base.id == "plgpu" and node.func.attr in WAITS:
-                name = ".".join([*path, ast.unparse(node).removeprefix("plgpu.")])
+            of = node.func.value
+            if isinstance(of, ast.Name) and of.id == base and node.func.attr in waits:
+                name = ".".join([*path, ast.unparse(node).removeprefix(f"{base}.")])
                 same = sum(n == name or n.startswith(f"{name} #") for n in names)
                 name += f" #{same + 1}" if same else ""
                 names.add(name)
@@ -72,11 +73,12 @@ def _position(frame: FrameType) -> tuple[int | None, int | None]:
     return line, column
 
 
-def _chain(frame: FrameType | None, path: str) -> tuple[int | None, ...]:
-    """The lines of a module that lead to a call, from the innermost one."""
+def _chain(frame: FrameType | None, site: Site, path: str) -> tuple[int | None, ...]:
+    """The lines of a kernel that lead to a call, from the innermost one."""
     lines = []
     while frame is not None:
-        if frame.f_code.co_filename == path:
+        code = frame.f_code
+        if code.co_filename == path and code.co_qualname.split(".")[0] == site.kernel:
             lines.append(_position(frame)[0])
         frame = frame.f_back
     return tuple(lines)
@@ -94,25 +96,21 @@ def _barrier(frame: FrameType | None, ref: object) -> str:
 
 
 @contextlib.contextmanager
-def deleted(site: Site, instance: int) -> Iterator[dict[object, str]]:
-    """Inside, kernels are traced without one instance of a site; yields the instances seen."""
-    seen: dict[object, str] = {}
-    path = inspect.getsourcefile(site.module)
+def deleted(site: Site, instance: int, seen: list[Instance]) -> Iterator[None]:
+    """Inside, kernels are traced without one instance of a site; new ones are added to `seen`."""
+    path = str(inspect.getsourcefile(site.module))
 
     def without(wait: Callable):
         def maybe(*args, **named):
             frame = sys._getframe(1)
             here = frame.f_code.co_filename == path
             if here and _position(frame) == (site.line, site.column):
-                barrier = str(*args)
-                if args and not isinstance(args[0], int):
-                    barrier = _barrier(frame, args[0])
-                chain = _chain(frame, str(path))
-                number = list(seen).index((barrier, chain)) if (barrier, chain) in seen else None
-                if number is None:
-                    number = len(seen)
-                    seen[barrier, chain] = f"[{number}] {barrier} lines {chain}"
-                if number == instance:
+                number = args and isinstance(args[0], int)
+                at = str(args[0]) if number else _barrier(frame, args[0]) if args else ""
+                found = at, _chain(frame, site, path)
+                if found not in seen:
+                    seen.append(found)
+                if seen.index(found) == instance:
                     return
             wait(*args, **named)
 
@@ -121,7 +119,7 @@ def deleted(site: Site, instance: int) -> Iterator[dict[object, str]]:
     with contextlib.ExitStack() as stack:
         for name in WAITS:
             stack.enter_context(mock.patch.object(plgpu, name, without(getattr(plgpu, name))))
-        yield seen
+        yield
 
 
 def _run(run: Callable[[], None]) -> str | None:
@@ -147,24 +145,21 @@ def _run(run: Callable[[], None]) -> str | None:
     return None
 
 
-def survivors(site: Site, runs: Sequence[Callable[[], None]]) -> dict[int, str]:
-    """The instances of a site that no run misses: number and where they are."""
-    left, reached, instance, known = {}, False, 0, 1
-    while instance < known:
-        verdict, label = None, ""
+def survivors(site: Site, runs: Sequence[Callable[[], None]]) -> dict[int, Instance]:
+    """The instances of a site that no run misses, by their number."""
+    left, seen, instance = {}, [], 0
+    while instance < max(1, len(seen)):
+        verdict = None
         for run in runs:
-            with deleted(site, instance) as seen:
-                verdict = _run(run)
-            reached |= bool(seen)
-            known = max(known, len(seen))
-            label = dict(enumerate(seen.values())).get(instance, label)
+            with deleted(site, instance, seen):
+                verdict = verdict or _run(run)
             if verdict:
                 break
-        print(f"{site} {label}: {verdict or 'survives'}")
+        assert seen, f"no run traces {site}"
+        print(f"{site} {instance} {seen[instance]}: {verdict or 'survives'}")
         if not verdict:
-            left[instance] = label
+            left[instance] = seen[instance]
         instance += 1
-    assert reached, f"no run traces {site}"
     return left
 
 

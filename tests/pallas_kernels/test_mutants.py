@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 import pallas_kernels
+from tests.collective_protocol import MUTANTS
 from tests.kernel_mutants import sites
 from tests.pallas_kernels.attention import test_hopper_mutants as attention
 from tests.pallas_kernels.collective import test_collective_mutants as collective
@@ -16,14 +17,30 @@ from tests.pallas_kernels.norm import test_norm_mutants as norm
 from tests.pallas_kernels.tile_sparse import test_tile_sparse_mutants as tile_sparse
 
 TESTS = [attention, collective, expert, gemm, grouped, norm, tile_sparse]
-# Kernels that only run with flags and peers, which the interpreter of Mosaic GPU lacks, or that
-# only call what is in `collective.core`; what they wait for is in the protocols.
+# What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers.
+UNREACHED = {
+    "collective.gemm_all_reduce": ["_body.send.wait_smem_to_gmem(0)"],
+    "expert.dispatch_gemm": [
+        "_body._compute.barrier_wait(begun)",
+        "_body._compute.wait_smem_to_gmem(0)",
+        "_body._produce.barrier_wait(begun)",
+    ],
+}
+# Each wait for a flag, and the mutant of tests/collective_protocol.py or expert_protocol.py for it.
+LOCAL = "none: it is for warpgroups of the same GPU, of which a protocol has only one"
+WAIT, DRAIN = "dropped wait", "no final drain"
 FLAGS = {
-    "collective.all_gather_gemm": "the end of a block",
-    "collective.gemm_all_reduce": "its tiles leave from the epilogue, before a flag",
-    "collective.gemm_reduce_scatter": "the end of a block",
-    "expert.dispatch_gemm": "the end of a block; a ring that is given to the product",
-    "expert.gemm_combine": "its tiles are there, before a flag",
+    "collective.all_gather_gemm: _body.begin.wait(flags, flag, 1)": WAIT,
+    "collective.all_gather_gemm: pull.wait(flags, chunks, (R - 1) * comm)": DRAIN,
+    "collective.gemm_all_reduce: _body.reduce.wait("
+    "flags, cluster + j * clusters, R * tile.cluster * tile.warpgroups)": WAIT,
+    "collective.gemm_reduce_scatter: _body.computed.wait("
+    "flags, chunk.flag, schedule.chunk_tiles(chunk, split, columns) * parts)": LOCAL,
+    "collective.gemm_reduce_scatter: _body.reduce._.wait(flags, chunks + c, R - 1)": WAIT,
+    "expert.dispatch_gemm: _body.begin._.wait(flags, flag, 1)": WAIT,
+    "expert.gemm_combine: _body.computed.wait("
+    "flags, b, count * across * (tile.cluster * tile.warpgroups))": LOCAL,
+    "expert.gemm_combine: _body.add_up._.wait(flags, blocks + b, totals[ARRIVALS] + 0)": WAIT,
 }
 
 
@@ -37,11 +54,22 @@ def modules():
 
 def test_every_kernel_that_waits_has_runs():
     kernels = {key for test in TESTS for key in test.RUNS}
-    waiting = {(site.module, site.kernel) for _, module in modules() for site in sites(module)}
-    left = {(module.__name__.removeprefix("pallas_kernels."), name) for module, name in
-            waiting - kernels}  # fmt: skip
-    assert {module for module, _ in left} == set(FLAGS), left
+    left, waiting = {}, set()
+    for name, module in modules():
+        for site in sites(module):
+            waiting.add((module, site.kernel))
+            if (module, site.kernel) not in kernels:
+                left.setdefault(name, []).append(site.name)
+    assert left == UNREACHED
     assert kernels <= waiting
+
+
+def test_every_wait_for_a_flag_is_in_a_protocol():
+    found = {
+        f"{name}: {site.name}" for name, module in modules() for site in sites(module, "peers", ["wait"])
+    }  # fmt: skip
+    assert found == set(FLAGS)
+    assert set(FLAGS.values()) - {LOCAL} <= set(MUTANTS)
 
 
 @pytest.mark.parametrize("test", TESTS, ids=lambda test: test.__name__.split(".")[-1])

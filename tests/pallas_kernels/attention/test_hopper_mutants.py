@@ -28,7 +28,7 @@ RUNS = {
     (hopper_forward, "_body"): FORWARD,
     (hopper_backward, "_varlen_attention_dq"): BACKWARD,
     (hopper_backward, "_varlen_attention_dkv"): [
-        *BACKWARD, *runs(run_backward, APART, RAGGED, tile=FUSED)
+        *runs(run_backward, APART, RAGGED, tile=FUSED), *BACKWARD
     ],
 }  # fmt: skip
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective import core
+from pallas_kernels.collective import all_gather_gemm, core, gemm_reduce_scatter
 from tests.kernel_mutants import check, parameters
-from tests.pallas_kernels.collective.test_collective_interpreted import gathered
+from tests.pallas_kernels.collective import test_collective_interpreted as interpreted
 
 SLOTS, PIECES = 6, 5  # of the ring; of a chunk
 
@@ -74,14 +74,20 @@ def test_relay(rows):
 
 
 # Tiles of 64 and of 128 columns, two products of which a block makes several tiles.
-PRODUCT = [functools.partial(gathered, 1, (64, 64, 1, 1), 72, True, "bfloat16", 0, K=192)]
+PRODUCT = [
+    functools.partial(interpreted.gathered, 1, (64, 64, 1, 1), 72, True, "bfloat16", 0, K=192)
+]
 RUNS = {
     (core, "Product"): PRODUCT,
+    (all_gather_gemm, "_body"): PRODUCT,
+    (gemm_reduce_scatter, "_body"): [
+        functools.partial(interpreted.test_scattered_product, 1, 1, 0)
+    ],
     (core, "relay"): [functools.partial(relayed, (5, 5, 5, 5))],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
-@pytest.mark.parametrize("site", parameters([core]))
+@pytest.mark.parametrize("site", parameters([core, all_gather_gemm, gemm_reduce_scatter]))
 def test_a_deleted_wait_is_missed(site):
     check(site, RUNS, UNSEEN)

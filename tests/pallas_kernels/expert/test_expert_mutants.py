@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.expert import product, rows
+from pallas_kernels.expert import gemm_combine, product, rows
 from pallas_kernels.expert.tables import FLAG, PAIRS, PEER, ROWS
 from tests.kernel_mutants import check, parameters
+from tests.pallas_kernels.expert import test_expert_interpreted as interpreted
 
 SLOTS, CHUNK, COLUMNS = 5, 6, 64  # of the ring; rows of a job, at most; columns of a row
 
@@ -91,6 +92,11 @@ def cleared(end=70, height=200):
     assert not y[end:].any()
 
 
+def combined():
+    with interpreter.checked():
+        interpreted.test_combined_product(2, 1, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_relay(late):
@@ -105,10 +111,11 @@ def test_clear():
 RUNS = {
     (rows, "relay"): [functools.partial(relayed, late) for late in (False, True)],
     (product, "clear"): [cleared],
+    (gemm_combine, "_body"): [combined],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
-@pytest.mark.parametrize("site", parameters([rows, product]))
+@pytest.mark.parametrize("site", parameters([rows, product, gemm_combine]))
 def test_a_deleted_wait_is_missed(site):
     check(site, RUNS, UNSEEN)
