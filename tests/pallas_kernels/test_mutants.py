@@ -65,9 +65,9 @@ def test_every_kernel_that_waits_has_runs():
 
 
 def test_every_wait_for_a_flag_is_in_a_protocol():
-    found = {
-        f"{name}: {site.name}" for name, module in modules() for site in sites(module, "peers", ["wait"])
-    }  # fmt: skip
+    found = set()
+    for name, module in modules():
+        found |= {f"{name}: {site.name}" for site in sites(module, "peers", ["wait"])}
     assert found == set(FLAGS)
     assert set(FLAGS.values()) - {LOCAL} <= set(MUTANTS)
 
