@@ -17,7 +17,7 @@ from megajax.core.axes import BATCH_AXES, MESH_AXES, ZERO_AXES
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
-from megajax.core.rules import Rules
+from megajax.core.rules import Axes, Rules
 
 Zero = Literal["full", "hybrid", "none"]
 
@@ -48,7 +48,7 @@ def rules(zero: Zero = "full", decode: bool = False, kv_copies: int = 1) -> Rule
       head. More than one: every rank stores all of these small weights and uses the one head that
       its query heads read, so a parameter has the same shape on every mesh.
     """
-    weights: dict[str, tuple[str, ...]] = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp")}
+    weights: dict[str, Axes] = {w: ("tensor",) for w in ("heads", "kv_heads", "mlp")}
     if kv_copies > 1:
         weights["kv_heads"] = ()
     stages = () if decode else ("pipe",)
