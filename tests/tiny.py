@@ -17,7 +17,7 @@ MODEL = DecoderConfig(
 # Everything that differs from MODEL: each option of the decoder is on in one of the two.
 RICH = dataclasses.replace(
     MODEL,
-    kv_heads=1,
+    kv_heads=4,
     block="parallel",
     norm="layer",
     position="learned",
@@ -28,6 +28,8 @@ RICH = dataclasses.replace(
     window=5,
     tied=False,
 )
+# One key-value head, which tensor ranks share.
+MQA = dataclasses.replace(RICH, kv_heads=1)
 # Experts in MODEL's place, as Mixtral has them, and with everything that DeepSeek-V3 adds.
 MOE = dataclasses.replace(MODEL, moe=MoeConfig(experts=8, top_k=2, width=32, z_loss=1e-3))
 DEEPSEEK = dataclasses.replace(

@@ -15,7 +15,7 @@ from megajax.parallel import collective_matmul, overlap, sharding, tensor
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig, sample
 from pallas_kernels.collective import api
-from tests.tiny import DEEPSEEK, MODEL, RICH
+from tests.tiny import DEEPSEEK, MODEL, MQA, RICH
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
@@ -52,7 +52,7 @@ def placed(params, cfg, lo):
         (MODEL, {"data": 1}),
         pytest.param(MODEL, {"tensor": 4}, marks=pytest.mark.slow),
         pytest.param(RICH, {"data": 1}, marks=pytest.mark.slow),
-        (RICH, {"tensor": 4}),
+        (MQA, {"tensor": 4}),
         pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["plain", "plain on a mesh", "rich", "rich on a mesh", "experts on a mesh"],
@@ -67,7 +67,7 @@ def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
     assert len({tuple(w) for w in want}) > 1
 
 
-@pytest.mark.parametrize("cfg", [RICH, pytest.param(MODEL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cfg", [MQA, pytest.param(MODEL, marks=pytest.mark.slow)])
 def test_sums_in_the_products_kernel_give_the_same_tokens(cfg, monkeypatch):
     """Around the kernel, which is for GPUs: each product of a step that ends on tensor ranks."""
     calls = []

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.core.tree import named_leaves
 from megajax.training.step import make_train_step
-from tests.tiny import DEEPSEEK, MODEL, MOE, RICH, host_batch, on, run_config
+from tests.tiny import DEEPSEEK, MODEL, MOE, MQA, RICH, host_batch, on, run_config
 from tests.tolerances import LONG_LOSSES, LOSSES, PARAMETERS
 
 STEPS = 20
@@ -156,8 +156,8 @@ def test_accumulation_alone(control):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid"},
-        {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ring"},
+        {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid", "model": MQA},
+        {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ring", "model": MQA},
         pytest.param(
             {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "none"}, marks=pytest.mark.slow
         ),
@@ -181,7 +181,8 @@ def test_accumulation_alone(control):
     ids=["hybrid", "ring", "replicated", "ulysses", "context and expert", "gather", "plain order"],
 )
 def test_other_shardings(changes, control):
-    compare(train(RICH, **changes), control(RICH, "adamw"))
+    settings = {"model": RICH} | changes
+    compare(train(**settings), control(settings["model"], "adamw"))
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ def test_a_fork_and_a_program_that_we_start_hold_nothing(tmp_path):
         os.read(read, 1)
         os._exit(0)
     os.close(read)
-    lock.release()
-    RunLock(tmp_path, patience_s=0).release()
+    os.close(lock._file)  # as the kernel does when we are killed
+    lock._file = -1
+    RunLock(tmp_path, patience_s=5).release()
     os.close(write)
     os.waitpid(child, 0)
 
