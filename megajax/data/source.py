@@ -1,8 +1,9 @@
 """Where text comes from: the interpreter's own library, folders, globs, files.
 
 A source lists its files first (so that a missing or empty one fails at once) and reads them one by
-one later. A document is one file, or one line of a jsonl file; its name, relative to the source,
-decides whether it is held out. Nothing is downloaded and no text leaves the machine.
+one later. A document is one file, or one line of a jsonl file. Symbolic links are followed
+(walk.py), and a file that several names reach is read once. Nothing is downloaded and no text
+leaves the machine.
 """
 
 import dataclasses
@@ -10,7 +11,9 @@ import glob
 import gzip
 import hashlib
 import json
+import re
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +21,10 @@ from absl import logging
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.data.config import DataConfig
+from megajax.data.walk import each_file_once, files_below, files_matching
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SURROGATE = re.compile("[\ud800-\udfff]")
 BUILT_IN = ("stdlib", "site-packages")
 SKIPPED_FOLDERS = {"test", "tests", "__pycache__", "site-packages", "idle_test"}
 
@@ -46,7 +51,10 @@ class Source:
         """Returns a hash of the files' names, sizes and times: it changes when the text does."""
         digest = hashlib.sha256(f"{self.undecodable} {self.text_key}\n".encode())
         for file in self.files:
-            stat = file.stat()
+            try:
+                stat = file.stat()
+            except OSError as error:
+                raise UserError(f"cannot read {file}: {error.strerror} (--data.source)") from None
             digest.update(f"{self._relative(file)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:16]
 
@@ -68,7 +76,7 @@ class Source:
         try:
             raw = file.read_bytes()
             raw = gzip.decompress(raw) if file.suffix == ".gz" else raw
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"cannot read {file}: {error} (--data.source)") from None
         try:
             return raw.decode(errors="replace" if self.undecodable == "replace" else "strict")
@@ -82,19 +90,41 @@ class Source:
             ) from None
 
     def _lines(self, file: Path, text: str) -> Iterator[Document]:
-        for number, line in enumerate(text.splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)[self.text_key]
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file} line {number} is not JSON: {error}") from None
-            except (KeyError, TypeError):
-                raise UserError(
-                    f"{file} line {number} has no member {self.text_key!r} (--data.text_key)"
-                ) from None
-            if value:
-                yield Document(f"{self._relative(file)}#{number}", value)
+        # JSON lines end with \n alone: str.splitlines would also cut at U+2028, which JSON allows.
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                value = self._text_of(line, f"{file} line {number}")
+                if value:
+                    yield Document(f"{self._relative(file)}#{number}", value)
+
+    def _text_of(self, line: str, where: str) -> str | None:
+        """Returns the text of one jsonl line, or None where `undecodable` says to skip it."""
+        key = self.text_key
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON: {error} (--data.source)") from None
+        if not isinstance(found, dict) or key not in found:
+            raise UserError(f"{where} has no member {key!r} (--data.text_key)")
+        value = found[key]
+        if not isinstance(value, str):
+            kind = "null" if value is None else type(value).__name__
+            raise UserError(
+                f"{where}: member {key!r} is {kind}, it must be a string: remove the line, or name "
+                "the member that holds the text (--data.text_key)"
+            )
+        if (lone := SURROGATE.search(value)) is None:  # json.loads joins the pairs
+            return value
+        if self.undecodable == "replace":
+            return SURROGATE.sub("\ufffd", value)
+        if self.undecodable == "skip":
+            logging.info("Skipped %s: a lone surrogate.", where)
+            return None
+        raise UserError(
+            f"{where}: member {key!r} has the lone surrogate \\u{ord(lone[0]):04x} at character "
+            f"{lone.start()}, which is not text: mend or remove the line, or give "
+            "--data.undecodable=skip or replace"
+        )
 
 
 def open_source(name: str, cfg: DataConfig) -> Source:
@@ -104,13 +134,13 @@ def open_source(name: str, cfg: DataConfig) -> Source:
         root = Path(paths["stdlib"] if name == "stdlib" else paths["purelib"])
         skipped = SKIPPED_FOLDERS if name == "stdlib" else {"__pycache__"}
         files = [f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts[:-1])]
-        return Source(name, root, tuple(sorted(files)), "skip", cfg.text_key)
+        return Source(name, root, each_file_once(files), "skip", cfg.text_key)
     root, files = _find(name)
     if not files:
         raise UserError(
             f"data.source={name} has no {', '.join(SUFFIXES)} file (nor .gz of one) (--data.source)"
         )
-    return Source(name, root, tuple(sorted(files)), cfg.undecodable, cfg.text_key)
+    return Source(name, root, each_file_once(files), cfg.undecodable, cfg.text_key)
 
 
 def _suffix(file: Path) -> str:
@@ -122,7 +152,7 @@ def _find(name: str) -> tuple[Path, list[Path]]:
     """Returns (the folder that names are relative to, the text files)."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return path, [f for f in path.rglob("*") if _suffix(f) in SUFFIXES and f.is_file()]
+        return path, [f for f in files_below(path) if _suffix(f) in SUFFIXES]
     if path.is_file():
         if _suffix(path) not in SUFFIXES:
             raise UserError(
@@ -130,9 +160,9 @@ def _find(name: str) -> tuple[Path, list[Path]]:
             )
         return path.parent, [path]
     if glob.has_magic(name):
-        matches = [Path(m) for m in glob.glob(str(path), recursive=True)]
         root = Path(*_before_magic(path.parts))
-        return root, [f for f in matches if _suffix(f) in SUFFIXES and f.is_file()]
+        pattern = path.parts[len(root.parts) :]
+        return root, [f for f in files_matching(root, pattern) if _suffix(f) in SUFFIXES]
     raise UserError(
         f"data.source={name} is neither {' nor '.join(BUILT_IN)} nor a folder, file or glob that "
         f"exists.{did_you_mean(name, BUILT_IN)} (--data.source)"

@@ -75,7 +75,18 @@ def test_undecodable_files_are_named_skipped_or_replaced(folder):
         ("x.jsonl", "{oops", "line 1 is not JSON"),
         ("x.jsonl", '{"body": "x"}', "has no member 'text'"),
         ("x.jsonl", '"just a string"', "has no member 'text'"),
+        ("x.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("x.jsonl", "9" * 5_000, "line 1 is not JSON"),
+        ("x.jsonl", '{"text": "a"}\n\n{"text": 5}', "line 3: member 'text' is int"),
+        ("x.jsonl", '{"text": null}', "line 1: member 'text' is null"),
+        ("x.jsonl", '{"text": ["a"]}', "line 1: member 'text' is list"),
+        (
+            "x.jsonl",
+            r'{"text": "caf\udce9"}',
+            r"line 1: member 'text' has the lone surrogate \udce9",
+        ),
         ("x.txt.gz", "not gzip", "cannot read"),
+        ("x.jsonl.gz", "not gzip", "cannot read"),
     ],
 )
 def test_damaged_files_are_named(tmp_path, name, content, words):
@@ -83,6 +94,42 @@ def test_damaged_files_are_named(tmp_path, name, content, words):
     with pytest.raises(UserError) as error:
         read(tmp_path)
     assert name in str(error.value) and words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["x.txt.gz", "x.md.gz", "x.py.gz", "x.jsonl.gz"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-20],
+        lambda b: b[:5],
+        lambda b: b[:10] + b"\xff" * 4 + b[14:],
+        lambda b: b + b"tail",
+    ],
+)
+def test_damaged_gzip_files_are_named(tmp_path, name, damage):
+    whole = gzip.compress(json.dumps({"text": "several words " * 30}).encode())
+    (tmp_path / name).write_bytes(damage(whole))
+    with pytest.raises(UserError, match=f"cannot read .*{name}: "):
+        read(tmp_path)
+
+
+def test_lines_end_at_newlines_only(tmp_path):
+    """JSON allows raw U+2028, U+0085 and other line ends of Unicode inside a string."""
+    text = "one\u2028two\u2029three\x85four"
+    lines = [json.dumps({"text": text}, ensure_ascii=False), json.dumps({"text": "next"})]
+    (tmp_path / "x.jsonl").write_bytes("\r\n".join(lines).encode())
+    assert [(d.name, d.text) for d in read(tmp_path)] == [
+        ("x.jsonl#1", text),
+        ("x.jsonl#2", "next"),
+    ]
+
+
+def test_lone_surrogates_are_skipped_or_replaced(tmp_path):
+    lines = [r'{"text": "a\ud800b"}', r'{"text": "\ud83d\ude00"}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    assert [d.text for d in read(tmp_path, undecodable="skip")] == ["\U0001f600"]
+    replaced = [d.text for d in read(tmp_path, undecodable="replace")]
+    assert replaced == ["a\ufffdb", "\U0001f600"]
 
 
 def test_another_text_key(tmp_path):
