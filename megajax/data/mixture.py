@@ -4,6 +4,7 @@ A fixed pattern of 65,536 places says which component fills which place; it repe
 row i of the mixture, and how many rows each component has given before it, follow from i alone.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,9 +19,13 @@ class MixedRows:
     """Rows of several components by weight; each component's own order is kept."""
 
     def __init__(self, components: Sequence[PackedRows], weights: Sequence[float], seed: int):
-        """weights: positive, need not add up to 1."""
+        """weights: positive and finite, need not add up to 1."""
         self.components = components
-        share = np.asarray(weights, np.float64) / np.sum(weights)
+        weight = np.asarray(weights, np.float64)
+        if not (np.isfinite(weight) & (weight > 0)).all():
+            raise UserError(f"mixture weights {list(weights)} must be positive and finite")
+        share = weight / weight.max()  # their sum may be beyond float64
+        share /= share.sum()
         counts = np.floor(share * PATTERN).astype(int)
         missing = PATTERN - counts.sum()  # largest remainders take what rounding left
         counts[np.argsort(counts - share * PATTERN)[:missing]] += 1
@@ -42,27 +47,30 @@ class MixedRows:
 
 
 def parse(source: str) -> list[tuple[str, float]]:
-    """Returns [(name, weight)] of 'a:0.7,b:0.3'; one name alone has weight 1.
+    """Returns [(name, weight)] of 'a:0.7,b:0.3'; one name alone needs no weight.
 
-    Raises: UserError when one of several names has no positive weight.
+    Raises: UserError for a weight that is not positive and finite, or that one of several lacks.
     """
-    names = [part.strip() for part in source.split(",") if part.strip()]
-    if len(names) == 1:
-        head, _, tail = names[0].rpartition(":")
-        return [(head if head and tail.replace(".", "", 1).isdigit() else names[0], 1.0)]
+    parts = [part.strip() for part in source.split(",") if part.strip()]
+    if not parts:
+        raise UserError("data.source is empty (--data.source)")
     parsed = []
-    for name in names:
-        head, _, tail = name.rpartition(":")
-        try:
-            weight = float(tail)
-        except ValueError:
-            weight = 0.0
-        if not head or weight <= 0:
+    for part in parts:
+        head, _, tail = part.rpartition(":")
+        weight = _number(tail) if head else None
+        if weight is None and len(parts) == 1:
+            return [(part, 1.0)]
+        if weight is None or not 0 < weight < math.inf:
             raise UserError(
-                f"data.source={source}: every part of a mixture needs a positive weight, as in "
-                f"stdlib:0.7,notes/:0.3; {name!r} has none (--data.source)"
+                f"data.source={source}: every part of a mixture needs a positive, finite weight, "
+                f"as in stdlib:0.7,notes/:0.3; {part!r} has none (--data.source)"
             )
         parsed.append((head, weight))
-    if not parsed:
-        raise UserError("data.source is empty (--data.source)")
-    return parsed
+    return parsed if len(parts) > 1 else [(parsed[0][0], 1.0)]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,12 +1,14 @@
 """Text to token ids and back: bytes, a BPE trained on the corpus, or a Hugging Face tokenizer.json.
 
-A document becomes [begin] tokens [end] with the tokenizer's special ids, where it has them.
+A document becomes [begin] tokens [end] with the tokenizer's special ids, where it has them. Text
+never becomes a special id: '<|eos|>' in a document is seven characters like any others.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -17,9 +19,13 @@ END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[S
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and sampling need. begin, end: special ids, or None."""
+    """What the data pipeline and sampling need. begin, end: special ids, or None.
+
+    vocab: all ids are below it. identity: two tokenizers that share it give the same ids.
+    """
 
     name: str
+    identity: str
     vocab: int
     begin: int | None
     end: int | None
@@ -37,6 +43,7 @@ class ByteTokenizer:
     """One id a byte of UTF-8; 256 begins a document, 257 ends it, 258 is spare."""
 
     name: str = "bytes"
+    identity: str = "bytes"
     vocab: int = 259
     begin: int | None = 256
     end: int | None = 257
@@ -61,11 +68,31 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
             raise UserError(f"{path} is not a tokenizer.json: {error} (--data.tokenizer)") from None
+        self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
+        self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise UserError(f"{path} has no tokens (--data.tokenizer)")
         self.name, self.path = name, path
-        self.vocab = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab = max(ids) + 1  # ids may have gaps
         declared = _special_tokens(path.parent)
         self.begin = self._special(declared.get("bos_token"), BEGIN_NAMES)
         self.end = self._special(declared.get("eos_token"), END_NAMES)
+        content = path.read_bytes() + f" {self.begin} {self.end}".encode()
+        self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
+        self._forbidden = self._find_forbidden()
+
+    def _find_forbidden(self) -> np.ndarray:
+        """Returns the ids that no text becomes: special ones but the one of unknown text."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {i for i, token in added if token.special} | {self.begin, self.end}
+        model = json.loads(self.path.read_text())["model"]  # Unigram's unk_id has no other way
+        unknown = model.get("unk_id")
+        if unknown is None and (name := model.get("unk_token")) is not None:
+            unknown = self._tokenizer.token_to_id(name)
+        found = [i for i in special if i is not None and i != unknown]
+        return np.array(sorted(found), np.int32)
 
     def _special(self, declared: str | None, usual: tuple[str, ...]) -> int | None:
         names = (declared, *usual) if declared else usual
@@ -73,9 +100,31 @@ class FileTokenizer:
         return next((i for i in ids if i is not None), None)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token ids of each text."""
-        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, np.int32) for e in batch]
+        """Returns the token ids of each text. Raises: UserError when it has none for a text."""
+        try:
+            batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = [np.array(e.ids, np.int32) for e in batch]
+            return [
+                self._without_special(text) if np.isin(ids, self._forbidden).any() else ids
+                for text, ids in zip(texts, found, strict=True)
+            ]
+        except Exception as error:  # the package raises bare Exception
+            raise UserError(f"{self.path} cannot encode: {error} (--data.tokenizer)") from None
+
+    def _without_special(self, text: str) -> np.ndarray:
+        """Returns the ids of a text, cut inside what its tokenizer makes a special token of.
+
+        For models whose own pieces include a special token (Unigram, WordLevel), or whose begin and
+        end are not marked as special.
+        """
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        special = np.isin(found.ids, self._forbidden)
+        spans = [found.offsets[i] for i in np.flatnonzero(special)]
+        cuts = sorted({c for start, stop in spans if 0 < (c := (start + stop) // 2) < len(text)})
+        if not cuts:  # nothing to cut: what is special is left out
+            return np.array(found.ids, np.int32)[~special]
+        pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
+        return np.concatenate([self._without_special(text[a:b]) for a, b in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""
@@ -83,15 +132,33 @@ class FileTokenizer:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Returns bos_token and eos_token of a tokenizer_config.json beside the tokenizer."""
+    """Returns bos_token and eos_token of a tokenizer_config.json beside the tokenizer.
+
+    Raises: UserError when the file cannot be read or one of the two is no token.
+    """
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return {}
-    found: dict[str, Any] = json.loads(file.read_text())
-    named = {k: found.get(k) for k in ("bos_token", "eos_token")}
-    return {
-        k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if v is not None
-    }
+    try:
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror} (--data.tokenizer)") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON: {error} (--data.tokenizer)") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} must hold a JSON object, not {found!r:.40} (--data.tokenizer)")
+    named = {}
+    for key in ("bos_token", "eos_token"):
+        value = found.get(key)
+        token = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(token, str):
+            raise UserError(
+                f"{file}: {key} is {value!r:.40}; it must be a string, or an object whose member "
+                "content is one (--data.tokenizer)"
+            )
+        if token:
+            named[key] = token
+    return named
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:
@@ -120,7 +187,7 @@ def bpe_size(name: str) -> int | None:
     kind, _, size = name.partition(":")
     if kind != "bpe":
         return None
-    if not size.isdigit() or int(size) < 258:
+    if not size.isdecimal() or int(size) < 258:
         raise UserError(
             f"data.tokenizer={name}: bpe:N needs N of at least 258, the bytes and two specials "
             "(--data.tokenizer=bpe:8192)"
@@ -146,6 +213,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab: int) -> None:
     """Refuses a tokenizer whose ids a model's vocabulary lacks."""
     if tokenizer.vocab > vocab:
         raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab} ids, the model's vocabulary is "
-            f"model.vocab={vocab}; nearest: {tokenizer.vocab} (--model.vocab, --data.tokenizer)"
+            f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocab - 1}, the model's "
+            f"vocabulary is model.vocab={vocab}; nearest: {tokenizer.vocab} (--model.vocab, "
+            "--data.tokenizer)"
         )

@@ -120,6 +120,17 @@ def test_mixture_names():
     assert parse("stdlib") == [("stdlib", 1.0)]
     assert parse("stdlib:0.7, notes/:0.3") == [("stdlib", 0.7), ("notes/", 0.3)]
     assert parse("stdlib:2") == [("stdlib", 1.0)]
-    for source in ("stdlib,notes/", "a:0.5,b:-1", "a:0.5,b:x"):
-        with pytest.raises(UserError, match="needs a positive weight"):
+    for weight in ("-1", "x", "nan", "inf", "-inf", "0", "-0.0", "1e999", ""):
+        with pytest.raises(UserError, match="needs a positive, finite weight"):
+            parse(f"a:0.5,b:{weight}")
+    for source in ("stdlib,notes/", "stdlib:nan", "stdlib:0", "stdlib:-2", ":1,b:2"):
+        with pytest.raises(UserError, match="needs a positive, finite weight"):
             parse(source)
+
+
+def test_mixture_weights_are_positive_and_finite():
+    for weights in ([1, np.nan], [1, -1], [0, 0], [1, np.inf]):
+        with pytest.raises(UserError, match="must be positive and finite"):
+            MixedRows([Numbered("a"), Numbered("b")], weights, seed=0)
+    mixed = MixedRows([Numbered("a"), Numbered("b")], [1e308, 1.5e308], seed=0)
+    assert sum(mixed[i][0] == "a" for i in range(PATTERN)) == round(0.4 * PATTERN)

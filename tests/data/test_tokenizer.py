@@ -2,9 +2,16 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from megajax.core.errors import UserError
-from megajax.data.tokenizer import ByteTokenizer, bpe_size, open_tokenizer, train_bpe
+from megajax.data.tokenizer import (
+    ByteTokenizer,
+    bpe_size,
+    check_vocabulary,
+    open_tokenizer,
+    train_bpe,
+)
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café ☕", ""]
 
@@ -44,7 +51,7 @@ def test_special_tokens_of_a_tokenizer_config_win(bpe, tmp_path):
     names = {"bos_token": {"content": "a"}, "eos_token": "b"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     tokenizer = open_tokenizer(str(tmp_path))
-    a, b = (int(tokenizer.encode([c])[0][0]) for c in "ab")
+    a, b = (int(open_tokenizer(str(bpe)).encode([c])[0][0]) for c in "ab")
     assert (tokenizer.begin, tokenizer.end) == (a, b)
 
 
@@ -60,10 +67,127 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
         open_tokenizer(str(tmp_path))
 
 
+def save(folder, model, special=(), **settings):
+    """A tokenizer.json of a model with some special tokens."""
+    found = json.loads(Tokenizer(model).to_str()) | settings
+    found["added_tokens"] = [
+        {"id": i, "content": c, "special": s, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for i, c, s in special
+    ]  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    return folder
+
+
+def test_text_never_becomes_a_special_id(bpe):
+    """The literal text of a special token is encoded as the characters that it is."""
+    tokenizer = open_tokenizer(str(bpe))
+    text = "a<|eos|>b<|bos|><|eos|>"
+    (ids,) = tokenizer.encode([text])
+    assert not {tokenizer.begin, tokenizer.end} & set(ids.tolist())
+    assert tokenizer.decode(ids) == text
+
+
+def test_pieces_that_are_special_tokens_are_cut(tmp_path):
+    """A Unigram has </s> among its own pieces, and finds it in text whatever is marked special."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in "</s>ab")]
+    save(tmp_path, models.Unigram(pieces, 0, False), [(0, "<unk>", True), (1, "</s>", True)])
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert tokenizer.end == 1
+    many = tokenizer.encode(["a</s>b", "</s></s>", "a?", "</s>" * 2000])
+    assert [ids.tolist() for ids in many[:3]] == [
+        [6, 2, 3, 4, 5, 7], [2, 3, 4, 5, 2, 3, 4, 5], [6, 0],
+    ]  # fmt: skip
+    assert many[3].tolist() == [2, 3, 4, 5] * 2000
+
+
+def test_an_end_that_is_not_marked_special_is_not_read_from_text(tmp_path):
+    vocab = {c: i for i, c in enumerate("<eos>!")} | {"<eos>": 9}
+    save(tmp_path, models.BPE(vocab, []), [(9, "<eos>", False)])
+    tokenizer = open_tokenizer(str(tmp_path))
+    (ids,) = tokenizer.encode(["!<eos>!"])
+    assert tokenizer.end == 9 and ids.tolist() == [vocab[c] for c in "!<eos>!"]
+
+
+def test_a_special_token_of_one_letter_is_left_out(tmp_path):
+    save(tmp_path, models.WordLevel({"x": 0, "[UNK]": 1}, "[UNK]"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    assert open_tokenizer(str(tmp_path)).encode(["x"])[0].tolist() == []
+
+
+def test_documents_are_neither_cut_nor_filled(tmp_path, bpe):
+    """A tokenizer.json may hold the lengths of a model's inputs."""
+    found = json.loads(bpe.read_text())
+    found["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    found["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<|bos|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    plain, limited = (open_tokenizer(str(f)).encode(TEXTS) for f in (bpe, tmp_path))
+    assert [a.tolist() for a in plain] == [b.tolist() for b in limited]
+
+
+def test_the_vocabulary_reaches_beyond_the_largest_id(tmp_path):
+    save(tmp_path, models.WordLevel({"a": 0, "b": 900}, "a"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert tokenizer.vocab == 901
+    with pytest.raises(UserError, match=r"ids up to 900.* nearest: 901 \(--model.vocab"):
+        check_vocabulary(tokenizer, 900)
+    check_vocabulary(tokenizer, 901)
+
+
+def test_the_identity_follows_the_content(bpe, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(bpe.read_text())
+    assert open_tokenizer(str(tmp_path)).identity == open_tokenizer(str(bpe)).identity
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert open_tokenizer(str(tmp_path)).identity != open_tokenizer(str(bpe)).identity
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{oops", "is not JSON"),
+        ("\xff", "is not JSON"),
+        ("[1]", r"must hold a JSON object, not \[1\]"),
+        ("null", "must hold a JSON object, not None"),
+        ('{"bos_token": 5}', "bos_token is 5; it must be a string"),
+        ('{"eos_token": {"content": 7}}', "eos_token is {'content': 7}; it must be"),
+        ('{"eos_token": {}}', "eos_token is {}; it must be"),
+        ('{"eos_token": ["</s>"]}', "eos_token is"),
+    ],
+)
+def test_a_broken_tokenizer_config_is_named(bpe, tmp_path, config, words):
+    (tmp_path / "tokenizer.json").write_text(bpe.read_text())
+    (tmp_path / "tokenizer_config.json").write_text(config, encoding="latin-1")
+    with pytest.raises(UserError, match=f"tokenizer_config.json.* {words}"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "null", "", "{oops", "\xff", '{"model": 5}', '{"model": {"type": "BPE"}}']
+)
+def test_a_broken_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="tokenizer.json is not a tokenizer.json: "):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_tokens_or_for_other_text_is_refused(tmp_path):
+    save(tmp_path, models.WordLevel({}, "a"))
+    with pytest.raises(UserError, match="has no tokens"):
+        open_tokenizer(str(tmp_path))
+    save(tmp_path, models.WordLevel({"b": 0}, "a"))
+    with pytest.raises(UserError, match="cannot encode: "):
+        open_tokenizer(str(tmp_path)).encode(["c"])
+
+
 def test_bpe_names():
     assert bpe_size("bytes") is None and bpe_size("x/tokenizer.json") is None
     assert bpe_size("bpe:8192") == 8192
-    for name in ("bpe:", "bpe:many", "bpe:100"):
+    for name in ("bpe:", "bpe:many", "bpe:100", "bpe:²²²"):
         with pytest.raises(UserError, match="at least 258"):
             bpe_size(name)
 
