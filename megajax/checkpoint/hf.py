@@ -26,6 +26,7 @@ from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
+from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, Sizes
 from megajax.models.parts import map_words
 
@@ -47,20 +48,19 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
         found = json.loads(file.read_text())
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror} (--{flag})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error} (--{flag})") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} must hold named members, like model_type (--{flag})")
-    kind = found.get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(
-            f"{file}: model_type {kind!r} is not one of {', '.join(FAMILIES)} (--{flag})"
-        )
-    maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
     try:
+        kind = check_members(found).get("model_type")
+        if kind not in FAMILIES:
+            raise UserError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
         return maps.from_hf_config(found)
     except KeyError as error:
         raise UserError(f"{file} lacks {error} (--{flag})") from None
+    except UserError as error:
+        reason = str(error).removeprefix("config.json").removeprefix(":").strip()
+        raise UserError(f"{file}: {reason} (--{flag})") from None
 
 
 def load_decoder_config(path: str | Path, flag: str = "init_from") -> DecoderConfig:

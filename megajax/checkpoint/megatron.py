@@ -57,11 +57,11 @@ class MegatronFolder:
         self.iteration = self._source.iteration if type(self._source.iteration) is int else 0
         if config is None:
             config = to_hf_config(self._source.args, vocab)
-        self.config = dict(config)
         try:
             self._cfg = names.from_hf_config(config)
         except (LookupError, TypeError, ArithmeticError) as error:
             raise UserError(f"the configuration lacks or distorts {error} (--hf_config)") from None
+        self.config = dict(config)
         self._homes = self._find()
         rules, sizes = names.rules(self._cfg), names.sizes(self._cfg)
         shapes = {

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from megajax.core.errors import UserError
 from megajax.models.encoder_config import EncoderConfig
+from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, require
 
 Family = Literal["bert", "roberta", "distilbert", "albert"]
@@ -179,11 +180,12 @@ _DISTIL_WORDS = {
 
 def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
+    found = check_members(found)
     kind = found.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     if kind == "distilbert":
-        found = dict(found) | {word: found[own] for word, own in _DISTIL_WORDS.items()}
+        found = found | {word: found[own] for word, own in _DISTIL_WORDS.items()}
     classify = any(
         a.endswith("ForSequenceClassification") for a in found.get("architectures") or ()
     )

@@ -15,6 +15,7 @@ from megajax.core.errors import UserError
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, require
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
@@ -194,6 +195,7 @@ _ARCHITECTURES = {
 
 def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
+    found = check_members(found)
     kind = found.get("model_type")
     if kind == "gpt2":
         return _from_gpt2(found)
@@ -251,6 +253,7 @@ def _rope(found: Mapping[str, Any]) -> RopeConfig:
     settings = {"rope_theta": found.get("rope_theta", 10000.0)}
     settings |= found.get("rope_scaling") or {}
     settings |= found.get("rope_parameters") or {}
+    settings = check_members(settings)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta=float(settings["rope_theta"]))

@@ -23,10 +23,11 @@ FAMILIES = ["gpt2", "llama", "llama3_tied", "mistral", "qwen2", "qwen3", "mixtra
 
 def unpack(name, folder):
     """Writes a golden file out as the folder that transformers would have saved."""
-    golden = np.load(GOLDEN / f"hf_{name}.npz")
+    with np.load(GOLDEN / f"hf_{name}.npz") as file:
+        golden = dict(file)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(str(golden["config"]))
-    tensors = {k.removeprefix("tensor:"): golden[k] for k in golden.files if k[:7] == "tensor:"}
+    tensors = {k.removeprefix("tensor:"): golden[k] for k in golden if k[:7] == "tensor:"}
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     return golden, tensors
 
@@ -188,3 +189,69 @@ def test_tokenizers_travel_along(tmp_path):
     cfg, params = hf.load(tmp_path / "theirs")
     hf.save(params, cfg, tmp_path / "ours", tokenizer=tmp_path / "theirs")
     assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{}"
+
+
+def config_of(name):
+    with np.load(GOLDEN / f"hf_{name}.npz") as golden:
+        return json.loads(str(golden["config"]))
+
+
+WRONG = {"whole": ["64", True, 64.0, [64], 0, -1], "number": ["1e-5", True, float("nan"), 0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "kind"),
+    [
+        ("llama", "num_hidden_layers hidden_size num_attention_heads head_dim vocab_size", "whole"),
+        ("llama", "num_key_value_heads intermediate_size max_position_embeddings", "whole"),
+        ("llama", "rms_norm_eps rope_theta", "number"),
+        ("mistral", "sliding_window", "whole"),
+        ("mixtral", "num_experts_per_tok num_local_experts", "whole"),
+        ("gpt2", "n_layer n_embd n_head n_inner n_positions", "whole"),
+        ("gpt2", "layer_norm_epsilon", "number"),
+        ("bert", "hidden_size num_attention_heads num_hidden_layers", "whole"),
+        ("bert", "layer_norm_eps", "number"),
+        ("distilbert", "dim n_layers n_heads hidden_dim", "whole"),
+        ("albert", "num_hidden_groups", "whole"),
+    ],
+)
+def test_members_of_a_wrong_kind_are_named(name, members, kind, tmp_path):
+    golden = config_of(name)
+    file = tmp_path / "config.json"
+    for member in members.split():
+        for value in WRONG[kind]:
+            file.write_text(json.dumps(golden | {member: value}))
+            with pytest.raises(UserError) as error:
+                hf.load_config(tmp_path)
+            told = str(error.value)
+            assert told.startswith(f"{file}: {member} is {value!r}, it must be "), told
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": "8"}}, "factor is '8'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "lacks 'factor'"),
+        ({"rope_parameters": {"rope_type": 3}}, "rope_type is 3, it must be a string"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', it must be true or false"),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], it must be a string"),
+        ({"hidden_act": ["silu"]}, "hidden_act is ['silu'], it must be a string"),
+        ({"architectures": "LlamaForCausalLM"}, "it must be a list of strings"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_attention_heads": 10**6, "head_dim": None}, "model.head_width=0 must be at least"),
+    ],
+)
+def test_members_that_mean_nothing_are_named(changes, words, tmp_path):
+    golden = config_of("llama")
+    (tmp_path / "config.json").write_text(json.dumps(golden | changes))
+    with pytest.raises(UserError) as error:
+        hf.load_decoder_config(tmp_path)
+    assert words in str(error.value) and "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", "5", '"llama"', "[" * 100_000, "\xff"])
+def test_a_config_that_is_no_object_is_named(content, tmp_path):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="config.json(: must hold a JSON object| is not JSON)"):
+        hf.load_config(tmp_path)

@@ -42,8 +42,9 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert source.step == 7
     foreign.write(source, tmp_path)
     cfg, params = hf.load(tmp_path)
-    golden, kind = np.load(GOLDEN / "logits.npz"), "gpt2" if "gpt2" in name else "llama"
-    tokens, want = golden[f"{kind}_tokens"], golden[f"{kind}_logits"]
+    kind = "gpt2" if "gpt2" in name else "llama"
+    with np.load(GOLDEN / "logits.npz") as golden:
+        tokens, want = golden[f"{kind}_tokens"], golden[f"{kind}_logits"]
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions}
     logits = np.asarray(logits_of(cfg)(params, batch))
