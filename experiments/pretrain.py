@@ -29,7 +29,8 @@ from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
-from megajax.data.corpus import open_corpora
+from megajax.data.config import DataConfig
+from megajax.data.corpus import open_corpora, recorded_tokenizer
 from megajax.data.loader import Loader, held_out_batches, training_rows
 from megajax.monitor import faults
 from megajax.monitor.console import Console, Phases
@@ -53,10 +54,18 @@ TUNED = "finetune"  # the name of runs that start from given weights
 
 
 def take_model(base: Config, given: Mapping[str, Any]) -> Config:
-    """With --init_from model and tokenizer come from that folder, and what else a preset says from
-    the recipe for fine-tuning, unless --preset or --config was typed. Flags change all of it."""
+    """What flags say about the defaults of others, which may still be given.
+
+    With --init_from model and tokenizer come from that folder, and the rest from the recipe for
+    fine-tuning, unless --preset or --config was typed. Else the tokenizer is the one that a .bin
+    was made with.
+    """
     if "init_from" not in given:
-        return base
+        chosen = "data.tokenizer" in given or base.data.tokenizer != DataConfig().tokenizer
+        recorded = recorded_tokenizer(given.get("data.source", base.data.source))
+        if chosen or recorded is None:
+            return base
+        return dataclasses.replace(base, data=dataclasses.replace(base.data, tokenizer=recorded))
     from megajax.checkpoint import hf
 
     folder = given["init_from"]
@@ -100,7 +109,9 @@ def main() -> int:
     banner.show_start(console, name, cfg, shown, mesh, run_dir)
     phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
 
-    corpora, tokenizer = open_corpora(cfg.data, cfg.cache_dir, console.say)  # 4 data
+    corpora, tokenizer = open_corpora(  # 4 data
+        cfg.data, cfg.cache_dir, console.say, cfg.model.vocab
+    )
     banner.show_data(console, cfg, corpora, tokenizer)
     rows = training_rows(corpora, cfg.train.seq_len, cfg.train.seed)
     phases.done("data", console, "data ready")

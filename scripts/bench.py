@@ -70,7 +70,7 @@ def bench_train(cfg: Config) -> None:
     mesh = mesh_.fit(cfg.mesh, nano().mesh, jax.device_count()).build()
     run = replace(cfg.run, mesh=cfg.mesh)
     train_step = make_train_step(run, mesh)
-    corpora, _ = open_corpora(run.data, run.cache_dir)
+    corpora, _ = open_corpora(run.data, run.cache_dir, vocab=run.model.vocab)
     rows = training_rows(corpora, run.train.seq_len, run.train.seed)
     ours = Loader(rows, train_step.abstract_batch, order=train_step.order)
     auto = plain_train.automatic(mesh)

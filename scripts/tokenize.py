@@ -1,10 +1,11 @@
 """Tokenises a source into Megatron .bin/.idx files.
 
     uv run scripts/tokenize.py --data.source=TEXT/ --data.tokenizer=tokenizer.json --out=corpus/web
-    uv run experiments/pretrain.py --data.source=corpus/web --data.tokenizer=tokenizer.json
+    uv run experiments/pretrain.py --data.source=corpus/web
 
-Beside the pair it writes corpus/web.json (statistics) and corpus/web.documents.npy (which documents
-are held out, how many bytes each has), so that evaluation can report bits per byte.
+Beside the pair it writes corpus/web.json (statistics), corpus/web.tokenizer/ (unless the tokens are
+bytes; a run takes it from there) and corpus/web.documents.npy (keys of each document's content,
+which decide what is held out, and its bytes, so that evaluation can report bits per byte).
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -33,6 +34,7 @@ else:
     from megajax.data.config import DataConfig
     from megajax.data.corpus import open_tokenizer_for, tokenise
     from megajax.data.source import open_source
+    from megajax.data.walk import expand
 
     @dataclass(frozen=True)
     class Config(Checked):
@@ -53,8 +55,11 @@ else:
         if Path(f"{cfg.out}.idx").exists():
             raise UserError(f"{cfg.out}.idx exists; remove it or choose another --out")
         source = open_source(cfg.data.source, cfg.data)
-        tokenizer = open_tokenizer_for(cfg.data, [source], Path(cfg.cache_dir).expanduser())
-        stats = tokenise(source, tokenizer, Path(cfg.out))
+        tokenizer = open_tokenizer_for(cfg.data, [source], expand(cfg.cache_dir, "cache_dir"))
+        try:
+            stats = tokenise(source, tokenizer, Path(cfg.out))
+        except OSError as error:
+            raise UserError(f"cannot write {cfg.out}: {error.strerror} (--out)") from None
         counted = f"{stats['documents']:,} documents, {stats['tokens']:,} tokens"
         print(f"{counted} in {cfg.out}.bin and .idx")
         return 0

@@ -93,8 +93,16 @@ def fit(spec: MeshSpec, preset: MeshSpec, devices: int) -> MeshSpec:
 
 
 def cache_programs(folder: str | Path) -> None:
-    """Keeps compiled programs on disk, so that the next start of the same run is quick."""
-    path = Path(folder).expanduser() / "programs"
+    """Keeps compiled programs on disk, so that the next start of the same run is quick.
+
+    A folder that cannot be written is told and done without.
+    """
+    try:
+        path = Path(folder).expanduser() / "programs"
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home is known
+        logging.warning("Compiled programs are not kept: %s (--cache_dir).", error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

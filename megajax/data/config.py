@@ -17,7 +17,13 @@ class DataConfig(Checked, section="data"):
     )
     tokenizer: str = option("bytes", "bytes, bpe:N (trained here, cached), or a tokenizer.json")
     holdout: float = option(
-        0.05, "fraction of documents held out, by hash of their path", at_least=0, below=1
+        0.05, "fraction of documents held out, by hash of their content", at_least=0, below=1
+    )
+    hash_gib: float = option(
+        16.0,
+        "a larger .bin that scripts/tokenize.py did not write is held out by number",
+        "GiB",
+        at_least=0,
     )
     undecodable: Literal["error", "skip", "replace"] = option("error", "what to do with non-UTF-8")
     text_key: str = option("text", "the member of a jsonl line that holds the text")

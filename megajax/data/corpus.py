@@ -1,11 +1,12 @@
 """From a configuration to tokens on disk: each source is tokenised once and cached.
 
 The cache is keyed by the corpus (names, sizes, times of its files) and the tokenizer, and appears
-by one rename, so a killed run leaves nothing half-made. A document is held out when the hash of
-its name says so: the split stays the same when files are added, and never cuts a document.
+by one rename, so a killed run leaves nothing half-made. Which documents are held out is decided by
+their content, over all parts of a mixture (holdout.py).
 """
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import shutil
@@ -17,12 +18,23 @@ import numpy as np
 from absl import logging
 
 from megajax.core.errors import UserError
+from megajax.data import documents as documents_
 from megajax.data.config import DataConfig
+from megajax.data.documents import FORMAT, Documents, open_documents, text_key, token_key
+from megajax.data.holdout import Parted, is_held_out, part
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.mixture import parse
-from megajax.data.pack import Split, mix, whole_documents
+from megajax.data.pack import Split, mix
 from megajax.data.source import Source, open_source
-from megajax.data.tokenizer import Tokenizer, bpe_size, open_tokenizer, train_bpe
+from megajax.data.tokenizer import (
+    FileTokenizer,
+    Tokenizer,
+    bpe_size,
+    check_vocabulary,
+    open_tokenizer,
+    train_bpe,
+)
+from megajax.data.walk import expand
 
 BATCH = 256  # documents tokenised at a time
 
@@ -32,7 +44,9 @@ class Corpus:
     """One source, tokenised and split.
 
     held_out: None when nothing is held out. bytes_per_token: of the held-out text, or None when
-    nobody knows (a foreign .bin). fingerprint: changes when the tokens would.
+    nobody knows (a foreign .bin). fingerprint: changes when the tokens or the split would.
+    copies: documents that equal an earlier one, of this corpus or one before it in the mixture;
+    None when they were not compared.
     """
 
     name: str
@@ -41,39 +55,90 @@ class Corpus:
     held_out: Split | None
     bytes_per_token: float | None
     fingerprint: str
+    copies: int | None = None
 
 
 def open_corpora(
-    cfg: DataConfig, cache_dir: str | Path, say: Callable[[str], None] = print
+    cfg: DataConfig,
+    cache_dir: str | Path,
+    say: Callable[[str], None] = print,
+    vocab: int | None = None,
 ) -> tuple[list[Corpus], Tokenizer]:
     """Returns the corpora of `data.source` and the tokenizer, from the cache where possible.
 
-    say: hears what takes long.
+    say: hears what takes long. vocab: of the model that reads the tokens; no other id is packed.
 
-    Raises: UserError for sources and tokenizers that do not exist or cannot be read.
+    Raises: UserError for sources and tokenizers that do not exist, cannot be read or do not fit.
     """
-    cache = Path(cache_dir).expanduser()
+    cache = expand(cache_dir, "cache_dir")
     named = parse(cfg.source)
-    files = {name: _megatron_prefix(name) for name, _ in named}
-    sources = {name: open_source(name, cfg) for name, prefix in files.items() if prefix is None}
+    prefixes = {name: _megatron_prefix(name) for name, _ in named}
+    sources = {name: open_source(name, cfg) for name, prefix in prefixes.items() if prefix is None}
     tokenizer = open_tokenizer_for(cfg, list(sources.values()), cache, say)
-    corpora = []
-    for name, weight in named:
-        if (prefix := files[name]) is not None:
-            corpora.append(_open(name, weight, prefix, cfg.holdout))
+    if vocab is not None:
+        check_vocabulary(tokenizer, vocab)
+    files, keys = [], []
+    for name, _ in named:
+        if (prefix := prefixes[name]) is not None:
+            _check_recorded(prefix, tokenizer, cfg)
         else:
-            folder = _tokenised(sources[name], tokenizer, cache, say)
-            corpora.append(_open(name, weight, folder / "tokens", cfg.holdout))
-    return corpora, tokenizer
+            prefix = _tokenised(sources[name], tokenizer, cache, say) / "tokens"
+        files.append(TokenFile(prefix, vocab))
+        hashed = cfg.hash_gib * 2**30 if cfg.holdout else 0
+        keys.append(open_documents(files[-1], tokenizer, hashed, cache, say))
+        if cfg.holdout and not keys[-1].compared:
+            logging.warning(
+                "%s.bin is %.1f GiB and was not read as a whole: its documents are held out by "
+                "their number, so a copy of one may be trained on (--data.hash_gib).",
+                prefix,
+                files[-1].nbytes / 2**30,
+            )
+    parts = part(files, keys, cfg.holdout)
+    return [
+        Corpus(
+            name, weight, p.train, p.held_out, p.bytes_per_token, _fingerprint(file, key, p),
+            p.copies,
+        )
+        for (name, weight), file, key, p in zip(named, files, keys, parts, strict=True)
+    ], tokenizer  # fmt: skip
 
 
 def _megatron_prefix(name: str) -> Path | None:
-    path = Path(name).expanduser()
+    path = expand(name, "data.source")
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = [Path(f"{prefix}{s}").is_file() for s in (".bin", ".idx")]
     if path.suffix in (".bin", ".idx") and not all(pair):
         raise UserError(f"data.source={name} needs both {prefix}.bin and {prefix}.idx")
     return prefix if all(pair) else None
+
+
+def recorded_tokenizer(source: str) -> str | None:
+    """Returns the tokenizer that a .bin of `data.source` was made with, None where nobody knows."""
+    for name, _ in parse(source):
+        prefix = _megatron_prefix(name)
+        if prefix is not None and (found := _recorded(prefix)) is not None:
+            return found
+    return None
+
+
+def _recorded(prefix: Path) -> str | None:
+    name = documents_.read_stats(prefix).get("tokenizer")
+    folder = Path(f"{prefix}.tokenizer")
+    if (folder / "tokenizer.json").is_file():
+        return str(folder)
+    return "bytes" if name == "bytes" else None
+
+
+def _check_recorded(prefix: Path, tokenizer: Tokenizer, cfg: DataConfig) -> None:
+    """Refuses another tokenizer than the one that a .bin was made with."""
+    identity = documents_.read_stats(prefix).get("tokenizer_identity", tokenizer.identity)
+    if identity != tokenizer.identity:
+        recorded = _recorded(prefix)
+        raise UserError(
+            f"{prefix}.bin was made with another tokenizer than data.tokenizer={cfg.tokenizer}: "
+            f"{prefix}.json names {recorded or identity}"
+            + (f" (--data.tokenizer={recorded})" if recorded else " (--data.tokenizer)")
+        )
 
 
 def open_tokenizer_for(
@@ -85,44 +150,61 @@ def open_tokenizer_for(
         return open_tokenizer(cfg.tokenizer)
     if not sources:
         raise UserError(f"data.tokenizer={cfg.tokenizer} needs text to train on, not a .bin")
-    key = "-".join(s.fingerprint() for s in sources)
-    path = cache / "tokenizers" / f"bpe-{size}-{key}" / "tokenizer.json"
+    key = mix(FORMAT, str(cfg.holdout), *(s.fingerprint() for s in sources))
+    path = cache / "tokenizers" / f"bpe-{size}-{key:016x}" / "tokenizer.json"
     if not path.is_file():
         say(f"training a BPE of {size} ids")
-        kept = (d.text for s in sources for d in s.documents() if not is_held_out(d.name, cfg))
-        train_bpe(kept, size, path)
+        try:
+            train_bpe(_learned_text(sources, cfg.holdout), size, path)
+        except OSError as error:
+            raise _cannot_cache(path.parent, error) from None
     return open_tokenizer(str(path))
 
 
-def is_held_out(name: str, cfg: DataConfig) -> bool:
-    """Tells by the hash of its name whether a document is held out."""
-    return _share(name) < cfg.holdout
+def _learned_text(sources: list[Source], fraction: float) -> Iterator[str]:
+    """Yields the texts that are not held out; the heads of all where that leaves none."""
+    any_learned = False
+    for document in (d for s in sources for d in s.documents()):
+        if not is_held_out(document.text, fraction):
+            any_learned = True
+            yield document.text
+    if not any_learned:
+        for document in (d for s in sources for d in s.documents()):
+            yield document.text[: int(len(document.text) * (1 - fraction))]
 
 
-def _share(name: str) -> float:
-    return mix("held out", name) / 2**64
+def _cannot_cache(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write to the cache {folder}: {error.strerror or error}; name a folder that can be "
+        "written (--cache_dir)"
+    )
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict:
-    """Writes prefix.bin, .idx, .documents.npy (hold-out hash, bytes) and .json (statistics).
+    """Writes prefix.bin, .idx, .documents.npy (keys, bytes), .json (statistics) and .tokenizer/.
 
-    Returns: the statistics {documents, tokens, tokenizer, source}.
+    Returns: the statistics {documents, tokens, tokenizer, source, ...}.
     """
-    shares, sizes = [], []
+    texts, tokens, sizes = [], [], []
     with TokenWriter(prefix, tokenizer.vocab) as writer:
         for batch in _batches(source.documents()):
             encoded = tokenizer.encode([d.text for d in batch])
             for document, ids in zip(batch, encoded, strict=True):
                 writer.add(_with_specials(ids, tokenizer))
-                shares.append(_share(document.name))
+                texts.append(text_key(document.text))
+                tokens.append(token_key(ids))
                 sizes.append(len(document.text.encode()))
-    if not shares:
+    if not texts:
         raise UserError(f"data.source={source.name} holds no text (--data.source)")
-    np.save(f"{prefix}.documents.npy", np.array([shares, sizes], np.float64))
+    documents_.write_documents(prefix, texts, tokens, sizes)
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer.copy_to(Path(f"{prefix}.tokenizer"))
     stats = {
         "source": source.name,
         "tokenizer": tokenizer.name,
-        "documents": len(shares),
+        "tokenizer_identity": tokenizer.identity,
+        "vocab": tokenizer.vocab,
+        "documents": len(texts),
         "tokens": writer.tokens,
         "bytes": int(sum(sizes)),
         "fingerprint": source.fingerprint(),
@@ -147,69 +229,33 @@ def _tokenised(
     source: Source, tokenizer: Tokenizer, cache: Path, say: Callable[[str], None]
 ) -> Path:
     """Returns the folder with the tokens of a source, made now if it is not in the cache."""
-    identity = mix(source.name, str(source.root), source.fingerprint(), _identity(tokenizer))
+    identity = mix(FORMAT, source.name, str(source.root), source.fingerprint(), tokenizer.identity)
     folder = cache / "corpora" / f"{identity:016x}"
     if (folder / "tokens.json").is_file():
         return folder
     say(f"tokenising {source.name}: {len(source.files)} files")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    temporary: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         tokenise(source, tokenizer, temporary / "tokens")
         temporary.rename(folder)
     except OSError as error:
         if not (folder / "tokens.json").is_file():  # else another process was first: use its result
-            raise UserError(f"cannot cache the tokens in {folder}: {error} (--cache_dir)") from None
+            raise _cannot_cache(folder, error) from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
-def _identity(tokenizer: Tokenizer) -> str:
-    path = getattr(tokenizer, "path", None)
-    return tokenizer.name if path is None else f"{mix(path.read_text()):016x}"
-
-
-def _open(name: str, weight: float, prefix: Path, holdout: float) -> Corpus:
-    """Opens a token file and splits its documents."""
-    file = TokenFile(prefix)
-    table = Path(f"{prefix}.documents.npy")
-    if table.is_file():
-        shares, sizes = np.load(table)
-    else:  # a foreign file: the document's number is its name
-        shares, sizes = np.array([_share(f"#{i}") for i in range(len(file))]), None
-    held = shares < holdout
-    stats = Path(f"{prefix}.json")
-    fingerprint = (
-        json.loads(stats.read_text())["fingerprint"]
-        if stats.is_file()
-        else f"{Path(f'{prefix}.bin').stat().st_size:x}"
-    )
-    train = whole_documents(file, np.flatnonzero(~held))
-    held_out = whole_documents(file, np.flatnonzero(held)) if held.any() else None
-    if (held_out is None or not train.tokens) and holdout > 0:
-        train, held_out = _cut_tail(file, holdout)
-        logging.warning(
-            "%s has too few documents to hold some out; its last %.0f %% are held out instead.",
-            name,
-            100 * holdout,
-        )
-        held = np.ones_like(held)
-    ratio = None
-    if sizes is not None and held.any():
-        ratio = float(sizes[held].sum()) / float(file.lengths[held].sum())
-    return Corpus(name, weight, train, held_out, ratio, f"{fingerprint}-{holdout}")
-
-
-def _cut_tail(file: TokenFile, holdout: float) -> tuple[Split, Split]:
-    """Splits the longest document: its tail is held out, never a random window."""
-    documents = np.arange(len(file))
-    stop = file.lengths.astype(np.int64)
-    longest = int(np.argmax(stop))
-    cut = int(stop[longest] * (1 - holdout))
-    tail = Split(
-        file, np.array([longest]), np.array([cut], np.int64), np.array([stop[longest]], np.int64)
-    )
-    shortened = stop.copy()
-    shortened[longest] = cut
-    return Split(file, documents, np.zeros_like(stop), shortened), tail
+def _fingerprint(file: TokenFile, keys: Documents, parted: Parted) -> str:
+    """Returns a hash of the tokens (of a sample where they were not read) and of the split."""
+    digest = hashlib.blake2b(f"{FORMAT} {file.nbytes}".encode(), digest_size=8)
+    digest.update(keys.tokens.tobytes() + file.lengths.tobytes())
+    if not keys.compared:
+        digest.update(documents_.sample(file).tobytes())
+    for split in (parted.train, parted.held_out):
+        for array in (split.document, split.start, split.stop) if split is not None else ():
+            digest.update(np.ascontiguousarray(array, np.int64).tobytes())
+    return digest.hexdigest()

@@ -18,18 +18,20 @@ from megajax.core.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
-    8: np.uint16,
-}  # fmt: skip
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
+}  # fmt: skip  # Megatron's 6 and 7 are floating-point numbers: no token ids
 _HEADER = struct.Struct("<9sQBQQ")
 
 
 class TokenFile:
     """Read access to a prefix: prefix.bin and prefix.idx. One sequence is one document here."""
 
-    def __init__(self, prefix: str | Path):
-        """Raises: UserError when the pair is missing, damaged or of another format."""
-        self.prefix = Path(prefix)
+    def __init__(self, prefix: str | Path, vocab: int | None = None):
+        """vocab: of the model that reads the tokens; None: ids need only be int32.
+
+        Raises: UserError when the pair is missing, damaged or of another format.
+        """
+        self.prefix, self.vocab = Path(prefix), vocab
         index = Path(f"{prefix}.idx")
         try:
             raw = index.read_bytes()
@@ -47,7 +49,9 @@ class TokenFile:
         self.lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
         self.offsets = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
         end = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
-        if count and (self.lengths.min() < 0 or end.max() > self._tokens_bytes):
+        if count and (self.lengths.min() < 0 or self.offsets.min() < 0):
+            raise UserError(f"{index} is damaged: it holds a negative length or offset")
+        if count and end.max() > self._tokens_bytes:
             raise UserError(
                 f"{prefix}.bin is damaged: {self._tokens_bytes} bytes, {end.max()} used"
             )
@@ -64,6 +68,33 @@ class TokenFile:
         size = self.dtype.itemsize
         begin = int(self.offsets[document]) + start * size
         return self._bin[begin : begin + (stop - start) * size].view(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the .bin."""
+        return self._tokens_bytes
+
+    def check_ids(self, tokens: np.ndarray, document: int, start: int = 0) -> None:
+        """Refuses tokens of a document that the vocabulary lacks. start: place of the first.
+
+        Raises: UserError with the first wrong id, its place, and the vocabulary that has it.
+        """
+        most = (2**31 if self.vocab is None else self.vocab) - 1
+        wrong = np.flatnonzero((tokens < 0) | (tokens > most))
+        if not len(wrong):
+            return
+        first, largest = int(wrong[0]), int(tokens.max())
+        found = f"{self.prefix}.bin holds token id {int(tokens[first])} (document {document}, token"
+        found += f" {start + first})"
+        if self.vocab is None or largest <= most:
+            raise UserError(
+                f"{found}, ids are from 0 to {most}: the file is damaged, or its .idx names a wrong"
+                f" width ({self.dtype}) (--data.source)"
+            )
+        raise UserError(
+            f"{found}, model.vocab={self.vocab} has ids 0 to {most}; the smallest vocabulary that "
+            f"has the ids seen so far is {largest + 1} (--model.vocab={largest + 1}, --data.source)"
+        )
 
 
 class TokenWriter:

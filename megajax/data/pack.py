@@ -56,13 +56,17 @@ class PackedRows:
         self._lock = threading.Lock()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns row i: tokens_S, targets_S, segments_S (from 1), positions_S, all int32."""
+        """Returns row i: tokens_S, targets_S, segments_S (from 1), positions_S, all int32.
+
+        Raises: UserError when the file holds an id there that its vocabulary lacks.
+        """
         epoch, row = divmod(i, self.rows_per_epoch)
         if self.shuffle:
             row = permute(row, self.rows_per_epoch, mix(self.seed, epoch, "rows"))
         order, ends = self._order(epoch)
         S, begin = self.seq_len, row * self.seq_len
-        tokens_S1 = np.empty(S + 1, np.int32)
+        tokens_S1 = np.empty(S + 1, np.int64)  # as wide as any file's: nothing wraps unseen
+        pieces = []
         segments_S1 = np.empty(S + 1, np.int32)
         positions_S1 = np.empty(S + 1, np.int32)
         k, filled, segment = int(np.searchsorted(ends, begin, side="right")), 0, 1
@@ -75,12 +79,17 @@ class PackedRows:
             place = slice(filled, filled + take)
             document = int(self.split.document[which])
             tokens_S1[place] = self.split.file.read(document, first, first + take)
+            pieces.append((place, document, first))
             segments_S1[place] = segment
             positions_S1[place] = np.arange(take)
             filled, k, segment = filled + take, k + 1, segment + (take > 0)
+        most = (self.split.file.vocab or 2**31) - 1
+        if tokens_S1.min() < 0 or tokens_S1.max() > most:
+            for place, document, first in pieces:
+                self.split.file.check_ids(tokens_S1[place], document, first)
         same = segments_S1[1:] == segments_S1[:-1]
         return {
-            "tokens": tokens_S1[:-1],
+            "tokens": tokens_S1[:-1].astype(np.int32),
             "targets": np.where(same, tokens_S1[1:], IGNORED).astype(np.int32),
             "segments": segments_S1[:-1],
             "positions": positions_S1[:-1],

@@ -1,9 +1,9 @@
 """Labelled passages: from which package of Python's standard library does this text come?
 
 Real text with real labels that is wherever Python is: a file's top folder is its label. Files are
-held out whole, so that no passage of a held-out file is near one that was learned, and the BPE is
-trained on the others. Of each label the files come in the order of their names' hashes; the first
-that together hold the share are held out.
+held out whole, with their copies, so that no passage of a held-out file is near one that was
+learned, and the BPE is trained on the others. Of each label the files come in the order of their
+names' hashes; the first that together hold the share are held out.
 
 Legend: N passages, S tokens of one.
 """
@@ -18,6 +18,7 @@ from megajax.data.config import DataConfig
 from megajax.data.corpus import open_tokenizer_for
 from megajax.data.pack import mix
 from megajax.data.source import open_source
+from megajax.data.walk import expand
 
 HELD_OUT = 0.2
 # Packages of 12 files and more, and of 200 kB and more, whose text says little by its first line.
@@ -67,10 +68,10 @@ def open_passages(
     cfg = DataConfig(tokenizer=tokenizer)
     whole = open_source("stdlib", cfg)
     files = {p: [f for f in whole.files if _label(f, whole.root) == p] for p in packages}
-    cut = {p: _held_out(found) for p, found in files.items()}
+    cut = _with_copies(files, {p: _held_out(found) for p, found in files.items()})
     learned = tuple(f for p in packages for f in files[p] if f not in cut[p])
     source = dataclasses.replace(whole, files=learned)
-    tokens_of = open_tokenizer_for(cfg, [source], Path(cache_dir).expanduser())
+    tokens_of = open_tokenizer_for(cfg, [source], expand(cache_dir, "cache_dir"))
     begin = tokens_of.vocab if tokens_of.begin is None else tokens_of.begin
 
     def passages(package: str, wanted: bool) -> np.ndarray:
@@ -101,6 +102,13 @@ def open_passages(
 def _label(file: Path, root: Path) -> str:
     parts = file.relative_to(root).parts
     return parts[0] if len(parts) > 1 else ""
+
+
+def _with_copies(files: dict[str, list[Path]], cut: dict[str, set[Path]]) -> dict[str, set[Path]]:
+    """Returns the held-out files of each label with all that have the same content."""
+    content = {f: f.read_bytes() for found in files.values() for f in found}
+    held = {content[f] for chosen in cut.values() for f in chosen}
+    return {p: {f for f in found if content[f] in held} for p, found in files.items()}
 
 
 def _held_out(files: list[Path]) -> set[Path]:

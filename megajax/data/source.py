@@ -21,7 +21,7 @@ from absl import logging
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.data.config import DataConfig
-from megajax.data.walk import each_file_once, files_below, files_matching
+from megajax.data.walk import each_file_once, expand, files_below, files_matching
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -150,7 +150,7 @@ def _suffix(file: Path) -> str:
 
 def _find(name: str) -> tuple[Path, list[Path]]:
     """Returns (the folder that names are relative to, the text files)."""
-    path = Path(name).expanduser()
+    path = expand(name, "data.source")
     if path.is_dir():
         return path, [f for f in files_below(path) if _suffix(f) in SUFFIXES]
     if path.is_file():

@@ -6,6 +6,7 @@ never becomes a special id: '<|eos|>' in a document is seven characters like any
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.data.walk import expand
 
+CONFIG = "tokenizer_config.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
 
@@ -126,6 +129,14 @@ class FileTokenizer:
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
         return np.concatenate([self._without_special(text[a:b]) for a, b in pieces])
 
+    def copy_to(self, folder: Path) -> None:
+        """Writes the files that `open_tokenizer(folder)` reads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.path, folder / "tokenizer.json")
+        beside = self.path.parent / CONFIG
+        if beside.is_file():
+            shutil.copyfile(beside, folder / CONFIG)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -136,7 +147,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
     Raises: UserError when the file cannot be read or one of the two is no token.
     """
-    file = folder / "tokenizer_config.json"
+    file = folder / CONFIG
     if not file.is_file():
         return {}
     try:
@@ -199,7 +210,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Returns the tokenizer 'bytes' or the one of a tokenizer.json (or its folder)."""
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = expand(name, "data.tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(

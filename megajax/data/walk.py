@@ -15,6 +15,14 @@ from pathlib import Path
 from megajax.core.errors import UserError
 
 
+def expand(name: str | Path, flag: str) -> Path:
+    """Returns the path of a name that may begin with ~. Raises: UserError naming the flag."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # no such user, or a user without a home
+        raise UserError(f"{flag}={name}: {error} (--{flag})") from None
+
+
 def files_below(root: Path) -> Iterator[Path]:
     """Yields the files of a folder and of those below it. Raises: UserError as files_matching."""
     return _walk(root, ("**",), hidden=True)

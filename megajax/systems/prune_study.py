@@ -157,7 +157,7 @@ def text(
     model: DecoderConfig, tokens: int, batch: int, held_out: int, cache_dir: str | Path
 ) -> Task:
     """The decoder on the bytes of Python's standard library. held_out: rows of `tokens` tokens."""
-    (corpus,), _ = open_corpora(DataConfig(), cache_dir)
+    (corpus,), _ = open_corpora(DataConfig(), cache_dir, vocab=model.vocab)
     train = functools.cache(lambda seed: PackedRows(corpus.train, tokens, seed))
     assert corpus.held_out is not None
     kept = PackedRows(corpus.held_out, tokens, 0)

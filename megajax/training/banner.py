@@ -13,7 +13,7 @@ from megajax.core.hardware import find_card
 from megajax.core.mesh import describe
 from megajax.cost.flops import train_flops_per_token
 from megajax.data.corpus import Corpus
-from megajax.data.tokenizer import Tokenizer, check_vocabulary
+from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import results
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
@@ -62,14 +62,15 @@ def show_start(
 
 
 def show_data(console: Console, cfg: Config, corpora: list[Corpus], tokenizer: Tokenizer) -> None:
-    """What is read and how much; refuses a vocabulary that the model lacks."""
-    check_vocabulary(tokenizer, cfg.model.vocab)
+    """What is read and how much, and how many documents are there more than once."""
     for c in corpora:
         held = c.held_out.tokens if c.held_out is not None else 0
         console.say(
             f"{c.name}: {quantity(c.train.tokens)} tokens to learn, {quantity(held)} held out "
             f"({tokenizer.name})"
         )
+        if c.copies:
+            console.say(f"{c.name}: {quantity(c.copies)} documents are copies of earlier ones")
 
 
 def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh) -> None:

@@ -30,7 +30,7 @@ def identity(corpora: Sequence[Corpus], tokenizer: Tokenizer, cfg: Config) -> di
     """Returns what must not change under a data position."""
     return {
         "corpora": [f"{c.name}:{c.weight:g}:{c.fingerprint}" for c in corpora],
-        "tokenizer": f"{cfg.data.tokenizer}:{tokenizer.vocab}",
+        "tokenizer": tokenizer.identity,
         "seq_len": cfg.train.seq_len,
         "seed": cfg.train.seed,
     }

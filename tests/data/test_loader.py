@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.loader import Loader, held_out_batches, host_rows, place
 
@@ -44,6 +45,23 @@ def test_resume_loses_and_repeats_nothing_when_the_batch_changes():
     next(loader), next(loader), next(loader)
     smaller = Loader(Counted(), abstract(8), position=loader.position)
     assert first_columns(next(smaller)) == list(range(48, 56))
+
+
+class Refused(Counted):
+    """Row 20 holds an id that the vocabulary lacks."""
+
+    def __getitem__(self, i):
+        if i == 20:
+            raise UserError("token id 70000")
+        return super().__getitem__(i)
+
+
+def test_a_row_that_is_refused_ends_the_run_with_its_sentence():
+    """Rows are packed by Grain's threads; the batch before is given whole."""
+    loader = Loader(Refused(), abstract(16))
+    assert first_columns(next(loader)) == list(range(16))
+    with pytest.raises(UserError, match="token id 70000"):
+        next(loader)
 
 
 def test_batches_lie_as_asked():

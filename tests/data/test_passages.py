@@ -59,6 +59,14 @@ def test_a_fifth_of_the_bytes_is_held_out_in_whole_files(tmp_path):
     assert chosen == passages._held_out(files[::-1])
 
 
+def test_copies_of_held_out_files_are_held_out_under_every_label(tmp_path):
+    files = {p: [tmp_path / f"{p}{i}.py" for i in range(3)] for p in "ab"}
+    for file, text in zip(files["a"] + files["b"], "xyzxwx", strict=True):
+        file.write_text(text)
+    cut = passages._with_copies(files, {"a": {files["a"][0]}, "b": {files["b"][1]}})
+    assert cut == {"a": {files["a"][0]}, "b": set(files["b"])}
+
+
 def test_batches_depend_on_seed_and_step_alone(opened):
     first, labels = opened.batch(3, 7, 64)
     again, _ = opened.batch(3, 7, 64)
