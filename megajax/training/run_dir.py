@@ -25,8 +25,8 @@ FREE = (
     "train.global_batch", "data.prefetch", "fault", "told_code",
 )  # fmt: skip
 NOT_IN_NAME = (
-    "run_dir", "log", "profile", "cache_dir", "data.prefetch", "fault", "told_code",
-    "checkpoint.memory_every_steps", "checkpoint.dir",
+    "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.hash_gib", "fault",
+    "told_code", "checkpoint.memory_every_steps", "checkpoint.dir",
 )  # fmt: skip
 
 

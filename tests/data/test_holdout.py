@@ -195,6 +195,12 @@ def test_a_pair_beyond_the_limit_is_held_out_by_number(tmp_path, caplog):
     assert changed[0].fingerprint != corpora[0].fingerprint  # as many bytes, other tokens
 
 
+def test_limits_that_mean_nothing_are_refused():
+    for name, value in (("hash_gib", -1.0), ("hash_gib", np.nan), ("holdout", np.nan)):
+        with pytest.raises(UserError, match=f"--data.{name}"):
+            DataConfig(**{name: value})
+
+
 def test_the_identity_of_a_run_names_split_and_tokenizer(tmp_path):
     folder = write(tmp_path / "text")
 
