@@ -112,9 +112,9 @@ def dtype_name(op: str, name: str, value: Any, known: Sequence[str]) -> str:
     Raises: ValueError.
     """
     try:
-        found = jnp.dtype(value).name
+        found = str(jnp.dtype(value).name)
     except TypeError:
-        found = None
+        found = ""  # not the name of any type
     if found not in known:
         raise ValueError(f"{op}: {name}={value!r} must be one of {', '.join(known)}")
     return found

@@ -78,7 +78,7 @@ class TensorBoard:
 
     def write(self, records: Sequence[Record]) -> None:
         """Writes every number as a scalar. Raises: OSError when the disk does not take it."""
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event  # type: ignore[missing-module-attribute]
         from tensorboardX.summary import scalar
 
         for r in records:

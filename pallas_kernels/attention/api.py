@@ -248,7 +248,7 @@ def _slopes(op: str, slopes: Array | Sequence[float] | None, heads: int) -> Arra
         return None
     if isinstance(slopes, Sequence):
         arguments.check_numbers(op, "alibi_slopes", slopes)
-        slopes = np.asarray(slopes)
+        slopes = jnp.asarray(np.asarray(slopes), jnp.float32)
     arguments.check_arrays(op, alibi_slopes=slopes)
     slopes_H = jax.lax.stop_gradient(jnp.asarray(slopes, jnp.float32))
     if slopes_H.shape != (heads,):
@@ -315,8 +315,10 @@ def _check_window(op: str, window: Any) -> None:
     if window is None:
         return
     pair = isinstance(window, Sequence) and len(window) == 2
-    if not pair or not all(w is None or (isinstance(w, Integral) and w >= 0) for w in window):
-        example = f"({window}, 0)" if isinstance(window, Integral) and window >= 0 else "(4, 0)"
+    if not pair or not all(w is None or (isinstance(w, Integral) and int(w) >= 0) for w in window):
+        example = (
+            f"({window}, 0)" if isinstance(window, Integral) and int(window) >= 0 else "(4, 0)"
+        )
         raise ValueError(
             f"{op}: window={window!r} must be (left, right), keys before and after a query's own, "
             f"each an integer of 0 or more, or None for no limit, as in window={example}"

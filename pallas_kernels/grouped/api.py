@@ -50,11 +50,11 @@ def grouped_matmul(
       reasons where the implementation asked for cannot run.
     """
     arguments.check_arrays(OP, lhs=lhs_MK, rhs=rhs_GKN)
-    sizes_G = arguments.integers(OP, "group_sizes", group_sizes, ndim=1)
+    sizes_G = jnp.asarray(arguments.integers(OP, "group_sizes", group_sizes, ndim=1))
     _check(lhs_MK, rhs_GKN, sizes_G, transpose_rhs)
     plan = _plan(lhs_MK, rhs_GKN, transpose_rhs, implementation)
     with arguments.reverse_only(OP):
-        return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, jnp.asarray(sizes_G))), plan)
+        return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, sizes_G)), plan)
 
 
 class Plan(NamedTuple):

@@ -13,6 +13,7 @@ rows are packed where they are read, and attention takes them as `packed_attenti
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -77,7 +78,9 @@ class PackedTokens:
         return reference.positions(self.cu_seqlens, self.capacity)
 
 
-def pack(x_BSx: Array, lengths_B: Array, capacity: int) -> tuple[Array, PackInfo]:
+def pack(
+    x_BSx: Array, lengths_B: Array | np.ndarray | Sequence[int], capacity: int
+) -> tuple[Array, PackInfo]:
     """The first lengths[b] tokens of each row, end to end, in the order of the rows.
 
     Args:
