@@ -2,15 +2,17 @@
 
 A step is written under another name, N.saving, and gets its own by one rename when all of it is on
 the disk, the integrity record last: kill -9 at any moment leaves steps that are whole and, at most,
-leavings that the next start removes. Every process that saves holds a lock on the folder (flock, so
-it ends with the process), and nobody removes leavings while another does. No jax.
+leavings that the next start removes. Every process that saves holds a shared lock on the folder
+(flock, so it ends with the process), and who removes leavings holds it alone. No jax.
 """
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
 OURS = "megajax.integrity"  # in a step's metadata: it was given a record, so it must have one
 TEMPORARY = ".orbax-checkpoint-tmp"
 SAVING, FORMER, TRASH = ".saving", ".former", ".trash"
+PATIENCE_S = 30.0  # for one who removes leavings; then a save goes on beside him (chosen)
 
 
 class StepFolder:
@@ -39,6 +42,7 @@ class StepFolder:
         """path: need not exist yet."""
         self.path = path
         self._lock: int | None = None
+        self._key: tuple[str, int] | None = None  # of the step that is being saved
 
     def step(self, step: int) -> Path:
         """Where a step lives."""
@@ -82,8 +86,13 @@ class StepFolder:
 
     def begin(self, step: int) -> None:
         """Takes the folder for a save and tries to write there. Raises: OSError."""
+        key = (os.path.realpath(self.path), step)
+        if key in _being_saved():
+            raise OSError(f"another manager of this process is saving step {step} there")
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock()
+        self.lock(shared=True, wait_s=PATIENCE_S)
+        self._key = key
+        _being_saved().add(key)
         self.saving(step).mkdir(exist_ok=True)
         self.drop_saving(step)
 
@@ -91,16 +100,16 @@ class StepFolder:
         """Gives a written step its name; one of that name before it goes. Raises: OSError."""
         former = self.path / f"{step}{FORMER}"
         if self.step(step).exists():
-            shutil.rmtree(former, ignore_errors=True)
+            _free(former)
             self.step(step).rename(former)
         self.saving(step).rename(self.step(step))
         sync_folder(self.path)
-        shutil.rmtree(former, ignore_errors=True)
+        _free(former)
 
     def drop_saving(self, step: int) -> None:
         """Frees what a failed save wrote; a full disk would stay full."""
         for leftover in self.path.glob(f"{step}{SAVING}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _free(leftover)
         former = self.path / f"{step}{FORMER}"
         if former.exists() and not self.step(step).exists():
             former.rename(self.step(step))
@@ -108,14 +117,14 @@ class StepFolder:
     def remove(self, step: int) -> None:
         """Takes a step's name away, so that it is never half there; `empty` frees its bytes."""
         trash = self.path / f"{step}{TRASH}"
-        shutil.rmtree(trash, ignore_errors=True)
+        _free(trash)
         with contextlib.suppress(OSError):  # gone already, or storage does not let us
             self.step(step).rename(trash)
 
     def empty(self) -> None:
         """Frees the bytes of removed steps: a second for 500 MB on a slow disk."""
         for trash in self.path.glob(f"[0-9]*{TRASH}"):
-            shutil.rmtree(trash, ignore_errors=True)
+            _free(trash)
 
     def retain(self, newest: int, best: int, bad: Collection[int]) -> None:
         """Removes all but the `newest` and the `best` good steps; 0 newest: keeps all.
@@ -139,24 +148,36 @@ class StepFolder:
             if step not in kept and step < max(kept, default=0):
                 self.remove(step)
 
-    def lock(self) -> bool:
-        """Takes the folder for saving; False: another has it. Where locks do not exist: True."""
+    def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
+        """Takes the folder; False: another has it. Where locks do not exist: True.
+
+        shared: others may take it so too. wait_s: for those who hold it otherwise.
+        """
         if self._lock is not None:
             return True
         number = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(number)
-            return False
-        except OSError:  # some network file systems
-            os.close(number)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(number, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(0.01)
+                    continue
+                os.close(number)
+                return False
+            except OSError:  # some network file systems
+                os.close(number)
+                return True
+            self._lock = number
             return True
-        self._lock = number
-        return True
 
     def unlock(self) -> None:
         """Gives the folder back."""
+        if self._key is not None:
+            _being_saved().discard(self._key)
+            self._key = None
         if self._lock is not None:
             number, self._lock = self._lock, None
             os.close(number)
@@ -172,11 +193,26 @@ class StepFolder:
                     former.rename(step)
             for suffix in (f"{TEMPORARY}*", f"{SAVING}*", FORMER, TRASH):
                 for leftover in self.path.glob(f"[0-9]*{suffix}"):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                    _free(leftover)
         except OSError:
             return  # a read-only file system: nothing was left by a save, or nothing can be done
         finally:
             self.unlock()
+
+
+@functools.cache
+def _being_saved() -> set[tuple[str, int]]:
+    """The (folder, step) that managers of this process are saving: locks do not part those."""
+    return set()
+
+
+def _free(path: Path) -> None:
+    """Removes a folder; of a step that was moved elsewhere, the link to it; a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_ours(folder: Path) -> bool:

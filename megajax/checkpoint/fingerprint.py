@@ -24,7 +24,9 @@ Print = tuple[int, int]
 # their offset, and no place overflows.
 STRIDES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 WORD_STRIDE = 0xB55A4F09
-SMALL = ("int2", "uint2", "int4", "uint4")  # devices have no bitcast for parts of a byte
+# Devices have no bitcast for parts of a byte; these widen without loss, so as such they count.
+SMALL = {"int2": jnp.int32, "uint2": jnp.int32, "int4": jnp.int32, "uint4": jnp.int32}
+SMALL |= {"float4_e2m1fn": jnp.float32}
 
 
 def _scramble(x: jax.Array) -> jax.Array:
@@ -39,7 +41,7 @@ def _words(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if x.dtype.name in SMALL:
-        return x.astype(jnp.int32).view(jnp.uint32)
+        return x.astype(SMALL[x.dtype.name]).view(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
@@ -51,7 +53,7 @@ def _host_words(x: np.ndarray) -> np.ndarray:
     if x.dtype == np.bool_:
         return x.astype(np.uint32)
     if x.dtype.name in SMALL:
-        return x.astype(np.int32).view(np.uint32)
+        return x.astype(SMALL[x.dtype.name]).view(np.uint32)
     x = np.ascontiguousarray(x).reshape(x.shape)  # the former makes a scalar a row
     if x.dtype.itemsize > 4:
         return x.reshape(*x.shape, 1).view(np.uint32)
@@ -172,6 +174,9 @@ def _held(x: Any) -> tuple[Callable[[], Any], bool]:
     """Returns (what gives an array of the same memory, which stays as it is, whether on hosts)."""
     if not isinstance(x, jax.Array):
         return lambda: x, True
+    device = next(iter(x.sharding.device_set))
+    if x.sharding.memory_kind not in (None, usual := device.default_memory().kind):
+        x = jax.device_put(x, x.sharding.with_memory_kind(usual))  # where the sums are computed
     if any(d.platform != "cpu" for d in x.sharding.device_set):
         return lambda: x, False
     shape, sharding, dtype = x.shape, x.sharding, x.dtype

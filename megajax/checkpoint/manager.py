@@ -15,17 +15,18 @@ import functools
 import itertools
 import json
 import os
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint import fingerprint, integrity, offline, storage
+from megajax.checkpoint import fingerprint, integrity, leaves, offline, storage
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
@@ -34,7 +35,7 @@ from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
 from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
 
-Leaves = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
+Table = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
 Verify = Literal["full", "fast"] | None
 PATIENCE_MS = 1_800_000  # how long the processes of a job wait for each other's storage (chosen)
 
@@ -59,13 +60,16 @@ class CheckpointManager:
         having the lowest metric. compression: auto compresses arrays that are mostly bytes. verify:
         what restore checks: full: every element and the step's small files; fast: the small files
         and all sizes; None: nothing.
+        Raises: CheckpointError for a folder or a setting that is none of these.
         """
+        _check_settings(keep, best, compression, verify)
         self._steps = open_steps(directory)
         self.folder = self._steps.path
         self._keep, self._best, self._verify = keep, best, verify
         self._compression = compression
         self._pending: SaveHandle | None = None
         self._bad: set[int] = set()
+        self._turn = threading.Lock()  # of the threads that save
         if jax.process_index() == 0:
             self._steps.collect()
 
@@ -98,22 +102,38 @@ class CheckpointManager:
         data_state: dict[str, Any] | None = None,
         metric: float | None = None,
     ) -> SaveHandle:
-        """Starts saving; waits for the one before. The state may be donated when this returns.
+        """Starts saving; waits for the one before. The state may be donated, and its arrays of the
+        host changed, when this returns.
 
         state: any tree of arrays. data_state: JSON values, the position of the data pipeline.
-        metric: what `best` ranks by, the lower the better.
-        Returns: a handle; a failure shows there, not here.
+        metric: what `best` ranks by, the lower the better; NaN is not ranked.
+        Returns: a handle; a failure of storage shows there, not here.
+        Raises: CheckpointError for arguments that could not be restored (leaves.py).
         """
         began = time.perf_counter()
-        self.wait()
-        handle = self._pending = SaveHandle(step)
-        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), state)
-        leaves = named_leaves(state)
-        response: Any = None
+        step, metric = leaves.step_number(step), leaves.metric_number(metric)
+        if not isinstance(data_state, dict | None) or OURS in (data_state or {}):
+            raise CheckpointError(f"data_state must be a dict without the key {OURS}")
+        leaves.check_json(data_state)
+        leaves.check(state)
+        with self._turn:
+            self.wait()
+            handle = self._pending = SaveHandle(step)
+            self._start(handle, state, data_state or {}, metric)
+        handle.blocking_s = time.perf_counter() - began
+        return handle
+
+    def _start(
+        self, handle: SaveHandle, state: Tree, data_state: dict[str, Any], metric: float | None
+    ) -> None:
+        """The first stage: copies the state, and starts the second, or the report of a failure."""
+        step, response = handle.step, None
         try:
             self._open(step)
-            prints = Fingerprints(x for _, x in leaves)
-            metadata = (data_state or {}) | {OURS: 1}
+            state = leaves.storable(state)
+            arrays = named_leaves(state)
+            prints = Fingerprints(x for _, x in arrays)
+            metadata = data_state | {OURS: 1}
             compress = storage.compresses(self._compression, state)
             where, file_bytes = self._steps.saving(step), self._steps.file_bytes
             response = storage.write(where, state, metadata, compress, file_bytes)
@@ -121,12 +141,10 @@ class CheckpointManager:
             reason = error  # raised where the handle reports it
             handle.run(lambda: self._fail(reason), self._tidy, self.folder)
         else:
-            sums = [(n, x.shape, str(x.dtype)) for n, x in leaves]
+            table = [(n, x.shape, str(x.dtype)) for n, x in arrays]
             handle.run(
-                lambda: self._store(step, response, sums, prints, metric), self._tidy, self.folder
+                lambda: self._store(step, response, table, prints, metric), self._tidy, self.folder
             )
-        handle.blocking_s = time.perf_counter() - began
-        return handle
 
     def _open(self, step: int) -> None:
         """Takes the folder and tries to write there. Raises, on all processes: as `begin`.
@@ -151,7 +169,7 @@ class CheckpointManager:
             raise problem
 
     def _store(
-        self, step: int, response: Any, leaves: Leaves, prints: Fingerprints, metric: float | None
+        self, step: int, response: Any, table: Table, prints: Fingerprints, metric: float | None
     ) -> None:
         """The second stage: waits for Orbax, seals the step and gives it its name."""
         saving, first = self._steps.saving(step), jax.process_index() == 0
@@ -177,7 +195,7 @@ class CheckpointManager:
             try:
                 if problem is not None:
                     raise problem
-                self._seal(step, leaves, metric)
+                self._seal(step, table, metric)
             except Exception as error:
                 problem = error
                 self._steps.drop_saving(step)
@@ -190,7 +208,7 @@ class CheckpointManager:
             raise problem
         self._bad.discard(step)
 
-    def _seal(self, step: int, leaves: Leaves, metric: float | None) -> None:
+    def _seal(self, step: int, table: Table, metric: float | None) -> None:
         """Writes the record, from what each process found, and the name; old steps lose theirs."""
         saving = self._steps.saving(step)
         paths = sorted(saving.glob(f"{integrity.PART}*"))
@@ -203,7 +221,7 @@ class CheckpointManager:
         ]
         found = {
             name: LeafSum(list(shape), dtype, list(total))
-            for (name, shape, dtype), total in zip(leaves, sums, strict=True)
+            for (name, shape, dtype), total in zip(table, sums, strict=True)
         }
         for path in paths:
             path.unlink()
@@ -243,8 +261,7 @@ class CheckpointManager:
         """
         self.wait()
         if step is not None:
-            if step not in self.steps():
-                raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}")
+            step = self._existing(step)
             try:
                 return self._restore(step, like, partial)
             except DamagedError:
@@ -264,13 +281,14 @@ class CheckpointManager:
         record, state, prints = None, None, None
         try:
             record = self._steps.record(step) if self._verify else None
+            asked = leaves.wanted(like)
             if record is not None:
                 if damage := integrity.find_damage(folder, record, fast=True):
                     raise integrity.damaged(folder, damage)
-                _check_fits(step, self.folder, like, record, partial)
+                _check_fits(step, self.folder, asked, record, partial)
             if record is not None and self._verify == "full":
                 prints = Fingerprints(at_once=True)
-            state = storage.load(folder, like, partial, prints.add if prints else None)
+            state = storage.load(folder, asked, partial, prints.add if prints else None)
         except Exception as error:
             problem = self._explain(step, error, record)
             problem.__cause__ = error
@@ -289,7 +307,7 @@ class CheckpointManager:
             if wrong:
                 damage = integrity.find_damage(folder, record)
                 raise integrity.damaged(folder, damage, [names[i] for i in wrong])
-        return state
+        return leaves.returned(state, like)
 
     def _explain(self, step: int, error: Exception, record: Record | None) -> CheckpointError:
         """Returns the error to raise: damage if there is any, else what storage said."""
@@ -314,8 +332,15 @@ class CheckpointManager:
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data_state of a stored step, without its arrays. Raises: CheckpointError."""
+        self.wait()
+        step = self._existing(step)
         self._check_few(step, self._steps.record(step))
         return self._steps.data_state(step)
+
+    def _existing(self, step: int) -> int:
+        if (number := leaves.step_number(step)) not in self.steps():
+            raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}")
+        return number
 
     def _check_few(self, step: int, record: Record | None) -> None:
         """Raises DamagedError when one of the files that describe the step is not as saved."""
@@ -325,6 +350,20 @@ class CheckpointManager:
         folder = self._steps.step(step)
         if damage := integrity.find_damage(folder, dataclasses.replace(record, files=files)):
             raise integrity.damaged(folder, damage)
+
+
+def _check_settings(keep: int, best: int, compression: str, verify: str | None) -> None:
+    for name, value, flag in (("keep", keep, " (--checkpoint.keep)"), ("best", best, "")):
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"{name}={value!r} must be a whole number from 0 on; nearest: 0{flag}"
+            )
+    for name, word, words in (
+        ("compression", compression, get_args(Compression)),
+        ("verify", verify, (None, "fast", "full")),
+    ):
+        if word not in words:
+            raise CheckpointError(f"{name}={word!r} must be one of {', '.join(map(str, words))}")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ Steps read back straight from the store (reads.py). No jax.
 
 import hashlib
 import os
+import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,9 +105,9 @@ class ObjectFolder(StepFolder):
         for step in marked - self._found(RECORD) if marked else ():
             self._clear(step)
 
-    def lock(self) -> bool:
+    def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
         """Takes the stage; False: another process of this machine saves there."""
-        return self._stage.lock()
+        return self._stage.lock(shared, wait_s)
 
     def unlock(self) -> None:
         """Gives the stage back."""
@@ -139,4 +140,12 @@ def open_steps(directory: str | Path) -> StepFolder:
         return ObjectFolder(ObjectPath(str(directory)))
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is no place: s3://BUCKET/..., gs://... or a local path")
-    return StepFolder(Path(directory).expanduser().absolute())
+    folder = Path(directory).expanduser().absolute()
+    if special := sorted(set(str(folder)) & set("*?[\\")):
+        # Orbax takes these for patterns and tensorstore a backslash for a slash: what is saved
+        # there could not be read again.
+        near = re.sub(r"[*?[\\]", "_", str(folder))
+        raise CheckpointError(f"{folder} must not hold {' '.join(special)}; nearest: {near}")
+    if os.path.isfile(folder):
+        raise CheckpointError(f"{folder} is a file; name a folder for the checkpoints")
+    return StepFolder(folder)

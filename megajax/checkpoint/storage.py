@@ -96,7 +96,7 @@ def write(
     if file_bytes is not None:
         context.array.saving.ocdbt_target_data_file_size = file_bytes
     context.array.saving.scoped_storage_options_creator = _chunks
-    with context:
+    with _one_at_a_time(), context:
         return ocp.save_async(
             str(path), jax.tree.map(_storable, state), overwrite=True, custom_metadata=metadata
         )
@@ -184,6 +184,12 @@ def _written_at_once(value: Any) -> tuple[int, ...]:
     copies = value.sharding.num_devices * math.prod(shard) // max(value.size, 1)
     axis = next((d for d, n in enumerate(shard) if n % max(copies, 1) == 0), None)
     return tuple(n // copies if d == axis else n for d, n in enumerate(shard))
+
+
+@functools.cache
+def _one_at_a_time() -> threading.Lock:
+    """Orbax numbers the saves that begin, for the whole process: two threads would share one."""
+    return threading.Lock()
 
 
 def barrier() -> Callable[..., None]:

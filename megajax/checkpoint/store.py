@@ -145,9 +145,14 @@ def is_address(path: str | Path) -> bool:
     return isinstance(path, ObjectPath) or str(path).startswith(tuple(f"{s}//" for s in DRIVERS))
 
 
-def kvstore(folder: Path) -> Any:
-    """Returns what tensorstore opens as a folder, local or not."""
-    return folder.spec() if isinstance(folder, ObjectPath) else f"file://{folder}/"
+def kvstore(folder: Path) -> dict[str, Any]:
+    """Returns what tensorstore opens as a folder, local or not.
+
+    A URL would give another folder where the name holds %, #, ? or a backslash.
+    """
+    if isinstance(folder, ObjectPath):
+        return folder.spec()
+    return {"driver": "file", "path": f"{os.path.realpath(folder)}/"}  # which refuses ".."
 
 
 def explained(path: Path, error: Exception) -> Exception:

@@ -1,0 +1,155 @@
+"""What a save accepts, and how it is stored: names, types, random keys, arrays of the host.
+
+A tree that could not be restored is refused before anything is written. Storage has types for
+numbers only, so typed random keys (jax.random.key) are stored as the uint32 words of their
+`key_data`; a restore makes keys of them again when `like` holds keys. The implementation of a key
+is not stored: `like` must have the one that was saved.
+"""
+
+import math
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.checkpoint.store import CheckpointError
+from megajax.core.tree import Tree, named_leaves
+
+# What zarr3 of tensorstore 0.1 has a type for (tried, one by one).
+NUMBERS = (
+    "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
+    "bfloat16 complex64 complex128 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+).split()
+
+
+def check(state: Tree) -> None:
+    """Raises CheckpointError, which names the leaf, for a tree that could not be restored."""
+    leaves = named_leaves(state)
+    if not leaves:
+        raise CheckpointError("the state holds no array, so there is nothing to save")
+    seen: set[str] = set()
+    for name, x in leaves:
+        if name in seen:
+            raise CheckpointError(
+                f"two leaves are named {name}: names are the keys with dots between; rename one"
+            )
+        seen.add(name)
+        if not _is_text(name):
+            raise CheckpointError(f"leaf {name!r}: its name cannot be written as UTF-8; rename it")
+        if name.endswith("/"):
+            raise CheckpointError(f"leaf {name}: a name must not end in a slash; rename it")
+        if not is_key(x) and (kind := type_name(x)) not in NUMBERS:
+            raise CheckpointError(
+                f"leaf {name} is {kind}, which storage has no type for; convert it to one of "
+                f"{', '.join(NUMBERS)}, or leave it out"
+            )
+
+
+def is_key(x: Any) -> bool:
+    """Tells typed random keys, and their ShapeDtypeStructs, from numbers."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def type_name(x: Any) -> str:
+    """Returns the name of a leaf's type, whatever the order of its bytes is."""
+    return np.dtype(x.dtype).name if hasattr(x, "dtype") else np.asarray(x).dtype.name
+
+
+def storable(state: Tree) -> Tree:
+    """Returns the tree as it is stored. Arrays of the host are copied, for they may change."""
+    return jax.tree.map(_storable, state)
+
+
+def _storable(x: Any) -> Any:
+    if is_key(x):
+        return jax.random.key_data(x)
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, np.memmap) and not x.flags.writeable:  # of a file: nobody writes through it
+        return np.asarray(x, _native(x.dtype))
+    x = np.asarray(x)
+    return np.array(x, _native(x.dtype))
+
+
+def _native(dtype: np.dtype) -> np.dtype:
+    return dtype.newbyteorder("=") if dtype.byteorder in "<>" else dtype
+
+
+def wanted(like: Tree) -> Tree:
+    """Returns what to ask storage for: `storable` of what `like` describes.
+
+    Raises: CheckpointError for a leaf that is no array and no ShapeDtypeStruct.
+    """
+    for name, x in named_leaves(like):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise CheckpointError(
+                f"leaf {name} of `like` is {x!r}; give an array or a jax.ShapeDtypeStruct"
+            )
+    return jax.tree.map(_wanted, like)
+
+
+def _wanted(x: Any) -> Any:
+    if is_key(x):
+        abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        words = jax.eval_shape(jax.random.key_data, abstract)
+        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=x.sharding)
+    if isinstance(x, np.ndarray) and not x.dtype.isnative:
+        return np.empty(x.shape, _native(x.dtype))
+    return x
+
+
+def returned(state: Tree, like: Tree) -> Tree:
+    """Returns what storage gave for `wanted(like)` as `like` has it: words become keys again."""
+
+    def leaf(x: Any, as_: Any) -> Any:
+        return jax.random.wrap_key_data(x, impl=as_.dtype._impl) if is_key(as_) else x
+
+    return jax.tree.map(leaf, state, like)
+
+
+def step_number(step: Any) -> int:
+    """Returns a step as an int. Raises: CheckpointError for what no folder can be named by."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise CheckpointError(f"step {step!r} must be a whole number from 0 on")
+    return number
+
+
+def metric_number(metric: Any) -> float | None:
+    """Returns a metric as a float; NaN as None: it ranks nowhere. Raises: CheckpointError."""
+    try:
+        number = None if metric is None else float(metric)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"metric {metric!r} must be a number or None") from None
+    return None if number is None or math.isnan(number) else number
+
+
+def check_json(value: Any, where: str = "data_state") -> None:
+    """Raises CheckpointError, which names the member, for what JSON would change or refuse."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; JSON has text for keys")
+            check_json(member, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, member in enumerate(value):
+            check_json(member, f"{where}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise CheckpointError(
+            f"{where} is {value!r} of type {type(value).__name__}; JSON has text, int, float, "
+            "bool, None, lists and dicts"
+        )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
