@@ -72,15 +72,29 @@ class Config(Checked):
         None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)
     )
 
+    def __post_init__(self):
+        """Refuses files that hold nothing."""
+        if self.shard_bytes < 1:
+            raise UserError(f"shard_bytes={self.shard_bytes} must be at least 1 (--shard_bytes)")
+        if self.step is not None and self.step < 0:
+            raise UserError(f"step={self.step} must be at least 0 (--step)")
+
 
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
 
+def opened(cfg: Config, path: str) -> tuple[StepFolder, int | None]:
+    """Returns (the checkpoints, the step that the words or --step mean). Raises: UserError."""
+    steps, step = offline.open_folder(path)
+    if None not in (step, cfg.step) and step != cfg.step:
+        raise UserError(f"{path} is step {step}, and --step={cfg.step} names another")
+    return steps, cfg.step if step is None else step
+
+
 def chosen(cfg: Config, path: str) -> tuple[StepFolder, int]:
     """Returns the step that the words and --step mean. Raises: UserError when there is none."""
-    steps, step = offline.open_folder(path)
-    step = step if step is not None else cfg.step
+    steps, step = opened(cfg, path)
     step = steps.steps()[-1] if step is None else step
     if step not in steps.steps():
         raise UserError(f"{steps.path} has no step {step}; it has {steps.steps()} (--step)")
@@ -125,8 +139,7 @@ def inspect(cfg: Config, path: str) -> int:
 
 def verify(cfg: Config, path: str) -> int:
     """Reads every byte. Returns 1 when a step is damaged."""
-    steps, step = offline.open_folder(path)
-    step = step if step is not None else cfg.step
+    steps, step = opened(cfg, path)
     bad = 0
     for number in steps.steps() if step is None else [step]:
         try:

@@ -203,8 +203,11 @@ def save(
     leaves = dict(named_leaves(params))
     maps, _ = _home(cfg)
     sizes = maps.sizes(cfg)
+    rules = maps.rules(cfg)
+    if other := sorted({r.ours for r in rules} ^ leaves.keys()):
+        raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
     groups: dict[str, list[Rule]] = {}
-    for rule in maps.rules(cfg):
+    for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
     wanted = {}
     for rules in groups.values():

@@ -41,13 +41,15 @@ class Unstacked:
     group: str = "blocks"
 
     def there(self, leaves: Leaves) -> dict[str, Any]:
-        """Returns one leaf a layer, in the order of the layers."""
+        """Returns one leaf a layer, in the order of the layers. Raises: UserError if they are."""
         found: dict[str, Any] = {}
         for name, x in leaves.items():
             place = _find(name, self.group)
             if place is None or x.ndim == 0:
                 found[name] = x
                 continue
+            if re.match(r"\d+\.", name[place:]):
+                raise UserError(f"{name} is one layer already: its rows are no layers")
             for i in range(x.shape[0]):
                 found[f"{name[:place]}{i}.{name[place:]}"] = x[i]
         return found

@@ -35,10 +35,14 @@ class TensorFolder:
     def __init__(self, folder: str | Path):
         """Reads the headers. Raises: UserError when there is none or one is damaged."""
         self.folder = Path(folder)
-        index = self.folder / INDEX
+        index, single = self.folder / INDEX, (self.folder / SINGLE).is_file()
         if index.is_file():
             homes = _read_index(index)
-        elif (self.folder / SINGLE).is_file():
+            if single and SINGLE not in homes.values():  # transformers would read it alone
+                raise UserError(
+                    f"{self.folder} has {SINGLE}, and {INDEX} of other files; move one away"
+                )
+        elif single:
             homes = {}
         else:
             raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
@@ -187,7 +191,19 @@ def _write_file(
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
             shape, code = tensors[name]
-            array = np.asarray(produce(name), DTYPES[code], order="C")
+            array = _cast(name, produce(name), code)
             if array.shape != shape:
                 raise AssertionError(f"{name}: {array.shape} was announced as {shape}")
             file.write(array.reshape(-1).view(np.uint8))
+
+
+def _cast(name: str, x: np.ndarray, code: str) -> np.ndarray:
+    """Returns an array as it is written. Raises: UserError when a number becomes infinite."""
+    with np.errstate(over="ignore"):
+        array = np.asarray(x, DTYPES[code], order="C")
+    if array.dtype != x.dtype and (over := np.isinf(array)).any() and np.isfinite(x[over]).any():
+        largest = np.abs(x[np.isfinite(x)]).max()
+        raise UserError(
+            f"{name} holds {largest:g}, more than {code} can; nearest: bfloat16, float32 (--dtype)"
+        )
+    return array

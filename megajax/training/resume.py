@@ -101,3 +101,5 @@ def _check_data(identity: dict[str, Any], data: dict[str, Any], where: str) -> N
             f"{where} was trained on other data ({', '.join(changed)} changed), "
             "so its position means nothing here; restore the text or give another --run_dir"
         )
+    if type(rows := data.get("rows")) is not int or rows < 0:
+        raise UserError(f"{where} says that {rows!r} rows were read; give another --run_dir")

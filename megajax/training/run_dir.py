@@ -22,8 +22,9 @@ FREE = (
     "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
-    "train.global_batch", "data.prefetch", "fault", "told_code",
+    "train.global_batch", "data.prefetch", "fault", "told_code", "overlap",
 )  # fmt: skip
+FIXED = ("optim.name",)  # among those: another optimizer has another state
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.hash_gib", "fault",
     "told_code", "checkpoint.memory_every_steps", "checkpoint.dir",
@@ -96,7 +97,7 @@ def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
         fixed = [
             f"{n} was {old}, now {new}"
             for n, old, new in config.diff(cfg, former)
-            if not any(n == f or n.startswith(f"{f}.") for f in FREE)
+            if n in FIXED or not any(n == f or n.startswith(f"{f}.") for f in FREE)
         ]
         if fixed:
             raise UserError(

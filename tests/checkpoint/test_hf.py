@@ -183,6 +183,28 @@ def test_nothing_is_overwritten(tmp_path):
         hf.save(params, cfg, tmp_path / "new", dtype="int8")
 
 
+def test_parameters_of_another_shape_are_refused(tmp_path):
+    """The head of an untied model is not left out where the configuration says tied."""
+    unpack("llama", tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    with pytest.raises(UserError, match="not this configuration's: head"):
+        hf.save(params, dataclasses.replace(cfg, tied=True), tmp_path / "out")
+    del params["head"]
+    with pytest.raises(UserError, match="not this configuration's: head"):
+        hf.save(params, cfg, tmp_path / "out")
+
+
+def test_numbers_that_half_precision_has_not_are_refused(tmp_path):
+    unpack("llama", tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    params["norm"]["scale"] = params["norm"]["scale"].at[3].set(-7e4)
+    with pytest.raises(UserError, match="model.norm.weight holds 70000, more than F16 can"):
+        hf.save(params, cfg, tmp_path / "out", "float16")
+    assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
+    params["norm"]["scale"] = params["norm"]["scale"].at[3].set(np.inf)  # what was infinite may be
+    hf.save(params, cfg, tmp_path / "out", "float16")
+
+
 def test_tokenizers_travel_along(tmp_path):
     unpack("llama", tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")

@@ -155,6 +155,8 @@ def test_missing_parts_of_a_fusion_are_named():
         FusedQkv().there(
             {n: np.ones((2, s, 2)) for n, s in (("query", 3), ("key", 2), ("value", 2))}
         )
+    with pytest.raises(UserError, match="blocks.0.x is one layer already"):
+        Unstacked().there({"blocks.0.x": np.ones((3, 1))})
     with pytest.raises(UserError, match="has 3 layers, not 4"):
         Staged(4, 2).there({"blocks.x": np.ones((3, 1))})
 

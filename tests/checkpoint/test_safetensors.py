@@ -135,3 +135,13 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, homes, words):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": homes}))
     with pytest.raises(UserError, match=words):
         TensorFolder(tmp_path)
+
+
+def test_two_models_in_one_folder_are_refused(tmp_path):
+    (tmp_path / SINGLE).write_bytes(header(GOOD))
+    (tmp_path / "other.safetensors").write_bytes(header(GOOD))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(GOOD, "other.safetensors")})
+    )
+    with pytest.raises(UserError, match="and model.safetensors.index.json of other files"):
+        TensorFolder(tmp_path)

@@ -50,6 +50,11 @@ def leaves_of(folder, step):
     return dict(StoredLeaves(manager.folder / str(step), record)), manager.data_state(step)
 
 
+def test_a_step_is_named_once(run):
+    done = call("checkpoint.py", "verify", run / "checkpoints" / "2", "--step=1")
+    assert done.returncode == 2 and "2 is step 2, and --step=1 names another" in done.stderr
+
+
 def test_what_there_is(run):
     done = call("checkpoint.py", "ls", run)
     assert done.returncode == 0, done.stderr
@@ -161,6 +166,7 @@ def test_damage_is_found(tmp_path):
             ["reshard", "RUN", "RUN-new", "--there=stages:0"],
             "'stages:0' is no layout: .*, with numbers from 1 on. .*--there",
         ),
+        (["export", ".", "out", "--shard_bytes=0"], "shard_bytes=0 must be at least 1"),
     ],
 )
 def test_mistakes_get_one_clear_message(run, words, message):

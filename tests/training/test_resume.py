@@ -10,8 +10,10 @@ import pytest
 
 from megajax.checkpoint.integrity import RECORD
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.training import resume
+from megajax.training.run_dir import open_run
 from megajax.training.state import TrainState
 from tests.tiny import run_config
 
@@ -75,3 +77,22 @@ def test_an_empty_folder_begins_anew(tmp_path):
     start = begin(tmp_path)
     assert (start.how, start.rows) == ("initialised", 0)
     assert dataclasses.asdict(start.state)["step"] == 0
+
+
+@pytest.mark.parametrize("rows", [None, -5, 1.5, "x"])
+def test_a_position_that_is_none_is_refused(tmp_path, rows):
+    manager = CheckpointManager(tmp_path)
+    manager.save(5, vars(state(5)), data_state={"rows": rows, "seed": 0}).result()
+    with pytest.raises(UserError, match="says that .* rows were read"):
+        begin(tmp_path)
+
+
+def test_what_may_change_between_the_starts_of_a_run(tmp_path):
+    cfg = run_config(run_dir=str(tmp_path))
+    (tmp_path / "config.json").write_text(config.to_json(cfg))
+    for free in ({"overlap": "xla"}, {"optim__lr": 0.5}, {"mesh__tensor": 2}, {"eval__batches": 3}):
+        open_run(run_config(run_dir=str(tmp_path), **free), "pretrain", "nano")
+    for fixed in ({"optim__name": "lamb"}, {"model__activation": "gelu"}, {"train__seed": 1}):
+        name = next(iter(fixed)).replace("__", ".")
+        with pytest.raises(UserError, match=f"holds another run: {name} was .*, now "):
+            open_run(run_config(run_dir=str(tmp_path), **fixed), "pretrain", "nano")
