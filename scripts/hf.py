@@ -56,13 +56,15 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     target = Path(run_dir)
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
+    manager = CheckpointManager(target / "checkpoints", keep=0)
+    if found := [step for step in manager.steps() if step]:  # 0: of an import that was stopped
+        raise UserError(f"{target} already holds the steps {found} of a run; name a new folder")
     model = hf.load_decoder_config(source)  # a run trains decoders
     layout = sharding.layout(cfg.mesh.build(), model=model)
     params = hf.load_params(source, model, layout)
     tokenizer = Path(source).expanduser() / "tokenizer.json"
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
     run = replace(finetune(model), data=data)  # what it goes on from there with
-    manager = CheckpointManager(target / "checkpoints", keep=0)
     if tokenizer.is_file():
         target.mkdir(parents=True, exist_ok=True)
         hf.copy_tokenizer(tokenizer, target)

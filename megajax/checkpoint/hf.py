@@ -200,6 +200,8 @@ def save(
     target = Path(path).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder")
+    if tokenizer is not None:
+        find_tokenizer(tokenizer)
     leaves = dict(named_leaves(params))
     maps, _ = _home(cfg)
     sizes = maps.sizes(cfg)
@@ -267,10 +269,18 @@ def _join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarr
     return joined.reshape(rules[0].their_shape(sizes))
 
 
+def find_tokenizer(source: str | Path) -> Path:
+    """Returns where a tokenizer is: a file, or a folder with one. Raises: UserError."""
+    source = Path(source).expanduser()
+    if not source.is_file() and not (source / "tokenizer.json").is_file():
+        raise UserError(f"{source} is no tokenizer.json and no folder with one (--tokenizer)")
+    return source
+
+
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
     """Copies a tokenizer.json (or the one in a folder) and the settings beside it; keeps what is
-    there already."""
-    source = Path(source).expanduser()
+    there already. Raises: UserError when there is none."""
+    source = find_tokenizer(source)
     files = {"tokenizer.json": source} if source.is_file() else {}
     home = source.parent if source.is_file() else source
     files = {name: home / name for name in TOKENIZER_FILES} | files

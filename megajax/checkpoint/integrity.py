@@ -116,6 +116,7 @@ def read_record(folder: Path) -> Record:
     raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {what}; {REMEDY}")
 
 
+GONE = "restore a newer one, or let the run keep more (--checkpoint.keep)"
 REMEDY = "restore another step, or copy this one again from where it came"
 
 
@@ -199,6 +200,10 @@ def _size(path: Path, likely: int) -> int | OSError:
 
 def damaged(folder: Path, damage: Sequence[Damage], leaves: Sequence[str] = ()) -> DamagedError:
     """Returns the error that says all that is known. leaves: those found to be wrong."""
+    if not folder.is_dir():  # by a run that goes on, which keeps its newest steps only
+        return DamagedError(
+            f"step {folder.name} of {folder.parent} was removed while it was read; {GONE}"
+        )
     held = leaves or leaves_in(folder, damage)
     parts = [f"{d.file}: {d.what}" for d in damage[:5]]
     if held:

@@ -65,6 +65,8 @@ class Segment:
         try:
             with open(self.path, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), 0)
+            if len(self._memory) < 2 * PAGE:
+                raise ValueError(f"{len(self._memory)} bytes")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is no memory segment: {error}") from None
         self._slot = (len(self._memory) - 2 * PAGE) // 2
@@ -210,7 +212,7 @@ class MemoryTier:
     def __init__(self, path: Path, attempt: int):
         """path: in the agent's folder. attempt: how often the job was started before."""
         self._path, self._attempt = path, attempt
-        self._segment = Segment(path) if path.exists() else None
+        self._segment = _left(path)
         self._is_off = False
         self._sealing: threading.Thread | None = None
 
@@ -276,6 +278,22 @@ class MemoryTier:
             return None
         data_state = {k: v for k, v in held[newest].data_state.items() if k != ATTEMPT}
         return newest[0], state, data_state
+
+
+def _left(path: Path) -> Segment | None:
+    """Returns the segment that the attempt before left; one that was killed while making it left a
+    file that is none, and that goes."""
+    if not path.exists():
+        return None
+    try:
+        return Segment(path)
+    except CheckpointError as error:
+        from absl import logging
+
+        logging.warning("%s; it is made anew", error)
+        if path.is_file():
+            path.unlink()
+        return None
 
 
 def _key(snapshot: Snapshot) -> tuple[int, int]:

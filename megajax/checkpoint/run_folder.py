@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 
+from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
@@ -25,9 +26,6 @@ def load_params(
     checkpoints: where they are, when not in the run's folder.
     """
     manager = CheckpointManager(checkpoints or Path(folder) / "checkpoints", keep=0)
-    step = manager.latest() if step is None else step
-    if step is None:
-        raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
     parts = decoder.parts(cfg)
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -35,5 +33,12 @@ def load_params(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
 
     wanted = {"params": map_words(like, parts.axes, parts.abstract)}
-    restored = manager.restore(step, like=wanted, partial=True)
-    return restored["params"], step
+    while True:
+        chosen = manager.latest() if step is None else step
+        if chosen is None:
+            raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
+        try:
+            return manager.restore(chosen, like=wanted, partial=True)["params"], chosen
+        except DamagedError:
+            if step is not None or chosen in manager.steps():
+                raise  # else a run that goes on removed it, and has a newer one

@@ -205,6 +205,15 @@ def test_numbers_that_half_precision_has_not_are_refused(tmp_path):
     hf.save(params, cfg, tmp_path / "out", "float16")
 
 
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
+    unpack("llama", tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    for place in (tmp_path / "nowhere", tmp_path / "theirs"):
+        with pytest.raises(UserError, match="is no tokenizer.json and no folder with one"):
+            hf.save(params, cfg, tmp_path / "out", tokenizer=place)
+    assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
+
+
 def test_tokenizers_travel_along(tmp_path):
     unpack("llama", tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")

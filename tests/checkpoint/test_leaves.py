@@ -1,5 +1,6 @@
 """What a save accepts comes back bit for bit; the rest is refused before anything is written."""
 
+import shutil
 import threading
 
 import jax
@@ -11,9 +12,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import leaves
+from megajax.checkpoint import leaves, run_folder, storage
+from megajax.checkpoint.integrity import damaged, find_damage, read_record
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import sharding
 
 X = {"x": jnp.arange(3.0)}
 
@@ -254,3 +260,25 @@ def test_a_step_that_was_moved_and_linked_is_replaced(tmp_path):
     manager.save(2, X).finish()
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["2"]
     assert (tmp_path / "elsewhere" / "integrity.json").exists()
+
+
+def test_a_step_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch):
+    """Sampling from a run that goes on: what was the newest step when reading began has gone."""
+    cfg = DecoderConfig(layers=1, width=16, heads=2, kv_heads=2, head_width=8, mlp=16, vocab=32)
+    layout = sharding.layout(MeshSpec(data=1).build(jax.devices()[:1]))
+    params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), decoder.parts(cfg).abstract)
+    run, load = CheckpointManager(tmp_path / "checkpoints", keep=1), storage.load
+    run.save(1, {"params": params}).finish()
+
+    def late(folder, *args):
+        if folder.name == "1":
+            run.save(2, {"params": params}).finish()
+        return load(folder, *args)
+
+    monkeypatch.setattr(storage, "load", late)
+    assert run_folder.load_params(tmp_path, cfg, layout)[1] == 2
+    gone = tmp_path / "checkpoints" / "2"
+    record = read_record(gone)
+    shutil.rmtree(gone)
+    damage = find_damage(gone, record)
+    assert damage and "was removed while it was read" in str(damaged(gone, damage))

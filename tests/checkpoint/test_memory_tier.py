@@ -245,3 +245,14 @@ def test_a_tier_grows_with_the_state_and_a_full_memory_is_said_once(tmp_path, ca
     for step in (1, 2):
         tier.put(step, big, {})
     assert caplog.text.count("nothing is kept in memory: cannot keep") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(PAGE)])
+def test_a_killed_creation_does_not_stop_the_next_attempt(tmp_path, caplog, content):
+    path = tmp_path / "segment"
+    path.write_bytes(content)
+    tier = MemoryTier(path, attempt=1)
+    assert "is no memory segment" in caplog.text and tier.take({}, None) is None
+    tier.put(3, {"x": jnp.ones(3)}, {})
+    tier.wait()
+    assert Segment(path).steps() == [3]

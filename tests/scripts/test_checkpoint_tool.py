@@ -55,6 +55,11 @@ def test_a_step_is_named_once(run):
     assert done.returncode == 2 and "2 is step 2, and --step=1 names another" in done.stderr
 
 
+def test_weights_are_not_imported_into_a_run(run):
+    done = call("hf.py", "import", "/nowhere", run)
+    assert done.returncode == 2 and "already holds the steps [1, 2] of a run" in done.stderr
+
+
 def test_what_there_is(run):
     done = call("checkpoint.py", "ls", run)
     assert done.returncode == 0, done.stderr
