@@ -137,6 +137,8 @@ class ObjectFolder(StepFolder):
 def open_steps(directory: str | Path) -> StepFolder:
     """Returns the steps at a local path or at an address. Raises: CheckpointError for a bad one."""
     if is_address(directory):
+        if ".." in Path(directory).parts:  # a key for the signature, a way up for HTTP
+            raise CheckpointError(f"{directory} must not hold ..; write the prefix out")
         return ObjectFolder(ObjectPath(str(directory)))
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is no place: s3://BUCKET/..., gs://... or a local path")

@@ -189,6 +189,11 @@ def test_a_folder_that_could_not_be_read_again_is_refused(tmp_path, name):
         CheckpointManager(tmp_path / name)
 
 
+def test_an_address_has_no_way_up():
+    with pytest.raises(UserError, match="must not hold [.][.]; write the prefix out"):
+        CheckpointManager("s3://bucket/a/../b")
+
+
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("text")
     with pytest.raises(UserError, match="is a file; name a folder"):
