@@ -205,11 +205,8 @@ def save(
     leaves = dict(named_leaves(params))
     maps, _ = _home(cfg)
     sizes = maps.sizes(cfg)
-    rules = maps.rules(cfg)
-    if other := sorted({r.ours for r in rules} ^ leaves.keys()):
-        raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
     groups: dict[str, list[Rule]] = {}
-    for rule in rules:
+    for rule in _fitting(maps.rules(cfg), leaves):
         groups.setdefault(rule.theirs, []).append(rule)
     wanted = {}
     for rules in groups.values():
@@ -244,6 +241,13 @@ def save(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fitting(rules: list[Rule], leaves: Mapping[str, Any]) -> list[Rule]:
+    """Returns the rules. Raises: UserError when the leaves are not those that the rules name."""
+    if other := sorted({r.ours for r in rules} ^ leaves.keys()):
+        raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
+    return rules
 
 
 def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
