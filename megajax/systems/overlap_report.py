@@ -68,7 +68,7 @@ def shared(flag: str, text: str) -> list[int]:
     for count in found:
         if count % RANKS:
             raise UserError(
-                f"{flag}={text}: {count} must be a multiple of the {RANKS} ranks; "
+                f"{flag}={count} must be a multiple of the {RANKS} ranks; "
                 f"{nearest_multiples(count, RANKS)} (--{flag})"
             )
     return found

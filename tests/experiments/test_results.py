@@ -56,7 +56,7 @@ def test_only_publishers_name_the_folder_of_committed_results():
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
-        ("schedules", {"stages": 0}, r"stages=0 must be at least 1 \(--stages\)"),
+        ("schedules", {"stages": 0}, r"stages=0 must be at least 1; nearest: 1 \(--stages\)"),
         ("schedules", {"microbatches": 6}, r"multiple of stages=4 .* nearest: 4, 8 \(--microb"),
         ("flux", {"rows": "12"}, r"multiple of the 8 ranks; nearest: 8, 16 \(--rows\)"),
         ("comet", {"tokens": "12"}, r"multiple of the 8 ranks; nearest: 8, 16 \(--tokens\)"),
