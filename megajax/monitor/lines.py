@@ -5,7 +5,9 @@ and written about as soon as there is room again. No jax import.
 """
 
 import os
+import sys
 from pathlib import Path
+from typing import TextIO
 
 
 class Lines:
@@ -68,3 +70,49 @@ def _cut_half_line(file: int) -> None:
     end = at + tail.rfind(b"\n") + 1
     if end < size:
         os.ftruncate(file, end)
+
+
+class Lossy:
+    """A text stream that drops what a full disk, or a pipe that nobody reads, does not take."""
+
+    def __init__(self, stream: TextIO):
+        """Does for all else what the stream does."""
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        """Returns what the stream has under this name."""
+        return getattr(self._stream, name)
+
+    def __iter__(self):
+        """As the stream does."""
+        return iter(self._stream)
+
+    def write(self, text: str) -> int:
+        """Returns the characters that were given, written or not."""
+        try:
+            self._stream.write(text)
+        except OSError:
+            pass
+        except UnicodeEncodeError:  # the stream's encoding does not have them
+            self.write(text.encode("ascii", "backslashreplace").decode())
+        return len(text)
+
+    def writelines(self, lines) -> None:
+        """Writes each."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flushes what can be written."""
+        try:
+            self._stream.flush()
+        except OSError:
+            pass
+
+
+def keep_standard_streams() -> None:
+    """Lets no print and no exit of this process fail for a log that cannot be written."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Lossy):
+            setattr(sys, name, Lossy(stream))

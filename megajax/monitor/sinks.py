@@ -47,13 +47,15 @@ class Jsonl:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file; half a line at the end is left out."""
+    """Yields the rows of a metrics file; half a line at the end is left out, and what is no row."""
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in path.read_text("utf-8", errors="replace").split("\n"):
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
+            if isinstance(row, dict):
+                yield row
 
 
 def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 The loop is always in exactly one section, so one call ends the one before and begins the next. No
 device is waited for: what the devices and the other ranks take shows as `wait`. Each call also
-writes the progress record that an agent watches. No jax import.
+writes the progress record that an agent watches, and no save begins without that agent's lease
+(lease.py). No jax import.
 
 Legend: own time is what a rank does before its devices can begin the step: data and prepare. The
 launch itself does not count: a CPU backend runs the step, and waits for other ranks, inside it.
@@ -13,17 +14,27 @@ import sys
 import time
 from pathlib import Path
 
+from megajax.monitor import lease
 from megajax.monitor.heartbeat import CODES, SECTIONS, Heartbeat, dump_stacks_on_signal
+from megajax.monitor.lines import keep_standard_streams
 
-_START, _DATA, _PREPARE = (CODES[s] for s in ("start", "data", "prepare"))
+_START, _DATA, _PREPARE, _SAVE = (CODES[s] for s in ("start", "data", "prepare", "save"))
 
 
 class Timers:
     """Call `enter` at each boundary. `loss` and `has_bad_state` are published with the next one."""
 
-    def __init__(self, heartbeat: Heartbeat | None = None, clock=time.monotonic):
-        """heartbeat: None: nobody watches, only the sums are kept. The first section is 'start'."""
-        self._heartbeat, self._clock = heartbeat, clock
+    def __init__(
+        self,
+        heartbeat: Heartbeat | None = None,
+        clock=time.monotonic,
+        watch: lease.Watch | None = None,
+    ):
+        """heartbeat: None: nobody watches, only the sums are kept. The first section is 'start'.
+
+        watch: of the lease without which no save may begin.
+        """
+        self._heartbeat, self._clock, self._watch = heartbeat, clock, watch
         self.loss = 0.0
         self.has_bad_state = False
         self._sums = [0.0] * len(SECTIONS)
@@ -38,18 +49,23 @@ class Timers:
         """Returns the timers of this process, watched through the file that an agent named.
 
         A process that ends without having entered 'end' or 'told' says 'failed', or 'lost' when it
-        died of another rank's death, before jax's own clean-up waits for the others.
+        died of another rank's death, before jax's own clean-up waits for the others. It ends itself
+        when its agent's lease runs out, and not when the disk of its log is full.
         """
         if progress is None:
             return cls()
+        keep_standard_streams()
+        watch = lease.of_process(progress)
         dump_stacks_on_signal(progress)
-        timers = cls(Heartbeat(progress))
+        timers = cls(Heartbeat(progress), watch=watch)
         atexit.register(timers.leave)
         return timers
 
     def enter(self, section: str, step: int) -> float:
         """Ends the section before and begins this one. Returns the seconds of the one before."""
         now, code = self._clock(), CODES[section]
+        if code == _SAVE and self._watch is not None:  # after a pause, before the thread looked
+            self._watch.check()
         since, former = self._since, self._section
         spent = now - since
         self._sums[former] += spent
