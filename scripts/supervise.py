@@ -32,6 +32,7 @@ import megajax.core.interrupted  # noqa: F401
 
 import argparse
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -40,6 +41,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +51,7 @@ from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
 from megajax.monitor import ettr, timeline
 from megajax.monitor.heartbeat import Span
+from megajax.monitor.lines import keep_standard_streams
 from megajax.monitor.reports import Limits
 from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic.agent import Agent
@@ -56,9 +59,11 @@ from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import OPERATOR, WAITING_S
 from megajax.systems.elastic.policy import Policy
+from megajax.systems.elastic.speaker import Speaker
 from megajax.systems.elastic.tls import Tls, self_signed
-from megajax.systems.elastic.wire import check_secret, dial
+from megajax.systems.elastic.wire import check_secret, dial, join_address, split_address
 
+BACKLOG = 1024  # (chosen) connections that wait to be accepted
 # What a number may be, by its flag.
 RANGES = {
     **dict.fromkeys(("hosts", "processes"), Range(at_least=1)),
@@ -123,14 +128,29 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     settings = parser.parse_args(own)
     for name, range_ in RANGES.items():
         check_number(name, name, getattr(settings, name), range_, parser.get_default(name))
+    check(settings)
+    if not (command or settings.agent or settings.evict or settings.report):
+        raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
+    return settings, tuple(command)
+
+
+def check(settings: argparse.Namespace) -> None:
+    """Raises: UserError when settings do not fit one another."""
     if settings.min_hosts is not None and not 1 <= settings.min_hosts <= settings.hosts:
         raise UserError(
             f"min_hosts={settings.min_hosts} must be 1 to {settings.hosts}, --hosts (--min_hosts)"
         )
     timeline.parse_grid(settings.grid, settings.hosts * settings.processes)
-    if not (command or settings.agent or settings.evict or settings.report):
-        raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
-    return settings, tuple(command)
+    if settings.silence_s < 2 * settings.period_s:
+        raise UserError(
+            f"silence_s={settings.silence_s:g} must be at least {2 * settings.period_s:g}, twice "
+            "--period_s, or every agent counts as silent (--silence_s)"
+        )
+    host = settings.name
+    if not (host.isascii() and host.isprintable() and 0 < len(host) < 256):
+        raise UserError(f"name={host!r} must be 1 to 255 printable ASCII characters (--name)")
+    if settings.agent:
+        split_address(settings.agent, "--agent")
 
 
 def find_secret(s: argparse.Namespace) -> str:
@@ -139,11 +159,13 @@ def find_secret(s: argparse.Namespace) -> str:
     given = os.environ.pop("MEGAJAX_TOKEN", "")
     if s.token_file is not None:
         try:
-            lines = Path(s.token_file).expanduser().read_text().splitlines()
+            lines = Path(s.token_file).expanduser().read_text("utf-8").splitlines()
         except OSError as error:
             raise UserError(
                 f"cannot read {s.token_file}: {error.strerror} (--token_file)"
             ) from None
+        except UnicodeDecodeError:
+            raise UserError(f"{s.token_file} is not text (--token_file)") from None
         given = lines[0].strip() if lines else ""
         return check_secret(given, "--token_file")
     return check_secret(given, "MEGAJAX_TOKEN") if given else ""
@@ -174,46 +196,73 @@ def find_tls(s: argparse.Namespace, out: Path | None) -> Tls | None:
 
 def hold(out: Path) -> int:
     """Returns the lock of a folder, which lasts as long as this process. Raises: UserError."""
-    out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            tempfile.TemporaryFile(dir=out).close()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk may lose telemetry
+                raise
+        lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UserError(f"another driver writes into {out} (--out)") from None
+    except OSError as error:
+        raise UserError(f"cannot write into {out}: {error.strerror} (--out)") from None
     return lock
+
+
+def listen(where: str) -> socket.socket:
+    """Returns the socket that agents come to. Raises: UserError."""
+    host, port = split_address(where, "--listen")
+    try:
+        if ":" not in host:
+            return socket.create_server((host, port), backlog=BACKLOG)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=both
+        )
+    except OSError as error:
+        raise UserError(f"cannot listen on {where}: {error} (--listen)") from None
+
+
+def own_address(listener: socket.socket) -> str:
+    """Returns what an agent of this machine dials."""
+    host, port = listener.getsockname()[:2]
+    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def announce(file: Path, address: str, secret: str) -> None:
     """Leaves what --evict needs, for this user only."""
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        json.dump({"address": address, "token": secret}, out)
+    try:
+        file.unlink(missing_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            json.dump({"address": address, "token": secret}, out)
+    except OSError as error:
+        print(f"no {file}: {error.strerror}; --evict will not find this driver", file=sys.stderr)
 
 
 def invitation(host: str, port: int, out: Path) -> str:
     """Returns how agents of other hosts are started. host: that the driver listens on."""
-    near = host in ("127.0.0.1", "localhost")
+    near = host.startswith("127.") or host in ("::1", "localhost")
     name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    place = join_address(name, port)
     return (
-        f"; on each of them: scripts/supervise.py --agent={name}:{port}, with MEGAJAX_TOKEN set to "
+        f"; on each of them: scripts/supervise.py --agent={place}, with MEGAJAX_TOKEN set to "
         f"the token in {out / 'driver.json'}"
     ) + (f"; only this machine reaches {host} (--listen)" if near else "")
 
 
 def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs the driver. Returns its exit code."""
-    host, _, port = s.listen.rpartition(":")
-    try:
-        listener = socket.create_server((host, int(port)), backlog=1024)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot listen on {s.listen}: {error} (--listen)") from None
+    listener = listen(s.listen)
     secret = find_secret(s) or secrets.token_hex(16)
     out = new_folder() if s.out is None else Path(s.out).absolute()
     lock = hold(out)
     tls = find_tls(s, out)
-    where = listener.getsockname()
-    here = "127.0.0.1" if where[0] in ("0.0.0.0", "::") else where[0]
-    address = f"{here}:{where[1]}"
+    address = own_address(listener)
+    host, port = split_address(s.listen, "--listen")[0], listener.getsockname()[1]
+    speaker = Speaker()
 
     def spawn(name: str) -> subprocess.Popen:
         words = [f"--agent={address}", f"--name={name}", f"--period_s={s.period_s}"]
@@ -224,34 +273,39 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
             start_new_session=True,  # Ctrl-C is for the driver
         )
 
-    def show(text: str) -> None:
-        print(text, end="", flush=True)
-
+    try:
+        journal = Journal(out, lambda text: speaker.say(sys.stderr, text + "\n"))
+    except OSError as error:
+        raise UserError(f"cannot write into {out}: {error.strerror} (--out)") from None
     least = s.hosts if s.min_hosts is None else s.min_hosts
     driver = Driver(
         Settings(
             command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s, s.grid,
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
             Policy(s.max_restarts, least, backoff=s.backoff_s, straggler=s.straggler),
-            invitation(host, where[1], out) if s.agents == "elsewhere" else "",
+            invitation(host, port, out) if s.agents == "elsewhere" else "",
         ),
-        Journal(out, lambda text: print(text, file=sys.stderr, flush=True)),
-        listener, secret, show, spawn if s.agents == "here" else None, s.spares, tls,
+        journal, listener, secret, lambda text: speaker.say(sys.stdout, text),
+        spawn if s.agents == "here" else None, s.spares, tls,
     )  # fmt: skip
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: driver.signals.append(number))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays what it is
+            signal.signal(number, lambda number, _: driver.signals.append(number))
     announce(out / "driver.json", address, secret)
     try:
         return driver.run()
     finally:
         (out / "driver.json").unlink(missing_ok=True)
+        speaker.close()
+        keep_standard_streams()  # what they could not print is no error at the end
         os.close(lock)
 
 
 def report(s: argparse.Namespace) -> int:
     """Prints where the time went and draws the newest heat map. Returns 0."""
     out, run_dir = Path(s.out or "."), Path(s.run_dir or ".")
-    events, rows = list(read_jsonl(out / "events.jsonl")), read_jsonl(run_dir / "metrics.jsonl")
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    events = [e for e in read_jsonl(out / "events.jsonl") if {"event", "time"} <= e.keys()]
     if len(events) < 2:
         raise UserError(f"{out} has no supervised run (--out)")
     for name, value in ettr.measured(events, rows).items():
@@ -276,6 +330,8 @@ def evict(s: argparse.Namespace) -> int:
         line.close()
     except OSError as error:
         raise UserError(f"no driver is running for {s.out}: {error} (--out)") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{s.out}/driver.json was not written by a driver (--out)") from None
     return 0
 
 

@@ -73,6 +73,8 @@ JAX_FREE = (
     "megajax.monitor.ettr",
     "megajax.monitor.faults",
     "megajax.monitor.heartbeat",
+    "megajax.monitor.lease",
+    "megajax.monitor.lines",
     "megajax.monitor.records",
     "megajax.monitor.reports",
     "megajax.monitor.timeline",
@@ -89,7 +91,9 @@ JAX_FREE = (
     "megajax.systems.elastic.driver",
     "megajax.systems.elastic.hosts",
     "megajax.systems.elastic.links",
+    "megajax.systems.elastic.ranks",
     "megajax.systems.elastic.shared",
+    "megajax.systems.elastic.speaker",
 )
 
 

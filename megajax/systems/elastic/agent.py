@@ -3,12 +3,14 @@
 It looks from outside: exit codes, states of processes as Linux has them, progress records in shared
 memory, keywords and growth of their logs, bytes on the network, space on the disk (the heartbeat of
 MegaScale section 4). The driver decides. When the driver is gone the agent ends its processes and
-itself; when the agent is killed its reaper does. Nothing stays running, nor in shared memory.
+itself; when the agent is killed its reaper does. Nothing stays running, nor in shared memory:
+what left its session is found as a descendant of the agent, or by a mark in its environment.
 """
 
 import contextlib
 import dataclasses
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -20,78 +22,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.monitor import heartbeat
+from megajax.monitor import heartbeat, lease
 from megajax.monitor.heartbeat import Span
-from megajax.systems.elastic import checks, links, reaper, shared
+from megajax.systems.elastic import checks, links, ranks, reaper, shared
 from megajax.systems.elastic.hosts import AGENT
+from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import Line, dial
 
 TICK_S = 0.1  # (chosen) how soon the end of a process is seen
 DUMP_S = 1.0  # (chosen) for the stacks of all threads to be written
-LOG_BYTES = 1 << 20  # (chosen) of a log that are searched in a period; a flood is skipped
-LINES = 20  # (chosen) keyword lines told of one process
-KEYWORDS = (
-    "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
-    "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
-)  # fmt: skip
-SIGNALLED = 128  # what a shell, and uv run, add to the number of the signal that ended a program
-
-
-@dataclasses.dataclass
-class Process:
-    """A training process. Its own session: a kill of the group takes what it started along."""
-
-    rank: int
-    popen: subprocess.Popen
-    progress: Path
-    log: Path
-    read: int = 0
-    rest: str = ""
-    told: int = 0
-
-    def code(self) -> int | None:
-        """Returns how it ended: negative for a signal, except those that a run saves on."""
-        code = self.popen.poll()
-        if code is None or code <= SIGNALLED or code in (143, 130):
-            return code
-        return SIGNALLED - code
-
-    def state(self) -> str:
-        """Returns the state of the training process itself, X when there is none."""
-        record = heartbeat.read(self.progress)
-        pid = self.popen.pid if record is None else record.pid
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return "X"
-        return stat.rsplit(")", 1)[1].split()[0]
-
-    def send(self, number: int) -> None:
-        """Sends a signal to the training process, which a wrapper may have started."""
-        record = heartbeat.read(self.progress)
-        if self.popen.poll() is None:
-            with contextlib.suppress(OSError):
-                os.kill(self.popen.pid if record is None else record.pid, number)
-
-    def new_text(self) -> str:
-        """Returns what the log has grown by, the end of it when that is much."""
-        size = self.log.stat().st_size
-        start = max(self.read, size - LOG_BYTES)
-        with open(self.log, "rb") as file:
-            file.seek(start)
-            raw = file.read(size - start)
-        self.read = size
-        return raw.decode(errors="replace")
-
-    def words(self, text: str) -> list[str]:
-        """Returns the whole lines with a keyword, up to LINES of a process."""
-        *lines, self.rest = (self.rest[-1000:] + text).split("\n")
-        present = [word for word in KEYWORDS if word in text or word in lines[0]] if lines else []
-        found = [line[:300] for line in lines if any(word in line for word in present)]
-        found = found[: LINES - self.told]
-        self.told += len(found)
-        return found
 
 
 class Agent:
@@ -111,28 +51,51 @@ class Agent:
         driver: its host:port. env: of the training processes, completed by the driver's.
         Raises: OSError when the driver is not there, not the job's, or has an agent of this name.
         """
-        self._secret, self._env, self._period, self._tls = secret, env, period, tls
+        self._secret, self._env, self._period = secret, env, period
         self._line: Line = dial(driver, secret, AGENT, name, tls)
         self._address: str = self._line.sock.getsockname()[0]
+        self._mark = secrets.token_hex(16)
         self._join()
         shared.sweep(shared.root())
-        self._folder, self._lock = shared.claim(shared.root())
+        self._claim()
+        ranks.adopt_orphans()
         self._processes: list[Process] = []
         self._attempt = 0
         self._asked: int | None = None
         self._disk = Path(".")
-        self._reaper = subprocess.Popen(
+        self._reaper = self._new_reaper()
+
+    def _claim(self) -> None:
+        """Takes a folder in shared memory."""
+        self._folder, self._lock = shared.claim(shared.root())
+        self._lease = lease.Lease(lease.beside(self._folder / "any"))
+
+    def _release(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lease.close()
+        os.close(self._lock)
+
+    def _new_reaper(self) -> subprocess.Popen:
+        """Returns a reaper that knows all that is running."""
+        fresh = subprocess.Popen(
             [sys.executable, "-S", "-E", str(reaper.__file__)],
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
         )
-        self._tell_reaper(f"folder {self._folder}")
+        known = [f"folder {self._folder}", f"mark {self._mark}"]
+        known += [f"group {p.popen.pid}" for p in self._processes]
+        assert fresh.stdin is not None
+        fresh.stdin.write("\n".join(known) + "\n")
+        fresh.stdin.flush()
+        return fresh
 
     def _join(self) -> None:
         """Says where this agent is, and waits to be taken."""
         try:
-            self._line.send({"address": self._address, "pid": os.getpid()})
+            pid = os.getpid()
+            self._line.send({"address": self._address, "pid": pid, "mark": self._mark})
             said: list[dict[str, Any]] = []
             while not said:
                 said = self._line.receive()
@@ -144,9 +107,20 @@ class Agent:
         self._first = said[1:]  # what came behind the welcome
 
     def _tell_reaper(self, words: str) -> None:
+        try:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.write(words + "\n")
+            self._reaper.stdin.flush()
+        except OSError:  # somebody has killed it
+            self._dismiss_reaper()
+            self._reaper = self._new_reaper()
+
+    def _dismiss_reaper(self) -> None:
+        """Lets the reaper clean up and end."""
         assert self._reaper.stdin is not None
-        self._reaper.stdin.write(words + "\n")
-        self._reaper.stdin.flush()
+        with contextlib.suppress(OSError):
+            self._reaper.stdin.close()
+        self._reaper.wait()
 
     def serve(self) -> int:
         """Returns 0 after 'quit', 1 when the driver was lost."""
@@ -174,11 +148,8 @@ class Agent:
         finally:
             self._stop()
             self._line.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._lock)
-            assert self._reaper.stdin is not None
-            self._reaper.stdin.close()
-            self._reaper.wait()
+            self._release()
+            self._dismiss_reaper()
 
     def _ask(self, number: int, _: object) -> None:
         """Asks the driver to let the whole job save and stop; a second signal ends this agent."""
@@ -187,6 +158,10 @@ class Agent:
 
     def _obey(self, message: dict[str, Any]) -> None:
         match message["do"]:
+            case "lease":
+                self._lease.renew(message["since"])
+            case "moment":
+                self._line.send({"moment": lease.now()})
             case "ping":
                 self._line.send({"mine": time.monotonic()})
             case "port":
@@ -205,10 +180,10 @@ class Agent:
                 self._stop()
                 self._line.send({"stopped": self._attempt})
             case "answer":
-                self._line.send({"answers": links.answer(self._address, self._secret, self._tls)})
+                self._line.send({"answers": links.answer(self._address, self._secret)})
             case "reach":
                 try:
-                    figure = links.reach(message["at"], self._secret, self._tls)
+                    figure = links.reach(message["at"], self._secret)
                     self._line.send({"reached": figure})
                 except (OSError, ValueError) as error:
                     self._line.send({"reached": str(error) or type(error).__name__})
@@ -218,9 +193,15 @@ class Agent:
     def _start(self, message: dict[str, Any]) -> None:
         """Starts the processes of an attempt.
 
-        message: attempt, command, folder, {rank: env}, memory: whether to go on from copies there.
+        message: attempt, command, folder, {rank: env}, memory: whether to go on from copies there,
+        lease: how old it may grow, since: from when it counts.
         """
         self._attempt = message["attempt"]
+        if not self._lease.is_there():  # somebody has cleaned up shared memory
+            self._release()
+            self._claim()
+            self._tell_reaper(f"folder {self._folder}")
+        self._lease.renew(message["since"], message["lease"])
         logs = Path(message["folder"])
         for place, (rank, env) in enumerate(message["ranks"].items()):
             memory = self._folder / f"memory{place}"  # stays from attempt to attempt
@@ -230,28 +211,32 @@ class Agent:
             log = logs / f"rank{rank}.log"
             own = {
                 "MEGAJAX_PROGRESS": str(progress), "MEGAJAX_MEMORY": str(memory),
-                "MEGAJAX_ATTEMPT": str(self._attempt),
+                "MEGAJAX_ATTEMPT": str(self._attempt), reaper.MARK: self._mark,
             }  # fmt: skip
             try:
-                popen = _run(message["command"], log, {**self._env, **env, **own})
+                popen, file = ranks.run(message["command"], log, {**self._env, **env, **own})
             except OSError as error:  # another one would say the same
                 program = message["command"][0]
                 at = "" if error.filename in (None, program) else f": {error.filename}"
                 self._line.send({"unable": f"cannot start {program!r}: {error.strerror}{at}"})
                 return
             self._disk = logs
+            self._processes.append(Process(int(rank), popen, progress, log, file))
             self._tell_reaper(f"group {popen.pid}")
-            self._processes.append(Process(int(rank), popen, progress, log))
+
+    def _own(self) -> set[int]:
+        return {self._reaper.pid, *(p.popen.pid for p in self._processes)}
 
     def _report(self) -> None:
-        ranks = []
+        ranks.reap(self._own())
+        said = []
         for p in self._processes:
             text = p.new_text()
             if p.rank == 0 and text:
                 self._line.send({"out": text})
             record = heartbeat.read(p.progress)
             code = p.code()
-            ranks.append(
+            said.append(
                 {
                     "rank": p.rank,
                     "state": "X" if code is not None else p.state(),
@@ -264,10 +249,10 @@ class Agent:
         self._line.send(
             {
                 "report": self._attempt,
-                "ranks": ranks,
-                "disk_free": shutil.disk_usage(self._disk).free,
-                "traffic": traffic(),
-                "clock": time.monotonic(),
+                "ranks": said,
+                "disk_free": ranks.disk_free(self._disk),
+                "traffic": ranks.traffic(),
+                "moment": lease.now(),
             }
         )
 
@@ -281,7 +266,9 @@ class Agent:
         found = {}
         for p in self._processes:
             file = heartbeat.stacks_file(p.progress)
-            text = file.read_text() if file.exists() else ""
+            text = ""
+            with contextlib.suppress(OSError):
+                text = file.read_text(errors="replace")
             state, code = p.state(), p.code()
             found[p.rank] = text or f"no stacks: state {state}, exit code {code}\n"
         return found
@@ -303,35 +290,16 @@ class Agent:
                 os.killpg(p.popen.pid, signal.SIGKILL)
         for p in self._processes:
             p.popen.wait()
-            with contextlib.suppress(OSError):  # the reaper may be dead, and is not needed now
+        reaper.kill_all(self._left)  # what left its group
+        ended, self._processes = self._processes, []
+        for p in ended:
+            with contextlib.suppress(OSError):
                 self._tell_reaper(f"reaped {p.popen.pid}")
+            p.close()
             p.progress.unlink(missing_ok=True)
             heartbeat.stacks_file(p.progress).unlink(missing_ok=True)
-        self._processes = []
 
-
-def _run(command: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen:
-    """Starts a command in a session of its own. Raises: OSError: no such program, or no log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as out:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-
-
-def traffic() -> int:
-    """Returns bytes in and out of this host's network and InfiniBand ports since they began."""
-    total = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        fields = line.split(":", 1)[1].split()
-        total += int(fields[0]) + int(fields[8])
-    for name in ("port_xmit_data", "port_rcv_data"):
-        for counter in Path("/sys/class/infiniband").glob(f"*/ports/*/counters/{name}"):
-            with contextlib.suppress(OSError, ValueError):
-                total += 4 * int(counter.read_text())  # counted in words of four bytes
-    return total
+    def _left(self) -> set[int]:
+        """Returns what was started here and lives."""
+        ranks.reap({self._reaper.pid})
+        return reaper.descendants(os.getpid(), {self._reaper.pid}) | reaper.marked(self._mark)

@@ -39,6 +39,8 @@ class Door:
         listener.setblocking(False)
         self.listener, self._selector = listener, selector
         self._secret, self._serves, self._refused, self._tls = secret, serves, refused, tls
+        if tls is not None:
+            tls.channel(False)  # a file that does not fit is found before anybody comes
         self._waiting: dict[Line, tuple[str, float]] = {}  # address, when it came
         self._counts: Counter[tuple[str, str]] = Counter()
         self._rests_until: float | None = None

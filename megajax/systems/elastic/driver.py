@@ -16,10 +16,11 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from megajax.monitor.heartbeat import Progress
+from megajax.monitor.lease import LOOK_S
 from megajax.monitor.reports import Action, HostReport, Limits, RankReport
 from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks, links
@@ -27,7 +28,9 @@ from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
 from megajax.systems.elastic.policy import ELSEWHERE, USAGE, Policy, Recovery
 from megajax.systems.elastic.tls import Tls
+from megajax.systems.elastic.wire import join_address
 
+LEASE_S = 1.0 + 2 * LOOK_S  # (chosen) for a process whose lease has run out to be gone
 CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
 STEPS = 200  # (chosen) newest step times whose median enters the ETTR
 
@@ -73,7 +76,9 @@ class Driver:
         self._settings, self._journal, self._show = settings, journal, show
         self._hosts = Hosts(self, listener, secret, spawn, settings.hosts + spares, tls)
         self._recovery = Recovery(settings.policy)
-        self._attempt = -1
+        self._attempt = journal.last_attempt()
+        self._first_attempt = self._attempt + 1
+        self._fenced = 0.0  # until when processes of lost hosts may go on
         self._team: list[Host] = []
         self._dog: Watchdog | None = None
         self._evict: str | None = None
@@ -90,8 +95,12 @@ class Driver:
                 least = s.policy.min_hosts
                 if not self._hosts.gather(s.hosts, least, s.join, lambda: bool(self.signals)):
                     came = f"{len(self._hosts.good())} hosts came of at least {least} (--join_s)"
-                    return self._give_up(ELSEWHERE, came)
-                self._start()
+                    told = f"told to stop (signal {self.signals[0]}); " if self.signals else ""
+                    return self._give_up(ELSEWHERE, told + came)
+                if not self._wait_for_leases():
+                    return self._give_up(ELSEWHERE, "told to stop between two attempts")
+                if not self._start():
+                    continue
                 action = self._watch()
                 if action.kind == "done":
                     self._collect()
@@ -164,14 +173,21 @@ class Driver:
 
     # ---- an attempt
 
-    def _start(self) -> None:
-        """Starts all processes of the next attempt."""
+    def _start(self) -> bool:
+        """Starts all processes of the next attempt. Tells whether its hosts were all there."""
         s = self._settings
-        self._attempt += 1
         self._team = self._choose()
+        moments = self._hosts.ask(self._team, "moment", ANSWER_S, do="moment")
         (port,) = self._hosts.ask(self._team[:1], "port", ANSWER_S, do="port")
+        if port is None or None in moments:
+            for host, moment in zip(self._team, moments, strict=True):
+                if moment is None:  # nothing of it runs
+                    self._hosts.dismiss(host)
+            return False
+        self._attempt += 1
+        self._journal.begin(self._attempt)
         job = {
-            "JAX_COORDINATOR_ADDRESS": f"{self._team[0].address}:{port}",
+            "JAX_COORDINATOR_ADDRESS": join_address(self._team[0].address, port),
             "JAX_NUM_PROCESSES": str(s.processes * len(self._team)),
         }
         folder = self._journal.folder / f"attempt{self._attempt}"
@@ -180,7 +196,7 @@ class Driver:
             ranks[host.name] = range(number, number + s.processes)
             number += s.processes
         self._dog = Watchdog(ranks, s.limits, time.monotonic(), s.period)
-        for host in self._team:
+        for host, moment in zip(self._team, moments, strict=True):
             # A process that is alone needs no coordinator.
             envs = {
                 rank: job | {"JAX_PROCESS_ID": str(rank)} if number > 1 else {}
@@ -189,9 +205,12 @@ class Driver:
             self._hosts.send(
                 [host], do="start", attempt=self._attempt, command=s.command,
                 folder=str(folder), ranks=envs, memory=self._recovery.trusts_memory,
+                lease=s.limits.silence, since=moment,
             )  # fmt: skip
+            host.leased = time.monotonic()
         names = ", ".join(h.name for h in self._team)
         self._journal.event("start", f"attempt {self._attempt}, {number} processes on {names}")
+        return True
 
     def _choose(self) -> list[Host]:
         """Returns the hosts of the next attempt: each in its former place, where its memory fits;
@@ -276,15 +295,15 @@ class Driver:
         self._dog = None
         self._record("fault", fault)
         for host in [h for h in self._team if fault.rule == "silence" and h.name in fault.hosts]:
-            self._hosts.dismiss(host)  # nothing more can be had from it
+            self._let_go(host)  # nothing more can be had from it
         self._collect()
         stopped = self._hosts.ask(self._team, "stopped", ANSWER_S, do="stop")
         for host, answer in zip(self._team, stopped, strict=True):
             if answer is None:  # frozen or gone: its reaper ends what it started
-                self._hosts.dismiss(host)
+                self._let_go(host)
         bad: dict[str, str] = {}
         if fault.kind == "restart" and not self.signals:
-            bad = self._check()
+            bad = self._check(fault.hosts)
         verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
         for host, why in verdict.excluded.items():
             self._block(host, why)
@@ -298,17 +317,46 @@ class Driver:
             self._hosts.pump()
         return None
 
-    def _check(self) -> dict[str, str]:
-        """Lets all hosts check themselves, and then their links. Returns {bad host: why}."""
+    def _let_go(self, host: Host) -> None:
+        """Lets go of an agent that does not answer; its processes may go on until their lease has
+        run out."""
+        if not self._hosts.dismiss(host):
+            until = host.leased + self._settings.limits.silence + LEASE_S
+            self._fenced = max(self._fenced, until)
+
+    def _wait_for_leases(self) -> bool:
+        """Waits until no process of a host that was let go can run. Tells success: no signal came.
+
+        Two that save into one folder would make two histories of one run.
+        """
+        left = self._fenced - time.monotonic()
+        if left > 0:
+            why = f"{left:.1f} s, until the processes of a lost host have ended themselves"
+            self._journal.event("fenced", why, seconds=left)
+        while time.monotonic() < self._fenced and not self.signals:
+            self._hosts.pump()
+        return time.monotonic() >= self._fenced
+
+    def _check(self, named: Collection[str]) -> dict[str, str]:
+        """Lets all hosts check themselves, and then their links. Returns {bad host: why}.
+
+        named: the hosts of the fault; no other is bad for being slow.
+        """
         present = self._hosts.good()
-        results = self._hosts.ask(present, "checks", CHECK_S, do="check")
-        said = {h.name: r for h, r in zip(present, results, strict=True)}
-        bad = checks.failing(said)
-        sound = [h for h in present if h.name not in bad]
+        results = self._hosts.ask(
+            present, "checks", CHECK_S, lambda: bool(self.signals), do="check"
+        )
+        if self.signals:  # nobody goes on
+            return {}
+        said = {h.name: r for h, r in zip(present, results, strict=True) if self._hosts.has(h)}
+        bad = checks.failing(said, named)
+        sound = [h for h in present if h.name not in bad and self._hosts.has(h)]
         found = self._hosts.check_links(sound)
         between = {" - ".join(pair): figure for pair, figure in found.items()}
         self._journal.event("checked", results=said, links=between)
-        return bad | links.failing(found)
+        lost = {h.name for h in sound if not self._hosts.has(h)}  # an agent that ended says nothing
+        found = {pair: figure for pair, figure in found.items() if lost.isdisjoint(pair)}
+        return bad | links.failing(found, named)
 
     def _collect(self) -> None:
         """Keeps the stacks of all ranks that live and the last sections of all."""
@@ -333,7 +381,8 @@ class Driver:
         blocked = ", ".join(sorted(self._hosts.blocked)) or "none"
         self._journal.event("gave up", code=code, why=why)
         when = f"after attempt {self._attempt} at step {self._step}"
-        when = when if self._attempt >= 0 else "before the first attempt"
+        began = self._attempt >= self._first_attempt
+        when = when if began else "before the first attempt"
         self._journal.report(
             f"gave up {when}: {why}\n"
             f"exit code {code}; excluded hosts: {blocked}; stacks, logs and events: "

@@ -36,6 +36,16 @@ class Journal:
         self._gauges: dict[str, float] = {}
         self._written = 0.0
 
+    def last_attempt(self) -> int:
+        """Returns the number of the last attempt of earlier drivers in this folder, or -1."""
+        names = (p.name.removeprefix("attempt") for p in self.folder.glob("attempt*"))
+        return max((int(n) for n in names if n.isascii() and n.isdecimal()), default=-1)
+
+    def begin(self, attempt: int) -> None:
+        """Makes the folder of an attempt, so that no later driver takes its number."""
+        with self._may_lose():
+            (self.folder / f"attempt{attempt}").mkdir(parents=True, exist_ok=True)
+
     def event(self, name: str, message: str = "", **values: Any) -> None:
         """Records an event, and says it when it has a message."""
         clock = round(time.monotonic() - self._began, 3)  # goes on evenly, whatever sets the time
@@ -64,6 +74,7 @@ class Journal:
         for name, value in self._gauges.items():
             lines += [f"# TYPE megajax_{name} gauge", f"megajax_{name} {value:g}"]
         with self._may_lose():
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             fresh = self.folder / "metrics.prom.new"
             fresh.write_text("\n".join(lines) + "\n")
             fresh.replace(self.folder / "metrics.prom")
@@ -112,7 +123,7 @@ class Journal:
         offsets: Mapping[str, float],
         grid: str | None,
     ) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"rank{rank}.stacks").write_text(text)
         found = {int(rank): [Span(*s) for s in own] for rank, own in spans.items() if own}

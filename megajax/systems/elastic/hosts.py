@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from megajax.systems.elastic import links
+from megajax.systems.elastic import links, reaper
 from megajax.systems.elastic.door import Door
 from megajax.systems.elastic.tls import Tls
-from megajax.systems.elastic.wire import Line
+from megajax.systems.elastic.wire import Line, join_address
 
 TICK_S = 0.1  # (chosen)
 ANSWER_S = 15.0  # (chosen) for stacks, and for the end of killed processes
 WAITING_S = 30.0  # (chosen) between two words about agents that are missing
 SPARES_S = 10.0  # (chosen) for spares of this machine to come, though enough are there
+SPAWN_S = 1.0  # (chosen) between two starts of one agent
 QUIET_S = 5.0  # (chosen) after that an agent gives way to another of its name
 AGENT, OPERATOR = "agent", "evict"  # the purposes of connections to a driver
 Spawn = Callable[[str], subprocess.Popen]
@@ -37,6 +38,8 @@ class Host:
     address: str
     pid: int
     heard: float  # when it last said something
+    mark: str = ""  # in the environment of all that it starts
+    leased: float = float("-inf")  # when it was last told that its processes may go on
     answers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -89,6 +92,7 @@ class Hosts:
         serves = (AGENT, OPERATOR)
         self._door = Door(listener, self._selector, secret, serves, owner.on_refused, tls)
         self._local: dict[str, subprocess.Popen] = {}
+        self._next: dict[str, float] = {}  # when each may be started again
         self._names = [f"local{i}" for i in range(count)] if spawn else []
         self._here: dict[str, Host] = {}
         self.blocked: set[str] = set()
@@ -104,9 +108,7 @@ class Hosts:
             if len(self.good()) >= max(wanted, len(awaited)):
                 break
             for name in self._names:
-                gone = name not in self._local or self._local[name].poll() is not None
-                if self._spawn and gone and name not in self.blocked:
-                    self._local[name] = self._spawn(name)
+                self._start_agent(name)
             possible = len(set(self._names) - self.blocked)
             if self._names and possible < wanted and len(self.good()) >= possible:
                 break  # no others can come
@@ -119,10 +121,23 @@ class Hosts:
             self.pump()
         return len(self.good()) >= max(least, 1)
 
+    def _start_agent(self, name: str) -> None:
+        """Starts an agent of this machine that is not running; not at once when it has just been
+        tried, as one that ends at its start would keep the machine busy."""
+        gone = name not in self._local or self._local[name].poll() is not None
+        now = time.monotonic()
+        if self._spawn and gone and name not in self.blocked and now >= self._next.get(name, 0.0):
+            self._next[name] = now + SPAWN_S
+            self._local[name] = self._spawn(name)
+
     def good(self) -> list[Host]:
         """Returns those that are there and not excluded, by name."""
         found = [h for h in self._here.values() if h.name not in self.blocked]
         return sorted(found, key=lambda h: h.name)
+
+    def has(self, host: Host) -> bool:
+        """Tells whether this very agent is there, and not another of its name."""
+        return self._here.get(host.name) is host
 
     def candidates(self) -> set[str]:
         """Returns the names of those that are good, or can be started again."""
@@ -169,6 +184,7 @@ class Hosts:
             elif "out" in message:
                 self._owner.on_output(str(message["out"]))
             elif "report" in message:
+                self._renew(host, message["moment"])
                 self._owner.on_report(host, message)
             else:
                 host.answers |= message
@@ -184,10 +200,15 @@ class Hosts:
                 return
             self._drop(known.line, f"silent for {quiet:.0f} s, and another came")
         address, pid = str(message["address"]), int(message["pid"])
-        host = Host(line.name, line, address, pid, time.monotonic())
+        host = Host(line.name, line, address, pid, time.monotonic(), str(message.get("mark", "")))
         self._here[host.name] = host
         self._owner.on_join(host)
         line.send({"do": "welcome"})
+
+    def _renew(self, host: Host, moment: float) -> None:
+        """Lets the processes of a host go on, counted from a moment of its own clock."""
+        host.leased = time.monotonic()
+        self.send([host], do="lease", since=moment)
 
     def _drop(self, line: Line, why: str = "") -> None:
         """Ends a connection, and forgets the agent behind it."""
@@ -199,27 +220,38 @@ class Hosts:
     def send(self, hosts: Sequence[Host], **message: Any) -> None:
         """Tells hosts something; one that cannot be reached has hung up."""
         for host in hosts:
-            if host.name in self._here:
+            if self.has(host):
                 try:
                     host.line.send(message)
                 except OSError:
                     self._drop(host.line)
 
-    def ask(self, hosts: Sequence[Host], answer: str, seconds: float, **message: Any) -> list[Any]:
-        """Returns what each host answers, None where it does not in time."""
-        return self.ask_each({h.name: message for h in hosts}, hosts, answer, seconds)
+    def ask(
+        self,
+        hosts: Sequence[Host],
+        answer: str,
+        seconds: float,
+        stop: Callable[[], bool] = lambda: False,
+        **message: Any,
+    ) -> list[Any]:
+        """Returns what each host answers, None where it does not in time. stop: end early."""
+        return self.ask_each({h.name: message for h in hosts}, hosts, answer, seconds, stop)
 
     def ask_each(
-        self, messages: dict[str, dict], hosts: Sequence[Host], answer: str, seconds: float
+        self,
+        messages: dict[str, dict],
+        hosts: Sequence[Host],
+        answer: str,
+        seconds: float,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[Any]:
         """As `ask`, with a message for each host by its name."""
         for host in hosts:
             host.answers.pop(answer, None)
             self.send([host], **messages[host.name])
-        began = time.monotonic()
-        end = began + seconds
-        while time.monotonic() < end:
-            if all(answer in h.answers or h.name not in self._here for h in hosts):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not stop():
+            if all(answer in h.answers or not self.has(h) for h in hosts):
                 break
             self.pump()
         return [h.answers.get(answer) for h in hosts]
@@ -243,7 +275,7 @@ class Hosts:
             servers = [by_name[b] for _, b in pairs]
             ports = self.ask(servers, "answers", ANSWER_S, do="answer")
             at = {
-                a: {"do": "reach", "at": f"{by_name[b].address}:{port or 1}"}
+                a: {"do": "reach", "at": join_address(by_name[b].address, port or 1)}
                 for (a, b), port in zip(pairs, ports, strict=True)
             }
             clients = [by_name[a] for a, _ in pairs]
@@ -252,13 +284,17 @@ class Hosts:
                 found[pair] = "no answer" if figure is None or port is None else figure
         return found
 
-    def dismiss(self, host: Host) -> None:
-        """Lets go of an agent that does not answer; one of this machine is killed."""
-        if host.name in self._here:
-            self._drop(host.line)
-        if host.name in self._local:
-            self._local[host.name].kill()
-            self._local[host.name].wait()
+    def dismiss(self, host: Host) -> bool:
+        """Lets go of an agent that does not answer; one of this machine is killed, with all that it
+        started. Tells whether its processes have certainly ended."""
+        self._drop(host.line)
+        agent = self._local.get(host.name)
+        if agent is None:
+            return False
+        if agent.pid == host.pid:
+            agent.kill()
+            agent.wait()
+        return bool(host.mark) and reaper.kill_all(lambda: reaper.marked(host.mark), ANSWER_S)
 
     def close(self) -> None:
         """Sends the agents home."""

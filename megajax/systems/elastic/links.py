@@ -3,6 +3,7 @@
 In a round each host talks with one other, so no pair disturbs another; after ROUNDS rounds a host
 has been heard by so many. A link has two ends: a host is named when all its links are bad and each
 of the others has a good one elsewhere. Two hosts alone can therefore not tell whose link it is.
+The bytes of an echo are known to everybody and are not encrypted; both ends prove the job's secret.
 """
 
 import random
@@ -12,11 +13,10 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megajax.systems.elastic.door import Door
-from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import dial
 
 ROUNDS = 3  # (chosen) pairs of a host: a majority can be right
@@ -24,6 +24,7 @@ ECHO_BYTES = 2 * 2**20  # (chosen) each way; tenths of a second on a slow networ
 ECHOES = 3
 WAIT_S = 10.0  # (chosen) for the other host to come; a link that takes longer is bad
 SLOW = 0.25  # (chosen) of the median of all hosts, of each its best link
+ENOUGH = 50.0  # (chosen) MB/s that a busy machine still reaches; faster than this is never a fault
 
 ECHO = "echo"  # the purpose of such a connection
 Pair = tuple[str, str]
@@ -41,13 +42,13 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     return found
 
 
-def answer(address: str, secret: str, tls: Tls | None = None) -> int:
+def answer(address: str, secret: str) -> int:
     """Waits, in a thread, for one host that holds the secret, and sends back what it sends.
 
     address: of this host in the job's network; no other is listened on. Returns: the port there.
     """
     server = socket.create_server((address, 0), family=family(address))
-    threading.Thread(target=_echo, args=(server, secret, tls), daemon=True).start()
+    threading.Thread(target=_echo, args=(server, secret), daemon=True).start()
     return server.getsockname()[1]
 
 
@@ -56,11 +57,11 @@ def family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _echo(server: socket.socket, secret: str, tls: Tls | None) -> None:
+def _echo(server: socket.socket, secret: str) -> None:
     """Serves one host; strangers who come first are sent away."""
     end, served = time.monotonic() + WAIT_S, None
     with selectors.DefaultSelector() as selector:
-        door = Door(server, selector, secret, (ECHO,), tls=tls)
+        door = Door(server, selector, secret, (ECHO,))
         while time.monotonic() < end and not (served is not None and served.closed):
             for key, _ in selector.select(0.1):
                 line: Any = key.fileobj
@@ -81,13 +82,13 @@ def _echo(server: socket.socket, secret: str, tls: Tls | None) -> None:
         door.close()
 
 
-def reach(address: str, secret: str, tls: Tls | None = None) -> float:
+def reach(address: str, secret: str) -> float:
     """Sends data to a host that answers, and compares what comes back. Returns MB/s, both ways.
 
     Raises: OSError when it cannot be reached in time; ValueError when other bytes come back.
     """
     data = random.Random(2).randbytes(ECHO_BYTES // 2).hex()
-    line = dial(address, secret, ECHO, "link", tls)
+    line = dial(address, secret, ECHO, "link")
     try:
         best, end = float("inf"), time.monotonic() + WAIT_S
         for _ in range(ECHOES):
@@ -106,8 +107,11 @@ def reach(address: str, secret: str, tls: Tls | None = None) -> float:
     return 2 * ECHO_BYTES / best / 1e6
 
 
-def failing(links: Mapping[Pair, float | str]) -> dict[str, str]:
-    """Returns {host: why} of those that are to blame. links: MB/s, or what is wrong."""
+def failing(links: Mapping[Pair, float | str], named: Collection[str]) -> dict[str, str]:
+    """Returns {host: why} of those that are to blame. links: MB/s, or what is wrong.
+
+    named: the hosts of the fault; no other is to blame for links that are only slow.
+    """
     mine: dict[str, list[Pair]] = {}
     for pair in links:
         for host in pair:
@@ -115,11 +119,13 @@ def failing(links: Mapping[Pair, float | str]) -> dict[str, str]:
     speed = {p: 0.0 if isinstance(f, str) else f for p, f in links.items()}
     # Of each host the best link: one bad host makes two links of three slow.
     usual = statistics.median([max(speed[p] for p in own) for own in mine.values()] or [0.0])
-    bad = {p for p, f in links.items() if isinstance(f, str) or f < SLOW * usual}
+    bad = {p for p, f in links.items() if isinstance(f, str) or f < min(SLOW * usual, ENOUGH)}
     found = {}
     for host, pairs in mine.items():
         others = [p[0] if p[1] == host else p[1] for p in pairs]
-        if bad.issuperset(pairs) and all(set(mine[o]) - bad for o in others):
+        broken = any(isinstance(links[p], str) for p in pairs)
+        guilty = bad.issuperset(pairs) and all(set(mine[o]) - bad for o in others)
+        if guilty and (broken or host in named):
             said = links[pairs[0]]
             how = said if isinstance(said, str) else f"{said:.3g} MB/s, usually {usual:.3g}"
             found[host] = f"links to {', '.join(others)}: {how}"

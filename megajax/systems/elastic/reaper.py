@@ -1,8 +1,12 @@
-"""Cleans up after an agent that was killed: standard library only, started as a file.
+"""Ends what an agent's commands have started, however far it went: standard library only.
 
-It reads lines from its standard input: 'group N' and 'folder PATH'. When the input ends, because
-the agent closed it or is dead in whatever way, the process groups are killed and the folders (in
-shared memory) removed. It lives in a session of its own and ignores what is meant for the agent.
+Started as a file it is the agent's reaper: it reads lines from its standard input, 'group N',
+'reaped N', 'mark WORD' and 'folder PATH'. When the input ends, because the agent closed it or is
+dead in whatever way, the process groups and all processes of the mark are killed and the folders
+(in shared memory) removed. It lives in a session of its own and ignores signals to the agent.
+
+A process that left its session and its parents is known by the mark in its environment; one whose
+environment was cleared too is a descendant of the agent, which adopts orphans as long as it lives.
 """
 
 import contextlib
@@ -10,21 +14,84 @@ import os
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterable
 
-if __name__ == "__main__":
+MARK = "MEGAJAX_MARK"  # of the environment; its value is the agent's own
+PAUSE_S = 0.01  # (chosen) until killed processes are looked for again
+LONGEST_S = 5.0  # (chosen) for killed processes to be gone, before the reaper gives up
+
+
+def marked(mark: str) -> set[int]:
+    """Returns the processes of this user with the mark in their environment."""
+    want = f"{MARK}={mark}".encode()
+    found = set()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if want in file.read().split(b"\0"):
+                found.add(int(name))
+    return found
+
+
+def descendants(ancestor: int, spared: Iterable[int] = ()) -> set[int]:
+    """Returns all processes below this one but the spared and what is below them; no zombies."""
+    children: dict[int, list[int]] = {}
+    zombies = set()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
+            children.setdefault(int(parent), []).append(int(name))
+            if state in (b"Z", b"X"):
+                zombies.add(int(name))
+    found, open_, spared = set(), [ancestor], set(spared)
+    while open_:
+        for child in children.get(open_.pop(), []):
+            if child not in spared and child not in found:
+                found.add(child)
+                open_.append(child)
+    return found - zombies
+
+
+def kill_all(find: Callable[[], set[int]], seconds: float = float("inf")) -> bool:
+    """Kills what is found until nothing is. Tells success; what may not be killed is left."""
+    end, others = time.monotonic() + seconds, set()
+    while left := find() - others:
+        if time.monotonic() > end:
+            return False
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                others.add(pid)
+        time.sleep(PAUSE_S)
+    return True
+
+
+def main() -> None:
+    """Reads, waits, and cleans up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups, folders = [], []
+    groups, folders, marks = [], [], []
     for line in sys.stdin:
         word, _, rest = line.strip().partition(" ")
         if word == "group":
             groups.append(int(rest))
         elif word == "reaped":
-            groups.remove(int(rest))
+            groups = [group for group in groups if group != int(rest)]
+        elif word == "mark":
+            marks.append(rest)
         elif word == "folder":
             folders.append(rest)
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
+    for mark in marks:
+        kill_all(lambda mark=mark: marked(mark), LONGEST_S)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

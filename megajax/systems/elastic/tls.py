@@ -7,6 +7,7 @@ of a TLS handshake can never block the driver.
 """
 
 import dataclasses
+import functools
 import hashlib
 import shutil
 import ssl
@@ -26,7 +27,15 @@ class Tls:
     authority: str | None = None
 
     def channel(self, calls: bool) -> "Channel":
-        """Returns one end of a connection. Raises: UserError when a file does not fit."""
+        """Returns one end of a connection. Raises: UserError when a file does not fit.
+
+        The files are read once: what is removed later, or a lack of descriptors, ends nobody.
+        """
+        context, bound = _context(self, calls)
+        return Channel(context, calls, bound)
+
+    def context(self, calls: bool) -> tuple[ssl.SSLContext, bytes | None]:
+        """Returns what connections of one end share, and the digest of the own certificate."""
         kind = ssl.PROTOCOL_TLS_CLIENT if calls else ssl.PROTOCOL_TLS_SERVER
         context = ssl.SSLContext(kind)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -41,8 +50,14 @@ class Tls:
                 context.load_cert_chain(self.certificate or "", self.key)
         except OSError as error:  # an SSLError is one
             raise UserError(f"TLS cannot use {self}: {error} (--tls_cert, --tls_ca)") from None
-        bound = None if calls else _digest(ssl.PEM_cert_to_DER_cert(_first(self.certificate or "")))
-        return Channel(context, calls, bound)
+        if calls:
+            return context, None
+        return context, _digest(ssl.PEM_cert_to_DER_cert(_first(self.certificate or "")))
+
+
+@functools.cache
+def _context(tls: Tls, calls: bool) -> tuple[ssl.SSLContext, bytes | None]:
+    return tls.context(calls)
 
 
 class Channel:

@@ -210,13 +210,34 @@ def _text(message: dict[str, Any], name: str) -> str:
     return value
 
 
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    """Returns (host, port) of host:port, or of [host]:port. Raises: UserError, naming the flag."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise UserError(
+            f"{text!r} must be host:port with a port from 0 to 65535, e.g. 127.0.0.1:8475 or "
+            f"[::1]:8475 ({flag})"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns host:port, with brackets around an address that has colons."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def dial(address: str, secret: str, purpose: str, name: str, tls: Tls | None = None) -> Line:
     """Returns a connection to host:port whose both ends have proved themselves.
 
-    Raises: OSError when nobody answers there, StrangerError when a stranger does.
+    Raises: OSError when nobody answers there, StrangerError when a stranger does; UserError.
     """
-    host, _, port = address.rpartition(":")
-    line = Line(socket.create_connection((host, int(port)), timeout=PATIENCE), secret, True, tls)
+    where = split_address(address, "--agent")
+    sock = socket.create_connection(where, timeout=PATIENCE)
+    try:
+        line = Line(sock, secret, True, tls)
+    except BaseException:
+        sock.close()
+        raise
     try:
         line.greet(purpose, name)
     except BaseException:

@@ -56,14 +56,19 @@ def test_one_bad_host_is_named_and_a_bad_link_alone_names_nobody(count):
     hosts = [f"h{i}" for i in range(count)]
     pairs = [p for own in links.rounds(hosts) for p in own]
     good = dict.fromkeys(pairs, 100.0)
-    assert links.failing(good) == {}
+    assert links.failing(good, hosts) == {}
     for host in hosts:
-        for figure in ("no answer", 10.0):
-            found = links.failing(good | {p: figure for p in pairs if host in p})
+        others = [h for h in hosts if h != host]
+        for figure, named in (("no answer", others), (10.0, [host])):
+            found = links.failing(good | {p: figure for p in pairs if host in p}, named)
             assert list(found) == [host], (found, figure)
+        slow = good | {p: 10.0 for p in pairs if host in p}
+        assert links.failing(slow, others) == {}  # slow, and the fault names another one
+        fast = {p: f * 60 for p, f in slow.items()}
+        assert links.failing(fast, hosts) == {}  # slower than the others, and fast enough
     if count > 3:  # of three hosts each has two links, and one bad link leaves both ends a good one
-        assert all(links.failing(good | {p: "no answer"}) == {} for p in pairs)
+        assert all(links.failing(good | {p: "no answer"}, hosts) == {} for p in pairs)
 
 
 def test_two_hosts_cannot_tell_whose_link_it_is():
-    assert links.failing({("a", "b"): "no answer"}) == {} == links.failing({})
+    assert links.failing({("a", "b"): "no answer"}, "ab") == {} == links.failing({}, ())

@@ -1,5 +1,6 @@
 """The parts of supervision alone: policy, self-checks, messages, journal, the agent's view."""
 
+import errno
 import json
 import os
 import pathlib
@@ -13,10 +14,10 @@ import pytest
 
 from megajax.monitor import ettr
 from megajax.monitor.reports import Action
-from megajax.systems.elastic import agent, checks, hosts, reaper, shared
-from megajax.systems.elastic.agent import Process
+from megajax.systems.elastic import checks, hosts, ranks, reaper, shared
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
+from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.wire import Line
 
 
@@ -88,24 +89,44 @@ def test_a_healthy_host_passes(tmp_path):
     assert {"memory", "disk", "loopback"} <= set(found)
     assert all(found[k] > 0 for k in ("memory", "disk", "loopback"))
     assert list(tmp_path.iterdir()) == []
-    assert checks.failing({"a": found, "b": found}) == {}
+    assert checks.failing({"a": found, "b": found}, "ab") == {}
 
 
 def test_a_disk_that_gives_other_bytes_back(tmp_path, monkeypatch):
+    for quick in ("memory", "loopback"):
+        monkeypatch.setattr(checks, quick, lambda: 1.0)
     read = pathlib.Path.read_bytes
     monkeypatch.setattr(pathlib.Path, "read_bytes", lambda p: bytes([read(p)[0] ^ 1]) + read(p)[1:])
     found = checks.run(tmp_path)
     assert "other bytes" in found["disk"] and list(tmp_path.iterdir()) == []
-    assert checks.failing({"a": found}) == {"a": f"disk: {found['disk']}"}
-    assert "No such file" in checks.run(tmp_path / "nowhere")["disk"]
+    assert checks.failing({"a": found}, ()) == {"a": f"disk: {found['disk']}"}
+    # What says nothing about the host excludes nobody: a removed folder, a full disk.
+    assert "disk" not in checks.run(tmp_path / "nowhere")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(checks, "disk", lambda folder: (_ for _ in ()).throw(full))
+    assert "disk" not in checks.run(tmp_path)
+    monkeypatch.setattr(checks, "disk", lambda folder: (_ for _ in ()).throw(OSError(5, "I/O")))
+    assert "I/O" in checks.run(tmp_path)["disk"]
 
 
 def test_hosts_are_compared_and_silence_is_an_answer():
-    good = {"memory": 10.0, "disk": 100.0}
-    slow = {"memory": 2.0, "disk": 90.0}
-    found = checks.failing({"a": good, "b": good, "c": slow, "d": None})
-    assert list(found) == ["d", "c"] and found["c"].startswith("memory: 2")
-    assert checks.failing({"c": slow}) == {}  # nobody to compare with
+    good = {"memory": 10.0, "disk": 100.0, "loopback": 295.0}
+    slow = {"memory": 0.2, "disk": 90.0, "loopback": 295.0}
+    all_ = {"a": good, "b": good, "c": slow, "d": None}
+    found = checks.failing(all_, ("c",))
+    assert list(found) == ["d", "c"] and found["c"].startswith("memory: 0.2")
+    assert list(checks.failing(all_, ("a",))) == ["d"]  # the fault names another one
+    assert checks.failing({"c": slow}, "c") == {}  # nobody to compare with
+    assert checks.failing({"a": good, "c": slow}, "c") == {}  # nobody knows which is wrong
+    busy = good | {"loopback": 101.0}  # faster than any fault, however fast the others are
+    fast = good | {"loopback": 2950.0}
+    assert checks.failing({"a": fast, "b": fast, "c": busy}, "c") == {}
+
+
+def test_one_disturbed_shot_of_the_loopback_says_nothing(monkeypatch):
+    shots = iter([45.8, 295.0, 40.0, 290.0, 10.0])
+    monkeypatch.setattr(checks, "_loopback", lambda: next(shots))
+    assert checks.loopback() == 295.0
 
 
 # ---- messages
@@ -215,10 +236,10 @@ def test_logs_are_searched_once_line_by_line_and_not_for_ever(tmp_path):
         assert p.words(p.new_text()) == ["half of a CUDA_ERROR: launch failed"]
         log.write(100 * "out of memory\n")
         log.flush()
-        assert len(p.words(p.new_text())) == agent.LINES - 2
-        log.write("x" * (agent.LOG_BYTES + 100) + "\n")
+        assert len(p.words(p.new_text())) == ranks.LINES - 2
+        log.write("x" * (ranks.LOG_BYTES + 100) + "\n")
         log.flush()
-        assert len(p.new_text()) == agent.LOG_BYTES
+        assert len(p.new_text()) == ranks.LOG_BYTES
         assert p.read == p.log.stat().st_size
 
 
@@ -261,13 +282,13 @@ def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch)
 
 
 def test_traffic_counts_this_machines_network():
-    before = agent.traffic()
+    before = ranks.traffic()
     a, b = pair()
     a.sendall(os.urandom(50_000))
     b.recv(50_000, socket.MSG_WAITALL)
     a.close()
     b.close()
-    assert agent.traffic() - before >= 50_000
+    assert ranks.traffic() - before >= 50_000
 
 
 @pytest.mark.slow

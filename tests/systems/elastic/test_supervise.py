@@ -105,7 +105,7 @@ def of_folder(folder):
     found = []
     for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = file.read_bytes().replace(b"\0", b" ").decode()
+            words = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if str(folder) in words and int(file.parent.name) != os.getpid():
                 found.append(words)
     return found
@@ -360,6 +360,8 @@ def test_mistakes_are_explained():
     assert "[agent me] no driver at 127.0.0.1:1 yet" in err and "0 s more (--join_s)" in err
     code, err = call("--agent=127.0.0.1:1")
     assert code == 2 and "must hold the job's secret (MEGAJAX_TOKEN, or --token_file)" in err
+    code, err = call("--period_s=5", "--silence_s=9", "--", "true")
+    assert code == 2 and "silence_s=9 must be at least 10" in err
     code, err = call("--agents=elsewhere", "--", "true", token="guess me")
     assert code == 2 and "has 8 characters and needs at least 16" in err
 
@@ -387,3 +389,58 @@ def test_strangers_at_the_driver_leave_the_job_alone(tmp_path):
     assert run.saved()["value"] == parameters() and not run.events("fault")
     assert len(run.events("start")) == 1 and 1 <= len(run.events("refused")) <= 12
     assert reach["token"] not in (run.out / "events.jsonl").read_text() + run.output + err
+
+
+@slow
+@pytest.mark.parametrize("where", ["127.0.0.2:0", "[::1]:0", "[::]:0", "0.0.0.0:0", "localhost:0"])
+def test_local_agents_find_the_driver_wherever_it_listens(tmp_path, where):
+    run = Supervised(tmp_path, f"--listen={where}", "--join_s=10", command=["true"])
+    code, err = run.end()
+    assert code == 0 and len(run.agents()) == 2, err
+
+
+@slow
+def test_links_are_checked_under_tls_too(tmp_path):
+    run = Supervised(tmp_path, "--tls", fault="kill@12:rank1")
+    code, err = run.end()
+    assert code == 0 and run.saved()["value"] == parameters(), err
+    (checked,) = run.events("checked")
+    assert checked["links"]["local0 - local1"] > 0
+
+
+@slow
+def test_an_agent_that_dies_in_its_self_checks_is_not_excluded(tmp_path):
+    run = Supervised(tmp_path, fault="kill@12:rank1")
+    run.wait_for(lambda: run.events("fault"))
+    os.kill(next(iter(run.agents())), signal.SIGKILL)
+    code, err = run.end()
+    assert code == 0 and not (run.out / "blocklist").exists(), err
+
+
+@slow
+@pytest.mark.parametrize("where", ["closed", "full"])
+def test_output_that_nobody_takes_ends_nobody(tmp_path, where):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, SUPERVISE, *QUICK, "--hosts=1", f"--out={tmp_path / 'out'}", "--"]
+            + ["sh", "-c", "for i in 1 2 3 4 5; do echo $i; sleep 0.3; done"],
+            stdout=writer if where == "closed" else full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 0 and "fault" not in done.stderr, done.stderr
+
+
+@slow
+def test_a_second_driver_of_a_folder_keeps_the_logs_of_the_first(tmp_path):
+    for text in ("first", "second"):
+        run = Supervised(tmp_path, "--hosts=1", command=["echo", text])
+        assert run.end()[0] == 0
+    logs = [(run.out / f"attempt{i}" / "rank0.log").read_text() for i in (0, 1)]
+    assert logs == ["first\n", "second\n"]
+    words = [sys.executable, SUPERVISE, "--report", f"--out={run.out}", f"--run_dir={tmp_path}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "faults     0" in done.stdout, done.stderr

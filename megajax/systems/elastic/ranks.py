@@ -1,0 +1,176 @@
+"""A training process as its agent sees it, from outside, and how it is started and tied to it."""
+
+import codecs
+import contextlib
+import ctypes
+import dataclasses
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from megajax.monitor import heartbeat
+
+LOG_BYTES = 1 << 20  # (chosen) of a log that are searched in a period; a flood is skipped
+LINES = 20  # (chosen) keyword lines told of one process
+KEYWORDS = (
+    "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
+    "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
+)  # fmt: skip
+SIGNALLED = 128  # what a shell, and uv run, add to the number of the signal that ended a program
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+@dataclasses.dataclass
+class Process:
+    """A training process. Its own session: a kill of the group takes what it started along."""
+
+    rank: int
+    popen: subprocess.Popen
+    progress: Path
+    log: Path
+    file: int | None = None
+    read: int = 0
+    rest: str = ""
+    told: int = 0
+    decoder: codecs.IncrementalDecoder = dataclasses.field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def code(self) -> int | None:
+        """Returns how it ended: negative for a signal, except those that a run saves on."""
+        code = self.popen.poll()
+        if code is None or code <= SIGNALLED or code in (143, 130):
+            return code
+        return SIGNALLED - code
+
+    def state(self) -> str:
+        """Returns the state of the training process itself, X when there is none."""
+        record = heartbeat.read(self.progress)
+        pid = self.popen.pid if record is None else record.pid
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return "X"
+        return stat.rsplit(")", 1)[1].split()[0]
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the training process, which a wrapper may have started."""
+        record = heartbeat.read(self.progress)
+        if self.popen.poll() is None:
+            with contextlib.suppress(OSError):
+                os.kill(self.popen.pid if record is None else record.pid, number)
+
+    def new_text(self) -> str:
+        """Returns what the log has grown by, the end of it when that is much.
+
+        The log is read through the descriptor of its beginning, whoever removes the file; a disk
+        that does not give it back costs the text.
+        """
+        try:
+            if self.file is None:
+                self.file = os.open(self.log, os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(self.file).st_size
+            start = max(self.read, size - LOG_BYTES)
+            raw = os.pread(self.file, max(size - start, 0), start)
+        except OSError:
+            return ""
+        if start > self.read:
+            self.decoder.reset()
+        self.read = size
+        return self.decoder.decode(raw)
+
+    def close(self) -> None:
+        """Lets go of the log."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def words(self, text: str) -> list[str]:
+        """Returns the whole lines with a keyword, up to LINES of a process."""
+        *lines, self.rest = (self.rest[-1000:] + text).split("\n")
+        present = [word for word in KEYWORDS if word in text or word in lines[0]] if lines else []
+        found = [line[:300] for line in lines if any(word in line for word in present)]
+        found = found[: LINES - self.told]
+        self.told += len(found)
+        return found
+
+
+def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subprocess.Popen, int]:
+    """Starts a command in a session of its own, to be called by this process's main thread.
+
+    The command is killed when this process dies. Returns: it, and the descriptor of its log; that
+    of nothing where the disk does not take a log. Raises: OSError: no such program.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, flags, 0o644)
+    except OSError as error:
+        file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        print(f"[agent] no log {log}: {error.strerror}. The job goes on", file=sys.stderr)
+    agent = os.getpid()
+    try:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: _die_with(agent),
+        )
+    except BaseException:
+        os.close(file)
+        raise
+    return popen, file
+
+
+def _die_with(agent: int) -> None:
+    """In the child, before the command: the end of the thread that forked it kills it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes what this process's children leave behind children of this process."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap(own: Collection[int]) -> None:
+    """Takes the exit codes of adopted processes; those of `own` are for others to take."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid in own:
+                return  # one of our own hides the adopted ones, until its code is taken
+            os.waitpid(found.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return
+
+
+def disk_free(folder: Path) -> float:
+    """Returns the bytes that are free where a folder is, or was."""
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return math.inf
+
+
+def traffic() -> int:
+    """Returns bytes in and out of this host's network and InfiniBand ports since they began."""
+    total = 0
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        fields = line.split(":", 1)[1].split()
+        total += int(fields[0]) + int(fields[8])
+    for name in ("port_xmit_data", "port_rcv_data"):
+        for counter in Path("/sys/class/infiniband").glob(f"*/ports/*/counters/{name}"):
+            with contextlib.suppress(OSError, ValueError):
+                total += 4 * int(counter.read_text())  # counted in words of four bytes
+    return total

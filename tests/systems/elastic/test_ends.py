@@ -1,0 +1,403 @@
+"""What an agent starts ends with it, and nothing else does: logs, orphans, leases, attempts."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.monitor.reports import Limits
+from megajax.monitor.sinks import read_jsonl
+from megajax.systems.elastic import driver as driver_module
+from megajax.systems.elastic import ranks, reaper, shared
+from megajax.systems.elastic.agent import Agent
+from megajax.systems.elastic.driver import Driver, Settings
+from megajax.systems.elastic.events import Journal
+from megajax.systems.elastic.hosts import AGENT, Host, Hosts
+from megajax.systems.elastic.speaker import Speaker
+from megajax.systems.elastic.tls import self_signed
+from megajax.systems.elastic.wire import Line, join_address, split_address
+
+ROOT = pathlib.Path(__file__).parent.parent.parent.parent
+SUPERVISE = str(ROOT / "scripts" / "supervise.py")
+process = pytest.mark.process
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def lives(pid):
+    with contextlib.suppress(OSError):
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        return stat.rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+# ---- logs
+
+
+@process
+def test_a_log_that_is_removed_is_read_on(tmp_path):
+    log = tmp_path / "attempt0" / "rank0.log"
+    script = "printf 'a\\303'; read x < fifo; printf '\\251b'"
+    os.mkfifo(tmp_path / "fifo")
+    with contextlib.chdir(tmp_path):
+        popen, file = ranks.run(["sh", "-c", script], log, os.environ)
+    p = ranks.Process(0, popen, tmp_path / "progress", log, file)
+    wait_for(lambda: log.stat().st_size == 2)
+    assert p.new_text() == "a"  # and half of a character
+    log.unlink()
+    log.parent.rmdir()
+    (tmp_path / "fifo").write_text("\n")
+    popen.wait()
+    assert p.new_text() == "éb"
+    assert ranks.disk_free(log.parent) > 0
+    p.close()
+
+
+@process
+def test_a_place_that_takes_no_log_costs_the_log(tmp_path, capsys):
+    (tmp_path / "rank0.log").mkdir()
+    popen, file = ranks.run(["echo", "x"], tmp_path / "rank0.log", os.environ)
+    assert popen.wait() == 0
+    p = ranks.Process(0, popen, tmp_path / "progress", tmp_path / "rank0.log", file)
+    assert p.new_text() == "" and "no log" in capsys.readouterr().err
+    p.close()
+    with pytest.raises(FileNotFoundError):
+        ranks.run(["no such program"], tmp_path / "other.log", os.environ)
+
+
+# ---- orphans
+
+
+def two_of(mark):
+    wait_for(lambda: len(reaper.marked(mark)) == 2)
+    return reaper.marked(mark)
+
+
+AN_AGENT = """
+import os, pathlib, sys
+from megajax.monitor.reports import Limits
+from megajax.monitor.sinks import read_jsonl
+from megajax.systems.elastic import driver as driver_module
+from megajax.systems.elastic import ranks, reaper, shared
+from megajax.systems.elastic.agent import Agent
+from megajax.systems.elastic.driver import Driver, Settings
+ranks.adopt_orphans()
+command = ["sh", "-c", sys.argv[2]]
+env = os.environ | {reaper.MARK: sys.argv[3]}
+popen, _ = ranks.run(command, pathlib.Path(sys.argv[1]), env)
+print(popen.pid, flush=True)
+sys.stdin.readline()
+popen.kill()
+popen.wait()
+print(len(reaper.descendants(os.getpid())), flush=True)
+print(reaper.kill_all(lambda: ranks.reap(()) or reaper.descendants(os.getpid())), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Starts an agent with a shell command. Returns it, its mark, and the command's number."""
+    started = []
+
+    def start(script):
+        mark = f"test-{os.getpid()}-{tmp_path.name}"
+        words = [sys.executable, "-c", AN_AGENT, str(tmp_path / "log"), script, mark]
+        popen = subprocess.Popen(words, stdin=-1, stdout=-1, text=True)
+        started.append(popen)
+        return popen, mark, int(popen.stdout.readline())
+
+    yield start
+    for popen in started:
+        popen.kill()
+        popen.communicate()
+
+
+@process
+def test_what_left_its_session_is_found(agent):
+    """One with the mark in its environment, one that cleared it and has lost its parents."""
+    script = "setsid sleep 61 & (setsid env -i sleep 62 &); echo; exec sleep 63"
+    popen, mark, first = agent(script)
+    found = two_of(mark)
+    assert first in found
+    wait_for(lambda: len(reaper.descendants(popen.pid)) == 3)
+    all_ = reaper.descendants(popen.pid)
+    popen.stdin.write("\n")
+    popen.stdin.flush()
+    assert popen.stdout.readline() == "2\n" and popen.stdout.readline() == "True\n"
+    assert not any(lives(pid) for pid in all_)
+    children = reaper.descendants(os.getpid())
+    assert popen.pid in children and reaper.descendants(os.getpid(), [popen.pid]) < children
+
+
+@process
+def test_the_reaper_finds_what_left_its_group(agent):
+    popen, mark, first = agent("setsid sleep 64 & exec sleep 65")
+    found = two_of(mark)
+    done = subprocess.run(
+        [sys.executable, reaper.__file__], input=f"mark {mark}\nreaped 1\n", text=True, timeout=10
+    )
+    assert done.returncode == 0 and not any(lives(pid) for pid in found)
+
+
+@process
+def test_a_command_dies_with_its_agent_though_no_reaper_lives(agent):
+    popen, _, first = agent("exec sleep 66")
+    assert lives(first)
+    popen.kill()
+    wait_for(lambda: not lives(first))
+
+
+# ---- the driver
+
+
+class Owner:
+    def __getattr__(self, name):
+        return lambda *words: None
+
+
+@pytest.fixture
+def joined():
+    """Hosts with one agent that has joined: the hosts, the host, the agent's line."""
+    found = Hosts(Owner(), socket.create_server(("127.0.0.1", 0)), "a secret of this job")
+    a, b = socket.socketpair()
+    line, agents = Line(FakeSocket(a), "s" * 16, False), Line(FakeSocket(b), "s" * 16, True)
+    agents._hello()
+    line.receive()
+    agents.receive()
+    line.receive()
+    found._selector.register(line, 1)
+    line.purpose, line.name = AGENT, "a"
+    found._join(line, {"address": "127.0.0.1", "pid": 7, "mark": "m"})
+    assert agents.receive() == [{"do": "welcome"}]
+    yield found, found.good()[0], agents
+    found.close()
+    agents.close()
+
+
+class FakeSocket:
+    """One of a pair, which takes TCP's options."""
+
+    def __init__(self, sock):
+        self._sock = sock
+
+    def setsockopt(self, *_):
+        """Has none."""
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+def test_every_report_renews_the_lease_by_the_agents_own_moment(joined):
+    found, host, agents = joined
+    assert host.leased < 0 and host.mark == "m"
+    agents.send({"report": 0, "ranks": [], "disk_free": 1, "traffic": 0, "moment": 12.5})
+    found.pump(1.0)
+    assert agents.receive() == [{"do": "lease", "since": 12.5}]
+    assert time.monotonic() - host.leased < 1
+    assert not found.dismiss(host) and not found.has(host)  # elsewhere: its processes may go on
+
+
+def test_an_agent_takes_a_new_folder_where_its_own_was_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "root", lambda: tmp_path)
+    told = []
+    agent = object.__new__(Agent)
+    agent._claim()
+    first = agent._folder
+    agent._processes, agent._line, agent._env = [], None, {}
+    agent._tell_reaper = told.append
+    message = {"attempt": 0, "folder": str(tmp_path), "ranks": {}, "since": 1.0, "lease": 2.0}
+    agent._start(message)
+    assert agent._folder == first and not told
+    shutil.rmtree(first)
+    agent._start(message)
+    assert told == [f"folder {agent._folder}"] and (agent._folder / "lease").stat().st_size
+    agent._release()
+    assert not agent._folder.exists()
+
+
+def test_an_answer_of_another_agent_of_the_name_is_not_awaited(joined):
+    found, host, _ = joined
+    other = Host("a", host.line, host.address, 8, 0.0)
+    began = time.monotonic()
+    assert found.ask([other], "stopped", 5.0, do="stop") == [None]
+    assert time.monotonic() - began < 1 and found.has(host)
+
+
+@process
+def test_an_agent_that_ends_at_its_start_is_not_started_again_at_once():
+    started = []
+
+    def spawn(name):
+        started.append(name)
+        return subprocess.Popen(["true"])
+
+    found = Hosts(Owner(), socket.create_server(("127.0.0.1", 0)), "s" * 16, spawn, 1)
+    assert not found.gather(1, 1, 0.5, lambda: False)
+    found.close()
+    assert started == ["local0"]
+
+
+def test_a_second_driver_keeps_the_attempts_of_the_first(tmp_path):
+    journal = Journal(tmp_path, lambda text: None)
+    assert journal.last_attempt() == -1
+    for name in ("attempt9", "attempt10", "attemptx", "attempt²"):
+        (tmp_path / name).mkdir()
+    assert journal.last_attempt() == 10
+    journal.begin(11)
+    assert journal.last_attempt() == 11
+    journal.close()
+
+
+def drain(reader):
+    while os.read(reader, 1 << 20):
+        pass
+
+
+def test_output_that_nobody_reads_stops_nobody():
+    reader, writer = os.pipe()
+    speaker, began = Speaker(), time.monotonic()
+    with open(writer, "w") as stream:
+        for i in range(3000):
+            speaker.say(stream, f"{i}" + "x" * 1000)
+        assert time.monotonic() - began < 5
+        drained = threading.Thread(target=drain, args=(reader,))
+        drained.start()
+        speaker.close()
+    drained.join()
+    os.close(reader)
+    speaker = Speaker()
+    with open("/dev/full", "w") as full:
+        speaker.say(full, "lost")
+        speaker.close()
+        with open(os.devnull, "w") as other:
+            os.dup2(other.fileno(), full.fileno())
+
+
+def test_addresses():
+    for text, want in {
+        "a:1": ("a", 1), "[::1]:0": ("::1", 0), "::1:5": ("::1", 5), ":7": ("", 7),
+    }.items():  # fmt: skip
+        assert split_address(text, "--listen") == want
+    assert join_address("::1", 5) == "[::1]:5" and join_address("a", 5) == "a:5"
+    for text in ("x", "a:", "a:-1", "a:65536", "a:b", "a:²", ""):
+        with pytest.raises(UserError, match="must be host:port with a port from 0"):
+            split_address(text, "--agent")
+
+
+def test_what_others_wrote_into_a_file_of_rows_is_left_out(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    nested = b"[" * 100_000
+    file.write_bytes(b'{"a": 1}\n7\n[]\n\xff\n{"b": "\xe2\x80\xa8"}\n' + nested + b'\n{"c"')
+    assert list(read_jsonl(file)) == [{"a": 1}, {"b": "\u2028"}]
+
+
+@process
+def test_a_certificate_that_is_removed_later_ends_nobody(tmp_path):
+    tls = self_signed(tmp_path)
+    tls.channel(False)
+    pathlib.Path(tls.certificate).unlink()
+    pathlib.Path(tls.key).unlink()
+    assert tls.channel(False).certificate()
+
+
+def test_no_attempt_begins_while_processes_of_a_lost_host_may_run(tmp_path, joined, monkeypatch):
+    monkeypatch.setattr(driver_module, "LEASE_S", 0.2)
+    found, host, _ = joined
+    said = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    journal = Journal(tmp_path, said.append)
+    settings = Settings(("true",), limits=Limits(silence=0.3))
+    driver = Driver(settings, journal, listener, "s" * 16, print)
+    driver._hosts.close()
+    driver._hosts = found
+    began = time.monotonic()
+    assert driver._wait_for_leases() and not said
+    host.leased = began
+    driver._let_go(host)
+    assert driver._wait_for_leases()
+    assert 0.5 <= time.monotonic() - began < 2 and "fenced: 0." in said[0]
+    host.leased = time.monotonic()
+    driver._let_go(host)
+    driver.signals.append(15)
+    assert not driver._wait_for_leases()
+    journal.close()
+
+
+# ---- whole runs
+
+TRAINER = """
+import os, pathlib, sys, time
+from megajax.monitor.timers import Timers
+timers = Timers.of_process(pathlib.Path(os.environ["MEGAJAX_PROGRESS"]))
+attempt, rank = os.environ["MEGAJAX_ATTEMPT"], os.environ["JAX_PROCESS_ID"]
+log = open(f"{sys.argv[1]}/attempt{attempt}-rank{rank}", "w", buffering=1)
+for step in range(1, 1000):
+    timers.enter("data", step)
+    log.write(f"{time.monotonic()}\\n")
+    time.sleep(0.01)
+    if attempt != "0" and step == 100:
+        break
+timers.enter("end", step)
+"""
+
+
+@pytest.mark.slow
+@process
+def test_old_and_new_processes_never_overlap_when_an_agent_freezes(tmp_path):
+    """Agents of 'other' machines, which the driver can only ask; one is frozen, a spare goes on."""
+    secret = "s" * 32
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MEGAJAX_TOKEN": secret}
+    flags = ["--silence_s=2", "--period_s=0.2", "--backoff_s=0.1", "--agents=elsewhere"]
+    driver = subprocess.Popen(
+        [sys.executable, SUPERVISE, "--hosts=2", *flags, f"--out={tmp_path / 'out'}", "--"]
+        + [sys.executable, "-c", TRAINER, str(tmp_path)],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    file = wait_for(lambda: (f := tmp_path / "out" / "driver.json").exists() and f)
+    address = json.loads(file.read_text())["address"]
+    agents = {
+        name: subprocess.Popen(
+            [sys.executable, SUPERVISE, f"--agent={address}", f"--name={name}", "--period_s=0.2"],
+            env=env,
+        )
+        for name in ("a", "b", "c")
+    }
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("attempt0-rank*"))) == 2)
+        time.sleep(0.5)
+        team = pathlib.Path(tmp_path / "out" / "events.jsonl").read_text()
+        frozen = re.search(r"2 processes on \w, (\w)", team)[1]
+        agents[frozen].send_signal(signal.SIGSTOP)
+        _, err = driver.communicate(timeout=60)
+        assert driver.returncode == 0, err
+        times = {
+            p.name: [float(x) for x in p.read_text().splitlines()]
+            for p in tmp_path.glob("attempt*-rank*")
+        }
+        old = max(x[-1] for name, x in times.items() if name.startswith("attempt0"))
+        new = min(x[0] for name, x in times.items() if not name.startswith("attempt0"))
+        assert len(times) == 4 and old < new, (old, new)
+        assert new - old < 8
+    finally:
+        for popen in (driver, *agents.values()):
+            popen.send_signal(signal.SIGCONT)
+            popen.kill()
+            popen.wait()
