@@ -5,7 +5,6 @@ query heads that share one, K head width.
 """
 
 import functools
-from numbers import Integral
 from typing import Literal
 
 import jax
@@ -15,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 import pallas_kernels
 from megajax.core.errors import UserError
 from megajax.layers.losses import NEGATIVE
-from megajax.layers.mask import Context, visible
-from pallas_kernels import dispatch
+from megajax.layers.mask import Context, reach, visible
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.attention import guard
 
 Array = jax.Array
@@ -41,16 +40,17 @@ def attend(
       key; itself, where M holds it. Inf or NaN in a key or value makes NaN the queries that see it,
       and no others; so it is with gradients, except that 'cudnn' leaves those rows out of them.
     Raises: NotImplementedError for 'varlen' with a memory of its own; UserError for a window that
-      is a pair.
+      is not a positive integer; TypeError for forward mode (jax.jvp). Second derivatives of 'xla'
+      go through jax.grad, and jax.jvp of jax.grad.
     """
-    if window is not None and not isinstance(window, Integral):
-        raise UserError(
-            f"window={window!r} must be one integer, the keys that a query sees on each side with "
-            "itself, or None for all; pallas_kernels takes pairs (window - 1, window - 1)"
-        )
+    window = reach(window)
     memory = query if memory is None else memory
-    kernel = {"xla": _xla, "cudnn": _cudnn, "varlen": _varlen}[implementation]
-    return checkpoint_name(kernel(q_BSHK, k_BMGK, v_BMGK, query, memory, window), "attended")
+    kernels = {"xla": _xla, "cudnn": _cudnn, "varlen": _varlen}
+    if implementation not in kernels:
+        raise UserError(f"attention implementation={implementation!r}; there are {[*kernels]}")
+    with arguments.reverse_only(f"attention {implementation!r}"):
+        out_BSHK = kernels[implementation](q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+    return checkpoint_name(out_BSHK, "attended")
 
 
 def _xla(

@@ -96,17 +96,19 @@ def cross_entropy(
 ) -> LossSums:
     """Sums -log p(target) and log(Z)^2.
 
-    Args: targets_BS: int32, negative: not predicted. logits: (B,s,D) -> float32 (B,s,V), pads
+    Args: targets_BS: int32, negative: not predicted, and what hidden holds there, NaN too, reaches
+      neither a sum nor a gradient. logits: (B,s,D) -> float32 (B,s,V), pads
       masked. chunks: pieces of the sequence; must divide S. cut: of the vocabulary.
     """
 
     def piece(h_BSD: jax.Array, t_BS: jax.Array) -> LossSums:
-        z_BSV = logits(h_BSD)
+        # A product sums over rows, and 0 times a NaN that a row held would be NaN.
+        valid_BS = t_BS >= 0
+        z_BSV = logits(jnp.where(valid_BS[..., None], h_BSD, jnp.zeros((), h_BSD.dtype)))
         # A select and a sum: take_along_axis would gather a vocabulary that is cut.
         hit_BSV = t_BS[..., None] == cut.ids(z_BSV.shape[-1])[None, None]
         target_BS = cut.sum(jnp.where(hit_BSV, z_BSV, 0.0).sum(-1))
         log_z_BS = cut.logsumexp(z_BSV)
-        valid_BS = t_BS >= 0
         return LossSums(
             jnp.where(valid_BS, log_z_BS - target_BS, 0.0).sum(),
             jnp.where(valid_BS, log_z_BS**2, 0.0).sum(),

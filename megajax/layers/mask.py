@@ -9,9 +9,13 @@ Legend: B rows, S query positions, M memory positions, K head width.
 """
 
 import dataclasses
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
+
+from megajax.core.errors import UserError
+from pallas_kernels.attention.ranges import FARTHEST
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +40,10 @@ def visible(query: Context, memory: Context, window: int | None) -> jax.Array:
 
     window: a query sees `window` keys at most on each side where it sees any, itself included;
     None: all.
+
+    Raises: UserError for a window that is not a positive integer.
     """
+    window = reach(window)
     q_BS1, k_B1M = query.positions_BS[:, :, None], memory.positions_BS[:, None, :]
     if query.causal:
         mask_BSM = k_B1M <= q_BS1
@@ -49,3 +56,20 @@ def visible(query: Context, memory: Context, window: int | None) -> jax.Array:
     if query.segments_BS is not None and memory.segments_BS is not None:
         mask_BSM &= query.segments_BS[:, :, None] == memory.segments_BS[:, None, :]
     return mask_BSM[:, None]
+
+
+def reach(window: int | None) -> int | None:
+    """Returns the window, or None where it is so large that it hides nothing.
+
+    Raises: UserError for a window that is not a positive integer.
+    """
+    if window is None:
+        return None
+    if not isinstance(window, Integral) or isinstance(window, bool) or int(window) < 1:
+        raise UserError(
+            f"window={window!r} must be one integer of at least 1, the keys that a query sees on "
+            "each side with itself, or None for all; pallas_kernels takes pairs "
+            "(window - 1, window - 1)"
+        )
+    # int32 positions plus a larger one would overflow, and no sequence is so long.
+    return int(window) if window < FARTHEST else None

@@ -31,6 +31,7 @@ from megajax.core.needs import other_than
 from megajax.layers import attend as attend_
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.attention import guard
 
 Array = jax.Array
@@ -147,7 +148,9 @@ def ring(
     memory = jax.tree.map(cut, dataclasses.replace(query, rotary=None, dropout=None))
     rows = jax.tree.map(lambda x_NBS: jnp.repeat(x_NBS, R, axis=2), memory)
     spec = _Ring(axis, lax.axis_size(axis), window)
-    out = _attend(spec, q_NBGTK, (k, v), rows, memory).reshape(N, B, G, S // N, R, K)
+    with arguments.reverse_only("ring attention"):
+        out = _attend(spec, *dispatch.alike((q_NBGTK, (k, v), rows, memory)))
+    out = out.reshape(N, B, G, S // N, R, K)
     return out.transpose(1, 0, 3, 2, 4, 5).reshape(B, S, H, K)
 
 
@@ -265,13 +268,14 @@ def _backward(ring: _Ring, kept: tuple, dout_NBGTK: Array) -> tuple:
         return (following, jax.tree.map(jnp.add, dkv, more), dq), None
 
     keys = (kv, columns)
-    following = ring.rotate(keys)
+    following = ring.rotate(keys) if ring.ways > 1 else keys
     dq, dkv = give(_zeros(q_NBGTK, q_NBGTK.shape), keys)
     if ring.ways > 2:
         (following, dkv, dq), _ = lax.scan(hop, (following, dkv, dq), length=ring.ways - 2)
-    dkv = ring.rotate(dkv)
-    dq, more = give(dq, following)
-    dkv = ring.rotate(jax.tree.map(jnp.add, dkv, more))
+    if ring.ways > 1:
+        dkv = ring.rotate(dkv)
+        dq, more = give(dq, following)
+        dkv = ring.rotate(jax.tree.map(jnp.add, dkv, more))
     cast = jax.tree.map(lambda d, x: d.astype(x.dtype), dkv, kv)
     return dq.astype(q_NBGTK.dtype), cast, None, None
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 Window = tuple[int | None, int | None]
+FARTHEST = 2**30  # (chosen) int32 positions plus or minus this cannot overflow; none lies farther
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +85,8 @@ def _rows(
     causal: bool,
     window: Window | None,
 ) -> Rows:
-    left, right = (None, None) if window is None else window
+    # A side that reaches farther than any array is long has no limit.
+    left, right = (w if w is None or w < FARTHEST else None for w in window or (None, None))
     if causal:
         right = 0
     lo = start if left is None else jnp.maximum(start, own - left)
@@ -122,7 +124,7 @@ def visits(rows: Rows, keys: int, block_q: int, block_k: int) -> tuple[Visits, V
         axis=1,
     )
     queries, _ = _compact(any_live)
-    over_queries = _transpose(spans[queries], any_live.sum(), N)
+    over_queries = _transpose(spans[queries], any_live.sum(dtype=jnp.int32), N)
     over_queries = jnp.where(needed[:, None], over_queries[place[:N]], 0)
     spans = jnp.where(any_live[:, None], spans, 0)
     return Visits(tiles, _settle(spans)), Visits(queries, _settle(over_queries))
@@ -131,8 +133,8 @@ def visits(rows: Rows, keys: int, block_q: int, block_k: int) -> tuple[Visits, V
 def _compact(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (the true indices, ascending, padded; how many lie before each index, (N+1,))."""
     (tiles,) = jnp.nonzero(needed, size=needed.shape[0], fill_value=0)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), needed.astype(jnp.int32).cumsum()])
-    return tiles.astype(jnp.int32), before.astype(jnp.int32)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), needed.cumsum(dtype=jnp.int32)])
+    return tiles.astype(jnp.int32), before
 
 
 def _transpose(spans: jax.Array, count: jax.Array, N: int) -> jax.Array:

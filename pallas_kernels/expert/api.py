@@ -35,9 +35,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.attention.hopper_forward import varying_as
-from pallas_kernels.collective.api import DTYPES, limits
+from pallas_kernels.collective.api import DTYPES, check_each, limits, ranks_of
 from pallas_kernels.collective.peers import Axis, RemotePeer
 from pallas_kernels.expert import plans, reference, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
@@ -85,13 +85,14 @@ def dispatch_grouped_matmul(
     if activation not in ACTIVATIONS:
         raise ValueError(f"{DISPATCH}: activation={activation!r}; there are {ACTIVATIONS}")
     _check(DISPATCH, (x,) * len(weights), weights, routes, transpose_w)
+    ranks_of(DISPATCH, axis)
     if x.shape[0] != routes.dest_TA.shape[0]:
         raise ValueError(f"{DISPATCH}: x has {x.shape[0]} tokens, routes {len(routes.dest_TA)}")
     how = _choose(DISPATCH, implementation, (x,), weights, routes, transpose_w)
+    x, weights, routes = dispatch.alike((x, weights, routes))
     if how == "fused":
         spec = Spec(activation, x.dtype.name)
-        arrays = dispatch.alike((x, weights, routes))
-        ys, x_NK = _dispatch(*arrays, axis=axis, spec=spec, turned=transpose_w)
+        ys, x_NK = _dispatch(x, weights, routes, axis=axis, spec=spec, turned=transpose_w)
     else:
         ys, x_NK = reference.dispatch_grouped_matmul(
             x, weights, routes, axis, activation, transpose_w
@@ -118,7 +119,8 @@ def grouped_matmul_combine(
         w: (E, F, D) of h's type; (E, D, F) with transpose_w. Or as many of both, whose products are
         added: the gradient of several first products.
       weights: float32 (T, A), any sign; of choices that go nowhere they do not matter.
-      acc_dtype: in which answers cross ranks; bfloat16 halves those bytes and loses bits.
+      acc_dtype: bf16|f16|f32, in which answers cross ranks; bf16 halves those bytes and loses
+        bits.
       implementation: 'fused': as in dispatch_grouped_matmul, but D a multiple of 128. The same bits
         in every run.
     Returns: y (T, D) in h's type, weighted and added in float32; 0 for a token without a choice.
@@ -126,6 +128,9 @@ def grouped_matmul_combine(
     """
     hs, ws = (tuple(a) if isinstance(a, Sequence) else (a,) for a in (h, w))
     _check(COMBINE, hs, ws, routes, transpose_w)
+    ranks_of(COMBINE, axis)
+    acc = arguments.dtype_name(COMBINE, "acc_dtype", acc_dtype, DTYPES)
+    arguments.check_arrays(COMBINE, weights=weights)
     if hs[0].shape[0] != routes.rows:
         raise ValueError(f"{COMBINE}: h has {hs[0].shape[0]} rows, routes {routes.rows}")
     if weights.dtype != jnp.float32 or weights.shape != routes.dest_TA.shape:
@@ -134,10 +139,10 @@ def grouped_matmul_combine(
             f"{routes.dest_TA.shape}, as the routes' choices"
         )
     how = _choose(COMBINE, implementation, hs, ws, routes, transpose_w)
+    hs, ws, routes, weights = dispatch.alike((hs, ws, routes, weights))
     if how == "fused":
-        arrays = dispatch.alike((hs, ws, routes, weights))
-        return _combine(*arrays, axis=axis, acc=jnp.dtype(acc_dtype).name, turned=transpose_w)
-    return reference.grouped_matmul_combine(hs, ws, routes, weights, axis, acc_dtype, transpose_w)
+        return _combine(hs, ws, routes, weights, axis=axis, acc=acc, turned=transpose_w)
+    return reference.grouped_matmul_combine(hs, ws, routes, weights, axis, acc, transpose_w)
 
 
 def reasons(
@@ -176,6 +181,9 @@ def _choose(
 
 
 def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> None:
+    if not isinstance(routes, Routes):
+        raise ValueError(f"{op}: routes must be what route() returned, got {type(routes).__name__}")
+    check_each(op, **{"x" if op == DISPATCH else "h": xs}, w=weights)
     if not weights or len(xs) != len(weights):
         raise ValueError(f"{op}: {len(xs)} rows, {len(weights)} weights; as many of each")
     like = xs[0]

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import arguments
+from pallas_kernels.collective.api import ranks_of
 from pallas_kernels.collective.peers import Axis
 
 Array = jax.Array
@@ -81,8 +83,13 @@ def cut(expert_TA: Array, *, experts: int, parts: int) -> Array:
     expert e % `experts` of rank e // `experts` * parts + t. A token then travels to each of them,
     and their answers, of which each has its part of the sum over columns, are added up as those of
     a token's choices are, all of them with the choice's weight. No expert stays none.
+
+    Raises: ValueError for what are no integers (T, A), and counts below 1.
     """
-    part_11P = jnp.arange(parts, dtype=expert_TA.dtype)[None, None]
+    expert_TA = _choices("cut", expert_TA)
+    experts = arguments.whole("cut", "experts", experts, 1)
+    parts = arguments.whole("cut", "parts", parts, 1)
+    part_11P = jnp.arange(parts, dtype=jnp.int32)[None, None]
     rank_TAP = (expert_TA // experts * parts)[:, :, None] + part_11P
     expert_TAP = rank_TAP * experts + (expert_TA % experts)[:, :, None]
     return expert_TAP.reshape(len(expert_TA), -1)
@@ -96,11 +103,15 @@ def route(expert_TA: Array, *, experts: int, axis: Axis, rows: int | None = None
     Args: expert_TA: integers (T, A), this rank's choices; one outside 0 .. R experts - 1 goes
       nowhere (padding, what a capacity drops: -1), and the same expert may come twice.
       experts: E, of a rank. rows: N, at most R T A; rows past it are left out as if not chosen.
+    Raises: ValueError for what breaks the above, and outside a shard_map over `axis`.
     """
-    (T, A), R, rank = expert_TA.shape, lax.axis_size(axis), lax.axis_index(axis)
+    expert_TA = _choices("route", expert_TA)
+    experts = arguments.whole("route", "experts", experts, 1)
+    rows = None if rows is None else arguments.whole("route", "rows", rows, 0)
+    (T, A), R, rank = expert_TA.shape, ranks_of("route", axis), lax.axis_index(axis)
     S, X = T * A, R * experts
     N = R * S if rows is None else min(rows, R * S)
-    expert_RS = lax.all_gather(expert_TA.reshape(S).astype(jnp.int32), axis)
+    expert_RS = lax.all_gather(expert_TA.reshape(S), axis)
     valid_RS = (expert_RS >= 0) & (expert_RS < X)
     home_RS = jnp.where(valid_RS, expert_RS // experts, 0)
     from_R1 = jnp.arange(R, dtype=jnp.int32)[:, None]
@@ -122,6 +133,19 @@ def route(expert_TA: Array, *, experts: int, axis: Axis, rows: int | None = None
     expert_S, row_S = (lax.dynamic_index_in_dim(a, rank, keepdims=False) for a in (own_RS, row_RS))
     choice_N = lax.dynamic_slice_in_dim(jnp.pad(order_P, (0, N)), first_R[rank], N)
     return Routes(counts_RX, expert_S.reshape(T, A), row_S.reshape(T, A), choice_N, rank)
+
+
+def _choices(op: str, expert_TA: Array) -> Array:
+    """Returns choices in int32, in which an expert's number over all ranks fits.
+
+    Raises: ValueError.
+    """
+    arguments.check_arrays(op, expert_TA=expert_TA)
+    if expert_TA.ndim != 2 or not jnp.issubdtype(expert_TA.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: expert_TA {expert_TA.dtype}{expert_TA.shape} must be integers (tokens, choices)"
+        )
+    return jnp.asarray(expert_TA).astype(jnp.int32)
 
 
 def segments(counts_RX: Array) -> Array:

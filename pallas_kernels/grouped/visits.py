@@ -32,7 +32,11 @@ class Visits:
 
 def bounds(sizes_G: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns int32 starts_G and ends_G; what lies past the last of `rows` is cut off."""
-    ends_G = jnp.minimum(jnp.cumsum(sizes_G.astype(jnp.int32)), rows)
+    sizes_G = jnp.clip(sizes_G.astype(jnp.int32), 0, rows)
+    ends_G = jnp.cumsum(sizes_G, dtype=jnp.int32)
+    # The sum may become more than int32 holds, but not where it first passes the rows.
+    past_G = jax.lax.cummax((ends_G > rows).astype(jnp.int32)) > 0
+    ends_G = jnp.where(past_G, rows, ends_G)
     return jnp.concatenate([jnp.zeros_like(ends_G[:1]), ends_G[:-1]]), ends_G
 
 
@@ -51,7 +55,7 @@ def visits(sizes_G: jax.Array, rows: int, block: int, align: int) -> Visits:
     starts_G, ends_G = bounds(sizes_G, rows)
     first_G = starts_G // align * align
     steps_G = jnp.where(starts_G < ends_G, -(-(ends_G - first_G) // block), 0)
-    after_G = jnp.cumsum(steps_G)
+    after_G = jnp.cumsum(steps_G, dtype=jnp.int32)
     step_V = jnp.arange(capacity(rows, sizes_G.shape[0], block, align), dtype=jnp.int32)
     # How many groups end at or before a step; comparing with all of them is one fused pass.
     group_V = (step_V[:, None] >= after_G[None]).sum(1, dtype=jnp.int32)

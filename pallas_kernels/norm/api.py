@@ -39,7 +39,7 @@ def fused_layer_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Array, Array]:
-    """norm(h) * scale + offset with h = x + bias + residual; statistics in float32.
+    """norm(h) * scale + offset with h = x + bias + residual; statistics in float32 (float64 of it).
 
     'layer': (h - mean) / sqrt(variance + eps). 'rms': h / sqrt(mean(h ** 2) + eps).
 

@@ -2,7 +2,8 @@
 
 Autodiff would keep several float32 copies of the activations; this keeps h in its own type and two
 statistics a row. With n = (h - mean) r, r = 1 / sqrt(variance + eps) and g = dy scale:
-dh = r (g - mean(g) - n mean(g n)), the mean of g left out for RMSNorm.
+dh = r (g - mean(g) - n mean(g n)), the mean of g left out for RMSNorm. Computed in float32, and in
+float64 where x is.
 
 Legend: x any leading dimensions (T packed tokens when y is unpacked), 1 one, D model width, B
 sequences, S padded length.
@@ -47,11 +48,11 @@ def forward(
 
     Unpacked, h is 0 in the dead tail, whatever x holds there; where not spec.writes it is x.
     """
-    exact_xD = x_xD.astype(jnp.float32)
+    exact_xD = _wide(x_xD)
     if bias_D is not None:
         exact_xD += _row(bias_D, x_xD)
     if residual_xD is not None:
-        exact_xD += residual_xD.astype(jnp.float32)
+        exact_xD += _wide(residual_xD)
     if cu_seqlens is not None:
         live_T1 = (jnp.arange(x_xD.shape[0], dtype=jnp.int32) < cu_seqlens[-1])[:, None]
         exact_xD = jnp.where(live_T1, exact_xD, 0.0)
@@ -81,15 +82,15 @@ def backward(
 
     dh_xD: None where only y is used.
     """
-    dy_xD = dy_xD.astype(jnp.float32)
-    unit_xD = (h_xD.astype(jnp.float32) - mean_x1) * rate_x1
+    dy_xD = _wide(dy_xD)
+    unit_xD = (_wide(h_xD) - mean_x1) * rate_x1
     g_xD = dy_xD * _row(scale_D, h_xD)
     correction_xD = unit_xD * (g_xD * unit_xD).mean(-1, keepdims=True)
     if spec.centred:
         correction_xD += g_xD.mean(-1, keepdims=True)
     dx_xD = rate_x1 * (g_xD - correction_xD)
     if dh_xD is not None:
-        dx_xD += dh_xD.astype(jnp.float32)
+        dx_xD += _wide(dh_xD)
     dscale_D, doffset_D, dbias_D = sums(h_xD, mean_x1, rate_x1, dy_xD, dx_xD, spec)
     return dx_xD.astype(h_xD.dtype), dbias_D, dscale_D, doffset_D
 
@@ -99,14 +100,19 @@ def sums(
 ) -> tuple[Array, Array | None, Array | None]:
     """Returns (dscale_D, doffset_D or None, dbias_D or None), float32."""
     rows = tuple(range(h_xD.ndim - 1))
-    dy_xD = dy_xD.astype(jnp.float32)
-    unit_xD = (h_xD.astype(jnp.float32) - mean_x1) * rate_x1
+    dy_xD = _wide(dy_xD)
+    unit_xD = (_wide(h_xD) - mean_x1) * rate_x1
     return (
         (dy_xD * unit_xD).sum(rows),
         dy_xD.sum(rows) if spec.offset else None,
-        dx_xD.astype(jnp.float32).sum(rows) if spec.bias else None,
+        _wide(dx_xD).sum(rows) if spec.bias else None,
     )
 
 
 def _row(value_D: Array, like_xD: Array) -> Array:
-    return value_D.astype(jnp.float32).reshape((1,) * (like_xD.ndim - 1) + (-1,))
+    return value_D.astype(_wide(like_xD).dtype).reshape((1,) * (like_xD.ndim - 1) + (-1,))
+
+
+def _wide(x: Array) -> Array:
+    """In the type that is computed in: float32, of float64 itself."""
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)

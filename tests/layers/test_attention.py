@@ -1,6 +1,7 @@
 """Attention against float64 NumPy, and what may see what, by exact zeros."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +108,28 @@ def test_varlen_has_no_memory():
 
 def test_a_window_is_one_number():
     x, context = jnp.zeros((1, 2, 1, 8)), Context(jnp.zeros((1, 2), jnp.int32))
-    with pytest.raises(ValueError, match=r"window=\(4, 0\) must be one integer"):
-        attend(x, x, x, context, window=(4, 0))
+    for window in ((4, 0), 0, -1, 2.0, "3", True):
+        message = re.escape(f"window={window!r} must be one integer of at least 1")
+        with pytest.raises(ValueError, match=message):
+            attend(x, x, x, context, window=window)
+        with pytest.raises(ValueError, match=message):
+            visible(context, context, window)
+
+
+@pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_beyond_every_position_hides_nothing(window, causal):
+    context = Context(jnp.arange(S, dtype=jnp.int32)[None], causal=causal)
+    got, want = (visible(context, context, w) for w in (window, None))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_attend_cannot_do_is_said():
+    x, context = jnp.ones((1, 4, 1, 8)), Context(jnp.arange(4, dtype=jnp.int32)[None])
+    with pytest.raises(ValueError, match=r"implementation='flash'; there are \['xla'"):
+        attend(x, x, x, context, implementation="flash")
+    with pytest.raises(TypeError, match="attention 'xla' has gradients .* no forward mode"):
+        jax.jvp(lambda x: attend(x, x, x, context), (x,), (x,))
 
 
 def test_visible_counts_the_query_itself():

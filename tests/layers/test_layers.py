@@ -86,6 +86,29 @@ def test_chunks_do_not_change_the_gradient(seed):
         np.testing.assert_allclose(one, four, atol=1e-5)
 
 
+def test_a_row_that_does_not_count_reaches_no_gradient(seed):
+    """NaN and Inf where nothing is predicted: sums and gradients keep their bits."""
+    random = np.random.default_rng(seed)
+    clean = random.normal(size=(2, 8, 5)).astype(np.float32)
+    w = jnp.asarray(random.normal(size=(5, 11)), jnp.float32)
+    targets = random.integers(0, 11, (2, 8)).astype(np.int32)
+    targets[0, 3], targets[1, 6], clean[0, 3], clean[1, 6] = -1, -100, 0, 0
+    dirty = clean.copy()
+    dirty[0, 3], dirty[1, 6, 2] = np.nan, np.inf
+
+    @jax.jit
+    def grads(h, w):
+        def loss(h, w):
+            sums = cross_entropy(h, jnp.asarray(targets), lambda x: matmul(x, w), 2)
+            return sums.cross_entropy + 1e-2 * sums.z_squared
+
+        return jax.value_and_grad(loss, (0, 1))(h, w)
+
+    want, got = (grads(jnp.asarray(x), w) for x in (clean, dirty))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(want))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_padding_of_the_vocabulary_has_probability_zero():
     masked = mask_padding(jnp.ones((1, 1, 8)), 5)
     assert jax.nn.softmax(masked)[0, 0].tolist() == [pytest.approx(0.2)] * 5 + [0.0] * 3

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels as pk
 from megajax.parallel import collective_matmul as megajax_products
 from pallas_kernels import aot, arguments
+from pallas_kernels.expert import api
 
 X, Q, K = jnp.ones((6, 4)), jnp.ones((8, 4, 16)), jnp.ones((8, 2, 16))
 CU, IDS = jnp.array([0, 3, 8], jnp.int32), jnp.zeros((1, 8), jnp.int32)
@@ -304,3 +305,63 @@ def test_the_sum_of_one_gpu_is_taken_out_when_compiled():
 def test_a_product_refuses(owner, op, options, message):
     with pytest.raises(ValueError, match=message):
         lowered(owner, op, 4, 8, **options)
+
+
+def routed(route=None, dispatch=None, combine=None, experts=jnp.zeros((2, 1), jnp.int32)):
+    """The shapes of a layer of experts on two ranks, its calls changed as given."""
+
+    def run(experts):
+        routes = api.route(**({"expert_TA": experts, "experts": 1, "axis": "x"} | (route or {})))
+        good = {"x": jnp.ones((1, 4)), "w": jnp.ones((1, 4, 8)), "routes": routes, "axis": "x"}
+        api.dispatch_grouped_matmul(**(good | (dispatch or {})))
+        # Constants, the same on all ranks, as h and w: they vary with the routes.
+        good = {"h": jnp.ones((2, 8)), "w": jnp.ones((1, 8, 4)), "routes": routes, "axis": "x"}
+        good["weights"] = jnp.ones((1, 1))
+        return api.grouped_matmul_combine(**(good | (combine or {})))
+
+    mesh = Mesh(np.array(jax.devices()[:2]), "x")
+    return jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x")), experts)
+
+
+EXPERTS = [
+    ("route", {"expert_TA": [[0]]}, "expert_TA must be a jax or NumPy array"),
+    ("route", {"expert_TA": jnp.zeros((1, 1))}, "expert_TA float32.* must be integers"),
+    ("route", {"expert_TA": jnp.zeros((1, 1), bool)}, "expert_TA bool.* must be integers"),
+    ("route", {"expert_TA": jnp.zeros(1, jnp.int32)}, "expert_TA int32.* must be integers"),
+    ("route", {"experts": 0}, "experts=0 must be at least 1"),
+    ("route", {"experts": 1.0}, "experts=1.0 must be an integer"),
+    ("route", {"rows": -1}, "rows=-1 must be at least 0"),
+    ("route", {"rows": 2.5}, "rows=2.5 must be an integer"),
+    ("route", {"axis": "y"}, "axis='y' must be an axis of the jax.shard_map.*'x'"),
+    ("dispatch", {"x": [[1.0] * 4]}, "x must be a jax or NumPy array"),
+    ("dispatch", {"x": jnp.ones((1, 4), jnp.int32)}, "int32"),
+    ("dispatch", {"w": [[1.0]]}, "w must be a jax or NumPy array"),
+    ("dispatch", {"w": []}, "0 weights"),
+    ("dispatch", {"routes": None}, "routes must be what route.. returned, got NoneType"),
+    ("dispatch", {"axis": "y"}, "axis='y'"),
+    ("combine", {"h": [[1.0] * 8]}, "h must be a jax or NumPy array"),
+    ("combine", {"weights": [[1.0]]}, "weights must be a jax or NumPy array"),
+    ("combine", {"weights": jnp.ones((1, 1), jnp.int32)}, "weights int32.* must be float32"),
+    ("combine", {"acc_dtype": "int8"}, "acc_dtype='int8' must be one of"),
+    ("combine", {"acc_dtype": "foo"}, "acc_dtype='foo' must be one of"),
+    ("combine", {"routes": ()}, "routes must be"),
+    ("combine", {"axis": "y"}, "axis='y'"),
+]
+
+
+@pytest.mark.parametrize(("call", "changes", "message"), EXPERTS)
+def test_a_layer_of_experts_refuses(call, changes, message):
+    with pytest.raises(ValueError, match=message):
+        routed(**{call: changes})
+
+
+def test_experts_take_any_integers_and_what_no_rank_changed():
+    for dtype in (jnp.int8, jnp.uint8, jnp.int32):
+        assert routed(experts=jnp.zeros((2, 1), dtype)).shape == (4 // 2, 4)
+    # Parts of experts are counted in int32, whatever the choices came in.
+    parts = api.cut(jnp.array([[200]], jnp.uint8), experts=100, parts=4)
+    assert parts.tolist() == [[800, 900, 1000, 1100]]
+    for wrong in ({"experts": 0}, {"parts": 0}, {"expert_TA": jnp.zeros((1, 1))}):
+        given = {"expert_TA": jnp.zeros((1, 1), jnp.int32), "experts": 1, "parts": 1} | wrong
+        with pytest.raises(ValueError, match="cut: "):
+            api.cut(**given)

@@ -110,6 +110,22 @@ def test_equals_full_attention(kind, ways, window, seed):
             np.testing.assert_allclose(a, b, atol=1e-5, err_msg=f"{name}, packed {packed}")
 
 
+def test_a_ring_of_one_device_counts_its_keys_once(seed):
+    dense, segments, positions = arrays(seed, np.arange(S), packed=False)
+    spec = jax.sharding.PartitionSpec(None, "context")
+
+    def run(q, k, v, dout):
+        query = Context(jnp.asarray(positions), jnp.asarray(segments))
+        out, back = jax.vjp(lambda *x: context.ring("context", *x, query, None), q, k, v)
+        return out, *back(dout)
+
+    mesh = jax.make_mesh((1,), ("context",), (jax.sharding.AxisType.Auto,))
+    cut = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+    want = oracle(*dense, mask_of(segments, positions, None))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), jax.jit(cut)(*dense), want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize(("kind", "ways"), [("ring", 4), ("gather", 2)])
 def test_what_is_not_finite_stays_with_those_who_see_it(kind, ways, seed):
     """The texts, heads and queries that do not see it have the same bits, on every device."""

@@ -43,6 +43,24 @@ def test_rows_are_the_definition(case):
     np.testing.assert_array_equal(got, seen_by(case))
 
 
+@pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**40])
+def test_a_window_beyond_every_array_hides_nothing(far):
+    """int32 positions plus such a window would overflow, and hide what it should show."""
+    cu_q, cu_k = CASES[0].cu_q, CASES[0].cu_k
+    want = ranges.packed_rows(cu_q, cu_k, T, False, None)
+    for window in ((far, far), (None, far), (far, None)):
+        found = ranges.packed_rows(cu_q, cu_k, T, False, window)
+        jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_ranges_are_int32_where_64_bits_are_on():
+    with jax.enable_x64(True):
+        cu = jax.ShapeDtypeStruct((3,), jnp.int32)
+        rows = jax.eval_shape(lambda cu: ranges.packed_rows(cu, cu, 64, True, None), cu)
+        found = rows, jax.eval_shape(lambda rows: ranges.visits(rows, 64, 16, 32), rows)
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"int32"}
+
+
 def blocks_of(seen, block_q, block_k):
     """(M, N) booleans: does a tile hold a live pair; must it be masked for a row that lives."""
     padding = ((0, -seen.shape[0] % block_q), (0, -seen.shape[1] % block_k))

@@ -16,6 +16,7 @@ SIZES = {
     "below the sum": [3, 5],
     "past the sum": [40, 40, 5],
     "all ones": [1] * 64,
+    "more than int32 holds": [30, 2**31 - 1],
 }
 
 

@@ -190,3 +190,21 @@ BAD = {
 def test_bad_input_is_refused(name):
     with pytest.raises(ValueError, match=name):
         fused_layer_norm(jnp.zeros((2, D)), **({"scale": jnp.ones(D)} | BAD[name]))
+
+
+def test_float64_is_computed_in_float64():
+    """A difference that float32 does not have decides the result."""
+    with jax.enable_x64(True):
+        x = jnp.array([[1.0, 1.0 + 1e-9, 1.0]], jnp.float64)
+        one = jnp.ones(3, jnp.float64)
+
+        @jax.jit
+        def run(x, dy):
+            y, pull = jax.vjp(lambda x: fused_layer_norm(x, scale=one, eps=1e-30)[0], x)
+            return y, *pull(dy)
+
+        y, dx = run(x, jnp.array([[1.0, 0.0, 0.0]]))
+        want = oracle("layer", 1e-30, np.asarray(x), np.asarray(one))[0]
+        np.testing.assert_allclose(y, want, rtol=1e-6)
+        # By hand: the derivatives of a unit vector with one entry far from two equal ones.
+        np.testing.assert_allclose(dx * 1e-9, [[1.06066, 0, -1.06066]], atol=1e-4)
