@@ -157,7 +157,7 @@ def matmul_all_reduce(
     return reference.matmul_all_reduce(x, w, bias, residual, axis, acc)
 
 
-def ranks_of(op: str, axis: str) -> int:
+def ranks_of(op: str, axis: str | tuple[str, ...]) -> int:
     """Returns the ranks of the axis.
 
     Raises: ValueError outside a shard_map over it.
