@@ -31,10 +31,10 @@ else:
     from megajax.core import config
     from megajax.core.config import Checked, group, option
     from megajax.core.errors import UserError
+    from megajax.core.paths import expand
     from megajax.data.config import DataConfig
     from megajax.data.corpus import open_tokenizer_for, tokenise
     from megajax.data.source import open_source
-    from megajax.data.walk import expand
 
     @dataclass(frozen=True)
     class Config(Checked):
@@ -52,16 +52,20 @@ else:
         cfg, _ = config.from_flags(PRESETS)
         if not cfg.out:
             raise UserError("name the files to write (--out=corpus/web)")
-        if Path(f"{cfg.out}.idx").exists():
-            raise UserError(f"{cfg.out}.idx exists; remove it or choose another --out")
+        out = expand(cfg.out, "out")
+        out = out.with_suffix("") if out.suffix in (".bin", ".idx") else out
+        if Path(f"{out}.idx").exists():
+            raise UserError(f"{out}.idx exists; remove it or choose another --out")
         source = open_source(cfg.data.source, cfg.data)
         tokenizer = open_tokenizer_for(cfg.data, [source], expand(cfg.cache_dir, "cache_dir"))
         try:
-            stats = tokenise(source, tokenizer, Path(cfg.out))
+            stats = tokenise(source, tokenizer, out)
+        except FileExistsError:
+            raise UserError(f"{out}.idx was made meanwhile; choose another --out") from None
         except OSError as error:
-            raise UserError(f"cannot write {cfg.out}: {error.strerror} (--out)") from None
+            raise UserError(f"cannot write {out}: {error.strerror or error} (--out)") from None
         counted = f"{stats['documents']:,} documents, {stats['tokens']:,} tokens"
-        print(f"{counted} in {cfg.out}.bin and .idx")
+        print(f"{counted} in {out}.bin and .idx")
         return 0
 
     if __name__ == "__main__":

@@ -13,7 +13,7 @@ class DataConfig(Checked, section="data"):
     source: str = option(
         "stdlib",
         "stdlib, site-packages, a folder, a glob, a file (txt md py jsonl, .gz), a Megatron prefix "
-        "(x.bin with x.idx), or a mixture a:0.7,b:0.3",
+        "(x.bin with x.idx), or a mixture a:0.7,b:0.3 of names without commas",
     )
     tokenizer: str = option("bytes", "bytes, bpe:N (trained here, cached), or a tokenizer.json")
     holdout: float = option(

@@ -1,15 +1,15 @@
 """From a configuration to tokens on disk: each source is tokenised once and cached.
 
-The cache is keyed by the corpus (names, sizes, times of its files) and the tokenizer, and appears
-by one rename, so a killed run leaves nothing half-made. Which documents are held out is decided by
-their content, over all parts of a mixture (holdout.py).
+The cache is keyed by the corpus (folder, names, sizes and times of its files) and the tokenizer. A
+killed run leaves nothing half-made, and what is damaged is made again (whole.py). Which documents
+are held out is decided by their content, over all parts of a mixture (holdout.py).
 """
 
 import dataclasses
 import hashlib
 import itertools
 import json
-import shutil
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from absl import logging
 
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.data import documents as documents_
 from megajax.data.config import DataConfig
 from megajax.data.documents import FORMAT, Documents, open_documents, text_key, token_key
@@ -34,8 +35,9 @@ from megajax.data.tokenizer import (
     open_tokenizer,
     train_bpe,
 )
-from megajax.data.walk import expand
+from megajax.data.whole import is_whole, make_folder, publish
 
+SUFFIXES = (".bin", ".documents.npy", ".json", ".tokenizer")  # beside the .idx of a pair
 BATCH = 256  # documents tokenised at a time
 
 
@@ -104,9 +106,11 @@ def open_corpora(
 
 
 def _megatron_prefix(name: str) -> Path | None:
+    if name.endswith("/"):
+        return None  # the folder of that name
     path = expand(name, "data.source")
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    pair = [Path(f"{prefix}{s}").is_file() for s in (".bin", ".idx")]
+    pair = [os.path.isfile(f"{prefix}{s}") for s in (".bin", ".idx")]
     if path.suffix in (".bin", ".idx") and not all(pair):
         raise UserError(f"data.source={name} needs both {prefix}.bin and {prefix}.idx")
     return prefix if all(pair) else None
@@ -150,15 +154,27 @@ def open_tokenizer_for(
         return open_tokenizer(cfg.tokenizer)
     if not sources:
         raise UserError(f"data.tokenizer={cfg.tokenizer} needs text to train on, not a .bin")
-    key = mix(FORMAT, str(cfg.holdout), *(s.fingerprint() for s in sources))
-    path = cache / "tokenizers" / f"bpe-{size}-{key:016x}" / "tokenizer.json"
-    if not path.is_file():
-        say(f"training a BPE of {size} ids")
-        try:
-            train_bpe(_learned_text(sources, cfg.holdout), size, path)
-        except OSError as error:
-            raise _cannot_cache(path.parent, error) from None
-    return open_tokenizer(str(path))
+    key = mix(FORMAT, str(cfg.holdout), *(f"{s.place()} {s.fingerprint()}" for s in sources))
+    folder = cache / "tokenizers" / f"bpe-{size}-{key:016x}"
+
+    def fill(new: Path) -> None:
+        train_bpe(_learned_text(sources, cfg.holdout), size, new / "tokenizer.json")
+
+    _cached(folder, f"training a BPE of {size} ids", fill, say)
+    return open_tokenizer(str(folder / "tokenizer.json"))
+
+
+def _cached(
+    folder: Path, what: str, fill: Callable[[Path], None], say: Callable[[str], None]
+) -> None:
+    """Makes a folder of the cache, unless it is there and whole. Raises: UserError."""
+    if is_whole(folder):
+        return
+    say(what)
+    try:
+        make_folder(folder, fill)
+    except OSError as error:
+        raise _cannot_cache(folder, error) from None
 
 
 def _learned_text(sources: list[Source], fraction: float) -> Iterator[str]:
@@ -183,8 +199,19 @@ def _cannot_cache(folder: Path, error: OSError) -> UserError:
 def tokenise(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict:
     """Writes prefix.bin, .idx, .documents.npy (keys, bytes), .json (statistics) and .tokenizer/.
 
+    All of them appear at the end, the .idx last.
+
     Returns: the statistics {documents, tokens, tokenizer, source, ...}.
+    Raises: OSError, FileExistsError when prefix.idx exists; UserError for text that cannot be read.
     """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix.name}.", dir=prefix.parent) as scratch:
+        stats = _write_tokens(source, tokenizer, Path(scratch) / "tokens")
+        publish(Path(scratch) / "tokens", prefix, SUFFIXES, ".idx")
+    return stats
+
+
+def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict:
     texts, tokens, sizes = [], [], []
     with TokenWriter(prefix, tokenizer.vocab) as writer:
         for batch in _batches(source.documents()):
@@ -229,23 +256,14 @@ def _tokenised(
     source: Source, tokenizer: Tokenizer, cache: Path, say: Callable[[str], None]
 ) -> Path:
     """Returns the folder with the tokens of a source, made now if it is not in the cache."""
-    identity = mix(FORMAT, source.name, str(source.root), source.fingerprint(), tokenizer.identity)
+    identity = mix(FORMAT, source.place(), source.fingerprint(), tokenizer.identity)
     folder = cache / "corpora" / f"{identity:016x}"
-    if (folder / "tokens.json").is_file():
-        return folder
-    say(f"tokenising {source.name}: {len(source.files)} files")
-    temporary: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        tokenise(source, tokenizer, temporary / "tokens")
-        temporary.rename(folder)
-    except OSError as error:
-        if not (folder / "tokens.json").is_file():  # else another process was first: use its result
-            raise _cannot_cache(folder, error) from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+    what = f"tokenising {source.name}: {len(source.files)} files"
+
+    def fill(new: Path) -> None:
+        tokenise(source, tokenizer, new / "tokens")
+
+    _cached(folder, what, fill, say)
     return folder
 
 

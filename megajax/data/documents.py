@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,12 @@ from megajax.core.errors import UserError
 from megajax.data.indexed import TokenFile
 from megajax.data.pack import mix
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.whole import load_table, read_array, save_table
 
 FORMAT = 2  # of the tables, the split and the encoding: part of every name in the cache
 BATCH = 1 << 20  # tokens hashed at a time
 SAMPLED = 1 << 24  # tokens that are looked at when a file is opened
+COMPARED = 64  # documents whose recorded keys are compared with the tokens
 PLACES = 1 << 10  # where a larger file is sampled
 
 
@@ -91,6 +92,7 @@ def open_documents(
     recorded = _recorded(file)
     if recorded is not None:
         _check_sample(file)
+        _check_recorded(file, recorded, tokenizer)
         return recorded
     if file.nbytes > hashed_bytes:
         _check_sample(file)
@@ -100,11 +102,8 @@ def open_documents(
     seen = [f"{s.st_size} {s.st_mtime_ns}" for s in stats]
     name = mix(FORMAT, str(file.prefix.resolve()), *seen, str(begin), str(end))
     path = cache / "documents" / f"{name:016x}.npy"
-    try:
-        keys = np.load(path)
-    except (OSError, ValueError):
-        keys = None
-    if keys is not None and keys.shape == (len(file),):
+    keys = load_table(path)
+    if keys is not None and keys.shape == (len(file),) and keys.dtype == np.uint64:
         _check_sample(file)
         return Documents(keys, None, None)
     if file.nbytes > SAMPLED:
@@ -119,8 +118,8 @@ def _recorded(file: TokenFile) -> Documents | None:
     if not path.is_file():
         return None
     try:
-        table = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
+        table = read_array(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error} (--data.source)") from None
     if table.dtype != np.uint64 or table.shape != (3, len(file)):
         raise UserError(
@@ -129,6 +128,18 @@ def _recorded(file: TokenFile) -> Documents | None:
             "the table to have the tokens themselves read (--data.source)"
         )
     return Documents(table[1], table[0], table[2].astype(np.int64))
+
+
+def _check_recorded(file: TokenFile, documents: Documents, tokenizer: Tokenizer) -> None:
+    """Refuses a table whose keys are not those of the tokens, at some documents of the file."""
+    for i in np.unique(np.linspace(0, len(file) - 1, COMPARED).astype(int)) if len(file) else ():
+        tokens = file.read(i, 0, int(file.lengths[i]))
+        if _key(tokens.astype("<i4"), tokenizer.begin, tokenizer.end) != documents.tokens[i]:
+            raise UserError(
+                f"{file.prefix}.documents.npy is of other tokens than {file.prefix}.bin (document "
+                f"{i} differs); tokenise the text again, or remove the table to have the tokens "
+                "themselves read (--data.source)"
+            )
 
 
 def _numbers(count: int) -> np.ndarray:
@@ -157,11 +168,16 @@ def _hash(file: TokenFile, begin: int | None, end: int | None) -> np.ndarray:
         _check(file, first, tokens, ends)
         tokens, start = tokens.astype("<i4"), 0
         for i, stop in enumerate(ends.tolist(), first):
-            skip = start < stop and tokens[start] == begin
-            left_out = start + skip < stop and tokens[stop - 1] == end
-            keys[i] = token_key(tokens[start + skip : stop - left_out])
+            keys[i] = _key(tokens[start:stop], begin, end)
             start = stop
     return keys
+
+
+def _key(tokens: np.ndarray, begin: int | None, end: int | None) -> int:
+    """Returns the key of a document's tokens, which may begin and end with special ones."""
+    skip = len(tokens) > 0 and tokens[0] == begin
+    left_out = len(tokens) > skip and tokens[-1] == end
+    return token_key(tokens[int(skip) : len(tokens) - int(left_out)])
 
 
 def _check(file: TokenFile, first: int, tokens: np.ndarray, ends: np.ndarray) -> None:
@@ -201,11 +217,7 @@ def _places(file: TokenFile) -> Iterator[tuple[int, int, int]]:
 def _keep(path: Path, keys: np.ndarray) -> None:
     """Caches keys where the cache can be written; else they are computed at every start."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-        with os.fdopen(handle, "wb") as out:
-            np.save(out, keys)
-        os.replace(temporary, path)
+        save_table(path, keys)
     except OSError as error:
         logging.warning(
             "The keys of documents are not kept, the next start computes them again: cannot write "

@@ -81,7 +81,8 @@ def _part(
     if not len(kept):
         return Parted(train, None, None, copies)
     starts = np.where(cut, heads, 0)[kept]
-    ratio = None if sizes is None else float(sizes[kept].sum()) / float(lengths[kept].sum())
+    tokens = float(lengths[kept].sum())  # a tokenizer may make none of a text
+    ratio = None if sizes is None or not tokens else float(sizes[kept].sum()) / tokens
     return Parted(train, Split(file, kept, starts, lengths[kept]), ratio, copies)
 
 

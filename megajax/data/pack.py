@@ -44,13 +44,18 @@ class PackedRows:
     """An endless sequence of packed rows over one split."""
 
     def __init__(self, split: Split, seq_len: int, seed: int, shuffle: bool = True):
-        """Raises: UserError when the text does not fill one row."""
+        """Raises: UserError when the text does not fill one row, or no token follows another."""
         self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
         self.rows_per_epoch = (split.tokens - 1) // seq_len
         if self.rows_per_epoch < 1:
             raise UserError(
                 f"{split.file.prefix} has {split.tokens} tokens in this split, fewer than one row "
                 f"of {seq_len} (--train.seq_len, --data.source)"
+            )
+        if (split.stop - split.start).max() < 2:
+            raise UserError(
+                f"{split.file.prefix} has no document of two tokens in this split: no token is "
+                "predicted from another, so nothing is learned (--data.source, --data.tokenizer)"
             )
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._lock = threading.Lock()
@@ -112,7 +117,8 @@ class PackedRows:
 
 def mix(*parts: int | str) -> int:
     """Returns 64 bits that depend on all parts, equal in every process."""
-    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8)
+    text = " ".join(map(str, parts))  # a path may hold bytes that are not UTF-8
+    digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8)
     return int.from_bytes(digest.digest())
 
 

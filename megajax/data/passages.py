@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_tokenizer_for
 from megajax.data.pack import mix
 from megajax.data.source import open_source
-from megajax.data.walk import expand
 
 HELD_OUT = 0.2
 # Packages of 12 files and more, and of 200 kB and more, whose text says little by its first line.

@@ -6,23 +6,28 @@ one later. A document is one file, or one line of a jsonl file. Symbolic links a
 leaves the machine.
 """
 
+import contextlib
 import dataclasses
 import glob
 import gzip
 import hashlib
 import json
+import os
 import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from absl import logging
 
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.paths import expand
 from megajax.data.config import DataConfig
-from megajax.data.walk import each_file_once, expand, files_below, files_matching
+from megajax.data.walk import each_file_once, files_below, files_matching
 
+READING = 2  # how a file becomes texts: part of every fingerprint of a source
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 SURROGATE = re.compile("[\ud800-\udfff]")
 BUILT_IN = ("stdlib", "site-packages")
@@ -49,52 +54,56 @@ class Source:
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names, sizes and times: it changes when the text does."""
-        digest = hashlib.sha256(f"{self.undecodable} {self.text_key}\n".encode())
+        digest = hashlib.sha256(f"{READING} {self.undecodable} {self.text_key}\n".encode())
         for file in self.files:
             try:
                 stat = file.stat()
             except OSError as error:
                 raise UserError(f"cannot read {file}: {error.strerror} (--data.source)") from None
-            digest.update(f"{self._relative(file)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            digest.update(os.fsencode(self._relative(file)))
+            digest.update(f" {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:16]
+
+    def place(self) -> str:
+        """Returns what tells this source from another whose files have the same fingerprint."""
+        return f"{self.name} {self.root.resolve()}"
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents in the order of the files. Raises: UserError naming the file."""
         for file in self.files:
-            text = self._read(file)
-            if text is None:
-                continue
             if _suffix(file) == ".jsonl":
-                yield from self._lines(file, text)
-            elif text:
+                yield from self._lines(file)
+                continue
+            with _opened(file) as stream:
+                raw = stream.read()
+            if text := self._decoded(raw, str(file)):
                 yield Document(self._relative(file), text)
 
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
 
-    def _read(self, file: Path) -> str | None:
+    def _decoded(self, raw: bytes, where: str) -> str | None:
+        """Returns the text without a byte order mark, or None where `undecodable` skips it."""
         try:
-            raw = file.read_bytes()
-            raw = gzip.decompress(raw) if file.suffix == ".gz" else raw
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"cannot read {file}: {error} (--data.source)") from None
-        try:
-            return raw.decode(errors="replace" if self.undecodable == "replace" else "strict")
+            text = raw.decode(errors="replace" if self.undecodable == "replace" else "strict")
         except UnicodeDecodeError as error:
             if self.undecodable == "skip":
-                logging.info("Skipped %s: not UTF-8.", file)
+                logging.info("Skipped %s: not UTF-8.", where)
                 return None
             raise UserError(
-                f"{file} is not UTF-8 text (byte 0x{raw[error.start]:02x} at offset {error.start}):"
-                " remove or convert it, or give --data.undecodable=skip or replace"
+                f"{where} is not UTF-8 text (byte 0x{raw[error.start]:02x} at offset "
+                f"{error.start}): remove or convert it, or give --data.undecodable=skip or replace"
             ) from None
+        return text.removeprefix("\ufeff")
 
-    def _lines(self, file: Path, text: str) -> Iterator[Document]:
-        # JSON lines end with \n alone: str.splitlines would also cut at U+2028, which JSON allows.
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                value = self._text_of(line, f"{file} line {number}")
-                if value:
+    def _lines(self, file: Path) -> Iterator[Document]:
+        """Yields the lines' texts. One line at a time is in memory, and one is skipped."""
+        # JSON lines end with \n alone: text lines would also end at U+2028, which JSON allows.
+        with _opened(file) as stream:
+            for number, raw in enumerate(stream, 1):
+                where = f"{file} line {number}"
+                line = self._decoded(raw, where)
+                if line and line.strip() and (value := self._text_of(line, where)):
                     yield Document(f"{self._relative(file)}#{number}", value)
 
     def _text_of(self, line: str, where: str) -> str | None:
@@ -133,7 +142,8 @@ def open_source(name: str, cfg: DataConfig) -> Source:
         paths = sysconfig.get_paths()
         root = Path(paths["stdlib"] if name == "stdlib" else paths["purelib"])
         skipped = SKIPPED_FOLDERS if name == "stdlib" else {"__pycache__"}
-        files = [f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts[:-1])]
+        named = (f for f in root.rglob("*.py") if f.is_file())  # no folder, no broken link
+        files = [f for f in named if not skipped & set(f.relative_to(root).parts[:-1])]
         return Source(name, root, each_file_once(files), "skip", cfg.text_key)
     root, files = _find(name)
     if not files:
@@ -141,6 +151,16 @@ def open_source(name: str, cfg: DataConfig) -> Source:
             f"data.source={name} has no {', '.join(SUFFIXES)} file (nor .gz of one) (--data.source)"
         )
     return Source(name, root, each_file_once(files), cfg.undecodable, cfg.text_key)
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
+    """Opens a file, unpacked if it is a .gz. Raises: UserError when it cannot be read."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {file}: {error} (--data.source)") from None
 
 
 def _suffix(file: Path) -> str:

@@ -14,8 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.data.walk import expand
+from megajax.core.paths import expand
 
+MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 CONFIG = "tokenizer_config.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
@@ -74,6 +75,8 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None  # encoding again gives the same ids
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise UserError(f"{path} has no tokens (--data.tokenizer)")
@@ -188,9 +191,7 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    tokenizer.save(str(temporary))
-    temporary.replace(path)
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def bpe_size(name: str) -> int | None:
@@ -198,10 +199,10 @@ def bpe_size(name: str) -> int | None:
     kind, _, size = name.partition(":")
     if kind != "bpe":
         return None
-    if not size.isdecimal() or int(size) < 258:
+    if not (size.isdecimal() and size.isascii() and 258 <= int(size[:12]) <= MOST):
         raise UserError(
-            f"data.tokenizer={name}: bpe:N needs N of at least 258, the bytes and two specials "
-            "(--data.tokenizer=bpe:8192)"
+            f"data.tokenizer={name}: bpe:N needs N of at least 258, the bytes and two specials, "
+            f"and at most {MOST} (--data.tokenizer=bpe:8192)"
         )
     return int(size)
 

@@ -15,14 +15,6 @@ from pathlib import Path
 from megajax.core.errors import UserError
 
 
-def expand(name: str | Path, flag: str) -> Path:
-    """Returns the path of a name that may begin with ~. Raises: UserError naming the flag."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:  # no such user, or a user without a home
-        raise UserError(f"{flag}={name}: {error} (--{flag})") from None
-
-
 def files_below(root: Path) -> Iterator[Path]:
     """Yields the files of a folder and of those below it. Raises: UserError as files_matching."""
     return _walk(root, ("**",), hidden=True)
@@ -41,7 +33,10 @@ def each_file_once(files: Iterable[Path]) -> tuple[Path, ...]:
     """Returns the files in order; of several names of one file, one that is no link is kept."""
     found: dict[tuple[int, int], Path] = {}
     for file in sorted(files, key=lambda f: (f.is_symlink(), f)):
-        stat = file.stat()
+        try:
+            stat = file.stat()
+        except OSError as error:  # it vanished since it was listed
+            raise UserError(f"cannot read {file}: {error.strerror} (--data.source)") from None
         found.setdefault((stat.st_dev, stat.st_ino), file)
     return tuple(sorted(found.values()))
 

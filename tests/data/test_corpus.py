@@ -134,3 +134,18 @@ def test_empty_documents_only(tmp_path):
     with pytest.raises(UserError, match="holds no text"):
         open_one(tmp_path, tmp_path / "cache")
     assert list((tmp_path / "cache" / "corpora").iterdir()) == []  # nothing half-made
+
+
+def test_texts_without_tokens_are_refused_when_they_are_packed(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text("   ")
+    corpus, _, _ = open_one(
+        tmp_path / "x.txt", tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer.json")
+    )
+    assert corpus.train.tokens == 0 and corpus.bytes_per_token is None
+    with pytest.raises(UserError, match="has 0 tokens"):
+        PackedRows(corpus.train, 8, 0)

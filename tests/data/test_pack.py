@@ -134,3 +134,33 @@ def test_mixture_weights_are_positive_and_finite():
             MixedRows([Numbered("a"), Numbered("b")], weights, seed=0)
     mixed = MixedRows([Numbered("a"), Numbered("b")], [1e308, 1.5e308], seed=0)
     assert sum(mixed[i][0] == "a" for i in range(PATTERN)) == round(0.4 * PATTERN)
+
+
+def test_a_path_that_exists_is_one_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b", "a:1", "a:0.5,b:0.5", "trail "):
+        (tmp_path / name).mkdir()
+        assert parse(name) == [(name, 1.0)]
+    (tmp_path / "x:1.idx").touch()
+    assert parse("x:1") == [("x:1", 1.0)]
+    assert parse("a:1:3,b:1") == [("a:1", 3.0), ("b", 1.0)]
+
+
+def test_a_name_that_comes_twice_is_one_part():
+    assert parse("a:1,b:2,a:0.5") == [("a", 1.5), ("b", 2.0)]
+    assert parse("a:1,a:1") == [("a", 1.0)]
+
+
+def test_a_share_that_no_place_of_the_pattern_has_is_refused_at_once():
+    assert len(parse(f"a:1,b:{1 / 2**15}")) == 2
+    with pytest.raises(UserError, match="weight 1e-09 is below 1/65536 of the sum"):
+        parse("a:1,b:1e-9")
+
+
+def test_documents_that_predict_nothing_are_refused(tmp_path):
+    with TokenWriter(tmp_path / "x", 300) as writer:
+        for i in range(100):
+            writer.add(np.array([i]))
+    file = TokenFile(tmp_path / "x")
+    with pytest.raises(UserError, match="no document of two tokens"):
+        PackedRows(whole_documents(file, np.arange(100)), 8, 0)

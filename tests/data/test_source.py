@@ -1,11 +1,14 @@
 import gzip
 import json
+import os
 
 import pytest
 
 from megajax.core.errors import UserError
 from megajax.data.config import DataConfig
+from megajax.data.corpus import open_corpora
 from megajax.data.source import open_source
+from megajax.data.walk import each_file_once
 
 
 def read(folder, **settings):
@@ -145,3 +148,57 @@ def test_missing_and_empty_sources(tmp_path):
     (tmp_path / "x.csv").write_text("1,2")
     with pytest.raises(UserError, match="x.csv is not a"):
         read(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+def test_a_line_that_is_not_utf8_is_named_skipped_or_replaced_alone(tmp_path, name):
+    raw = b'{"text": "one"}\n{"text": "caf\xe9"}\n{"text": "three"}'
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    with pytest.raises(UserError, match=rf"{name} line 2 is not UTF-8 .*0xe9 at offset 13"):
+        read(tmp_path)
+    assert [d.text for d in read(tmp_path, undecodable="skip")] == ["one", "three"]
+    replaced = [d.text for d in read(tmp_path, undecodable="replace")]
+    assert replaced == ["one", "caf\ufffd", "three"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"alpha \xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}')
+    (tmp_path / "c.md").write_bytes(mark)
+    assert [d.text for d in read(tmp_path)] == ["alpha \ufeff", "one", "two"]
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path):
+    folder = os.path.join(os.fsencode(tmp_path), b"f\xe9")
+    os.mkdir(folder)
+    with open(os.path.join(folder, b"caf\xe9\n.txt"), "w") as file:
+        file.write("hello " * 20)
+    cfg = DataConfig(os.fsdecode(folder))
+    corpora, _ = open_corpora(cfg, tmp_path / "cache", lambda _: None)
+    assert corpora[0].train.tokens > 100
+
+
+def test_long_names_are_refused_by_the_flag():
+    for suffix in ("", ".bin"):
+        with pytest.raises(UserError, match=r"File name too long \(--data.source\)"):
+            open_corpora(DataConfig("a" * 300 + suffix), "cache", lambda _: None)
+        with pytest.raises(UserError, match="data.source"):  # short enough
+            open_corpora(DataConfig("a" * 250 + suffix), "cache", lambda _: None)
+
+
+def test_broken_links_and_folders_beside_the_standard_library_are_passed_over(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.py").write_text("a = 1")
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "missing")
+    (tmp_path / "folder.py").mkdir()
+    paths = {"stdlib": str(tmp_path), "purelib": str(tmp_path)}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+    for name in ("stdlib", "site-packages"):
+        assert [d.name for d in read(name)] == ["a.py"]
+
+
+def test_a_file_that_vanishes_while_files_are_listed_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*gone.txt: No such file"):
+        each_file_once([tmp_path / "gone.txt"])

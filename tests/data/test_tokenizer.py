@@ -187,10 +187,19 @@ def test_a_tokenizer_without_tokens_or_for_other_text_is_refused(tmp_path):
 def test_bpe_names():
     assert bpe_size("bytes") is None and bpe_size("x/tokenizer.json") is None
     assert bpe_size("bpe:8192") == 8192
-    for name in ("bpe:", "bpe:many", "bpe:100", "bpe:²²²"):
+    for size in ("", "many", "100", "²²²", "٣٠٠", "9" * 20, "4294967296"):
         with pytest.raises(UserError, match="at least 258"):
-            bpe_size(name)
+            bpe_size(f"bpe:{size}")
 
 
 def test_ids_are_int32():
     assert ByteTokenizer().encode(["x"])[0].dtype == np.int32
+
+
+def test_a_bpe_with_dropout_encodes_the_same_every_time(bpe, tmp_path):
+    found = json.loads(bpe.read_text())
+    found["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = open_tokenizer(str(tmp_path))
+    (plain,) = open_tokenizer(str(bpe)).encode(TEXTS[:1])
+    assert all(e.tolist() == plain.tolist() for e in tokenizer.encode(TEXTS[:1] * 20))
