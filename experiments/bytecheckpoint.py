@@ -39,6 +39,7 @@ from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.mesh import MeshSpec
+from megajax.core.paths import expand
 from megajax.monitor import results
 
 MIB = 1 << 20
@@ -363,7 +364,7 @@ def repeat(
     target = np.ones(sum(c.nbytes for c in copies), np.uint8)
     done = len(times.get(("stall", "ours"), ()))
     with tempfile.TemporaryDirectory(
-        dir=Path(cfg.folder).expanduser() if cfg.folder else None
+        dir=expand(cfg.folder, "folder") if cfg.folder else None
     ) as name:
         for run in range(done, cfg.runs + 1):
             found = [

@@ -19,7 +19,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_corpora, recorded_tokenizer
 from megajax.data.loader import Loader, held_out_batches, training_rows
@@ -70,7 +70,7 @@ def take_model(base: Config, given: Mapping[str, Any]) -> Config:
 
     folder = given["init_from"]
     model = hf.load_decoder_config(folder)
-    tokenizer = Path(folder).expanduser() / "tokenizer.json"
+    tokenizer = expand(folder, "init_from") / "tokenizer.json"
     if not tokenizer.is_file() and "data.tokenizer" not in given:
         raise UserError(
             f"init_from={folder} has no tokenizer.json: say what its tokens are "

@@ -28,6 +28,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.paths import expand
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
 from megajax.models.decoder_config import PRESETS as MODELS
@@ -121,7 +122,7 @@ def bench_train(cfg: Config) -> None:
     for row in found:
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
     print(f"ratio of medians {found[0]['ratio']:.3f}, median of ratios {ratio:.3f}")
-    results.write(Path(cfg.out).expanduser() / "bench_train.json", about, found)
+    results.write(expand(cfg.out, "out") / "bench_train.json", about, found)
 
 
 def bench_kernels(cfg: Config) -> None:
@@ -135,7 +136,7 @@ def bench_kernels(cfg: Config) -> None:
     def add(row: dict) -> None:
         rows.append(row)
         print({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        results.write(Path(cfg.out).expanduser() / "bench_kernels.json", about, rows)
+        results.write(expand(cfg.out, "out") / "bench_kernels.json", about, rows)
 
     time_cases(add, about, float("inf"), rehearsal=False)
 

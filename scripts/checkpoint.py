@@ -39,6 +39,7 @@ from megajax.checkpoint.layouts import (
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.paths import expand
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def model_leaves(source: foreign.Foreign, target: str) -> dict:
     from megajax.core.tree import named_leaves
 
     jax.config.update("jax_platforms", "cpu")
-    home = Path(target).expanduser().absolute().parent
+    home = expand(target).absolute().parent
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".import.", dir=home) as folder:
         foreign.write(source, Path(folder))

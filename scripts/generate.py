@@ -9,7 +9,6 @@ import megajax.core.interrupted  # noqa: F401
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -22,6 +21,7 @@ from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.needs import other_than
+from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from megajax.models.decoder_config import DecoderConfig
@@ -63,7 +63,7 @@ config.define_flags(PRESETS, "default")
 
 def open_run(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], Tree]]:
     """Returns (model, tokenizer, what loads the parameters) of --run_dir."""
-    folder = Path(cfg.run_dir or "").expanduser()
+    folder = expand(cfg.run_dir or "", "run_dir")
     run = config.load_json(RunConfig, folder / "config.json", "run_dir")
     tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(folder)
 
@@ -77,7 +77,7 @@ def open_run(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], 
 
 def open_hf(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], Tree]]:
     """Returns (model, tokenizer, what loads the parameters) of --hf."""
-    folder = Path(cfg.hf or "").expanduser()
+    folder = expand(cfg.hf or "", "hf")
     model = hf.load_decoder_config(folder, "hf")
     if cfg.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise UserError(

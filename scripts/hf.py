@@ -23,6 +23,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.paths import expand
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
 from megajax.parallel import sharding
@@ -62,7 +63,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     model = hf.load_decoder_config(source)  # a run trains decoders
     layout = sharding.layout(cfg.mesh.build(), model=model)
     params = hf.load_params(source, model, layout)
-    tokenizer = Path(source).expanduser() / "tokenizer.json"
+    tokenizer = expand(source) / "tokenizer.json"
     data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
     run = replace(finetune(model), data=data)  # what it goes on from there with
     if tokenizer.is_file():

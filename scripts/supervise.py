@@ -49,6 +49,7 @@ from pathlib import Path
 from megajax.core.errors import UserError
 from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
+from megajax.core.paths import expand
 from megajax.monitor import ettr, timeline
 from megajax.monitor.heartbeat import Span
 from megajax.monitor.lines import keep_standard_streams
@@ -159,7 +160,7 @@ def find_secret(s: argparse.Namespace) -> str:
     given = os.environ.pop("MEGAJAX_TOKEN", "")
     if s.token_file is not None:
         try:
-            lines = Path(s.token_file).expanduser().read_text("utf-8").splitlines()
+            lines = expand(s.token_file, "token_file").read_text("utf-8").splitlines()
         except OSError as error:
             raise UserError(
                 f"cannot read {s.token_file}: {error.strerror} (--token_file)"

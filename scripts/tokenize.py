@@ -54,6 +54,10 @@ else:
             raise UserError("name the files to write (--out=corpus/web)")
         out = expand(cfg.out, "out")
         out = out.with_suffix("") if out.suffix in (".bin", ".idx") else out
+        if out.name in ("", ".."):
+            raise UserError(
+                f"out={cfg.out} names a folder; name the files in it (--out=corpus/web)"
+            )
         if Path(f"{out}.idx").exists():
             raise UserError(f"{out}.idx exists; remove it or choose another --out")
         source = open_source(cfg.data.source, cfg.data)

@@ -19,6 +19,7 @@ from megajax.checkpoint.safetensors import INDEX, SHARD_BYTES, SINGLE, TensorFol
 from megajax.checkpoint.torch_dcp import METADATA, DcpFolder
 from megajax.checkpoint.torch_files import Tensor, TorchFile, plain, tensors
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 
 Kind = Literal["safetensors", "dcp", "megatron", "torch"]
 DATA_STATE = "data_state.json"  # beside exported tensors
@@ -40,7 +41,7 @@ class Foreign:
 
 def detect(path: str | Path) -> Kind:
     """Returns what a path holds. Raises: UserError when it is nothing that can be imported."""
-    folder = Path(path).expanduser()
+    folder = expand(path)
     if folder.is_file():
         return "torch"
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
@@ -69,7 +70,7 @@ def open_foreign(
     gets. vocab, config: as MegatronFolder has them; config is a file.
     Raises: UserError for one that is damaged, not whole, or wants code run.
     """
-    path = Path(path).expanduser()
+    path = expand(path)
     if kind == "megatron":
         return _megatron(path, step, vocab, config)
     if vocab is not None or config is not None:
@@ -106,7 +107,7 @@ def _megatron(path: Path, step: int | None, vocab: int | None, config: str | Non
     given = None
     if config is not None:
         try:
-            given = json.loads(Path(config).expanduser().read_text())
+            given = json.loads(expand(config).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {config}: {error} (--hf_config)") from None
     found = MegatronFolder(path, step, vocab, given)

@@ -22,6 +22,7 @@ from megajax.checkpoint.safetensors import SHARD_BYTES, TensorFolder, write_fold
 from megajax.core import config as config_
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
+from megajax.core.paths import expand
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
@@ -43,7 +44,7 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
 
     Raises: UserError when it is missing or not supported.
     """
-    file = Path(path).expanduser() / "config.json"
+    file = expand(path) / "config.json"
     try:
         found = json.loads(file.read_text())
     except OSError as error:
@@ -102,7 +103,7 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     ]
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
-    files = TensorFolder(Path(path).expanduser())
+    files = TensorFolder(expand(path))
     rules, sizes = {rule.ours: rule for rule in maps.rules(theirs)}, maps.sizes(theirs)
     tensors = _find_tensors(files, list(rules.values()), theirs)
     parts = network.parts(cfg)  # for shapes and words; no mesh needed
@@ -197,7 +198,7 @@ def save(
     """
     if dtype not in CODES:
         raise UserError(f"dtype={dtype} must be one of {', '.join(CODES)} (--dtype)")
-    target = Path(path).expanduser()
+    target = expand(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder")
     if tokenizer is not None:
@@ -275,7 +276,7 @@ def _join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarr
 
 def find_tokenizer(source: str | Path) -> Path:
     """Returns where a tokenizer is: a file, or a folder with one. Raises: UserError."""
-    source = Path(source).expanduser()
+    source = expand(source)
     if not source.is_file() and not (source / "tokenizer.json").is_file():
         raise UserError(f"{source} is no tokenizer.json and no folder with one (--tokenizer)")
     return source

@@ -18,6 +18,7 @@ from megajax.checkpoint.torch_dcp import METADATA, DcpFolder
 from megajax.checkpoint.torch_files import Tensor, TorchFile, tensors
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
@@ -64,7 +65,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
 
     Raises: UserError when there is none.
     """
-    folder = Path(path).expanduser()
+    folder = expand(path)
     if step is None and any(folder.glob("mp_rank_*")) or (folder / METADATA).is_file():
         return folder
     word = f"{step}"

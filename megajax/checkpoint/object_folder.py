@@ -20,6 +20,7 @@ from pathlib import Path
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.integrity import RECORD, CheckpointError, list_files
 from megajax.checkpoint.store import ObjectPath, StoreError, is_address
+from megajax.core.paths import expand
 
 MARK = "unfinished"  # an object of a step that is being written or removed
 WORKERS = 4  # files sent at once (chosen: a gigabyte of memory, copies counted)
@@ -142,7 +143,7 @@ def open_steps(directory: str | Path) -> StepFolder:
         return ObjectFolder(ObjectPath(str(directory)))
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is no place: s3://BUCKET/..., gs://... or a local path")
-    folder = Path(directory).expanduser().absolute()
+    folder = expand(directory).absolute()
     if special := sorted(set(str(folder)) & set("*?[\\")):
         # Orbax takes these for patterns and tensorstore a backslash for a slash: what is saved
         # there could not be read again.

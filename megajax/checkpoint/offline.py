@@ -21,6 +21,7 @@ from megajax.checkpoint.integrity import CheckpointError, Record
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.safetensors import DTYPES
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 
 CODES = {np.dtype(dtype).name: code for code, dtype in DTYPES.items()}
 
@@ -55,7 +56,7 @@ def keep_apart(steps: StepFolder, target: str | Path) -> None:
     if store.is_address(target):
         ours, theirs = run.parts, store.ObjectPath(str(target)).parts
     else:
-        ours, theirs = run.resolve().parts, Path(target).expanduser().resolve().parts
+        ours, theirs = run.resolve().parts, expand(target).resolve().parts
     common = min(len(ours), len(theirs))
     if ours[:common] == theirs[:common]:
         where = "is" if len(ours) == len(theirs) else "lies in" if ours[common:] == () else "holds"
@@ -155,7 +156,7 @@ def spool_for(target: str | Path) -> Iterator[Spool]:
 
     target: local; or in an object store, whose spool is in the folder for temporary files (TMPDIR).
     """
-    folder = Path(tempfile.gettempdir() if store.is_address(target) else target).expanduser()
+    folder = expand(tempfile.gettempdir() if store.is_address(target) else target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".spool.", dir=folder) as temporary:
@@ -189,7 +190,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
     Raises: UserError when something of that name exists, or storage fails.
     """
-    target = Path(path).expanduser().absolute()
+    target = expand(path).absolute()
     if target.exists():
         raise UserError(f"{target} exists; name a new folder")
     temporary: Path | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 
 
 def read(path: str | Path, flag: str = "config") -> Mapping[str, Any]:
@@ -20,7 +21,7 @@ def read(path: str | Path, flag: str = "config") -> Mapping[str, Any]:
     flag: which named it, for messages. Raises: UserError naming the file and the flag.
     """
     try:
-        return parse(Path(path).expanduser().read_text(), Path(path).suffix)
+        return parse(expand(path, flag).read_text(), Path(path).suffix)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror} (--{flag})") from None
     except ValueError as error:

@@ -1,6 +1,7 @@
 """How a script starts and ends: help, flags, and an output that nobody reads. No jax import."""
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -14,6 +15,8 @@ from megajax.core import help as help_
 
 def start(main: Callable[..., Any]) -> None:
     """Runs main(argv) under absl, after the question for help was answered."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold any character
     with output_may_close():
         help_.answer()
         app.run(main)

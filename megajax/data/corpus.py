@@ -135,7 +135,15 @@ def _recorded(prefix: Path) -> str | None:
 
 def _check_recorded(prefix: Path, tokenizer: Tokenizer, cfg: DataConfig) -> None:
     """Refuses another tokenizer than the one that a .bin was made with."""
-    identity = documents_.read_stats(prefix).get("tokenizer_identity", tokenizer.identity)
+    identity = documents_.read_stats(prefix).get("tokenizer_identity")
+    if identity is None:
+        if tokenizer.name == "bytes":  # nobody chose another
+            logging.warning(
+                "%s.bin says nothing about its tokenizer: samples take its ids for bytes "
+                "(--data.tokenizer).",
+                prefix,
+            )
+        return
     if identity != tokenizer.identity:
         recorded = _recorded(prefix)
         raise UserError(

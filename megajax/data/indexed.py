@@ -36,8 +36,9 @@ class TokenFile:
         try:
             raw = index.read_bytes()
             self._tokens_bytes = Path(f"{prefix}.bin").stat().st_size
-        except OSError as error:
-            raise UserError(f"cannot read token file {prefix}: {error}") from None
+            self._bin = np.memmap(f"{prefix}.bin", np.uint8, "r") if self._tokens_bytes else None
+        except (OSError, ValueError) as error:  # ValueError: emptied since its size was asked
+            raise UserError(f"cannot read token file {prefix}: {error} (--data.source)") from None
         if len(raw) < _HEADER.size or raw[:9] != MAGIC:
             raise UserError(f"{index} is not a Megatron index (it must begin with MMIDIDX)")
         _, version, code, count, documents = _HEADER.unpack_from(raw)
@@ -55,7 +56,6 @@ class TokenFile:
             raise UserError(
                 f"{prefix}.bin is damaged: {self._tokens_bytes} bytes, {end.max()} used"
             )
-        self._bin = np.memmap(f"{prefix}.bin", np.uint8, "r") if self._tokens_bytes else None
 
     def __len__(self) -> int:
         """Returns the number of documents."""

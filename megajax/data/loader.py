@@ -112,6 +112,18 @@ def place(
     return arrays
 
 
+def held_out_rows(corpora: Sequence[Corpus], seq_len: int, most: int) -> list[int]:
+    """Returns how many held-out rows of each corpus are evaluated when `most` are asked for.
+
+    Shares are equal; a corpus with fewer rows gives those that it has, which may be none.
+    """
+    counts: list[int] = []
+    for c in corpora:
+        there = 0 if c.held_out is None else c.held_out.rows(seq_len)
+        counts.append(min(there, -(-most // len(corpora)), most - sum(counts)))
+    return counts
+
+
 def held_out_batches(
     corpora: Sequence[Corpus], abstract: Abstract, batches: int, order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
@@ -123,11 +135,11 @@ def held_out_batches(
     B, S = int(np.prod(like.shape[:-1])), like.shape[-1]
     rows = [
         (packed, i)
-        for c in corpora
-        if c.held_out is not None and c.held_out.tokens > S
+        for c, count in zip(corpora, held_out_rows(corpora, S, batches * B), strict=True)
+        if count and c.held_out is not None
         for packed in [PackedRows(c.held_out, S, 0, shuffle=False)]
-        for i in range(min(packed.rows_per_epoch, -(-batches * B // len(corpora))))
-    ][: batches * B]
+        for i in range(count)
+    ]
     indices = host_rows(like)
     for first in range(0, len(rows), B):
         held = []

@@ -33,6 +33,11 @@ class Split:
         """Tokens of all ranges."""
         return int((self.stop - self.start).sum())
 
+    def rows(self, seq_len: int) -> int:
+        """Rows of seq_len tokens that an epoch fills; none where no token follows another."""
+        lengths = self.stop - self.start
+        return (self.tokens - 1) // seq_len if lengths.max(initial=0) > 1 else 0
+
 
 def whole_documents(file: TokenFile, documents: np.ndarray) -> Split:
     """Returns the split of these documents of a token file."""
@@ -46,13 +51,13 @@ class PackedRows:
     def __init__(self, split: Split, seq_len: int, seed: int, shuffle: bool = True):
         """Raises: UserError when the text does not fill one row, or no token follows another."""
         self.split, self.seq_len, self.seed, self.shuffle = split, seq_len, seed, shuffle
-        self.rows_per_epoch = (split.tokens - 1) // seq_len
-        if self.rows_per_epoch < 1:
+        self.rows_per_epoch = split.rows(seq_len)
+        if split.tokens <= seq_len:
             raise UserError(
                 f"{split.file.prefix} has {split.tokens} tokens in this split, fewer than one row "
                 f"of {seq_len} (--train.seq_len, --data.source)"
             )
-        if (split.stop - split.start).max() < 2:
+        if not self.rows_per_epoch:
             raise UserError(
                 f"{split.file.prefix} has no document of two tokens in this split: no token is "
                 "predicted from another, so nothing is learned (--data.source, --data.tokenizer)"

@@ -93,7 +93,8 @@ class FileTokenizer:
         """Returns the ids that no text becomes: special ones but the one of unknown text."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {i for i, token in added if token.special} | {self.begin, self.end}
-        model = json.loads(self.path.read_text())["model"]  # Unigram's unk_id has no other way
+        # There is no other way to a Unigram's unk_id.
+        model = json.loads(self.path.read_text(encoding="utf-8"))["model"]
         unknown = model.get("unk_id")
         if unknown is None and (name := model.get("unk_token")) is not None:
             unknown = self._tokenizer.token_to_id(name)
@@ -154,7 +155,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror} (--data.tokenizer)") from None
     except (ValueError, RecursionError) as error:
@@ -212,7 +213,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = expand(name, "data.tokenizer")
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = expand(path / "tokenizer.json" if path.is_dir() else path, "data.tokenizer")
     if not file.is_file():
         raise UserError(
             f"data.tokenizer={name} is neither bytes nor bpe:N nor a tokenizer.json that exists "

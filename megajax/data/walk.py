@@ -5,9 +5,11 @@ a link to an ancestor ends the walk there. Folders that are reached without a li
 file keeps the name under which it really lies, where it has one below the root.
 """
 
+import errno
 import fnmatch
 import glob
 import os
+import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,10 +36,10 @@ def each_file_once(files: Iterable[Path]) -> tuple[Path, ...]:
     found: dict[tuple[int, int], Path] = {}
     for file in sorted(files, key=lambda f: (f.is_symlink(), f)):
         try:
-            stat = file.stat()
+            its = file.stat()
         except OSError as error:  # it vanished since it was listed
             raise UserError(f"cannot read {file}: {error.strerror} (--data.source)") from None
-        found.setdefault((stat.st_dev, stat.st_ino), file)
+        found.setdefault((its.st_dev, its.st_ino), file)
     return tuple(sorted(found.values()))
 
 
@@ -54,11 +56,25 @@ def _walk(root: Path, pattern: tuple[str, ...], hidden: bool) -> Iterator[Path]:
         if part == "**" and rest:
             waiting.append((folder, rest))
         for path in _named(folder, part, hidden):
-            if os.path.isdir(path):
+            mode = _mode(path)
+            if stat.S_ISDIR(mode):
                 if below := parts if part == "**" else rest:
                     (linked if path.is_symlink() else waiting).append((path, below))
-            elif not rest and os.path.isfile(path):
+            elif not rest and stat.S_ISREG(mode):
                 yield path
+
+
+def _mode(path: Path) -> int:
+    """Returns what a path is after its links, 0 for nothing and for a link that leads nowhere.
+
+    Raises: UserError when that may not be asked, so that no text is left out in silence.
+    """
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return 0
+        raise UserError(f"cannot read {path}: {error.strerror} (--data.source)") from None
 
 
 def _named(folder: Path, part: str, hidden: bool) -> list[Path]:

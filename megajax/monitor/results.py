@@ -17,6 +17,7 @@ from typing import Any
 
 from megajax.core.config import option
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 
 Row = Mapping[str, Any]
 
@@ -48,7 +49,7 @@ def writable_folder(path: str, flag: str = "out") -> Path:
 
     Raises: UserError when nothing can be written there.
     """
-    folder = Path(path).expanduser()
+    folder = expand(path, flag)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

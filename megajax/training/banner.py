@@ -69,6 +69,11 @@ def show_data(console: Console, cfg: Config, corpora: list[Corpus], tokenizer: T
             f"{c.name}: {quantity(c.train.tokens)} tokens to learn, {quantity(held)} held out "
             f"({tokenizer.name})"
         )
+        if c.held_out is not None and not c.held_out.rows(cfg.train.seq_len):
+            console.say(
+                f"{c.name}: not evaluated, what is held out does not fill a row of "
+                f"{cfg.train.seq_len} tokens (--data.holdout, --train.seq_len)"
+            )
         if c.copies:
             console.say(f"{c.name}: {quantity(c.copies)} documents are copies of earlier ones")
 

@@ -13,33 +13,38 @@ from megajax.training.step import TrainStep
 
 
 def evaluate(
-    train_step: TrainStep, params: Tree, batches: Iterable[Batch], corpora: Sequence[Corpus]
+    train_step: TrainStep,
+    params: Tree,
+    batches: Iterable[Batch],
+    corpora: Sequence[Corpus],
+    rows: Sequence[int],
 ) -> dict[str, float | int | None]:
-    """Returns eval_loss (nats a token), eval_bits_per_byte and eval_tokens, or {} without batches.
+    """Returns eval_loss (nats a token), eval_bits_per_byte and eval_tokens, or {} without targets.
 
     Bits per byte makes tokenizers comparable: total bits over the bytes of the text. It is None
-    when nobody knows the bytes (a foreign .bin). Corpora get equal shares of the rows, so their
-    bytes a token count equally.
+    when nobody knows the bytes (a foreign .bin). rows: of each corpus in the batches.
     """
     total: LossSums | None = None
     for batch in batches:
         sums = train_step.evaluate(params, batch)
         total = sums if total is None else total + sums
-    if total is None:
+    count = 0 if total is None else int(total.count)
+    if total is None or not count:
         return {}
-    count = int(total.count)
-    loss = float(jax.device_get(total.cross_entropy)) / max(count, 1)
+    loss = float(jax.device_get(total.cross_entropy)) / count
     return {
         "eval_loss": loss,
-        "eval_bits_per_byte": bits_per_byte(loss, corpora),
+        "eval_bits_per_byte": bits_per_byte(loss, corpora, rows),
         "eval_tokens": count,
     }
 
 
-def bits_per_byte(nats_per_token: float, corpora: Sequence[Corpus]) -> float | None:
-    """Converts a loss; None when a corpus does not know its bytes."""
-    ratios = [c.bytes_per_token for c in corpora if c.held_out is not None]
-    if not ratios or any(r is None for r in ratios):
+def bits_per_byte(
+    nats_per_token: float, corpora: Sequence[Corpus], rows: Sequence[int]
+) -> float | None:
+    """Converts a loss over `rows` rows of each corpus; None when one does not know its bytes."""
+    parts = [(c.bytes_per_token, n) for c, n in zip(corpora, rows, strict=True) if n]
+    if not parts or any(ratio is None for ratio, _ in parts):
         return None
-    mean = sum(r for r in ratios if r is not None) / len(ratios)
+    mean = sum(ratio * n for ratio, n in parts if ratio is not None) / sum(n for _, n in parts)
     return nats_per_token / math.log(2) / mean

@@ -1,11 +1,13 @@
 """The measurement beside training: held-out loss, then a sample of what the model writes."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
 from megajax.core.errors import UserError
 from megajax.data.corpus import Corpus
+from megajax.data.loader import held_out_rows
 from megajax.data.tokenizer import Tokenizer
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console
@@ -58,14 +60,18 @@ class Measure:
 
     def __call__(self, state: TrainState, step: int) -> None:
         """Evaluates, records, samples."""
-        row = evaluate(self._step, state.params, self._batches(), self._corpora)
+        like, most = self._step.abstract_eval_batch["tokens"], self._cfg.eval.batches
+        rows = held_out_rows(self._corpora, like.shape[-1], most * math.prod(like.shape[:-1]))
+        row = evaluate(self._step, state.params, self._batches(), self._corpora, rows)
         if row:
             self._recorder.emit(step, row)
         if self._cfg.eval.sample_tokens:
             self.last_sample = self.sample(state)
             if jax.process_index() == 0:
                 self._run_dir.samples.mkdir(exist_ok=True)
-                (self._run_dir.samples / f"{step:08d}.txt").write_text(self.last_sample + "\n")
+                (self._run_dir.samples / f"{step:08d}.txt").write_text(
+                    self.last_sample + "\n", encoding="utf-8"
+                )
 
     def sample(self, state: TrainState) -> str:
         """Returns the prompt with the model's continuation."""

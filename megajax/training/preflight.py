@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.parallel.overlap import refuse_fused
 from megajax.training.config import Config
 
@@ -32,7 +33,7 @@ def check(cfg: Config, device: jax.Device, folder: Path) -> None:
         )
     check_writable(folder, "run_dir")
     if cfg.checkpoint.dir is not None and "://" not in cfg.checkpoint.dir:
-        check_writable(Path(cfg.checkpoint.dir).expanduser(), "checkpoint.dir")
+        check_writable(expand(cfg.checkpoint.dir, "checkpoint.dir"), "checkpoint.dir")
 
 
 def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:

@@ -40,7 +40,9 @@ def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dic
     lines += ["", "![loss](curve.png)", ""]
     if sample is not None:
         lines += ["## Sample", "", "```", sample, "```", ""]
-    (folder / "summary.md").write_text("\n".join(lines))
+    (folder / "summary.md").write_text(
+        "\n".join(lines), encoding="utf-8", errors="backslashreplace"
+    )
     results.write(folder / "summary.json", facts, [figures])
     return figures
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from megajax.checkpoint.hf import copy_tokenizer
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from megajax.training.config import Config
 
@@ -76,7 +77,7 @@ class RunDir:
 def run_path(cfg: Config, experiment: str, preset: str) -> Path:
     """Returns the folder of a run: the same command finds it again."""
     name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
-    return Path(cfg.run_dir or f"runs/{experiment}/{name}").expanduser()
+    return expand(cfg.run_dir or f"runs/{experiment}/{name}", "run_dir")
 
 
 def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
@@ -109,7 +110,7 @@ def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
 
 def saved_tokenizer(folder: str | Path) -> Tokenizer:
     """Returns the tokenizer that the run in a folder was trained with."""
-    file = Path(folder).expanduser() / "tokenizer.json"
+    file = expand(folder, "run_dir") / "tokenizer.json"
     return open_tokenizer(str(file)) if file.is_file() else ByteTokenizer()
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -327,3 +328,12 @@ def test_the_example_of_a_file_is_a_legal_run():
     cfg.check(cfg.mesh.sizes(8))
     assert (cfg.model.block, cfg.mesh.tensor, cfg.optim.lr) == ("parallel", 4, 3e-3)
     assert cfg.optim.warmup == PRESETS["nano"]().optim.warmup
+
+
+def test_characters_that_the_output_has_not_do_not_end_a_script(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(script_.help_, "answer", lambda: None)
+    monkeypatch.setattr(script_.app, "run", lambda main: main([]))
+    script_.start(lambda argv: print("naïve \u04c2 \udce9"))
+    assert raw.getvalue() == b"na\\xefve \\u04c2 \\udce9\n"

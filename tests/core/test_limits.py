@@ -31,8 +31,8 @@ RANGES = {
     (0, INF, True): """
         train.z_loss optim.lr optim.warmup optim.weight_decay optim.clip
         model.moe.experts model.moe.shared model.moe.aux_loss model.moe.z_loss model.moe.bias_rate
-        prune.start data.prefetch data.hash_gib
-        eval.every eval.batches eval.sample_tokens eval.temperature
+        prune.start data.prefetch data.hash_gib eval.every eval.batches
+        eval.sample_tokens eval.temperature
         checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every""",
     (0, SEED, True): "train.seed",
     (0, 255, True): "told_code",

@@ -326,3 +326,13 @@ def test_a_pair_needs_no_cache(tmp_path, caplog):
     write_foreign(tmp_path / "x")
     corpora, _ = open_all(tmp_path / "x", cache=tmp_path / "file" / "cache")
     assert corpora[0].copies == 0 and "(--cache_dir)" in caplog.text
+
+
+def test_a_pair_that_names_no_tokenizer_is_told(tmp_path, caplog):
+    write_foreign(tmp_path / "x")
+    open_all(tmp_path / "x", cache=tmp_path / "cache")
+    assert "x.bin says nothing about its tokenizer" in caplog.text
+    caplog.clear()
+    tokenise(open_source(str(write(tmp_path / "t")), DataConfig()), ByteTokenizer(), tmp_path / "y")
+    open_all(tmp_path / "y", cache=tmp_path / "cache")
+    assert "tokenizer" not in caplog.text

@@ -77,3 +77,20 @@ def test_damage_is_found(tmp_path, change, words):
     with pytest.raises(UserError) as error:
         TokenFile(tmp_path / "m")
     assert words in str(error.value)
+
+
+def test_a_pair_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    with TokenWriter(tmp_path / "x", 512) as writer:
+        writer.add(np.arange(5))
+
+    for error in (
+        PermissionError(13, "Permission denied"),
+        ValueError("an empty file"),
+    ):
+
+        def fail(*given, error=error):
+            raise error
+
+        monkeypatch.setattr(np, "memmap", fail)
+        with pytest.raises(UserError, match=r"cannot read token file .*x: .* \(--data.source\)"):
+            TokenFile(tmp_path / "x")

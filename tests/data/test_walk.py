@@ -79,3 +79,17 @@ def test_a_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
     monkeypatch.setattr(os, "listdir", denied)
     with pytest.raises(UserError, match=f"cannot list {folder}: Permission denied"):
         names(folder)
+
+
+def test_a_folder_whose_files_may_not_be_asked_for_is_named(folder, monkeypatch):
+    """It can be listed, and not searched: its texts must not be left out in silence."""
+    real = os.stat
+
+    def denied(path, *rest, **options):
+        if "deeper/" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    with pytest.raises(UserError, match="cannot read .*deeper/c.txt: Permission denied"):
+        names(folder)

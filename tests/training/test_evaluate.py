@@ -1,0 +1,52 @@
+"""Held-out figures of mixtures whose parts have unequal or no rows. Oracle: sums by hand."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.data.corpus import Corpus
+from megajax.data.indexed import TokenFile, TokenWriter
+from megajax.data.loader import held_out_rows
+from megajax.data.pack import whole_documents
+from megajax.layers.losses import LossSums
+from megajax.training.evaluate import bits_per_byte, evaluate
+
+
+def corpus(prefix, lengths, ratio):
+    with TokenWriter(prefix, 300) as writer:
+        for n in lengths:
+            writer.add(np.arange(n))
+    file = TokenFile(prefix)
+    split = whole_documents(file, np.arange(len(file)))
+    return Corpus(prefix.name, 1.0, split, split, ratio, "")
+
+
+def test_bits_per_byte_counts_the_rows_that_are_read(tmp_path):
+    corpora = [
+        corpus(tmp_path / "long", [200], 4.0),
+        corpus(tmp_path / "short", [17], 1.0),  # two rows of 8
+        corpus(tmp_path / "tiny", [8], 100.0),  # does not fill one
+        corpus(tmp_path / "apart", [1] * 50, None),  # nothing follows anything
+        dataclasses.replace(corpus(tmp_path / "none", [99], None), held_out=None),
+    ]
+    rows = held_out_rows(corpora, 8, 50)
+    assert rows == [10, 2, 0, 0, 0]
+    byte_count = 8 * (10 * 4.0 + 2 * 1.0)
+    bits = 12 * 8 * 2.5 / math.log(2)
+    assert bits_per_byte(2.5, corpora, rows) == pytest.approx(bits / byte_count)
+    assert bits_per_byte(2.5, corpora, [1, 0, 0, 1, 0]) is None  # who reads unknown text
+    assert held_out_rows(corpora[:2], 8, 3) == [2, 1]
+
+
+def test_nothing_to_predict_is_no_loss():
+    class Step:
+        @staticmethod
+        def evaluate(params, batch):
+            zeros = {f.name: jnp.float32(0) for f in dataclasses.fields(LossSums)}
+            return LossSums(**zeros)
+
+    assert evaluate(Step, {}, [{}, {}], [], []) == {}
+    assert evaluate(Step, {}, [], [], []) == {}
