@@ -95,7 +95,7 @@ def open_corpora(
                 prefix,
                 files[-1].nbytes / 2**30,
             )
-    parts = part(files, keys, cfg.holdout)
+    parts = part(files, keys, cfg.holdout, tokenizer.begin, tokenizer.end)
     return [
         Corpus(
             name, weight, p.train, p.held_out, p.bytes_per_token, _fingerprint(file, key, p),
@@ -186,15 +186,20 @@ def _cached(
 
 
 def _learned_text(sources: list[Source], fraction: float) -> Iterator[str]:
-    """Yields the texts that are not held out; the heads of all where that leaves none."""
-    any_learned = False
-    for document in (d for s in sources for d in s.documents()):
-        if not is_held_out(document.text, fraction):
-            any_learned = True
-            yield document.text
-    if not any_learned:
-        for document in (d for s in sources for d in s.documents()):
-            yield document.text[: int(len(document.text) * (1 - fraction))]
+    """Yields the texts that are not held out; of a source with all on one side, all the heads.
+
+    The tail of one of these is held out; which one is the longest in tokens is not known yet.
+    """
+    for source in sources:
+        sides = set()
+        is_split = any(
+            sides.add(is_held_out(d.text, fraction)) or len(sides) == 2 for d in source.documents()
+        )
+        for text in (d.text for d in source.documents()):
+            if not is_split:
+                yield text[: int(len(text) * (1 - fraction))]
+            elif not is_held_out(text, fraction):
+                yield text
 
 
 def _cannot_cache(folder: Path, error: OSError) -> UserError:

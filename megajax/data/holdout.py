@@ -38,9 +38,13 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def part(
-    files: Sequence[TokenFile], documents: Sequence[Documents], fraction: float
+    files: Sequence[TokenFile],
+    documents: Sequence[Documents],
+    fraction: float,
+    begin: int | None = None,
+    end: int | None = None,
 ) -> list[Parted]:
-    """Splits every file; documents[i] has the keys of files[i]."""
+    """Splits every file; documents[i] has the keys of files[i]. begin, end: of the tokenizer."""
     keys, copies = _identify(documents)
     limit = np.uint64(int(fraction * 2**64))
     sides = [k < limit for k in keys]
@@ -55,11 +59,33 @@ def part(
                 file.prefix,
                 100 * fraction,
             )
-    cuts = np.array(cut, np.uint64)
+    cuts = [np.isin(key, np.array(cut, np.uint64)) for key in keys]
     return [
-        _part(file, key, held, np.isin(key, cuts), fraction, documents[i].sizes, copies[i])
+        _part(
+            file, key, held, cuts[i], _heads(file, cuts[i], fraction, begin, end),
+            documents[i].sizes, copies[i],
+        )
         for i, (file, key, held) in enumerate(zip(files, keys, sides, strict=True))
-    ]
+    ]  # fmt: skip
+
+
+def _heads(
+    file: TokenFile, cut: np.ndarray, fraction: float, begin: int | None, end: int | None
+) -> np.ndarray:
+    """Returns how many tokens of each document are learned if it is: all, or up to its tail.
+
+    Copies with and without begin and end tokens are cut at the same place of the text.
+    """
+    heads = file.lengths.astype(np.int64)
+    specials = (begin is not None) + (end is not None)
+    for i in np.flatnonzero(cut).tolist():
+        length = int(heads[i])
+        first = length > 0 and file.read(i, 0, 1)[0] == begin
+        last = length > first and file.read(i, length - 1, length)[0] == end
+        text = length - int(first) - int(last)
+        kept = int((text + specials) * (1 - fraction)) - (begin is not None)
+        heads[i] = int(first) + min(max(kept, 0), text)
+    return heads
 
 
 def _part(
@@ -67,12 +93,11 @@ def _part(
     keys: np.ndarray,
     held: np.ndarray,
     cut: np.ndarray,
-    fraction: float,
+    heads: np.ndarray,
     sizes: np.ndarray | None,
     copies: int | None,
 ) -> Parted:
     lengths = file.lengths.astype(np.int64)
-    heads = np.where(cut, (lengths * (1 - fraction)).astype(np.int64), lengths)
     learned = np.flatnonzero(~held | cut)
     train = Split(file, learned, np.zeros_like(learned), heads[learned])
     once = np.zeros_like(cut)

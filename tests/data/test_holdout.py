@@ -129,9 +129,9 @@ def test_a_tail_that_is_held_out_is_cut_from_every_copy(tmp_path):
     heads = [t for t in learned if long.startswith(t)]
     tails = [t for t in held if long.endswith(t)]
     assert len(heads) == 4 and len(tails) == 3  # the foreign file's own copy has its tail once
-    cut = len(long) - max(map(len, tails))
-    assert cut == pytest.approx(0.9 * len(long), abs=3)
-    assert max(map(len, heads)) <= cut + 2  # begin and end tokens count in the share
+    assert {len(t) for t in tails} == {len(long) - len(heads[0])}
+    assert {len(t) for t in heads} == {len(heads[0])}  # with and without begin and end tokens
+    assert len(heads[0]) == pytest.approx(0.9 * len(long), abs=2)
     assert not {t for t in learned if t in TEXTS} & set(held)
 
 
@@ -167,6 +167,18 @@ def test_a_bpe_of_one_held_out_document_learns_its_head(tmp_path):
             folder, cache=tmp_path / "cache", tokenizer="bpe:270", holdout=fraction
         )
         assert tokenizer.vocab > 260
+
+
+def test_a_bpe_of_one_document_does_not_learn_its_tail(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("megajax.data.corpus.train_bpe", lambda texts, *_: seen.extend(texts))
+    one = next(t for t in TEXTS if documents.text_key(t) >= 0.2 * 2**64) + "x" * 200
+    folder = write(tmp_path / "text", [one])
+    with pytest.raises(UserError):  # no tokenizer was made
+        open_all(folder, cache=tmp_path / "cache", tokenizer="bpe:270", holdout=1e-9)
+    with pytest.raises(UserError):
+        open_all(folder, cache=tmp_path / "cache", tokenizer="bpe:270", holdout=0.25)
+    assert [len(t) for t in seen] == [len(one) - 1, int(0.75 * len(one))]
 
 
 def test_a_pair_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
