@@ -50,7 +50,8 @@ def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dic
 def caption(facts: Mapping[str, Any]) -> str:
     """Returns what was run: preset, flags that differ from it, seed, as far as they are known."""
     shown = [str(facts[k]) for k in ("preset", "overrides") if facts.get(k)]
-    return ", ".join([*shown, *([f"seed {facts['seed']}"] if "seed" in facts else [])])
+    said = ", ".join([*shown, *([f"seed {facts['seed']}"] if "seed" in facts else [])])
+    return said.encode(errors="backslashreplace").decode()  # a path may be no UTF-8
 
 
 def last_loss(train: dict[int, dict]) -> float | None:
@@ -61,7 +62,7 @@ def last_loss(train: dict[int, dict]) -> float | None:
 
 def _show(value: Any) -> str:
     """A cell of a Markdown table."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    return f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).replace("|", "\\|").splitlines())
 
 
 def title(train: dict[int, dict], held_out: dict[int, dict]) -> str:
@@ -97,6 +98,6 @@ def draw_curve(
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     if about:
-        figure.supxlabel(textwrap.fill(about, 110), fontsize=7, color="0.4")
+        figure.supxlabel(textwrap.fill(about, 110), fontsize=7, color="0.4", parse_math=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)

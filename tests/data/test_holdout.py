@@ -120,7 +120,7 @@ def test_the_side_of_a_text_does_not_depend_on_its_companions(tmp_path):
 
 def test_a_tail_that_is_held_out_is_cut_from_every_copy(tmp_path):
     """A part with one document: its copies in the other parts end where its tail begins."""
-    long = "".join(chr(97 + i % 26) * (1 + i % 3) for i in range(400))
+    long = "".join(chr(97 + i % 26) * (1 + i % 3) for i in range(400))[:795]
     single = write(tmp_path / "single", [long])
     folder = write(tmp_path / "text", [*TEXTS, long])
     foreign = write_foreign(tmp_path / "foreign", [long, long])
