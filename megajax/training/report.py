@@ -62,7 +62,9 @@ def last_loss(train: dict[int, dict]) -> float | None:
 
 def _show(value: Any) -> str:
     """A cell of a Markdown table."""
-    return f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).replace("|", "\\|").splitlines())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(str(value).replace("|", "\\|").splitlines())
 
 
 def title(train: dict[int, dict], held_out: dict[int, dict]) -> str:

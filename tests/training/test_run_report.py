@@ -14,7 +14,8 @@ def test_the_summary_the_title_and_the_table_agree(tmp_path):
     rows += [{"step": s, "eval_loss": 3.5, "eval_bits_per_byte": 5.05} for s in (10, 20)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     facts = {
-        "preset": "nano", "overrides": "--optim.lr=0.01 --eval.prompt='a|b\n$\\c{$\udce9'", "seed": 3,
+        "preset": "nano", "seed": 3,
+        "overrides": "--optim.lr=0.01 --eval.prompt='a|b\n$\\c{$\udce9'",
         "command": "uv run experiments/pretrain.py --optim.lr=0.01",
     }  # fmt: skip
     figures = report.write_report(tmp_path, facts, None)
