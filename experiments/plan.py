@@ -25,6 +25,7 @@ from megajax.core.hardware import parse_cluster
 from megajax.monitor import results
 from megajax.systems import aot, plan_report, search_report, strategies
 from megajax.training.presets import FIRST, PRESETS
+from megajax.training.start import take_model
 
 config.define_flags(PRESETS, "nano", FIRST)
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOSTSxGPUS")
@@ -35,7 +36,7 @@ BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lo
 
 def main() -> int:
     """Plans. Returns 0, or 2 when it does not fit."""
-    cfg, base = config.from_flags(PRESETS, warn=not SEARCH.value)  # 1 configuration
+    cfg, base = config.from_flags(PRESETS, take_model, warn=not SEARCH.value)  # 1 configuration
     cluster = parse_cluster(CLUSTER.value)
     mesh_.start(1)  # no device is used
     folder = None if OUT.value is None else results.writable_folder(OUT.value)

@@ -18,8 +18,6 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -27,10 +25,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.errors import UserError
-from megajax.core.paths import expand
-from megajax.data.config import DataConfig
-from megajax.data.corpus import open_corpora, recorded_tokenizer
+from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
 from megajax.monitor import faults
 from megajax.monitor.console import Console, Phases
@@ -40,51 +35,16 @@ from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
 from megajax.systems.prune_stages import Pruner
 from megajax.training import banner, preflight, resume
-from megajax.training.config import Config
 from megajax.training.loop import Run, train
 from megajax.training.measure import Measure
-from megajax.training.presets import FIRST, PRESETS, finetune
+from megajax.training.presets import FIRST, PRESETS
 from megajax.training.report import write_report
 from megajax.training.run_dir import command_line, open_run, run_path
 from megajax.training.run_lock import lock_run
+from megajax.training.start import TUNED, start_name, take_model
 from megajax.training.step import make_train_step
 
 config.define_flags(PRESETS, "nano", FIRST)
-TUNED = "finetune"  # the name of runs that start from given weights
-
-
-def take_model(base: Config, given: Mapping[str, Any]) -> Config:
-    """What flags say about the defaults of others, which may still be given.
-
-    With --init_from model and tokenizer come from that folder, and the rest from the recipe for
-    fine-tuning, unless --preset or --config was typed. Else the tokenizer is the one that a .bin
-    was made with.
-    """
-    if "init_from" not in given:
-        chosen = "data.tokenizer" in given or base.data.tokenizer != DataConfig().tokenizer
-        recorded = recorded_tokenizer(given.get("data.source", base.data.source))
-        if chosen or recorded is None:
-            return base
-        return dataclasses.replace(base, data=dataclasses.replace(base.data, tokenizer=recorded))
-    from megajax.checkpoint import hf
-
-    folder = given["init_from"]
-    model = hf.load_decoder_config(folder)
-    tokenizer = expand(folder, "init_from") / "tokenizer.json"
-    if not tokenizer.is_file() and "data.tokenizer" not in given:
-        raise UserError(
-            f"init_from={folder} has no tokenizer.json: say what its tokens are "
-            "(--data.tokenizer=bytes, or a tokenizer.json)"
-        )
-    base = base if config.start_given() else finetune(model)
-    data = dataclasses.replace(base.data, tokenizer=str(tokenizer))
-    return dataclasses.replace(base, model=model, data=data)
-
-
-def start_name(cfg: Config) -> str:
-    """Returns what the run starts from, for its folder and its first line."""
-    tuned = cfg.init_from is not None and not config.start_given()
-    return TUNED if tuned else config.start_name()
 
 
 def main() -> int:

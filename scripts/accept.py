@@ -8,17 +8,21 @@ import megajax.core.interrupted  # noqa: F401
 import sys
 from pathlib import Path
 
-from megajax.core import script
+from megajax.core import config
+from megajax.core.errors import UserError
 from megajax.monitor.sinks import rows_by_step
 
 LARGEST_LOSS = 2.8  # nats a byte, mean of the last 10 steps
 LARGEST_BITS = 4.2  # held-out bits a byte
 
 
-def main(folder: Path) -> int:
+def main(run: str) -> int:
     """Returns the exit code."""
+    folder = Path(run).expanduser()
     train = rows_by_step(folder / "metrics.jsonl", "loss")
     held_out = rows_by_step(folder / "metrics.jsonl", "eval_loss")
+    if not train or not held_out:
+        raise UserError(f"{run} is not a finished run: its metrics.jsonl lacks losses")
     last = [train[s]["loss"] for s in sorted(train)[-10:]]
     loss = sum(last) / len(last)
     bits = held_out[max(held_out)]["eval_bits_per_byte"]
@@ -26,10 +30,10 @@ def main(folder: Path) -> int:
     print(f"loss {loss:.3f} (at most {LARGEST_LOSS}), held out {bits:.3f} bits per byte (at most "
           f"{LARGEST_BITS}), {seconds:.0f} s in steps")  # fmt: skip
     sample = list((folder / "samples").glob("*.txt"))
-    complete = (folder / "curve.png").stat().st_size > 0 and bool(sample)
+    curve = folder / "curve.png"
+    complete = curve.exists() and curve.stat().st_size > 0 and bool(sample)
     return 0 if loss < LARGEST_LOSS and bits <= LARGEST_BITS and complete else 1
 
 
 if __name__ == "__main__":
-    with script.output_may_close():
-        sys.exit(main(Path(sys.argv[1])))
+    sys.exit(config.run(main, positional=1))

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.systems import overlap_report, padding_report, prune_report
 
@@ -53,9 +54,9 @@ FIGURES: dict[str, Callable[[dict, Path], None]] = {
 }
 
 
-def main(words: list[str]) -> int:
+def main(of: str | None = None) -> int:
     """Draws what the folder has results of."""
-    folder = Path(words[0]) if words else RESULTS
+    folder = RESULTS if of is None else Path(of).expanduser()
     there = [name for name in FIGURES if (folder / f"{name}.json").exists()]
     if not there:
         raise UserError(f"{folder} holds none of {', '.join(f'{n}.json' for n in FIGURES)}")
@@ -66,9 +67,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        sys.exit(__doc__)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    sys.exit(config.run(main, optional=1))

@@ -12,13 +12,17 @@ import time
 from pathlib import Path
 
 import nbformat
+from absl import flags
 from nbclient import NotebookClient
+
+from megajax.core import config
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "notebooks"
 MAX_CELLS = 12
+WRITE = flags.DEFINE_boolean("write", False, "keep the outputs in the notebooks")
 
 
-def main(write: bool) -> None:
+def main() -> None:
     """Runs them one after the other, each in an empty folder."""
     for path in sorted(FOLDER.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
@@ -29,9 +33,9 @@ def main(write: bool) -> None:
             client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}})
             client.execute()
         print(f"{path.name}: {len(notebook.cells)} cells in {time.perf_counter() - began:.0f} s")
-        if write:
+        if WRITE.value:
             nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":
-    main("--write" in sys.argv[1:])
+    sys.exit(config.run(main))

@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.monitor.sinks import rows_by_step
@@ -20,8 +21,9 @@ from megajax.training.report import caption, draw_curve
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 
 
-def main(run: Path, name: str) -> None:
+def main(folder: str, name: str) -> None:
     """Reads the run's own files only."""
+    run = Path(folder).expanduser()
     try:
         summary = json.loads((run / "summary.json").read_text())
     except OSError as error:
@@ -42,9 +44,4 @@ def main(run: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    try:
-        main(Path(sys.argv[1]), sys.argv[2])
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    sys.exit(config.run(main, positional=2))

@@ -19,7 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+from absl import flags
 
+from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
@@ -32,6 +34,7 @@ from pallas_kernels.attention.cases import paper_lengths
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
 KERNELS = sorted(path.relative_to(ROOT) for path in (ROOT / "pallas_kernels").glob("*/README.md"))
+CHECK = flags.DEFINE_boolean("check", False, "rewrite nothing; exit code 1: a document is stale")
 DOCUMENTS = ("README.md", "PAPERS.md", *map(str, KERNELS))
 
 
@@ -376,19 +379,19 @@ def fill(text: str) -> str:
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", replace_one, text, flags=re.DOTALL)
 
 
-def main(check: bool) -> int:
+def main() -> int:
     """Returns 1 when --check finds a stale document."""
     stale = []
     for name in DOCUMENTS:
         before = (path := ROOT / name).read_text()
         if (after := fill(before)) != before:
             stale.append(name)
-            if not check:
+            if not CHECK.value:
                 path.write_text(after)
-    print(f"{'stale' if check else 'rewritten'}: {', '.join(stale) or 'none'}")
-    return int(check and bool(stale))
+    print(f"{'stale' if CHECK.value else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return int(CHECK.value and bool(stale))
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # counting tiles needs no GPU
-    sys.exit(main("--check" in sys.argv[1:]))
+    sys.exit(config.run(main))

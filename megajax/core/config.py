@@ -216,25 +216,25 @@ def define_flags(presets: Presets, default: str, first: tuple[str, ...] = ()) ->
 
 def from_flags(
     presets: Presets,
-    adapt: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+    adapt: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any] | None = None,
     verb: str | None = None,
     warn: bool = True,
 ) -> tuple[Any, Any]:
     """Returns (the configuration, the preset or file that it started from).
 
-    Args: adapt(base, given flags) -> base: what a flag says about the others' defaults. verb: what
-      the script is asked to do. warn: of given flags that have no effect.
+    Args: adapt(base, given flags, members of the file) -> base: what one says about the others'
+      defaults. verb: what the script is asked to do. warn: of given flags that have no effect.
     Raises: UserError when a value or a combination is illegal.
     """
     values = flags.FLAGS
-    base = presets[values.preset]()
+    base, read = presets[values.preset](), {}
     if values.config is not None:
-        base = load(base if values["preset"].present else type(base)(), values.config)
+        base, read = _load(base if values["preset"].present else type(base)(), values.config)
     names = flag_names(type(base)).items()
     given = {name: values[flag].value for name, flag in names if values[flag].present}
     if adapt is not None:
-        base = adapt(base, given)
-    cfg = override(_drop_whole(base, given), given)
+        base = adapt(base, given, read)
+    cfg = _overlay(base, given)
     for sentence in needs.idle(cfg, given, flag_names(type(cfg)), verb) if warn else ():
         logging.warning("%s", sentence)
     return cfg, base
@@ -276,7 +276,8 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
             if len(words) > (most := positional + optional):
                 raise UserError(f"unexpected argument {words[most]!r}: settings are --name=value")
             if len(words) < positional:
-                raise UserError(f"{positional} words are needed, {len(words)} given; see --help")
+                needed = "1 word is" if positional == 1 else f"{positional} words are"
+                raise UserError(f"{needed} needed, {len(words)} given; see --help")
             code = main(*words)
         except UserError as error:
             print(f"error: {respell(str(error), list(flags.FLAGS))}", file=sys.stderr)
@@ -316,9 +317,15 @@ def load(base: Any, path: str | Path, flag: str = "config") -> Any:
 
     flag: which named the file. Raises: UserError naming the file and what is wrong.
     """
+    return _load(base, path, flag)[0]
+
+
+def _load(base: Any, path: str | Path, flag: str = "config") -> tuple[Any, dict[str, Any]]:
+    """As `load`, and {dotted name: value} of what the file says."""
     found = config_file.read(path, flag)
     try:
-        return overlay(base, found)
+        flat = _flatten(type(base), found)
+        return _overlay(base, flat), flat
     except UserError as error:
         raise UserError(f"{path} is not a configuration: {error} (--{flag})") from None
 
@@ -329,24 +336,18 @@ def overlay(base: Any, said: Mapping[str, Any]) -> Any:
     'none' is None, as in a flag. A group of which one member is set keeps what `base` says of the
     others, unless one flag of that group drops it too.
     """
-    hints = {name: hint for name, hint, _ in leaves(type(base))}
-    names = {flag: name for name, flag in flag_names(type(base)).items()} | {n: n for n in hints}
-    groups = {name.rpartition(".")[0] for name in names}
-    flat: dict[str, Any] = {}
+    return _overlay(base, _flatten(type(base), said))
 
-    def flatten(node: Mapping[str, Any], prefix: str) -> None:
-        for key, value in node.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and name not in names:
-                flatten(value, f"{name}.")
-            elif value is None and any(f"{g}.".startswith(f"{name}.") for g in groups):
-                pass  # YAML: a group whose members are all comments
-            else:
-                optional = name in names and alternatives(hints[names[name]])[1]
-                flat[names.get(name, name)] = None if optional and value == "none" else value
 
-    flatten(said, "")
+def _overlay(base: Any, flat: Mapping[str, Any]) -> Any:
     return override(_drop_whole(base, flat), flat)
+
+
+def _flatten(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {dotted name: value} of the nested members of a file."""
+    hints = {name: hint for name, hint, _ in leaves(cls)}
+    names = {flag: name for name, flag in flag_names(cls).items()} | {n: n for n in hints}
+    return config_file.flatten(said, names, {n for n in hints if alternatives(hints[n])[1]})
 
 
 def _drop_whole(base: Any, given: Mapping[str, Any]) -> Any:

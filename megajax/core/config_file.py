@@ -7,7 +7,7 @@ The extension decides: .yaml, .yml, .toml, and JSON for every other. What the me
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +61,30 @@ def _from_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     return {} if found is None else found  # a file of comments only
+
+
+def flatten(
+    said: Mapping[str, Any], names: Mapping[str, str], optional: Collection[str]
+) -> dict[str, Any]:
+    """Returns {dotted name: value} of nested members, which may be named by place or by flag.
+
+    'none' is None, as in a flag. What nobody knows keeps the name that it has.
+
+    Args: names: {place or flag: dotted name} of all members. optional: those that may be None.
+    """
+    groups = {name.rpartition(".")[0] for name in names}
+    flat: dict[str, Any] = {}
+
+    def visit(node: Mapping[str, Any], prefix: str) -> None:
+        for key, value in node.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and name not in names:
+                visit(value, f"{name}.")
+            elif value is None and any(f"{g}.".startswith(f"{name}.") for g in groups):
+                pass  # YAML: a group whose members are all comments
+            else:
+                place = names.get(name, name)
+                flat[place] = None if place in optional and value == "none" else value
+
+    visit(said, "")
+    return flat

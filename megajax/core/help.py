@@ -91,11 +91,11 @@ def text(about: str, page: Page, foreign: Iterable[Row], full: bool) -> str:
     """
     lines = [about.strip(), ""]
     rows = {row[0]: row for row in page.rows}
-    first = [f for f in page.first if f in rows]
+    first = [f for f in dict.fromkeys(page.first) if f in rows]
     first = first or [f for f in rows if not page.section(f)]
     brief = not full and len(rows) > FEW
     lines += [
-        "The flags that matter most:" if brief else "Flags:",
+        *(["The flags that matter most:" if brief else "Flags:"] if rows else []),
         *map(_line, map(rows.get, first)),
     ]
     for section, what in page.sections.items():

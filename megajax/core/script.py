@@ -3,14 +3,22 @@
 import contextlib
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from absl import app
+from absl import app, flags
 
 from megajax.core import help as help_
+from megajax.core.errors import did_you_mean
+
+# What absl says of a flag that holds no number, in Python's words: ours.
+NUMBERS = {
+    r"invalid literal for int\(\).*": "must be an integer",
+    r"could not convert string to float.*": "must be a number",
+}
 
 
 def start(main: Callable[..., Any]) -> None:
@@ -19,7 +27,38 @@ def start(main: Callable[..., Any]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold any character
     with output_may_close():
         help_.answer()
-        app.run(main)
+        app.run(main, flags_parser=parse)
+
+
+def parse(argv: list[str]) -> list[str]:
+    """Returns the words of a command line that are no flags.
+
+    What absl would report with exit code 1 is one sentence and exit code 2 here, as wrong values
+    are that a script finds itself.
+    """
+    try:
+        return flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        sentence = f"there is no flag --{error.flagname}{suggest(error.flagname)}"
+    except flags.Error as error:
+        sentence = " ".join(str(error).split()).replace("flag --", "--", 1)
+        for python, words in NUMBERS.items():
+            sentence = re.sub(python, words, sentence)
+    print(f"error: {sentence}; --help lists the flags", file=sys.stderr)
+    sys.exit(2)
+
+
+def suggest(name: str) -> str:
+    """Returns '. Did you mean --x?' of the flags of the script; '' when none is near.
+
+    A name that is the last part of some flags means these: steps is train.steps or prune.steps.
+    """
+    known = {f"--{flag}" for flag in flags.FLAGS}
+    last = sorted(flag for flag in known if flag.endswith(f".{name}"))
+    if last:
+        return f". Did you mean {' or '.join(last)}?"
+    near = did_you_mean(f"--{name}", known).strip()
+    return f". {near}" if near else ""
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ def test_help_lists_typed_leaves(script):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--iner.size=3", "Did you mean: inner.size"),
+        ("--iner.size=3", "error: there is no flag --iner.size. Did you mean --inner.size?"),
         ("--preset=bgi", "Did you mean big?"),
         ("--inner.size=many", "must be an integer"),
         ("--inner.kind=blue", "must be one of red, green"),

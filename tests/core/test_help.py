@@ -42,3 +42,11 @@ def test_help_is_asked_for_by_these_words_only():
     assert help_.asked(["x.py", "--helpfull"]) is True
     assert help_.asked(["x.py", "--prompt=--help"]) is None
     assert help_.asked(["x.py", "--", "--help"]) is None and help_.asked(["--help"]) is None
+
+
+def test_a_flag_is_described_once_and_no_flags_need_no_heading():
+    page = help_.Page(SECTIONS, ROWS, first=("preset", "run_dir", "preset"))
+    assert help_.text("", page, ABSL, full=False).count("--preset:") == 1
+    assert help_.text("What it does.", help_.Page({"": ""}, []), [], full=False).strip() == (
+        "What it does."
+    )

@@ -38,3 +38,9 @@ def test_a_search_that_finds_nothing_ends_with_2_and_the_term():
     assert "legal meshes" in done.stdout and "fit no GPU by their bound" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.startswith("DOES NOT FIT") and "largest term: optimizer" in last
+
+
+@pytest.mark.process
+def test_a_plan_is_of_the_weights_that_the_run_would_start_from():
+    done = plan("--init_from=nowhere")
+    assert done.returncode == 2 and "nowhere/config.json" in done.stderr

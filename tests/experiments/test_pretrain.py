@@ -311,7 +311,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(home):
     ("flags", "words"),
     [
         (["--preset=nanoo"], "Did you mean nano?"),
-        (["--modle.layers=3"], "Did you mean: model.layers"),
+        (["--modle.layers=3"], "Did you mean --model.layers?"),
         (["--mesh.tensor=3"], "tensor 3 = 3 does not divide the 8 devices"),
         (["--mesh.tensor=8"], "model.heads=4 must be divisible by"),
         (["--data.tokenizer=nowhere.json"], "--data.tokenizer"),

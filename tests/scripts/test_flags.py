@@ -54,3 +54,13 @@ def test_pretraining_refuses_a_kernel_before_it_reads_text(tmp_path):
     assert done.returncode == 2 and "train.attention=cudnn needs an NVIDIA GPU" in done.stderr
     assert "moe.top_k=3 has no effect: it needs moe.experts above 0, found 0" in done.stderr
     assert "tokens" not in done.stdout and not list(tmp_path.glob("cache/*.bin"))
+
+
+def test_every_script_answers_help_and_refuses_unknown_flags():
+    """By the one way in, which tests/core/test_script.py and test_config.py run."""
+    folders = SCRIPTS, SCRIPTS.parent / "experiments"
+    sources = {p.name: p.read_text() for f in folders for p in f.glob("*.py")}
+    mains = {name: text for name, text in sources.items() if 'if __name__ == "__main__"' in text}
+    ways = "config.run(main", "script.start(main", "argparse.ArgumentParser("
+    assert len(mains) > 20
+    assert not [name for name, text in mains.items() if not any(way in text for way in ways)]

@@ -1,0 +1,44 @@
+"""A command line that cannot be read ends a script with one sentence and exit code 2."""
+
+import pytest
+from absl import flags
+
+from megajax.core import script
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    values = flags.FlagValues()
+    flags.DEFINE_integer("train.steps", 1, "of the run", flag_values=values)
+    flags.DEFINE_integer("prune.steps", 1, "of a stage", flag_values=values)
+    flags.DEFINE_integer("best", 3, "how many", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("minutes", 1.0, "how long", flag_values=values)
+    flags.DEFINE_boolean("search", False, "or not", flag_values=values)
+    monkeypatch.setattr(flags, "FLAGS", values)
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("--trian.steps=3", "there is no flag --trian.steps. Did you mean --train.steps?"),
+        ("--steps=3", "there is no flag --steps. Did you mean --prune.steps or --train.steps?"),
+        ("--seach", "there is no flag --seach. Did you mean --search?"),
+        ("--unlike_any", "there is no flag --unlike_any"),
+        ("--best", "Missing value for --best"),
+        ("--best=0", "--best=0: 0 is not a positive integer"),
+        ("--best=x", "--best=x: must be an integer"),
+        ("--minutes=x", "--minutes=x: must be a number"),
+        ("--search=maybe", "--search=maybe: "),
+    ],
+)
+def test_what_cannot_be_read(known, capsys, word, sentence):
+    with pytest.raises(SystemExit) as end:
+        script.parse(["script.py", word])
+    shown = capsys.readouterr()
+    assert end.value.code == 2 and shown.out == ""
+    assert shown.err.startswith(f"error: {sentence}") and shown.err.count("\n") == 1
+    assert shown.err.endswith("; --help lists the flags\n")
+
+
+def test_words_are_left():
+    assert script.parse(["script.py", "a", "--best=4", "b"]) == ["script.py", "a", "b"]
