@@ -90,7 +90,7 @@ def paper() -> Config:
 def numbers(name: str, text: str) -> list[int]:
     """'1,16' -> [1, 16]. Raises: UserError."""
     words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{name}={text} must be whole numbers above 0 with commas (--{name}=1,16)")
     return [int(word) for word in words]
 
@@ -128,6 +128,11 @@ def main() -> int:
         print(f"{name}: {old} -> {new}")
     mesh_.start()
     device, on_gpu = jax.devices()[0], jax.default_backend() == "gpu"
+    if cfg.kernels == "hopper" and not on_gpu:
+        raise UserError(
+            f"kernels=hopper needs a Hopper GPU: found {device.platform}; nearest: auto, reference "
+            "(--kernels)"
+        )
     layer = f"measured on {device.device_kind}" if on_gpu else "emulated, work counted"
     about: dict[str, Any] = results.facts(device.device_kind, layer)
     about |= {"preset": config.start_name(), "model": dataclasses.asdict(cfg.model), "paper": PAPER}

@@ -116,7 +116,7 @@ def percentages(text: str) -> list[float]:
         found = [float(word) for word in text.split(",")]
     except ValueError:
         found = [-1.0]
-    if not 0 < found[0] <= found[-1] < 100 or found != sorted(set(found)):
+    if not all(0 < x < 100 for x in found) or found != sorted(set(found)):
         raise UserError(
             f"stages={text} must be rising percentages between 0 and 100 with commas "
             "(--stages=50,75,90,95)"

@@ -147,7 +147,7 @@ def main(what: str) -> int:
     benches = {"train": bench_train, "kernels": bench_kernels}
     if what not in benches:
         raise UserError(
-            f"{what!r} is not a benchmark: {list(benches)}{did_you_mean(what, benches)}"
+            f"{what!r} must be one of {', '.join(benches)}.{did_you_mean(what, benches)}"
         )
     results.writable_folder(cfg.out)
     benches[what](cfg)

@@ -261,11 +261,9 @@ def start_given() -> bool:
 
 
 def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> None:
-    """Runs a script under absl: flags, then main(*words); a UserError, or Ctrl-C where main does
-    not handle it, ends it in one line.
+    """Runs main(*words) under absl; a UserError, or Ctrl-C that main leaves, ends it in one line.
 
-    positional: how many words the command line must have beside its flags. optional: how many more
-    it may have.
+    positional: how many words the command line must have. optional: how many more it may have.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -274,13 +272,18 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
         try:
             words = argv[1:]
             if len(words) > (most := positional + optional):
-                raise UserError(f"unexpected argument {words[most]!r}: settings are --name=value")
+                raise UserError(f"unexpected argument {words[most]!r}: settings are --FLAG=VALUE")
             if len(words) < positional:
                 needed = "1 word is" if positional == 1 else f"{positional} words are"
                 raise UserError(f"{needed} needed, {len(words)} given; see --help")
             code = main(*words)
         except UserError as error:
             print(f"error: {respell(str(error), list(flags.FLAGS))}", file=sys.stderr)
+            sys.exit(2)
+        except RuntimeError as error:
+            if str(error) != "Could not determine home directory.":  # Path.expanduser
+                raise
+            print("error: a path begins with ~ and the name of no user", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)

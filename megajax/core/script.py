@@ -44,12 +44,12 @@ def parse(argv: list[str]) -> list[str]:
         sentence = " ".join(str(error).split()).replace("flag --", "--", 1)
         for python, words in NUMBERS.items():
             sentence = re.sub(python, words, sentence)
-    print(f"error: {sentence}; --help lists the flags", file=sys.stderr)
+    print(f"error: {sentence}", file=sys.stderr)
     sys.exit(2)
 
 
 def suggest(name: str) -> str:
-    """Returns '. Did you mean --x?' of the flags of the script; '' when none is near.
+    """Returns '. Did you mean --x?' of the flags of the script, or where they are listed.
 
     A name that is the last part of some flags means these: steps is train.steps or prune.steps.
     """
@@ -58,7 +58,7 @@ def suggest(name: str) -> str:
     if last:
         return f". Did you mean {' or '.join(last)}?"
     near = did_you_mean(f"--{name}", known).strip()
-    return f". {near}" if near else ""
+    return f". {near}" if near else "; --help lists them"
 
 
 @contextlib.contextmanager

@@ -54,8 +54,9 @@ def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:
 
 def check_writable(folder: Path, flag: str) -> None:
     """Refuses a folder that cannot be made or written in; makes nothing. Raises: UserError."""
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    there = folder
     try:
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:

@@ -217,12 +217,13 @@ def test_help_lists_typed_leaves(script):
         ("--inner.kind=blue", "must be one of red, green"),
         ("--inner.size=0", "error: inner.size must be at least 1"),
         ("--config=nowhere.json", "error: cannot read nowhere.json"),
-        ("stray", "error: unexpected argument 'stray'"),
+        ("--config=~nobody-here/a", "error: a path begins with ~ and the name of no user\n"),
+        ("stray", "error: unexpected argument 'stray': settings are --FLAG=VALUE"),
     ],
 )
 def test_wrong_flags_get_one_clear_message(script, flag, words):
     done = script(flag)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 

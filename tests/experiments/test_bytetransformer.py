@@ -31,3 +31,11 @@ def test_a_wrong_flag_is_one_line():
     assert done.returncode == 2
     assert done.stderr.startswith("error: lengths=64;128 must be whole numbers above 0")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_kernels_that_this_device_lacks_are_one_line(tmp_path):
+    done = experiment("--kernels=hopper", f"--out={tmp_path}/never")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: kernels=hopper needs a Hopper GPU: found cpu")
+    assert not list(tmp_path.iterdir())

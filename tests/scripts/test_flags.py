@@ -1,6 +1,7 @@
 """Scripts refuse bad settings at once, and by their own flags."""
 
 import importlib.util
+import os
 import pathlib
 
 import pytest
@@ -34,6 +35,26 @@ def test_supervise_refuses(supervise, flag, words):
         supervise.parse([flag, "--", "true"])
     assert words in str(error.value)
     supervise.parse(["--join_s=0", "--max_restarts=0", "--", "true"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--listen=127.0.0.1:99999"], r"a port of 0 to 65535 \(--listen\)"),
+        (["--out=/proc/nowhere"], r"cannot write to /proc/nowhere: No such file.*\(--out\)"),
+    ],
+)
+def test_supervise_cannot_begin(supervise, flags, words):
+    with pytest.raises(UserError, match=words):
+        supervise.drive(*supervise.parse([*flags, "--", "true"]))
+
+
+def test_a_job_goes_on_when_nobody_reads_what_it_says(supervise):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        supervise.tell("said to nobody\n", stream)
+        supervise.tell("again\n", stream)  # and nothing is left for the flush at the exit
 
 
 @pytest.mark.process
