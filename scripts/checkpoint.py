@@ -98,7 +98,7 @@ def chosen(cfg: Config, path: str) -> tuple[StepFolder, int]:
     steps, step = opened(cfg, path)
     step = steps.steps()[-1] if step is None else step
     if step not in steps.steps():
-        raise UserError(f"{steps.path} has no step {step}; it has {steps.steps()} (--step)")
+        raise store.no_step(steps.path, step, steps.steps())
     return steps, step
 
 

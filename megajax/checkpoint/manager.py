@@ -32,6 +32,7 @@ from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
+from megajax.checkpoint.store import no_step
 from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
 
@@ -272,8 +273,11 @@ class CheckpointManager:
                 return self._restore(newest, like, partial)
             except DamagedError as error:
                 self._report(newest, error)
-        bad = f"; damaged: {sorted(self._bad)}" if self._bad else ""
-        raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}{bad}")
+        if self._bad:
+            raise CheckpointError(
+                f"{self.folder} has no good checkpoint; damaged: {sorted(self._bad)}"
+            )
+        raise no_step(self.folder, None, self.steps())
 
     def _restore(self, step: int, like: Tree, partial: bool) -> Tree:
         folder = self._steps.step(step)
@@ -339,7 +343,7 @@ class CheckpointManager:
 
     def _existing(self, step: int) -> int:
         if (number := leaves.step_number(step)) not in self.steps():
-            raise CheckpointError(f"{self.folder} has no step {step}; it has {self.steps()}")
+            raise no_step(self.folder, step, self.steps())
         return number
 
     def _check_few(self, step: int, record: Record | None) -> None:

@@ -73,7 +73,7 @@ def verify(steps: StepFolder, step: int) -> Record:
     has no record because plain Orbax wrote it.
     """
     if step not in steps.steps():
-        raise CheckpointError(f"{steps.path} has no step {step}; it has {steps.steps()}")
+        raise store.no_step(steps.path, step, steps.steps())
     record = steps.record(step)
     if record is None:
         raise CheckpointError(

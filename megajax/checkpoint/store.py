@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,13 @@ ADDRESS = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gcs": "the network and its 
 
 class CheckpointError(UserError):
     """A step that cannot be saved, found or restored."""
+
+
+def no_step(folder: Any, step: int | None, steps: Sequence[int]) -> CheckpointError:
+    """Returns the error of a step, None: of any, that a folder has not."""
+    if not steps:
+        return CheckpointError(f"{folder} has no checkpoint (--run_dir)")
+    return CheckpointError(f"{folder} has no step {step}; it has {list(steps)} (--step)")
 
 
 class StoreError(CheckpointError):

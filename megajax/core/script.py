@@ -53,11 +53,11 @@ def suggest(name: str) -> str:
 
     A name that is the last part of some flags means these: steps is train.steps or prune.steps.
     """
-    known = {f"--{flag}" for flag in flags.FLAGS}
-    last = sorted(flag for flag in known if flag.endswith(f".{name}"))
+    last = sorted(flag for flag in flags.FLAGS if flag.endswith(f".{name}"))
     if last:
-        return f". Did you mean {' or '.join(last)}?"
-    near = did_you_mean(f"--{name}", known).strip()
+        return f". Did you mean {' or '.join(f'--{flag}' for flag in last)}?"
+    own = [f for f in flags.FLAGS if flags.FLAGS.find_module_defining_flag(f)[:4] != "absl"]
+    near = did_you_mean(name, own).strip().replace("mean ", "mean --")
     return f". {near}" if near else "; --help lists them"
 
 

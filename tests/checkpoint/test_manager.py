@@ -261,10 +261,10 @@ def test_a_tree_that_does_not_fit_is_refused(tmp_path, wanted, words):
 
 def test_a_missing_step_is_named(tmp_path):
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(UserError, match="has no step None; it has \\[\\]"):
+    with pytest.raises(UserError, match=r"has no checkpoint \(--run_dir\)"):
         manager.restore(like={})
     manager.save(1, {"x": jnp.ones(3)}, data_state={}).result()
-    with pytest.raises(UserError, match="has no step 4; it has \\[1\\]"):
+    with pytest.raises(UserError, match=r"has no step 4; it has \[1\] \(--step\)"):
         manager.restore(4, like={})
 
 

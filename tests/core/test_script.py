@@ -13,6 +13,7 @@ def known(monkeypatch):
     flags.DEFINE_integer("prune.steps", 1, "of a stage", flag_values=values)
     flags.DEFINE_integer("best", 3, "how many", lower_bound=1, flag_values=values)
     flags.DEFINE_float("minutes", 1.0, "how long", flag_values=values)
+    flags.DEFINE_string("out", "", "where", flag_values=values)
     flags.DEFINE_boolean("search", False, "or not", flag_values=values)
     monkeypatch.setattr(flags, "FLAGS", values)
 
@@ -23,6 +24,7 @@ def known(monkeypatch):
         ("--trian.steps=3", "there is no flag --trian.steps. Did you mean --train.steps?"),
         ("--steps=3", "there is no flag --steps. Did you mean --prune.steps or --train.steps?"),
         ("--seach", "there is no flag --seach. Did you mean --search?"),
+        ("--foo=1", "there is no flag --foo; --help lists them"),
         ("--unlike_any", "there is no flag --unlike_any; --help lists them"),
         ("--best", "Missing value for --best"),
         ("--best=0", "--best=0: 0 is not a positive integer"),

@@ -52,7 +52,7 @@ def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
 def test_folders_that_cannot_be_written(tmp_path):
     """/proc refuses every user, root too; a file is no folder."""
     (tmp_path / "file").write_text("")
-    for folder in (Path("/proc/run"), tmp_path / "file" / "run"):
+    for folder in (Path("/proc/run"), tmp_path / "file" / "run", tmp_path / ("long" * 99)):
         with pytest.raises(UserError, match=r"cannot write to .*\(--run_dir\)"):
             run({}, CPU, folder)
         with pytest.raises(UserError, match=r"cannot write to .*\(--checkpoint.dir\)"):
