@@ -36,6 +36,7 @@ from megajax.checkpoint.layouts import (
     convert,
     units,
 )
+from megajax.checkpoint.store import no_step
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
@@ -98,7 +99,7 @@ def chosen(cfg: Config, path: str) -> tuple[StepFolder, int]:
     steps, step = opened(cfg, path)
     step = steps.steps()[-1] if step is None else step
     if step not in steps.steps():
-        raise store.no_step(steps.path, step, steps.steps())
+        raise no_step(steps.path, step, steps.steps())
     return steps, step
 
 

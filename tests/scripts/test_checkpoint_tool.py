@@ -166,6 +166,7 @@ def test_damage_is_found(tmp_path):
         (["verfy", "."], "must be one of ls, inspect, verify, diff.*Did you mean verify"),
         (["diff", "."], "diff needs two folders"),
         (["ls", "/nowhere"], "/nowhere has no checkpoint"),
+        (["inspect", "RUN", "--step=77"], r"has no step 77; it has \[.*\] \(--step\)"),
         (["reshard", "RUN", "RUN"], "RUN is RUN, which is read: .*; nearest: RUN-new"),
         (
             ["reshard", "RUN", "RUN-new", "--there=stages:0"],
