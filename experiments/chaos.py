@@ -15,6 +15,7 @@ import megajax.core.interrupted  # noqa: F401
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,11 +100,22 @@ def supervise(cfg: Config, folder: Path, faults: list[tuple[str, int, int]]) -> 
     ]  # fmt: skip
     began = time.time()
     with open(folder / "output.txt", "w") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode:
+        code = finish(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+    if code:
         tail = "\n".join((folder / "output.txt").read_text().splitlines()[-15:])
-        raise UserError(f"the supervised job ended with {done.returncode}:\n{tail}")
+        raise UserError(f"the supervised job ended with {code}:\n{tail}")
     return time.time() - began
+
+
+def finish(job: subprocess.Popen) -> int:
+    """Waits for a driver, after Ctrl-C too: only it can end the processes of its job, which write
+    into a folder that is removed next. Returns its exit code."""
+    try:
+        return job.wait()
+    except KeyboardInterrupt:
+        job.send_signal(signal.SIGINT)  # where it had the one of the terminal, it ends at once
+        job.wait()
+        raise
 
 
 def parameters(folder: Path, step: int) -> dict[str, np.ndarray]:

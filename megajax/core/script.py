@@ -56,7 +56,8 @@ def suggest(name: str) -> str:
     last = sorted(flag for flag in flags.FLAGS if flag.endswith(f".{name}"))
     if last:
         return f". Did you mean {' or '.join(f'--{flag}' for flag in last)}?"
-    own = [f for f in flags.FLAGS if flags.FLAGS.find_module_defining_flag(f)[:4] != "absl"]
+    known = flags.FLAGS
+    own = [f for f in known if not str(known.find_module_defining_flag(f)).startswith("absl")]
     near = did_you_mean(name, own).strip().replace("mean ", "mean --")
     return f". {near}" if near else "; --help lists them"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from megajax.checkpoint import object_folder, store
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.parallel.overlap import refuse_fused
@@ -32,8 +33,24 @@ def check(cfg: Config, device: jax.Device, folder: Path) -> None:
             "wandb, or none (--log.wandb)"
         )
     check_writable(folder, "run_dir")
-    if cfg.checkpoint.dir is not None and "://" not in cfg.checkpoint.dir:
+    if cfg.checkpoint.dir is not None and "://" in cfg.checkpoint.dir:
+        check_address(cfg.checkpoint.dir)
+    elif cfg.checkpoint.dir is not None:
         check_writable(expand(cfg.checkpoint.dir, "checkpoint.dir"), "checkpoint.dir")
+
+
+def check_address(address: str) -> None:
+    """Refuses an address that is no object store's, or names no bucket; asks no store.
+
+    Raises: UserError.
+    """
+    try:
+        if store.is_address(address):
+            store.ObjectPath(address).spec()
+        else:
+            object_folder.open_steps(address)
+    except store.CheckpointError as error:
+        raise UserError(f"{error} (--checkpoint.dir)") from None
 
 
 def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:

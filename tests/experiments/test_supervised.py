@@ -185,3 +185,27 @@ def test_memory_outlives_a_trainer_and_goes_with_its_agent(home, straight):
     assert "resumed after step 10 " in logs(folder, 2)
     nothing_is_left(folder)
     same(folder, straight)
+
+
+@pytest.mark.process
+def test_chaos_lets_a_driver_end_its_job_after_ctrl_c():
+    """SIGKILL, which subprocess.run would send, leaves the processes of the job behind."""
+    program = """if True:
+        import signal, subprocess, sys
+        sys.path.insert(0, "experiments")
+        import chaos
+        def ring(*_):
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, ring)
+        job = subprocess.Popen(["sleep", "60"])
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            chaos.finish(job)
+        except KeyboardInterrupt:
+            print(job.returncode)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == f"{-signal.SIGINT}\n", done.stderr

@@ -59,6 +59,13 @@ def test_folders_that_cannot_be_written(tmp_path):
             run({"checkpoint.dir": str(folder)}, CPU, tmp_path)
 
 
+@pytest.mark.parametrize("address", ["s3://", "gs://", "ftp://host/run"])
+def test_addresses_of_no_store(tmp_path, address):
+    with pytest.raises(UserError, match=rf"{address}.*\(--checkpoint.dir\)"):
+        run({"checkpoint.dir": address}, CPU, tmp_path)
+    run({"checkpoint.dir": "s3://bucket/run"}, CPU, tmp_path)  # it is not asked
+
+
 class Bare(ByteTokenizer):
     begin = None
 
