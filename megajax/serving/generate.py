@@ -64,10 +64,10 @@ class Generator:
     ) -> list[list[int]]:
         """Returns the continuation of each prompt, without the prompt and from `end` on cut off.
 
-        Raises: UserError for an empty prompt or more positions than the model has.
+        Raises: UserError for a prompt that is empty or no ids of the vocabulary, or more positions
+        than the model has.
         """
-        if not prompts or any(len(p) == 0 for p in prompts):
-            raise UserError("a prompt must have at least one token (--prompt)")
+        check_request(prompts, new_tokens, self._cfg.vocab)
         longest = max(map(len, prompts))
         total = longest + new_tokens
         if total > self._cfg.max_positions:
@@ -171,3 +171,24 @@ class Generator:
         x_B1D = jnp.where(here_BS1, x_BSD, 0).sum(1, keepdims=True)
         logits_BV = parts.head(params, x_B1D)[:, 0]
         return reshard(logits_BV, self._layout.act("batch", None)), cache
+
+
+def check_request(prompts: Sequence[Sequence[int]], new_tokens: int, vocab: int) -> None:
+    """Refuses what no table of embeddings has a row for, which JAX would clip without a word.
+
+    Raises: UserError.
+    """
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows or any(row.size == 0 for row in rows):
+        raise UserError("a prompt must have at least one token (--prompt)")
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or row.dtype.kind not in "iu":
+            raise UserError(f"prompts[{i}] must be a list of token ids, whole numbers (--prompt)")
+        if row.min() < 0 or row.max() >= vocab:
+            wrong = row[(row < 0) | (row >= vocab)][0]
+            raise UserError(
+                f"prompts[{i}] has the token id {wrong}; the vocabulary has 0 to {vocab - 1} "
+                "(--prompt)"
+            )
+    if not isinstance(new_tokens, (int, np.integer)) or new_tokens < 0:
+        raise UserError(f"new_tokens={new_tokens} must be a whole number of at least 0")

@@ -12,7 +12,7 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
 from megajax.parallel import collective_matmul, overlap, sharding, tensor
-from megajax.serving.generate import Generator
+from megajax.serving.generate import Generator, check_request
 from megajax.serving.sampling import SamplingConfig, sample
 from pallas_kernels.collective import api
 from tests.tiny import DEEPSEEK, MODEL, MQA, RICH
@@ -149,3 +149,21 @@ def test_a_sliding_window_decodes_as_it_trains():
     lo = sharding.layout(MeshSpec(data=1).build())
     out = Generator(cfg, lo.mesh, sampling=GREEDY)(placed(params, cfg, lo), [[3, 1, 4, 1, 5]], 8)
     assert out[0] == one_by_one(cfg, params, [3, 1, 4, 1, 5], 8)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "words"),
+    [
+        ([[1], [3, 64]], 2, r"prompts\[1\] has the token id 64; the vocabulary has 0 to 63"),
+        ([[-1]], 2, "has the token id -1"),
+        ([[1.5]], 2, r"prompts\[0\] must be a list of token ids"),
+        ("abc", 2, "must be a list of token ids"),
+        ([1, 2], 2, "must be a list of token ids"),
+        ([[1]], -3, "new_tokens=-3 must be a whole number of at least 0"),
+        ([[1]], 2.5, "new_tokens=2.5 must be"),
+    ],
+)
+def test_what_is_no_request_is_refused(prompts, new, words):
+    with pytest.raises(UserError, match=words):
+        check_request(prompts, new, 64)
+    check_request([[0, 63], np.array([5])], 0, 64)
