@@ -14,10 +14,12 @@ from absl import app, flags
 from megajax.core import help as help_
 from megajax.core.errors import did_you_mean
 
-# What absl says of a flag that holds no number, in Python's words: ours.
-NUMBERS = {
+# What absl says of a flag that cannot be parsed, and our words for it.
+WORDS = {
     r"invalid literal for int\(\).*": "must be an integer",
     r"could not convert string to float.*": "must be a number",
+    r"\('Non-boolean argument to boolean flag'.*": "must be true or false",
+    r"^ERROR:+ ": "",
 }
 
 
@@ -42,7 +44,7 @@ def parse(argv: list[str]) -> list[str]:
         sentence = f"there is no flag --{error.flagname}{suggest(error.flagname)}"
     except flags.Error as error:
         sentence = " ".join(str(error).split()).replace("flag --", "--", 1)
-        for python, words in NUMBERS.items():
+        for python, words in WORDS.items():
             sentence = re.sub(python, words, sentence)
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(2)

@@ -24,13 +24,14 @@ def known(monkeypatch):
         ("--trian.steps=3", "there is no flag --trian.steps. Did you mean --train.steps?"),
         ("--steps=3", "there is no flag --steps. Did you mean --prune.steps or --train.steps?"),
         ("--seach", "there is no flag --seach. Did you mean --search?"),
+        ("--flagfile=/nowhere", "Unable to open flagfile: "),
         ("--foo=1", "there is no flag --foo; --help lists them"),
         ("--unlike_any", "there is no flag --unlike_any; --help lists them"),
         ("--best", "Missing value for --best"),
         ("--best=0", "--best=0: 0 is not a positive integer"),
         ("--best=x", "--best=x: must be an integer"),
         ("--minutes=x", "--minutes=x: must be a number"),
-        ("--search=maybe", "--search=maybe: "),
+        ("--search=maybe", "--search=maybe: must be true or false"),
     ],
 )
 def test_what_cannot_be_read(known, capsys, word, sentence):
