@@ -97,14 +97,18 @@ def cross_entropy(
     """Sums -log p(target) and log(Z)^2.
 
     Args: targets_BS: int32, negative: not predicted, and what hidden holds there, NaN too, reaches
-      neither a sum nor a gradient. logits: (B,s,D) -> float32 (B,s,V), pads
-      masked. chunks: pieces of the sequence; must divide S. cut: of the vocabulary.
+      neither a sum nor a gradient, unless the type of hidden names reduced axes. logits: (B,s,D) ->
+      float32 (B,s,V), pads masked. chunks: pieces of the sequence; must divide S. cut: of the
+      vocabulary.
     """
 
     def piece(h_BSD: jax.Array, t_BS: jax.Array) -> LossSums:
         # A product sums over rows, and 0 times a NaN that a row held would be NaN.
         valid_BS = t_BS >= 0
-        z_BSV = logits(jnp.where(valid_BS[..., None], h_BSD, jnp.zeros((), h_BSD.dtype)))
+        # (jax 0.11.2 refuses the select where a type says `reduced`: there nothing is left out.)
+        if not jax.typeof(h_BSD).sharding.spec.reduced:
+            h_BSD = jnp.where(valid_BS[..., None], h_BSD, jnp.zeros((), h_BSD.dtype))
+        z_BSV = logits(h_BSD)
         # A select and a sum: take_along_axis would gather a vocabulary that is cut.
         hit_BSV = t_BS[..., None] == cut.ids(z_BSV.shape[-1])[None, None]
         target_BS = cut.sum(jnp.where(hit_BSV, z_BSV, 0.0).sum(-1))
