@@ -259,7 +259,11 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
     listener = listen(s.listen)
     secret = find_secret(s) or secrets.token_hex(16)
     out = new_folder() if s.out is None else Path(s.out).absolute()
-    lock = hold(out)
+    try:
+        lock = hold(out)
+    except UserError:
+        listener.close()
+        raise
     tls = find_tls(s, out)
     address = own_address(listener)
     host, port = split_address(s.listen, "--listen")[0], listener.getsockname()[1]

@@ -20,8 +20,9 @@ def read(path: str | Path, flag: str = "config") -> Mapping[str, Any]:
 
     flag: which named it, for messages. Raises: UserError naming the file and the flag.
     """
+    file = expand(path, flag)
     try:
-        return parse(expand(path, flag).read_text(), Path(path).suffix)
+        return parse(file.read_text(), file.suffix)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror} (--{flag})") from None
     except ValueError as error:

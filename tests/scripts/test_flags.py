@@ -1,7 +1,6 @@
 """Scripts refuse bad settings at once, and by their own flags."""
 
 import importlib.util
-import os
 import pathlib
 
 import pytest
@@ -40,21 +39,13 @@ def test_supervise_refuses(supervise, flag, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--listen=127.0.0.1:99999"], r"a port of 0 to 65535 \(--listen\)"),
-        (["--out=/proc/nowhere"], r"cannot write to /proc/nowhere: No such file.*\(--out\)"),
+        (["--listen=127.0.0.1:99999"], r"a port from 0 to 65535.*\(--listen\)"),
+        (["--out=/proc/nowhere"], r"cannot write into /proc/nowhere: No such file.*\(--out\)"),
     ],
 )
 def test_supervise_cannot_begin(supervise, flags, words):
     with pytest.raises(UserError, match=words):
         supervise.drive(*supervise.parse([*flags, "--", "true"]))
-
-
-def test_a_job_goes_on_when_nobody_reads_what_it_says(supervise):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as stream:
-        supervise.tell("said to nobody\n", stream)
-        supervise.tell("again\n", stream)  # and nothing is left for the flush at the exit
 
 
 @pytest.mark.process

@@ -31,6 +31,8 @@ from megajax.systems.elastic.wire import Line, join_address, split_address
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 SUPERVISE = str(ROOT / "scripts" / "supervise.py")
 process = pytest.mark.process
+# An agent forks; jax, which other tests of this process use, warns of that and no agent has it.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
 def wait_for(condition, seconds=10.0):
