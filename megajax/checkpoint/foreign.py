@@ -17,12 +17,14 @@ import numpy as np
 from megajax.checkpoint.offline import CODES
 from megajax.checkpoint.safetensors import INDEX, SHARD_BYTES, SINGLE, TensorFolder, write_folder
 from megajax.checkpoint.torch_dcp import METADATA, DcpFolder
-from megajax.checkpoint.torch_files import Tensor, TorchFile, plain, tensors
+from megajax.checkpoint.torch_files import Plain, Tensor, TorchFile, tensors
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 
 Kind = Literal["safetensors", "dcp", "megatron", "torch"]
 DATA_STATE = "data_state.json"  # beside exported tensors
+MAX_JSON = 2**26  # (chosen) bytes of a file of settings or notes
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def write(source: Foreign, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
 def _is_megatrons(folder: Path) -> bool:
     """Tells Megatron's DCP folders by the file that its writer puts beside."""
     try:
-        return "sharded_backend" in json.loads((folder / "metadata.json").read_text())
+        return "sharded_backend" in files.read_json(folder / "metadata.json", MAX_JSON)
     except (OSError, ValueError, TypeError):
         return False
 
@@ -107,7 +109,7 @@ def _megatron(path: Path, step: int | None, vocab: int | None, config: str | Non
     given = None
     if config is not None:
         try:
-            given = json.loads(expand(config).read_text())
+            given = files.read_json(expand(config), MAX_JSON)
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {config}: {error} (--hf_config)") from None
     found = MegatronFolder(path, step, vocab, given)
@@ -118,9 +120,9 @@ def _megatron(path: Path, step: int | None, vocab: int | None, config: str | Non
 def _dcp(path: Path, step: int) -> Foreign:
     found = DcpFolder(path)
     objects: dict[str, Any] = {}
-    left_out = []
+    left_out, plain = [], Plain()
     for name in found.objects:
-        _keep(name, found.value(name), objects, left_out)
+        _keep(name, found.value(name), plain, objects, left_out)
     shapes = {name: (x.shape, x.dtype) for name, x in found.tensors.items()}
     notes = {"imported": str(path), "objects": objects}
     return Foreign(shapes, found.view, step, None, notes, left_out)
@@ -130,17 +132,20 @@ def _torch(path: Path, step: int) -> Foreign:
     found: dict[str, Tensor] = {}
     objects: dict[str, Any] = {}
     left_out: list[str] = []
-    for name, value in tensors(TorchFile(path).value):
+    plain = Plain()
+    for name, value in tensors(TorchFile(path).value, str(path)):
         if isinstance(value, Tensor):
             found[name] = value
         else:
-            _keep(name, value, objects, left_out)
+            _keep(name, value, plain, objects, left_out)
     shapes = {name: (x.shape, x.dtype) for name, x in found.items()}
     notes = {"imported": str(path), "objects": objects}
     return Foreign(shapes, lambda name: found[name].read(), step, None, notes, left_out)
 
 
-def _keep(name: str, value: Any, objects: dict[str, Any], left_out: list[str]) -> None:
+def _keep(
+    name: str, value: Any, plain: Plain, objects: dict[str, Any], left_out: list[str]
+) -> None:
     """Files what is no tensor: what JSON can say is kept."""
     try:
         objects[name] = plain(value)
@@ -149,12 +154,17 @@ def _keep(name: str, value: Any, objects: dict[str, Any], left_out: list[str]) -
 
 
 def _safetensors(path: Path, step: int) -> Foreign:
-    files = TensorFolder(path)
-    views = {name: files.view(name) for name in files.names()}
+    found = TensorFolder(path)
     file = path / DATA_STATE
     try:
-        notes = json.loads(file.read_text()) if file.exists() else {}
+        notes = files.read_json(file, MAX_JSON) if file.exists() else {}
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
-    shapes = {name: (view.shape, view.dtype) for name, view in views.items()}
-    return Foreign(shapes, files.view, step, None, notes)
+    if not isinstance(notes, dict):
+        raise UserError(f"{file} must hold a JSON object, not a {type(notes).__name__}")
+    shapes = {name: found.kind(name) for name in found.names()}
+    return Foreign(shapes, found.view, step, None, notes)

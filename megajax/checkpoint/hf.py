@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.checkpoint.safetensors import SHARD_BYTES, TensorFolder, write_folder
 from megajax.core import config as config_
+from megajax.core import files as files_
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.paths import expand
@@ -33,6 +34,7 @@ from megajax.models.parts import map_words
 
 ModelConfig = DecoderConfig | EncoderConfig
 FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES)
+MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
@@ -46,10 +48,12 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
     """
     file = expand(path) / "config.json"
     try:
-        found = json.loads(file.read_text())
+        found = files_.read_json(file, MAX_CONFIG)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror} (--{flag})") from None
-    except (ValueError, RecursionError) as error:
+    except UserError as error:
+        raise UserError(f"{error} (--{flag})") from None
+    except ValueError as error:
         raise UserError(f"{file} is not JSON: {error} (--{flag})") from None
     try:
         kind = check_members(found).get("model_type")

@@ -21,12 +21,14 @@ from typing import Any
 from isal import isal_zlib
 
 from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError, kvstore
+from megajax.core.files import parse_json, read_bytes
 
 RECORD = "integrity.json"
 PART = "integrity.part-"  # what one process of a job found, until the record is written
 CHUNK = 16 * 2**20  # bytes a checksum covers (chosen: a read that disks do at full rate)
 SMALL = 64 * 2**10  # files up to here are checked even when a check is to be fast
 BLOCK = 2**20  # bytes read at once (chosen: they stay in the cache for the checksum)
+MAX_RECORD = 2**30  # (chosen) bytes of a record; one of 10 TB has 8 MB of checksums
 WORKERS = 4  # threads that read; reads and checksums let go of the interpreter lock
 
 
@@ -99,14 +101,15 @@ def read_record(folder: Path) -> Record:
     """Returns the record of a step. Raises: DamagedError when there is none or it is damaged."""
     path = folder / RECORD
     try:
-        text = path.read_bytes().decode()
+        raw = path.read_bytes() if isinstance(path, ObjectPath) else read_bytes(path, MAX_RECORD)
+        text = raw.decode()
         body = text[len(_sealed("")) - 2 : -2]
         if _sealed(body) != text:
             raise ValueError("its checksum is not that of its text")
-        found = json.loads(body)
-        files = {n: FileSum(**f) for n, f in found.pop("files").items()}
+        found = parse_json(body)
+        files = {_inside(n): FileSum(**f) for n, f in found.pop("files").items()}
         leaves = {n: LeafSum(**x) for n, x in found.pop("leaves").items()}
-        return Record(files=files, leaves=leaves, **found)
+        return _check_record(Record(files=files, leaves=leaves, **found))
     except StoreError:
         raise
     except OSError as error:
@@ -117,6 +120,43 @@ def read_record(folder: Path) -> Record:
 
 
 GONE = "restore a newer one, or let the run keep more (--checkpoint.keep)"
+
+
+def _inside(name: str) -> str:
+    """Returns the name of a file below a step's folder. Raises: ValueError for any other."""
+    if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{name[:200]!r} leads out of the step's folder")
+    return name
+
+
+def _check_record(record: Record) -> Record:
+    """Returns a record whose every member is of its type. Raises: ValueError."""
+    if type(record.step) is not int or record.version != 1:
+        raise ValueError(f"step {record.step!r:.40}, version {record.version!r:.40}")
+    if record.metric is not None and type(record.metric) not in (int, float):
+        raise ValueError("a metric that is no number")
+    for name, file in record.files.items():
+        chunks = _naturals(file.crc32, 2**32)
+        if type(file.bytes) is not int or chunks != -(-file.bytes // CHUNK):
+            raise ValueError(f"{name[:200]} has {chunks} checksums for {file.bytes!r:.40} bytes")
+    for name, leaf in record.leaves.items():
+        if not isinstance(leaf.dtype, str):
+            raise ValueError(f"leaf {name[:200]} has a dtype that is no text")
+        if _naturals(leaf.shape, 2**62) > 64:
+            raise ValueError(f"leaf {name[:200]} has {len(leaf.shape)} dimensions")
+        _naturals(leaf.fingerprint, 2**64)
+    return record
+
+
+def _naturals(values: Any, above: int) -> int:
+    """Returns how many there are in a list of whole numbers from 0. Raises: ValueError."""
+    if not isinstance(values, list) or any(
+        type(n) is not int or not 0 <= n < above for n in values
+    ):
+        raise ValueError(f"what is no list of whole numbers below {above}")
+    return len(values)
+
+
 REMEDY = "restore another step, or copy this one again from where it came"
 
 

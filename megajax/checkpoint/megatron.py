@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.megatron_files import find_step, open_step
+from megajax.checkpoint.torch_files import show
 from megajax.core.errors import UserError
 from megajax.models import names
 from megajax.models.decoder_config import DecoderConfig
 
 Change = Callable[[np.ndarray, DecoderConfig], np.ndarray]
+MAX_ITERATION = 10**12  # (chosen) steps that a training may have
 
 # What changes the arithmetic, and the one value that ours has.
 PLAIN = {
@@ -55,11 +57,15 @@ class MegatronFolder:
         self._source = open_step(find_step(path, step))
         self.folder, self.left_out = self._source.folder, self._source.left_out
         self.iteration = self._source.iteration if type(self._source.iteration) is int else 0
-        if config is None:
-            config = to_hf_config(self._source.args, vocab)
+        if not 0 <= self.iteration <= MAX_ITERATION:
+            raise UserError(f"{self.folder} is of iteration {show(self.iteration)}")
         try:
+            if config is None:
+                config = to_hf_config(self._source.args, vocab)
             self._cfg = names.from_hf_config(config)
-        except (LookupError, TypeError, ArithmeticError) as error:
+        except UserError:
+            raise
+        except (LookupError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
             raise UserError(f"the configuration lacks or distorts {error} (--hf_config)") from None
         self.config = dict(config)
         self._homes = self._find()
@@ -78,7 +84,14 @@ class MegatronFolder:
         At most two tensors are in memory while it is made.
         """
         home, change = self._homes[name]
-        found = change(self._source.read(home, self._cfg.activation == "swiglu"), self._cfg)
+        try:
+            found = change(self._source.read(home, self._cfg.activation == "swiglu"), self._cfg)
+        except UserError:
+            raise
+        except (ValueError, IndexError, TypeError) as error:  # NumPy's words on the shapes
+            raise UserError(
+                f"{self.folder}: the shapes of {home} are not those of the configuration: {error}"
+            ) from None
         if found.shape != self.tensors[name][0]:
             raise UserError(
                 f"{self.folder}: {home} gives {name} the shape {found.shape}, the configuration "
@@ -162,9 +175,9 @@ def _family(args: Mapping[str, Any]) -> str:
         if tanh and not qk_norm and not args.get("group_query_attention", False):
             return "gpt2"
     raise UserError(
-        f"no family of ours has normalization={norm}, position_embedding_type={place}, "
-        f"swiglu={swiglu}, add_bias_linear={biased}, add_qkv_bias={qkv_bias}, "
-        f"qk_layernorm={qk_norm}; llama, qwen2, qwen3 and gpt2 (GELU by tanh) can be imported"
+        f"no family of ours has normalization={show(norm)}, position_embedding_type={show(place)}, "
+        f"swiglu={show(swiglu)}, add_bias_linear={show(biased)}, add_qkv_bias={show(qkv_bias)}, "
+        f"qk_layernorm={show(qk_norm)}; llama, qwen2, qwen3 and gpt2 (GELU by tanh) can be imported"
     )
 
 

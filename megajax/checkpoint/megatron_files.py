@@ -7,23 +7,27 @@ chunk c of stage s follows chunk c of stage s - 1 (interleaving: arXiv 2104.0447
 and cuts: NVIDIA/Megatron-LM, tools/checkpoint and megatron/core. No jax.
 """
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.pickles import Record
+from megajax.checkpoint.pickles import Global, Record
 from megajax.checkpoint.torch_dcp import METADATA, DcpFolder
-from megajax.checkpoint.torch_files import Tensor, TorchFile, tensors
+from megajax.checkpoint.torch_files import Plain, Tensor, TorchFile, show, tensors, word
+from megajax.core import files
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
-RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+MAX_LAYERS = 2**14  # (chosen: ten times the deepest networks)
+RANK = re.compile(r"mp_rank_([0-9]{1,7})(?:_([0-9]{1,7}))?")
+CHUNK = re.compile(r"model[0-9]{0,4}")
+LAYER = re.compile(r"decoder\.layers\.([0-9]{1,7})\.(.+)")
 STACKED = re.compile(r"decoder\.layers\.([^.\d].*)")
 
 # The legacy model's words and Transformer Engine's fused norms -> Megatron-Core's plain words.
@@ -68,15 +72,16 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
     folder = expand(path)
     if step is None and any(folder.glob("mp_rank_*")) or (folder / METADATA).is_file():
         return folder
-    word = f"{step}"
+    said = f"{step}"
     if step is None:
         try:
-            word = (folder / TRACKER).read_text().strip()
-        except (OSError, ValueError):
+            said = files.read_bytes(folder / TRACKER, 2**12).decode().strip()
+        except (OSError, UnicodeDecodeError):
             raise UserError(f"{folder} has neither {TRACKER} nor ranks of Megatron") from None
-    found = folder / (f"iter_{int(word):07d}" if word.isdecimal() else "release")
-    if not found.is_dir() or not (word.isdecimal() or word == "release"):
-        raise UserError(f"{folder} has no checkpoint {word[:50]} (--step)")
+    is_number = said.isdecimal() and len(said) <= 18
+    found = folder / (f"iter_{int(said):07d}" if is_number else "release")
+    if not found.is_dir() or not (is_number or said == "release"):
+        raise UserError(f"{folder} has no checkpoint {said[:50]} (--step)")
     return found
 
 
@@ -102,25 +107,27 @@ class Ranks:
     def __init__(self, folder: Path):
         """Reads the structure of every file."""
         self.folder = folder
-        files = self._files()
-        first = files[0, 0].value
+        ranks = self._files()
+        first = ranks[0, 0].value
         self.args = _arguments(first)
         self.iteration = first.get("iteration", 0)
-        self.left_out = sorted(str(k) for k in first if not re.fullmatch(_KNOWN, str(k)))
+        self.left_out = sorted(w for w in map(word, first) if not re.fullmatch(_KNOWN, w))
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, int | float) or version < 2:
             raise UserError(
-                f"{folder} has checkpoint_version {version}: its queries, keys and values are in "
-                "another order; load it with Megatron-LM and save it again"
+                f"{folder} has checkpoint_version {show(version)}: its queries, keys and "
+                "values are in another order; load it with Megatron-LM and save it again"
             )
-        self._tensor_ranks = 1 + max(t for t, _ in files)
-        self._check_args(1 + max(p for _, p in files))
+        self._tensor_ranks = 1 + max(t for t, _ in ranks)
+        self._check_args(1 + max(p for _, p in ranks))
         self.names: dict[str, list[Tensor]] = {}
-        self._collect(files)
+        self._collect(ranks)
 
     def read(self, name: str, gated: bool = False) -> np.ndarray:
         """Returns a whole tensor. gated: each rank holds a piece of the gate, then one of up."""
         pieces = [t.read() for t in self.names[name]]
+        if any(p.dtype != pieces[0].dtype for p in pieces):
+            raise UserError(f"{self.folder}: {name} is of several types on its tensor ranks")
         cut = CUT.get(".".join(name.split(".")[-2:]))
         if cut is None:
             if any(not np.array_equal(pieces[0], p, equal_nan=True) for p in pieces[1:]):
@@ -149,43 +156,49 @@ class Ranks:
             opened = TorchFile(file)
             if not isinstance(opened.value, dict):
                 raise UserError(f"{file} holds no dictionary")
-            found[int(rank[1]), int(rank[2] or 0)] = opened
+            place = int(rank[1]), int(rank[2] or 0)
+            if place in found:
+                raise UserError(f"{home} is a second folder of tensor and pipeline rank {place}")
+            found[place] = opened
         if not found:
             raise UserError(f"{self.folder} has no mp_rank_* folders")
         tensor, pipe = (1 + max(r[d] for r in found) for d in (0, 1))
-        if missing := [r for r in np.ndindex(tensor, pipe) if r not in found]:
-            words = ", ".join(f"mp_rank_{t:02d}_{p:03d}" for t, p in missing[:5])
+        places = ((t, p) for t in range(tensor) for p in range(pipe))  # may be 10^14 of them
+        if missing := list(itertools.islice((r for r in places if r not in found), 5)):
+            words = ", ".join(f"mp_rank_{t:02d}_{p:03d}" for t, p in missing)
             raise UserError(f"{self.folder} lacks {words}")
         return found
 
     def _check_args(self, pipe: int) -> None:
-        for word, there in (("tensor", self._tensor_ranks), ("pipeline", pipe)):
-            said = self.args.get(f"{word}_model_parallel_size", there)
+        for kind, there in (("tensor", self._tensor_ranks), ("pipeline", pipe)):
+            said = self.args.get(f"{kind}_model_parallel_size", there)
             if said != there:
                 raise UserError(
-                    f"{self.folder} has {there} {word} ranks, its arguments say {said}: "
+                    f"{self.folder} has {there} {kind} ranks, its arguments say {show(said)}: "
                     "files are missing or of another run"
                 )
 
-    def _collect(self, files: dict[tuple[int, int], TorchFile]) -> None:
+    def _collect(self, ranks: dict[tuple[int, int], TorchFile]) -> None:
         """Gathers the model's tensors; layers get their numbers over the pipeline."""
-        first = files[0, 0].value
-        chunks = sorted((k for k in first if re.fullmatch(r"model\d*", str(k))), key=_number)
+        first = ranks[0, 0].value
+        named = (k for k in first if isinstance(k, str) and CHUNK.fullmatch(k))
+        chunks = sorted(named, key=_number)
         if not chunks:
-            raise UserError(f"{files[0, 0].where} has no model")
-        stages, before = 1 + max(p for _, p in files), 0
+            raise UserError(f"{ranks[0, 0].where} has no model")
+        stages, before = 1 + max(p for _, p in ranks), 0
         for chunk in chunks:
             for stage in range(stages):
                 layers: set[int] = set()
                 for rank in range(self._tensor_ranks):
-                    file = files[rank, stage]
+                    file = ranks[rank, stage]
                     for name, tensor in _model_tensors(file, chunk):
                         if layer := LAYER.fullmatch(name):
                             layers.add(int(layer[1]))
                             name = f"decoder.layers.{before + int(layer[1])}.{layer[2]}"
                         self._add(name, rank, tensor, file.where)
                 if layers != set(range(len(layers))):
-                    raise UserError(f"{files[0, stage].where} lacks layers: it has {layers}")
+                    some = ", ".join(map(str, sorted(layers)[:20]))
+                    raise UserError(f"{ranks[0, stage].where} lacks layers: it has {some}")
                 before += len(layers)
         for name, pieces in self.names.items():
             if len(pieces) != self._tensor_ranks:
@@ -210,7 +223,7 @@ class Stacked:
         self.args = _arguments(common)
         self.iteration = common.get("iteration", 0)
         self.names: dict[str, Any] = {}
-        others = set(self._files.objects) | {str(k) for k in common} - {"args"}
+        others = set(self._files.objects) | set(map(word, common)) - {"args"}
         for stored, tensor in self._files.tensors.items():
             name = rename(stored)
             if name.startswith(NOT_MODEL):
@@ -218,17 +231,25 @@ class Stacked:
             elif name.endswith(NEEDLESS):
                 continue
             elif stack := STACKED.fullmatch(name):
-                for i in range(tensor.shape[0] if tensor.shape else 0):
-                    self.names[f"decoder.layers.{i}.{stack[1]}"] = (stored, i)
+                layers = tensor.shape[0] if tensor.shape else 0
+                if layers > MAX_LAYERS:
+                    raise UserError(f"{folder}: {stored[:200]} stacks {layers:,} layers")
+                for i in range(layers):
+                    self._add(f"decoder.layers.{i}.{stack[1]}", stored, i)
             else:
-                self.names[name] = (stored, None)
+                self._add(name, stored, None)
         for name in [n for n in self.names if n.endswith("_w")]:  # a gate apart from its up
             gate, up = self.names.pop(name), self.names.pop(f"{name[:-2]}_v", None)
             if up is None:
                 raise UserError(f"{folder} has {name} without {name[:-2]}_v")
-            self.names[name.removesuffix("_w")] = (gate, up)
+            self._add(name.removesuffix("_w"), gate, up)
         heads = {n.split(".")[0].split("/")[0] for n in others if "_extra_state" not in n}
         self.left_out = sorted(heads - {"common_state", "checkpoint_version", "iteration"})
+
+    def _add(self, name: str, *place: Any) -> None:
+        if name in self.names:
+            raise UserError(f"{self.folder} has two tensors of the name {name[:200]}")
+        self.names[name] = place
 
     def read(self, name: str, gated: bool = False) -> np.ndarray:
         """Returns a whole tensor; gates lie before their ups already."""
@@ -267,19 +288,28 @@ def _number(chunk: str) -> int:
 
 
 def _arguments(found: dict) -> dict[str, Any]:
-    """Returns the members of the argparse.Namespace that training saved."""
+    """Returns the members of the argparse.Namespace that training saved, as JSON can say them."""
     args = found.get("args")
     state = args.state if isinstance(args, Record) else args
-    return state if isinstance(state, dict) else {}
+    plain, kept = Plain(), {}
+    for name, value in state.items() if isinstance(state, dict) else ():
+        try:
+            if isinstance(name, str):
+                kept[name] = value if isinstance(value, Global) else plain(value)
+        except ValueError as error:
+            raise UserError(f"argument {name[:200]} of the checkpoint is {error}") from None
+    return kept
 
 
 def _model_tensors(file: TorchFile, chunk: str) -> list[tuple[str, Tensor]]:
-    found = []
-    for stored, tensor in tensors(file.value.get(chunk, {})):
+    found: dict[str, Tensor] = {}
+    for stored, tensor in tensors(file.value.get(chunk, {}), file.where):
         name = rename(stored)
         if name.endswith(NEEDLESS):
             continue
         if not isinstance(tensor, Tensor):
             raise UserError(f"{file.where}: {stored[:200]} is no tensor")
-        found.append((name, tensor))
-    return found
+        if name in found:
+            raise UserError(f"{file.where} has two tensors of the name {name[:200]}")
+        found[name] = tensor
+    return list(found.items())

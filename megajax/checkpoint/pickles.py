@@ -4,12 +4,14 @@ A pickle is a program; the usual reader imports and calls what it names. Here it
 pickletools says what they are) build plain data only: a name of code becomes an inert `Global`, a
 call of it an inert `Record`, or what a function of ours, from a table that the caller gives, makes
 of the arguments. Nothing is imported, called or looked up. Opcodes that no checkpoint needs, code
-outside a list of known packages and sizes out of all proportion are refused. No jax.
+outside a list of known packages are refused. So is a stream that would cost far more memory or time
+than its length: each step has a price, and a stream has so many bytes to spend. No jax.
 """
 
 import pickletools
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megajax.core.errors import UserError
@@ -38,6 +40,11 @@ BUILTINS = frozenset(
 MAX_BYTES = 256 * 2**20  # (chosen: ten times the metadata of 12,288 ranks)
 MAX_DEPTH = 1000  # open marks; every one is a list (chosen: pickles of nested data have tens)
 MAX_INTEGER = 64  # bytes of one (chosen: generators of random numbers have 16)
+MAX_STEPS = 2**25  # opcodes (chosen: a minute; the metadata of 12,288 ranks has a third of them)
+MAX_TUPLE_KEYS = 8192  # (chosen) their hashes can be made to collide; the time grows as the square
+MAX_INTEGER_KEY = 2**61 - 1  # CPython's hash of larger ones wraps, so they can be made to collide
+SLACK = 32 * 2**20  # (chosen) bytes of memory that any stream may cost
+GROWTH = 8  # (chosen) bytes of memory that each byte of a stream may cost beyond that
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +54,14 @@ class Global:
     name: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Record:
     """What `kind` would have been called with, the state it would have got, and its items."""
 
     kind: str
     args: tuple
     state: Any = None
-    items: list = field(default_factory=list)
+    items: list | tuple = ()
 
     @property
     def last(self) -> str:
@@ -80,11 +87,13 @@ def loads(
     """
     if len(data) > MAX_BYTES:
         raise UserError(f"{where}: a pickle of {len(data):,} bytes; {MAX_BYTES:,} are read at most")
-    reader = _Reader(dict(_BUILDERS) | dict(builders or {}), persistent)
+    reader = _Reader(dict(_BUILDERS) | dict(builders or {}), persistent, len(data))
     try:
-        for opcode, argument, _ in pickletools.genops(data):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if opcode.name == "STOP":
                 return reader.stack.pop()
+            if number == MAX_STEPS:
+                raise _Refused(f"more than {MAX_STEPS:,} opcodes")
             step = _STEPS.get(opcode.name)
             if step is None:
                 raise _Refused(f"opcode {opcode.name} has no place in a checkpoint")
@@ -104,19 +113,52 @@ class _Refused(Exception):
 class _Reader:
     """The machine that pickle describes: a stack, stacks below marks, a memo."""
 
-    def __init__(self, builders: Builders, persistent: Callable[[Any], Any] | None):
+    def __init__(
+        self, builders: Builders, persistent: Callable[[Any], Any] | None, size: int
+    ):  # fmt: skip
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.builders = builders
         self.persistent = persistent
+        self.budget = self.left = SLACK + GROWTH * size
+        self.tuple_keys = 0
+
+    def spend(self, nbytes: int) -> None:
+        """Pays for memory, and so for the time to fill it, before it is taken."""
+        self.left -= nbytes
+        if self.left < 0:
+            raise _Refused(f"it would take more than {self.budget:,} bytes of memory")
 
     def push(self, value: Any) -> None:
         if type(value) is int and value.bit_length() > 8 * MAX_INTEGER:
             raise _Refused(f"an integer of {value.bit_length() // 8:,} bytes")
+        self.spend(16 + sys.getsizeof(value))
         self.stack.append(value)
 
+    def key(self, x: Any) -> Any:
+        """Returns a key whose hash costs nothing and that no other was made to collide with.
+
+        Nested tuples can take for ever to hash, or the process.
+        """
+        if type(x) is int:
+            if abs(x) >= MAX_INTEGER_KEY:
+                raise _Refused(f"a key of {x.bit_length()} bits")
+        elif isinstance(x, tuple):
+            self.tuple_keys += 1
+            if self.tuple_keys > MAX_TUPLE_KEYS or len(x) > 64:
+                raise _Refused(f"more than {MAX_TUPLE_KEYS:,} tuples as keys, or a long one")
+        flat = x if isinstance(x, tuple) else (x,)
+        if not all(isinstance(m, str | int | float | bytes | Global | Record | None) for m in flat):
+            raise ValueError(f"a key of type {type(x).__name__}")
+        return x
+
+    def grown(self, target: list | dict | set, before: int) -> None:
+        """Pays for what a container has grown to; what it holds was paid for."""
+        self.spend(sys.getsizeof(target) - before)
+
     def mark(self, _: Any) -> None:
+        self.spend(72)
         if len(self.below) == MAX_DEPTH:
             raise _Refused(f"more than {MAX_DEPTH} levels")
         self.below.append(self.stack)
@@ -138,11 +180,17 @@ class _Reader:
     def tuple_of(self, size: int) -> None:
         if len(self.stack) < size:
             raise ValueError("too few values")
+        self.spend(72 + 8 * size)
         self.stack[len(self.stack) - size :] = [tuple(self.stack[len(self.stack) - size :])]
+
+    def tuple_since_mark(self, _: Any) -> None:
+        values = self.since_mark()
+        self.push(tuple(values))
 
     def name(self, module: Any, attribute: Any) -> None:
         if not isinstance(module, str) or not isinstance(attribute, str):
             raise ValueError("a name that is no text")
+        self.spend(128 + 4 * (len(module) + len(attribute)))
         name = f"{module}.{attribute}"
         if module == "builtins":
             module, name = "__builtin__", f"__builtin__.{attribute}"  # as older protocols say it
@@ -163,6 +211,10 @@ class _Reader:
         if not isinstance(kind, Global) or not isinstance(args, tuple):
             raise _Refused("a call of what is no name")
         builder = self.builders.get(kind.name)
+        self.spend(128 + sum(_price(a, builder) for a in args))
+        if builder in _FILLERS and args:
+            for x in args[0]:
+                self.key(x[0] if builder is _ordered else x)
         self.stack.append(Record(kind.name, args) if builder is None else builder(*args))
 
     def call_with_names(self, _: Any) -> None:
@@ -181,9 +233,11 @@ class _Reader:
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, Record):
-            target.items += values
+            self._add_items(target, values)
         elif isinstance(target, list):
+            before = sys.getsizeof(target)
             target.extend(values)
+            self.grown(target, before)
         else:
             raise ValueError("appends to what is no list")
 
@@ -193,21 +247,40 @@ class _Reader:
             raise ValueError("a key without a value")
         pairs = zip(values[::2], values[1::2], strict=True)
         if isinstance(target, Record):
-            target.items += pairs
+            self._add_items(target, list(pairs))
         elif isinstance(target, dict):
-            target.update((_key(k), v) for k, v in pairs)
+            before = sys.getsizeof(target)
+            target.update((self.key(k), v) for k, v in pairs)
+            self.grown(target, before)
         else:
             raise ValueError("sets items of what is no dictionary")
+
+    def _add_items(self, target: Record, values: list[Any]) -> None:
+        self.spend(72 * (1 + len(values)))
+        if isinstance(target.items, list):
+            target.items.extend(values)
+        else:
+            target.items = values
 
     def add(self, _: Any) -> None:
         values = self.since_mark()
         target = self.stack[-1]
         if not isinstance(target, set):
             raise ValueError("adds to what is no set")
-        target.update(_key(x) for x in values)
+        before = sys.getsizeof(target)
+        target.update(self.key(x) for x in values)
+        self.grown(target, before)
+
+    def frozen(self, _: Any) -> None:
+        self.push(frozenset(map(self.key, self.since_mark())))
 
     def remember(self, place: int | None) -> None:
+        self.spend(100)
         self.memo[len(self.memo) if place is None else place] = self.stack[-1]
+
+    def recall(self, place: int) -> None:
+        self.spend(8)
+        self.stack.append(self.memo[place])
 
     def persist(self, _: Any) -> None:
         if self.persistent is None:
@@ -215,17 +288,21 @@ class _Reader:
         self.stack.append(self.persistent(self.stack.pop()))
 
 
-def _key(x: Any) -> Any:
-    """Returns a key whose hash costs nothing: nested tuples can take for ever, or the process."""
-    flat = x if isinstance(x, tuple) else (x,)
-    if not all(isinstance(m, str | int | float | bytes | Global | Record | None) for m in flat):
-        raise ValueError(f"a key of type {type(x).__name__}")
-    return x
+def _price(argument: Any, builder: Callable[..., Any] | None) -> int:
+    """Returns the bytes that a call may take because of an argument."""
+    if builder is None or not isinstance(argument, _SIZED):
+        return 8
+    if isinstance(argument, str | bytes | bytearray):
+        return 2 * len(argument)
+    return len(argument) * (128 if builder in _FILLERS else 16)
+
+
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 def _ordered(pairs: Any = ()) -> dict:
     """Makes a plain dictionary of an OrderedDict's pairs."""
-    return {_key(k): v for k, v in pairs}
+    return dict(pairs)
 
 
 def _make(kind: Any, *_: Any) -> Record:
@@ -238,19 +315,28 @@ def _encode(text: str, code: str = "latin1") -> bytes:
     return text.encode("latin1") if code == "latin1" else b""
 
 
+def _set(values: Any = ()) -> set:
+    return set(values)
+
+
+def _frozenset(values: Any = ()) -> frozenset:
+    return frozenset(values)
+
+
+_FILLERS = (_ordered, _set, _frozenset)  # each value takes a place in a table
 _BUILDERS: Builders = {
     "collections.OrderedDict": _ordered,
     "copyreg._reconstructor": _make,
     "_codecs.encode": _encode,
     "__builtin__.bytes": lambda: b"",
-    "__builtin__.set": lambda values=(): {_key(x) for x in values},
-    "__builtin__.frozenset": lambda values=(): frozenset(_key(x) for x in values),
+    "__builtin__.set": _set,
+    "__builtin__.frozenset": _frozenset,
 }
 
 
 def _constants() -> dict[str, Callable[[_Reader, Any], None]]:
     def constant(make: Callable[[], Any]) -> Callable[[_Reader, Any], None]:
-        return lambda reader, _: reader.stack.append(make())
+        return lambda reader, _: reader.push(make())
 
     makers = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
     makers |= {"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}
@@ -269,11 +355,11 @@ _STEPS: Mapping[str, Callable[[_Reader, Any], None]] = {
     "MARK": _Reader.mark,
     "POP": _Reader.drop,
     "POP_MARK": _Reader.drop_mark,
-    "TUPLE": lambda reader, _: reader.push(tuple(reader.since_mark())),
+    "TUPLE": _Reader.tuple_since_mark,
     "TUPLE1": lambda reader, _: reader.tuple_of(1),
     "TUPLE2": lambda reader, _: reader.tuple_of(2),
     "TUPLE3": lambda reader, _: reader.tuple_of(3),
-    "FROZENSET": lambda reader, _: reader.push(frozenset(map(_key, reader.since_mark()))),
+    "FROZENSET": _Reader.frozen,
     "APPEND": lambda reader, _: reader.append([reader.stack.pop()]),
     "APPENDS": lambda reader, _: reader.append(reader.since_mark()),
     "SETITEM": lambda reader, _: reader.put_items([reader.stack.pop(-2), reader.stack.pop()]),
@@ -288,8 +374,8 @@ _STEPS: Mapping[str, Callable[[_Reader, Any], None]] = {
     "BINPUT": _Reader.remember,
     "LONG_BINPUT": _Reader.remember,
     "MEMOIZE": lambda reader, _: reader.remember(None),
-    "BINGET": lambda reader, place: reader.stack.append(reader.memo[place]),
-    "LONG_BINGET": lambda reader, place: reader.stack.append(reader.memo[place]),
+    "BINGET": _Reader.recall,
+    "LONG_BINGET": _Reader.recall,
     "BINPERSID": _Reader.persist,
     **_constants(),
     **_values(),

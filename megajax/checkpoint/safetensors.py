@@ -5,6 +5,7 @@ the row-major tensors. A big model is a folder of shards with model.safetensors.
 {"weight_map": {name: file}}. Source: the format's README (huggingface/safetensors).
 """
 
+import functools
 import json
 import math
 import struct
@@ -15,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
 
 DTYPES: dict[str, Any] = {
@@ -26,6 +28,8 @@ DTYPES: dict[str, Any] = {
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 * 2**20  # (the reference implementation's limit)
+MAX_INDEX = 2**28  # (chosen) bytes of an index
+MAX_RANK = 32
 SHARD_BYTES = 5 * 10**9  # (Hugging Face's default shard size)
 
 
@@ -48,10 +52,18 @@ class TensorFolder:
             raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
         self._tensors: dict[str, tuple[Path, Any, tuple[int, ...], int]] = {}
         for name in sorted(set(homes.values())) or [SINGLE]:
-            self._tensors |= _read_header(self.folder / name)
+            found = _read_header(self.folder / name)
+            if both := found.keys() & self._tensors.keys():
+                tensor = min(both)
+                raise UserError(
+                    f"{self.folder / name} holds {tensor[:200]}, and so does "
+                    f"{self._tensors[tensor][0]}; a tensor may be in one file only"
+                )
+            self._tensors |= found
+        self._map = functools.cache(files.map_bytes)
         for tensor, name in homes.items():
             if tensor not in self._tensors or self._tensors[tensor][0].name != name:
-                raise UserError(f"{index} says that {tensor} is in {name}; it is not")
+                raise UserError(f"{index} says that {tensor[:200]} is in {name}; it is not")
 
     def __contains__(self, name: str) -> bool:
         """Tells whether there is a tensor of this name."""
@@ -61,32 +73,47 @@ class TensorFolder:
         """Returns the names of all tensors."""
         return list(self._tensors)
 
-    def view(self, name: str) -> np.ndarray:
-        """Returns a tensor as a memory map: bytes are read where it is indexed.
+    def kind(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Returns the shape and the type of a tensor that is there."""
+        _, dtype, shape, _ = self._tensors[name]
+        return shape, np.dtype(dtype)
 
-        Raises: UserError for a name that is not there.
+    def view(self, name: str) -> np.ndarray:
+        """Returns a tensor as a part of its file's memory map: read where it is indexed.
+
+        Raises: UserError for a name that is not there, and a file that cannot be read any more.
         """
         if name not in self._tensors:
             raise UserError(f"{self.folder} has no tensor {name}")
         path, dtype, shape, offset = self._tensors[name]
         if math.prod(shape) == 0:
             return np.empty(shape, dtype)
-        raw = np.memmap(path, np.uint8, "r", offset, math.prod(shape) * np.dtype(dtype).itemsize)
-        return raw.view(dtype).reshape(shape)
+        try:
+            raw = self._map(path)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        end = offset + math.prod(shape) * np.dtype(dtype).itemsize
+        if end > raw.size:
+            raise UserError(f"{path} has become shorter: {name[:200]} ends at {end} of {raw.size}")
+        return raw[offset:end].view(dtype).reshape(shape)
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """Returns {tensor: file name}. Raises: UserError; also for files outside the folder."""
     try:
-        homes = json.loads(path.read_bytes(), object_pairs_hook=_pairs)["weight_map"]
+        homes = files.parse_json(files.read_bytes(path, MAX_INDEX), _pairs)["weight_map"]
         for tensor, name in homes.items():
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{tensor} is in {name!r}, which is not the name of a file here")
         if not homes:
             raise ValueError("no tensors")
         return dict(homes)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error!r}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {str(error)[:300]!r}") from None
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,35 +127,45 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]]:
     """Returns {tensor: (file, dtype, shape, offset)}; every number in it is checked."""
     try:
-        with open(path, "rb") as file:
-            size = path.stat().st_size
+        with files.open_regular(path) as file:
+            size = files.size_of(file)
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_pairs)
+            header = files.parse_json(file.read(length), _pairs)
         found, spans = {}, []
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-                raise ValueError(f"{name}: negative or fractional sizes")
-            if (
-                end - begin != math.prod(shape) * np.dtype(dtype).itemsize
-                or 8 + length + end > size
-            ):
-                raise ValueError(f"{name}: bytes {begin}..{end} do not hold {shape}")
+            dtype, shape, (begin, end) = _check_entry(name[:200], entry)
+            if 8 + length + end > size:
+                raise ValueError(f"{name[:200]}: bytes {begin}..{end} are not in the file")
             spans.append((begin, end, name))
             found[name] = (path, dtype, shape, 8 + length + begin)
         _check_spans(sorted(spans), size - 8 - length)
         return found
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (
-        ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error
-    ) as error:  # fmt: skip
-        raise UserError(f"{path} is not a safetensors file: {error}") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError(f"{path} is not a safetensors file: {str(error)[:500]}") from None
+
+
+def _check_entry(name: str, entry: Any) -> tuple[Any, tuple[int, ...], tuple[int, int]]:
+    """Returns (dtype, shape, (begin, end)) of a header's entry. Raises: ValueError and others."""
+    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+    begin, end = entry["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > MAX_RANK:
+        raise ValueError(f"{name}: a shape of over {MAX_RANK} dimensions, or that is no list")
+    if any(type(n) is not int or not 0 <= n < 2**62 for n in (*shape, begin, end)):
+        raise ValueError(f"{name}: negative, fractional or giant sizes")
+    width = np.dtype(dtype).itemsize
+    if math.prod(n for n in shape if n) * width >= 2**62:  # NumPy has none, even of 0 elements
+        raise ValueError(f"{name}: giant sizes {shape}")
+    if end - begin != math.prod(shape) * width:
+        raise ValueError(f"{name}: bytes {begin}..{end} do not hold {tuple(shape)}")
+    return dtype, tuple(shape), (begin, end)
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
@@ -137,7 +174,7 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
     for begin, end, name in spans:
         if begin != reached:
             what = "shares bytes with another tensor" if begin < reached else "follows unused bytes"
-            raise ValueError(f"{name} at {begin}..{end} {what}")
+            raise ValueError(f"{name[:200]} at {begin}..{end} {what}")
         reached = end
     if reached != size:
         raise ValueError(f"{size - reached} bytes belong to no tensor")

@@ -3,11 +3,14 @@
 `.metadata` is a pickle that says for each tensor its dtype, its shape and the chunks it was cut in,
 and for each chunk the file and the bytes that hold it; there lies one file of torch.save. A tensor,
 or a box of it, is put together from the chunks that it meets: no more than that is in memory.
+Every chunk has bytes of its own in a file, at least as many as its elements take; what shares them,
+or would take longer than its length warrants, is refused.
 Megatron-Core's `torch_dist` format is this too (megatron.py). Compressed files are refused. No jax.
 """
 
 import bisect
 import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,11 +19,20 @@ import numpy as np
 
 from megajax.checkpoint import pickles
 from megajax.checkpoint.pickles import Record
-from megajax.checkpoint.torch_files import Tensor, TorchFile, dtype_of, map_file
+from megajax.checkpoint.torch_files import (
+    MAX_RANK,
+    Tensor,
+    TorchFile,
+    check_shape,
+    dtype_of,
+    map_file,
+)
 from megajax.core.boxes import Box, intersect
 from megajax.core.errors import UserError
 
 METADATA = ".metadata"
+CHUNK_BYTES = 16  # (chosen) bytes of metadata that a chunk takes at least: a record, two sizes
+MAX_PAIRS = 2**20  # (chosen) pairs of chunks of a tensor that are compared, and 64 for each chunk
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,9 @@ class DcpFolder:
         """
         self.folder = Path(folder)
         file = self.folder / METADATA
-        found = pickles.loads(map_file(file).tobytes(), str(file), {"torch.Size": tuple})
+        raw = map_file(file).tobytes()
+        found = pickles.loads(raw, str(file), {"torch.Size": tuple})
+        left = len(raw) // CHUNK_BYTES
         self.tensors: dict[str, Chunked] = {}
         self.objects: dict[str, Place] = {}
         try:
@@ -61,6 +75,9 @@ class DcpFolder:
             for name, entry in _dictionary(found, "state_dict_metadata").items():
                 if not isinstance(name, str) or not isinstance(entry, Record):
                     raise ValueError(f"an entry of type {type(entry).__name__}")
+                left -= len(entry.member("chunks", ()))
+                if left < 0:
+                    raise ValueError("its tensors share their lists of chunks")
                 if entry.last == "BytesStorageMetadata":
                     self.objects[name] = _find(places, name, None)
                 else:
@@ -140,11 +157,20 @@ def _places(metadata: Any) -> dict[tuple, Place]:
         if key in found:
             raise ValueError(f"{name} has two places for the chunk at {offset}")
         found[key] = Place(file, *numbers)
+    _check_places(found)
     return found
 
 
+def _check_places(places: dict[tuple, Place]) -> None:
+    """Refuses places that share bytes: a file could be read once for each of a million names."""
+    ordered = sorted((p.file, p.offset, p.offset + p.length, key[0]) for key, p in places.items())
+    for (file, _, end, name), (other_file, begin, _, other) in itertools.pairwise(ordered):
+        if file == other_file and begin < end:
+            raise ValueError(f"{name[:200]} and {other[:200]} share bytes of {file}")
+
+
 def _check_numbers(name: str, numbers: Any) -> tuple[int, ...]:
-    if not isinstance(numbers, tuple) or len(numbers) > 32:
+    if not isinstance(numbers, tuple) or len(numbers) > MAX_RANK:
         raise ValueError(f"{name} has sizes that are no tuple")
     if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
         raise ValueError(f"{name} has negative, fractional or giant sizes")
@@ -163,7 +189,8 @@ def _chunked(name: str, entry: Record, places: dict[tuple, Place]) -> Chunked:
     properties, chunks = entry.member("properties"), entry.member("chunks")
     if entry.last != "TensorStorageMetadata" or not isinstance(chunks, list):
         raise ValueError(f"{name} is of kind {entry.kind}")
-    shape = _check_numbers(name, entry.member("size"))
+    shape, dtype = _check_numbers(name, entry.member("size")), dtype_of(properties.state[0])
+    check_shape(shape, dtype)
     boxes = []
     for chunk in chunks:
         start = _check_numbers(name, chunk.member("offsets"))
@@ -175,7 +202,13 @@ def _chunked(name: str, entry: Record, places: dict[tuple, Place]) -> Chunked:
             boxes.append(Box(start, stop))
     _check_cover(name, shape, boxes)
     found = [_find(places, name, box.start) for box in boxes]
-    return Chunked(dtype_of(properties.state[0]), shape, boxes, found)
+    for box, place in zip(boxes, found, strict=True):
+        if box.size * dtype.itemsize > place.length:
+            raise ValueError(
+                f"{name}: {place.length} bytes do not hold the chunk at {box.start}, "
+                f"{dtype}{box.shape}"
+            )
+    return Chunked(dtype, shape, boxes, found)
 
 
 def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -185,8 +218,13 @@ def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         d = cuts.index(max(cuts))
         ordered = sorted(boxes, key=lambda b: b.start[d])
         starts = [b.start[d] for b in ordered]
+        left = MAX_PAIRS + 64 * len(boxes)
         for i, box in enumerate(ordered):
-            for other in ordered[i + 1 : bisect.bisect_left(starts, box.stop[d])]:
+            end = bisect.bisect_left(starts, box.stop[d])
+            left -= end - i
+            if left < 0:
+                raise ValueError(f"{name}: its {len(boxes):,} chunks lie across one another")
+            for other in ordered[i + 1 : end]:
                 if box & other is not None:
                     raise ValueError(f"{name}: chunks {box.start} and {other.start} overlap")
     elif len(boxes) > 1:

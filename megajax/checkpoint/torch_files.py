@@ -8,11 +8,12 @@ given out. Files older than PyTorch 1.6 are one pickle without a zip and are ref
 
 import functools
 import io
+import itertools
 import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 
 from megajax.checkpoint import pickles
 from megajax.checkpoint.pickles import Global, Record
+from megajax.core import files
 from megajax.core.errors import UserError
 
 DTYPES: dict[str, Any] = {
@@ -40,6 +42,13 @@ STORAGES = {
 }  # fmt: skip
 MAX_RANK = 32
 MAX_REPEATED = 16 * 2**20  # bytes that a tensor may repeat its storage to (strides of 0)
+MAX_SHARED = 8  # times that the tensors of a file may come to its bytes (chosen: ties are 2)
+MAX_DIRECTORY = 16 * 2**20  # bytes of a zip's directory (chosen: 150,000 storages)
+MAX_KEY = 200  # characters of a storage's key (chosen: they are numbers)
+MAX_NAMES = 24 * 2**20  # (chosen) bytes of all names that nested dictionaries may come to
+NAME_BYTES = 48  # (chosen) bytes that a name costs beside its characters
+MAX_PLAIN = 2**17  # (chosen) values that go into a step's data state
+MAX_PLAIN_TEXT = 2**24  # (chosen) characters of them
 LOCAL = struct.Struct("<4s22xHH")  # a zip's local header: signature, lengths of name and extra
 
 
@@ -78,7 +87,8 @@ class Tensor:
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
         width = self.dtype.itemsize
-        strides = tuple(width * s for s in self.strides)
+        pairs = zip(self.shape, self.strides, strict=True)
+        strides = tuple(width * s if n > 1 else width for n, s in pairs)  # of 1: any is legal
         raw = self.storage.raw
         return np.ndarray(self.shape, self.dtype, raw.data, self.offset * width, strides)
 
@@ -100,6 +110,7 @@ class TorchFile:
         self._home = structure[0].removesuffix("data.pkl")
         self._members = members
         self._storages: dict[str, Storage] = {}
+        self._left = MAX_REPEATED + MAX_SHARED * self._raw.size
         if order := members.get(f"{self._home}byteorder"):
             if order[0].tobytes() != b"little":
                 raise UserError(f"{self.where} was written on a big-endian machine")
@@ -116,11 +127,15 @@ class TorchFile:
     def _storage(self, pid: Any) -> Storage:
         """Makes a storage of ('storage', class, key, place, elements)."""
         kind, cls, key, _, elements = pid
-        if kind != "storage" or not isinstance(cls, Global) or not isinstance(key, str):
+        if kind != "storage" or not isinstance(cls, Global):
             raise ValueError("a persistent id that is no storage")
+        if not isinstance(key, str) or len(key) > MAX_KEY:
+            raise ValueError(f"a storage with a key of type {type(key).__name__}, or a long one")
+        if type(elements) is not int or elements < 0:
+            raise ValueError("a storage with a negative or fractional size")
         name = STORAGES.get(cls.name.rpartition(".")[2])
         if name is None:
-            raise ValueError(f"a storage of {cls.name}")
+            raise ValueError(f"a storage of {cls.name[:100]}")
         member = self._members.get(f"{self._home}data/{key}")
         if member is None:
             raise ValueError(f"there is no storage {key[:50]!r}")
@@ -149,16 +164,22 @@ class TorchFile:
         self, storage: Storage, dtype: np.dtype, offset: Any, shape: Any, strides: Any
     ) -> Tensor:
         """Makes a tensor; every number in it is checked."""
+        if not isinstance(shape, tuple | list) or not isinstance(strides, tuple | list):
+            raise ValueError("a tensor whose sizes or strides are no tuple")
+        if len(shape) != len(strides) or len(shape) > MAX_RANK:
+            raise ValueError(f"a tensor of {len(shape)} sizes and {len(strides)} strides")
         numbers = (offset, *shape, *strides)
         if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
             raise ValueError("a tensor with negative, fractional or giant sizes")
-        if len(shape) != len(strides) or len(shape) > MAX_RANK:
-            raise ValueError(f"a tensor of {len(shape)} sizes and {len(strides)} strides")
+        check_shape(shape, dtype)
         reach = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
         if math.prod(shape) and reach * dtype.itemsize > storage.nbytes:
             raise ValueError(f"a tensor that ends beyond its storage of {storage.nbytes} bytes")
         if math.prod(shape) * dtype.itemsize > max(storage.nbytes, MAX_REPEATED):
             raise ValueError(f"a tensor of {tuple(shape)} that repeats {storage.nbytes} bytes")
+        self._left -= math.prod(shape) * dtype.itemsize
+        if self._left < 0:
+            raise ValueError(f"tensors that share bytes come to over {MAX_SHARED} times the file")
         return Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
 
 
@@ -170,44 +191,108 @@ def dtype_of(found: Any) -> np.dtype:
     return np.dtype(DTYPES[name])
 
 
-def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dots-joined keys, value) of nested dictionaries' ends: Tensors and the rest."""
-    todo, seen = [(prefix, value)], set()
+def check_shape(shape: Sequence[int], dtype: np.dtype) -> None:
+    """Refuses what NumPy has no array for, also where a size of 0 hides it. Raises: ValueError."""
+    if len(shape) > MAX_RANK:
+        raise ValueError(f"a tensor of {len(shape)} dimensions; {MAX_RANK} are read at most")
+    if math.prod(n for n in shape if n) * dtype.itemsize >= 2**62:
+        raise ValueError(f"a tensor of giant sizes {tuple(shape)}")
+
+
+def word(key: Any) -> str:
+    """Returns a dictionary's key as a part of a name; never the text of nested values."""
+    if isinstance(key, Record | Global):
+        return key.kind if isinstance(key, Record) else key.name
+    return key if isinstance(key, str) else repr(key)[:MAX_KEY] if _is_flat(key) else "(...)"
+
+
+def _is_flat(x: Any) -> bool:
+    parts = x if isinstance(x, tuple) else (x,)
+    return len(parts) <= 8 and all(
+        m is None or isinstance(m, int | float) or isinstance(m, str | bytes) and len(m) <= MAX_KEY
+        for m in parts
+    )
+
+
+def tensors(value: Any, where: str = "the file") -> Iterator[tuple[str, Any]]:
+    """Yields (dots-joined keys, value) of nested dictionaries' ends: Tensors and the rest.
+
+    Raises: UserError for two ends of one name, and for more or longer names than MAX_NAMES bytes,
+    which shared dictionaries and those that hold themselves can come to.
+    """
+    todo: list[tuple[str | None, Any]] = [(None, value)]
+    seen, left = set(), MAX_NAMES
     while todo:
         name, x = todo.pop()
-        if not isinstance(x, dict):
-            yield name, x
-        elif id(x) not in seen:  # shared ones would be gone through for ever
-            seen.add(id(x))
-            todo += [(f"{name}.{k}".lstrip("."), v) for k, v in reversed(x.items())]
+        if isinstance(x, dict):
+            prefix = "" if name is None else f"{name}."
+            parts = [word(k) for k in x]
+            left -= NAME_BYTES + sum(map(len, parts)) + len(parts) * (len(prefix) + NAME_BYTES)
+            if left < 0:
+                raise UserError(
+                    f"{where} is nested so that the names of its values take over {MAX_NAMES:,} "
+                    "bytes; a dictionary that is in many places, or in itself, does that"
+                )
+            pairs = zip(parts, x.values(), strict=True)
+            todo += reversed([(prefix + part, v) for part, v in pairs])
+        elif (name or "") in seen:
+            raise UserError(
+                f"{where} has two values of the name {(name or '')[:MAX_KEY]!r}: parts of a name "
+                "are joined with dots, so both cannot be imported; rename one"
+            )
+        else:
+            seen.add(name or "")
+            yield name or "", x
+
+
+class Plain:
+    """Makes values that JSON can say, of all of a file: so many values and characters."""
+
+    def __init__(self) -> None:
+        """Has everything left."""
+        self._values, self._text = MAX_PLAIN, MAX_PLAIN_TEXT
+
+    def __call__(self, value: Any, depth: int = 20) -> Any:
+        """Returns a value as JSON can say it: dtypes and records of code by their names.
+
+        Raises: ValueError for what is nested deeper than `depth`, tensors, two keys of one name,
+        and more than what is left.
+        """
+        self._values -= 1
+        self._text -= len(value) if isinstance(value, str) else 0
+        if depth == 0 or self._values < 0 or self._text < 0:
+            raise ValueError("nested too deep, or too long")
+        if isinstance(value, dict):
+            self._text -= sum(len(k) for k in value if isinstance(k, str))
+            found = {word(k): self(v, depth - 1) for k, v in value.items()}
+            if len(found) < len(value):
+                raise ValueError("two keys of one name")
+            return found
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self(v, depth - 1) for v in value]
+        if isinstance(value, Global):
+            return value.name
+        if isinstance(value, Record):
+            return value.kind
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise ValueError(f"a {type(value).__name__}")
 
 
 def plain(value: Any, depth: int = 20) -> Any:
-    """Returns a value as JSON can say it: dtypes and records of code by their names.
+    """Returns one value as JSON can say it. Raises: ValueError as Plain does."""
+    return Plain()(value, depth)
 
-    Raises: ValueError for what is nested deeper than `depth`, tensors and long values.
-    """
-    if depth == 0:
-        raise ValueError("nested too deep")
-    if isinstance(value, dict):
-        return {str(k): plain(v, depth - 1) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v, depth - 1) for v in value]
-    if isinstance(value, Global):
-        return value.name
-    if isinstance(value, Record):
-        return value.kind
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(f"a {type(value).__name__}")
+
+def show(value: Any) -> str:
+    """Returns a value for a message: short, and never the text of nested values."""
+    return f"{value}"[:60] if _is_flat(value) else type(value).__name__
 
 
 def map_file(path: str | Path) -> np.ndarray:
     """Returns a file as a memory map. Raises: UserError when it cannot be read."""
     try:
-        if Path(path).stat().st_size == 0:
-            raise UserError(f"{path} is empty")
-        return np.memmap(path, np.uint8, "r")
+        return files.map_bytes(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
@@ -233,6 +318,8 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         end = self._raw.size if size is None or size < 0 else self._at + size
+        if end - self._at > MAX_DIRECTORY:  # zipfile reads a directory in one
+            raise ValueError(f"its directory has {end - self._at:,} bytes, not {MAX_DIRECTORY:,}")
         found = self._raw[self._at : end].tobytes()
         self._at += len(found)
         return found
@@ -246,6 +333,7 @@ def _members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, int]]:
             "torch and save it again"
         )
     found: dict[str, tuple[np.ndarray, int]] = {}
+    spans: list[tuple[int, int, str]] = []
     try:
         with zipfile.ZipFile(_Window(raw)) as archive:  # type: ignore[arg-type]
             entries = archive.infolist()
@@ -261,6 +349,11 @@ def _members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, int]]:
             if entry.filename in found:
                 raise ValueError(f"{entry.filename} comes twice")
             found[entry.filename] = (raw[begin:end], entry.CRC)
+            spans.append((entry.header_offset, end, entry.filename))
+        spans.sort()
+        for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+            if begin < end:  # each is checked on its own: many on one would take for ever
+                raise ValueError(f"{name} and {other} share bytes")
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise UserError(f"{where} is not a whole file of torch.save: {error}") from None
     return found

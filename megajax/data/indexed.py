@@ -14,12 +14,14 @@ from types import TracebackType
 
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip  # Megatron's 6 and 7 are floating-point numbers: no token ids
+MAX_INDEX = 2**36  # (chosen) bytes of an index: five billion documents
 _HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -34,9 +36,12 @@ class TokenFile:
         self.prefix, self.vocab = Path(prefix), vocab
         index = Path(f"{prefix}.idx")
         try:
-            raw = index.read_bytes()
-            self._tokens_bytes = Path(f"{prefix}.bin").stat().st_size
-            self._bin = np.memmap(f"{prefix}.bin", np.uint8, "r") if self._tokens_bytes else None
+            raw = files.read_bytes(index, MAX_INDEX)
+            with files.open_regular(f"{prefix}.bin") as tokens:
+                self._tokens_bytes = files.size_of(tokens)
+                self._bin = np.memmap(tokens, np.uint8, "r") if self._tokens_bytes else None
+        except UserError as error:
+            raise UserError(f"{error} (--data.source)") from None
         except (OSError, ValueError) as error:  # ValueError: emptied since its size was asked
             raise UserError(f"cannot read token file {prefix}: {error} (--data.source)") from None
         if len(raw) < _HEADER.size or raw[:9] != MAGIC:
@@ -49,12 +54,35 @@ class TokenFile:
         self.dtype = np.dtype(DTYPES[code])
         self.lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
         self.offsets = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
-        end = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
-        if count and (self.lengths.min() < 0 or self.offsets.min() < 0):
-            raise UserError(f"{index} is damaged: it holds a negative length or offset")
-        if count and end.max() > self._tokens_bytes:
+        self._check_places(index)
+
+    def _check_places(self, index: Path) -> None:
+        """Refuses documents that are not in the file, and tokens that two documents share."""
+        lengths, width = self.lengths.astype(np.int64), self.dtype.itemsize
+        wrong = (lengths < 0) | (self.offsets < 0)
+        if wrong.any():
             raise UserError(
-                f"{prefix}.bin is damaged: {self._tokens_bytes} bytes, {end.max()} used"
+                f"{index} is damaged: it holds a negative length or offset (document "
+                f"{int(np.flatnonzero(wrong)[0])})"
+            )
+        nbytes = lengths * width  # below 2^34
+        wrong = self.offsets > self._tokens_bytes - nbytes  # a sum could overflow
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            end = int(self.offsets[first]) + int(nbytes[first])
+            raise UserError(
+                f"{self.prefix}.bin is damaged: {self._tokens_bytes} bytes, {end} used by document "
+                f"{first} of {index}"
+            )
+        held = np.flatnonzero(lengths)
+        if (self.offsets[held] % width).any():
+            raise UserError(f"{index} is damaged: an offset is not a multiple of {width} bytes")
+        order = held[np.argsort(self.offsets[held], kind="stable")]
+        shared = self.offsets[order[1:]] < self.offsets[order[:-1]] + nbytes[order[:-1]]
+        if shared.any():
+            first = int(np.flatnonzero(shared)[0])
+            raise UserError(
+                f"{index} is damaged: documents {order[first]} and {order[first + 1]} share tokens"
             )
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ import dataclasses
 import glob
 import gzip
 import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -23,6 +22,7 @@ from typing import BinaryIO
 from absl import logging
 
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.files import open_regular, parse_json
 from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.walk import each_file_once, files_below, files_matching
@@ -30,6 +30,8 @@ from megajax.data.walk import each_file_once, files_below, files_matching
 READING = 2  # how a file becomes texts: part of every fingerprint of a source
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 SURROGATE = re.compile("[\ud800-\udfff]")
+GZIP_SLACK = 8 * 2**20  # (chosen) bytes that any compressed file may unfold to
+GZIP_GROWTH = 32  # (chosen: text has 3 to 10) bytes that each compressed byte may come to beyond it
 BUILT_IN = ("stdlib", "site-packages")
 SKIPPED_FOLDERS = {"test", "tests", "__pycache__", "site-packages", "idle_test"}
 
@@ -74,10 +76,9 @@ class Source:
             if _suffix(file) == ".jsonl":
                 yield from self._lines(file)
                 continue
-            with _opened(file) as stream:
-                raw = stream.read()
-            if text := self._decoded(raw, str(file)):
-                yield Document(self._relative(file), text)
+            for raw in _parts(file, lines=False):
+                if text := self._decoded(raw, str(file)):
+                    yield Document(self._relative(file), text)
 
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -99,19 +100,18 @@ class Source:
     def _lines(self, file: Path) -> Iterator[Document]:
         """Yields the lines' texts. One line at a time is in memory, and one is skipped."""
         # JSON lines end with \n alone: text lines would also end at U+2028, which JSON allows.
-        with _opened(file) as stream:
-            for number, raw in enumerate(stream, 1):
-                where = f"{file} line {number}"
-                line = self._decoded(raw, where)
-                if line and line.strip() and (value := self._text_of(line, where)):
-                    yield Document(f"{self._relative(file)}#{number}", value)
+        for number, raw in enumerate(_parts(file, lines=True), 1):
+            where = f"{file} line {number}"
+            line = self._decoded(raw, where)
+            if line and line.strip() and (value := self._text_of(line, where)):
+                yield Document(f"{self._relative(file)}#{number}", value)
 
     def _text_of(self, line: str, where: str) -> str | None:
         """Returns the text of one jsonl line, or None where `undecodable` says to skip it."""
         key = self.text_key
         try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            found = parse_json(line)
+        except ValueError as error:
             raise UserError(f"{where} is not JSON: {error} (--data.source)") from None
         if not isinstance(found, dict) or key not in found:
             raise UserError(f"{where} has no member {key!r} (--data.text_key)")
@@ -155,12 +155,31 @@ def open_source(name: str, cfg: DataConfig) -> Source:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    """Opens a file, unpacked if it is a .gz. Raises: UserError when it cannot be read."""
+    """Opens a regular file, unpacked if it is a .gz. Raises: UserError when it cannot be read."""
     try:
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
-            yield stream
+        with open_regular(file) as raw:
+            if file.suffix != ".gz":
+                yield raw
+            else:
+                with gzip.GzipFile(fileobj=raw) as unfolded:
+                    yield unfolded
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error} (--data.source)") from None
+
+
+def _parts(file: Path, lines: bool) -> Iterator[bytes]:
+    """Yields the lines of a file, or all of it as one part. Raises: UserError."""
+    size = file.stat().st_size
+    most = GZIP_SLACK + GZIP_GROWTH * size if file.suffix == ".gz" else size
+    with _opened(file) as stream:
+        while raw := stream.readline(most + 1) if lines else stream.read(most + 1):
+            if len(raw) > most:  # a small .gz can unfold to terabytes
+                raise UserError(
+                    f"{file} unfolds to over {most:,} bytes, {GZIP_GROWTH} times its size and "
+                    "more: a file made to fill the memory; if it is not, unfold it with gunzip "
+                    "(--data.source)"
+                )
+            yield raw
 
 
 def _suffix(file: Path) -> str:

@@ -5,18 +5,20 @@ never becomes a special id: '<|eos|>' in a document is seven characters like any
 """
 
 import hashlib
-import json
+import reprlib
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
+MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
 CONFIG = "tokenizer_config.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
@@ -69,7 +71,9 @@ class FileTokenizer:
         import tokenizers  # here, so that runs on bytes need not load it
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            raw = files.read_bytes(path, MAX_BYTES)
+            found = files.parse_json(raw)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the package raises bare Exception
             raise UserError(f"{path} is not a tokenizer.json: {error} (--data.tokenizer)") from None
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
@@ -85,17 +89,15 @@ class FileTokenizer:
         declared = _special_tokens(path.parent)
         self.begin = self._special(declared.get("bos_token"), BEGIN_NAMES)
         self.end = self._special(declared.get("eos_token"), END_NAMES)
-        content = path.read_bytes() + f" {self.begin} {self.end}".encode()
+        content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
-        self._forbidden = self._find_forbidden()
+        self._forbidden = self._find_forbidden(found["model"])
 
-    def _find_forbidden(self) -> np.ndarray:
+    def _find_forbidden(self, model: dict[str, Any]) -> np.ndarray:
         """Returns the ids that no text becomes: special ones but the one of unknown text."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {i for i, token in added if token.special} | {self.begin, self.end}
-        # There is no other way to a Unigram's unk_id.
-        model = json.loads(self.path.read_text(encoding="utf-8"))["model"]
-        unknown = model.get("unk_id")
+        unknown = model.get("unk_id")  # Unigram's has no other way
         if unknown is None and (name := model.get("unk_token")) is not None:
             unknown = self._tokenizer.token_to_id(name)
         found = [i for i in special if i is not None and i != unknown]
@@ -155,21 +157,25 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = files.read_json(file, MAX_BYTES)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror} (--data.tokenizer)") from None
-    except (ValueError, RecursionError) as error:
+    except UserError as error:
+        raise UserError(f"{error} (--data.tokenizer)") from None
+    except ValueError as error:
         raise UserError(f"{file} is not JSON: {error} (--data.tokenizer)") from None
     if not isinstance(found, dict):
-        raise UserError(f"{file} must hold a JSON object, not {found!r:.40} (--data.tokenizer)")
+        raise UserError(
+            f"{file} must hold a JSON object, not {reprlib.repr(found):.40} (--data.tokenizer)"
+        )
     named = {}
     for key in ("bos_token", "eos_token"):
         value = found.get(key)
         token = value.get("content") if isinstance(value, dict) else value
         if value is not None and not isinstance(token, str):
             raise UserError(
-                f"{file}: {key} is {value!r:.40}; it must be a string, or an object whose member "
-                "content is one (--data.tokenizer)"
+                f"{file}: {key} is {reprlib.repr(value):.40}; it must be a string, or an "
+                "object whose member content is one (--data.tokenizer)"
             )
         if token:
             named[key] = token

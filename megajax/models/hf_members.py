@@ -1,6 +1,7 @@
 """Members of a Hugging Face config.json that name maps read, and of what kind each must be."""
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,10 @@ _COUNTS = (
     "original_max_position_embeddings", "n_layer", "n_embd", "n_head", "n_inner", "n_positions",
     "num_hidden_groups", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads",
 )  # fmt: skip
+_STACKED = ("num_hidden_layers", "n_layer", "n_layers", "num_local_experts", "num_experts",
+            "num_hidden_groups")  # fmt: skip
+MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
+MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
 _WHOLE = ("max_window_layers", "pad_token_id", "type_vocab_size", "embedding_size")
 _POSITIVE = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "factor",
              "low_freq_factor", "high_freq_factor")  # fmt: skip
@@ -36,8 +41,9 @@ def _is_texts(x: Any) -> bool:
 
 
 _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
-    "a whole number of at least 1": (_COUNTS, lambda x: _is_whole(x) and x >= 1),
-    "a whole number of at least 0": (_WHOLE, lambda x: _is_whole(x) and x >= 0),
+    f"a whole number in [1, {MOST}]": (_COUNTS, lambda x: _is_whole(x) and 1 <= x <= MOST),
+    f"a whole number in [1, {MOST_STACKED}]": (_STACKED, lambda x: x <= MOST_STACKED),
+    f"a whole number in [0, {MOST}]": (_WHOLE, lambda x: _is_whole(x) and 0 <= x <= MOST),
     "a finite number above 0": (_POSITIVE, lambda x: _is_number(x) and x > 0),
     "a number in [0, 1)": (_SHARES, lambda x: _is_number(x) and 0 <= x < 1),
     "true or false": (_FLAGS, lambda x: isinstance(x, bool)),
@@ -53,7 +59,7 @@ def check_members(found: Any) -> dict[str, Any]:
     Raises: UserError for what is no object, and for a member of another kind than it must be.
     """
     if not isinstance(found, Mapping):
-        raise UserError(f"config.json must hold a JSON object, not {found!r:.40}")
+        raise UserError(f"config.json must hold a JSON object, not {reprlib.repr(found):.40}")
     kept = dict(found)
     for kind, (names, is_legal) in _KINDS.items():
         for name in names:
@@ -61,5 +67,7 @@ def check_members(found: Any) -> dict[str, Any]:
             if value is None:
                 kept.pop(name, None)
             elif not is_legal(value):
-                raise UserError(f"config.json: {name} is {value!r:.60}, it must be {kind}")
+                raise UserError(
+                    f"config.json: {name} is {reprlib.repr(value):.60}, it must be {kind}"
+                )
     return kept

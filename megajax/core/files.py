@@ -1,0 +1,94 @@
+"""Files that others wrote, opened and parsed within a budget.
+
+Only regular files are opened: opening a named pipe blocks until somebody writes to it, and a device
+has no end. Symbolic links are followed. JSON is read only when its values cannot take far more
+memory than its text does: `[[],[],...` takes 20 times its size. No jax.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megajax.core.errors import UserError
+
+SLACK = 64 * 2**20  # (chosen) bytes of memory that any file may take
+GROWTH = 10  # (chosen) bytes of memory that one byte of a file may take beyond that
+VALUE_BYTES = 80  # (measured with CPython 3.12: 32 to 70) bytes of memory for each such mark
+MARKS = (b",", b":", b"[", b"{")
+KINDS = (
+    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
+)  # fmt: skip
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading. Never blocks.
+
+    Raises: UserError for what is no regular file; OSError as `open` does.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:  # a zero byte in the name
+        raise UserError(f"{str(path)!r:.300} is not a name that a file can have") from None
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((word for test, word in KINDS if test(mode)), "no file")
+            raise UserError(f"cannot read {path}: it is {kind}; only regular files are read")
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def size_of(file: BinaryIO) -> int:
+    """Returns the bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """Returns what a regular file holds. most: bytes. Raises: UserError; OSError."""
+    with open_regular(path) as file:
+        size = size_of(file)
+        if size > most:
+            raise UserError(f"{path} has {size:,} bytes; {most:,} are read at most")
+        return file.read(size)  # reading `most` would take as much memory
+
+
+def map_bytes(path: str | Path) -> np.ndarray:
+    """Returns a regular file as a read-only memory map, uint8. Raises: UserError; OSError."""
+    with open_regular(path) as file:
+        if size_of(file) == 0:
+            raise UserError(f"{path} is empty")
+        return np.memmap(file, np.uint8, "r")
+
+
+def parse_json(
+    text: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """Returns what JSON says. pairs: makes the value of an object, as json.loads has it.
+
+    Raises: ValueError for what is no JSON, nested too deep, or of more values than its length pays.
+    """
+    if len(text) * VALUE_BYTES > SLACK:
+        marks = MARKS if isinstance(text, bytes) else [m.decode() for m in MARKS]
+        values, budget = sum(map(text.count, marks)), SLACK + GROWTH * len(text)  # type: ignore
+        if values * VALUE_BYTES > budget:
+            raise ValueError(
+                f"{values:,} values in {len(text):,} bytes; {budget // VALUE_BYTES:,} are read at "
+                "most in a file of this size"
+            )
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: str | Path, most: int) -> Any:
+    """Returns what a JSON file says. most: bytes. Raises: UserError; OSError; ValueError."""
+    return parse_json(read_bytes(path, most))
