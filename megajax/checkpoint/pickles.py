@@ -44,7 +44,7 @@ MAX_STEPS = 2**25  # opcodes (chosen: a minute; the metadata of 12,288 ranks has
 MAX_TUPLE_KEYS = 8192  # (chosen) their hashes can be made to collide; the time grows as the square
 MAX_INTEGER_KEY = 2**61 - 1  # CPython's hash of larger ones wraps, so they can be made to collide
 SLACK = 32 * 2**20  # (chosen) bytes of memory that any stream may cost
-GROWTH = 8  # (chosen) bytes of memory that each byte of a stream may cost beyond that
+GROWTH = 16  # (measured: torch's metadata costs 9 to 14) more, for each byte of a stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class _Reader:
     ):  # fmt: skip
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []  # writers number what they keep from 0
         self.builders = builders
         self.persistent = persistent
         self.budget = self.left = SLACK + GROWTH * size
@@ -131,9 +131,15 @@ class _Reader:
             raise _Refused(f"it would take more than {self.budget:,} bytes of memory")
 
     def push(self, value: Any) -> None:
+        if type(value) is int and 0 <= value <= 256:
+            return self.stack.append(value)
         if type(value) is int and value.bit_length() > 8 * MAX_INTEGER:
             raise _Refused(f"an integer of {value.bit_length() // 8:,} bytes")
-        self.spend(16 + sys.getsizeof(value))
+        self.spend(sys.getsizeof(value))
+        self.stack.append(value)
+
+    def push_shared(self, value: Any) -> None:
+        """Takes what the interpreter has one of; its place on the stack is not worth counting."""
         self.stack.append(value)
 
     def key(self, x: Any) -> Any:
@@ -180,7 +186,7 @@ class _Reader:
     def tuple_of(self, size: int) -> None:
         if len(self.stack) < size:
             raise ValueError("too few values")
-        self.spend(72 + 8 * size)
+        self.spend(56 + 8 * size)
         self.stack[len(self.stack) - size :] = [tuple(self.stack[len(self.stack) - size :])]
 
     def tuple_since_mark(self, _: Any) -> None:
@@ -211,7 +217,7 @@ class _Reader:
         if not isinstance(kind, Global) or not isinstance(args, tuple):
             raise _Refused("a call of what is no name")
         builder = self.builders.get(kind.name)
-        self.spend(128 + sum(_price(a, builder) for a in args))
+        self.spend(80 if builder is None else 16 + sum(_price(a, builder) for a in args))
         if builder in _FILLERS and args:
             for x in args[0]:
                 self.key(x[0] if builder is _ordered else x)
@@ -275,12 +281,16 @@ class _Reader:
         self.push(frozenset(map(self.key, self.since_mark())))
 
     def remember(self, place: int | None) -> None:
-        self.spend(100)
-        self.memo[len(self.memo) if place is None else place] = self.stack[-1]
+        if place is None or place == len(self.memo):
+            self.spend(8)
+            self.memo.append(self.stack[-1])
+        elif place < len(self.memo):
+            self.memo[place] = self.stack[-1]
+        else:
+            raise ValueError("a memo that is not in order")
 
     def recall(self, place: int) -> None:
-        self.spend(8)
-        self.stack.append(self.memo[place])
+        self.push_shared(self.memo[place])
 
     def persist(self, _: Any) -> None:
         if self.persistent is None:
@@ -288,15 +298,18 @@ class _Reader:
         self.stack.append(self.persistent(self.stack.pop()))
 
 
-def _price(argument: Any, builder: Callable[..., Any] | None) -> int:
-    """Returns the bytes that a call may take because of an argument."""
-    if builder is None or not isinstance(argument, _SIZED):
-        return 8
+def _price(argument: Any, builder: Callable[..., Any]) -> int:
+    """Returns the bytes, or as many steps, that a call of ours may take because of an argument."""
+    if not isinstance(argument, _SIZED):
+        return 8 if isinstance(argument, _PLAIN) else 256  # of a storage: a tensor is made of it
     if isinstance(argument, str | bytes | bytearray):
         return 2 * len(argument)
-    return len(argument) * (128 if builder in _FILLERS else 16)
+    if builder in _FILLERS:
+        return 128 * len(argument)
+    return len(argument) * (2 if isinstance(argument, tuple) else 16)
 
 
+_PLAIN = (int, float, type(None), Global)
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
@@ -338,9 +351,12 @@ def _constants() -> dict[str, Callable[[_Reader, Any], None]]:
     def constant(make: Callable[[], Any]) -> Callable[[_Reader, Any], None]:
         return lambda reader, _: reader.push(make())
 
-    makers = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
-    makers |= {"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}
-    return {name: constant(make) for name, make in makers.items()}
+    makers = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
+    shared = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+    return {name: constant(make) for name, make in makers.items()} | {
+        name: lambda reader, _, value=value: reader.push_shared(value)
+        for name, value in shared.items()
+    }
 
 
 def _values() -> dict[str, Callable[[_Reader, Any], None]]:

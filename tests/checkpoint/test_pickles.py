@@ -2,7 +2,9 @@
 
 import collections
 import os
+import pathlib
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -150,3 +152,44 @@ def test_damage_never_escapes():
             pickles.loads(bytes(changed), "here")
         except UserError:
             pass
+
+
+ONES = b"](" + b"K\x01" * 500 + b"e"
+KEYS = 40  # tuples as keys, of the ten that this test allows
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"ctorch\nSize\nq\x00" + ONES + b"q\x01" + b"h\x00h\x01\x85R0" * 300, "bytes of memory"),
+        (b"c_codecs\nencode\nq\x00X\xff\x1f\0\0" + b"x" * 8191 + b"q\x01" + b"h\x00h\x01\x85R0" * 90,
+         "bytes of memory"),
+        (b"c__builtin__\nset\nq\x00" + ONES + b"q\x01" + b"h\x00h\x01\x85R0" * 40, "bytes of memory"),
+        (b"\x8f" * 9000, "bytes of memory"),
+        (b"](" + b"}NNs" * 9000 + b"e", "bytes of memory"),
+        (b"ctorch\nf\n" + b"q\x00" + b"h\x00)\x81" * 9000, "bytes of memory"),
+        (b"}(\x8a\x09" + (2**64 + 1).to_bytes(9, "little") + b"Nu", "a key of 65 bits"),
+        (b"}(" + b"K\x01\x85N" * KEYS + b"u", "tuples as keys"),
+        (b"](" + b"K\x01\x85" * KEYS + b"eq\x000c__builtin__\nset\nh\x00\x85R", "tuples as keys"),
+    ],
+)  # fmt: skip
+def test_what_costs_far_more_than_its_length_is_refused(body, said, monkeypatch):
+    monkeypatch.setattr(pickles, "SLACK", 2**16)
+    monkeypatch.setattr(pickles, "MAX_TUPLE_KEYS", 10)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=f"here: refused: .*{said}"):
+            pickles.loads(b"\x80\x02" + body + b".", "here", {"torch.Size": tuple})
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**16 + 20 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+def test_honest_structures_pay_with_their_length_alone(monkeypatch):
+    monkeypatch.setattr(pickles, "SLACK", 0)
+    sizes = [tuple(range(i, i + 3)) for i in range(100)]
+    value = {f"layers.{i}.w": {"offsets": s, "sizes": s, "index": i} for i, s in enumerate(sizes)}
+    for protocol in (2, 4):
+        assert pickles.loads(pickle.dumps(value, protocol), "here") == value
+    file = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "dcp" / ".metadata"
+    assert pickles.loads(file.read_bytes(), "here", {"torch.Size": tuple}).last == "Metadata"

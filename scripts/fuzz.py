@@ -1,0 +1,191 @@
+"""Feeds broken files to every parser of bytes that strangers write, for a stated time.
+
+    uv run scripts/fuzz.py --seconds=60                     # each target for a minute
+    uv run scripts/fuzz.py --targets=pickles,zips --seconds=900
+    uv run scripts/fuzz.py --targets=zips --replay=runs/fuzz/zips/7-1234.bin
+
+Inputs are good files after random edits (tests/mutations.py, tests/fuzz_targets.py); the number of
+an input and --seed make it again. They are read in child processes. A finding is an exception that
+is neither UserError nor OSError, the end of a process, more than 10 s, or more memory than 10 times
+the input plus 64 MB (the limit on the address space is set before each input). Each kind of finding
+is saved once, as TARGET/SEED-NUMBER.bin with its reason beside it; fuzz.json holds the counts.
+Exits with 1 when there is a finding.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import mmap
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from megajax.core import config
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.monitor import results
+from tests.fuzz_targets import TARGETS, Target
+from tests.mutations import mutate
+
+HANG_S = 10
+SLACK, GROWTH = 64 * 2**20, 10  # bytes of memory: at all, and for each byte of an input
+CHILD_S = 20  # seconds that a child works; a crash costs no more than it
+PAGE = resource.getpagesize()
+ONE_ARENA = -8, 1  # mallopt: threads that come and go must not each reserve 64 MB
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """What is fed, and for how long."""
+
+    targets: str = option("all", "names joined by commas; all: every one")
+    seconds: float = option(60.0, "for each target", "s", above=0)
+    seed: int = option(0, "of the edits", at_least=0, at_most=2**32 - 1)
+    replay: str = option("", "a saved input to read once instead")
+    out: str = results.out_option("fuzz")
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def make(target: Target, seeds: list[bytes], seed: int, number: int) -> bytes:
+    """Returns input `number`."""
+    return mutate(random.Random(f"{seed} {number}"), seeds, target.edits)
+
+
+def read(target: Target, data: bytes) -> str:
+    """Reads one input within the limits. Returns what is wrong, or nothing."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz."))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + SLACK + GROWTH * len(data), before[1]))
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    try:
+        target.read(data, folder)
+    except UserError:
+        pass
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            return _reason(error)
+    except BaseException as error:  # Rust's panics are no Exceptions
+        return _reason(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        shutil.rmtree(folder, ignore_errors=True)
+    return ""
+
+
+def _reason(error: BaseException) -> str:
+    places = [
+        f"{Path(f.filename).name}:{f.lineno} {f.name}"
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
+    return f"{type(error).__name__} at {' < '.join(places[:-5:-1])}: {str(error)[:200]}"
+
+
+def work(
+    target: Target, seeds: list[bytes], cfg: Config, first: int, shared: mmap.mmap, say: int
+) -> None:
+    """Reads inputs from number `first` on; tells where it is and what is wrong. Never returns."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CHILD_S + 2 * HANG_S,) * 2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # Rust tells of its panics, the log of what it skips
+    end = time.monotonic() + min(CHILD_S, cfg.seconds)
+    number = first
+    while time.monotonic() < end:
+        shared[:8] = number.to_bytes(8, "little")
+        if reason := read(target, make(target, seeds, cfg.seed, number)):
+            os.write(say, (json.dumps([number, reason]) + "\n").encode())
+        number += 1
+    shared[:8] = number.to_bytes(8, "little")
+    os._exit(0)
+
+
+def fuzz(name: str, cfg: Config, out: Path) -> dict:
+    """Feeds one target for its time. Returns its row of figures."""
+    target, shared = TARGETS[name], mmap.mmap(-1, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        seeds = list(target.seeds(Path(folder)))
+        (Path(folder) / "first").mkdir()
+        with contextlib.suppress(ValueError, OSError):
+            target.read(seeds[0], Path(folder) / "first")  # what is imported late is imported now
+    gc.freeze()
+    start, number, kinds = time.monotonic(), 0, {}
+    while (left := start + cfg.seconds - time.monotonic()) > 0:
+        ours, theirs = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(ours)
+            work(target, seeds, Config(seed=cfg.seed, seconds=left), number, shared, theirs)
+        os.close(theirs)
+        with open(ours) as pipe:
+            found = [json.loads(line) for line in pipe]
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        number = int.from_bytes(shared[:8], "little")
+        if code != 0:
+            cause = f"over {HANG_S} s" if code == -signal.SIGALRM else f"ended with {code}"
+            found.append([number, cause])
+            number += 1
+        for where, reason in found:
+            kind = reason.partition(": ")[0]
+            kinds[kind] = kinds.get(kind, 0) + 1
+            if kinds[kind] == 1:
+                save(out / name, cfg.seed, where, make(target, seeds, cfg.seed, where), reason)
+    return {"target": name, "inputs": number, "seconds": round(time.monotonic() - start, 1),
+            "findings": kinds}  # fmt: skip
+
+
+def save(folder: Path, seed: int, number: int, data: bytes, reason: str) -> None:
+    """Keeps an input, and why."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{seed}-{number}.bin").write_bytes(data)
+    (folder / f"{seed}-{number}.txt").write_text(f"{reason}\n")
+    print(f"  {folder.name} {seed}-{number}: {reason}", flush=True)
+
+
+def main() -> int:
+    """Feeds the chosen targets, one after the other."""
+    cfg, _ = config.from_flags(PRESETS)
+    names = list(TARGETS) if cfg.targets == "all" else cfg.targets.split(",")
+    if unknown := [n for n in names if n not in TARGETS]:
+        near = did_you_mean(unknown[0], TARGETS)
+        raise UserError(f"{unknown[0]!r} must be one of {', '.join(TARGETS)}.{near} (--targets)")
+    warnings.filterwarnings("ignore", message=".*os.fork.*")
+    ctypes.CDLL(None).mallopt(*ONE_ARENA)
+    threading.stack_size(2**18)
+    if cfg.replay:
+        reason = read(TARGETS[names[0]], Path(cfg.replay).read_bytes())
+        print(reason or "no finding")
+        return bool(reason)
+    out, rows = Path(cfg.out), []
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        rows.append(fuzz(name, cfg, out))
+        row = rows[-1]
+        print(f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {sum(row['findings'].values())} "
+              f"findings of {len(row['findings'])} kinds", flush=True)  # fmt: skip
+        (out / "fuzz.json").write_text(
+            json.dumps({"seed": cfg.seed, "rows": rows}, indent=2) + "\n"
+        )
+    return int(any(row["findings"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

@@ -1,0 +1,57 @@
+"""Files of strangers: kinds that block or never end, and JSON that takes more memory than it says."""
+
+import os
+import socket
+import tracemalloc
+
+import pytest
+
+from megajax.core import files
+from megajax.core.errors import UserError
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "linked_pipe").symlink_to(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    assert files.read_bytes(tmp_path / "link", 3) == b"abc"
+    assert files.map_bytes(tmp_path / "link").tobytes() == b"abc"
+    for name in ("pipe", "linked_pipe"):
+        with pytest.raises(UserError, match=f"{name}: it is a named pipe; only regular files"):
+            files.open_regular(tmp_path / name)
+    with pytest.raises(UserError, match="it is a device"):
+        files.open_regular("/dev/zero")
+    with pytest.raises(UserError, match="it is a folder"):
+        files.open_regular(tmp_path)
+    with pytest.raises(OSError):
+        files.open_regular(tmp_path / "socket")
+    with pytest.raises(UserError, match="not a name that a file can have"):
+        files.open_regular("a\0b")
+
+
+def test_a_file_is_read_up_to_its_limit_in_memory_of_its_size(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(100))
+    with pytest.raises(UserError, match="x has 100 bytes; 99 are read at most"):
+        files.read_bytes(tmp_path / "x", 99)
+    tracemalloc.start()
+    assert files.read_bytes(tmp_path / "x", 2**30) == bytes(100)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
+
+
+def test_json_of_more_values_than_its_length_pays(monkeypatch):
+    monkeypatch.setattr(files, "SLACK", 10_000)
+    for text in (b"[" + b"[]," * 1000 + b"0]", '{"a":' + '[{},"\u00e9"],' * 1000 + "}"):
+        with pytest.raises(ValueError, match="values in .* bytes; .* are read at most in a file"):
+            files.parse_json(text)
+    entries = ",".join(f'"layer.{i}.weight": [{i}, 123456789]' for i in range(1000))
+    assert len(files.parse_json(f"{{{entries}}}")) == 1000
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000, "", "{", "\xff"])
+def test_json_that_is_none(text):
+    with pytest.raises(ValueError):
+        files.parse_json(text)

@@ -1,0 +1,371 @@
+"""What the fuzzer (scripts/fuzz.py) feeds: each parser of bytes that strangers write.
+
+A target has good inputs, the edits that know its format, and a function that reads an input as the
+project does, to the last value. UserError and OSError are answers; anything else is a finding.
+"""
+
+import gzip
+import io
+import json
+import shutil
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint import foreign, integrity, pickles, safetensors
+from megajax.checkpoint.torch_files import Plain, tensors
+from megajax.data.config import DataConfig
+from megajax.data.indexed import TokenFile, TokenWriter
+from megajax.data.source import open_source
+from megajax.data.tokenizer import open_tokenizer
+from megajax.systems.elastic import wire
+from megajax.systems.elastic.door import Door
+from tests import mutations
+from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
+from tests.mutations import Edit
+
+GOLDEN = Path(__file__).parent / "golden" / "foreign"
+SECRET = "0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Target:
+    """seeds: makes good inputs. read: gets an input and an empty folder that it may fill."""
+
+    seeds: Callable[[Path], Sequence[bytes]]
+    edits: Sequence[Edit]
+    read: Callable[[bytes, Path], None]
+
+
+def _read_all(source: foreign.Foreign) -> None:
+    """Reads every tensor, as an import does."""
+    for name in source.shapes:
+        source.view(name).tobytes()
+    json.dumps(source.notes)
+
+
+# ---- wire.py and door.py
+
+
+class FakeSocket:
+    """A socket that hears given bytes, a few at a time, and keeps nothing of what it is told."""
+
+    def __init__(self, data: bytes):
+        self._data = io.BytesIO(data)
+
+    def recv(self, most: int) -> bytes:
+        return self._data.read(min(most, 1000))
+
+    def sendall(self, data: bytes) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return 0
+
+    settimeout = setsockopt = setblocking = sendall
+    setsockopt = lambda self, *words: None  # noqa: E731
+
+    def close(self) -> None:
+        pass
+
+
+def _wire_seeds(folder: Path) -> list[bytes]:
+    nonce = "ab" * wire.NONCE_BYTES
+    hello = json.dumps({"purpose": "agent", "name": "host", "nonce": nonce}).encode()
+    proof = json.dumps({"nonce": nonce, "proof": "0" * 64}).encode()
+    beats = json.dumps({"kind": "beat", "ranks": [{"rank": 0, "step": 7}], "time": 1.5}).encode()
+    return [hello + b"\n" + proof + b"\n", proof + b"\n", beats + b"\n" + beats + b"\n"]
+
+
+def _wire(data: bytes, folder: Path) -> None:
+    for calls in (False, True):
+        line: Any = wire.Line(FakeSocket(data), SECRET, calls)  # type: ignore[arg-type]
+        _hear(line)
+    signed = b"".join(
+        wire._sign(b"key", i.to_bytes(8), body) + b" " + body + b"\n"
+        for i, body in enumerate(data.split(b"\n"))
+    )
+    line = wire.Line(FakeSocket(signed), SECRET, True)  # type: ignore[arg-type]
+    line.ready, line._keys = True, (b"key", b"key")
+    _hear(line)
+    lines: list[Any] = []
+    selector: Any = SimpleNamespace(register=lambda x, _: lines.append(x), unregister=lines.remove)
+    accept = lambda: (FakeSocket(data), ("127.0.0.1", 1))  # noqa: E731
+    listener: Any = SimpleNamespace(accept=accept, setblocking=lambda _: None, close=lambda: None)
+    door = Door(listener, selector, SECRET, ("agent",))
+    door.accept()
+    try:
+        _hear(lines[-1])
+        door.admits(lines[-1])
+    finally:
+        door.sweep()
+        door.close()
+
+
+def _hear(line: wire.Line) -> None:
+    try:
+        while True:
+            line.receive()
+    except OSError:
+        pass
+
+
+# ---- records, safetensors
+
+
+def _record_seeds(folder: Path) -> list[bytes]:
+    files = {"state/a": integrity.FileSum(5, [907060870]), "b": integrity.FileSum(0, [])}
+    leaves = {"params.w": integrity.LeafSum([2, 3], "float32", [1, 2])}
+    many = {f"leaf{i}": integrity.LeafSum([i], "int8", [i, i]) for i in range(50)}
+    records = [integrity.Record(3, files, leaves, 0.5), integrity.Record(4, files, many)]
+    return [json.dumps(asdict(r), separators=(",", ":")).encode() for r in records]
+
+
+def _record(data: bytes, folder: Path) -> None:
+    (folder / "state").mkdir()
+    (folder / "state" / "a").write_bytes(b"hello")
+    (folder / "b").write_bytes(b"")
+    for text in (data, integrity._sealed(data.decode(errors="replace")).encode()):
+        (folder / integrity.RECORD).write_bytes(text)
+        try:
+            record = integrity.read_record(folder)
+        except integrity.DamagedError:
+            continue
+        if damage := integrity.find_damage(folder, record):
+            integrity.damaged(
+                folder, damage, ["x"]
+            )  # without the names: tensorstore reads the index
+
+
+def _safetensors_seeds(folder: Path) -> list[bytes]:
+    kinds = {"a.w": ((2, 3), "F32"), "b": ((4,), "BF16"), "c": ((), "I64"), "d": ((0, 2), "U8")}
+    arrays = {n: np.ones(s, safetensors.DTYPES[c]) for n, (s, c) in kinds.items()}
+    safetensors.write_folder(folder, kinds, arrays.__getitem__)
+    index = {"metadata": {}, "weight_map": {"a.w": "x", "c": "x", "d": "x", "b": "x"}}
+    return [(folder / safetensors.SINGLE).read_bytes(), json.dumps(index).encode()]
+
+
+def _safetensors(data: bytes, folder: Path) -> None:
+    if data[:1] == b"{":
+        (folder / safetensors.INDEX).write_bytes(data)
+        (folder / "x").write_bytes(_safetensors_seeds(folder)[0])
+    else:
+        (folder / safetensors.SINGLE).write_bytes(data)
+    _read_all(foreign.open_foreign(folder, foreign.detect(folder)))
+
+
+def _edit_header(rng: Any, data: bytes) -> bytes:
+    """Changes the JSON header of a safetensors file and its length with it."""
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= len(data):
+        return data
+    header = rng.choice(mutations.TEXT)(rng, data[8 : 8 + length])
+    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+
+
+# ---- torch
+
+
+def _structure() -> dict[Any, Any]:
+    model = {
+        "w": tensor(0, (2, 3), (3, 1)),
+        "b": tensor(0, (6,), (1,)),
+        "e": tensor(0, (0, 2), (2, 1)),
+    }
+    group = Object(
+        Name("argparse", "Namespace"), (), {"lr": 0.5, "dtype": Name("torch", "float32")}
+    )
+    return {
+        "model": model, "args": group, "iteration": 3, "note": "hello", "list": [1, None, (2, "x")],
+        "size": Object(Name("torch", "Size"), ((2, 3),)),
+        "ordered": Object(Name("collections", "OrderedDict"), ([("a", 1), ("b", 2)],)),
+        "set": Object(Name("__builtin__", "set"), ([1, 2],)),
+        "pairs": Pairs([(1, "a"), ("1.5", "b")]),
+    }  # fmt: skip
+
+
+def _pickle_seeds(folder: Path) -> list[bytes]:
+    plain = {k: v for k, v in _structure().items() if k != "model"}
+    laugh = b")q\x000" + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(40)) + b"h\x28"
+    loop = b"}q\x00X\x01\x00\x00\x00ah\x00s"
+    many = b"](" + b"K\x01" * 500 + b"eq\x000ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R0" * 30 + b"N"
+    found = [b"\x80\x02" + body + b"." for body in (laugh, loop, many)]
+    return [dumps(plain), *found, (GOLDEN / "dcp" / ".metadata").read_bytes()]
+
+
+def _pickle(data: bytes, folder: Path) -> None:
+    value = pickles.loads(data, "here", {"torch.Size": tuple})
+    plain = Plain()
+    for _, x in tensors(value):
+        try:
+            plain(x)
+        except ValueError:
+            pass
+
+
+def _zip_seeds(folder: Path) -> list[bytes]:
+    six = np.arange(6, dtype=np.float32).tobytes()
+    return [torch_zip(_structure(), {"0": six}), (GOLDEN / "kinds.pt").read_bytes()]
+
+
+def _zip(data: bytes, folder: Path) -> None:
+    (folder / "file.pt").write_bytes(data)
+    _read_all(foreign.open_foreign(folder / "file.pt", "torch"))
+
+
+def _dcp_seeds(folder: Path) -> list[bytes]:
+    return [(GOLDEN / "dcp" / ".metadata").read_bytes()]
+
+
+def _dcp(data: bytes, folder: Path) -> None:
+    for file in (GOLDEN / "dcp").glob("*.distcp"):
+        (folder / file.name).symlink_to(file)
+    (folder / ".metadata").write_bytes(data)
+    _read_all(foreign.open_foreign(folder, "dcp"))
+
+
+def _megatron_seeds(folder: Path) -> list[bytes]:
+    import megajax.checkpoint.megatron  # noqa: F401  # it takes jax, which takes long, and memory
+
+    homes = [GOLDEN / "megatron_core" / "iter_0000007", GOLDEN / "megatron_dist" / "iter_0000007"]
+    return [
+        (homes[0] / "mp_rank_00_000" / "model_optim_rng.pt").read_bytes(),
+        (homes[1] / ".metadata").read_bytes(),
+    ]
+
+
+def _megatron(data: bytes, folder: Path) -> None:
+    stacked = data[:2] == b"\x80\x02"
+    home = folder / "copy"
+    shutil.copytree(GOLDEN / ("megatron_dist" if stacked else "megatron_core"), home)
+    step = home / "iter_0000007"
+    file = step / ".metadata" if stacked else step / "mp_rank_00_000" / "model_optim_rng.pt"
+    file.write_bytes(data)
+    _read_all(foreign.open_foreign(home, "megatron"))
+
+
+# ---- .idx, config.json, JSONL, tokenizer.json
+
+
+def _idx_seeds(folder: Path) -> list[bytes]:
+    with TokenWriter(folder / "x", 512) as writer:
+        for n in (5, 0, 3, 40):
+            writer.add(np.arange(n))
+    return [(folder / "x.idx").read_bytes()]
+
+
+def _idx(data: bytes, folder: Path) -> None:
+    (folder / "x.bin").write_bytes(bytes(96))
+    (folder / "x.idx").write_bytes(data)
+    file = TokenFile(folder / "x", 512)
+    for i in range(min(len(file), 1000)):
+        length = int(file.lengths[i])
+        found = file.read(i, 0, length)
+        if len(found) != length:
+            raise AssertionError(f"document {i} has {length} tokens, {len(found)} were read")
+        file.check_ids(found, i)
+
+
+def _config_seeds(folder: Path) -> list[bytes]:
+    import megajax.checkpoint.hf  # noqa: F401  # it takes jax, which takes long, and much memory
+
+    llama = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128, "rope_theta": 1e4, "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    }  # fmt: skip
+    mixtral = llama | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 128,
+            "vocab_size": 512, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}  # fmt: skip
+    bert = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
+            "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 128,
+            "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu", "pad_token_id": 0,
+            "hidden_dropout_prob": 0.1, "architectures": ["BertModel"]}  # fmt: skip
+    qwen = llama | {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "sliding_window": 8,
+        "use_sliding_window": True,
+    }
+    return [json.dumps(x).encode() for x in (llama, mixtral, gpt2, bert, qwen)]
+
+
+def _config(data: bytes, folder: Path) -> None:
+    from megajax.checkpoint import hf  # here: it takes jax
+
+    (folder / "config.json").write_bytes(data)
+    cfg = hf.load_config(folder)
+    for name, kinds in (("model.norm.weight", (4,)), ("x", (0,))):
+        safetensors.write_folder(folder, {name: (kinds, "F32")}, lambda _, k=kinds: np.zeros(k))
+        try:
+            hf.load_params(folder, cfg)
+        except (ValueError, OSError):
+            continue
+
+
+def _jsonl_seeds(folder: Path) -> list[bytes]:
+    lines = ['{"text": "one"}', '{"text": "\\u00e9\\ud83d\\ude00 two", "id": 7}', '{"text": ""}']
+    text = "\n".join(lines).encode()
+    return [text, gzip.compress(text), gzip.compress(b" " * 50_000_000)]
+
+
+def _jsonl(data: bytes, folder: Path) -> None:
+    name = "a.jsonl.gz" if data[:2] == b"\x1f\x8b" else "a.jsonl"
+    (folder / name).write_bytes(data)
+    for undecodable in ("error", "replace", "skip"):
+        cfg = DataConfig(undecodable=undecodable)
+        for document in open_source(str(folder / name), cfg).documents():
+            document.text.encode()
+
+
+def _tokenizer_seeds(folder: Path) -> list[bytes]:
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    from megajax.data.tokenizer import train_bpe
+
+    train_bpe(["hello world, hello there"] * 3, 270, folder / "bpe.json")
+    words = {"[UNK]": 0, "hello": 1, "world": 2, "##s": 3}
+    made = [
+        tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]")),
+        tokenizers.Tokenizer(models.WordPiece(words, unk_token="[UNK]")),
+        tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("he", -1.0), ("l", -2.0)], 0)),
+    ]
+    for x in made:
+        x.pre_tokenizer = pre_tokenizers.Whitespace()
+        x.add_special_tokens(["<s>", "</s>"])
+    return [(folder / "bpe.json").read_bytes(), *(x.to_str().encode() for x in made)]
+
+
+def _tokenizer(data: bytes, folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_bytes(data)
+    tokenizer = open_tokenizer(str(file))
+    for ids in tokenizer.encode(["hello world", "", "é<s> 1"]):
+        tokenizer.decode(ids)
+
+
+TARGETS = {
+    "wire": Target(_wire_seeds, mutations.TEXT, _wire),
+    "records": Target(_record_seeds, mutations.TEXT, _record),
+    "safetensors": Target(_safetensors_seeds, (*mutations.TEXT, *[_edit_header] * 8), _safetensors),
+    "pickles": Target(_pickle_seeds, mutations.PICKLE, _pickle),
+    "zips": Target(
+        _zip_seeds, (*mutations.COMMON, *[mutations.inside_zip(mutations.PICKLE)] * 6), _zip
+    ),
+    "dcp": Target(_dcp_seeds, mutations.PICKLE, _dcp),
+    "megatron": Target(
+        _megatron_seeds, (*mutations.COMMON, mutations.edit_pickle, *[mutations.inside_zip(mutations.PICKLE)] * 9), _megatron
+    ),
+    "idx": Target(_idx_seeds, mutations.COMMON, _idx),
+    "config": Target(_config_seeds, mutations.TEXT, _config),
+    "jsonl": Target(_jsonl_seeds, mutations.TEXT, _jsonl),
+    "tokenizer": Target(_tokenizer_seeds, mutations.TEXT, _tokenizer),
+}  # fmt: skip
