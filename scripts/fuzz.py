@@ -112,7 +112,11 @@ def work(
     number = first
     while time.monotonic() < end:
         shared[:8] = number.to_bytes(8, "little")
-        if reason := read(target, make(target, seeds, cfg.seed, number)):
+        try:
+            reason = read(target, make(target, seeds, cfg.seed, number))
+        except Exception as error:  # of this script
+            reason = f"not in the parser: {_reason(error)}"
+        if reason:
             os.write(say, (json.dumps([number, reason]) + "\n").encode())
         number += 1
     shared[:8] = number.to_bytes(8, "little")
@@ -178,9 +182,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         rows.append(fuzz(name, cfg, out))
-        row = rows[-1]
-        print(f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {sum(row['findings'].values())} "
-              f"findings of {len(row['findings'])} kinds", flush=True)  # fmt: skip
+        row, kinds = rows[-1], rows[-1]["findings"]
+        found = f"{sum(kinds.values())} findings of {len(kinds)} kinds"
+        print(f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {found}", flush=True)
         (out / "fuzz.json").write_text(
             json.dumps({"seed": cfg.seed, "rows": rows}, indent=2) + "\n"
         )

@@ -192,9 +192,14 @@ def _structure() -> dict[Any, Any]:
 def _pickle_seeds(folder: Path) -> list[bytes]:
     plain = {k: v for k, v in _structure().items() if k != "model"}
     laugh = b")q\x000" + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(40)) + b"h\x28"
+    wide = (
+        b"](K\x01eq\x000"
+        + b"".join(b"](" + b"h%c" % i * 9 + b"eq%c0" % (i + 1) for i in range(20))
+        + b"}X\x01\x00\x00\x00wh\x14s"
+    )
     loop = b"}q\x00X\x01\x00\x00\x00ah\x00s"
     many = b"](" + b"K\x01" * 500 + b"eq\x000ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R0" * 30 + b"N"
-    found = [b"\x80\x02" + body + b"." for body in (laugh, loop, many)]
+    found = [b"\x80\x02" + body + b"." for body in (laugh, loop, many, wide)]
     return [dumps(plain), *found, (GOLDEN / "dcp" / ".metadata").read_bytes()]
 
 
@@ -283,7 +288,8 @@ def _config_seeds(folder: Path) -> list[bytes]:
     }  # fmt: skip
     mixtral = llama | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 128,
-            "vocab_size": 512, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}  # fmt: skip
+            "vocab_size": 512, "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new"}  # fmt: skip
     bert = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
             "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 128,
             "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu", "pad_token_id": 0,
@@ -362,9 +368,11 @@ TARGETS = {
     ),
     "dcp": Target(_dcp_seeds, mutations.PICKLE, _dcp),
     "megatron": Target(
-        _megatron_seeds, (*mutations.COMMON, mutations.edit_pickle, *[mutations.inside_zip(mutations.PICKLE)] * 9), _megatron
+        _megatron_seeds,
+        (*mutations.COMMON, mutations.edit_pickle, *[mutations.inside_zip(mutations.PICKLE)] * 9),
+        _megatron,
     ),
-    "idx": Target(_idx_seeds, mutations.COMMON, _idx),
+    "idx": Target(_idx_seeds, (*mutations.COMMON, *[mutations.set_field] * 6), _idx),
     "config": Target(_config_seeds, mutations.TEXT, _config),
     "jsonl": Target(_jsonl_seeds, mutations.TEXT, _jsonl),
     "tokenizer": Target(_tokenizer_seeds, mutations.TEXT, _tokenizer),

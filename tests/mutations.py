@@ -15,17 +15,22 @@ Edit = Callable[[random.Random, bytes], bytes]
 
 LONGEST = 256 * 2**10  # bytes of what is made
 NUMBERS = [0, 1, 2, 7, 8, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**61,
-           2**61 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63), 10**30]  # fmt: skip
+           2**61 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63),
+           10**30]  # fmt: skip
 NODES = [None, True, [], {}, "", "x", "\ud800", "é", 0.5, 1e308, float("nan"), float("-inf"), [[]],
          [0] * 100, {"a": {"b": [1]}}, "1", "../x", "a" * 5000, *NUMBERS]  # fmt: skip
 # Pickles: what takes little and makes much, and what refers to what is there.
 OPCODES = [b"]", b"}", b")", b"\x8f", b"N", b"(", b"t", b"\x85", b"\x86", b"\x87", b"a", b"e", b"s",
            b"u", b"R", b"\x81", b"b", b"0", b"1", b"2", b"\x94", b"Q", b"\x93", b"\x90", b"\x91",
-           b"h\x00", b"h\x01", b"h\x02", b"h\x07", b"q\x00", b"q\x01", b"q\x02", b"K\x05", b"M\xff\xff",
-           b"J\xff\xff\xff\x7f", b"\x8a\x08" + b"\xff" * 8, b"X\x01\x00\x00\x00w", b"X\x00\x00\x00\x00",
+           b"h\x00", b"h\x01", b"h\x02", b"h\x07", b"q\x00", b"q\x01", b"q\x02", b"K\x05",
+           b"M\xff\xff",
+           b"J\xff\xff\xff\x7f", b"\x8a\x08" + b"\xff" * 8, b"X\x01\x00\x00\x00w", b"X" + bytes(4),
            b"ctorch\nSize\n", b"ccollections\nOrderedDict\n", b"c_codecs\nencode\n",
            b"c__builtin__\nset\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"G" + b"\x7f" * 8,
-           b"h\x00h\x00\x86q\x00", b"h\x00R0", b"}q\x00(X\x01\x00\x00\x00ah\x00u", b"."]  # fmt: skip
+           b"h\x00h\x00\x86q\x00", b"h\x00R0", b"h\x01h\x00\x85R0",
+           b"h\x01h\x00\x85R", b"](h\x00h\x00h\x00e",
+           b"}q\x00(X\x01\x00\x00\x00ah\x00u",
+           b"."]  # fmt: skip
 
 
 def _span(rng: random.Random, data: bytes) -> tuple[int, int]:
@@ -140,6 +145,18 @@ def edit_json(rng: random.Random, data: bytes) -> bytes:
         else:
             home[key] = rng.choice(NODES)
     return json.dumps(found).encode()
+
+
+def set_field(rng: random.Random, data: bytes) -> bytes:
+    """Writes a number into a field of a token index: its counts, lengths or offsets."""
+    fields = [(9, 8), (17, 1), (18, 8), (26, 8)]
+    count = min(int.from_bytes(data[18:26], "little"), len(data) // 12)
+    fields += [(34 + 4 * i, 4) for i in range(count)]
+    fields += [(34 + 4 * count + 8 * i, 8) for i in range(count)]
+    begin, size = rng.choice(fields)
+    number = rng.choice([*NUMBERS, 2**63 - rng.randrange(100), rng.randrange(100)])
+    wrapped = (number % 2 ** (8 * size)).to_bytes(size, "little")
+    return data[:begin] + wrapped + data[begin + size :]
 
 
 def edit_pickle(rng: random.Random, data: bytes) -> bytes:

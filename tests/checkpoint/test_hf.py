@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -285,4 +287,30 @@ def test_members_that_mean_nothing_are_named(changes, words, tmp_path):
 def test_a_config_that_is_no_object_is_named(content, tmp_path):
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="config.json(: must hold a JSON object| is not JSON)"):
+        hf.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "rule"),
+    [
+        ("num_hidden_layers", 10**9, "[1, 16384]"),
+        ("hidden_size", 2**40, "[1, 2147483647]"),
+        ("vocab_size", 10**30, "[1, 2147483647]"),
+        ("num_hidden_layers", json.loads("[" * 90 + "]" * 90), "[1, 2147483647]"),
+    ],
+)
+def test_sizes_that_no_model_has(member, value, rule, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama") | {member: value}))
+    with pytest.raises(UserError, match=re.escape(f"it must be a whole number in {rule}")):
+        hf.load_config(tmp_path)
+
+
+def test_a_config_that_is_a_pipe_or_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "MAX_CONFIG", 10)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
+    with pytest.raises(UserError, match=r"bytes; 10 are read at most \(--init_from\)"):
+        hf.load_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"it is a named pipe.*\(--init_from\)"):
         hf.load_config(tmp_path)

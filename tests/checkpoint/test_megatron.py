@@ -1,5 +1,6 @@
 """Checkpoints of Megatron-LM (tests/golden/make_foreign.py) against transformers' logits."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -14,7 +15,7 @@ from megajax.checkpoint import foreign, hf, megatron_files
 from megajax.checkpoint.megatron import MegatronFolder, to_hf_config
 from megajax.core.errors import UserError
 from megajax.models import decoder, names
-from tests.foreign_writer import Name, Object, torch_zip
+from tests.foreign_writer import Name, Object, Raw, tensor, torch_zip
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "foreign"
 LLAMAS = ["megatron_legacy", "megatron_core", "megatron_dist", "megatron_dist_apart"]
@@ -223,3 +224,69 @@ def test_older_folders_keep_the_arguments_in_a_file(tmp_path):
     (folder / "iter_0000007" / "common.pt").write_bytes(common)
     with pytest.raises(UserError, match="num_experts=2"):
         MegatronFolder(folder)
+
+
+def one_rank(folder, state, name="mp_rank_00"):
+    (folder / name).mkdir()
+    (folder / name / "model_optim_rng.pt").write_bytes(torch_zip(state, {"0": bytes(24)}))
+
+
+@pytest.mark.parametrize("name", ["mp_rank_9999999", "mp_rank_9999999_9999999", "mp_rank_01_000"])
+def test_ranks_far_from_the_others(name, tmp_path):
+    state = {"model": {}, "checkpoint_version": 3.0}
+    one_rank(tmp_path, state)
+    one_rank(tmp_path, state, name)
+    with pytest.raises(UserError, match="lacks mp_rank_|has no model|no arguments"):
+        MegatronFolder(tmp_path)
+
+
+def test_two_folders_of_one_rank(tmp_path):
+    for name in ("mp_rank_00", "mp_rank_000"):
+        one_rank(tmp_path, {"model": {}, "checkpoint_version": 3.0}, name)
+    with pytest.raises(UserError, match=r"mp_rank_00. is a second folder of .* rank \(0, 0\)"):
+        MegatronFolder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x", "embedding.word_embeddings.weight", "output_layer.weight"])
+def test_names_that_become_one(name, tmp_path):
+    """Words of several writers mean one tensor: nested `module`s, `language_model`."""
+    twice = {name: tensor(0, (6,), (1,)), f"module.{name}": tensor(0, (2,), (1,))}
+    one_rank(tmp_path, {"model": twice, "checkpoint_version": 3.0})
+    with pytest.raises(UserError, match=f"two tensors of the name {name}"):
+        MegatronFolder(tmp_path)
+
+
+LAUGH = b"](K\x01eq\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"model": {}, "checkpoint_version": Raw(LAUGH)}, "checkpoint_version list"),
+        ({"args": {"normalization": Raw(LAUGH)}, "model": {}, "checkpoint_version": 3},
+         "argument normalization of the checkpoint is nested"),
+        ({"model" + "1" * 5000: {}, "checkpoint_version": 3}, "has no model"),
+        ({"model": {"decoder.layers." + "1" * 5000 + ".w": tensor(0, (6,), (1,))},
+          "checkpoint_version": 3}, "no arguments"),
+        ({"model": {}, "iteration": 10**40, "checkpoint_version": 3}, "is of iteration 1000"),
+        ({"model": {}, "args": {"num_layers": 10**12} , "checkpoint_version": 3}, "lack"),
+    ],
+)  # fmt: skip
+def test_values_that_no_message_may_spell_out(state, said, tmp_path):
+    one_rank(tmp_path, state)
+    with pytest.raises(UserError, match=said):
+        MegatronFolder(tmp_path)
+
+
+def test_a_tracker_of_many_digits(tmp_path):
+    (tmp_path / megatron_files.TRACKER).write_text("1" * 4000)
+    with pytest.raises(UserError, match="has no checkpoint 111"):
+        megatron_files.find_step(tmp_path)
+
+
+def test_shapes_that_do_not_split(tmp_path):
+    found = MegatronFolder(GOLDEN / "megatron_core")
+    pieces = found._source.names["decoder.layers.0.mlp.linear_fc1.weight"]
+    pieces[0] = dataclasses.replace(pieces[0], shape=(3, 5), strides=(5, 1))
+    with pytest.raises(UserError, match="linear_fc1.weight are not those of the configuration"):
+        found.view("model.layers.0.mlp.gate_proj.weight")

@@ -155,16 +155,16 @@ def test_damage_never_escapes():
 
 
 ONES = b"](" + b"K\x01" * 500 + b"e"
+AGAIN = b"h\x00h\x01\x85R0"  # calls what was kept first with what was kept second
 KEYS = 40  # tuples as keys, of the ten that this test allows
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"ctorch\nSize\nq\x00" + ONES + b"q\x01" + b"h\x00h\x01\x85R0" * 300, "bytes of memory"),
-        (b"c_codecs\nencode\nq\x00X\xff\x1f\0\0" + b"x" * 8191 + b"q\x01" + b"h\x00h\x01\x85R0" * 90,
-         "bytes of memory"),
-        (b"c__builtin__\nset\nq\x00" + ONES + b"q\x01" + b"h\x00h\x01\x85R0" * 40, "bytes of memory"),
+        (b"ctorch\nSize\nq\x00" + ONES + b"q\x01" + AGAIN * 300, "bytes of memory"),
+        (b"c_codecs\nencode\nq\x00X\xff\x1f\0\0" + b"x" * 8191 + b"q\x01" + AGAIN * 90, "bytes of"),
+        (b"c__builtin__\nset\nq\x00" + ONES + b"q\x01" + AGAIN * 40, "bytes of memory"),
         (b"\x8f" * 9000, "bytes of memory"),
         (b"](" + b"}NNs" * 9000 + b"e", "bytes of memory"),
         (b"ctorch\nf\n" + b"q\x00" + b"h\x00)\x81" * 9000, "bytes of memory"),

@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -144,4 +145,50 @@ def test_two_models_in_one_folder_are_refused(tmp_path):
         json.dumps({"weight_map": dict.fromkeys(GOOD, "other.safetensors")})
     )
     with pytest.raises(UserError, match="and model.safetensors.index.json of other files"):
+        TensorFolder(tmp_path)
+
+
+def with_header(path, header, payload=b""):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ([2**61, 0], "giant sizes"),
+        ([1] * 100, "over 32 dimensions"),
+        ([2**62], "giant"),
+        ([2**61] * 1000, "over 32 dimensions"),
+        ("12", "no list"),
+        ([True], "fractional"),
+    ],
+)
+def test_shapes_that_no_array_has(shape, said, tmp_path):
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    with_header(tmp_path / SINGLE, {"x": entry})
+    with pytest.raises(UserError, match=f"is not a safetensors file: .*{said}"):
+        TensorFolder(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    """Readers would disagree on which one counts; the index names one, the other was dropped."""
+    entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    for name in "ab":
+        with_header(tmp_path / name, {"x": entry, name: entry | {"data_offsets": [1, 2]}}, b"12")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b", "a": "a", "b": "b"}}))
+    with pytest.raises(UserError, match="b holds x, and so does .*a; a tensor may be in one file"):
+        TensorFolder(tmp_path)
+
+
+def test_a_pipe_as_a_shard_or_an_index(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / INDEX).write_text('{"weight_map": {"x": "pipe"}}')
+    with pytest.raises(UserError, match="pipe: it is a named pipe"):
+        TensorFolder(tmp_path)
+
+
+def test_an_index_nested_without_end(tmp_path):
+    (tmp_path / INDEX).write_text('{"weight_map": ' + "[" * 100_000)
+    with pytest.raises(UserError, match="index.json is damaged"):
         TensorFolder(tmp_path)

@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign
+from megajax.checkpoint import foreign, torch_dcp
 from megajax.checkpoint.safetensors import TensorFolder
 from megajax.checkpoint.torch_dcp import DcpFolder
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
-from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
+from tests.foreign_writer import Name, Object, Pairs, Raw, code, dumps, tensor, torch_zip
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "dcp"
 ROWS = np.arange(60, dtype=np.float32).reshape(10, 6)
@@ -131,6 +131,10 @@ HALVES = [chunk((0,), (2,)), chunk((2,), (2,))]
         ((4,), WHOLE, [place((0,), transform_descriptors=["zstd"])], "compressed"),
         ((4,), [5], [place((0,))], "no attribute"),
         ((), [chunk((), ()), chunk((), ())], [place(())], "a scalar in 2 chunks"),
+        ((2**61, 0), [], [], "giant"),
+        ((1,) * 100, [], [], "no tuple"),
+        ((4,), WHOLE, [place((0,), length=15)], "15 bytes do not hold the chunk"),
+        ((4,), HALVES, [place((0,), length=9), place((2,), at=8, length=9)], "share bytes of a"),
     ],
 )
 def test_hostile_metadata(shape, chunks, places, said, tmp_path):
@@ -187,3 +191,26 @@ def test_damage_in_the_golden_folder(tmp_path):
         (tmp_path / file.name).write_bytes(raw)
     with pytest.raises(UserError, match="model.rows at byte .* is damaged"):
         DcpFolder(tmp_path).view("model.rows")
+
+
+def test_chunks_that_cross_are_counted_not_compared_for_ever(monkeypatch):
+    """Bars that lie over one another along the dimension that has the most cuts."""
+    monkeypatch.setattr(torch_dcp, "MAX_PAIRS", 1000)
+    bars = [Box((i, i), (200, i + 1)) for i in range(200)]
+    with pytest.raises(ValueError, match="200 chunks lie across one another"):
+        torch_dcp._check_cover("x", (200, 200), bars)
+
+
+def test_a_list_of_chunks_for_many_tensors(tmp_path):
+    """Empty chunks need no place, and a memo names a list of them in two bytes."""
+    empty = code(chunk((0,), (0,)))
+    many = Raw(b"](" + (empty + b"q\x00" + b"h\x00" * 400) + b"eq\x01")
+    entries = {f"x{i}": (many if i == 0 else Raw(b"h\x01")) for i in range(99)}
+    entries = {
+        n: record("TensorStorageMetadata", properties=FLOAT, size=size(0), chunks=x)
+        for n, x in entries.items()
+    }
+    value = record("Metadata", state_dict_metadata=entries, storage_data={})
+    (tmp_path / ".metadata").write_bytes(dumps(value))
+    with pytest.raises(UserError, match="its tensors share their lists of chunks"):
+        DcpFolder(tmp_path)

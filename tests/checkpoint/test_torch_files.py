@@ -1,5 +1,6 @@
 """Files that torch wrote (tests/golden/make_foreign.py), and files that nobody should write."""
 
+import os
 import pathlib
 import zipfile
 
@@ -7,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from megajax.checkpoint import torch_files
 from megajax.checkpoint.pickles import Global, Record
 from megajax.checkpoint.torch_files import Tensor, TorchFile, plain, tensors
 from megajax.core.errors import UserError
-from tests.foreign_writer import Name, Object, dumps, tensor, torch_zip
+from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
 
 KINDS = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "kinds.pt"
 SIX = np.arange(6, dtype=np.float32)
@@ -105,7 +107,12 @@ def test_a_view_by_hand(tmp_path):
         (tensor(0, (1,), (1,), key="1"), "no storage '1'"),
         (tensor(0, (1,), (1,), elements=7), "24 bytes for 7 elements"),
         (tensor(0, (1,), (1,), elements=2**70), "24 bytes for"),
-        (tensor(0, 5, 5), "pickle"),
+        (tensor(0, 5, 5), "no tuple"),
+        (tensor(0, (2**61, 0), (0, 1)), "giant"),
+        (tensor(0, (1,) * 100, (1,) * 100), "100 sizes"),
+        (tensor(0, (1,), (1,), elements="x"), "fractional"),
+        (tensor(0, (1,), (1,), key="0" * 999), "a long one"),
+        ([tensor(0, (2**22,), (0,)) for _ in range(3)], "share bytes come to over 8 times"),
         (Object(Name("torch._utils", "_rebuild_tensor_v2"), (1, 0, (), ())), "without a storage"),
         (Object(Name("torch._utils", "_rebuild_tensor_v2"), ()), "pickle"),
         (Object(Name("os", "system"), ("touch trace",)), "it names 'os.system'"),
@@ -136,7 +143,57 @@ def test_other_files(tmp_path):
         TorchFile(file)
 
 
-def test_shared_dictionaries_end():
+@pytest.mark.parametrize(
+    "value",
+    [
+        Pairs([("a.b", tensor(0, (6,), (1,))), ("a", {"b": tensor(0, (2,), (1,))})]),
+        Pairs([(1, tensor(0, (6,), (1,))), ("1", tensor(0, (2,), (1,)))]),
+        {"a": {"": {"b": 1}}, "a.": {"b": tensor(0, (2,), (1,))}},
+    ],
+)
+def test_names_that_collide_are_refused(value, tmp_path):
+    with pytest.raises(UserError, match="two values of the name"):
+        list(tensors(opened(tmp_path, value, {"0": SIX.tobytes()}).value))
+
+
+def test_a_dot_at_the_beginning_is_part_of_the_name(tmp_path):
+    value = {".w": tensor(0, (6,), (1,)), "w": tensor(0, (2,), (1,)), "": {"v": 1}}
+    found = dict(tensors(opened(tmp_path, value, {"0": SIX.tobytes()}).value))
+    assert {n: getattr(x, "shape", x) for n, x in found.items()} == {".w": (6,), "w": (2,), ".v": 1}
+
+
+def test_members_that_share_bytes(tmp_path):
+    """A thousand names of one storage: each would be checked on its own."""
+    data = torch_zip([1], {"0": bytes(30), "1": bytes(30)})
+    first, second = data.index(b"archive/data/0") - 30, data.index(b"archive/data/1") - 30
+    entry = data.rindex(b"archive/data/1") - 46
+    assert data[entry + 42 : entry + 46] == second.to_bytes(4, "little")
+    changed = data[: entry + 42] + first.to_bytes(4, "little") + data[entry + 46 :]
+    (tmp_path / "x.pt").write_bytes(changed)
+    with pytest.raises(UserError, match="share bytes"):
+        TorchFile(tmp_path / "x.pt")
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "x.pt")
+    with pytest.raises(UserError, match="it is a named pipe"):
+        TorchFile(tmp_path / "x.pt")
+
+
+def test_shared_lists_end():
+    """2^20 values, and text of terabytes, from a structure of a few hundred bytes."""
+    laugh, long = [1], ["x" * 10**6] * 1000
+    for _ in range(100):
+        laugh = [laugh] * 10
+    for value in (laugh, [laugh[0]], long):
+        with pytest.raises(ValueError, match="too deep, or too long"):
+            plain(value)
+    with pytest.raises(ValueError, match="two keys"):
+        plain({1: 2, "1": 3})
+
+
+def test_shared_dictionaries_end(monkeypatch):
+    monkeypatch.setattr(torch_files, "MAX_NAMES", 2**20)
     shared = {"x": 1}
     for _ in range(100):
         shared = {"a": shared, "b": shared}
@@ -144,3 +201,6 @@ def test_shared_dictionaries_end():
         list(tensors(shared))
     with pytest.raises(ValueError, match="too deep"):
         plain(shared, depth=5)
+    shared["itself"] = shared
+    with pytest.raises(UserError, match="or in itself"):
+        list(tensors(shared))

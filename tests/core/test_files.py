@@ -1,4 +1,4 @@
-"""Files of strangers: kinds that block or never end, and JSON that takes more memory than it says."""
+"""Files of strangers: kinds that block or never end, and JSON that takes much memory."""
 
 import os
 import socket

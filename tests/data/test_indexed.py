@@ -1,3 +1,4 @@
+import os
 import struct
 
 import numpy as np
@@ -94,3 +95,44 @@ def test_a_pair_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
         monkeypatch.setattr(np, "memmap", fail)
         with pytest.raises(UserError, match=r"cannot read token file .*x: .* \(--data.source\)"):
             TokenFile(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "said"),
+    [
+        ([-2, 6], [3, 1], "negative length or offset .document 0"),
+        ([2**63 - 2, 6], [3, 1], "8 bytes, 9223372036854775812 used by document 0"),
+        ([0, 2**63 - 8], [3, 2**31 - 1], "used by document 1"),
+        ([0, 6], [3, 2], "8 bytes, 10 used by document 1"),
+        ([0, 2], [3, 1], "documents 0 and 1 share tokens"),
+        ([2, 0], [1, 3], "documents 1 and 0 share tokens"),
+        ([1, 6], [2, 1], "not a multiple of 2 bytes"),
+        ([0, 6], [3, -1], "negative length or offset .document 1"),
+    ],
+)
+def test_offsets_are_those_of_the_file(offsets, lengths, said, tmp_path):
+    """A sum that overflows passed, and gave no tokens; an offset into a neighbour gave its."""
+    index, data = megatron_bytes([[1, 2, 3], [4]], 8, np.uint16)
+    body = np.array(lengths, np.int32).tobytes() + np.array(offsets, np.int64).tobytes()
+    (tmp_path / "m.idx").write_bytes(index[:34] + body + index[34 + len(body) :])
+    (tmp_path / "m.bin").write_bytes(data)
+    with pytest.raises(UserError, match=said):
+        TokenFile(tmp_path / "m")
+
+
+def test_documents_may_lie_in_any_order(tmp_path):
+    index, data = megatron_bytes([[1, 2, 3], [4]], 8, np.uint16)
+    body = np.array([1, 2], np.int32).tobytes() + np.array([6, 0], np.int64).tobytes()
+    (tmp_path / "m.idx").write_bytes(index[:34] + body + index[34 + len(body) :])
+    (tmp_path / "m.bin").write_bytes(data)
+    assert [TokenFile(tmp_path / "m").read(i, 0, i + 1).tolist() for i in (0, 1)] == [[4], [1, 2]]
+
+
+@pytest.mark.parametrize("suffix", ["idx", "bin"])
+def test_a_pipe_is_no_token_file(suffix, tmp_path):
+    for name, data in zip(("idx", "bin"), megatron_bytes([[1]], 8, np.uint16), strict=True):
+        (tmp_path / f"m.{name}").write_bytes(data)
+    (tmp_path / f"m.{suffix}").unlink()
+    os.mkfifo(tmp_path / f"m.{suffix}")
+    with pytest.raises(UserError, match="it is a named pipe"):
+        TokenFile(tmp_path / "m")

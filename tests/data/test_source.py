@@ -5,6 +5,7 @@ import os
 import pytest
 
 from megajax.core.errors import UserError
+from megajax.data import source
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_corpora
 from megajax.data.source import open_source
@@ -202,3 +203,17 @@ def test_broken_links_and_folders_beside_the_standard_library_are_passed_over(
 def test_a_file_that_vanishes_while_files_are_listed_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*gone.txt: No such file"):
         each_file_once([tmp_path / "gone.txt"])
+
+
+def test_a_compressed_file_that_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "GZIP_SLACK", 1000)
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+        file.write(" " * 10**6)
+    with pytest.raises(UserError, match=r"a.txt.gz unfolds to over \d+,\d+ bytes.*gunzip"):
+        read(tmp_path)
+
+
+def test_a_line_nested_without_end(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "[" * 100_000)
+    with pytest.raises(UserError, match="a.jsonl line 2 is not JSON: it is nested too deep"):
+        read(tmp_path)

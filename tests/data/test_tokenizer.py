@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megajax.core.errors import UserError
+from megajax.data import tokenizer
 from megajax.data.tokenizer import (
     ByteTokenizer,
     bpe_size,
@@ -203,3 +204,12 @@ def test_a_bpe_with_dropout_encodes_the_same_every_time(bpe, tmp_path):
     tokenizer = open_tokenizer(str(tmp_path))
     (plain,) = open_tokenizer(str(bpe)).encode(TEXTS[:1])
     assert all(e.tolist() == plain.tolist() for e in tokenizer.encode(TEXTS[:1] * 20))
+
+
+def test_a_tokenizer_nested_without_end_or_too_long(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text('{"model": ' + "[" * 100_000)
+    with pytest.raises(UserError, match="is not a tokenizer.json: it is nested too deep"):
+        open_tokenizer(str(tmp_path))
+    monkeypatch.setattr(tokenizer, "MAX_BYTES", 1000)
+    with pytest.raises(UserError, match="1,000 are read at most"):
+        open_tokenizer(str(tmp_path))
