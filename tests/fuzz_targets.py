@@ -1,4 +1,4 @@
-"""What the fuzzer (scripts/fuzz.py) feeds: each parser of bytes that strangers write.
+"""What the fuzzer (tests/fuzz.py) feeds: each parser of bytes that strangers write.
 
 A target has good inputs, the edits that know its format, and a function that reads an input as the
 project does, to the last value. UserError and OSError are answers; anything else is a finding.

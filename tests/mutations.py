@@ -1,9 +1,10 @@
-"""Bytes made worse: what the fuzzer (scripts/fuzz.py) does to files that are good.
+"""Bytes made worse: what the fuzzer (tests/fuzz.py) does to files that are good.
 
 Each edit takes a generator of random numbers and bytes, and returns bytes. Some know what they
 edit: binary numbers, numbers in text, nodes of JSON, opcodes of pickles, the pickle in a zip.
 """
 
+import copy
 import io
 import json
 import random
@@ -143,7 +144,7 @@ def edit_json(rng: random.Random, data: bytes) -> bytes:
         elif kind == 3 and isinstance(home[key], int):
             home[key] += rng.choice((-1, 1, 2**32))
         else:
-            home[key] = rng.choice(NODES)
+            home[key] = copy.deepcopy(rng.choice(NODES))  # later edits change what it holds
     return json.dumps(found).encode()
 
 

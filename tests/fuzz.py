@@ -1,8 +1,8 @@
 """Feeds broken files to every parser of bytes that strangers write, for a stated time.
 
-    uv run scripts/fuzz.py --seconds=60                     # each target for a minute
-    uv run scripts/fuzz.py --targets=pickles,zips --seconds=900
-    uv run scripts/fuzz.py --targets=zips --replay=runs/fuzz/zips/7-1234.bin
+    uv run python -m tests.fuzz --seconds=60                     # each target for a minute
+    uv run python -m tests.fuzz --targets=pickles,zips --seconds=900
+    uv run python -m tests.fuzz --targets=zips --replay=runs/fuzz/zips/7-1234.bin
 
 Inputs are good files after random edits (tests/mutations.py, tests/fuzz_targets.py); the number of
 an input and --seed make it again. They are read in child processes. A finding is an exception that
