@@ -1,4 +1,4 @@
-"""What the fuzzer (tests/fuzz.py) is made of: good inputs are read, and the edits are the same each time."""
+"""What the fuzzer (tests/fuzz.py) is made of: inputs that are good, and edits that come again."""
 
 import random
 
