@@ -162,7 +162,7 @@ def test_a_damaged_array_is_named_and_the_step_before_is_taken(folder, caplog):
         CheckpointManager(folder).verify(2)
     manager.verify(1)
     flip(folder / "1" / integrity.RECORD, 40)
-    with pytest.raises(CheckpointError, match=r"it has \[1, 2\]; damaged: \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"has no good checkpoint; damaged: \[1, 2\]"):
         manager.restore(like=like(tree(1)))
 
 
