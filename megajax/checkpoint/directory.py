@@ -9,11 +9,12 @@ leavings that the next start removes. Every process that saves holds a shared lo
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from megajax.checkpoint.integrity import (
     CheckpointError,
     DamagedError,
     Record,
+    absent,
+    find_damage,
     read_record,
     sync_folder,
 )
@@ -53,11 +56,18 @@ class StepFolder:
         return self.path / f"{step}{SAVING}"
 
     def steps(self) -> list[int]:
-        """Returns the stored steps, oldest first, good or not."""
-        if not self.path.is_dir():
+        """Returns the stored steps, oldest first, good or not. Raises: UnreadableError.
+
+        A folder is a step when its name is a number as `str` writes it and it holds an integrity
+        record, or what Orbax describes a whole checkpoint with.
+        """
+        try:
+            names = os.listdir(self.path)
+        except OSError as error:
+            absent(self.path, error)
             return []
-        found = {p.parent for name in (METADATA, RECORD) for p in self.path.glob(f"[0-9]*/{name}")}
-        return sorted(int(p.name) for p in found if p.name.isdigit())
+        numbers = sorted(int(name) for name in names if is_step_name(name))
+        return [step for step in numbers if _is_step(self.path / str(step))]
 
     def record(self, step: int) -> Record | None:
         """Returns a step's record; None: Orbax alone wrote the step, there never was one.
@@ -65,7 +75,7 @@ class StepFolder:
         Raises: DamagedError when the record is damaged or gone, or that of another step.
         """
         folder = self.step(step)
-        if not (folder / RECORD).exists() and not _is_ours(folder):
+        if self._is_plain(folder):
             return None
         record = read_record(folder)
         if record.step != step:
@@ -74,6 +84,13 @@ class StepFolder:
                 "give the folder its own name back"
             )
         return record
+
+    def _is_plain(self, folder: Path) -> bool:
+        """Tells a step that Orbax alone wrote. Raises: UnreadableError."""
+        if _is_there(folder / RECORD):
+            return False
+        described = _description(folder)
+        return described is not None and OURS not in (described.get("custom_metadata") or {})
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the metadata that the step was saved with. Raises: CheckpointError."""
@@ -85,7 +102,9 @@ class StepFolder:
             raise CheckpointError(f"cannot read step {step}: {path}: {error!r}") from None
 
     def begin(self, step: int) -> None:
-        """Takes the folder for a save and tries to write there. Raises: OSError."""
+        """Takes the folder and tries to write there. Raises: OSError, CheckpointError."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            refuse_run(self.step(step), os.listdir(self.step(step)))
         key = (os.path.realpath(self.path), step)
         if key in _being_saved():
             raise OSError(f"another manager of this process is saving step {step} there")
@@ -126,26 +145,32 @@ class StepFolder:
         for trash in self.path.glob(f"[0-9]*{TRASH}"):
             _free(trash)
 
-    def retain(self, newest: int, best: int, bad: Collection[int]) -> None:
-        """Removes all but the `newest` and the `best` good steps; 0 newest: keeps all.
+    def retain(self, newest: int, best: int, bad: Collection[int], saved: int) -> None:
+        """Removes the steps that have `newest` verified steps after them; 0 newest: none.
 
-        best: those with the lowest metric. Steps known to be bad go once they are older than all
-        that is kept.
+        A step is verified when its record is valid and its files have the sizes of the record.
+        best: so many verified steps with the lowest metric stay too. bad: steps that are known not
+        to be verified. saved: the step that was just stored, which stays in every case.
+        Raises: UnreadableError, StoreError.
         """
         if not newest:
             return
-        metrics: dict[int, float | None] = {}
-        for step in self.steps():
+        records: dict[int, Record] = {}
+        steps = self.steps()
+        for step in steps:
             if step not in bad:
-                try:
-                    record = self.record(step)
-                except DamagedError:
-                    continue
-                metrics[step] = None if record is None else record.metric
-        ranked = sorted((m, s) for s, m in metrics.items() if m is not None)
-        kept = set(sorted(metrics)[-newest:]) | {s for _, s in ranked[:best]}
-        for step in self.steps():
-            if step not in kept and step < max(kept, default=0):
+                with contextlib.suppress(DamagedError):
+                    if (record := self.record(step)) is not None:
+                        records[step] = record
+        verified = functools.cache(lambda s: not find_damage(self.step(s), records[s], fast=True))
+        after = list(itertools.islice(filter(verified, sorted(records, reverse=True)), newest))
+        if len(after) < newest:
+            return
+        ranked = sorted((r.metric, s) for s, r in records.items() if r.metric is not None)
+        lowest = itertools.islice((s for _, s in ranked if verified(s)), best)
+        kept = {saved, *lowest}
+        for step in steps:
+            if step < after[-1] and step not in kept:
                 self.remove(step)
 
     def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
@@ -155,7 +180,11 @@ class StepFolder:
         """
         if self._lock is not None:
             return True
-        number = os.open(self.path, os.O_RDONLY)
+        try:
+            number = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            absent(self.path, error)
+            raise
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         until = time.monotonic() + wait_s
         while True:
@@ -184,7 +213,7 @@ class StepFolder:
 
     def collect(self) -> None:
         """Removes what killed processes left, unless somebody saves here now."""
-        if not self.path.is_dir() or not self.lock():
+        if not _is_there(self.path) or not self.lock():
             return
         try:
             for former in self.path.glob(f"[0-9]*{FORMER}"):  # killed between two renames
@@ -215,8 +244,42 @@ def _free(path: Path) -> None:
             path.unlink()
 
 
-def _is_ours(folder: Path) -> bool:
+def is_step_name(name: str) -> bool:
+    """Tells the name of a step: 5, not 05, 5.saving or a digit of another script."""
+    return name.isascii() and name.isdigit() and (name == "0" or name[0] != "0")
+
+
+def refuse_run(place: Path, names: Iterable[str]) -> None:
+    """Raises CheckpointError when what has the name of a step holds the steps of another run."""
+    if held := next(filter(is_step_name, names), None):
+        raise CheckpointError(
+            f"{place} holds {held}/, a step of another run, and saving step {place.name} would "
+            "replace it; move that run, or save elsewhere"
+        )
+
+
+def _is_step(folder: Path) -> bool:
+    return _is_there(folder / RECORD) or _description(folder) is not None
+
+
+def _is_there(path: Path) -> bool:
+    """Tells whether a file exists. Raises: UnreadableError when that cannot be known."""
     try:
-        return OURS.encode() in (folder / METADATA).read_bytes()
-    except OSError:
+        path.stat()
+    except OSError as error:
+        absent(path, error)
         return False
+    return True
+
+
+def _description(folder: Path) -> dict[str, Any] | None:
+    """Returns what Orbax wrote about a checkpoint, or None. Raises: UnreadableError."""
+    path = folder / METADATA
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        absent(path, error)
+        return None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found else None

@@ -10,6 +10,7 @@ record as it stands.
 """
 
 import ast
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,32 @@ WORKERS = 4  # threads that read; reads and checksums let go of the interpreter 
 
 class DamagedError(CheckpointError):
     """Stored bytes are not what was saved. The message names step, file, leaf and remedy."""
+
+
+class UnreadableError(CheckpointError):
+    """Something is stored and this process may not look at it: neither absent nor damaged."""
+
+
+# What says nothing of the bytes: they may be whole.
+_CLOSED = (
+    errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
+)  # fmt: skip
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def absent(path: Path, error: OSError, any_other: bool = True) -> OSError:
+    """Returns the error if it says that there is no such file.
+
+    any_other: every other error means that the file cannot be looked at; else only those that
+    say nothing of its bytes do, and the rest are returned too.
+    Raises: UnreadableError.
+    """
+    if error.errno in _ABSENT or not (any_other or error.errno in _CLOSED):
+        return error
+    raise UnreadableError(
+        f"cannot read {path}: {error.strerror or error}; what is stored there is not known. "
+        "Make it readable for this user, or move it away"
+    ) from None
 
 
 @dataclass(frozen=True)
@@ -113,7 +140,7 @@ def read_record(folder: Path) -> Record:
     except StoreError:
         raise
     except OSError as error:
-        what = error.strerror or str(error)
+        what = absent(path, error, any_other=False).strerror or str(error)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         what = f"damaged: {error}"
     raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {what}; {REMEDY}")
@@ -219,6 +246,7 @@ def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage
     try:
         sums = sum_files(folder, whole, {n: record.files[n].bytes for n in whole})
     except OSError as error:
+        absent(Path(error.filename or folder), error, any_other=False)
         return [*found, Damage(str(error.filename), f"{error.strerror}")]
     for name in whole:
         pairs = zip(sums[name].crc32, record.files[name].crc32, strict=True)
@@ -235,7 +263,7 @@ def _size(path: Path, likely: int) -> int | OSError:
     try:
         return path.size(likely) if isinstance(path, ObjectPath) else path.stat().st_size
     except OSError as error:
-        return error
+        return absent(path, error, any_other=False)
 
 
 def damaged(folder: Path, damage: Sequence[Damage], leaves: Sequence[str] = ()) -> DamagedError:

@@ -8,12 +8,15 @@ is not stored: `like` must have the one that was saved.
 
 import math
 import operator
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from megajax.checkpoint.integrity import Record
 from megajax.checkpoint.store import CheckpointError
+from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
 
 # What zarr3 of tensorstore 0.1 has a type for (tried, one by one).
@@ -153,3 +156,21 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_fits(step: int, folder: Path, like: Tree, record: Record, partial: bool) -> None:
+    """Raises CheckpointError when `like` is not the tree that was saved."""
+    wanted = dict(named_leaves(like))
+    strange = [n for n in wanted if n not in record.leaves]
+    missing = [] if partial else [n for n in record.leaves if n not in wanted]
+    problems = [f"leaf {n} is not there.{did_you_mean(n, record.leaves)}" for n in strange[:3]]
+    problems += [f"leaf {n} is there and not in `like`" for n in missing[:3]]
+    for name, x in wanted.items():
+        stored = record.leaves.get(name)
+        if stored and (tuple(stored.shape), stored.dtype) != (tuple(x.shape), str(x.dtype)):
+            problems.append(
+                f"leaf {name} is {stored.dtype}{tuple(stored.shape)} there and "
+                f"{x.dtype}{tuple(x.shape)} in `like`"
+            )
+    if problems:
+        raise CheckpointError(f"cannot restore step {step} of {folder}: {'; '.join(problems[:5])}")

@@ -33,7 +33,6 @@ from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum,
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
-from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
 
 Table = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
@@ -228,7 +227,10 @@ class CheckpointManager:
             path.unlink()
         integrity.write_record(saving, Record(step, files, found, metric))
         self._steps.commit(step)
-        self._steps.retain(self._keep, self._best, self._bad - {step})
+        try:
+            self._steps.retain(self._keep, self._best, self._bad - {step}, step)
+        except (OSError, CheckpointError) as error:  # the step counts all the same
+            logging.warning("older steps than %d stay: %s", step, error)
 
     def _tidy(self) -> None:
         if jax.process_index() == 0:
@@ -289,7 +291,7 @@ class CheckpointManager:
             if record is not None:
                 if damage := integrity.find_damage(folder, record, fast=True):
                     raise integrity.damaged(folder, damage)
-                _check_fits(step, self.folder, asked, record, partial)
+                leaves.check_fits(step, self.folder, asked, record, partial)
             if record is not None and self._verify == "full":
                 prints = Fingerprints(at_once=True)
             state = storage.load(folder, asked, partial, prints.add if prints else None)
@@ -320,9 +322,10 @@ class CheckpointManager:
         folder = self._steps.step(step)
         if record is not None and (damage := integrity.find_damage(folder, record)):
             return integrity.damaged(folder, damage)
-        return CheckpointError(
-            f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"
-        )
+        text = f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"
+        if record is None and self._verify:  # not ours, and perhaps not even Orbax's
+            return DamagedError(f"{text}; it has no integrity record that would tell why")
+        return CheckpointError(text)
 
     def _report(self, step: int, error: Exception) -> None:
         if step not in self._bad:
@@ -374,21 +377,3 @@ def _check_settings(keep: int, best: int, compression: str, verify: str | None) 
 def _save_numbers() -> itertools.count:
     """Numbers saves, equally on all processes: a barrier's name must be new."""
     return itertools.count()
-
-
-def _check_fits(step: int, folder: Path, like: Tree, record: Record, partial: bool) -> None:
-    """Raises CheckpointError when `like` is not the tree that was saved."""
-    wanted = dict(named_leaves(like))
-    strange = [n for n in wanted if n not in record.leaves]
-    missing = [] if partial else [n for n in record.leaves if n not in wanted]
-    problems = [f"leaf {n} is not there.{did_you_mean(n, record.leaves)}" for n in strange[:3]]
-    problems += [f"leaf {n} is there and not in `like`" for n in missing[:3]]
-    for name, x in wanted.items():
-        stored = record.leaves.get(name)
-        if stored and (tuple(stored.shape), stored.dtype) != (tuple(x.shape), str(x.dtype)):
-            problems.append(
-                f"leaf {name} is {stored.dtype}{tuple(stored.shape)} there and "
-                f"{x.dtype}{tuple(x.shape)} in `like`"
-            )
-    if problems:
-        raise CheckpointError(f"cannot restore step {step} of {folder}: {'; '.join(problems[:5])}")

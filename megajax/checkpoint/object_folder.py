@@ -4,12 +4,14 @@ Orbax cannot write to s3://, and to gs:// only with other packages. So a step is
 writes it on the local disk (under TMPDIR, room for one step; the processes of a job must share it),
 and once its record is made, process 0 sends it file by file, WORKERS in memory at a time. The
 integrity record goes last, and a step without one does not exist: writing it is what a rename is
-on a disk. What kill -9 leaves carries a mark, written before anything else, and goes when a job
-next saves there. One job may save under a prefix at a time, and many may read. A step saved again
-is taken back before the new one is sent: unlike on a disk, kill -9 in between loses that step.
+on a disk. Each object is read back when it was sent, because the new step lets older ones go.
+What kill -9 leaves carries a mark, written before anything else, and goes when a job next saves
+there. One job may save under a prefix at a time, and many may read. A step saved again is taken
+back before the new one is sent: unlike on a disk, kill -9 in between loses that step.
 Steps read back straight from the store (reads.py). No jax.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -17,8 +19,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megajax.checkpoint.directory import StepFolder
-from megajax.checkpoint.integrity import RECORD, CheckpointError, list_files
+from megajax.checkpoint.directory import StepFolder, is_step_name, refuse_run
+from megajax.checkpoint.integrity import CHUNK, RECORD, CheckpointError, list_files
 from megajax.checkpoint.store import ObjectPath, StoreError, is_address
 from megajax.core.paths import expand
 
@@ -41,6 +43,9 @@ class ObjectFolder(StepFolder):
         stage = Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}-{name}"
         self._stage = StepFolder(stage)
 
+    def _is_plain(self, folder: Path) -> bool:
+        return False  # Orbax alone does not write here
+
     def step(self, step: int) -> ObjectPath:
         """Where a step lives."""
         return self._home / str(step)
@@ -58,6 +63,7 @@ class ObjectFolder(StepFolder):
         self._stage.path.mkdir(mode=0o700, exist_ok=True)
         if self._stage.path.stat().st_uid != os.getuid():
             raise OSError(f"{self._stage.path} is not ours; set TMPDIR")
+        refuse_run(self.step(step), [n.partition("/")[0] for n in self.step(step).names()])
         self._stage.begin(step)
         marked = self._found(MARK)
         for left in marked & self._found(RECORD) if marked else ():
@@ -73,7 +79,9 @@ class ObjectFolder(StepFolder):
         (home / MARK).write(b"")
 
         def send(name: str) -> None:
-            (home / name).write((saving / name).read_bytes())
+            content = (saving / name).read_bytes()
+            (home / name).write(content)
+            _read_back(home / name, content)
 
         with ThreadPoolExecutor(WORKERS) as pool:
             sent = [pool.submit(send, name) for name in list_files(saving)]
@@ -82,7 +90,12 @@ class ObjectFolder(StepFolder):
                     one.result()
             finally:
                 pool.shutdown(cancel_futures=True)  # a store that is gone is asked once, not always
-        send(RECORD)
+        try:
+            send(RECORD)
+        except StoreError:
+            with contextlib.suppress(StoreError):
+                (home / RECORD).delete()
+            raise
         (home / MARK).delete()
         self._stage.drop_saving(step)
 
@@ -104,7 +117,8 @@ class ObjectFolder(StepFolder):
         """Frees the objects of removed steps. Raises: StoreError."""
         marked = self._found(MARK)
         for step in marked - self._found(RECORD) if marked else ():
-            self._clear(step)
+            if not (self.step(step) / RECORD).exists():  # a listing may leave objects out
+                self._clear(step)
 
     def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
         """Takes the stage; False: another process of this machine saves there."""
@@ -122,9 +136,12 @@ class ObjectFolder(StepFolder):
         self._stage.collect()
 
     def _clear(self, step: int) -> None:
-        """Removes all objects of a step that has no record, the mark last."""
+        """Removes all objects of a step that has no record, the mark last.
+
+        A number after the step's own is a step of another run, whose prefix lies in ours.
+        """
         home = self.step(step)
-        names = [name for name in home.names() if name != MARK]
+        names = [n for n in home.names() if n != MARK and not is_step_name(n.partition("/")[0])]
         with ThreadPoolExecutor(4 * WORKERS) as pool:
             list(pool.map(lambda name: (home / name).delete(), names))
         (home / MARK).delete()
@@ -132,7 +149,18 @@ class ObjectFolder(StepFolder):
     def _found(self, name: str) -> set[int]:
         """Returns the steps that have an object of this name."""
         pairs = (key.split("/") for key in self._home.names())
-        return {int(p[0]) for p in pairs if len(p) == 2 and p[0].isdigit() and p[1] == name}
+        return {int(p[0]) for p in pairs if len(p) == 2 and is_step_name(p[0]) and p[1] == name}
+
+
+def _read_back(path: ObjectPath, content: bytes) -> None:
+    """Raises StoreError when a store that took an object does not have it."""
+    try:
+        for begin in range(0, max(len(content), 1), CHUNK):
+            wanted = content[begin : begin + CHUNK]
+            if path.read_range(begin, len(wanted)) != wanted:
+                raise StoreError(f"{path} was sent, and other bytes are read back")
+    except FileNotFoundError:
+        raise StoreError(f"{path} was sent, the store accepted it, and it is not there") from None
 
 
 def open_steps(directory: str | Path) -> StepFolder:

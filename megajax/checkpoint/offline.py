@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint import integrity, store
-from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.directory import StepFolder, is_step_name
 from megajax.checkpoint.integrity import CheckpointError, Record
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.safetensors import DTYPES
@@ -35,7 +35,7 @@ def open_folder(path: str | Path) -> tuple[StepFolder, int | None]:
     folder = open_steps(path).path
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
-    if folder.name.isdigit():
+    if is_step_name(folder.name):
         steps = open_steps(folder.parent)
         if int(folder.name) in steps.steps():
             return steps, int(folder.name)

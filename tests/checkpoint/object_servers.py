@@ -29,6 +29,9 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.fail, self.silent, self.requests = 0, False, 0
         self.refuse_writes_after: int | None = None
+        self.loses = lambda key: False  # tells a PUT that is answered with 200 and forgotten
+        self.ghosts: set[str] = set()  # keys that are listed and are not there
+        self.hidden = lambda key: False  # tells a key that is there and is not listed
         self.guard = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -95,7 +98,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(206, content[begin:end], headers | where)
 
     def listed(self, prefix: str, after: str, begin="", end="") -> tuple[list[str], str | None]:
-        known = (k for k in list(self.server.objects) if k.startswith(prefix) and k > after)
+        there = {k for k in list(self.server.objects) if not self.server.hidden(k)}
+        listed = there | self.server.ghosts
+        known = (k for k in listed if k.startswith(prefix) and k > after)
         keys = sorted(k for k in known if begin <= k and (not end or k < end))
         return keys[:PAGE], keys[PAGE - 1] if len(keys) > PAGE else None
 
@@ -120,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             text = f'<?xml version="1.0"?><ListBucketResult><KeyCount>{len(keys)}</KeyCount>'
             return self.answer(200, f"{text}{items}</ListBucketResult>".encode())
         if self.command == "PUT":
-            self.server.objects[key] = body
+            if not self.server.loses(key):
+                self.server.objects[key] = body
             return self.answer(200, headers={"ETag": f'"{hash(body)}"'})
         if self.command == "DELETE":
             self.server.objects.pop(key, None)

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.checkpoint import object_folder, offline, store
-from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError, read_record
+from megajax.checkpoint import integrity, object_folder, offline, store
+from megajax.checkpoint.directory import METADATA
+from megajax.checkpoint.integrity import (
+    RECORD,
+    CheckpointError,
+    DamagedError,
+    Record,
+    read_record,
+)
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
 from megajax.checkpoint.store import ObjectPath, StoreError
@@ -50,6 +57,8 @@ def server(one_server, monkeypatch, tmp_path):
     monkeypatch.setattr(store, "RETRIES", RETRIES)
     one_server.objects.clear()
     one_server.fail, one_server.silent, one_server.refuse_writes_after = 0, False, None
+    one_server.loses = one_server.hidden = lambda key: False
+    one_server.ghosts = set()
     return one_server
 
 
@@ -129,6 +138,89 @@ def test_retention_and_the_best(server):
     assert manager.steps() == [2, 10]
     manager.wait()
     assert {key.split("/")[1] for key in server.objects} == {"2", "10"}  # not one object more
+
+
+def put_step(steps, step):
+    """Stores a step as the manager does, without arrays. Returns: whether it counts."""
+    steps.begin(step)
+    try:
+        folder = steps.saving(step)
+        folder.mkdir()
+        for name in ("data", METADATA):
+            (folder / name).write_text(f"{name} {step}")
+        files = integrity.sum_files(folder, integrity.list_files(folder))
+        integrity.write_record(folder, Record(step, files, {}))
+        steps.commit(step)
+    except (OSError, StoreError):
+        steps.drop_saving(step)
+        return False
+    finally:
+        steps.unlock()
+    return True
+
+
+def good(server, step):
+    """An oracle of its own: tells whether the bucket holds what `put_step` wrote."""
+    wanted = {name: f"{name} {step}".encode() for name in ("data", METADATA)}
+    there = all(server.objects.get(f"c/{step}/{n}") == text for n, text in wanted.items())
+    return there and f"c/{step}/{RECORD}" in server.objects
+
+
+def test_keys_that_are_listed_and_not_there_are_no_steps(server):
+    steps = object_folder.open_steps("s3://bucket/c")
+    assert all(put_step(steps, step) for step in (1, 2, 3))
+    server.ghosts = {f"c/{step}/{RECORD}" for step in (500, 600, 700)}
+    server.ghosts |= {f"c/0900/{RECORD}", f"c/\u0669/{RECORD}"}
+    assert steps.steps() == [1, 2, 3, 500, 600, 700]
+    steps.retain(2, 0, (), 3)
+    assert [step for step in range(1, 4) if good(server, step)] == [2, 3]
+    manager = CheckpointManager("s3://bucket/c", keep=2)
+    assert manager.latest() == 3
+
+
+@pytest.mark.parametrize("lost", ["data", METADATA, RECORD])
+def test_a_step_whose_objects_a_store_lost_was_not_saved(server, lost):
+    steps = object_folder.open_steps("s3://bucket/c")
+    assert put_step(steps, 1)
+    server.loses = lambda key: key.endswith(lost)
+    assert not put_step(steps, 2)
+    assert steps.steps() == [1] and good(server, 1)
+
+
+def test_a_step_does_not_clear_a_run_whose_prefix_lies_in_its_own(server):
+    assert put_step(object_folder.open_steps("s3://bucket/c/5"), 1)
+    held = dict(server.objects)
+    steps = object_folder.open_steps("s3://bucket/c")
+    with pytest.raises(CheckpointError, match="5 holds 1/, a step of another run"):
+        put_step(steps, 5)
+    server.objects["c/5/unfinished"] = b""
+    steps.empty()
+    assert server.objects == held
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 60))]
+)
+def test_no_good_step_is_lost_in_a_store_that_lies(server, seed):
+    """Objects that were accepted and are lost, and listings with too much and with too little."""
+    random = np.random.default_rng(seed)
+    keep, loss = int(random.integers(1, 4)), float(random.choice([0, 0.1, 0.3]))
+    steps = object_folder.open_steps("s3://bucket/c")
+    for step in random.permutation(20)[:10].tolist():
+        before = {s for s in range(20) if good(server, s)}
+        guessed = [f"c/{s}/{n}" for s in range(25) for n in (RECORD, "data")]
+        server.ghosts = set(random.choice(guessed, 6).tolist())
+        hidden = set(random.choice(guessed, 6).tolist())
+        server.hidden = lambda key, hidden=hidden: key in hidden
+        server.loses = lambda key: random.random() < loss
+        if put_step(steps, step):
+            before.add(step)
+            steps.retain(keep, 0, (), step)
+        steps.empty()
+        now = {s for s in range(20) if good(server, s)}
+        assert before >= now
+        for gone in before - now:
+            assert sum(s > gone for s in now) >= keep, (seed, gone, before, now)
 
 
 def test_a_step_can_be_saved_again(server):

@@ -1,0 +1,178 @@
+"""No good step goes while fewer than `keep` newer verified ones exist."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.checkpoint import integrity
+from megajax.checkpoint.directory import METADATA, StepFolder
+from megajax.checkpoint.integrity import RECORD, CheckpointError, Record, UnreadableError
+from megajax.checkpoint.manager import CheckpointManager
+
+X = {"x": np.arange(3, dtype=np.float32)}
+
+
+def put_step(steps: StepFolder, step: int, metric: float | None = None) -> None:
+    """Stores a step as the manager does, without arrays."""
+    steps.begin(step)
+    folder = steps.saving(step)
+    folder.mkdir()
+    for name in ("data", METADATA):
+        integrity.write_file(folder / name, json.dumps({"step": step}))
+    files = integrity.sum_files(folder, integrity.list_files(folder))
+    integrity.write_record(folder, Record(step, files, {}, metric))
+    try:
+        steps.commit(step)
+    finally:
+        steps.unlock()
+
+
+def junk(place: Path, name: str, kind: int = 0) -> None:
+    folder = place / name
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    (folder / METADATA).write_text(
+        ["", "{}", "[1]", '{"custom_metadata": {"megajax.integrity": 1}}'][kind % 4]
+    )
+    if kind >= 4:
+        (folder / RECORD).write_text('{"crc32": "00000000", "record": {}}\n')
+
+
+def names(place: Path) -> list[str]:
+    return sorted(p.name for p in place.iterdir())
+
+
+def test_folders_without_a_valid_record_are_not_kept_instead_of_steps(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        manager.save(step, X)
+    manager.close()
+    for name in ("500", "600", "700", "0900", "٩", "²", "8x"):
+        junk(tmp_path, name)
+    manager.save(4, X).result()
+    manager.close()
+    assert manager.steps() == [2, 3, 4] and manager.latest() == 4
+    np.testing.assert_array_equal(manager.restore(like=X)["x"], X["x"])
+    assert set(names(tmp_path)) >= {"500", "600", "700", "0900", "٩", "²", "8x"}
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_one_folder_that_is_no_step_does_not_stop_a_restore(tmp_path, kind):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, X).result()
+    junk(tmp_path, "700", kind)
+    assert manager.restore(like=X)["x"].tolist() == [0, 1, 2]
+    assert manager.latest() == 1
+    # What describes itself as Orbax's, and holds nothing:
+    (tmp_path / "800").mkdir()
+    shutil.copy(tmp_path / "1" / METADATA, tmp_path / "800")
+    text = (tmp_path / "800" / METADATA).read_text().replace("megajax.integrity", "other")
+    (tmp_path / "800" / METADATA).write_text(text)
+    assert manager.restore(like=X)["x"].tolist() == [0, 1, 2]
+    assert manager.latest() == 1
+
+
+def test_a_step_that_was_just_saved_stays_below_newer_ones(tmp_path):
+    steps = StepFolder(tmp_path)
+    put_step(steps, 100)
+    put_step(steps, 50)
+    steps.retain(1, 0, (), 50)
+    assert steps.steps() == [50, 100]
+    put_step(steps, 60)
+    steps.retain(1, 0, (), 60)
+    assert steps.steps() == [60, 100]
+
+
+def test_a_folder_with_another_runs_steps_is_not_replaced(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    CheckpointManager(tmp_path / "5").save(1, X).result()
+    with pytest.raises(CheckpointError, match="5 holds 1/, a step of another run"):
+        manager.save(5, X).result()
+    assert CheckpointManager(tmp_path / "5").steps() == [1]
+
+
+def good(steps: StepFolder, found: list[int]) -> set[int]:
+    return {s for s in found if _is_good(steps, s)}
+
+
+def _is_good(steps: StepFolder, step: int) -> bool:
+    """An oracle of its own: the bytes of the step are those that `put_step` wrote."""
+    try:
+        texts = [(steps.step(step) / n).read_bytes() for n in ("data", METADATA)]
+        json.loads((steps.step(step) / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return texts == [json.dumps({"step": step}).encode()] * 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_good_step_is_lost(tmp_path, seed, monkeypatch):
+    """Random saves, junk, damage and saves of lower numbers."""
+    monkeypatch.setattr(integrity.os, "fsync", lambda number: None)
+    random = np.random.default_rng(seed)
+    keep, best = int(random.integers(1, 4)), int(random.integers(0, 2))
+    steps = StepFolder(tmp_path)
+    for _ in range(25):
+        step = int(random.integers(0, 30))
+        before = good(steps, list(range(40)))
+        match random.integers(0, 5):
+            case 0:
+                name = str(random.choice([str(step), f"0{step}", "²", "x"]))
+                junk(tmp_path, name, int(random.integers(0, 6)))
+            case 1 if (tmp_path / str(step) / "data").exists():
+                (tmp_path / str(step) / "data").write_text("")
+                before.discard(step)
+            case _:
+                put_step(steps, step, float(random.random()))
+                steps.retain(keep, best, (), step)
+                before.add(step)
+        now = good(steps, list(range(40)))
+        for lost in before - now:
+            assert sum(s > lost for s in now) >= keep, (seed, lost, before, now)
+    steps.empty()
+
+
+# ---- unreadable is not absent
+
+
+def refuse(monkeypatch, place: Path, code: int = errno.EACCES) -> None:
+    """Makes all below a place unreadable; the tests run as root, whom modes do not bind."""
+
+    def wrap(module, name):
+        call = getattr(module, name)
+
+        def guarded(path, *args, **kwargs):
+            if isinstance(path, str | Path) and str(path).startswith(str(place)):
+                raise OSError(code, os.strerror(code), str(path))
+            return call(path, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, guarded)
+
+    for module, name in ((os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open")):
+        wrap(module, name)
+    opened = Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda self, *a, **k: (
+            os.listdir(self) if str(self).startswith(str(place)) else opened(self, *a, **k)
+        ),
+    )
+
+
+@pytest.mark.parametrize("where", ["1", "1/integrity.json", "."])
+def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, where):
+    manager = CheckpointManager(tmp_path / "c")
+    manager.save(1, X).result()
+    manager.close()
+    with monkeypatch.context() as patch:
+        refuse(patch, tmp_path / "c" / where)
+        with pytest.raises(UnreadableError, match=r"cannot read .*ermission denied.*not known"):
+            CheckpointManager(tmp_path / "c").latest()
+    assert manager.latest() == 1
