@@ -48,8 +48,8 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
 
 
-def _host_words(x: np.ndarray) -> np.ndarray:
-    """Returns what _words does, for types that devices may not have (float64 and the like)."""
+def host_words(x: np.ndarray) -> np.ndarray:
+    """Returns what `_words` does, for types that devices may not have (float64 and the like)."""
     if x.dtype == np.bool_:
         return x.astype(np.uint32)
     if x.dtype.name in SMALL:
@@ -58,6 +58,14 @@ def _host_words(x: np.ndarray) -> np.ndarray:
     if x.dtype.itemsize > 4:
         return x.reshape(*x.shape, 1).view(np.uint32)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize]).astype(np.uint32)
+
+
+def place_hashes(bits: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns both hashes of each word, which is where `place` says."""
+    key = _scramble(place)
+    one = _scramble(bits ^ key)
+    two = _scramble(bits * jnp.uint32(0x2545F491) + (key ^ jnp.uint32(0x5BD1E995)))
+    return one, two
 
 
 @jax.jit
@@ -69,9 +77,7 @@ def _sum_words(bits: jax.Array, start: jax.Array) -> jax.Array:
         stride = STRIDES[d % len(STRIDES)] if inside else WORD_STRIDE
         along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
         place += (along + start[d] if inside else along) * jnp.uint32(stride)
-    key = _scramble(place)
-    one = _scramble(bits ^ key)
-    two = _scramble(bits * jnp.uint32(0x2545F491) + (key ^ jnp.uint32(0x5BD1E995)))
+    one, two = place_hashes(bits, place)
     zero = jnp.uint32(0)
     # One reduction of both: as two, XLA's CPU compiler hashes twice and does not vectorise (6
     # times slower, measured, 2-core CPU).
@@ -203,7 +209,7 @@ def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:
             groups.setdefault(tuple(s.device for s in shards), []).append(i)
         elif jax.process_index() == 0:  # host arrays are the same on all processes
             x = np.asarray(x)
-            parts[i] = [(0, _sum_words(_host_words(x), np.zeros(x.ndim, np.uint32)))]
+            parts[i] = [(0, _sum_words(host_words(x), np.zeros(x.ndim, np.uint32)))]
     for devices, members in groups.items():
         found = _device_sums(devices, [leaves[i] for i in members])
         for i, part in zip(members, found, strict=True):

@@ -26,7 +26,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint import fingerprint, integrity, leaves, offline, storage
+from megajax.checkpoint import fingerprint, integrity, leaves, offline, read_back, storage
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
@@ -181,15 +181,22 @@ class CheckpointManager:
             finally:
                 response.result()
             mine = integrity.list_files(saving)[jax.process_index() :: jax.process_count()]
-            part = {
-                "files": {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()},
-                "fingerprints": sums,
-            }
+            files = {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()}
+        except Exception as error:
+            problem = error
+        # A process that failed meets the others all the same, or they would wait in vain. What is
+        # read back was summed before, by whichever process: a bit that flips later shows there.
+        meet(key=f"megajax_written_{number}", timeout_ms=PATIENCE_MS)
+        try:
+            if problem is not None:
+                raise problem
+            own = read_back.share(table, jax.process_index(), jax.process_count())
+            found = read_back.fingerprints(saving, own)
+            part = {"files": files, "fingerprints": sums, "read_back": found}
             name = f"{integrity.PART}{jax.process_index()}"
             integrity.write_file(saving / name, json.dumps(part))
         except Exception as error:
             problem = error
-        # A process that failed meets the others all the same, or they would wait in vain.
         meet(key=f"megajax_summed_{number}", timeout_ms=PATIENCE_MS)
         if first:
             try:
@@ -223,6 +230,13 @@ class CheckpointManager:
             name: LeafSum(list(shape), dtype, list(total))
             for (name, shape, dtype), total in zip(table, sums, strict=True)
         }
+        stored = {n: tuple(x) for part in parts for n, x in part["read_back"].items()}
+        if wrong := [n for n, x in found.items() if stored.get(n) != tuple(x.fingerprint)]:
+            more = f" and {len(wrong) - 5} more" if wrong[5:] else ""
+            raise OSError(
+                f"what is read back of leaf {', '.join(wrong[:5])}{more} is not what was written; "
+                "storage or memory is faulty"
+            )
         for path in paths:
             path.unlink()
         integrity.write_record(saving, Record(step, files, found, metric))

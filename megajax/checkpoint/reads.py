@@ -223,8 +223,8 @@ def _read(
     ways: Sequence[NamedSharding | None],
     votes: Votes,
 ) -> Iterator[Any]:
-    context = ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
-    arrays = [_open(folder, name, context) for name, _ in leaves]
+    context = index_context()
+    arrays = [open_leaf(folder, name, context) for name, _ in leaves]
     total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
     far = isinstance(folder, store.ObjectPath)  # answers late, and many at a time
     room = WINDOW if far else min(max(int(SHARE * total), PIECE), WINDOW)
@@ -269,7 +269,13 @@ def _target(
     return Target(like, stored, chunk, way or wanted)
 
 
-def _open(folder: Path, name: str, context: ts.Context) -> Any:
+def index_context() -> ts.Context:
+    """Returns what `open_leaf` shares among the leaves of a step."""
+    return ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
+
+
+def open_leaf(folder: Path, name: str, context: ts.Context) -> Any:
+    """Returns the future of a stored leaf's array."""
     kvstore = {
         "driver": "ocdbt",
         "base": store.kvstore(folder / "state"),

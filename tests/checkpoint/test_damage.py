@@ -8,14 +8,16 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import integrity, read_back
 from megajax.checkpoint.integrity import CheckpointError, DamagedError
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.storage import SaveError
 
 
 def tree(step):
@@ -54,6 +56,55 @@ def stored(tmp_path_factory):
 def folder(stored, tmp_path):
     shutil.copytree(stored, tmp_path / "c")
     return tmp_path / "c"
+
+
+def test_a_bit_that_flips_before_its_checksum_is_no_saved_step(tmp_path, monkeypatch):
+    """The files' checksums would seal it in; no older step goes for such a one."""
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, tree(1)).result()
+    summed = integrity.sum_files
+
+    def flip(folder, names, sizes=None):
+        if sizes is None:
+            path = max((folder / n for n in names), key=lambda p: p.stat().st_size)
+            with open(path, "r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                bits = file.read(1)[0] ^ 1
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([bits]))
+        return summed(folder, names, sizes)
+
+    monkeypatch.setattr(integrity, "sum_files", flip)
+    with pytest.raises(SaveError, match=r"step 2 was not saved.*leaf block.w is not what was"):
+        manager.save(2, tree(2)).result()
+    monkeypatch.undo()
+    manager.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert same(manager.restore(like=like(tree(1))), tree(1))
+    manager.save(2, tree(2)).result()
+    assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_what_is_read_back_has_the_devices_fingerprints(tmp_path, monkeypatch, compression):
+    """Every type and shape, in slabs and blocks that do not divide them."""
+    monkeypatch.setattr(read_back, "SLAB", 2**11)
+    random = np.random.default_rng(0)
+    raw = random.integers(0, 256, (5, 7, 64), np.uint8)
+    state = {
+        kind: raw.reshape(5, -1).view(np.dtype(getattr(ml_dtypes, kind, kind)))
+        for kind in ("int8", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn")
+    }
+    state |= {"bool": raw > 127, "int4": (raw % 8).astype(ml_dtypes.int4)}
+    state |= {"scalar": jnp.float32(3), "none": np.zeros((3, 0)), "long": np.arange(300_000)}
+    state["devices"] = tree(0)
+    CheckpointManager(tmp_path, compression=compression).save(1, state).result()
+    found = integrity.read_record(tmp_path / "1").leaves
+    table = [(n, tuple(x.shape), x.dtype) for n, x in found.items()]
+    parts = [read_back.share(table, i, 3) for i in range(3)]
+    assert sorted(n for part in parts for n, *_ in part) == sorted(found)
+    again = {n: p for x in parts for n, p in read_back.fingerprints(tmp_path / "1", x).items()}
+    assert again == {n: tuple(x.fingerprint) for n, x in found.items()}
 
 
 def files(step):
