@@ -26,6 +26,8 @@ NUMBERS = (
     "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 ).split()
 
+NUMBER = bool | int | float | complex | np.generic  # a leaf of the host without dimensions
+
 
 def check(state: Tree) -> None:
     """Raises CheckpointError, which names the leaf, for a tree that could not be restored."""
@@ -84,14 +86,26 @@ def _native(dtype: np.dtype) -> np.dtype:
 def wanted(like: Tree) -> Tree:
     """Returns what to ask storage for: `storable` of what `like` describes.
 
-    Raises: CheckpointError for a leaf that is no array and no ShapeDtypeStruct.
+    Numbers of the host are asked for as NumPy arrays; so are types that this process's devices do
+    not have (float64 without jax_enable_x64), where `like` names no sharding.
+    Raises: CheckpointError for a leaf that is no number, no array and no ShapeDtypeStruct, and for
+    a sharding of a type that devices do not have.
     """
     for name, x in named_leaves(like):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if not isinstance(x, NUMBER) and not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise CheckpointError(
-                f"leaf {name} of `like` is {x!r}; give an array or a jax.ShapeDtypeStruct"
+                f"leaf {name} of `like` is {x!r}; give a number, an array or a jax.ShapeDtypeStruct"
+            )
+        if getattr(x, "sharding", None) is not None and not _on_devices(x):
+            raise CheckpointError(
+                f"leaf {name} of `like` is {x.dtype} with a sharding, and devices have that type "
+                "only with jax_enable_x64; set it, or give a NumPy array or leave the sharding out"
             )
     return jax.tree.map(_wanted, like)
+
+
+def _on_devices(x: Any) -> bool:
+    return is_key(x) or jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
 
 
 def _wanted(x: Any) -> Any:
@@ -99,16 +113,23 @@ def _wanted(x: Any) -> Any:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
         words = jax.eval_shape(jax.random.key_data, abstract)
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=x.sharding)
-    if isinstance(x, np.ndarray) and not x.dtype.isnative:
-        return np.empty(x.shape, _native(x.dtype))
-    return x
+    x = np.asarray(x) if isinstance(x, NUMBER) else x
+    if not x.dtype.isnative:
+        x = np.empty(x.shape, _native(x.dtype))
+    return x if _on_devices(x) else np.empty(x.shape, x.dtype)
 
 
 def returned(state: Tree, like: Tree) -> Tree:
-    """Returns what storage gave for `wanted(like)` as `like` has it: words become keys again."""
+    """Returns what storage gave for `wanted(like)` as `like` has it: words become keys again,
+    and arrays of the host numbers.
+    """
 
     def leaf(x: Any, as_: Any) -> Any:
-        return jax.random.wrap_key_data(x, impl=as_.dtype._impl) if is_key(as_) else x
+        if is_key(as_):
+            return jax.random.wrap_key_data(x, impl=as_.dtype._impl)
+        if isinstance(as_, NUMBER):
+            return x[()] if isinstance(as_, np.generic) else x.item()
+        return x
 
     return jax.tree.map(leaf, state, like)
 

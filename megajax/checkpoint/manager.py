@@ -175,6 +175,7 @@ class CheckpointManager:
         saving, first = self._steps.saving(step), jax.process_index() == 0
         number, meet = next(_save_numbers()), storage.barrier()
         problem: Exception | None = None
+        sums, files = [], {}
         try:
             try:
                 sums = prints.local()  # beside Orbax's writing, which must end before anything goes

@@ -264,7 +264,7 @@ def _target(
         raise ValueError(
             f"leaf {name} is {there[1]}{there[0]} there and {like.dtype}{like.shape} in `like`"
         )
-    chunk = tuple(stored.chunk_layout.read_chunk.shape) if chunk is None else chunk
+    chunk = tuple(stored.chunk_layout.read_chunk.shape or ()) if chunk is None else chunk
     wanted = None if isinstance(like, np.ndarray) else like.sharding
     return Target(like, stored, chunk, way or wanted)
 

@@ -167,6 +167,47 @@ def test_settings_are_checked(tmp_path, settings, words):
         CheckpointManager(tmp_path, **settings)
 
 
+HOST = {
+    "int32": np.int32(3),
+    "int": 7,
+    "float": 7.5,
+    "bool": True,
+    "complex": 2 - 1j,
+    "bfloat16": ml_dtypes.bfloat16(1.5),
+    "row": np.array(4, np.float16),
+    "float64": np.arange(5) / 7,
+    "int64": np.arange(5) + 2**40,
+    "uint64": np.arange(5, dtype=np.uint64) + 2**63,
+    "scalar64": np.float64(1 / 3),
+}
+
+
+@pytest.fixture(scope="module")
+def host_steps(tmp_path_factory):
+    manager = CheckpointManager(tmp_path_factory.mktemp("host"))
+    manager.save(1, HOST).result()
+    return manager
+
+
+def test_numbers_of_the_host_come_back(host_steps):
+    """As `like` has them: numbers, arrays or descriptions without a sharding."""
+    again = host_steps.restore(1, like=HOST)
+    assert {n: type(x) for n, x in again.items()} == {n: type(x) for n, x in HOST.items()}
+    assert_same(again, HOST)
+    abstract = {n: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for n, x in HOST.items()}
+    arrays = {n: np.zeros_like(x) for n, x in HOST.items()}
+    for wanted in (abstract, arrays):
+        assert_same(host_steps.restore(1, like=wanted), HOST)
+
+
+def test_a_type_that_devices_lack_is_refused_with_a_sharding_and_not_called_damaged(host_steps):
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {"int64": jax.ShapeDtypeStruct((5,), np.int64, sharding=where)}
+    with pytest.raises(UserError, match="leaf int64 of `like` is int64 with a sharding.*x64"):
+        host_steps.restore(1, like=wanted, partial=True)
+    assert host_steps.latest() == 1
+
+
 def test_a_wanted_leaf_that_is_no_array_is_named(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, X).result()
