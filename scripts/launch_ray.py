@@ -5,8 +5,8 @@
 Flags that are not this script's go to experiments/pretrain.py, which must lie in the same place on
 every host. Ctrl-C or SIGTERM here reaches every process: the run saves, and the same command goes
 on. After a failure all processes are started again, at most --restarts times; wrong flags (exit
-code 2) are not tried again. With --supervise scripts/supervise.py does that instead: its driver
-runs here, an agent on every host, and what is stuck is found too.
+code 2) are not tried again, a last save that failed (75) is. With --supervise scripts/supervise.py
+does that instead: its driver runs here, an agent on every host, and what is stuck is found too.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -26,7 +26,7 @@ NUMBERS = (
     "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 ).split()
 
-NUMBER = bool | int | float | complex | np.generic  # a leaf of the host without dimensions
+NUMBER: Any = (bool, int, float, complex, np.generic)  # a leaf of the host without dimensions
 
 
 def check(state: Tree) -> None:
@@ -113,10 +113,10 @@ def _wanted(x: Any) -> Any:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
         words = jax.eval_shape(jax.random.key_data, abstract)
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=x.sharding)
-    x = np.asarray(x) if isinstance(x, NUMBER) else x
-    if not x.dtype.isnative:
-        x = np.empty(x.shape, _native(x.dtype))
-    return x if _on_devices(x) else np.empty(x.shape, x.dtype)
+    found = np.asarray(x) if isinstance(x, NUMBER) else x
+    if not found.dtype.isnative:
+        found = np.empty(found.shape, _native(found.dtype))
+    return found if _on_devices(found) else np.empty(found.shape, found.dtype)
 
 
 def returned(state: Tree, like: Tree) -> Tree:

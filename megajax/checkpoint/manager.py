@@ -180,11 +180,12 @@ class CheckpointManager:
             try:
                 sums = prints.local()  # beside Orbax's writing, which must end before anything goes
             finally:
-                response.result()
+                storage.wait(response, f"megajax_failed_{number}")
             mine = integrity.list_files(saving)[jax.process_index() :: jax.process_count()]
             files = {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()}
         except Exception as error:
             problem = error
+            storage.give_up(f"megajax_failed_{number}", error)
         # A process that failed meets the others all the same, or they would wait in vain. What is
         # read back was summed before, by whichever process: a bit that flips later shows there.
         meet(key=f"megajax_written_{number}", timeout_ms=PATIENCE_MS)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 
 from megajax.checkpoint import reads, store
 from megajax.checkpoint.fingerprint import STRIDES, WORD_STRIDE, Print, host_words, place_hashes
@@ -40,21 +41,38 @@ def fingerprints(
 
     Raises: what tensorstore does; ValueError for a leaf of another shape.
     """
-    context = reads.index_context()
-    device = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(device):
+    context, memory = reads.index_context(), _Memory()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return {
-            name: (0, 0) if 0 in shape else _fingerprint(folder, name, tuple(shape), context)
+            name: (0, 0) if 0 in shape else _fingerprint(folder, name, shape, context, memory)
             for name, shape, _ in leaves
         }
 
 
-def _fingerprint(folder: Path, name: str, shape: tuple[int, ...], context: Any) -> Print:
+class _Memory:
+    """Two buffers, used in turn for all slabs: fresh memory costs as much as reading into it."""
+
+    def __init__(self):
+        self._raw = [reads.buffer((0,), np.dtype(np.uint8))] * 2
+        self._turn = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns an array in the buffer that was not taken last."""
+        self._turn = 1 - self._turn
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._raw[self._turn].size < nbytes:
+            self._raw[self._turn] = reads.buffer((nbytes,), np.dtype(np.uint8))
+        return self._raw[self._turn][:nbytes].view(dtype).reshape(shape)
+
+
+def _fingerprint(
+    folder: Path, name: str, shape: tuple[int, ...], context: Any, memory: _Memory
+) -> Print:
     stored = reads.open_leaf(folder, name, context).result(timeout=store.PATIENCE_S)
-    if tuple(stored.shape) != shape:
+    if tuple(stored.shape) != tuple(shape):
         raise ValueError(f"leaf {name} is {tuple(stored.shape)} there instead of {shape}")
     sums = np.zeros(2, np.uint32)
-    for start, slab in _slabs(stored):
+    for start, slab in _slabs(stored, memory):
         words = host_words(slab)
         places = _places(slab.shape, words.shape[slab.ndim :])
         shift = np.uint32(start * STRIDES[0] & 0xFFFFFFFF)
@@ -62,42 +80,58 @@ def _fingerprint(folder: Path, name: str, shape: tuple[int, ...], context: Any) 
     return int(sums[0]), int(sums[1])
 
 
-def _slabs(stored: Any) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first row, rows) of a stored array; two slabs are in memory."""
-    if not stored.shape:
+def _slabs(stored: Any, memory: _Memory) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (first row, rows) of a stored array; the next rows are on their way meanwhile."""
+    dtype, shape = stored.dtype.numpy_dtype, tuple(stored.shape)
+    if not shape:
         yield 0, np.asarray(stored.read().result(timeout=store.PATIENCE_S))
         return
-    rows = stored.shape[0]
     unit = stored.chunk_layout.read_chunk.shape[0]
-    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.numpy_dtype.itemsize
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
     height = max(SLAB // max(row_bytes * unit, 1), 1) * unit
-    coming = stored[: min(height, rows)].read()
-    for start in range(0, rows, height):
-        slab, after = coming.result(timeout=store.PATIENCE_S), start + height
-        if after < rows:
-            coming = stored[after : min(after + height, rows)].read()
-        yield start, np.asarray(slab)
+
+    def ask(start: int) -> tuple[Any, np.ndarray]:
+        rows = stored[start : min(start + height, shape[0])].translate_to[(0,) * len(shape)]
+        slab = memory.take(tuple(rows.shape), dtype)
+        return ts.array(slab).write(rows), slab
+
+    coming = ask(0)
+    for start in range(0, shape[0], height):
+        future, slab = coming
+        future.result(timeout=store.PATIENCE_S)
+        if start + height < shape[0]:
+            coming = ask(start + height)
+        yield start, slab
 
 
 @functools.lru_cache(2)
-def _places(shape: tuple[int, ...], words: tuple[int, ...]) -> np.ndarray:
-    """Returns the places of a slab's words in one row, as if it began at the origin."""
+def _places(shape: tuple[int, ...], words: tuple[int, ...]) -> list[jax.Array]:
+    """Returns the places of a slab's words, as if it began at the origin, in blocks."""
     total = np.zeros((), np.uint32)
     for d, n in enumerate((*shape, *words)):
         stride = STRIDES[d % len(STRIDES)] if d < len(shape) else WORD_STRIDE
         total = np.add.outer(total, np.arange(n, dtype=np.uint32) * np.uint32(stride))
-    return total.reshape(-1)
+    return _blocks(total.reshape(-1))
 
 
-def _sum(words: np.ndarray, places: np.ndarray, shift: np.uint32) -> np.ndarray:
-    length = BLOCKS[words.size > BLOCKS[0]]
-    sums = []
-    for begin in range(0, words.size, length):
-        bits, place = words[begin : begin + length], places[begin : begin + length]
-        if (missing := length - bits.size) > 0:
-            bits, place = np.pad(bits, (0, missing)), np.pad(place, (0, missing))
-        sums.append(_sum_block(bits, place, shift, np.uint32(max(missing, 0))))
-    return np.sum([np.asarray(s) for s in sums], axis=0, dtype=np.uint32)
+def _blocks(row: np.ndarray) -> list[jax.Array]:
+    """Returns a row of words cut into blocks, the last filled up with zeros; no copy is made of
+    what is aligned."""
+    length = BLOCKS[row.size > BLOCKS[0]]
+    parts = [row[begin : begin + length] for begin in range(0, row.size, length)]
+    parts[-1] = np.pad(parts[-1], (0, length - parts[-1].size))
+    return [jax.device_put(part) for part in parts]
+
+
+def _sum(words: np.ndarray, places: list[jax.Array], shift: np.uint32) -> np.ndarray:
+    blocks = _blocks(words)
+    missing = [np.uint32(0)] * len(blocks)
+    missing[-1] = np.uint32(sum(b.size for b in blocks) - words.size)
+    found = [
+        _sum_block(bits, place, shift, left)
+        for bits, place, left in zip(blocks, places, missing, strict=True)
+    ]
+    return np.sum([np.asarray(x) for x in found], axis=0, dtype=np.uint32)
 
 
 @jax.jit

@@ -128,7 +128,7 @@ class Target:
         """Asks for piece after piece; yields (bytes under way, what waits for them)."""
         shape, dtype = tuple(self._like.shape), np.dtype(self._like.dtype)
         boxes = list(dict.fromkeys(self._boxes.values())) or [Box.whole(shape)]
-        self._buffers = {box: _buffer(box.shape, dtype) for box in boxes}
+        self._buffers = {box: buffer(box.shape, dtype) for box in boxes}
         if 0 in shape:
             return
         for box, wanted in pieces(shape, self._chunk, boxes, PIECE // dtype.itemsize):
@@ -137,7 +137,7 @@ class Target:
             memory = (
                 self._buffers[targets[0]][*box.index(targets[0]), ...]  # a view of a scalar too
                 if alone
-                else _buffer(box.shape, dtype)
+                else buffer(box.shape, dtype)
             )
             source = self._stored[box.index()].translate_to[(0,) * len(shape)]
             future = ts.array(memory).write(source)
@@ -285,7 +285,7 @@ def open_leaf(folder: Path, name: str, context: ts.Context) -> Any:
     return ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True, context=context)
 
 
-def _buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Returns fresh memory that begins at a multiple of ALIGNMENT."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)

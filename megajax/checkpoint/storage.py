@@ -19,6 +19,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from absl import logging
 from orbax.checkpoint import multihost
 from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
+from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
 
 from megajax.checkpoint import reads
 from megajax.checkpoint.integrity import RECORD, CheckpointError
@@ -31,11 +32,17 @@ MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
 # What has been read is checked beside what is being read, in so many parts of at least so many
 # bytes: each is a program to compile (chosen).
 GROUPS, MIN_GROUP = 4, 2**25
+POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
 Compression = Literal["auto", "none", "zstd"]
 
 
 class SaveError(CheckpointError):
-    """A save did not reach storage; earlier steps are as they were."""
+    """A save did not reach storage; earlier steps are as they were.
+
+    Storage may be back when the command is started again, so a launcher should try.
+    """
+
+    exit_code = 75
 
 
 class SaveHandle:
@@ -195,6 +202,41 @@ def _one_at_a_time() -> threading.Lock:
 def barrier() -> Callable[..., None]:
     """Returns what all processes of a job meet at: (key=, timeout_ms=), from any thread."""
     return multihost.get_barrier_sync_fn()
+
+
+def wait(response: Any, key: str) -> None:
+    """Waits until Orbax has written, or until another process of the job gives up (`give_up`).
+
+    Orbax's threads wait minutes for a process that failed. key: of the save, new for each.
+    Raises: what Orbax does; OSError when another process gave up.
+    """
+    if jax.process_count() == 1:
+        response.result()
+        return
+    ended: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            response.result()
+            ended.append(None)
+        except BaseException as error:  # raised below, in the thread that waits
+            ended.append(error)
+
+    thread = threading.Thread(target=work, name="orbax-writes", daemon=True)
+    thread.start()
+    while not ended:
+        thread.join(POLL_S)
+        if not ended and (told := get_signaling_client().key_value_try_get(key)) is not None:
+            raise OSError(told)
+    if ended[0] is not None:
+        raise ended[0]
+
+
+def give_up(key: str, error: BaseException) -> None:
+    """Tells the processes that are in `wait` that this one failed."""
+    if jax.process_count() > 1:
+        text = f"process {jax.process_index()}: {reason(error)}"
+        get_signaling_client().key_value_set(key, text, allow_overwrite=True)
 
 
 def _context(compress: bool) -> ocp.Context:

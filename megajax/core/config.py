@@ -279,12 +279,7 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
             code = main(*words)
         except UserError as error:
             print(f"error: {respell(str(error), list(flags.FLAGS))}", file=sys.stderr)
-            sys.exit(2)
-        except RuntimeError as error:
-            if str(error) != "Could not determine home directory.":  # Path.expanduser
-                raise
-            print("error: a path begins with ~ and the name of no user", file=sys.stderr)
-            sys.exit(2)
+            sys.exit(error.exit_code)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             sys.exit(130)

@@ -1,7 +1,8 @@
 """The one exception that means: the user can fix this, and the message says how.
 
 Every boundary (flags, files, meshes, checkpoints) raises it with what was given, the rule, the
-nearest legal value and the flag. `core.config.run` prints it without a traceback and exits with 2.
+nearest legal value and the flag. `core.config.run` prints it without a traceback and exits with the
+error's code: 2, which launchers do not retry, or 75 for what may work the next time.
 """
 
 import difflib
@@ -11,6 +12,8 @@ from collections.abc import Collection, Iterable
 
 class UserError(ValueError):
     """Bad input, explained. A ValueError, so that library callers need not know this class."""
+
+    exit_code = 2
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.checkpoint.storage import SaveError
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.training.state import TrainState
@@ -282,6 +283,19 @@ def test_a_save_that_cannot_begin_fails_in_the_handle(tmp_path):
     handle = manager.save(1, {"x": jnp.ones(3)}, data_state={})
     with pytest.raises(SaveError, match="step 1 was not saved"):
         handle.result()
+
+
+def test_a_save_that_failed_may_be_tried_again(monkeypatch, capsys):
+    """Exit code 75: launchers take 2 for a command that can never work."""
+    monkeypatch.setattr(config.script, "start", lambda guarded: guarded(["script"]))
+    for error, code in ((SaveError("no space left"), 75), (UserError("no such flag"), 2)):
+
+        def main(error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as ended:
+            config.run(main)
+        assert ended.value.code == code and str(error) in capsys.readouterr().err
 
 
 def fill(folder, size):

@@ -106,6 +106,54 @@ WORKER = """
 """
 
 
+WIPED = """
+    import shutil, sys, threading, time
+    from pathlib import Path
+
+    import jax
+    from jax.sharding import AxisType
+
+    from megajax.checkpoint import storage
+    from megajax.checkpoint.manager import CheckpointManager
+    from megajax.checkpoint.storage import SaveError
+    from tests.checkpoint.test_two_processes import SAVED, place
+
+    folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, rank)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    manager = CheckpointManager(folder)
+    manager.save(1, place(mesh, SAVED, 1)).result()
+    write, over = storage.write, time.monotonic() + 3
+
+    def remove():
+        while time.monotonic() < over:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def wiped(*args):
+        response = write(*args)
+        if rank == 0:
+            threading.Thread(target=remove).start()
+        return response
+
+    storage.write = wiped
+    began = time.monotonic()
+    over = began + 3
+    try:
+        manager.save(2, place(mesh, SAVED, 2)).result()
+        raise SystemExit("no error")
+    except SaveError as error:
+        assert time.monotonic() - began < 20, error
+        print("refused:", error, flush=True)
+    time.sleep(max(over - time.monotonic(), 0) + 1)
+    storage.write = write
+    manager.save(3, place(mesh, SAVED, 3)).result()
+    assert manager.steps() == [3]
+    print("saved again", flush=True)
+"""
+
+
 def values(step):
     random = np.random.default_rng(step)
     return {n: np.asarray(random.standard_normal(s), np.float32) for n, s in SHAPES.items()}
@@ -132,17 +180,15 @@ def check(state, step):
             assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), (step, name)
 
 
-def test_one_step_one_answer(tmp_path):
-    mesh = jax.make_mesh((4, 2), ("a", "b"))
-    folder = tmp_path / "c"
-    CheckpointManager(folder).save(1, place(mesh, SAVED, 1)).result()
+def run_job(worker, folder, *more):
+    """Returns (exit codes, outputs) of two processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     job = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(WORKER)]
-            + [str(a) for a in (folder, tmp_path / "spare", rank, port)],
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(worker)]
+            + [str(a) for a in (folder, *more, rank, port)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -152,7 +198,22 @@ def test_one_step_one_answer(tmp_path):
     finally:
         for p in job:
             p.kill()
-    assert [p.returncode for p in job] == [0, 0], "\n".join(outputs)
+    return [p.returncode for p in job], outputs
+
+
+def test_a_folder_that_goes_during_a_save_is_an_error_for_both_and_no_hang(tmp_path):
+    codes, outputs = run_job(WIPED, tmp_path / "c")
+    assert codes == [0, 0], "\n".join(outputs)
+    assert all("refused: step 2 was not saved" in text for text in outputs), outputs
+    assert all("saved again" in text for text in outputs), outputs
+
+
+def test_one_step_one_answer(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    folder = tmp_path / "c"
+    CheckpointManager(folder).save(1, place(mesh, SAVED, 1)).result()
+    codes, outputs = run_job(WORKER, folder, tmp_path / "spare")
+    assert codes == [0, 0], "\n".join(outputs)
     assert all(text.count("fell back after") == 6 for text in outputs), outputs
     assert all("one error for both" in text for text in outputs), outputs
     manager = CheckpointManager(folder)  # one process, another mesh
