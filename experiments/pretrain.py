@@ -21,6 +21,7 @@ import time
 
 import jax
 
+from megajax.checkpoint.lease import Attempt
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
@@ -78,7 +79,8 @@ def main() -> int:
 
     train_step = make_train_step(cfg, mesh)  # 5 model and step
     banner.show_model(console, cfg, train_step, mesh)
-    checkpoints = CheckpointManager(run_dir.checkpoints, keep=cfg.checkpoint.keep)
+    attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
+    checkpoints = CheckpointManager(run_dir.checkpoints, keep=cfg.checkpoint.keep, attempt=attempt)
     identity = resume.identity(corpora, tokenizer, cfg)
     memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
     # 6 own steps > init_from > new

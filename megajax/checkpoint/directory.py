@@ -28,6 +28,7 @@ from megajax.checkpoint.integrity import (
     read_record,
     sync_folder,
 )
+from megajax.checkpoint.lease import Lease
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
 OURS = "megajax.integrity"  # in a step's metadata: it was given a record, so it must have one
@@ -46,6 +47,7 @@ class StepFolder:
         self.path = path
         self._lock: int | None = None
         self._key: tuple[str, int] | None = None  # of the step that is being saved
+        self.lease: Lease | None = None  # of a supervised attempt
 
     def step(self, step: int) -> Path:
         """Where a step lives."""
@@ -105,6 +107,8 @@ class StepFolder:
         """Takes the folder and tries to write there. Raises: OSError, CheckpointError."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             refuse_run(self.step(step), os.listdir(self.step(step)))
+        if self.lease is not None:
+            self.lease.take()
         key = (os.path.realpath(self.path), step)
         if key in _being_saved():
             raise OSError(f"another manager of this process is saving step {step} there")
@@ -118,15 +122,18 @@ class StepFolder:
     def commit(self, step: int) -> None:
         """Gives a written step its name; one of that name before it goes. Raises: OSError."""
         former = self.path / f"{step}{FORMER}"
-        if self.step(step).exists():
-            _free(former)
-            self.step(step).rename(former)
-        self.saving(step).rename(self.step(step))
+        with self.lease.held() if self.lease is not None else contextlib.nullcontext():
+            if self.step(step).exists():
+                _free(former)
+                self.step(step).rename(former)
+            self.saving(step).rename(self.step(step))
         sync_folder(self.path)
         _free(former)
 
     def drop_saving(self, step: int) -> None:
         """Frees what a failed save wrote; a full disk would stay full."""
+        if self.lease is not None and self.lease.is_lost():
+            return  # the newer attempt may be writing the same step
         for leftover in self.path.glob(f"{step}{SAVING}*"):
             _free(leftover)
         former = self.path / f"{step}{FORMER}"

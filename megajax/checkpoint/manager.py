@@ -30,6 +30,7 @@ from megajax.checkpoint import fingerprint, integrity, leaves, offline, read_bac
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
+from megajax.checkpoint.lease import Attempt, Lease
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
@@ -51,6 +52,7 @@ class CheckpointManager:
         best: int = 0,
         compression: Compression = "auto",
         verify: Verify = "full",
+        attempt: Attempt | None = None,
     ):
         """Removes what killed saves left.
 
@@ -60,7 +62,9 @@ class CheckpointManager:
         having the lowest metric. compression: auto compresses arrays that are mostly bytes. verify:
         what restore checks: full: every element and the step's small files; fast: the small files
         and all sizes; None: nothing.
-        Raises: CheckpointError for a folder or a setting that is none of these.
+        attempt: who saves; a newer one of its run takes over (lease.py). None: nobody does.
+        Raises: CheckpointError for a folder or a setting that is none of these, and for an attempt
+        that is not the newest.
         """
         _check_settings(keep, best, compression, verify)
         self._steps = open_steps(directory)
@@ -71,6 +75,9 @@ class CheckpointManager:
         self._bad: set[int] = set()
         self._turn = threading.Lock()  # of the threads that save
         if jax.process_index() == 0:
+            if attempt is not None:
+                self._steps.lease = Lease(self.folder, attempt)
+                self._steps.lease.take()
             self._steps.collect()
 
     def steps(self) -> list[int]:

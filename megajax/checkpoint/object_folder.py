@@ -64,6 +64,8 @@ class ObjectFolder(StepFolder):
         if self._stage.path.stat().st_uid != os.getuid():
             raise OSError(f"{self._stage.path} is not ours; set TMPDIR")
         refuse_run(self.step(step), [n.partition("/")[0] for n in self.step(step).names()])
+        if self.lease is not None:
+            self.lease.take()
         self._stage.begin(step)
         marked = self._found(MARK)
         for left in marked & self._found(RECORD) if marked else ():
@@ -73,6 +75,8 @@ class ObjectFolder(StepFolder):
     def commit(self, step: int) -> None:
         """Sends a staged step, its record last. Raises: StoreError, OSError."""
         saving, home = self.saving(step), self.step(step)
+        if self.lease is not None:
+            self.lease.take()  # before the step of that name goes
         if home.is_dir():
             self.remove(step)
             self._clear(step)
@@ -91,7 +95,8 @@ class ObjectFolder(StepFolder):
             finally:
                 pool.shutdown(cancel_futures=True)  # a store that is gone is asked once, not always
         try:
-            send(RECORD)
+            with self.lease.held() if self.lease is not None else contextlib.nullcontext():
+                send(RECORD)
         except StoreError:
             with contextlib.suppress(StoreError):
                 (home / RECORD).delete()
@@ -103,6 +108,8 @@ class ObjectFolder(StepFolder):
         """Frees what a failed save wrote, as far as the store answers."""
         self._stage.drop_saving(step)
         try:
+            if self.lease is not None and self.lease.is_lost():
+                return  # the newer attempt may be sending the same step
             if (self.step(step) / MARK).exists() and not (self.step(step) / RECORD).exists():
                 self._clear(step)
         except StoreError:

@@ -119,6 +119,16 @@ class ObjectPath(Path):
         """Stores the object: all of it or, when this raises, the one before or all of it."""
         self._wait(self.parent._open().write(self.name, content))
 
+    def read_version(self) -> tuple[bytes, Any]:
+        """Returns the object (b"" when there is none) and what `swap` knows this version by."""
+        found = self._wait(self.parent._open().read(self.name))
+        return found.value or b"", found.stamp.generation
+
+    def swap(self, content: bytes, version: Any) -> bool:
+        """Stores the object if it is still of this version; tells whether it was."""
+        stamp = self._wait(self.parent._open().write(self.name, content, if_equal=version))
+        return bool(stamp.generation)  # empty: the condition did not hold
+
     def delete(self) -> None:
         """Removes the object, if there is one."""
         self._wait(self.parent._open().write(self.name, None))

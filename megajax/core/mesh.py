@@ -161,12 +161,14 @@ class Supervision:
     """What the agent that started this process wants of it.
 
     progress: where to leave its progress record. memory: where to keep the newest state for the
-    next attempt; it outlives this process. attempt: how often the job was started before.
+    next attempt; it outlives this process. attempt: how often the job was started before. run: the
+    driver's name of the job (MEGAJAX_RUN), the same for all its attempts; empty: it gave none.
     """
 
     progress: Path | None = None
     memory: Path | None = None
     attempt: int = 0
+    run: str = ""
 
 
 def find_supervisor(env: Mapping[str, str] | None = None) -> Supervision:
@@ -175,7 +177,8 @@ def find_supervisor(env: Mapping[str, str] | None = None) -> Supervision:
     if "MEGAJAX_PROGRESS" not in env:
         return Supervision()
     memory = Path(env["MEGAJAX_MEMORY"]) if "MEGAJAX_MEMORY" in env else None
-    return Supervision(Path(env["MEGAJAX_PROGRESS"]), memory, int(env.get("MEGAJAX_ATTEMPT", 0)))
+    attempt = int(env.get("MEGAJAX_ATTEMPT", 0))
+    return Supervision(Path(env["MEGAJAX_PROGRESS"]), memory, attempt, env.get("MEGAJAX_RUN", ""))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,6 +125,10 @@ class Handler(BaseHTTPRequestHandler):
             text = f'<?xml version="1.0"?><ListBucketResult><KeyCount>{len(keys)}</KeyCount>'
             return self.answer(200, f"{text}{items}</ListBucketResult>".encode())
         if self.command == "PUT":
+            now = self.server.objects.get(key)
+            wanted, none = self.headers.get("If-Match"), self.headers.get("If-None-Match")
+            if (wanted and wanted != f'"{hash(now)}"') or (none == "*" and now is not None):
+                return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             if not self.server.loses(key):
                 self.server.objects[key] = body
             return self.answer(200, headers={"ETag": f'"{hash(body)}"'})

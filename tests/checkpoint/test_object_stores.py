@@ -18,6 +18,7 @@ from megajax.checkpoint.integrity import (
     Record,
     read_record,
 )
+from megajax.checkpoint.lease import Attempt, Lease, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
 from megajax.checkpoint.store import ObjectPath, StoreError
@@ -185,6 +186,27 @@ def test_a_step_whose_objects_a_store_lost_was_not_saved(server, lost):
     server.loses = lambda key: key.endswith(lost)
     assert not put_step(steps, 2)
     assert steps.steps() == [1] and good(server, 1)
+
+
+def test_only_the_newest_attempt_saves(server, monkeypatch):
+    old, new = (object_folder.open_steps("s3://bucket/c") for _ in range(2))
+    old.lease, new.lease = (Lease(old.path, Attempt("r", number)) for number in (0, 1))
+    assert put_step(old, 1)
+    read = Lease._read
+
+    def overtaken(self):
+        """The newer attempt comes between the look and the write of the older one."""
+        found = read(self)
+        monkeypatch.setattr(Lease, "_read", read)
+        new.lease.take()
+        return found
+
+    monkeypatch.setattr(Lease, "_read", overtaken)
+    with pytest.raises(SupersededError, match="a newer attempt has taken over"):
+        old.lease.take()
+    with pytest.raises(SupersededError, match="a newer attempt has taken over"):
+        put_step(old, 2)
+    assert put_step(new, 3) and new.steps() == [1, 3]
 
 
 def test_a_step_does_not_clear_a_run_whose_prefix_lies_in_its_own(server):
