@@ -90,6 +90,15 @@ class Staged:
     chunks: int = 1
     group: str = "blocks"
 
+    def __post_init__(self):
+        """Raises: UserError for numbers that no layers can be dealt out by."""
+        _at_least_one(layers=self.layers, stages=self.stages, chunks=self.chunks)
+        for name, value in (("stages", self.stages), ("chunks", self.chunks)):
+            if value > self.layers:
+                raise UserError(
+                    f"{name}={value} must be at most the number of layers; nearest: {self.layers}"
+                )
+
     @property
     def order(self) -> np.ndarray:
         """The layer at each place, (P, L'); numbers from L on are padding."""
@@ -193,6 +202,10 @@ class PaddedVocab:
     multiple: int
     tables: tuple[tuple[str, int], ...] = (("tokens", 0), ("head", 1))
 
+    def __post_init__(self):
+        """Raises: UserError for numbers below one."""
+        _at_least_one(vocab=self.vocab, multiple=self.multiple)
+
     @property
     def rows(self) -> int:
         """Rows with padding."""
@@ -230,6 +243,12 @@ def convert(
     for conversion in there:
         found = conversion.there(found)
     return found
+
+
+def _at_least_one(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise UserError(f"{name}={value} must be a whole number from 1 on; nearest: 1")
 
 
 def units(names: Iterable[str]) -> list[list[str]]:

@@ -304,8 +304,12 @@ def _gather(values: list) -> np.ndarray:
     """Returns what every process says, one row a process."""
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32))).reshape(
-        -1, *np.shape(values)
+    # As words of 32 bits: devices have no int64 without jax_enable_x64.
+    words = np.ascontiguousarray(np.array(values, np.int64)).view(np.int32)
+    return (
+        np.asarray(multihost_utils.process_allgather(words))
+        .view(np.int64)
+        .reshape(-1, *np.shape(values))
     )
 
 
@@ -315,6 +319,11 @@ def _held(state: Tree) -> list[Piece]:
 
     pieces = []
     for name, x in named_leaves(state):
+        if not hasattr(x, "addressable_shards") or not isinstance(x.dtype, np.dtype):
+            raise CheckpointError(
+                f"leaf {name} is {type(x).__name__} of {getattr(x, 'dtype', 'no type')}; memory "
+                "keeps arrays of devices (jax.device_put, and jax.random.key_data for random keys)"
+            )
         boxes: dict[Box, Any] = {}
         for shard in x.addressable_shards:
             boxes.setdefault(Box.of(shard.index, x.shape), shard.data)

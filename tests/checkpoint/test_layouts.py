@@ -168,3 +168,16 @@ def test_jax_arrays_stay_on_their_devices():
     assert all(isinstance(x, jax.Array) for x in there.values())
     assert_same(there, convert(ours, chain))
     assert_same(convert(there, back=chain), ours)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Staged(4, 99999999999), "stages=99999999999 must be at most .*; nearest: 4"),
+        (lambda: Staged(4, 0), "stages=0 must be a whole number from 1 on"),
+        (lambda: PaddedVocab(100, 0), "multiple=0 must be a whole number from 1 on"),
+    ],
+)
+def test_numbers_that_make_no_layout_are_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        make()

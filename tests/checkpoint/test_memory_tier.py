@@ -256,3 +256,22 @@ def test_a_killed_creation_does_not_stop_the_next_attempt(tmp_path, caplog, cont
     tier.put(3, {"x": jnp.ones(3)}, {})
     tier.wait()
     assert Segment(path).steps() == [3]
+
+
+def test_steps_beyond_31_bits_are_taken(tmp_path):
+    state = {"x": jnp.arange(4.0)}
+    tier = MemoryTier(tmp_path / "tier", 0)
+    tier.put(2**31 + 5, state, {})
+    tier.wait()
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    found = MemoryTier(tmp_path / "tier", 1).take(like, 2**31 + 4)
+    assert found is not None and found[0] == 2**31 + 5
+    assert MemoryTier(tmp_path / "tier", 1).take(like, 2**31 + 6) is None
+
+
+@pytest.mark.parametrize("leaf", [np.arange(3), 3, jax.random.key(0)], ids=["host", "int", "key"])
+def test_a_leaf_that_memory_does_not_keep_is_named(tmp_path, leaf):
+    with pytest.raises(CheckpointError, match="leaf x is .*memory keeps arrays of devices"):
+        MemoryTier(tmp_path / "tier", 0).put(1, {"x": leaf}, {})
