@@ -298,11 +298,7 @@ class CheckpointManager:
                 return self._restore(newest, like, partial)
             except DamagedError as error:
                 self._report(newest, error)
-        if self._bad:
-            raise CheckpointError(
-                f"{self.folder} has no good checkpoint; damaged: {sorted(self._bad)}"
-            )
-        raise no_step(self.folder, None, self.steps())
+        raise no_step(self.folder, None, self.steps(), self._bad)
 
     def _restore(self, step: int, like: Tree, partial: bool) -> Tree:
         folder = self._steps.step(step)

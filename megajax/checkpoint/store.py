@@ -35,8 +35,12 @@ class CheckpointError(UserError):
     """A step that cannot be saved, found or restored."""
 
 
-def no_step(folder: Any, step: int | None, steps: Sequence[int]) -> CheckpointError:
-    """Returns the error of a step, None: of any, that a folder has not."""
+def no_step(
+    folder: Any, step: int | None, steps: Sequence[int], bad: Collection[int] = ()
+) -> CheckpointError:
+    """Returns the error of a step, None: of any, that a folder has not. bad: damaged steps."""
+    if bad:
+        return CheckpointError(f"{folder} has no good checkpoint; damaged: {sorted(bad)}")
     if not steps:
         return CheckpointError(f"{folder} has no checkpoint (--run_dir)")
     return CheckpointError(f"{folder} has no step {step}; it has {list(steps)} (--step)")
