@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
