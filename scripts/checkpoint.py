@@ -210,6 +210,10 @@ def reshard(cfg: Config, path: str, target: str) -> int:
     shapes = {n: tuple(x.shape) for n, x in record.leaves.items()}
     there = conversions(cfg.there, shapes, "--there")
     back = conversions(cfg.back, shapes, "--back")
+    if any(isinstance(c, FusedQkv) for c in back) and not any(
+        name.rpartition(".")[2] == FusedQkv().fused for name in shapes
+    ):
+        raise UserError(f"no leaf is named {FusedQkv().fused}: there is nothing to undo (--back)")
     leaves = offline.StoredLeaves(steps.step(step), record)
     with offline.spool_for(target) as spool:
         for unit in units(shapes):

@@ -168,6 +168,7 @@ def test_damage_is_found(tmp_path):
         (["ls", "/nowhere"], "/nowhere has no checkpoint"),
         (["inspect", "RUN", "--step=77"], r"has no step 77; it has \[.*\] \(--step\)"),
         (["reshard", "RUN", "RUN"], "RUN is RUN, which is read: .*; nearest: RUN-new"),
+        (["reshard", "RUN", "RUN-new", "--back=qkv"], "no leaf is named qkv: .* nothing to undo"),
         (
             ["reshard", "RUN", "RUN-new", "--there=stages:0"],
             "'stages:0' is no layout: .*, with numbers from 1 on. .*--there",
