@@ -85,7 +85,7 @@ def test_a_bit_that_flips_before_its_checksum_is_no_saved_step(tmp_path, monkeyp
     assert manager.steps() == [2]
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("compression", ["none", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_what_is_read_back_has_the_devices_fingerprints(tmp_path, monkeypatch, compression):
     """Every type and shape, in slabs and blocks that do not divide them."""
     monkeypatch.setattr(read_back, "SLAB", 2**11)

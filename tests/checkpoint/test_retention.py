@@ -111,7 +111,9 @@ def _is_good(steps: StepFolder, step: int) -> bool:
     return texts == [json.dumps({"step": step}).encode()] * 2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 200))]
+)
 def test_no_good_step_is_lost(tmp_path, seed, monkeypatch):
     """Random saves, junk, damage and saves of lower numbers."""
     monkeypatch.setattr(integrity.os, "fsync", lambda number: None)
