@@ -80,7 +80,12 @@ def main() -> int:
     train_step = make_train_step(cfg, mesh)  # 5 model and step
     banner.show_model(console, cfg, train_step, mesh)
     attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
-    checkpoints = CheckpointManager(run_dir.checkpoints, keep=cfg.checkpoint.keep, attempt=attempt)
+    checkpoints = CheckpointManager(
+        run_dir.checkpoints,
+        keep=cfg.checkpoint.keep,
+        attempt=attempt,
+        verify_saves=cfg.checkpoint.verify_saves,
+    )
     identity = resume.identity(corpora, tokenizer, cfg)
     memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
     # 6 own steps > init_from > new

@@ -28,7 +28,7 @@ FREE = (
 FIXED = ("optim.name",)  # among those: another optimizer has another state
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.hash_gib", "fault",
-    "told_code", "checkpoint.memory_every_steps", "checkpoint.dir",
+    "told_code", "checkpoint.memory_every_steps", "checkpoint.dir", "checkpoint.verify_saves",
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def folder(stored, tmp_path):
 
 def test_a_bit_that_flips_before_its_checksum_is_no_saved_step(tmp_path, monkeypatch):
     """The files' checksums would seal it in; no older step goes for such a one."""
-    manager = CheckpointManager(tmp_path, keep=1)
+    manager = CheckpointManager(tmp_path, keep=1, verify_saves=True)
     manager.save(1, tree(1)).result()
     summed = integrity.sum_files
 
