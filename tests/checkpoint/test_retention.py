@@ -11,8 +11,9 @@ import pytest
 
 from megajax.checkpoint import integrity
 from megajax.checkpoint.directory import METADATA, StepFolder
-from megajax.checkpoint.integrity import RECORD, CheckpointError, Record, UnreadableError
+from megajax.checkpoint.integrity import RECORD, CheckpointError, Record
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.core.errors import UserError
 
 X = {"x": np.arange(3, dtype=np.float32)}
 
@@ -175,6 +176,6 @@ def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, wher
     manager.close()
     with monkeypatch.context() as patch:
         refuse(patch, tmp_path / "c" / where)
-        with pytest.raises(UnreadableError, match=r"cannot read .*ermission denied.*not known"):
+        with pytest.raises(UserError, match="ermission denied"):
             CheckpointManager(tmp_path / "c").latest()
     assert manager.latest() == 1
