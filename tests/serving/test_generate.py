@@ -80,7 +80,9 @@ def test_sums_in_the_products_kernel_give_the_same_tokens(cfg, monkeypatch):
     def best(op, shape, *_):
         return ("fused", "measured") if op == api.REDUCE else ("xla", "")
 
-    stand_in = types.SimpleNamespace(matmul_all_reduce=kernel)
+    stand_in = types.SimpleNamespace(
+        matmul_all_reduce=kernel, ranks_of=api.ranks_of, check_each=api.check_each
+    )
     monkeypatch.setattr(collective_matmul, "kernels", stand_in)
     monkeypatch.setattr(overlap, "best", best)
     monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
