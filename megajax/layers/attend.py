@@ -82,7 +82,9 @@ def _masked_forward(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Arr
     logits_BGSRM = jnp.where(mask_B1SM[:, :, :, None], logits_BGSRM, NEGATIVE)
     weights_BGSRM = jax.nn.softmax(logits_BGSRM, -1)
     out_BGSRK = _mix(weights_BGSRM.astype(v_BMGK.dtype), v_BMGK)
-    fine_BGSR1 = jnp.isfinite(out_BGSRK).all(-1, keepdims=True)
+    # A key that is not finite makes all weights of a row NaN. Asked of the weights, not of the
+    # output: remat would multiply by the values a second time for it.
+    fine_BGSR1 = jnp.isfinite(weights_BGSRM[..., :1])
     return out_BGSRK, (q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1)
 
 
