@@ -207,7 +207,9 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     [
         pytest.param({"mesh.data": 2, "mesh.tensor": 4}, marks=pytest.mark.slow),
         {"mesh.data": 1, "mesh.tensor": 4},  # four devices instead of eight
-        {"mesh.pipe": 2, "mesh.data": 2, "mesh.tensor": 2},  # stages instead of one program for all
+        pytest.param(  # stages instead of one program for all
+            {"mesh.pipe": 2, "mesh.data": 2, "mesh.tensor": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_another_mesh_continues_to_the_same_place(straight, changes):

@@ -213,6 +213,7 @@ print(most[0] - before)
 """
 
 
+@pytest.mark.slow
 def test_reshard_holds_a_leaf_and_not_the_state(tmp_path):
     """400 MB as 48 leaves; mapped files are not counted, the kernel drops them at need.
 

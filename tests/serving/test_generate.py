@@ -49,13 +49,13 @@ def placed(params, cfg, lo):
 @pytest.mark.parametrize(
     ("cfg", "mesh"),
     [
-        (MODEL, {"data": 1}),
+        pytest.param(MODEL, {"data": 1}, marks=pytest.mark.slow),
         pytest.param(MODEL, {"tensor": 4}, marks=pytest.mark.slow),
         pytest.param(RICH, {"data": 1}, marks=pytest.mark.slow),
         (MQA, {"tensor": 4}),
         pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
-    ids=["plain", "plain on a mesh", "rich", "rich on a mesh", "experts on a mesh"],
+    ids=["plain", "plain on a mesh", "rich", "one key-value head", "experts on a mesh"],
 )
 def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
     params = sharp(cfg)
