@@ -84,7 +84,8 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, marks=pytest.mark.slow) if c.startswith(("gpipe", "1f1b")) else c
+        # Interleaved stages, with experts, are a default case of test_pipeline_moe.
+        c if c.startswith("zero_bubble") else pytest.param(c, marks=pytest.mark.slow)
         for c in CASES
     ],
 )

@@ -158,7 +158,10 @@ def test_accumulation_alone(control):
     "changes",
     [
         {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid", "model": MQA},
-        {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ring", "model": MQA},
+        pytest.param(
+            {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ring", "model": MQA},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "none"}, marks=pytest.mark.slow
         ),
