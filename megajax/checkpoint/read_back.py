@@ -2,7 +2,8 @@
 
 The checksums of integrity.py are made of the files, so a bit that flips between the write and the
 checksum would be sealed in. The fingerprints of the devices' arrays (fingerprint.py) are of what
-was meant to be written: before a step gets its name, its files are read and must give the same.
+was meant to be written: with `verify_saves` the files of a step are read before it gets its name,
+and must give the same.
 
 Leaves are read in slabs of about SLAB bytes along their first dimension, the next one while one is
 summed. Words and places are one long row in blocks of fixed lengths, so two programs serve leaves
