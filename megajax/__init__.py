@@ -4,3 +4,5 @@ The floors, from the ground up (imports go down only; tests/test_architecture.py
 core -> cost, schedule, search -> layers -> models -> parallel -> serving, data,
 checkpoint, monitor -> training -> systems -> experiments.
 """
+
+__version__ = "0.1.0"

@@ -1,1 +1,13 @@
 """Pure arithmetic about programs and machines: FLOPs, and what a compiled module will do."""
+
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "base": ("CostModel", "Op", "StepShape", "Workload"),
+        "estimate": ("Estimate",),
+        "flops": ("mfu",),
+        "roofline": ("Roofline",),
+    },
+)

@@ -1,1 +1,18 @@
 """Parts of networks. They know logical words only; communication and kernels enter through Ops."""
+
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "attention": ("Attention", "AttentionConfig", "Cache"),
+        "losses": ("LossSums", "cross_entropy"),
+        "mask": ("Context",),
+        "mlp": ("MlpConfig", "Mlp"),
+        "moe": ("Moe", "MoeConfig"),
+        "norm": ("Norm",),
+        "ops": ("Ops",),
+        "rope": ("RopeConfig",),
+        "sparse": ("sparse_ops",),
+    },
+)

@@ -1,1 +1,14 @@
 """Whole networks and their name maps. They know no mesh and no PartitionSpec."""
+
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "decoder": ("Decoder",),
+        "decoder_config": ("DecoderConfig",),
+        "encoder": ("Encoder",),
+        "encoder_config": ("EncoderConfig",),
+        "parts": ("ModelParts",),
+    },
+)

@@ -1,3 +1,12 @@
 """Pipeline schedules: who computes what in which tick, how long it takes, where it idles."""
 
-from megajax.schedule.simulator import simulate as simulate
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "build": ("gpipe", "interleaved", "one_f_one_b", "zero_bubble"),
+        "ir": ("Table", "Task", "Timeline"),
+        "simulator": ("simulate",),
+    },
+)

@@ -1,1 +1,22 @@
 """Training: configuration, optimizers, the one train step, evaluation, and the loop around them."""
+
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "config": (
+            "CheckpointConfig",
+            "Config",
+            "EvalConfig",
+            "LogConfig",
+            "ProfileConfig",
+            "TrainConfig",
+        ),
+        "loop": ("Run", "train"),
+        "masking": ("PruneConfig",),
+        "optim": ("OptimConfig", "make_optimizer"),
+        "state": ("TrainState",),
+        "step": ("TrainStep", "batch_spec", "make_train_step"),
+    },
+)

@@ -1,5 +1,6 @@
 """Tile-sparse weights in a state, through our manager and through plain Orbax."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +33,7 @@ def test_a_weight_comes_back(tmp_path, mask, single):
     manager.save(1, state).result()
     for found in (ocp.load(str(tmp_path / "plain"), like), manager.restore(like=like)):
         assert jax.tree.structure(found) == jax.tree.structure(state)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
-            np.testing.assert_array_equal(a, b, strict=True)
+        chex.assert_trees_all_equal(found, state, strict=True)
         kept = mask if single is None else mask | single
         np.testing.assert_array_equal(found["layer"][0].to_dense(), np.where(kept, W, 0))
         assert found["layer"][0].density == pytest.approx(kept.mean())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -194,8 +195,7 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     train_step, a, data_a = restore(straight[0], STEPS)
     _, b, data_b = restore(folder, STEPS)
     assert data_a == data_b and data_a["rows"] == 32 * STEPS
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    chex.assert_trees_all_equal(a, b)
     cfg = load_config(folder)
     batches = [next(loader_of(cfg, train_step, d["rows"])) for d in (data_a, data_b)]
     for key in batches[0]:

@@ -1,5 +1,6 @@
 """Norms, rotary positions, losses and dropout against NumPy in float64."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,7 @@ def test_a_row_that_does_not_count_reaches_no_gradient(seed):
 
     want, got = (grads(jnp.asarray(x), w) for x in (clean, dirty))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(want))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    chex.assert_trees_all_equal(got, want)
 
 
 def test_padding_of_the_vocabulary_has_probability_zero():

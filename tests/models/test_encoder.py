@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,8 +148,7 @@ def test_gradients(models, seed):
     tail = {"tokens": 5, "positions": last, "types": BAD}
     dirty = row | {k: row[k].at[:, count:].set(v) for k, v in tail.items()}
     spoilt = grad(poison(poison(params, "types", BAD), "positions", last), dirty)
-    for x, y in zip(jax.tree.leaves(spoilt), jax.tree.leaves((value, grads)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(spoilt, (value, grads))
 
 
 def test_a_class_is_the_first_tokens_target():

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def value_and_cotangents(mesh, function, inputs, cotangents, in_specs, out_specs
     with jax.set_mesh(mesh):
         args = place(inputs, in_specs), place(cotangents, out_specs)
         one, two = (jax.tree.map(np.asarray, both(*args)) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, one, two)
+    chex.assert_trees_all_equal(one, two)
     return one
 
 

@@ -5,6 +5,7 @@ import functools
 import types
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +149,7 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
         jax.jit(jax.value_and_grad(functools.partial(loss, word), argnums=range(8)))(*args)
         for word in ("fused", "xla")
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, want)
+    chex.assert_trees_all_close(found, want, rtol=2e-5, atol=2e-4)
     assert calls == [GATHER, SCATTER, GATHER]
 
 

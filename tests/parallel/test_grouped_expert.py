@@ -6,6 +6,7 @@ import types
 from dataclasses import dataclass
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,7 +178,7 @@ def check(case, seed, names=None):
         for got, value in zip((y, *grads), want, strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-5, atol=3e-5, err_msg=name)
         again = layer(case)(*given, jnp.asarray(chosen), f, d)
-        jax.tree.map(np.testing.assert_array_equal, again, (y, lost, *grads))
+        chex.assert_trees_all_equal(again, (y, lost, *grads))
 
 
 CASES = {

@@ -1,5 +1,6 @@
 """A pruned model on packed tiles gives the logits of the masked dense one."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,8 +86,7 @@ def test_layers_of_other_densities_share_one_capacity():
         np.testing.assert_array_equal(np.asarray(one.to_dense()), np.where(mask, w, 0)[layer])
     zeros = nest({"blocks.mlp.up": jnp.where(mask, w, 0.0)})
     (again,) = packed_leaves(to_tiles(zeros, None, axes, **TILE))  # its zeros say it all
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(kernel), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(again, kernel)
 
 
 def test_single_elements_are_told_from_tiles(seed):

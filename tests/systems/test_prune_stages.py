@@ -1,5 +1,6 @@
 """Stages on the real train step: tensor parallelism, checkpoints, one compiled program."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -107,8 +108,7 @@ def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tensor, tmp_path):
         manager.save(saved, vars(state), data_state={}).result()
         restored = manager.restore(saved, like=vars(step.abstract_state))
         found = advance(step, pruner, TrainState(**restored), saved + 1, 8)
-        for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        chex.assert_trees_all_equal(wanted, found)
 
 
 def test_pruned_gradients_enter_no_norm(tensor):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_a_chain_prunes_further_and_goes_on_from_a_saved_state_bit_for_bit(train
     begin = study.load(tmp_path / "0.5.npz", trainer.abstract())
     ((again, other),) = study.chain(trainer, begin, 0, method, (0.75,))
     assert row == other
-    jax.tree.map(np.testing.assert_array_equal, again, state)
+    chex.assert_trees_all_equal(again, state)
 
 
 def test_the_loss_is_the_mean_over_held_out_predictions(trainer):

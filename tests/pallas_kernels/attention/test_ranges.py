@@ -1,5 +1,6 @@
 """Tile ranges against a brute-force count of live pairs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,7 @@ def test_a_window_beyond_every_array_hides_nothing(far):
     want = ranges.packed_rows(cu_q, cu_k, T, False, None)
     for window in ((far, far), (None, far), (far, None)):
         found = ranges.packed_rows(cu_q, cu_k, T, False, window)
-        jax.tree.map(np.testing.assert_array_equal, found, want)
+        chex.assert_trees_all_equal(found, want)
 
 
 def test_ranges_are_int32_where_64_bits_are_on():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,7 +172,7 @@ def test_transformations_change_nothing(kind, seed):
     if kind != "heads":
         changed = {"vmap": jax.vmap(grad), "scan": lambda *x: jax.lax.map(each, x), "batch": rows}
         got = jax.jit(changed[kind])(*batch, cus)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), got, want)
+        chex.assert_trees_all_close(got, want, atol=1e-4)
         return
     heads = P(None, "x", None)
     specs = (heads,) * 4 + (P(),)
