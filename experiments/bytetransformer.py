@@ -27,6 +27,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from experiments.reports import padding as report
+from experiments.reports import padding_free as free
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
@@ -34,8 +36,6 @@ from megajax.core.errors import UserError
 from megajax.models.encoder_config import PRESETS as MODELS
 from megajax.models.encoder_config import EncoderConfig
 from megajax.monitor import results
-from megajax.systems import padding_free as free
-from megajax.systems import padding_report as report
 from pallas_kernels.attention.cases import paper_lengths
 
 ALPHAS = (0.1, 0.6, 1.0)  # average over longest; the paper's is 0.6

@@ -25,13 +25,13 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from experiments.reports import comet_exact, overlap_models
+from experiments.reports import overlap as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
-from megajax.systems import expert_check, overlap_models
-from megajax.systems import overlap_report as report
 from pallas_kernels.collective.cases import LAYOUTS, MIXTURES, RANKS
 from pallas_kernels.collective.simulator import MACHINES
 
@@ -85,10 +85,10 @@ def check(cfg: Config) -> int:
     """The layer on emulated devices against a loop."""
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
-    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": expert_check.NARROWER}
+    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": comet_exact.NARROWER}
     path = results.writable_folder(cfg.out) / "comet_emulated.json"
     rows: list[report.Row] = []
-    for row in expert_check.rows(
+    for row in comet_exact.rows(
         report.names("models", cfg.models, MIXTURES),
         LAYOUTS,
         min(report.numbers("tokens", cfg.tokens) + [MOST_TOKENS]),

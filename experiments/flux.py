@@ -24,12 +24,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from experiments.reports import flux_exact, overlap_models
+from experiments.reports import overlap as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.monitor import results
-from megajax.systems import overlap_models, product_check
-from megajax.systems import overlap_report as report
 from pallas_kernels.collective.cases import DENSE, RANKS, ROWS
 from pallas_kernels.collective.simulator import MACHINES
 
@@ -76,10 +76,10 @@ def check(cfg: Config) -> int:
     """The layer on emulated devices against NumPy."""
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
-    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": product_check.NARROWER}
+    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": flux_exact.NARROWER}
     path = results.writable_folder(cfg.out) / "flux_emulated.json"
     rows: list[report.Row] = []
-    for row in product_check.rows(report.names("models", cfg.models, DENSE)):
+    for row in flux_exact.rows(report.names("models", cfg.models, DENSE)):
         rows.append(row)
         results.write(path, about, rows)
         worst = max(value for name, value in row.items() if name.endswith("_error"))

@@ -19,11 +19,13 @@ import sys
 
 from absl import flags
 
+from experiments.reports import plan as plan_report
+from experiments.reports import plan_search
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.hardware import parse_cluster
 from megajax.monitor import results
-from megajax.systems import aot, plan_report, search_report, strategies
+from megajax.systems import aot, strategies
 from megajax.training.presets import FIRST, PRESETS
 from megajax.training.start import take_model
 
@@ -44,8 +46,8 @@ def main() -> int:
     if SEARCH.value:  # 2 either rank what could run
         found = strategies.search(cfg, cluster, BEST.value)
         plan = found.best
-        rows = search_report.rows(found, base, config.start_flags())
-        section, search = search_report.markdown(found, rows), search_report.figures(found, rows)
+        rows = plan_search.rows(found, base, config.start_flags())
+        section, search = plan_search.markdown(found, rows), plan_search.figures(found, rows)
     else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster)
     print(plan_report.markdown(plan, section))  # 3 what it will do

@@ -10,7 +10,7 @@ stages with fine-tuning between them, by first-order Taylor scores. Patterns: ti
 of 1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), with apriori tuning
 (TW-1a), rows of tiles alone (TW1D-1); element-wise (EW), vector-wise (VW), block-wise (BW to
 BW-128). Beside them the model of which nothing is pruned, fine-tuned as long. Units are the paper's
-divided by 4, for matrices 128 wide instead of 768; systems/prune_study.py says what that means.
+divided by 4, for matrices 128 wide instead of 768 (experiments/reports/pruning_study.py).
 Units rank as in the paper, by L2 / n of their scores, --unit_score=rms: as in our training runs.
 Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
 times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
@@ -33,6 +33,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.reports import pruning as report
+from experiments.reports import pruning_study as study
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -40,8 +42,6 @@ from megajax.core.errors import UserError, did_you_mean, nearest_multiples
 from megajax.models.decoder_config import PRESETS as DECODERS
 from megajax.models.encoder_config import EncoderConfig
 from megajax.monitor import results
-from megajax.systems import prune_report as report
-from megajax.systems import prune_study as study
 from megajax.training.masking import UnitScore
 
 TASKS = ("passages", "text")

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from experiments.reports import overlap as overlap_report
+from experiments.reports import padding as padding_report
+from experiments.reports import pruning as prune_report
 from megajax.core import config
 from megajax.core.errors import UserError
-from megajax.systems import overlap_report, padding_report, prune_report
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 

@@ -22,9 +22,10 @@ import gpu_norm
 import gpu_tile_sparse
 import jax
 
+from experiments.reports import padding as padding_report
+from experiments.reports import padding_free
 from megajax.models.encoder_config import PRESETS as ENCODERS
 from megajax.models.encoder_config import EncoderConfig
-from megajax.systems import padding_free, padding_report
 from pallas_kernels import bench
 
 Add = Callable[[dict[str, Any]], None]

@@ -21,13 +21,13 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from experiments.reports import overlap_tables, pruning_tables
 from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from megajax.systems import overlap_tables, prune_tables
 from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import paper_lengths
 
@@ -362,10 +362,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
     "bytetransformer_times": bytetransformer_times,
-    "tilewise_quality": functools.partial(prune_tables.quality, RESULTS / "tilewise.json"),
-    "tilewise_claims": functools.partial(prune_tables.claims, RESULTS / "tilewise.json"),
-    "tilewise_prices": functools.partial(prune_tables.prices, RESULTS / "tilewise.json"),
-    "tilewise_speeds": functools.partial(prune_tables.speeds, RESULTS / "tilewise.json"),
+    "tilewise_quality": functools.partial(pruning_tables.quality, RESULTS / "tilewise.json"),
+    "tilewise_claims": functools.partial(pruning_tables.claims, RESULTS / "tilewise.json"),
+    "tilewise_prices": functools.partial(pruning_tables.prices, RESULTS / "tilewise.json"),
+    "tilewise_speeds": functools.partial(pruning_tables.speeds, RESULTS / "tilewise.json"),
     "visited": visited,
 }
 

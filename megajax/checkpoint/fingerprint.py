@@ -25,8 +25,13 @@ Print = tuple[int, int]
 STRIDES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 WORD_STRIDE = 0xB55A4F09
 # Devices have no bitcast for parts of a byte; these widen without loss, so as such they count.
-SMALL = {"int2": jnp.int32, "uint2": jnp.int32, "int4": jnp.int32, "uint4": jnp.int32}
-SMALL |= {"float4_e2m1fn": jnp.float32}
+SMALL = {
+    "int2": jnp.int32,
+    "uint2": jnp.int32,
+    "int4": jnp.int32,
+    "uint4": jnp.int32,
+    "float4_e2m1fn": jnp.float32,
+}
 
 
 def _scramble(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from experiments.reports import plan as plan_report
 from megajax.core import config
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
@@ -20,7 +21,7 @@ from megajax.cost.hlo import KINDS, attributed, collectives
 from megajax.cost.traps import find
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
-from megajax.systems import aot, plan_report
+from megajax.systems import aot
 from megajax.training.config import Config
 from megajax.training.presets import PRESETS
 from pallas_kernels import aot as target

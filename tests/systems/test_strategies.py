@@ -7,13 +7,15 @@ import typing
 
 import pytest
 
+from experiments.reports import plan as plan_report
+from experiments.reports import plan_search
 from megajax.core.errors import UserError
 from megajax.core.hardware import parse_cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory
 from megajax.models.parts import Remat
 from megajax.parallel.pipeline import PipelineConfig, Schedule
-from megajax.systems import aot, plan_report, search_report, strategies
+from megajax.systems import aot, strategies
 from tests.tiny import MOE, run_config
 
 HOST = parse_cluster("h100:1x8")
@@ -99,7 +101,7 @@ def test_what_fits_no_device_is_dropped_and_counted(outlines):
     fits = [p for p in outlines if memory.bound(p.terms) <= room]
     assert sum(found.dropped.values()) == len(outlines) - len(fits) > 0
     assert found.best.estimate.step_s == min(p.estimate.step_s for p in fits)
-    assert "fit no GPU by their bound (largest term: " in search_report.summary(found)
+    assert "fit no GPU by their bound (largest term: " in plan_search.summary(found)
 
 
 def test_a_model_that_fits_nowhere_names_the_term(outlines):
@@ -182,9 +184,9 @@ def test_what_needs_more_than_its_bound_is_not_tried(monkeypatch):
 
 
 def test_the_report_has_the_table_and_flags_to_paste(found, tmp_path):
-    rows = search_report.rows(found, run_config(), ["--preset=nano"])
-    text = search_report.markdown(found, rows)
-    plan_report.write(found.best, tmp_path, text, search_report.figures(found, rows))
+    rows = plan_search.rows(found, run_config(), ["--preset=nano"])
+    text = plan_search.markdown(found, rows)
+    plan_report.write(found.best, tmp_path, text, plan_search.figures(found, rows))
     assert f"{found.proposals:,} candidates on" in (tmp_path / "plan.md").read_text()
     figures = json.loads((tmp_path / "plan.json").read_text())["search"]
     assert figures["label"] == "estimate" and len(figures["rows"]) == strategies.SHOWN

@@ -1,6 +1,6 @@
 """What pruning cost and what it saves: rows, a verdict and figures of a study.
 
-Quality is measured on trained models (systems/prune_study.py). Speed is that of products of the
+Quality is measured on trained models (reports/pruning_study.py). Speed is that of products of the
 paper's BERT (arXiv 2008.13006; 12,800 tokens, matrices 768 and 3072 wide): masks come from trained
 scores, enlarged, and are packed as the kernels take them; from the packed weights FLOPs and bytes
 are exact. Floors divide them by an H200's peaks, which no kernel reaches; times are the cost
@@ -19,10 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.reports.pruning_study import DENSE, METHODS, Method
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
 from megajax.cost.sparse import Gemm, SparseCost
-from megajax.systems.prune_study import DENSE, METHODS, Method
 from megajax.systems.pruning import prune
 from megajax.training.masking import UnitScore
 from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS

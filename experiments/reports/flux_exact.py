@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from experiments.reports.overlap import Row
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
-from megajax.systems.overlap_report import Row
 from pallas_kernels.collective.cases import DENSE, RANKS, Dense
 
 NARROWER = 64

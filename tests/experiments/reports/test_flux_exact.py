@@ -3,23 +3,23 @@
 import numpy as np
 import pytest
 
-from megajax.systems import product_check
+from experiments.reports import flux_exact
 from pallas_kernels.collective.cases import Dense
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_numpy_is_what_its_derivatives_say(gated, seed):
     """Along one direction of all arguments, by central differences of its own y."""
-    arrays = product_check.draw(Dense(width=128, hidden=192, inputs=1 + gated), 5, seed)
+    arrays = flux_exact.draw(Dense(width=128, hidden=192, inputs=1 + gated), 5, seed)
     arrays = tuple(a.astype(np.float64) for a in arrays)
     random, step = np.random.default_rng(seed), 1e-6
     along = [random.standard_normal(a.shape) for a in arrays[:-1]]
 
     def value(sign):
         moved = [a + sign * step * d for a, d in zip(arrays, along, strict=False)]
-        return (product_check.exact((*moved, arrays[-1]), gated)[0] * arrays[-1]).sum()
+        return (flux_exact.exact((*moved, arrays[-1]), gated)[0] * arrays[-1]).sum()
 
-    _, *grads = product_check.exact(arrays, gated)
+    _, *grads = flux_exact.exact(arrays, gated)
     want = sum((g * d).sum() for g, d in zip(grads, along, strict=True))
     assert (value(1) - value(-1)) / (2 * step) == pytest.approx(want, rel=1e-6)
 
@@ -28,17 +28,17 @@ def test_numpy_is_what_its_derivatives_say(gated, seed):
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_rows_are_exact_and_say_so_when_not(inputs, monkeypatch):
     case = Dense(width=128, hidden=1024, inputs=inputs)
-    monkeypatch.setitem(product_check.DENSE, "small", case)
-    monkeypatch.setattr(product_check, "ROWS", (24,))
-    found = list(product_check.rows(["small"]))
-    assert [row["way"] for row in found] == list(product_check.WAYS)
+    monkeypatch.setitem(flux_exact.DENSE, "small", case)
+    monkeypatch.setattr(flux_exact, "ROWS", (24,))
+    found = list(flux_exact.rows(["small"]))
+    assert [row["way"] for row in found] == list(flux_exact.WAYS)
     for row in found:
         assert row["same_bits"]
-        assert all(row[f"{name}_error"] < 3e-6 for name in product_check.RESULTS)
-    right = product_check.matmul_reduce_scatter
+        assert all(row[f"{name}_error"] < 3e-6 for name in flux_exact.RESULTS)
+    right = flux_exact.matmul_reduce_scatter
 
     def wrong(h, w, *, bias, **how):
         return right(h, w, bias=bias * 1.01, **how)
 
-    monkeypatch.setattr(product_check, "matmul_reduce_scatter", wrong)
-    assert next(product_check.rows(["small"]))["y_error"] > 1e-4
+    monkeypatch.setattr(flux_exact, "matmul_reduce_scatter", wrong)
+    assert next(flux_exact.rows(["small"]))["y_error"] > 1e-4

@@ -12,7 +12,7 @@ Legend: m tokens of all ranks.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megajax.systems.overlap_report import COMET_MODEL, COMM_BLOCKS, Row
+from experiments.reports.overlap import COMET_MODEL, COMM_BLOCKS, Row
 from pallas_kernels.collective import simulator as sim
 from pallas_kernels.collective.cases import DENSE, MIXTURES, RANKS
 from pallas_kernels.collective.simulator import Machine, Product

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.reports import padding as report
+from experiments.reports import padding_free as free
 from megajax.models.encoder_config import PRESETS, EncoderConfig
-from megajax.systems import padding_free as free
-from megajax.systems import padding_report as report
 from pallas_kernels import bench
 from pallas_kernels.attention import hopper_forward
 from pallas_kernels.attention.cases import paper_lengths

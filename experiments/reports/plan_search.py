@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.reports.plan import GIB, table
 from megajax.core import config
 from megajax.systems.aot import Plan
-from megajax.systems.plan_report import GIB, table
 from megajax.systems.strategies import Found
 from megajax.training.config import Config
 

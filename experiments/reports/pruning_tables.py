@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from megajax.systems.prune_report import PAPER, WHAT
-from megajax.systems.prune_study import METHODS
+from experiments.reports.pruning import PAPER, WHAT
+from experiments.reports.pruning_study import METHODS
 
 COUNTED = "work counted, times estimated for an H200, losses of models trained here"
 Columns = Mapping[str, Callable[[dict], str]]  # heading -> what a row's cell says

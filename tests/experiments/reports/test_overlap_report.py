@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from experiments.reports import overlap as report
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
-from megajax.systems import overlap_report as report
 from pallas_kernels.collective.cases import MIXTURES
 from pallas_kernels.collective.simulator import H800, MACHINES
 

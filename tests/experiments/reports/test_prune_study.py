@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.reports import pruning_study as study
+from experiments.reports.pruning_study import METHODS, Task, Trainer, Training
 from megajax.models import decoder
-from megajax.systems import prune_study as study
-from megajax.systems.prune_study import METHODS, Task, Trainer, Training
 from megajax.training.optim import OptimConfig, make_schedule
 from tests.tiny import MODEL, host_batch
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megajax.systems import overlap_models as models
-from megajax.systems import overlap_report as report
+from experiments.reports import overlap as report
+from experiments.reports import overlap_models as models
 from pallas_kernels.collective import simulator as sim
 from pallas_kernels.collective.cases import DENSE, MIXTURES
 from pallas_kernels.collective.simulator import H800, Product

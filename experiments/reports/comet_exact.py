@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from experiments.reports.overlap import Row, draw_routing
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from megajax.parallel.overlap import Implementation
-from megajax.systems.overlap_report import Row, draw_routing
 from pallas_kernels.collective.cases import MIXTURES, RANKS, Mixture
 
 NARROWER = 16

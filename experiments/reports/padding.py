@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.reports import padding_free as free
 from megajax.models.encoder_config import EncoderConfig
-from megajax.systems import padding_free as free
 from pallas_kernels import bench
 from pallas_kernels.attention.cases import paper_lengths
 from pallas_kernels.dispatch import Implementation

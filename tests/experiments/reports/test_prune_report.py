@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from experiments.reports import pruning as report
+from experiments.reports.pruning_study import METHODS
 from megajax.core.errors import UserError
 from megajax.monitor import results
-from megajax.systems import prune_report as report
-from megajax.systems.prune_study import METHODS
 from pallas_kernels.tile_sparse.format import TileSparse
 
 
