@@ -98,8 +98,8 @@ def write(source: Foreign, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
 def _is_megatrons(folder: Path) -> bool:
     """Tells Megatron's DCP folders by the file that its writer puts beside."""
     try:
-        return "sharded_backend" in files.read_json(folder / "metadata.json", MAX_JSON)
-    except (OSError, ValueError, TypeError):
+        return "sharded_backend" in files.read_object(folder / "metadata.json", MAX_JSON)
+    except UserError:
         return False
 
 
@@ -108,10 +108,7 @@ def _megatron(path: Path, step: int | None, vocab: int | None, config: str | Non
 
     given = None
     if config is not None:
-        try:
-            given = files.read_json(expand(config), MAX_JSON)
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {config}: {error} (--hf_config)") from None
+        given = files.read_object(expand(config, "hf_config"), MAX_JSON, "hf_config")
     found = MegatronFolder(path, step, vocab, given)
     notes = {"imported": str(path), "iteration": found.iteration, "config": found.config}
     return Foreign(found.tensors, found.view, found.iteration, found.config, notes, found.left_out)
@@ -156,15 +153,6 @@ def _keep(
 def _safetensors(path: Path, step: int) -> Foreign:
     found = TensorFolder(path)
     file = path / DATA_STATE
-    try:
-        notes = files.read_json(file, MAX_JSON) if file.exists() else {}
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
-    if not isinstance(notes, dict):
-        raise UserError(f"{file} must hold a JSON object, not a {type(notes).__name__}")
+    notes = files.read_object(file, MAX_JSON) if file.exists() else {}
     shapes = {name: found.kind(name) for name in found.names()}
     return Foreign(shapes, found.view, step, None, notes)

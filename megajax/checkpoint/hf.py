@@ -47,14 +47,7 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
     Raises: UserError when it is missing or not supported.
     """
     file = expand(path) / "config.json"
-    try:
-        found = files_.read_json(file, MAX_CONFIG)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror} (--{flag})") from None
-    except UserError as error:
-        raise UserError(f"{error} (--{flag})") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error} (--{flag})") from None
+    found = files_.read_object(file, MAX_CONFIG, flag)
     try:
         kind = check_members(found).get("model_type")
         if kind not in FAMILIES:

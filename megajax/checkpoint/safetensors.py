@@ -101,27 +101,17 @@ class TensorFolder:
 def _read_index(path: Path) -> dict[str, str]:
     """Returns {tensor: file name}. Raises: UserError; also for files outside the folder."""
     try:
-        homes = files.parse_json(files.read_bytes(path, MAX_INDEX), _pairs)["weight_map"]
+        homes = files.read_object(path, MAX_INDEX)["weight_map"]
         for tensor, name in homes.items():
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{tensor} is in {name!r}, which is not the name of a file here")
         if not homes:
             raise ValueError("no tensors")
         return dict(homes)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UserError:
         raise
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{path} is damaged: {str(error)[:300]!r}") from None
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses a name that comes twice: readers would disagree on which one counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name comes twice")
-    return found
 
 
 def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]]:
@@ -132,7 +122,7 @@ def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"header of {length} bytes in a file of {size}")
-            header = files.parse_json(file.read(length), _pairs)
+            header = files.parse_json(file.read(length), files.each_once)
         found, spans = {}, []
         for name, entry in header.items():
             if name == "__metadata__":

@@ -2,11 +2,13 @@
 
 Only regular files are opened: opening a named pipe blocks until somebody writes to it, and a device
 has no end. Symbolic links are followed. JSON is read only when its values cannot take far more
-memory than its text does: `[[],[],...` takes 20 times its size. No jax.
+memory than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the
+JSON files that strangers write: one rule and one sentence for all of them. No jax.
 """
 
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +91,32 @@ def parse_json(
         raise ValueError("it is nested too deep") from None
 
 
-def read_json(path: str | Path, most: int) -> Any:
-    """Returns what a JSON file says. most: bytes. Raises: UserError; OSError; ValueError."""
-    return parse_json(read_bytes(path, most))
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object's members, for parse_json. Raises: ValueError for a name that comes twice:
+    readers disagree on which of the two counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the member {twice!r:.200} comes twice")
+    return found
+
+
+def read_object(path: str | Path, most: int, flag: str = "") -> dict[str, Any]:
+    """Returns the object that a JSON file holds.
+
+    Args: most: bytes. flag: which named the file, for messages.
+    Raises: UserError when it cannot be read, is no JSON, holds no object, or a member twice.
+    """
+    hint = f" (--{flag})" if flag else ""
+    try:
+        found = parse_json(read_bytes(path, most), each_once)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}{hint}") from None
+    except UserError as error:
+        raise UserError(f"{error}{hint}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}{hint}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object, not {reprlib.repr(found):.40}{hint}")
+    return found

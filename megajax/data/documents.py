@@ -8,7 +8,6 @@ cached. A pair beyond `data.hash_gib` is not read: its documents are known by th
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.data.indexed import TokenFile
 from megajax.data.pack import mix
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.whole import load_table, read_array, save_table
 
+MAX_STATS = 2**20  # (chosen) bytes of a record of statistics
 FORMAT = 2  # of the tables, the split and the encoding: part of every name in the cache
 BATCH = 1 << 20  # tokens hashed at a time
 SAMPLED = 1 << 24  # tokens that are looked at when a file is opened
@@ -67,13 +68,7 @@ def read_stats(prefix: Path) -> dict[str, Any]:
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error} (--data.source)") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, not {found!r:.40} (--data.source)")
-    return found
+    return files.read_object(path, MAX_STATS, "data.source")
 
 
 def open_documents(
@@ -208,7 +203,7 @@ def sample(file: TokenFile) -> np.ndarray:
 def _places(file: TokenFile) -> Iterator[tuple[int, int, int]]:
     """Yields (document, start, stop)."""
     ends = np.cumsum(file.lengths, dtype=np.int64)
-    for place in np.linspace(0, ends[-1] - 1, PLACES).astype(np.int64) if len(ends) else ():
+    for place in np.linspace(0, ends[-1] - 1, PLACES).astype(np.int64) if ends[-1:].any() else ():
         i = int(np.searchsorted(ends, place, side="right"))
         start = int(place - (ends[i] - file.lengths[i]))
         yield i, start, min(start + SAMPLED // PLACES, int(file.lengths[i]))

@@ -156,18 +156,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     file = folder / CONFIG
     if not file.is_file():
         return {}
-    try:
-        found = files.read_json(file, MAX_BYTES)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror} (--data.tokenizer)") from None
-    except UserError as error:
-        raise UserError(f"{error} (--data.tokenizer)") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error} (--data.tokenizer)") from None
-    if not isinstance(found, dict):
-        raise UserError(
-            f"{file} must hold a JSON object, not {reprlib.repr(found):.40} (--data.tokenizer)"
-        )
+    found = files.read_object(file, MAX_BYTES, "data.tokenizer")
     named = {}
     for key in ("bos_token", "eos_token"):
         value = found.get(key)
@@ -206,7 +195,7 @@ def bpe_size(name: str) -> int | None:
     kind, _, size = name.partition(":")
     if kind != "bpe":
         return None
-    if not (size.isdecimal() and size.isascii() and 258 <= int(size[:12]) <= MOST):
+    if not (size.isdecimal() and size.isascii() and len(size) < 12 and 258 <= int(size) <= MOST):
         raise UserError(
             f"data.tokenizer={name}: bpe:N needs N of at least 258, the bytes and two specials, "
             f"and at most {MOST} (--data.tokenizer=bpe:8192)"

@@ -190,5 +190,5 @@ def test_a_pipe_as_a_shard_or_an_index(tmp_path):
 
 def test_an_index_nested_without_end(tmp_path):
     (tmp_path / INDEX).write_text('{"weight_map": ' + "[" * 100_000)
-    with pytest.raises(UserError, match="index.json is damaged"):
+    with pytest.raises(UserError, match="index.json is not JSON: it is nested too deep"):
         TensorFolder(tmp_path)

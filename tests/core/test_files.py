@@ -51,6 +51,29 @@ def test_json_of_more_values_than_its_length_pays(monkeypatch):
     assert len(files.parse_json(f"{{{entries}}}")) == 1000
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1]", r"x must hold a JSON object, not \[1\]"), ("null", "must hold a JSON object"),
+        ("{", "x is not JSON: "), ("\xff", "x is not JSON: "),
+        ('{"a": ' + "[" * 9_000, "nested too deep"), ('{"a": 1, "b": {}, "a": 2}', "'a' comes twi"),
+        (f'{{"a": {{"{"b" * 900}": 1, "{"b" * 900}": 1}}}}', "'bbb.{195,205} comes twice"),
+        (" " * 10_000, "x has 10,000 bytes"), (None, "cannot read .*x: No such file"),
+    ],
+)  # fmt: skip
+def test_an_object_of_a_stranger_or_one_sentence_with_the_flag(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "x").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=words) as error:
+        files.read_object(tmp_path / "x", 9_999, "init_from")
+    assert str(error.value).endswith(" (--init_from)") and len(str(error.value)) < 400
+
+
+def test_the_object_of_a_file(tmp_path):
+    (tmp_path / "x").write_text('{"a": {"b": [1, {}]}, "c": null}')
+    assert files.read_object(tmp_path / "x", 99) == {"a": {"b": [1, {}]}, "c": None}
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000, "", "{", "\xff"])
 def test_json_that_is_none(text):
     with pytest.raises(ValueError):

@@ -282,7 +282,7 @@ def test_ids_that_no_vocabulary_has_are_refused(tmp_path, value):
     ("name", "content", "words"),
     [
         ("x.json", "[1]", "must hold a JSON object"),
-        ("x.json", "{oops", "cannot read"),
+        ("x.json", "{oops", "is not JSON"),
         ("x.documents.npy", "garbage", "cannot read"),
         ("x.documents.npy", None, "is of another file, or an older format"),
     ],
