@@ -244,11 +244,18 @@ def test_a_saved_configuration_starts_a_run(script, tmp_path):
     assert cfg["name"] == "saved" and cfg["inner"]["size"] == 2
 
 
+def bomb(twice: str) -> str:
+    """Returns 15 members, each made of the one before twice."""
+    return "m0: &x0 {k: 1}\n" + "".join(
+        f"m{i + 1}: &x{i + 1} {twice.replace('*x', f'*x{i}')}\n" for i in range(15)
+    )
+
+
 BAD_FILES = [
     ("run.json", "[1]", "must hold named members, like train and model, and is a list"),
     ("run.json", "null", "and is a null"),
     ("run.json", '"text"', "and is a str"),
-    ("run.json", "[" * 100_000, "nested too deeply"),
+    ("run.json", "[" * 100_000, "nested too deep"),
     ("run.json", '{"inner": {"size": "3"}}', "inner.size='3' must be of type int (--inner.size)"),
     ("run.json", '{"inner": {"rate": "0.5"}}', "inner.rate='0.5' must be a number"),
     ("run.json", '{"inner": {"rate": NaN}}', "inner.rate=nan must be a finite number"),
@@ -259,6 +266,16 @@ BAD_FILES = [
     ("run.yaml", "name: a\nname: b\n", "name stands twice"),
     ("run.yaml", "inner:\n  sise: 1\n", "Did you mean inner.size?"),
     ("run.toml", "name = ", "is not a configuration"),
+    ("run.json", '{"name": "a", "inner": {}, "name": "b"}', "the member 'name' comes twice"),
+    ("run.json", " " * (2**20 + 1), "it has over 1,048,576 bytes"),
+    ("run.yaml", "name: !!bool maybe", "does not fit its tag"),
+    ("run.yaml", "name: !!timestamp now", "does not fit its tag"),
+    ("run.yaml", "name: !!int ''", "does not fit its tag"),
+    ("run.yaml", "[a, " * 5_000, "nested too deep"),
+    ("run.yaml", "x: [" + "1, " * 10_001 + "]", "it has over 10,000 values"),
+    ("run.yaml", "a: &a {b: *a}", "nested too deeply, or too many"),
+    ("run.yaml", bomb("{a: *x, b: *x}"), "nested too deeply, or too many"),
+    ("run.yaml", bomb("{<<: [*x, *x]}"), "it has over 10,000 values"),
     ("run.toml", "[inner]\nlimit = 'few'\n", "inner.limit='few' must be of type int"),
 ]
 
