@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.store import CheckpointError, ObjectPath
+from megajax.core.files import parse_json
 
 RECORD, LOCK = "attempt.json", "attempt.lock"
 PATIENCE_S = 30.0  # for another process between check and rename (chosen)
@@ -96,7 +97,8 @@ class Lease:
                 text, generation = path.read_version()
             else:
                 text = path.read_bytes()
-            return Attempt(**json.loads(text)), generation
+            held = Attempt(**parse_json(text))
+            return (held if type(held.number) is int else None), generation
         except FileNotFoundError:
             return None, generation
         except (ValueError, TypeError):

@@ -28,6 +28,17 @@ def test_an_older_attempt_saves_nothing_once_a_newer_one_began(tmp_path):
         old.save(3, X).result()
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 50_000, '{"run": "r", "number": "9"}', '{"run": "r"}', "[1, 2]"]
+)
+def test_a_torn_record_names_no_attempt(tmp_path, text):
+    (tmp_path / lease.RECORD).write_text(text)
+    mine = Lease(tmp_path, Attempt("r", 2))
+    assert not mine.is_lost()
+    mine.take()
+    assert Lease(tmp_path, Attempt("r", 1)).is_lost()
+
+
 def test_an_attempt_that_is_overtaken_while_it_writes_is_refused(tmp_path, monkeypatch):
     old = CheckpointManager(tmp_path, attempt=Attempt("r", 0))
     commit = StepFolder.commit
