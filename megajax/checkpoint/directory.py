@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import functools
 import itertools
-import json
 import os
 import shutil
 import time
@@ -29,6 +28,7 @@ from megajax.checkpoint.integrity import (
     sync_folder,
 )
 from megajax.checkpoint.lease import Lease
+from megajax.core.files import parse_json
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
 OURS = "megajax.integrity"  # in a step's metadata: it was given a record, so it must have one
@@ -92,13 +92,16 @@ class StepFolder:
         if _is_there(folder / RECORD):
             return False
         described = _description(folder)
-        return described is not None and OURS not in (described.get("custom_metadata") or {})
+        if described is None:
+            return False
+        metadata = described.get("custom_metadata")
+        return not (isinstance(metadata, dict) and OURS in metadata)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the metadata that the step was saved with. Raises: CheckpointError."""
         path = self.step(step) / METADATA
         try:
-            found = json.loads(path.read_bytes())["custom_metadata"] or {}
+            found = parse_json(path.read_bytes())["custom_metadata"] or {}
             return {k: v for k, v in found.items() if k != OURS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"cannot read step {step}: {path}: {error!r}") from None
@@ -283,10 +286,10 @@ def _description(folder: Path) -> dict[str, Any] | None:
     """Returns what Orbax wrote about a checkpoint, or None. Raises: UnreadableError."""
     path = folder / METADATA
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except OSError as error:
         absent(path, error)
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return found if isinstance(found, dict) and found else None

@@ -10,7 +10,6 @@ done. Besides, SHARE of the state's bytes are on their way at most (or one piece
 """
 
 import functools
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from megajax.checkpoint import store
 from megajax.core.boxes import Box
+from megajax.core.files import parse_json
 
 TOLERANCE = 1.05  # bytes read for each byte that is there, up to which nothing is done (chosen)
 SHARE = 0.25  # of the state's bytes that may be under way (chosen)
@@ -39,9 +39,11 @@ def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for path in folder.glob("state/array_metadatas/process_*"):
         try:
-            for entry in json.loads(path.read_text())["array_metadatas"]:
+            for entry in parse_json(path.read_bytes())["array_metadatas"]:
                 array = entry["array_metadata"]
-                found[array["param_name"]] = tuple(array["chunk_shape"])
+                chunk = tuple(array["chunk_shape"])
+                if all(type(n) is int and n > 0 for n in chunk):
+                    found[array["param_name"]] = chunk
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the arrays can be read all the same
     return found

@@ -29,6 +29,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from megajax.core.errors import UserError
+from megajax.core.files import parse_json
 
 FILE = "lock"
 # How long a second process waits for the first to end (chosen: a supervisor starts the next attempt
@@ -145,7 +146,7 @@ def _about_us() -> dict[str, str | int]:
 
 def _holder(file: int) -> str:
     try:
-        found = json.loads(os.pread(file, 1 << 16, 0))
+        found = parse_json(os.pread(file, 1 << 16, 0))
         return (
             f"process {found['pid']} on {found['host']} since {found['since']} "
             f"({found['command'][:500]})"

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from megajax.checkpoint import integrity
-from megajax.checkpoint.integrity import DamagedError
+from megajax.checkpoint import integrity, reads
+from megajax.checkpoint.directory import METADATA, StepFolder
+from megajax.checkpoint.integrity import CheckpointError, DamagedError
 
 GOOD = {
     "step": 1,
@@ -46,3 +47,26 @@ def test_what_no_save_writes_is_damage(body, said, tmp_path):
     (tmp_path / integrity.RECORD).write_text(integrity._sealed(text))
     with pytest.raises(DamagedError, match=f"integrity.json: .*{said}"):
         integrity.read_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000, '{"custom_metadata": 5}', '{"custom_metadata": [1]}']
+)
+def test_a_description_that_no_save_writes_is_no_traceback(text, tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / METADATA).write_text(text)
+    steps = StepFolder(tmp_path)
+    assert steps.steps() == ([] if text[0] == "[" else [7])
+    assert text[0] == "[" or steps.record(7) is None  # as plain Orbax would have left it
+    with pytest.raises(CheckpointError, match="cannot read step 7"):
+        steps.data_state(7)
+
+
+def test_chunks_that_no_array_has_are_unknown(tmp_path):
+    home = tmp_path / "state" / "array_metadatas"
+    home.mkdir(parents=True)
+    shapes = {"a": [2, 3], "b": [0, 3], "c": ["2"], "d": [2.0]}
+    entries = [{"array_metadata": {"param_name": n, "chunk_shape": s}} for n, s in shapes.items()]
+    (home / "process_0").write_text(json.dumps({"array_metadatas": entries}))
+    (home / "process_1").write_text("[" * 50_000)
+    assert reads.stored_chunks(tmp_path) == {"a": (2, 3)}

@@ -136,3 +136,10 @@ def test_all_processes_of_a_job_fail_with_the_first(tmp_path, monkeypatch):
                 lock_run(tmp_path, 0)
             assert str(other.value) == refused
     lock.release()
+
+
+def test_a_lock_file_that_says_nothing_of_use(tmp_path):
+    for text in ("", "{", "[" * 50_000, "[]", '{"pid": 1}'):
+        (tmp_path / FILE).write_text(text)
+        with open(tmp_path / FILE) as file:
+            assert run_lock._holder(file.fileno()) == "another process"
