@@ -112,7 +112,9 @@ def _megatron_prefix(name: str) -> Path | None:
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = [os.path.isfile(f"{prefix}{s}") for s in (".bin", ".idx")]
     if path.suffix in (".bin", ".idx") and not all(pair):
-        raise UserError(f"data.source={name} needs both {prefix}.bin and {prefix}.idx")
+        raise UserError(
+            f"data.source={name} needs both {prefix}.bin and {prefix}.idx (--data.source)"
+        )
     return prefix if all(pair) else None
 
 

@@ -21,6 +21,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip  # Megatron's 6 and 7 are floating-point numbers: no token ids
+LONGEST = 2**31 - 1  # tokens of a document
 MAX_INDEX = 2**36  # (chosen) bytes of an index: five billion documents
 _HEADER = struct.Struct("<9sQBQQ")
 
@@ -34,16 +35,18 @@ class TokenFile:
         Raises: UserError when the pair is missing, damaged or of another format.
         """
         self.prefix, self.vocab = Path(prefix), vocab
-        index = Path(f"{prefix}.idx")
         try:
-            raw = files.read_bytes(index, MAX_INDEX)
-            with files.open_regular(f"{prefix}.bin") as tokens:
-                self._tokens_bytes = files.size_of(tokens)
-                self._bin = np.memmap(tokens, np.uint8, "r") if self._tokens_bytes else None
+            self._open(Path(f"{prefix}.idx"))
         except UserError as error:
             raise UserError(f"{error} (--data.source)") from None
         except (OSError, ValueError) as error:  # ValueError: emptied since its size was asked
             raise UserError(f"cannot read token file {prefix}: {error} (--data.source)") from None
+
+    def _open(self, index: Path) -> None:
+        raw = files.read_bytes(index, MAX_INDEX)
+        with files.open_regular(f"{self.prefix}.bin") as tokens:
+            self._tokens_bytes = files.size_of(tokens)
+            self._bin = np.memmap(tokens, np.uint8, "r") if self._tokens_bytes else None
         if len(raw) < _HEADER.size or raw[:9] != MAGIC:
             raise UserError(f"{index} is not a Megatron index (it must begin with MMIDIDX)")
         _, version, code, count, documents = _HEADER.unpack_from(raw)
@@ -137,7 +140,12 @@ class TokenWriter:
         self._lengths: list[int] = []
 
     def add(self, tokens: np.ndarray) -> None:
-        """Appends one document."""
+        """Appends one document. Raises: UserError for one that is longer than the index can say."""
+        if len(tokens) > LONGEST:
+            raise UserError(
+                f"a document has {len(tokens):,} tokens, and the index of {self.prefix} holds "
+                f"{LONGEST:,} at most; cut the text into several documents (--data.source)"
+            )
         self._file.write(tokens.astype(self.dtype).tobytes())
         self._lengths.append(len(tokens))
 

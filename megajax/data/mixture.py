@@ -42,7 +42,9 @@ def _count(weights: Sequence[float]) -> np.ndarray:
     """Returns how many of the pattern's places each weight has. Raises: UserError for none."""
     weight = np.asarray(weights, np.float64)
     if not (np.isfinite(weight) & (weight > 0)).all():
-        raise UserError(f"mixture weights {list(weights)} must be positive and finite")
+        raise UserError(
+            f"mixture weights {list(weights)} must be positive and finite (--data.source)"
+        )
     share = weight / weight.max()  # their sum may be beyond float64
     share /= share.sum()
     counts = np.floor(share * PATTERN).astype(int)

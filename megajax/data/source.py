@@ -169,10 +169,12 @@ def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
 
 def _parts(file: Path, lines: bool) -> Iterator[bytes]:
     """Yields the lines of a file, or all of it as one part. Raises: UserError."""
-    size = file.stat().st_size
-    most = GZIP_SLACK + GZIP_GROWTH * size if file.suffix == ".gz" else size
+    is_packed = file.suffix == ".gz"
     with _opened(file) as stream:
-        while raw := stream.readline(most + 1) if lines else stream.read(most + 1):
+        size = file.stat().st_size
+        most = GZIP_SLACK + GZIP_GROWTH * size if is_packed else max(size, 1)
+        asked = most + is_packed  # what somebody appends to a plain file meanwhile is not read
+        while raw := stream.readline(asked) if lines else stream.read(asked):
             if len(raw) > most:  # a small .gz can unfold to terabytes
                 raise UserError(
                     f"{file} unfolds to over {most:,} bytes, {GZIP_GROWTH} times its size and "
@@ -180,6 +182,8 @@ def _parts(file: Path, lines: bool) -> Iterator[bytes]:
                     "(--data.source)"
                 )
             yield raw
+            if not lines:
+                return
 
 
 def _suffix(file: Path) -> str:
@@ -195,7 +199,8 @@ def _find(name: str) -> tuple[Path, list[Path]]:
     if path.is_file():
         if _suffix(path) not in SUFFIXES:
             raise UserError(
-                f"data.source={name} is not a {', '.join(SUFFIXES)} file (nor .gz of one)"
+                f"data.source={name} is not a {', '.join(SUFFIXES)} file (nor .gz of one) "
+                "(--data.source)"
             )
         return path.parent, [path]
     if glob.has_magic(name):

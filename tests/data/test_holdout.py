@@ -207,6 +207,13 @@ def test_a_pair_beyond_the_limit_is_held_out_by_number(tmp_path, caplog):
     assert changed[0].fingerprint != corpora[0].fingerprint  # as many bytes, other tokens
 
 
+def test_a_pair_without_tokens_beyond_the_limit(tmp_path):
+    write_foreign(tmp_path / "x", [""] * 3)
+    (tmp_path / "x.bin").write_bytes(b"rest")  # of no document
+    corpora, _ = open_all(tmp_path / "x", hash_gib=0.0, cache=tmp_path / "cache")
+    assert corpora[0].train.tokens == 0
+
+
 def test_limits_that_mean_nothing_are_refused():
     for name, value in (("hash_gib", -1.0), ("hash_gib", np.nan), ("holdout", np.nan)):
         with pytest.raises(UserError, match=f"--data.{name}"):

@@ -77,7 +77,13 @@ def test_damage_is_found(tmp_path, change, words):
     (tmp_path / "m.bin").write_bytes(data)
     with pytest.raises(UserError) as error:
         TokenFile(tmp_path / "m")
-    assert words in str(error.value)
+    assert words in str(error.value) and str(error.value).endswith(" (--data.source)")
+
+
+def test_a_document_that_the_index_cannot_hold_is_refused(tmp_path):
+    with TokenWriter(tmp_path / "x", 512) as writer:
+        with pytest.raises(UserError, match=r"2,147,483,648 tokens, .* 2,147,483,647 at most"):
+            writer.add(np.broadcast_to(np.int32(1), 2**31))
 
 
 def test_a_pair_that_cannot_be_opened_is_named(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -203,6 +204,27 @@ def test_broken_links_and_folders_beside_the_standard_library_are_passed_over(
 def test_a_file_that_vanishes_while_files_are_listed_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*gone.txt: No such file"):
         each_file_once([tmp_path / "gone.txt"])
+
+
+def test_a_file_that_vanishes_or_grows_before_it_is_read(tmp_path, monkeypatch):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "one"}\n')
+    source = open_source(str(tmp_path), DataConfig())
+    stat = Path.stat
+
+    def before(path, **how):  # somebody appends between the question and the reading
+        found = stat(path, **how)
+        with open(path, "a") as file:
+            file.write('{"text": "two"}\n')
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", before)
+        texts = [d.text for d in source.documents()]
+    assert texts == ['{"text": "one"}\n', "one", "two"]
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*a.txt: .*No such file.*\(--data.source\)"):
+        list(source.documents())
 
 
 def test_a_compressed_file_that_fills_the_memory(tmp_path, monkeypatch):
