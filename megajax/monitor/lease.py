@@ -87,9 +87,12 @@ class Watch:
 
     def lost(self) -> str | None:
         """Returns why this process may not go on, None while it may."""
-        if os.fstat(self._file).st_nlink == 0:
-            return "its agent has ended"
-        moment, longest, _, _ = self._read()
+        try:
+            if os.fstat(self._file).st_nlink == 0:
+                return "its agent has ended"
+            moment, longest, _, _ = self._read()
+        except OSError as error:  # else the thread that looks would end, and nobody would look
+            return f"its lease cannot be read: {error.strerror}"
         age = now() - moment
         if age > longest:
             return f"its agent heard nothing of the driver for {age:.1f} s of {longest:g}"

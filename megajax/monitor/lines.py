@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+CHUNK = 1 << 16  # bytes read at a time to find the last line
+
 
 class Lines:
     """Appends whole lines to a file. lost: lines that could not be written since the last success.
@@ -28,7 +30,11 @@ class Lines:
 
     def _open(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        _cut_half_line(file)
+        try:
+            _cut_half_line(file)
+        except BaseException:
+            os.close(file)
+            raise
         return file
 
     def write(self, line: str) -> bool:
@@ -62,12 +68,14 @@ class Lines:
 
 
 def _cut_half_line(file: int) -> None:
-    size = os.fstat(file).st_size
-    at, tail = size, b""
-    while at > 0 and b"\n" not in tail:
-        at = max(at - (1 << 16), 0)
-        tail = os.pread(file, size - at, at)
-    end = at + tail.rfind(b"\n") + 1
+    size = end = os.fstat(file).st_size
+    while end > 0:
+        at = max(end - CHUNK, 0)
+        place = os.pread(file, end - at, at).rfind(b"\n")
+        if place >= 0:
+            end = at + place + 1
+            break
+        end = at
     if end < size:
         os.ftruncate(file, end)
 

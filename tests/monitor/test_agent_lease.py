@@ -33,6 +33,13 @@ def test_a_lease_grows_old_and_is_never_renewed_by_an_old_answer(tmp_path, still
     monkeypatch.setattr(lease, "now", lambda: moment + 18.1)
     assert watch.lost() is not None
     writer.renew(moment + 18.0)
+    with monkeypatch.context() as broken:
+
+        def read(self):
+            raise OSError(5, "I/O error")
+
+        broken.setattr(lease.Watch, "_read", read)
+        assert watch.lost() == "its lease cannot be read: I/O error"
     path.unlink()
     assert watch.lost() == "its agent has ended"
     writer.close()
