@@ -1,5 +1,6 @@
 """Paths that a user typed. No jax import."""
 
+import tempfile
 from pathlib import Path
 
 from megajax.core.errors import UserError
@@ -20,3 +21,22 @@ def expand(name: str | Path, flag: str | None = None) -> Path:
     except OSError as error:
         raise UserError(f"{given}: {error.strerror}{hint}") from None
     return path
+
+
+def check_writable(folder: Path, flag: str, make: bool = False) -> None:
+    """Refuses a folder that cannot be made or written in.
+
+    Args: flag: which named it. make: makes the folder; else nothing is made.
+    Raises: UserError.
+    """
+    there = folder
+    try:
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})"
+        ) from None

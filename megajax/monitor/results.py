@@ -9,15 +9,13 @@ experiments/results holds what documents quote, and only who names that folder c
 
 import json
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from megajax.core.config import option
-from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.paths import check_writable, expand
 
 Row = Mapping[str, Any]
 
@@ -50,14 +48,7 @@ def writable_folder(path: str, flag: str = "out") -> Path:
     Raises: UserError when nothing can be written there.
     """
     folder = expand(path, flag)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{flag}={path} must be a folder that can be written: {error.strerror} (--{flag})"
-        ) from None
+    check_writable(folder, flag, make=True)
     return folder
 
 

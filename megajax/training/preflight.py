@@ -5,7 +5,6 @@ any machine, so a plan asks it too. What is here depends on where the run starts
 """
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from megajax.checkpoint import object_folder, store
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.paths import check_writable, expand
 from megajax.parallel.overlap import refuse_fused
 from megajax.training.config import Config
 
@@ -67,16 +66,3 @@ def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:
             f"train.attention=cudnn needs a 16-bit type, found train.dtype={dtype}; use "
             "train.dtype=bfloat16, or auto or xla (--train.attention, --train.dtype)"
         )
-
-
-def check_writable(folder: Path, flag: str) -> None:
-    """Refuses a folder that cannot be made or written in; makes nothing. Raises: UserError."""
-    there = folder
-    try:
-        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})"
-        ) from None

@@ -75,7 +75,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     assert results.writable_folder(str(tmp_path / "new" / "one")).is_dir()
     for bad in ("file", "file/inside"):
-        with pytest.raises(UserError, match=r"out=.*file.* must be a folder that can be written"):
+        with pytest.raises(
+            UserError, match=r"cannot write to .*file.*: Not a directory; .*\(--out\)"
+        ):
             results.writable_folder(str(tmp_path / bad))
     with pytest.raises(UserError, match=r"\(--state\)"):
         results.writable_folder(str(tmp_path / "file"), "state")
