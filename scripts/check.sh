@@ -3,13 +3,16 @@
 #   --lint   only lint, format and types
 #   --slow   the slow tests too, and those that compile for GPUs (uv sync --extra aot)
 set -euo pipefail
+tests=(pytest)
+case "${1:-}" in
+  "") ;;
+  --lint) tests=() ;;
+  --slow) tests=(pytest -m "not gpu") ;;
+  --help | -h) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) echo "error: $1 is no flag; there are --lint, --slow and --help" >&2; exit 2 ;;
+esac
 cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 pyrefly check
-case "${1:-}" in
-  --lint) ;;
-  --slow) pytest -m "not gpu" ;;
-  "") pytest ;;
-  *) echo "usage: scripts/check.sh [--lint|--slow]" >&2; exit 2 ;;
-esac
+((${#tests[@]} == 0)) || "${tests[@]}"

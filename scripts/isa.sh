@@ -10,6 +10,10 @@
 # Matrix products of jaxlib's libraries choose their instructions themselves and are not limited.
 # Exit codes: 0 all passed, 1 some failed, 2 a word that is no instruction set.
 set -uo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+  exit 0
+fi
 cd "$(dirname "$0")/.."
 declare -A FEATURES=(
   [SSE4_2]=sse4_2 [AVX]=avx [AVX2]=avx2 [AVX512]=avx512f [AVX512_VNNI]=avx512_vnni
@@ -18,7 +22,7 @@ declare -A FEATURES=(
 sets=()
 while (($#)) && [[ $1 != -- ]]; do
   # XLA takes a word that it does not know for no limit at all.
-  if [[ -z ${FEATURES[$1]:-} ]]; then
+  if [[ -z $1 || -z ${FEATURES[$1]:-} ]]; then
     echo "error: $1 is no instruction set; there are ${!FEATURES[*]}" >&2
     exit 2
   fi

@@ -18,6 +18,10 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@300
 set -uo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then # of this script; the trainer's: pretrain.py --help
+  sed -n '2,/^#SBATCH/{/^#SBATCH/!s/^# \{0,1\}//p}' "$0"
+  exit 0
+fi
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit 1
 
 python=${PYTHON:-.venv/bin/python}

@@ -44,18 +44,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, did_you_mean
 from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
 from megajax.core.paths import expand
-from megajax.monitor import ettr, timeline
-from megajax.monitor.heartbeat import Span
+from megajax.monitor import supervised, timeline
 from megajax.monitor.lines import keep_standard_streams
 from megajax.monitor.reports import Limits
-from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
@@ -68,29 +67,25 @@ from megajax.systems.elastic.wire import check_secret, dial, join_address, split
 BACKLOG = 1024  # (chosen) connections that wait to be accepted
 # What a number may be, by its flag.
 RANGES = {
-    **dict.fromkeys(("hosts", "processes"), Range(at_least=1)),
-    **dict.fromkeys(
-        ("spares", "max_restarts", "backoff_s", "join_s", "grace_s"), Range(at_least=0)
-    ),
-    **dict.fromkeys(
-        ("start_s", "step_s", "save_s", "evaluate_s", "silence_s", "period_s"),
-        Range(above=0),
-    ),
+    **dict.fromkeys("hosts processes".split(), Range(at_least=1)),
+    **dict.fromkeys("spares max_restarts backoff_s join_s grace_s".split(), Range(at_least=0)),
+    **dict.fromkeys("start_s step_s save_s evaluate_s silence_s period_s".split(), Range(above=0)),
 }
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """Returns (settings, the command behind '--'). Raises: UserError."""
-    own = list(argv)
-    command: list[str] = []
-    if "--" in own:
-        at = own.index("--")
-        own, command = own[:at], own[at + 1 :]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    add = parser.add_argument
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in a sentence, where argparse would print its usage."""
+
+    def error(self, message: str):
+        """Raises: UserError."""
+        raise UserError(f"{message}; --help lists the flags")
+
+
+def flags_of() -> Parser:
+    """Returns the flags of this script, by what they are about."""
+    parser = Parser(usage="supervise.py [flags] -- COMMAND", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+    add = parser.add_argument_group("the job").add_argument
     add("--hosts", type=int, default=1, help="hosts that work at a time")
     add("--processes", type=int, default=1, help="processes of the command on each host")
     add("--spares", type=int, default=0, help="hot spares: agents of this machine beyond --hosts")
@@ -100,6 +95,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--straggler", choices=("warn", "evict"), default="warn",
         help="what to do about a rank that is slower than the others; evict: save, and go on "
         "without its host where enough others are there; [%(default)s]")  # fmt: skip
+    add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
+    add = parser.add_argument_group("how long is too long, in seconds").add_argument
     add("--join_s", type=float, default=600.0, help="time for agents and driver to meet")
     add("--grace_s", type=float, default=600.0, help="time to save after SIGTERM")
     for name, what in (
@@ -112,7 +109,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         default = getattr(Limits, name)
         add(f"--{name}_s", type=float, default=default, help=f"longest time {what}; [{default:g}]")
     add("--period_s", type=float, default=1.0, help="between the reports of an agent")
+    _meeting(parser.add_argument_group("how driver and agents meet").add_argument)
+    add = parser.add_argument_group("what is left behind").add_argument
     add("--out", help="folder of events, logs and evidence; default: runs/supervised/<time>")
+    add("--report", action="store_true", help="say where the time of --out and --run_dir went")
+    add("--run_dir", help="of the training run, for --report")
+    return parser
+
+
+def _meeting(add: Callable[..., Any]) -> None:
     add("--listen", default="127.0.0.1:0", help="host:port of the driver")
     add("--agents", choices=("here", "elsewhere"), default="here", help="who starts the agents")
     add("--agent", metavar="HOST:PORT", help="be the agent of this host, for that driver")
@@ -123,13 +128,28 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     add("--tls_cert", help="PEM file of the driver, key included; default: one made at the start")
     add("--tls_ca", help="PEM file of the authority that must have signed it; default: the secret "
         "alone says who the driver is")  # fmt: skip
-    add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
-    add("--report", action="store_true", help="say where the time of --out and --run_dir went")
-    add("--run_dir", help="of the training run, for --report")
     add("--evict", metavar="HOST", help="tell the driver of --out to go on without this host")
-    settings = parser.parse_args(own)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Returns (settings, the command behind '--'). Raises: UserError."""
+    own = list(argv)
+    command: list[str] = []
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    parser = flags_of()
+    settings, rest = parser.parse_known_args(own)
+    for word in rest:
+        if not word.startswith("-"):
+            raise UserError(f"unexpected argument {word!r}: the command stands behind --")
+        flag, known = word.partition("=")[0], [f"--{name}" for name in vars(settings)]
+        raise UserError(f"there is no flag {flag}.{did_you_mean(flag, [*known, '--help'])}")
     for name, range_ in RANGES.items():
         check_number(name, name, getattr(settings, name), range_, parser.get_default(name))
+    for name in ("out", "run_dir", "tls_cert", "tls_ca"):  # a shell leaves --out=~/x as it is
+        if (given := getattr(settings, name)) is not None:
+            setattr(settings, name, str(expand(given, name)))
     check(settings)
     if not (command or settings.agent or settings.evict or settings.report):
         raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
@@ -310,18 +330,10 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
 def report(s: argparse.Namespace) -> int:
     """Prints where the time went and draws the newest heat map. Returns 0."""
     out, run_dir = Path(s.out or "."), Path(s.run_dir or ".")
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    events = [e for e in read_jsonl(out / "events.jsonl") if {"event", "time"} <= e.keys()]
-    if len(events) < 2:
-        raise UserError(f"{out} has no supervised run (--out)")
-    for name, value in ettr.measured(events, rows).items():
+    for name, value in supervised.figures(out, run_dir).items():
         print(f"{name:10} {value:.4g}")
-    newest = max(out.glob("attempt*/spans.json"), key=os.path.getmtime, default=None)
-    if newest is not None:
-        saved = json.loads(newest.read_text())
-        spans = {int(rank): [Span(*x) for x in own] for rank, own in saved["spans"].items()}
-        shares = timeline.own_share(spans)
-        grid = timeline.parse_grid(saved["grid"], len(shares))
+    if (found := supervised.shares(out)) is not None:
+        newest, shares, grid = found
         timeline.draw_heat(shares, grid, out / "heat.png")
         print(f"see {out / 'heat.png'}, and {newest.parent}/timeline.json in ui.perfetto.dev")
     return 0
@@ -335,9 +347,9 @@ def evict(s: argparse.Namespace) -> int:
         line.send({"evict": s.evict})
         line.close()
     except OSError as error:
-        raise UserError(f"no driver is running for {s.out}: {error} (--out)") from None
+        raise UserError(f"no driver is running for {s.out or '.'}: {error} (--out)") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{s.out}/driver.json was not written by a driver (--out)") from None
+        raise UserError(f"{s.out or '.'}/driver.json was not written by a driver (--out)") from None
     return 0
 
 

@@ -79,6 +79,7 @@ JAX_FREE = (
     "megajax.monitor.lines",
     "megajax.monitor.records",
     "megajax.monitor.reports",
+    "megajax.monitor.supervised",
     "megajax.monitor.timeline",
     "megajax.monitor.timers",
     "megajax.monitor.watchdog",

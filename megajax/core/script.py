@@ -60,7 +60,7 @@ def suggest(name: str) -> str:
         return f". Did you mean {' or '.join(f'--{flag}' for flag in last)}?"
     known = flags.FLAGS
     own = [f for f in known if not str(known.find_module_defining_flag(f)).startswith("absl")]
-    near = did_you_mean(name, own).strip().replace("mean ", "mean --")
+    near = did_you_mean(name, [*own, "help"]).strip().replace("mean ", "mean --")
     return f". {near}" if near else "; --help lists them"
 
 

@@ -52,5 +52,5 @@ def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, An
         "redone_s": redone,
         "down_s": total - training - redone,
         "faults": sum(e["event"] == "fault" for e in events),
-        "ettr": training / total,
+        "ettr": training / total if total > 0 else 0.0,
     }

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.monitor.lines import Lines
 from megajax.monitor.records import Record, Value
 
+MAX_ROW = 2**24  # (chosen) bytes of a line; what is longer is no row
 FLUSH_S = 10.0  # (chosen) seconds between writes of TensorBoard's events
 
 
@@ -48,11 +50,13 @@ class Jsonl:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a metrics file; half a line at the end is left out, and what is no row."""
-    if path.exists():
-        for line in path.read_text("utf-8", errors="replace").split("\n"):
+    if not path.exists():
+        return
+    with files.open_regular(path) as file:
+        while line := file.readline(MAX_ROW):
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = files.parse_json(line.decode("utf-8", errors="replace"))
+            except ValueError:
                 continue
             if isinstance(row, dict):
                 yield row
@@ -60,7 +64,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
     """Returns {step: row} of the rows that have `key`; the last row of a step wins."""
-    return {row["step"]: row for row in read_jsonl(path) if key in row}
+    rows = (row for row in read_jsonl(path) if key in row)
+    return {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
 
 
 class TensorBoard:

@@ -19,7 +19,31 @@ from megajax.monitor.heartbeat import CODES, Span
 
 Spans = Mapping[int, Sequence[Span]]
 OWN = ("data", "prepare")
+LATEST = 1e12  # (chosen) seconds of a clock; what is beyond is no moment
+MAX_DEVICES = 2**20  # (chosen) of a grid
 REDDEST = 0.2  # (chosen) of a step more than the usual has the full colour
+
+
+def spans_of(told: Mapping[str, Sequence[Any]]) -> dict[int, list[Span]]:
+    """Returns each rank's sections from {rank: [[section, step, begin, end]]}.
+
+    What is no section is left out: a process that is sick may have written anything into its memory
+    of them. So is a rank that has none.
+    """
+    found = {}
+    for rank, rows in told.items():
+        if str(rank).isdecimal() and isinstance(rows, list | tuple):
+            if own := [Span(*row) for row in rows if _is_span(row)]:
+                found[int(rank)] = own
+    return found
+
+
+def _is_span(row: Any) -> bool:
+    match row:
+        case [str(section), int(step), int() | float() as begin, int() | float() as end]:
+            # A NaN is not between the two.
+            return section in CODES and step < 2**63 and -LATEST < begin <= end < LATEST
+    return False
 
 
 def perfetto(
@@ -91,6 +115,8 @@ def own_share(spans: Spans) -> dict[int, float]:
         steps += [b - a for a, b in zip(begins, begins[1:], strict=False)]
     usual = statistics.median_low(own.values()) if own else 0.0
     step_s = statistics.median(steps) if steps else math.inf
+    if step_s <= 0:  # moments that no clock has
+        step_s = math.inf
     return {rank: (o - usual) / step_s for rank, o in own.items()}
 
 
@@ -108,10 +134,11 @@ def parse_grid(text: str | None, ranks: int) -> dict[str, int]:
         grid = {axis: int(size) for axis, size in (w.split("=") for w in text.split(","))}
     except ValueError:
         grid = {}
-    if not grid or min(grid.values()) < 1 or math.prod(grid.values()) % ranks:
+    sizes = list(grid.values())
+    if not grid or min(sizes) < 1 or (all_ := math.prod(sizes)) % ranks or all_ > MAX_DEVICES:
         raise UserError(
-            f"grid={text} must be axis=size,... whose product is a multiple of the {ranks} ranks, "
-            f"e.g. data={ranks},tensor=8 (--grid)"
+            f"grid={text:.200} must be axis=size,... whose product is a multiple of the {ranks} "
+            f"ranks and at most {MAX_DEVICES}, e.g. data={ranks},tensor=8 (--grid)"
         )
     return grid
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from megajax.core.errors import UserError
-from megajax.monitor import results, sinks
+from megajax.monitor import lines, results, sinks
 from megajax.monitor.console import Console, Phases, duration, kept_line, quantity
 from megajax.monitor.meter import Meter, Work
 from megajax.monitor.records import Recorder
@@ -49,6 +49,25 @@ def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
     recorder.emit(2, {"loss": 2.0})
     recorder.close()
     assert [r["step"] for r in read_jsonl(path)] == [1, 2]
+
+
+def test_a_long_tail_without_a_line_is_dropped_piece_by_piece(tmp_path, monkeypatch):
+    """As zeros are that a machine without power leaves."""
+    path, read, most = tmp_path / "m.jsonl", os.pread, []
+    monkeypatch.setattr(lines, "CHUNK", 8)
+    monkeypatch.setattr(os, "pread", lambda f, n, at: most.append(n) or read(f, n, at))
+    for good in ("", '{"step": 1}\n', '{"step": 1}\n{"step": 2}\n'):
+        for tail in ("", "x", "\0" * 7, "\0" * 8, "\0" * 99):
+            path.write_text(good + tail)
+            lines.Lines(path).close()
+            assert path.read_text() == good
+    assert max(most) == 8
+
+
+def test_rows_without_a_step_are_no_rows_of_a_step(tmp_path):
+    rows = [{"step": 1, "loss": 2.0}, {"loss": 1.0}, {"step": "x", "loss": 1.0}, [], {"step": 1}]
+    (tmp_path / "m").write_text("\n".join(map(json.dumps, rows)) + "\n" + "[" * 50_000)
+    assert rows_by_step(tmp_path / "m", "loss") == {1: rows[0]}
 
 
 def test_rows_that_the_disk_does_not_take_are_counted_and_no_run_ends(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import subprocess
 
 import pytest
 
@@ -27,6 +28,11 @@ def supervise():
         ("--step_s=nan", "step_s=nan must be a finite number, above 0"),
         ("--period_s=0", "period_s=0.0 must be above 0; the default is 1.0 (--period_s)"),
         ("--backoff_s=-1", "nearest: 0"),
+        ("--hots=2", "there is no flag --hots. Did you mean --hosts?"),
+        ("--hlep", "there is no flag --hlep. Did you mean --help?"),
+        ("--hosts=two", "argument --hosts: invalid int value: 'two'; --help lists the flags"),
+        ("train.py", "unexpected argument 'train.py': the command stands behind --"),
+        ("--out=~nobody-of-this-name/x", "home directory. (--out)"),
     ],
 )
 def test_supervise_refuses(supervise, flag, words):
@@ -34,6 +40,32 @@ def test_supervise_refuses(supervise, flag, words):
         supervise.parse([flag, "--", "true"])
     assert words in str(error.value)
     supervise.parse(["--join_s=0", "--max_restarts=0", "--", "true"])
+
+
+def test_supervise_describes_every_flag_by_what_it_is_about(supervise, monkeypatch):
+    monkeypatch.setenv("HOME", "/root/of/nobody")
+    shown = supervise.flags_of().format_help()
+    settings, _ = supervise.parse(["--out=~/x", "--", "true"])
+    assert settings.out == "/root/of/nobody/x"
+    for flag in vars(settings):
+        assert f"  --{flag}" in shown
+    assert shown.index("the job:") < shown.index("how long is too long") < shown.index("meet:")
+
+
+@pytest.mark.parametrize("name", ["check.sh", "isa.sh", "launch_slurm.sh"])
+def test_shell_scripts_describe_themselves(name):
+    done = subprocess.run([SCRIPTS / name, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and f"scripts/{name}" in done.stdout and not done.stderr
+    assert not any(line.startswith("#") for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "said"),
+    [("check.sh", "--lnit", "--lint"), ("isa.sh", "AVX3", "AVX2"), ("isa.sh", "", "AVX2")],
+)
+def test_shell_scripts_refuse_a_wrong_word_before_they_begin(name, word, said):
+    done = subprocess.run([SCRIPTS / name, word], capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize(
@@ -73,6 +105,6 @@ def test_every_script_answers_help_and_refuses_unknown_flags():
     folders = SCRIPTS, SCRIPTS.parent / "experiments"
     sources = {p.name: p.read_text() for f in folders for p in f.glob("*.py")}
     mains = {name: text for name, text in sources.items() if 'if __name__ == "__main__"' in text}
-    ways = "config.run(main", "script.start(main", "argparse.ArgumentParser("
+    ways = "config.run(main", "script.start(main", "argparse.ArgumentParser"
     assert len(mains) > 20
     assert not [name for name, text in mains.items() if not any(way in text for way in ways)]

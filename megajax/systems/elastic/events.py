@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megajax.monitor import timeline
-from megajax.monitor.heartbeat import Span
 from megajax.monitor.lines import Lines
 
 EVERY_S = 5.0  # (chosen) seconds between rewrites of metrics.prom without an event
@@ -126,7 +125,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         for rank, text in stacks.items():
             (folder / f"rank{rank}.stacks").write_text(text)
-        found = {int(rank): [Span(*s) for s in own] for rank, own in spans.items() if own}
+        found = timeline.spans_of(spans)
         if not found:  # a command that leaves no progress, or no agent that could tell
             return
         saved = {"spans": spans, "hosts": hosts, "offsets": offsets, "grid": grid}
