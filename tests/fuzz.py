@@ -4,7 +4,8 @@
     uv run python -m tests.fuzz --targets=pickles,zips --seconds=900
     uv run python -m tests.fuzz --targets=zips --replay=runs/fuzz/zips/7-1234.bin
 
-Inputs are good files after random edits (tests/mutations.py, tests/fuzz_targets.py); the number of
+Inputs are good files after random edits (tests/mutations.py, tests/fuzz_targets.py,
+tests/fuzz_local.py); the number of
 an input and --seed make it again. They are read in child processes. A finding is an exception that
 is neither UserError nor OSError, the end of a process, more than 10 s, or more memory than 10 times
 the input plus 64 MB (the limit on the address space is set before each input). Each kind of finding
@@ -38,7 +39,8 @@ from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import results
-from tests.fuzz_targets import TARGETS, Target
+from tests.fuzz_local import Target
+from tests.fuzz_targets import TARGETS
 from tests.mutations import mutate
 
 HANG_S = 10

@@ -1,7 +1,6 @@
 """What the fuzzer (tests/fuzz.py) feeds: each parser of bytes that strangers write.
 
-A target has good inputs, the edits that know its format, and a function that reads an input as the
-project does, to the last value. UserError and OSError are answers; anything else is a finding.
+Here are those of checkpoints, weights, text and the network; tests/fuzz_local.py has the others.
 """
 
 import gzip
@@ -9,8 +8,7 @@ import io
 import json
 import shutil
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,21 +23,13 @@ from megajax.data.source import open_source
 from megajax.data.tokenizer import open_tokenizer
 from megajax.systems.elastic import wire
 from megajax.systems.elastic.door import Door
+from tests import fuzz_local as local
 from tests import mutations
 from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
-from tests.mutations import Edit
+from tests.fuzz_local import Target
 
 GOLDEN = Path(__file__).parent / "golden" / "foreign"
 SECRET = "0123456789abcdef"
-
-
-@dataclass(frozen=True)
-class Target:
-    """seeds: makes good inputs. read: gets an input and an empty folder that it may fill."""
-
-    seeds: Callable[[Path], Sequence[bytes]]
-    edits: Sequence[Edit]
-    read: Callable[[bytes, Path], None]
 
 
 def _read_all(source: foreign.Foreign) -> None:
@@ -358,7 +348,7 @@ def _tokenizer(data: bytes, folder: Path) -> None:
         tokenizer.decode(ids)
 
 
-TARGETS = {
+TARGETS = local.TARGETS | {
     "wire": Target(_wire_seeds, mutations.TEXT, _wire),
     "records": Target(_record_seeds, mutations.TEXT, _record),
     "safetensors": Target(_safetensors_seeds, (*mutations.TEXT, *[_edit_header] * 8), _safetensors),
@@ -374,6 +364,8 @@ TARGETS = {
     ),
     "idx": Target(_idx_seeds, (*mutations.COMMON, *[mutations.set_field] * 6), _idx),
     "config": Target(_config_seeds, mutations.TEXT, _config),
-    "jsonl": Target(_jsonl_seeds, mutations.TEXT, _jsonl),
+    "jsonl": Target(
+        _jsonl_seeds, (*mutations.TEXT, *[mutations.inside_gzip(mutations.TEXT)] * 6), _jsonl
+    ),
     "tokenizer": Target(_tokenizer_seeds, mutations.TEXT, _tokenizer),
 }  # fmt: skip

@@ -5,11 +5,13 @@ edit: binary numbers, numbers in text, nodes of JSON, opcodes of pickles, the pi
 """
 
 import copy
+import gzip
 import io
 import json
 import random
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 
 Edit = Callable[[random.Random, bytes], bytes]
@@ -148,6 +150,17 @@ def edit_json(rng: random.Random, data: bytes) -> bytes:
     return json.dumps(found).encode()
 
 
+def edit_lines(rng: random.Random, data: bytes) -> bytes:
+    """Edits the JSON of one line of several, or moves a line."""
+    lines = data.split(b"\n")
+    at = rng.randrange(len(lines))
+    if rng.random() < 0.2:
+        lines.insert(rng.randrange(len(lines)), lines.pop(at))
+    else:
+        lines[at] = edit_json(rng, lines[at])
+    return b"\n".join(lines)
+
+
 def set_field(rng: random.Random, data: bytes) -> bytes:
     """Writes a number into a field of a token index: its counts, lengths or offsets."""
     fields = [(9, 8), (17, 1), (18, 8), (26, 8)]
@@ -186,6 +199,20 @@ def inside_zip(edits: Sequence[Edit], member: str = "data.pkl") -> Edit:
                 if len(content) <= LONGEST:
                     archive.writestr(name, content)
         return out.getvalue()
+
+    return edit
+
+
+def inside_gzip(edits: Sequence[Edit]) -> Edit:
+    """Makes the edit that changes what a gzip file holds and packs it anew, so checksums fit."""
+
+    def edit(rng: random.Random, data: bytes) -> bytes:
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                content = file.read(LONGEST)
+        except (OSError, EOFError, zlib.error):  # whatever an earlier edit made of it
+            return data
+        return gzip.compress(rng.choice(edits)(rng, content)[:LONGEST], 1)
 
     return edit
 

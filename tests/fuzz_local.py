@@ -1,0 +1,233 @@
+"""What the fuzzer (tests/fuzz.py) feeds: parsers of what users, runs and supervisors write.
+
+A target has good inputs, the edits that know its format, and a function that reads an input as the
+project does, to the last value. UserError and OSError are answers; anything else is a finding.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.directory import METADATA, StepFolder
+from megajax.checkpoint.lease import RECORD, Attempt, Lease
+from megajax.core import config_file
+from megajax.core.errors import UserError
+from megajax.data import corpus, documents
+from megajax.data.indexed import TokenFile, TokenWriter
+from megajax.data.tokenizer import ByteTokenizer, open_tokenizer, train_bpe
+from megajax.monitor import heartbeat, supervised
+from megajax.systems.elastic.events import Journal
+from tests import mutations
+from tests.mutations import Edit
+
+
+@dataclass(frozen=True)
+class Target:
+    """seeds: makes good inputs. read: gets an input and an empty folder that it may fill."""
+
+    seeds: Callable[[Path], Sequence[bytes]]
+    edits: Sequence[Edit]
+    read: Callable[[bytes, Path], None]
+
+
+def _one(text: str | dict) -> Callable[[Path], list[bytes]]:
+    """Returns seeds of one text, or of JSON."""
+    return lambda _: [(text if isinstance(text, str) else json.dumps(text)).encode()]
+
+
+# ---- --config=FILE
+
+YAML = """base: &base {steps: 10, seq_len: 128}
+train:
+  <<: *base
+  lr: 1e-3
+model:  # of a decoder
+  layers: 2
+  dtype: none
+data: {source: "stdlib:0.7,notes/:0.3", holdout: 0.05}
+when: 2026-01-02
+"""
+TOML = (
+    'run_dir = "x"\n[train]\nsteps = 10\nlr = 1e-3\ntimes = [1, 2.5, 1979-05-27]\n[a.b.c]\nd = 1\n'
+)
+NAMES = {"train.steps": "train.steps", "train.lr": "train.lr", "model.layers": "model.layers"}
+
+
+def _settings(data: bytes, folder: Path) -> None:
+    for suffix in (".yaml", ".toml", ".json"):
+        file = folder / f"config{suffix}"
+        file.write_bytes(data)
+        with contextlib.suppress(UserError):
+            config_file.flatten(config_file.read(file), NAMES, {"train.lr"})
+
+
+def _settings_seeds(folder: Path) -> list[bytes]:
+    nested = {"train": {"steps": 10, "lr": 0.5}, "model": {"layers": 2}, "run_dir": "none"}
+    return [YAML.encode(), TOML.encode(), json.dumps(nested).encode()]
+
+
+# ---- what a supervised run leaves: events.jsonl, metrics.jsonl, spans.json, progress, attempt.json
+
+
+def _report_seeds(folder: Path) -> list[bytes]:
+    events = [{"time": 1.5 * i, "clock": i, "event": e} for i, e in enumerate(("start", "fault"))]
+    rows = [{"step": i, "time": i, "step_time_s": 0.5, "time_compile_s": 0.1} for i in (1, 2, 2)]
+    saved = {
+        "spans": {"0": [["data", 1, 0.0, 0.5], ["launch", 1, 0.5, 1.0]], "1": [["data", 1, 0, 1]]},
+        "hosts": {"0": "a", "1": "b"}, "offsets": {"a": 0.0}, "grid": "data=2",
+    }  # fmt: skip
+    lines = "\n".join(map(json.dumps, [*events, *rows]))
+    return [lines.encode(), json.dumps(saved).encode()]
+
+
+def _report(data: bytes, folder: Path) -> None:
+    (folder / "attempt0").mkdir()
+    for name in ("events.jsonl", "metrics.jsonl", "attempt0/spans.json"):
+        (folder / name).write_bytes(data)
+    with contextlib.suppress(UserError):
+        supervised.figures(folder, folder)
+    supervised.shares(folder)
+
+
+def _progress_seeds(folder: Path) -> list[bytes]:
+    file = folder / "rank0"
+    beat = heartbeat.Heartbeat(file)
+    for step in range(1, 4):
+        for code in range(1, 6):
+            beat.keep(step + code / 10, step + code / 10 + 0.1, step, code)
+            beat.write(step + code / 10, step, code, 2.5, 0.1, 1.0)
+    return [file.read_bytes()]
+
+
+def _progress(data: bytes, folder: Path) -> None:
+    """As an agent tells the driver, and the driver keeps it."""
+    (folder / "rank0").write_bytes(data)
+    now = heartbeat.read(folder / "rank0")
+    spans = heartbeat.read_spans(folder / "rank0")
+    if now is not None:
+        json.dumps(vars(now))
+    told = json.loads(json.dumps([[s.section, s.step, s.begin, s.end] for s in spans]))
+    journal = Journal(folder / "out", lambda text: None)
+    try:
+        journal.evidence(0, {}, {"0": told, "1": told}, {0: "a", 1: "b"}, {"a": 0.5}, None)
+        if journal.lost:
+            raise AssertionError("evidence was lost")
+    finally:
+        journal.close()
+
+
+def _attempt(data: bytes, folder: Path) -> None:
+    (folder / RECORD).write_bytes(data)
+    lease = Lease(folder, Attempt("run", 2))
+    lease.is_lost()
+    lease.take()
+
+
+# ---- what describes a step, a corpus and a tokenizer
+
+
+def _step_seeds(folder: Path) -> list[bytes]:
+    described = {"item_handlers": None, "metrics": {}, "custom_metadata": {"rows": 7, "a": [1]}}
+    arrays = {"array_metadata": {"param_name": "w", "chunk_shape": [2, 3], "write_shape": [2]}}
+    return [json.dumps(x).encode() for x in (described, {"array_metadatas": [arrays]})]
+
+
+def _step(data: bytes, folder: Path) -> None:
+    from megajax.checkpoint import reads  # here: it takes jax
+
+    step = folder / "5"
+    (step / "state" / "array_metadatas").mkdir(parents=True)
+    (step / "state" / "array_metadatas" / "process_0").write_bytes(data)
+    (step / METADATA).write_bytes(data)
+    for chunk in reads.stored_chunks(step).values():
+        reads.amplification(chunk, chunk, [])
+    steps = StepFolder(folder)
+    for number in steps.steps():
+        with contextlib.suppress(UserError):
+            steps.record(number)
+        json.dumps(steps.data_state(number))
+
+
+def _pair(folder: Path) -> TokenFile:
+    with TokenWriter(folder / "x", 300) as writer:
+        for n in (5, 0, 3):
+            writer.add(np.arange(n))
+    return TokenFile(folder / "x")
+
+
+def _table_seeds(folder: Path) -> list[bytes]:
+    documents.write_documents(folder / "x", [1, 2, 3], [4, 5, 6], [7, 8, 9])
+    np.savez(folder / "y.npz", a=np.zeros(3))
+    table, archive = folder / "x.documents.npy", folder / "y.npz"
+    return [table.read_bytes(), archive.read_bytes()]
+
+
+def _table(data: bytes, folder: Path) -> None:
+    file = _pair(folder)
+    (folder / "x.documents.npy").write_bytes(data)
+    documents.open_documents(file, ByteTokenizer(), 2**30, folder / "cache", lambda text: None)
+
+
+def _stats(data: bytes, folder: Path) -> None:
+    file = _pair(folder)
+    (folder / "x.json").write_bytes(data)
+    corpus.recorded_tokenizer(str(file.prefix))
+    corpus._check_recorded(file.prefix, ByteTokenizer(), corpus.DataConfig())
+
+
+STATS = {"source": "x", "tokenizer": "bytes", "tokenizer_identity": "bytes", "documents": 3}
+
+
+def _specials_seeds(folder: Path) -> list[bytes]:
+    bos = {"__type": "AddedToken", "content": "<|bos|>", "special": True}
+    found = {
+        "bos_token": bos,
+        "eos_token": "<|eos|>",
+        "chat_template": "{{x}}",
+        "added": {"0": bos},
+    }
+    return [json.dumps(found).encode()]
+
+
+def _specials(data: bytes, folder: Path) -> None:
+    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"fuzz-bpe-{os.getppid()}.json"
+    if not file.exists():
+        train_bpe(["hello world, hello there"] * 3, 270, file)
+    (folder / "tokenizer.json").symlink_to(file)
+    (folder / "tokenizer_config.json").write_bytes(data)
+    tokenizer: Any = open_tokenizer(str(folder))
+    tokenizer.encode(["hello <|bos|>"])
+
+
+_LOCK = {"host": "a", "pid": 7, "since": "now", "command": "python x.py"}
+
+
+def _lock(data: bytes, folder: Path) -> None:
+    from megajax.training import run_lock  # here: it takes jax
+
+    (folder / "lock").write_bytes(data)
+    file = os.open(folder / "lock", os.O_RDONLY)
+    try:
+        run_lock._holder(file)
+    finally:
+        os.close(file)
+
+
+BINARY = (*mutations.COMMON, mutations.set_number)
+TARGETS = {
+    "settings": Target(_settings_seeds, mutations.TEXT, _settings),
+    "report": Target(_report_seeds, (*mutations.TEXT, mutations.edit_lines), _report),
+    "progress": Target(_progress_seeds, BINARY, _progress),
+    "attempt": Target(_one({"run": "run", "number": 2}), mutations.TEXT, _attempt),
+    "step": Target(_step_seeds, mutations.TEXT, _step),
+    "table": Target(_table_seeds, mutations.TEXT, _table),
+    "stats": Target(_one(STATS), mutations.TEXT, _stats),
+    "specials": Target(_specials_seeds, mutations.TEXT, _specials),
+    "lock": Target(_one(_LOCK), mutations.TEXT, _lock),
+}
