@@ -36,7 +36,7 @@ PAPER = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(config.Checked):
     """Where the table goes; what is simulated is the paper's."""
 
     out: str = results.out_option("megascale_ablation")

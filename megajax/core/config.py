@@ -24,7 +24,7 @@ from megajax.core import config_file, needs, script
 from megajax.core import help as help_
 from megajax.core.errors import UserError, did_you_mean, respell
 from megajax.core.flag_parser import Parser, spell_type
-from megajax.core.limits import Limits, alternatives, check_number, check_type, is_legal
+from megajax.core.limits import Limits, alternatives, check_members, check_number, check_type
 from megajax.core.needs import Needs
 
 flags.disclaim_key_flags()  # `--help` lists the flags under the script that calls define_flags
@@ -66,7 +66,7 @@ def group(
 
 
 class Checked:
-    """Base of config classes: each construction checks every number against its field's limits.
+    """Base of config classes: each construction checks every member's type and a number's limits.
 
     section: what messages call its members by, e.g. 'train' (train.steps, --train.steps). A class
     that checks more calls `super().__post_init__()` first.
@@ -79,27 +79,8 @@ class Checked:
         cls._section = f"{section}." if section else ""
 
     def __post_init__(self):
-        """Refuses numbers outside their limits."""
-        for field in _numbers(type(self)):
-            value = getattr(self, field.name)
-            if not is_legal(
-                value, field.metadata["limits"]
-            ):  # quick: searches make many configurations
-                name = self._section + field.name
-                _check_limits(name, name, value, field)
-
-
-@functools.cache
-def _numbers(cls: type) -> tuple[dataclasses.Field, ...]:
-    """Returns the fields of a config class, without its groups, that hold a number or None."""
-    hints = typing.get_type_hints(cls)
-    bases = ((f, alternatives(hints[f.name])[0]) for f in dataclasses.fields(cls))
-    return tuple(f for f, base in bases if base in (int, float) and "limits" in f.metadata)
-
-
-def _check_limits(name: str, flag: str, value: Any, field: dataclasses.Field) -> None:
-    limits = field.metadata.get("limits", Limits())
-    check_number(name, flag, value, limits, field.default)
+        """Refuses members of another type and numbers outside their limits."""
+        check_members(self, self._section)
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
@@ -157,7 +138,8 @@ def override(cfg: Any, values: Mapping[str, Any]) -> Any:
             raise UserError(f"config has no field {name!r}.{did_you_mean(name, known)}")
         hint, field = known[name]
         check_type(shown[name], shown[name], value, hint)
-        _check_limits(shown[name], shown[name], value, field)
+        limits = field.metadata.get("limits", Limits())
+        check_number(shown[name], shown[name], value, limits, field.default)
     return _replace(cfg, dict(values))
 
 

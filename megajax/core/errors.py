@@ -18,8 +18,9 @@ class UserError(ValueError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean x?' for the nearest known word, or '' when none is near."""
-    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    spelled = {str(k).lower(): str(k) for k in known}
+    near = difflib.get_close_matches(str(word).lower(), spelled, n=1)
+    return f" Did you mean {spelled[near[0]]}?" if near else ""
 
 
 def nearest_multiples(value: int, factor: int) -> str:

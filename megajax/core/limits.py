@@ -6,6 +6,7 @@ dotted name and its flag in the running script. A float must be finite, whatever
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import types
@@ -57,13 +58,60 @@ class Limits:
         return None
 
 
-def is_legal(value: Any, limits: Limits) -> bool:
-    """Tells quickly that `check_number` accepts a value; False: that has to be asked."""
-    if value.__class__ is int:
-        return -(2**63) < value < 2**63 and limits.allows(value)
-    return value is None or (
-        value.__class__ is float and math.isfinite(value) and limits.allows(value)
-    )
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """What one member of a config class may be. field: of its dataclass. hint: its type."""
+
+    field: dataclasses.Field
+    hint: Any
+    base: Any  # the hint without None
+    choices: tuple[Any, ...]  # of a Literal
+    limits: Limits
+
+    def is_legal(self, value: Any) -> bool:
+        """Tells quickly that `check` accepts a value; False: that has to be asked."""
+        kind = value.__class__
+        if kind is int and self.base in (int, float):
+            return -(2**63) < value < 2**63 and self.limits.allows(value)
+        if kind is float and self.base is float:
+            return math.isfinite(value) and self.limits.allows(value)
+        return value in self.choices if kind is str and self.choices else kind is self.base
+
+    def check(self, name: str, flag: str, value: Any) -> None:
+        """Refuses another type and a number outside its limits.
+
+        Args: name: as messages say it. flag: without the dashes. Raises: UserError.
+        """
+        check_type(name, flag, value, self.hint)
+        check_number(name, flag, value, self.limits, self.field.default)
+
+
+@functools.cache
+def members(cls: type) -> tuple[Member, ...]:
+    """Returns the members of a config class, its groups too, that have a type to be checked."""
+    hints, found = typing.get_type_hints(cls), []
+    for field in dataclasses.fields(cls):
+        base, _ = alternatives(hint := hints[field.name])
+        choices = typing.get_args(base) if typing.get_origin(base) is Literal else ()
+        if choices or isinstance(base, type):
+            limits = field.metadata.get("limits", Limits())
+            found.append(Member(field, hint, base, choices, limits))
+    return tuple(found)
+
+
+def check_members(cfg: Any, section: str) -> None:
+    """Checks all members of a configuration; a NumPy scalar becomes Python's, as JSON needs it.
+
+    section: what messages put before their names, with a dot. Raises: UserError.
+    """
+    for member in members(type(cfg)):
+        value, name = getattr(cfg, member.field.name), member.field.name
+        if member.is_legal(value):  # quick: searches make many configurations
+            continue
+        if type(value).__module__ == "numpy" and value.shape == ():
+            value = value.item()
+            object.__setattr__(cfg, name, value)
+        member.check(section + name, section + name, value)
 
 
 def check_number(name: str, flag: str, value: Any, limits: Limits, default: Any) -> None:
@@ -102,14 +150,23 @@ def check_type(name: str, flag: str, value: Any, hint: Any) -> None:
     if value is None and optional:
         return
     if typing.get_origin(base) is Literal:
-        if value not in typing.get_args(base):
-            choices = typing.get_args(base)
-            listed = ", ".join(map(str, choices))
+        choices = typing.get_args(base)
+        if not isinstance(value, str) or value not in choices:
+            listed = ", ".join([*map(str, choices), *(["none"] if optional else [])])
             raise UserError(
                 f"{name}={value} must be one of {listed}.{did_you_mean(value, choices)} (--{flag})"
             )
     elif base is float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise UserError(f"{name}={value!r} must be a number (--{flag})")
     elif not isinstance(value, base) or (base is int and isinstance(value, bool)):
-        raise UserError(f"{name}={value!r} must be of type {base.__name__} (--{flag})")
+        near = f"; nearest: {int(value)}" if base is int and _is_whole(value) else ""
+        raise UserError(f"{name}={value!r} must be of type {base.__name__}{near} (--{flag})")
+
+
+def _is_whole(value: Any) -> bool:
+    """Tells whether a value, or what its text says, is a whole number of another type."""
+    try:
+        return float(value) == int(value)
+    except (TypeError, ValueError, OverflowError):
+        return False

@@ -256,7 +256,7 @@ BAD_FILES = [
     ("run.json", "null", "and is a null"),
     ("run.json", '"text"', "and is a str"),
     ("run.json", "[" * 100_000, "nested too deep"),
-    ("run.json", '{"inner": {"size": "3"}}', "inner.size='3' must be of type int (--inner.size)"),
+    ("run.json", '{"inner": {"size": "3"}}', "inner.size='3' must be of type int; nearest: 3 (--"),
     ("run.json", '{"inner": {"rate": "0.5"}}', "inner.rate='0.5' must be a number"),
     ("run.json", '{"inner": {"rate": NaN}}', "inner.rate=nan must be a finite number"),
     ("run.json", '{"inner": {"kind": ["red"]}}', "must be one of red, green"),

@@ -4,12 +4,14 @@ import ast
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.limits import Limits
 from megajax.layers.rope import RopeConfig
+from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.serving.sampling import SamplingConfig
 from megajax.training.config import Config, TrainConfig
@@ -103,9 +105,30 @@ def test_every_number_that_is_declared_has_a_bound(folder):
         (lambda: EncoderConfig(vocab_multiple=0), "model.vocab_multiple=0 must be at least 1"),
         (lambda: RopeConfig(factor=8.0, high_freq_factor=1.0), "must be above model.rope.low_freq"),
         (lambda: RopeConfig(theta=10**400), "must be a finite number, above 0; the default is"),
+        (lambda: TrainConfig(steps="3"), "train.steps='3' must be of type int; nearest: 3 (--tra"),
+        (lambda: TrainConfig(steps=3.0), "train.steps=3.0 must be of type int; nearest: 3 (--tra"),
+        (lambda: TrainConfig(steps=True), "train.steps=True must be of type int; nearest: 1"),
+        (lambda: TrainConfig(steps=None), "train.steps=None must be of type int (--train.steps)"),
+        (lambda: TrainConfig(steps=np.int64(0)), "train.steps=0 must be at least 1; nearest: 1"),
+        (lambda: TrainConfig(steps=np.float32(2)), "train.steps=2.0 must be of type int; nearest"),
+        (lambda: OptimConfig(lr="1e-3"), "optim.lr='1e-3' must be a number (--optim.lr)"),
+        (lambda: OptimConfig(lr=np.float32("inf")), "optim.lr=inf must be a finite number"),
+        (lambda: OptimConfig(lr=False), "optim.lr=False must be a number (--optim.lr)"),
+        (lambda: DecoderConfig(tied=1), "model.tied=1 must be of type bool (--model.tied)"),
+        (lambda: DecoderConfig(norm="RMS"), "must be one of rms, layer. Did you mean rms? (--mod"),
+        (lambda: DecoderConfig(norm=["rms"]), "model.norm=['rms'] must be one of rms, layer"),
+        (lambda: DecoderConfig(rope=None), "model.rope=None must be of type RopeConfig"),
+        (lambda: DecoderConfig(moe={"experts": 8}), "must be of type MoeConfig (--model.moe)"),
     ],
 )
 def test_a_config_made_in_python_is_checked_too(make, words):
     with pytest.raises(UserError) as error:
         make()
     assert words in str(error.value)
+
+
+def test_numbers_of_numpy_become_pythons_and_a_float_may_be_whole():
+    cfg = OptimConfig(lr=np.float32(0.5), warmup=np.int64(3), clip=1)
+    assert (cfg.lr, cfg.warmup, cfg.clip) == (0.5, 3, 1)
+    assert config.from_json(OptimConfig, config.to_json(cfg)) == cfg
+    assert DecoderConfig(tied=np.bool_(False), window=np.array(7)).window == 7
