@@ -46,15 +46,17 @@ def begin(
     """Returns where training begins: from memory, if what storage has is not newer, else from
     storage, where a damaged step is reported and the one before it taken.
 
-    Raises: UserError when the text changed under a run, or none of its steps is whole.
+    Raises: UserError when the text changed under a run, none of its steps is whole, or it already
+      has more steps than are asked for.
     """
     if memory is not None:
         found = memory.take(vars(train_step.abstract_state), checkpoints.latest())
         if found is not None:
             step, state, data = found
             _check_data(identity, data, "the copy in memory")
+            how = _resumed(step, cfg, "the copy in memory", ", from memory")
             state = train_step.arranged(TrainState(**state))
-            return Start(state, data["rows"], f"resumed after step {step}, from memory")
+            return Start(state, data["rows"], how)
     while (latest := checkpoints.latest()) is not None:
         try:
             return _go_on(cfg, train_step, checkpoints, identity, latest)
@@ -88,10 +90,25 @@ def _go_on(
         state = train_step.init(cfg.train.seed)
         state = dataclasses.replace(state, **train_step.arranged(restored))
         return Start(state, 0, f"weights imported from {imported}")
+    how = _resumed(step, cfg, str(checkpoints.folder))
     restored = checkpoints.restore(step, like=vars(train_step.abstract_state))
     _check_data(identity, data, str(checkpoints.folder))
     state = train_step.arranged(TrainState(**restored))
-    return Start(state, data["rows"], f"resumed after step {step}")
+    return Start(state, data["rows"], how)
+
+
+def _resumed(step: int, cfg: Config, where: str, note: str = "") -> str:
+    """Returns how the run goes on. note: appended. Raises: UserError when it is past its end."""
+    wanted = cfg.train.steps
+    if step > wanted:
+        raise UserError(
+            f"train.steps={wanted}: {where} already has {step} steps, and a run cannot go back; "
+            f"give at least {step} to keep it (more to train on), or another --run_dir to begin "
+            "anew (--train.steps)"
+        )
+    if step == wanted:
+        note += f": all of train.steps={wanted} are done, a larger --train.steps trains on"
+    return f"resumed after step {step}{note}"
 
 
 def _check_data(identity: dict[str, Any], data: dict[str, Any], where: str) -> None:

@@ -40,8 +40,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def begin(folder, **identity):
-    cfg = run_config()
+def begin(folder, steps=100, **identity):
+    cfg = run_config(train__steps=steps)
     return resume.begin(cfg, train_step(), CheckpointManager(folder), {"seed": 0} | identity)
 
 
@@ -66,6 +66,15 @@ def test_a_run_without_a_whole_step_does_not_begin_anew(folder):
         UserError, match=r"none of the steps \[5, 10\] .* is whole; move the folder"
     ):
         begin(folder)
+
+
+def test_a_run_that_has_all_steps_or_more_says_so(folder):
+    assert begin(folder, steps=11).how == "resumed after step 10"
+    assert begin(folder, steps=10).how == (
+        "resumed after step 10: all of train.steps=10 are done, a larger --train.steps trains on"
+    )
+    with pytest.raises(UserError, match=r"=9: .* already has 10 steps, .* \(--train.steps\)"):
+        begin(folder, steps=9)
 
 
 def test_other_data_is_refused(folder):
