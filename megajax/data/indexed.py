@@ -1,4 +1,4 @@
-"""Token files in Megatron's .bin/.idx format, read by memory map, written as a stream.
+"""Token files in Megatron's .bin/.idx format, read in pieces, written as a stream.
 
 x.bin holds the tokens of all documents one after the other; x.idx says where each begins. It is
 also our own cache of tokenised text, so everything downstream reads one format.
@@ -8,7 +8,9 @@ d, n x i32 lengths, n x i64 byte offsets, d x i64 first sequence of each documen
 than there are documents). Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
+import os
 import struct
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -39,14 +41,16 @@ class TokenFile:
             self._open(Path(f"{prefix}.idx"))
         except UserError as error:
             raise UserError(f"{error} (--data.source)") from None
-        except (OSError, ValueError) as error:  # ValueError: emptied since its size was asked
+        except OSError as error:
             raise UserError(f"cannot read token file {prefix}: {error} (--data.source)") from None
 
     def _open(self, index: Path) -> None:
         raw = files.read_bytes(index, MAX_INDEX)
         with files.open_regular(f"{self.prefix}.bin") as tokens:
             self._tokens_bytes = files.size_of(tokens)
-            self._bin = np.memmap(tokens, np.uint8, "r") if self._tokens_bytes else None
+            # No memory map: what touches one of a file cut short is killed by SIGBUS.
+            self._bin = os.dup(tokens.fileno())
+            weakref.finalize(self, os.close, self._bin)
         if len(raw) < _HEADER.size or raw[:9] != MAGIC:
             raise UserError(f"{index} is not a Megatron index (it must begin with MMIDIDX)")
         _, version, code, count, documents = _HEADER.unpack_from(raw)
@@ -93,12 +97,28 @@ class TokenFile:
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Returns tokens start..stop of a document, a view of the file."""
-        if self._bin is None or start == stop:
-            return np.empty(0, self.dtype)
-        size = self.dtype.itemsize
-        begin = int(self.offsets[document]) + start * size
-        return self._bin[begin : begin + (stop - start) * size].view(self.dtype)
+        """Returns tokens start..stop of a document.
+
+        Raises: UserError when the file cannot be read, or was cut short since it was opened.
+        """
+        found = np.empty(stop - start, self.dtype)
+        begin = int(self.offsets[document]) + start * self.dtype.itemsize
+        done, rest = 0, memoryview(found.view(np.uint8))
+        while done < len(rest):
+            try:
+                more = os.preadv(self._bin, [rest[done:]], begin + done)
+            except OSError as error:
+                raise UserError(
+                    f"cannot read {self.prefix}.bin: {error.strerror} (--data.source)"
+                ) from None
+            if not more:
+                raise UserError(
+                    f"{self.prefix}.bin ends at byte {begin + done}, in document {document}, and "
+                    f"had {self._tokens_bytes} bytes when it was opened: restore it, then the same "
+                    "command goes on (--data.source)"
+                )
+            done += more
+        return found
 
     @property
     def nbytes(self) -> int:

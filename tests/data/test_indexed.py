@@ -86,21 +86,23 @@ def test_a_document_that_the_index_cannot_hold_is_refused(tmp_path):
             writer.add(np.broadcast_to(np.int32(1), 2**31))
 
 
-def test_a_pair_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("open", r"cannot read token file .*x: .*denied.* \(--data.source\)"),
+        ("preadv", r"cannot read .*x.bin: denied \(--data.source\)"),
+    ],
+)
+def test_a_pair_that_cannot_be_read_is_named(tmp_path, monkeypatch, call, words):
     with TokenWriter(tmp_path / "x", 512) as writer:
         writer.add(np.arange(5))
 
-    for error in (
-        PermissionError(13, "Permission denied"),
-        ValueError("an empty file"),
-    ):
+    def fail(*given):
+        raise PermissionError(13, "denied")
 
-        def fail(*given, error=error):
-            raise error
-
-        monkeypatch.setattr(np, "memmap", fail)
-        with pytest.raises(UserError, match=r"cannot read token file .*x: .* \(--data.source\)"):
-            TokenFile(tmp_path / "x")
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=words):
+        patched.setattr(os, call, fail)
+        TokenFile(tmp_path / "x").read(0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,30 @@ def test_documents_may_lie_in_any_order(tmp_path):
     (tmp_path / "m.idx").write_bytes(index[:34] + body + index[34 + len(body) :])
     (tmp_path / "m.bin").write_bytes(data)
     assert [TokenFile(tmp_path / "m").read(i, 0, i + 1).tolist() for i in (0, 1)] == [[4], [1, 2]]
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_gets_a_sentence(tmp_path):
+    """Through a memory map it ended the process by SIGBUS."""
+    with TokenWriter(tmp_path / "x", 512) as writer:
+        for _ in range(9):
+            writer.add(np.arange(500))
+    file = TokenFile(tmp_path / "x")
+    os.truncate(tmp_path / "x.bin", 2200)
+    assert file.read(1, 0, 500).tolist() == list(range(500))
+    with pytest.raises(UserError, match=r"ends at byte 2200, in document 2, and had 9000 bytes"):
+        file.read(2, 0, 500)
+    with pytest.raises(UserError, match=r"ends at byte 8000, .* \(--data.source\)"):
+        file.read(8, 0, 1)
+
+
+def test_a_token_file_that_nobody_needs_is_closed(tmp_path):
+    with TokenWriter(tmp_path / "x", 512) as writer:
+        writer.add(np.arange(3))
+    before = len(os.listdir("/proc/self/fd"))
+    files = [TokenFile(tmp_path / "x") for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) == before + 5
+    del files
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("suffix", ["idx", "bin"])
