@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 INT32 = jnp.iinfo(jnp.int32)
+# Of float32, which flushes smaller numbers to 0.
+TINY, HUGE = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 
 def check_arrays(op: str, **arrays: Any) -> None:
@@ -91,7 +93,7 @@ def whole(op: str, name: str, value: Any, least: int) -> int:
 
 
 def positive(op: str, name: str, value: Any, otherwise: str) -> float:
-    """Returns a static number above 0.
+    """Returns a static number above 0, in float32 too, in which kernels take it.
 
     Raises: ValueError.
     """
@@ -101,8 +103,11 @@ def positive(op: str, name: str, value: Any, otherwise: str) -> float:
         found = float(value)
     except (TypeError, ValueError):
         found = 0.0
-    if not 0 < found < float("inf"):
-        raise ValueError(f"{op}: {name}={value!r} must be a finite number above 0, or {otherwise}")
+    if not TINY <= found <= HUGE:
+        raise ValueError(
+            f"{op}: {name}={value!r} must be a finite number above 0 (float32, at least "
+            f"{TINY:.1e}), or {otherwise}"
+        )
     return found
 
 

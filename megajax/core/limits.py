@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 from megajax.core.errors import UserError, did_you_mean
 
+EPS = 1e-30  # (chosen) least number that is added against a division by 0: float32 flushes
+# numbers below 1.2e-38 to 0, and then a row or a gradient of zeros becomes NaN
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, nearest_divisors
+from megajax.core.limits import EPS
 from megajax.core.needs import above, equal
 from megajax.cost.base import Workload, decoder_workload
 from megajax.cost.flops import DecoderWork, ExpertWork
@@ -38,7 +39,7 @@ class DecoderConfig(Checked, section="model"):
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", at_least=1)
     block: Literal["serial", "parallel"] = option("serial", "parallel: MegaScale section 3.1")
     norm: Literal["rms", "layer"] = option("rms", "RMSNorm or LayerNorm")
-    norm_eps: float = option(1e-6, "added to the variance", above=0)
+    norm_eps: float = option(1e-6, "added to the variance", at_least=EPS)
     position: Literal["rope", "learned", "none"] = option("rope", "how tokens know their place")
     max_positions: int = option(131072, "longest row the model is meant for", "tokens", at_least=1)
     activation: Activation = option("swiglu", "of the feed-forward layer")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
+from megajax.core.limits import EPS
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import MlpConfig
 
@@ -36,7 +37,7 @@ class EncoderConfig(Checked, section="model"):
         0, "of the tables, which are then projected; 0: the model's own", at_least=0
     )
     activation: Literal["gelu", "gelu_tanh"] = option("gelu", "of the feed-forward layer")
-    norm_eps: float = option(1e-12, "added to the variance", above=0)
+    norm_eps: float = option(1e-12, "added to the variance", at_least=EPS)
     dropout: float = option(
         0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
     )

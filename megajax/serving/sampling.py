@@ -12,6 +12,8 @@ from megajax.core.config import Checked, option
 from megajax.core.needs import above
 from megajax.layers.losses import NEGATIVE
 
+GREEDY = 1e-30  # (chosen) temperature below which logits over it would not be finite in float32
+
 
 @dataclass(frozen=True)
 class SamplingConfig(Checked, section="sampling"):
@@ -32,7 +34,7 @@ class SamplingConfig(Checked, section="sampling"):
 
 def sample(logits_BV: jax.Array, key: jax.Array, cfg: SamplingConfig) -> jax.Array:
     """Returns ids_B, int32. logits: float32, the vocabulary whole on every device."""
-    if cfg.temperature == 0:
+    if cfg.temperature < GREEDY:
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
     logits_BV = logits_BV / cfg.temperature
     if cfg.top_k is not None:

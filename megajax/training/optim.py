@@ -18,11 +18,13 @@ from jax.sharding import PartitionSpec, reshard
 
 from megajax.core.config import Checked, option
 from megajax.core.layout import Layout, Words
+from megajax.core.limits import EPS
 from megajax.core.needs import equal, other_than
 from megajax.core.tree import Tree
 from megajax.models.parts import map_words
 
 STACK_WORDS = ("layers", "expert", "stage")  # dimensions that count independent weights
+SLOWEST = 0.99999  # (chosen) decay of a moment: nearer to 1, float32 makes it 1 and divides by 0
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class OptimConfig(Checked, section="optim"):
         at_least=0,
         at_most=1,
     )
-    beta1: float = option(0.9, "decay of the first moment; muon: momentum", at_least=0, below=1)
-    beta2: float = option(0.95, "decay of the second moment", at_least=0, below=1)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    beta1: float = option(
+        0.9, "decay of the first moment; muon: momentum", at_least=0, at_most=SLOWEST
+    )
+    beta2: float = option(0.95, "decay of the second moment", at_least=0, at_most=SLOWEST)
+    eps: float = option(1e-8, "added to the root of the second moment", at_least=EPS)
     weight_decay: float = option(0.1, "decoupled, on matrices and embeddings only", at_least=0)
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     lamb_scope: Literal["matrices", "all"] = option(

@@ -27,6 +27,7 @@ RANGES = {
         model.layers model.width model.heads model.kv_heads model.head_width model.mlp model.vocab
         model.vocab_multiple model.max_positions model.window model.rope.original_positions
         model.moe.top_k model.moe.width model.moe.groups model.moe.top_groups
+        model.rope.theta model.rope.factor
         mesh.pipe mesh.node mesh.data mesh.expert mesh.context mesh.tensor
         pipeline.microbatches pipeline.chunks prune.stages prune.steps prune.tile prune.chunk
         emulate emulate_without_gpu""",
@@ -39,13 +40,15 @@ RANGES = {
     (0, SEED, True): "train.seed",
     (0, 255, True): "told_code",
     (0, 1, True): "optim.final optim.decay",
+    (0, 0.99999, True): "optim.beta1 optim.beta2",
     (0, INF, False): """
-        optim.eps model.norm_eps model.rope.theta model.rope.factor model.rope.low_freq_factor
-        model.rope.high_freq_factor model.moe.scale model.moe.capacity_factor""",
+        model.rope.low_freq_factor model.rope.high_freq_factor model.moe.scale
+        model.moe.capacity_factor""",
+    (1e-30, INF, True): "optim.eps model.norm_eps",
 }
 # 0 may be, the upper bound may not.
 FRACTIONS = {
-    1: "optim.beta1 optim.beta2 data.holdout model.dropout prune.sparsity prune.remain prune.delta",
+    1: "data.holdout model.dropout prune.sparsity prune.remain prune.delta",
     0.5: "prune.apriori",
 }
 NUMBERS = {
@@ -99,12 +102,18 @@ def test_every_number_that_is_declared_has_a_bound(folder):
     ("make", "words"),
     [
         (lambda: OptimConfig(clip=math.nan), "optim.clip=nan must be a finite number, at least 0"),
-        (lambda: OptimConfig(eps=-1.0), "optim.eps=-1.0 must be above 0; the default is 1e-08"),
+        (lambda: OptimConfig(eps=-1.0), "optim.eps=-1.0 must be at least 1e-30; nearest: 1e-30"),
         (lambda: TrainConfig(steps=0), "train.steps=0 must be at least 1; nearest: 1"),
         (lambda: SamplingConfig(top_p=1.5), "sampling.top_p=1.5 must be in (0, 1]; nearest: 1 ("),
         (lambda: EncoderConfig(vocab_multiple=0), "model.vocab_multiple=0 must be at least 1"),
         (lambda: RopeConfig(factor=8.0, high_freq_factor=1.0), "must be above model.rope.low_freq"),
-        (lambda: RopeConfig(theta=10**400), "must be a finite number, above 0; the default is"),
+        (lambda: RopeConfig(theta=10**400), "must be a finite number, at least 1; the default is"),
+        (
+            lambda: RopeConfig(theta=0.0),
+            "model.rope.theta=0.0 must be at least 1; nearest: 1 (--mo",
+        ),
+        (lambda: OptimConfig(eps=1e-40), "optim.eps=1e-40 must be at least 1e-30; nearest: 1e-30"),
+        (lambda: EncoderConfig(norm_eps=0.0), "model.norm_eps=0.0 must be at least 1e-30"),
         (lambda: TrainConfig(steps="3"), "train.steps='3' must be of type int; nearest: 3 (--tra"),
         (lambda: TrainConfig(steps=3.0), "train.steps=3.0 must be of type int; nearest: 3 (--tra"),
         (lambda: TrainConfig(steps=True), "train.steps=True must be of type int; nearest: 1"),

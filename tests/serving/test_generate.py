@@ -128,7 +128,8 @@ def test_sampling_follows_the_distribution():
 
 
 def test_greedy_top_k_and_top_p():
-    assert draw(LOGITS, temperature=0.0)[0] == 1.0
+    for cold in (0.0, 1e-37, 1e-46):  # the last is 0 in float32, and logits over both not finite
+        assert draw(-100 * LOGITS, temperature=cold)[3] == 1.0
     np.testing.assert_allclose(
         draw(LOGITS, temperature=1.0, top_k=2), [0.625, 0.375, 0, 0], atol=0.03
     )
