@@ -36,6 +36,7 @@ from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
 from megajax.systems.prune_stages import Pruner
 from megajax.training import banner, preflight, resume
+from megajax.training.interrupts import ends_when_superseded
 from megajax.training.loop import Run, train
 from megajax.training.measure import Measure
 from megajax.training.presets import FIRST, PRESETS
@@ -48,6 +49,7 @@ from megajax.training.step import make_train_step
 config.define_flags(PRESETS, "nano", FIRST)
 
 
+@ends_when_superseded()
 def main() -> int:
     """Runs the training job. Returns the exit code."""
     phases = Phases(time.perf_counter())
@@ -62,7 +64,8 @@ def main() -> int:
     name = start_name(cfg)
     path = run_path(cfg, "pretrain", name)
     preflight.check(cfg, jax.devices()[0], path)
-    lock_run(path)  # 3 the run's folder, ours alone
+    attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
+    lock_run(path, attempt=attempt)  # 3 the run's folder, ours alone
     run_dir = open_run(cfg, "pretrain", name)
     first = jax.process_index() == 0  # one process of a job speaks and writes
     console = Console(cfg.train.steps, cfg.log.every, quiet=not first)
@@ -79,7 +82,6 @@ def main() -> int:
 
     train_step = make_train_step(cfg, mesh)  # 5 model and step
     banner.show_model(console, cfg, train_step, mesh)
-    attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
     checkpoints = CheckpointManager(
         run_dir.checkpoints,
         keep=cfg.checkpoint.keep,

@@ -5,8 +5,9 @@
 Flags that are not this script's go to experiments/pretrain.py, which must lie in the same place on
 every host. Ctrl-C or SIGTERM here reaches every process: the run saves, and the same command goes
 on. After a failure all processes are started again, at most --restarts times; wrong flags (exit
-code 2) are not tried again, a last save that failed (75) is. With --supervise scripts/supervise.py
-does that instead: its driver runs here, an agent on every host, and what is stuck is found too.
+code 2) and a run that another has taken over (76) are not tried again, a last save that failed (75)
+is. With --supervise scripts/supervise.py does that instead: its driver runs here, an agent on every
+host, and what is stuck is found too.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -22,6 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megajax.core.errors import SUPERSEDED
 
 TRAINER = Path(__file__).resolve().parent.parent / "experiments" / "pretrain.py"
 SUPERVISE = Path(__file__).resolve().parent / "supervise.py"
@@ -107,7 +110,7 @@ def supervise(
     for attempt in range(restarts + 1):
         start()
         code = run_once(each, asked, pause_s)
-        if code in (0, 2) or asked():
+        if code in (0, 2, SUPERSEDED) or asked():
             return code
         print(f"exit code {code}; {restarts - attempt} restarts left", file=sys.stderr)
     return code

@@ -6,8 +6,8 @@
 # Everything after the script's name goes to experiments/pretrain.py. Submit from the repository.
 # Before the time limit, at a preemption and at `scancel --signal=TERM --batch JOB` the run saves;
 # it then goes on in a requeued job from its last step. A run that fails is requeued too, at most
-# MAX_RESTARTS (3) times; wrong flags (exit code 2) and a step that fails again and again (70) are
-# not tried again. PYTHON: the interpreter.
+# MAX_RESTARTS (3) times; wrong flags (exit code 2), a step that fails again and again (70) and a run
+# that another has taken over (76) are not tried again. PYTHON: the interpreter.
 # SUPERVISE=1: scripts/supervise.py runs the job on SUPERVISE_HOSTS of its nodes (default: all; the
 # rest are hot spares), restarts it after a fault, and a requeued job avoids the nodes it excluded.
 #SBATCH --job-name=megajax
@@ -63,7 +63,7 @@ while kill -0 "$step" 2>/dev/null; do # the signal ended the wait, not the step
   wait "$step" || code=$?
 done
 
-if [[ $code == 0 || $code == 2 || $code == 70 ]]; then
+if [[ $code == 0 || $code == 2 || $code == 70 || $code == 76 ]]; then
   exit "$code"
 fi
 if [[ -n ${SUPERVISE:-} && -s $out/blocklist ]]; then

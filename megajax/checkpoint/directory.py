@@ -27,7 +27,7 @@ from megajax.checkpoint.integrity import (
     read_record,
     sync_folder,
 )
-from megajax.checkpoint.lease import Lease
+from megajax.checkpoint.lease import Attempt, Lease
 from megajax.core.files import parse_json
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
@@ -48,6 +48,19 @@ class StepFolder:
         self._lock: int | None = None
         self._key: tuple[str, int] | None = None  # of the step that is being saved
         self.lease: Lease | None = None  # of a supervised attempt
+        self._tag = ""  # of what it writes: an older attempt may wake up and write the same step
+
+    def fence(self, attempt: Attempt | None, takes: bool) -> None:
+        """Lets a supervised attempt save for as long as no newer one does.
+
+        takes: in one process of the job. Raises: SupersededError, OSError.
+        """
+        if attempt is None:
+            return
+        self._tag = f"-{attempt.tag}"
+        if takes:
+            self.lease = Lease(self.path, attempt)
+            self.lease.take()
 
     def step(self, step: int) -> Path:
         """Where a step lives."""
@@ -55,7 +68,7 @@ class StepFolder:
 
     def saving(self, step: int) -> Path:
         """Where a step is written."""
-        return self.path / f"{step}{SAVING}"
+        return self.path / f"{step}{SAVING}{self._tag}"
 
     def steps(self) -> list[int]:
         """Returns the stored steps, oldest first, good or not. Raises: UnreadableError.
@@ -135,10 +148,10 @@ class StepFolder:
 
     def drop_saving(self, step: int) -> None:
         """Frees what a failed save wrote; a full disk would stay full."""
-        if self.lease is not None and self.lease.is_lost():
-            return  # the newer attempt may be writing the same step
-        for leftover in self.path.glob(f"{step}{SAVING}*"):
+        for leftover in self.path.glob(f"{step}{SAVING}{self._tag}*"):
             _free(leftover)
+        if self.lease is not None and self.lease.is_lost():
+            return  # the newer attempt may be naming the same step
         former = self.path / f"{step}{FORMER}"
         if former.exists() and not self.step(step).exists():
             former.rename(self.step(step))

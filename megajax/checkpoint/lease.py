@@ -1,28 +1,40 @@
-"""Who may save: the newest attempt of a supervised job, as a record in its folder or store says.
+"""Who may save: the newest attempt of the newest run, as a record in its folder or store says.
 
 A host that was frozen may wake up when its job has long been started again elsewhere. Each attempt
-writes its number over that of an older one before it saves, and a step gets its name only while the
-record is still the attempt's own. On a disk, a lock covers that check and the rename; in a store,
-the record is written again if nobody changed it (compare and swap) just before the step's own
-record, so a few milliseconds stay open. Attempts are numbered by the driver of a run, which also
-names the run; a job that nobody supervises has no attempt, and then nothing is checked. No jax.
+takes the record over before it saves, and a step gets its name only while the record is still its
+own. No clock decides who is newer. Of one run, which is what one driver starts, the greater number
+is. Of two runs, the one that took later is: each take adds one to the record's generation and
+leaves the run before it on a list, and a run on that list never takes again. So a new driver takes
+a folder over by starting; what an old one still runs, and starts, is refused and ends.
+
+On a disk, a lock covers the check and the rename. Where a file system has no locks, and in a store,
+a few milliseconds between the check and the step's own record stay open. A store gets the record by
+compare and swap (If-Match on S3, ifGenerationMatch on GCS), so of two that write it at one time one
+wins. A store that ignores the condition keeps the check and loses the swap: the last of two that
+write within milliseconds of one another counts, and the other sees it at its next look. A store
+that refuses conditions (501) refuses the save. A job that nobody supervises has no attempt, and
+then nothing is checked. No jax.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.store import CheckpointError, ObjectPath
+from megajax.checkpoint.store import ObjectPath, SaveError
+from megajax.core.errors import SUPERSEDED
 from megajax.core.files import parse_json
 
 RECORD, LOCK = "attempt.json", "attempt.lock"
 PATIENCE_S = 30.0  # for another process between check and rename (chosen)
+SWAPS = 5  # (chosen) tries against others who write the record of a store at the same time
+FORMER = 1000  # (chosen) runs that are remembered as taken over
 
 
 @dataclass(frozen=True)
@@ -32,18 +44,37 @@ class Attempt:
     run: str
     number: int
 
+    @property
+    def tag(self) -> str:
+        """A name for files of this attempt only."""
+        return hashlib.sha256(f"{self.number} {self.run}".encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The record. generation: grows with each take. former: runs that others took over."""
+
+    run: str
+    number: int
+    generation: int = 0
+    former: tuple[str, ...] = ()
+
 
 class Lease:
     """The right of one attempt to save in a place."""
 
     def __init__(self, place: Path, attempt: Attempt):
         """place: the folder or prefix of the steps. Nothing is written yet."""
-        self._place, self._attempt, self._is_taken = place, attempt, False
+        self._place, self.attempt = place, attempt
+        self._mine: _Held | None = None  # as this process wrote it
 
     def take(self) -> None:
-        """Takes the place over from an older attempt. Raises: SupersededError, OSError."""
+        """Takes the place over from older attempts; later, makes sure that nobody newer did.
+
+        Raises: SupersededError, OSError.
+        """
         with self._locked():
-            self._write_over()
+            self._write()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -52,57 +83,88 @@ class Lease:
         Raises: SupersededError when one did, OSError.
         """
         with self._locked():
-            self._write_over()
+            self._write()
             yield
+
+    def check(self) -> None:
+        """Raises: SupersededError when a newer attempt took over."""
+        self._refuse_older(self._read()[0])
 
     def is_lost(self) -> bool:
         """Tells whether a newer attempt took over."""
         try:
-            self._check(self._read()[0])
+            self.check()
         except SupersededError:
             return True
         return False
 
-    def _write_over(self) -> None:
-        held, generation = self._read()
-        self._check(held)
-        text = json.dumps(asdict(self._attempt)).encode()
-        if isinstance(self._place, ObjectPath):
-            if not (self._place / RECORD).swap(text, generation):
-                self._check(self._read()[0])
-                raise CheckpointError(f"{self._place / RECORD} changed while it was written")
-        elif held != self._attempt:
-            temporary = self._place / f".{RECORD}.{os.getpid()}"
-            with open(temporary, "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._place / RECORD)
-        self._is_taken = True
+    def _write(self) -> None:
+        """Writes the record unless it is there; in a store, always, to see who else writes."""
+        for _ in range(SWAPS):
+            held, version = self._read()
+            self._refuse_older(held)
+            wanted = self._wanted(held)
+            text = json.dumps(asdict(wanted)).encode()
+            path = self._place / RECORD
+            if isinstance(path, ObjectPath):
+                if not path.swap(text, version):
+                    continue  # another wrote it: look who
+            elif held != wanted:
+                temporary = path.with_name(f".{RECORD}.{os.getpid()}")
+                with open(temporary, "wb") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            self._mine = wanted
+            return
+        raise SaveError(f"{self._place / RECORD} changed {SWAPS} times while it was written")
 
-    def _check(self, held: Attempt | None) -> None:
-        mine = self._attempt
-        newer = held is not None and held.run == mine.run and held.number > mine.number
-        if newer or (self._is_taken and held != mine):
+    def _wanted(self, held: _Held | None) -> _Held:
+        """Returns the record of this attempt after that of an older one, or none."""
+        if held is not None and held == self._mine:
+            return held
+        generation, former = (held.generation, held.former) if held is not None else (0, ())
+        if held is not None and held.run != self.attempt.run:
+            former = (*former, held.run)[-FORMER:]
+        if self._mine is not None:  # the record was removed, or torn
+            generation = max(generation, self._mine.generation)
+            former = former or self._mine.former
+        return _Held(self.attempt.run, self.attempt.number, generation + 1, former)
+
+    def _refuse_older(self, held: _Held | None) -> None:
+        """Raises SupersededError when this is older than who may save."""
+        mine, own = self.attempt, self._mine
+        if held is None or held == own:
+            return
+        if held.run == mine.run and held.number != mine.number:
+            newer = held.number > mine.number
+        elif own is not None:
+            newer = held.generation >= own.generation
+        else:
+            newer = held.run != mine.run and mine.run in held.former
+        if newer:
             raise SupersededError(
-                f"a newer attempt has taken over {self._place}: {held}, and this is {mine}; "
-                "nothing is saved by this process any more"
+                f"a newer attempt has taken over {self._place}: attempt {held.number} of run "
+                f"{held.run}, and this is attempt {mine.number} of run {mine.run}; nothing is "
+                "saved by this process any more"
             )
 
-    def _read(self) -> tuple[Attempt | None, Any]:
+    def _read(self) -> tuple[_Held | None, Any]:
         """Returns (who may save, what a store calls this version). None: nobody yet, or torn."""
-        path, generation = self._place / RECORD, None
+        path, version = self._place / RECORD, None
         try:
             if isinstance(path, ObjectPath):
-                text, generation = path.read_version()
+                text, version = path.read_version()
             else:
                 text = path.read_bytes()
-            held = Attempt(**parse_json(text))
-            return (held if type(held.number) is int else None), generation
-        except FileNotFoundError:
-            return None, generation
-        except (ValueError, TypeError):
-            return None, generation
+            found = _Held(**parse_json(text))
+            types = type(found.run), type(found.number), type(found.generation)
+            if types != (str, int, int):
+                return None, version
+            return replace(found, former=tuple(map(str, found.former))), version
+        except (FileNotFoundError, ValueError, TypeError):
+            return None, version
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -126,5 +188,7 @@ class Lease:
             yield
 
 
-class SupersededError(CheckpointError):
-    """A newer attempt of the job saves here now."""
+class SupersededError(SaveError):
+    """A newer attempt of the job, or a newer driver's, saves here now. Trying again is no use."""
+
+    exit_code = SUPERSEDED

@@ -30,7 +30,7 @@ from megajax.checkpoint import fingerprint, integrity, leaves, offline, read_bac
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
-from megajax.checkpoint.lease import Attempt, Lease
+from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
@@ -76,10 +76,8 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self._bad: set[int] = set()
         self._turn = threading.Lock()  # of the threads that save
+        self._steps.fence(attempt, takes=jax.process_index() == 0)
         if jax.process_index() == 0:
-            if attempt is not None:
-                self._steps.lease = Lease(self.folder, attempt)
-                self._steps.lease.take()
             self._steps.collect()
 
     def steps(self) -> list[int]:
@@ -266,9 +264,11 @@ class CheckpointManager:
         raise error
 
     def wait(self) -> None:
-        """Waits for the save under way; only warns when it failed."""
+        """Waits for the save under way; only warns when it failed. Raises: SupersededError."""
         try:
             self.close()
+        except SupersededError:
+            raise
         except SaveError as error:
             logging.warning("%s", error)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megajax.checkpoint.directory import StepFolder, is_step_name, refuse_run
 from megajax.checkpoint.integrity import CHUNK, RECORD, CheckpointError, list_files
+from megajax.checkpoint.lease import Attempt
 from megajax.checkpoint.store import ObjectPath, StoreError, is_address
 from megajax.core.paths import expand
 
@@ -42,6 +43,11 @@ class ObjectFolder(StepFolder):
         name = hashlib.sha256(f"{server} {path}".encode()).hexdigest()[:16]
         stage = Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}-{name}"
         self._stage = StepFolder(stage)
+
+    def fence(self, attempt: Attempt | None, takes: bool) -> None:
+        """As on a disk; the stage may be shared with an older attempt too."""
+        super().fence(attempt, takes)
+        self._stage.fence(attempt, takes=False)
 
     def _is_plain(self, folder: Path) -> bool:
         return False  # Orbax alone does not write here
@@ -83,6 +89,8 @@ class ObjectFolder(StepFolder):
         (home / MARK).write(b"")
 
         def send(name: str) -> None:
+            if self.lease is not None:
+                self.lease.check()  # a newer attempt may be sending the same step
             content = (saving / name).read_bytes()
             (home / name).write(content)
             _read_back(home / name, content)

@@ -22,7 +22,9 @@ from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
 
 from megajax.checkpoint import reads
-from megajax.checkpoint.integrity import RECORD, CheckpointError
+from megajax.checkpoint.integrity import RECORD
+from megajax.checkpoint.lease import SupersededError
+from megajax.checkpoint.store import SaveError
 from megajax.core.tree import Tree, named_leaves
 
 # A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
@@ -34,15 +36,6 @@ MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
 GROUPS, MIN_GROUP = 4, 2**25
 POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
 Compression = Literal["auto", "none", "zstd"]
-
-
-class SaveError(CheckpointError):
-    """A save did not reach storage; earlier steps are as they were.
-
-    Storage may be back when the command is started again, so a launcher should try.
-    """
-
-    exit_code = 75
 
 
 class SaveHandle:
@@ -62,7 +55,8 @@ class SaveHandle:
             try:
                 store()
             except Exception as error:  # tensorstore raises many kinds, some bare
-                self._error = SaveError(
+                kind = SupersededError if isinstance(error, SupersededError) else SaveError
+                self._error = kind(
                     f"step {self.step} was not saved in {folder}: {reason(error)}; "
                     "earlier checkpoints are untouched"
                 )

@@ -35,6 +35,15 @@ class CheckpointError(UserError):
     """A step that cannot be saved, found or restored."""
 
 
+class SaveError(CheckpointError):
+    """A save did not reach storage; earlier steps are as they were.
+
+    Storage may be back when the command is started again, so a launcher should try.
+    """
+
+    exit_code = 75
+
+
 def no_step(
     folder: Any, step: int | None, steps: Sequence[int], bad: Collection[int] = ()
 ) -> CheckpointError:

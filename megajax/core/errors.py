@@ -2,12 +2,15 @@
 
 Every boundary (flags, files, meshes, checkpoints) raises it with what was given, the rule, the
 nearest legal value and the flag. `core.config.run` prints it without a traceback and exits with the
-error's code: 2, which launchers do not retry, or 75 for what may work the next time.
+error's code: 2, which launchers do not retry, 75 for what may work the next time, or 76 where a
+newer start of the same job has taken its place.
 """
 
 import difflib
 import re
 from collections.abc import Collection, Iterable
+
+SUPERSEDED = 76  # exit code of a process whose place another has taken: no fault, not to be retried
 
 
 class UserError(ValueError):

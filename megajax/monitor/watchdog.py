@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megajax.core.errors import SUPERSEDED
 from megajax.monitor.heartbeat import CODES
 from megajax.monitor.reports import Action, HostReport, Limits, RankReport
 
@@ -188,6 +189,9 @@ class Watchdog:
             told = any(r.section == "told" for r in ranks)
             code = max(r.report.code or (TOLD_CODE if told else 0) for r in ranks)
             return Action("done", "end", "all ranks came to their end", code=code)
+        if taken := [r for r in ranks if r.report.code == SUPERSEDED]:
+            why = "a newer driver's run saves in its place"
+            return self._act("superseded", taken, why, kind="stop", code=SUPERSEDED)
         bad = [r for r in ranks if r.blame]
         if not bad and not self._gone:
             return None

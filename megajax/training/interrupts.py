@@ -2,17 +2,23 @@
 
 The first SIGINT or SIGTERM asks the loop to save after the step it is in; the second ends the
 process at once. In a multi-host job SIGTERM goes to jax's preemption service instead, which makes
-all hosts stop at the same step. Garbage is collected on the same step on all hosts: a collection
+all hosts stop at the same step. An older attempt of a supervised job, which may not save any more,
+ends at once. Garbage is collected on the same step on all hosts: a collection
 on one of thousands delays them all (MegaScale section 6.3).
 """
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import types
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import multihost_utils
+
+from megajax.checkpoint.lease import SupersededError
 
 
 class Interrupts:
@@ -52,6 +58,20 @@ class Interrupts:
             self.signal = self.signal or (signal.SIGTERM if reached else None)
             return reached
         return self.signal is not None
+
+
+@contextlib.contextmanager
+def ends_when_superseded() -> Iterator[None]:
+    """Ends this process where a newer attempt of its job may save in its place.
+
+    Without a clean-up, which could wait for the other processes of the job or write into storage.
+    """
+    try:
+        yield
+    except SupersededError as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
 
 
 class QuietGarbage:

@@ -4,6 +4,8 @@ The kernel holds the lock (flock) for the open file `lock` in the folder and dro
 process ends, however it ends. So after kill -9 the folder is free at once, and nothing judges a
 leftover file by its age. The file names the holder for the message of whoever comes second.
 Process 0 of a job takes the lock and tells the others. Programs that only read a run need none.
+A newer attempt of a supervised run does not wait for an older one that is frozen and keeps its lock
+(lease.py keeps that one from saving): it puts a lock file of its own in the place of the other's.
 
 Between hosts the lock holds where the file system passes flock on: NFS on Linux, Lustre mounted
 with `flock`, GPFS and CephFS. Lustre mounted with `localflock` locks the processes of one host
@@ -20,6 +22,7 @@ import shlex
 import socket
 import sys
 import time
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +31,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.core.errors import UserError
 from megajax.core.files import parse_json
 
@@ -42,18 +46,21 @@ MESSAGE_BYTES = 2048  # of a refusal, as process 0 sends it to the others
 class RunLock:
     """The right to write into a folder, until `release` or the end of the process."""
 
-    def __init__(self, folder: Path, patience_s: float = PATIENCE_S):
+    def __init__(
+        self, folder: Path, patience_s: float = PATIENCE_S, attempt: Attempt | None = None
+    ):
         """Makes the folder if needed. patience_s: how long another process may take to end.
 
-        Raises: UserError when another process keeps the folder, or it cannot be written.
+        Raises: UserError when another process keeps the folder, or it cannot be written;
+        SupersededError when that is a newer attempt of this one's run.
         """
         self._path, self._file, self._made = folder / FILE, -1, not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = _take(self._path, patience_s)
+            self._file = _take(self._path, patience_s, attempt)
             if self._file >= 0:
                 os.ftruncate(self._file, 0)
-                os.pwrite(self._file, json.dumps(_about_us()).encode(), 0)
+                os.pwrite(self._file, json.dumps(_about_us(attempt)).encode(), 0)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror} (--run_dir)") from None
         # A fork shares the open file and thus the lock: a child that outlives us would keep it.
@@ -65,9 +72,10 @@ class RunLock:
         if self._file < 0:
             return
         with contextlib.suppress(OSError):
-            self._path.unlink()  # before the lock goes: nobody else can hold this file yet
-            if self._made:
-                self._path.parent.rmdir()  # refused unless empty
+            if _is_at(self._file, self._path):  # else a newer attempt has put its own there
+                self._path.unlink()  # before the lock goes: nobody else can hold this file yet
+                if self._made:
+                    self._path.parent.rmdir()  # refused unless empty
         self._forget()
 
     def _forget(self) -> None:
@@ -76,15 +84,20 @@ class RunLock:
             self._file = -1
 
 
-def lock_run(folder: Path, patience_s: float = PATIENCE_S) -> RunLock | None:
+def lock_run(
+    folder: Path, patience_s: float = PATIENCE_S, attempt: Attempt | None = None
+) -> RunLock | None:
     """Locks a folder for this job: process 0 does, and all of them fail if it cannot.
 
-    Returns: the lock, in process 0. Raises: UserError, the same one in every process.
+    attempt: of a supervised run. Returns: the lock, in process 0. Raises: UserError, the same one
+    in every process; in process 0 SupersededError when a newer attempt of the run has the lock.
     """
     lock, refused = None, ""
     if jax.process_index() == 0:
         try:
-            lock = RunLock(folder, patience_s)
+            lock = RunLock(folder, patience_s, attempt)
+        except SupersededError:
+            raise  # this process ends at once, and the job with it
         except UserError as error:
             refused = str(error)
     if jax.process_count() > 1:
@@ -98,10 +111,10 @@ def lock_run(folder: Path, patience_s: float = PATIENCE_S) -> RunLock | None:
     return lock
 
 
-def _take(path: Path, patience_s: float) -> int:
+def _take(path: Path, patience_s: float, attempt: Attempt | None = None) -> int:
     """Returns a descriptor that holds the lock, -1 where the file system has no locks.
 
-    Raises: UserError when another process keeps it. OSError.
+    Raises: UserError when another process keeps it; SupersededError. OSError.
     """
     end, told = time.monotonic() + patience_s, False
     while True:
@@ -109,9 +122,14 @@ def _take(path: Path, patience_s: float) -> int:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(file)
+            holder, lead = _holder(file), _lead(file, attempt)
+            is_late = time.monotonic() >= end
+            if is_late and lead > 0 and _is_at(file, path):
+                path.unlink()
             os.close(file)
-            if time.monotonic() >= end:
+            if lead < 0:
+                raise SupersededError(f"a newer attempt is in {path.parent}: {holder}") from None
+            if is_late and lead == 0:
                 raise UserError(
                     f"{path.parent} is in use by {holder}: stop that run or give another --run_dir"
                 ) from None
@@ -138,10 +156,23 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _about_us() -> dict[str, str | int]:
+def _about_us(attempt: Attempt | None) -> dict[str, str | int]:
     since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     command = shlex.join(sys.argv)
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "command": command}
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "command": command}
+    return about | (asdict(attempt) if attempt is not None else {})
+
+
+def _lead(file: int, attempt: Attempt | None) -> int:
+    """Returns by how much an attempt is newer than the holder of a lock file, 0 if that is not of
+    the same supervised run."""
+    try:
+        found = json.loads(os.pread(file, 1 << 16, 0))
+        if attempt is None or found["run"] != attempt.run:
+            return 0
+        return attempt.number - int(found["number"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _holder(file: int) -> str:

@@ -1,5 +1,9 @@
 """Only the newest attempt of a supervised job saves."""
 
+import contextlib
+import json
+import os
+
 import numpy as np
 import pytest
 
@@ -8,7 +12,8 @@ from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.lease import Attempt, Lease, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
-from megajax.core import mesh
+from megajax.core import errors, mesh
+from megajax.training import interrupts
 
 X = {"x": np.arange(3, dtype=np.float32)}
 
@@ -81,3 +86,113 @@ def test_nothing_is_checked_without_supervision(tmp_path):
     assert (found.run, found.attempt) == ("r", 2)
     CheckpointManager(tmp_path).save(1, X).result()
     assert not list(tmp_path.glob("attempt*"))
+
+
+def held(folder):
+    record = json.loads((folder / lease.RECORD).read_text())
+    return record["run"], record["number"]
+
+
+def test_of_two_drivers_the_one_that_began_later_saves_and_the_other_never_again(tmp_path):
+    """Run b takes over from a; what a still runs, and what a's driver starts next, is refused."""
+    Lease(tmp_path, Attempt("a", 5)).take()
+    new = Lease(tmp_path, Attempt("b", 0))
+    new.take()
+    for number in (0, 5, 6, 1000):
+        with pytest.raises(SupersededError):
+            Lease(tmp_path, Attempt("a", number)).take()
+    newest = Lease(tmp_path, Attempt("c", 0))
+    newest.take()
+    for run in ("a", "b"):
+        with pytest.raises(SupersededError):
+            Lease(tmp_path, Attempt(run, 9)).take()
+    assert held(tmp_path) == ("c", 0) and new.is_lost() and not newest.is_lost()
+
+
+def test_a_process_that_the_same_attempt_started_again_is_not_the_former_one(tmp_path):
+    old, new = (Lease(tmp_path, Attempt("a", 1)) for _ in range(2))
+    old.take()
+    new.take()
+    assert old.is_lost() and not new.is_lost()
+
+
+def test_who_saves_goes_on_when_somebody_removes_the_record(tmp_path):
+    old, new = Lease(tmp_path, Attempt("a", 1)), Lease(tmp_path, Attempt("b", 0))
+    old.take()
+    new.take()
+    (tmp_path / lease.RECORD).unlink()
+    new.take()
+    assert held(tmp_path) == ("b", 0) and old.is_lost()
+    (tmp_path / lease.RECORD).unlink()
+    old.take()  # the older one comes first: it saves until the newer one does
+    assert not new.is_lost() or not old.is_lost()
+    with contextlib.suppress(SupersededError):
+        new.take()
+    assert new.is_lost() != old.is_lost()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_order_one_saves_and_never_one_that_lost(tmp_path, seed):
+    """Takes, saves and losses of random attempts of three runs; an oracle of its own."""
+    random = np.random.default_rng(seed)
+    live, order, lost = [], [], set()
+    for _ in range(60):
+        if not live or random.random() < 0.4:
+            run, number = "abc"[random.integers(3)], int(random.integers(4))
+            one = Lease(tmp_path, Attempt(run, number))
+            newest = order[-1] if order else None
+            refused = newest is not None and (
+                newest[0] == run
+                and newest[1] > number
+                or newest[0] != run
+                and run in {r for r, _ in order}
+            )
+            if refused:
+                with pytest.raises(SupersededError):
+                    one.take()
+                continue
+            one.take()
+            order.append((run, number))
+            lost |= set(map(id, live))
+            live.append(one)
+            continue
+        one = live[int(random.integers(len(live)))]
+        if id(one) in lost:
+            with pytest.raises(SupersededError), one.held():
+                raise AssertionError("not reached")
+        else:
+            with one.held():
+                assert one is live[-1]
+
+
+def test_a_trainer_whose_save_is_refused_ends_itself(tmp_path, capfd, monkeypatch):
+    """With a code of its own, and without a clean-up that could wait for others."""
+    old = CheckpointManager(tmp_path, attempt=Attempt("a", 0))
+    Lease(tmp_path, Attempt("b", 0)).take()
+    old.save(1, X)
+    with pytest.raises(SupersededError, match="step 1 was not saved.*run b.*of run a"):
+        old.save(2, X)
+
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended, interrupts.ends_when_superseded():
+        CheckpointManager(tmp_path, attempt=Attempt("a", 1))
+    assert ended.value.code == errors.SUPERSEDED
+    assert "error: a newer attempt has taken over" in capfd.readouterr().err
+
+
+def test_an_older_attempt_does_not_touch_what_the_newer_one_writes(tmp_path):
+    """Both save step 2; the older one wakes up in the middle and cleans up after its refusal."""
+    folders = [StepFolder(tmp_path) for _ in range(2)]
+    folders[0].fence(Attempt("a", 0), takes=True)
+    folders[0].begin(2)
+    folders[0].saving(2).mkdir()
+    folders[1].fence(Attempt("a", 1), takes=True)
+    folders[1].saving(2).mkdir()
+    (folders[1].saving(2) / "data").write_text("of the newer one")
+    folders[0].drop_saving(2)
+    assert [p.name for p in folders[1].saving(2).iterdir()] == ["data"]
+    assert not folders[0].saving(2).exists()
+    folders[0].unlock()

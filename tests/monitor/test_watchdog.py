@@ -10,6 +10,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from megajax.core.errors import SUPERSEDED
 from megajax.monitor.heartbeat import Progress
 from megajax.monitor.reports import HostReport, Limits, RankReport
 from megajax.monitor.watchdog import Watchdog
@@ -155,6 +156,17 @@ def test_wrong_flags_are_not_tried_again():
         s.set(rank, state="X", code=2)
     fault, _ = s.until(3)
     assert (fault.kind, fault.rule, fault.code) == ("stop", "usage", 2)
+
+
+def test_a_job_whose_place_another_has_taken_ends_and_nobody_is_blamed():
+    s = Stream()
+    s.train(1, 5)
+    s.put(0, "failed", 5)
+    s.set(0, state="X", code=SUPERSEDED)
+    s.put(1, "lost", 5)
+    s.set(1, state="X", code=1)
+    fault, _ = s.until(2)
+    assert (fault.kind, fault.rule, fault.code) == ("stop", "superseded", SUPERSEDED)
 
 
 def test_a_loss_that_is_not_finite_is_a_fault_though_the_code_is_2():

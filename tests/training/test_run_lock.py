@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 
+from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.core.errors import UserError
 from megajax.training import run_lock
 from megajax.training.run_lock import FILE, RunLock, lock_run
@@ -143,3 +144,18 @@ def test_a_lock_file_that_says_nothing_of_use(tmp_path):
         (tmp_path / FILE).write_text(text)
         with open(tmp_path / FILE) as file:
             assert run_lock._holder(file.fileno()) == "another process"
+
+
+def test_a_newer_attempt_of_a_run_does_not_wait_for_a_frozen_one(tmp_path):
+    old = RunLock(tmp_path, attempt=Attempt("r", 0))
+    new = RunLock(tmp_path, 0, Attempt("r", 1))
+    old.release()  # wakes up, and ends: the file is not its own any more
+    with pytest.raises(UserError, match="is in use by process"):
+        RunLock(tmp_path, 0)
+    with pytest.raises(UserError, match="is in use by process") as refused:
+        RunLock(tmp_path, 0, Attempt("another", 2))
+    assert refused.value.exit_code == 2
+    with pytest.raises(SupersededError, match="a newer attempt is in"):
+        RunLock(tmp_path, 60, Attempt("r", 0))
+    new.release()
+    assert not (tmp_path / FILE).exists()

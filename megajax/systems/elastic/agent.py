@@ -194,7 +194,7 @@ class Agent:
         """Starts the processes of an attempt.
 
         message: attempt, command, folder, {rank: env}, memory: whether to go on from copies there,
-        lease: how old it may grow, since: from when it counts.
+        lease: how old it may grow, since: from when it counts, run: the driver's name of the job.
         """
         self._attempt = message["attempt"]
         if not self._lease.is_there():  # somebody has cleaned up shared memory
@@ -211,7 +211,8 @@ class Agent:
             log = logs / f"rank{rank}.log"
             own = {
                 "MEGAJAX_PROGRESS": str(progress), "MEGAJAX_MEMORY": str(memory),
-                "MEGAJAX_ATTEMPT": str(self._attempt), reaper.MARK: self._mark,
+                "MEGAJAX_ATTEMPT": str(self._attempt), "MEGAJAX_RUN": message.get("run", ""),
+                reaper.MARK: self._mark,
             }  # fmt: skip
             try:
                 popen, file = ranks.run(message["command"], log, {**self._env, **env, **own})

@@ -205,7 +205,7 @@ class Driver:
             self._hosts.send(
                 [host], do="start", attempt=self._attempt, command=s.command,
                 folder=str(folder), ranks=envs, memory=self._recovery.trusts_memory,
-                lease=s.limits.silence, since=moment,
+                lease=s.limits.silence, since=moment, run=self._journal.run,
             )  # fmt: skip
             host.leased = time.monotonic()
         names = ", ".join(h.name for h in self._team)
@@ -293,7 +293,7 @@ class Driver:
     def _recover(self, fault: Action) -> int | None:
         """Brings the job to rest and decides. Returns the exit code, None to try again."""
         self._dog = None
-        self._record("fault", fault)
+        self._record("superseded" if fault.rule == "superseded" else "fault", fault)
         for host in [h for h in self._team if fault.rule == "silence" and h.name in fault.hosts]:
             self._let_go(host)  # nothing more can be had from it
         self._collect()

@@ -9,6 +9,7 @@ it costs the evidence, not the job: what was lost is counted, in the next event 
 
 import contextlib
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ class Journal:
         """Appends to what an earlier driver left there."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._say = folder, say
+        self.run = secrets.token_hex(8)  # by which checkpoints know its attempts
         self._began = time.monotonic()
         self._lines = Lines(folder / "events.jsonl")
         self.lost = 0  # files and events that the disk did not take

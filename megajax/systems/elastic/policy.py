@@ -3,6 +3,7 @@
 Exit codes, for SLURM, JobSet and Ray to act on (scripts/launch_*):
 0 done | 2 the command cannot work, do not retry | 70 the same step failed again and again, do not
 retry | 75 too few good hosts or restarts are left: start again elsewhere, without the blocklist |
+76 another driver's run has taken over the checkpoints: it goes on there, do not retry |
 143, 130 told to stop and saved (the processes themselves then end with 0, and say so in their
 progress records).
 """

@@ -312,6 +312,23 @@ def test_a_command_that_cannot_work_is_tried_once(tmp_path):
     assert code == 2 and len(run.events("start")) == 1
 
 
+@slow
+def test_each_driver_names_its_run_and_ends_when_another_has_taken_it_over(tmp_path):
+    named = []
+    for out in ("first", "second"):
+        (tmp_path / out).mkdir()
+        script = f"echo $MEGAJAX_RUN $MEGAJAX_ATTEMPT; exit 76 # {tmp_path}"
+        run = Supervised(tmp_path / out, command=["sh", "-c", script])
+        code, err = run.end()
+        assert code == 76 and not run.events("fault") and len(run.events("start")) == 1, err
+        (taken,) = run.events("superseded")
+        assert "a newer driver's run saves in its place" in taken["message"]
+        logs = {(run.out / "attempt0" / f"rank{r}.log").read_text() for r in (0, 1)}
+        assert len(logs) == 1 and next(iter(logs)).endswith(" 0\n")
+        named.append(next(iter(logs)).split()[0])
+    assert len(set(named)) == 2 and all(len(n) == 16 for n in named)
+
+
 @pytest.mark.parametrize("kind", ["missing", pytest.param("not executable", marks=slow)])
 def test_a_command_that_cannot_start_is_tried_once(tmp_path, kind):
     program = tmp_path / "program"
