@@ -1,0 +1,288 @@
+"""Two attempts of one job at one time: only one may write the run's history, whoever wakes up when.
+
+    uv run scripts/split_brain.py              # 2 tries, minutes
+    uv run scripts/split_brain.py --tries=20
+
+Each try is a supervised job of the real trainer on --hosts agents and a spare, which its driver did
+not start and cannot kill: each stands for a host. At a random step one host is frozen by SIGSTOP:
+its agent, its trainer or both, or both while a second driver, of another run, continues the same
+checkpoints. The driver starts the next attempt, and at a random time, before or while that one
+trains, the frozen processes wake up (SIGCONT). Checked in the end: the job is done; each step that
+it should have stored is there, nothing else is, and every array of every step is bit by bit that of
+a run that nobody disturbed. Writes split_brain.json into --out; exit code 1: something differs.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint import offline
+from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.integrity import DamagedError
+from megajax.core import config
+from megajax.core.config import Checked, option
+from megajax.core.errors import SUPERSEDED, UserError
+from megajax.monitor import results
+from megajax.monitor.sinks import read_jsonl
+from megajax.systems.elastic import reaper
+
+ROOT = Path(__file__).parent.parent
+SUPERVISE, TRAINER = ROOT / "scripts" / "supervise.py", ROOT / "experiments" / "pretrain.py"
+KINDS = ("both", "trainer", "driver", "agent")
+EVERY = 2  # steps between saves
+SILENCE_S = 4.0  # of an agent, before its host counts as lost
+LONGEST_S = 300.0  # (chosen) for what must happen in a try, on a busy machine
+MODEL = (
+    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
+    "--model.head_width=16", "--model.mlp=64", "--train.global_batch=4", "--train.seq_len=32",
+    "--eval.batches=0", "--eval.sample_tokens=0", "--log.tensorboard=false", "--emulate=1",
+    f"--checkpoint.every={EVERY}", "--checkpoint.keep=0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """How often, and how large a job."""
+
+    tries: int = option(2, "jobs of which a host is frozen", at_least=1)
+    hosts: int = option(2, "that work at a time; one more is a spare", at_least=1)
+    steps: int = option(60, "optimizer steps of each job", at_least=30)
+    seed: int = option(0, "of hosts, steps and times", at_least=0, at_most=2**32 - 1)
+    kind: str = option("", "what is frozen: both, trainer, driver, agent; empty: each in turn")
+    out: str = results.out_option("split_brain")
+
+    def __post_init__(self):
+        """Refuses a kind that there is none of."""
+        super().__post_init__()
+        if self.kind not in ("", *KINDS):
+            raise UserError(f"kind={self.kind} must be one of {', '.join(KINDS)} (--kind)")
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+class Job:
+    """A driver and its agents. All processes are this object's to end."""
+
+    def __init__(self, folder: Path, steps: Path, cfg: Config, agents: list[str], silence: float):
+        """folder: of its own. steps: of the checkpoints. agents: names, the spare's too."""
+        folder.mkdir()
+        self.out = folder / "out"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT), "MEGAJAX_TOKEN": secrets.token_hex(16), "JAX_PLATFORMS": "cpu",
+            # Of two processes only the first would find its programs, and Gloo waits 30 s.
+            "JAX_ENABLE_COMPILATION_CACHE": str(cfg.hosts == 1).lower(),
+        }  # fmt: skip
+        words = [
+            "--agents=elsewhere", f"--listen=127.0.0.1:{port}", f"--hosts={cfg.hosts}",
+            f"--silence_s={silence}", "--step_s=60", "--start_s=300", "--period_s=0.5",
+            "--backoff_s=0.1", "--join_s=60", f"--out={self.out}", "--", sys.executable,
+            str(TRAINER), *MODEL, f"--train.steps={cfg.steps}", f"--run_dir={folder}/run",
+            f"--checkpoint.dir={steps}", f"--cache_dir={folder.parent.parent}/cache",
+        ]  # fmt: skip
+        self._log = open(folder / "output.txt", "w")  # noqa: SIM115 - open as long as the processes
+        self._env = env
+        self.driver = self._start(words)
+        at = f"--agent=127.0.0.1:{port}"
+        self.agents = {name: self._start([at, f"--name={name}"]) for name in agents}
+
+    def _start(self, words: list[str]) -> subprocess.Popen:
+        command = [sys.executable, str(SUPERVISE), *words]
+        return subprocess.Popen(command, stdout=self._log, stderr=self._log, env=self._env)
+
+    def trainers(self, agent: str) -> list[int]:
+        """Returns the training processes of an agent."""
+        found = []
+        for pid in reaper.descendants(self.agents[agent].pid):
+            with contextlib.suppress(OSError):
+                if str(TRAINER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def events(self, name: str) -> list[dict]:
+        """Returns what its driver recorded."""
+        file = self.out / "events.jsonl"
+        return [e for e in read_jsonl(file) if e["event"] == name] if file.exists() else []
+
+    def said(self, words: str) -> int:
+        """Returns how many logs of its trainers hold these words."""
+        return sum(words in f.read_text(errors="replace") for f in self.out.glob("*/rank*.log"))
+
+    def end(self) -> int:
+        """Waits for the driver. Returns its exit code."""
+        try:
+            return self.driver.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the driver of {self.out} does not end") from None
+
+    def close(self) -> None:
+        """Ends all that is left."""
+        for agent in self.agents.values():
+            with contextlib.suppress(OSError):
+                agent.send_signal(signal.SIGCONT)
+        for process in (self.driver, *self.agents.values()):
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        self._log.close()
+
+
+def wait_for(condition: Callable[[], Any], what: str, job: Job) -> None:
+    """Raises: UserError when a condition does not come true while the job runs."""
+    end = time.monotonic() + LONGEST_S
+    while not condition():
+        if time.monotonic() > end or job.driver.poll() is not None:
+            text = (job.out.parent / "output.txt").read_text()[-3000:]
+            raise UserError(f"{what}: in vain, driver {job.driver.poll()}\n{text}")
+        time.sleep(0.02)
+
+
+def newest(steps: Path) -> int:
+    """Returns the newest step's number."""
+    return max(StepFolder(steps).steps(), default=0)
+
+
+def freeze(job: Job, kind: str, host: str) -> list[int]:
+    """Stops processes of a host. Returns them, to be woken up in a random order."""
+    agent, trainers = [job.agents[host].pid], job.trainers(host)
+    pids = {"agent": agent, "trainer": trainers, "driver": trainers, "both": agent + trainers}[kind]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+def attempt(folder: Path, cfg: Config, kind: str, draw: random.Random) -> dict[str, Any]:
+    """Runs one job with a frozen host. Returns what happened."""
+    folder.mkdir()
+    steps = folder / "steps"
+    names = [f"host{i}" for i in range(cfg.hosts + (kind != "driver"))]
+    # A second driver, and not the loss of the lease, is to fence what the first one has frozen.
+    first = Job(folder / "first", steps, cfg, names, 120.0 if kind == "driver" else SILENCE_S)
+    jobs, last = [first], first
+    try:
+        at = draw.randrange(EVERY, cfg.steps // 3)
+        wait_for(lambda: newest(steps) >= at, f"step {at}", first)
+        host = draw.choice(sorted(n for n in names if first.trainers(n)))
+        pids = freeze(first, kind, host)
+        began, frozen_at = time.monotonic(), newest(steps)
+        if kind == "driver":
+            for other in names:
+                pids += freeze(first, kind, other)
+            names = [f"other{i}" for i in range(cfg.hosts)]
+            jobs.append(last := Job(folder / "second", steps, cfg, names, SILENCE_S))
+        if draw.random() < 0.7:  # while the next attempt trains
+            more = frozen_at + EVERY * draw.randrange(1, 8)
+            wait_for(lambda: newest(steps) >= more or last.driver.poll() is not None,
+                     f"step {more}", first)  # fmt: skip
+        else:
+            time.sleep(draw.uniform(0.2, 4 * SILENCE_S))
+        waited, woken_at = time.monotonic() - began, newest(steps)
+        draw.shuffle(pids)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(draw.uniform(0.0, 1.0))  # an agent that wakes first ends its trainers
+        codes = [job.end() for job in reversed(jobs)]
+        return {
+            "frozen": kind, "host": host, "at_step": frozen_at, "for_s": round(waited, 2),
+            "woken_at_step": woken_at, "codes": codes,
+            "attempts": sum(len(j.events("start")) for j in jobs),
+            "ended_by_lease": sum(j.said("[lease] process") for j in jobs),
+            "refused": sum(j.said("a newer attempt") for j in jobs),
+        }  # fmt: skip
+    finally:
+        for job in jobs:
+            job.close()
+
+
+def history(steps: Path) -> dict[int, dict[str, list[int]]]:
+    """Returns the fingerprints of each step's arrays, of which every byte was read and checked."""
+    folder = StepFolder(steps)
+    return {
+        s: {n: list(x.fingerprint) for n, x in offline.verify(folder, s).leaves.items()}
+        for s in folder.steps()
+    }
+
+
+def judge(row: dict[str, Any], steps: Path, wanted: dict[int, dict]) -> str:
+    """Returns what is wrong with a try, '' if nothing is."""
+    if row["codes"] not in ([0], [0, SUPERSEDED], [0, 0]):  # [0, 0]: the first had come to its end
+        return f"exit codes {row['codes']}"
+    try:
+        found = history(steps)
+    except DamagedError as error:
+        return str(error)
+    if found.keys() != wanted.keys():
+        return f"steps {sorted(found.keys() ^ wanted.keys())} are too many or missing"
+    if differ := [s for s in wanted if found[s] != wanted[s]]:
+        return f"steps {differ} differ from the undisturbed run's"
+    names = {p.name for p in steps.iterdir()} - {str(s) for s in wanted}
+    if left := sorted(n for n in names if not n.startswith("attempt.")):
+        return f"left behind: {left}"
+    return ""
+
+
+def undisturbed(folder: Path, cfg: Config) -> dict[int, dict]:
+    """Returns the history of a job that nobody freezes. Raises: UserError when it fails."""
+    folder.mkdir()
+    job = Job(folder / "job", folder / "steps", cfg, [f"host{i}" for i in range(cfg.hosts)], 30.0)
+    try:
+        if code := job.end():
+            text = (folder / "job" / "output.txt").read_text()[-3000:]
+            raise UserError(f"the undisturbed job ended with {code}\n{text}")
+        found = history(folder / "steps")
+    finally:
+        job.close()
+    if sorted(found) != list(range(EVERY, cfg.steps + 1, EVERY)):
+        raise UserError(f"the undisturbed job stored {sorted(found)}")
+    return found
+
+
+def main() -> int:
+    """Freezes, wakes, compares, writes."""
+    cfg, _ = config.from_flags(PRESETS)
+    path = results.writable_folder(cfg.out) / "split_brain.json"
+    draw, began = random.Random(cfg.seed), time.monotonic()
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = dict(results.facts(f"{os.cpu_count()} CPU cores", "emulated"))
+    about |= {"hosts": cfg.hosts, "steps": cfg.steps, "every": EVERY, "silence_s": SILENCE_S}
+    with tempfile.TemporaryDirectory() as name:
+        wanted = undisturbed(Path(name) / "undisturbed", cfg)
+        print(f"undisturbed: {len(wanted)} steps, {time.monotonic() - began:.0f} s", flush=True)
+        for i in range(cfg.tries):
+            folder = Path(name) / f"try{i}"
+            row = attempt(folder, cfg, cfg.kind or KINDS[i % len(KINDS)], draw)
+            rows.append(row | {"wrong": judge(row, folder / "steps", wanted)})
+            print(json.dumps(rows[-1]), flush=True)
+            bad = sum(bool(r["wrong"]) for r in rows)
+            about |= {"tries": len(rows), "tries_that_went_wrong": bad}
+            results.write(path, about | {"seconds": round(time.monotonic() - began)}, rows)
+    print(f"{len(rows)} tries, {bad} went wrong; {path}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))
