@@ -138,8 +138,21 @@ class ObjectPath(Path):
         return found.value or b"", found.stamp.generation
 
     def swap(self, content: bytes, version: Any) -> bool:
-        """Stores the object if it is still of this version; tells whether it was."""
-        stamp = self._wait(self.parent._open().write(self.name, content, if_equal=version))
+        """Stores the object if it is still of this version; tells whether it was.
+
+        A store that ignores conditions stores it in any case. Raises: StoreError, also where a
+        store refuses conditions.
+        """
+        try:
+            stamp = self._wait(self.parent._open().write(self.name, content, if_equal=version))
+        except StoreError as error:
+            if any(words in str(error) for words in ("Not Implemented", "NotImplemented", "501")):
+                raise StoreError(
+                    f"{self}: this store takes no conditional writes, which keep two attempts of a "
+                    "supervised job from saving at one time; use another store or a file system "
+                    "(--checkpoint.dir)"
+                ) from error
+            raise
         return bool(stamp.generation)  # empty: the condition did not hold
 
     def delete(self) -> None:

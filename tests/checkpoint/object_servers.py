@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -32,6 +33,10 @@ class ObjectServer(ThreadingHTTPServer):
         self.loses = lambda key: False  # tells a PUT that is answered with 200 and forgotten
         self.ghosts: set[str] = set()  # keys that are listed and are not there
         self.hidden = lambda key: False  # tells a key that is there and is not listed
+        self.last_generation = 1
+        self.generations: dict[str, int] = {}  # Google's: of each object, greater with each write
+        # What is done about conditions of writes: as the stores do, nothing, or an error.
+        self.conditions: Literal["kept", "ignored", "refused"] = "kept"
         self.guard = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -104,6 +109,17 @@ class Handler(BaseHTTPRequestHandler):
         keys = sorted(k for k in known if begin <= k and (not end or k < end))
         return keys[:PAGE], keys[PAGE - 1] if len(keys) > PAGE else None
 
+    def refused(self, conditional: bool, holds: bool) -> bool:
+        """Answers a write whose condition does not hold, or that may have none."""
+        if not conditional or self.server.conditions == "ignored":
+            return False
+        if self.server.conditions == "refused":
+            self.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+            return True
+        if not holds:
+            self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        return not holds
+
     def s3(self, path: str, query: dict, body: bytes):
         if problem := self.unsigned(body):
             text = f"<Error><Code>{problem}</Code><Message>{problem}</Message></Error>"
@@ -127,8 +143,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "PUT":
             now = self.server.objects.get(key)
             wanted, none = self.headers.get("If-Match"), self.headers.get("If-None-Match")
-            if (wanted and wanted != f'"{hash(now)}"') or (none == "*" and now is not None):
-                return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            fits = wanted == f'"{hash(now)}"' if wanted else none != "*" or now is None
+            if self.refused(bool(wanted or none), fits):
+                return None
             if not self.server.loses(key):
                 self.server.objects[key] = body
             return self.answer(200, headers={"ETag": f'"{hash(body)}"'})
@@ -171,7 +188,14 @@ class Handler(BaseHTTPRequestHandler):
         key = unquote(name.removeprefix("/"))
         if bucket != BUCKET:
             return self.answer(404, b'{"error": {"message": "The bucket does not exist."}}')
+        now = self.generation(key or query.get("name", ""))
+        wanted = query.get("ifGenerationMatch")
+        if self.command in ("POST", "DELETE") and self.refused(wanted is not None, wanted == now):
+            return None
         if self.command == "POST":
+            with self.server.guard:
+                self.server.last_generation += 1
+                self.server.generations[query["name"]] = self.server.last_generation
             self.server.objects[query["name"]] = body
             return self.answer(200, json.dumps(self.about(query["name"])).encode())
         if not key:
@@ -187,10 +211,21 @@ class Handler(BaseHTTPRequestHandler):
             known = key in self.server.objects
             about = json.dumps(self.about(key)).encode() if known else b"{}"
             return self.answer(200 if known else 404, about)
-        return self.send_object(key, {"x-goog-generation": "1"})
+        return self.send_object(key, {"x-goog-generation": now})
+
+    def generation(self, key: str) -> str:
+        """What a condition of a write names: 0 for no object; tests may put one there at once."""
+        there = key in self.server.objects
+        return str(self.server.generations.get(key, 1)) if there else "0"
 
     def about(self, key: str) -> dict:
         size = str(len(self.server.objects[key]))
         stamp = "2026-01-01T00:00:00.000Z"
         times = {"timeCreated": stamp, "updated": stamp, "timeStorageClassUpdated": stamp}
-        return {"name": key, "bucket": BUCKET, "generation": "1", "size": size, **times}
+        return {
+            "name": key,
+            "bucket": BUCKET,
+            "generation": self.generation(key),
+            "size": size,
+            **times,
+        }

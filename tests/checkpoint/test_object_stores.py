@@ -60,6 +60,7 @@ def server(one_server, monkeypatch, tmp_path):
     one_server.fail, one_server.silent, one_server.refuse_writes_after = 0, False, None
     one_server.loses = one_server.hidden = lambda key: False
     one_server.ghosts = set()
+    one_server.conditions = "kept"
     return one_server
 
 
@@ -188,8 +189,9 @@ def test_a_step_whose_objects_a_store_lost_was_not_saved(server, lost):
     assert steps.steps() == [1] and good(server, 1)
 
 
-def test_only_the_newest_attempt_saves(server, monkeypatch):
-    old, new = (object_folder.open_steps("s3://bucket/c") for _ in range(2))
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_only_the_newest_attempt_saves(server, monkeypatch, scheme):
+    old, new = (object_folder.open_steps(f"{scheme}://bucket/c") for _ in range(2))
     old.lease, new.lease = (Lease(old.path, Attempt("r", number)) for number in (0, 1))
     assert put_step(old, 1)
     read = Lease._read
@@ -207,6 +209,55 @@ def test_only_the_newest_attempt_saves(server, monkeypatch):
     with pytest.raises(SupersededError, match="a newer attempt has taken over"):
         put_step(old, 2)
     assert put_step(new, 3) and new.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_of_two_writers_of_one_version_one_wins(server, scheme):
+    """An oracle of its own: swaps of one object by hand."""
+    path = store.ObjectPath(f"{scheme}://bucket/c/attempt.json")
+    none, fresh = path.read_version()
+    assert none == b"" and path.swap(b"a", fresh) and not path.swap(b"b", fresh)
+    text, version = path.read_version()
+    assert text == b"a" and path.swap(b"c", version) and not path.swap(b"d", version)
+    assert server.objects["c/attempt.json"] == b"c"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_store_without_conditional_writes(server, monkeypatch, scheme):
+    """One that ignores conditions: an older attempt is refused at its next look. One that refuses
+    them: the save is refused, and the message says why."""
+    server.conditions = "ignored"
+    old, new = (object_folder.open_steps(f"{scheme}://bucket/c") for _ in range(2))
+    old.lease, new.lease = (Lease(old.path, Attempt("r", number)) for number in (0, 1))
+    old.lease.take()
+    new.lease.take()
+    with pytest.raises(SupersededError):
+        put_step(old, 1)
+    assert put_step(new, 1)
+    server.conditions = "refused"
+    with pytest.raises(StoreError, match="attempt.json.*takes no conditional writes"):
+        new.lease.take()
+
+
+def test_an_older_attempt_that_wakes_up_while_it_sends_stops(server, monkeypatch):
+    """It had sent one of its files; the newer one then sent the same step, which stays whole."""
+    old = object_folder.open_steps("s3://bucket/c")
+    old.lease = Lease(old.path, Attempt("r", 0))
+    write, newer = store.ObjectPath.write, {}
+
+    def frozen(self, content):
+        write(self, content)
+        if not newer and self.name == METADATA:
+            Lease(old.path, Attempt("r", 1)).take()
+            newer.update({f"c/1/{name}": b"newer" for name in ("data", RECORD)})
+            server.objects.update(newer)
+
+    monkeypatch.setattr(object_folder, "WORKERS", 1)
+    monkeypatch.setattr(store.ObjectPath, "write", frozen)
+    with pytest.raises(SupersededError):
+        put_step(old, 1)
+    old.drop_saving(1)
+    assert newer and {k: server.objects.get(k) for k in newer} == newer
 
 
 def test_a_step_does_not_clear_a_run_whose_prefix_lies_in_its_own(server):
