@@ -123,5 +123,6 @@ def of_process(progress: Path) -> Watch | None:
 def end(why: str) -> None:
     """Ends this process without a clean-up, which could wait for others or write into storage."""
     with contextlib.suppress(OSError):
-        os.write(2, f"[lease] process {os.getpid()} ends: {why}\n".encode())
+        if select.select([], [2], [], 0)[1]:  # a pipe that nobody empties would hold us up
+            os.write(2, f"[lease] process {os.getpid()} ends: {why}\n".encode())
     os._exit(EXPIRED)

@@ -215,15 +215,17 @@ class Agent:
                 reaper.MARK: self._mark,
             }  # fmt: skip
             try:
-                popen, file = ranks.run(message["command"], log, {**self._env, **env, **own})
+                popen, output = ranks.run(message["command"], log, {**self._env, **env, **own})
             except OSError as error:  # another one would say the same
                 program = message["command"][0]
                 at = "" if error.filename in (None, program) else f": {error.filename}"
                 self._line.send({"unable": f"cannot start {program!r}: {error.strerror}{at}"})
                 return
             self._disk = logs
-            self._processes.append(Process(int(rank), popen, progress, log, file))
+            self._processes.append(Process(int(rank), popen, progress, output))
             self._tell_reaper(f"group {popen.pid}")
+        for p in self._processes:
+            p.output.follow()
 
     def _own(self) -> set[int]:
         return {self._reaper.pid, *(p.popen.pid for p in self._processes)}
@@ -232,7 +234,7 @@ class Agent:
         ranks.reap(self._own())
         said = []
         for p in self._processes:
-            text = p.new_text()
+            text = p.output.new_text()
             if p.rank == 0 and text:
                 self._line.send({"out": text})
             record = heartbeat.read(p.progress)
@@ -243,7 +245,7 @@ class Agent:
                     "state": "X" if code is not None else p.state(),
                     "code": code,
                     "progress": None if record is None else dataclasses.asdict(record),
-                    "log_bytes": p.read,
+                    "log_bytes": p.output.total,
                     "words": p.words(text),
                 }
             )
@@ -271,7 +273,8 @@ class Agent:
             with contextlib.suppress(OSError):
                 text = file.read_text(errors="replace")
             state, code = p.state(), p.code()
-            found[p.rank] = text or f"no stacks: state {state}, exit code {code}\n"
+            text = text or f"no stacks: state {state}, exit code {code}\n"
+            found[p.rank] = text + p.output.missing()
         return found
 
     def _spans(self) -> dict[int, list]:
@@ -296,7 +299,7 @@ class Agent:
         for p in ended:
             with contextlib.suppress(OSError):
                 self._tell_reaper(f"reaped {p.popen.pid}")
-            p.close()
+            p.output.close()
             p.progress.unlink(missing_ok=True)
             heartbeat.stacks_file(p.progress).unlink(missing_ok=True)
 

@@ -1,6 +1,5 @@
 """A training process as its agent sees it, from outside, and how it is started and tied to it."""
 
-import codecs
 import contextlib
 import ctypes
 import dataclasses
@@ -9,13 +8,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megajax.monitor import heartbeat
+from megajax.systems.elastic.output import Output
 
-LOG_BYTES = 1 << 20  # (chosen) of a log that are searched in a period; a flood is skipped
 LINES = 20  # (chosen) keyword lines told of one process
 KEYWORDS = (
     "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
@@ -33,14 +31,9 @@ class Process:
     rank: int
     popen: subprocess.Popen
     progress: Path
-    log: Path
-    file: int | None = None
-    read: int = 0
+    output: Output
     rest: str = ""
     told: int = 0
-    decoder: codecs.IncrementalDecoder = dataclasses.field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
 
     def code(self) -> int | None:
         """Returns how it ended: negative for a signal, except those that a run saves on."""
@@ -66,31 +59,6 @@ class Process:
             with contextlib.suppress(OSError):
                 os.kill(self.popen.pid if record is None else record.pid, number)
 
-    def new_text(self) -> str:
-        """Returns what the log has grown by, the end of it when that is much.
-
-        The log is read through the descriptor of its beginning, whoever removes the file; a disk
-        that does not give it back costs the text.
-        """
-        try:
-            if self.file is None:
-                self.file = os.open(self.log, os.O_RDONLY | os.O_CLOEXEC)
-            size = os.fstat(self.file).st_size
-            start = max(self.read, size - LOG_BYTES)
-            raw = os.pread(self.file, max(size - start, 0), start)
-        except OSError:
-            return ""
-        if start > self.read:
-            self.decoder.reset()
-        self.read = size
-        return self.decoder.decode(raw)
-
-    def close(self) -> None:
-        """Lets go of the log."""
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
-
     def words(self, text: str) -> list[str]:
         """Returns the whole lines with a keyword, up to LINES of a process."""
         *lines, self.rest = (self.rest[-1000:] + text).split("\n")
@@ -101,34 +69,29 @@ class Process:
         return found
 
 
-def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subprocess.Popen, int]:
+def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subprocess.Popen, Output]:
     """Starts a command in a session of its own, to be called by this process's main thread.
 
-    The command is killed when this process dies. Returns: it, and the descriptor of its log; that
-    of nothing where the disk does not take a log. Raises: OSError: no such program.
+    The command is killed when this process dies. Returns: it, and its output, which nobody takes
+    before `follow`: a process with threads should not fork. Raises: OSError: no such program.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(log, flags, 0o644)
-    except OSError as error:
-        file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        print(f"[agent] no log {log}: {error.strerror}. The job goes on", file=sys.stderr)
-    agent = os.getpid()
+    agent, output = os.getpid(), Output(log)
     try:
         popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=file,
+            stdout=output.writer,
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
             preexec_fn=lambda: _die_with(agent),
         )
     except BaseException:
-        os.close(file)
+        os.close(output.writer)
+        output.close()
         raise
-    return popen, file
+    os.close(output.writer)
+    return popen, output
 
 
 def _die_with(agent: int) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import select
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import time
 import pytest
 
 from megajax.core.errors import UserError
+from megajax.monitor import lease
 from megajax.monitor.reports import Limits
 from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module
@@ -24,6 +26,7 @@ from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import AGENT, Host, Hosts
+from megajax.systems.elastic.output import Output
 from megajax.systems.elastic.speaker import Speaker
 from megajax.systems.elastic.tls import self_signed
 from megajax.systems.elastic.wire import Line, join_address, split_address
@@ -59,29 +62,104 @@ def test_a_log_that_is_removed_is_read_on(tmp_path):
     script = "printf 'a\\303'; read x < fifo; printf '\\251b'"
     os.mkfifo(tmp_path / "fifo")
     with contextlib.chdir(tmp_path):
-        popen, file = ranks.run(["sh", "-c", script], log, os.environ)
-    p = ranks.Process(0, popen, tmp_path / "progress", log, file)
+        popen, output = ranks.run(["sh", "-c", script], log, os.environ)
+    output.follow()
     wait_for(lambda: log.stat().st_size == 2)
-    assert p.new_text() == "a"  # and half of a character
+    assert output.new_text() == "a"  # and half of a character
     log.unlink()
     log.parent.rmdir()
     (tmp_path / "fifo").write_text("\n")
     popen.wait()
-    assert p.new_text() == "éb"
+    assert output.new_text() == "éb" and output.total == 4
     assert ranks.disk_free(log.parent) > 0
-    p.close()
+    output.close()
 
 
 @process
 def test_a_place_that_takes_no_log_costs_the_log(tmp_path, capsys):
     (tmp_path / "rank0.log").mkdir()
-    popen, file = ranks.run(["echo", "x"], tmp_path / "rank0.log", os.environ)
+    popen, output = ranks.run(["echo", "x"], tmp_path / "rank0.log", os.environ)
+    output.follow()
     assert popen.wait() == 0
-    p = ranks.Process(0, popen, tmp_path / "progress", tmp_path / "rank0.log", file)
-    assert p.new_text() == "" and "no log" in capsys.readouterr().err
-    p.close()
+    assert output.new_text() == "x\n" and "no log" in capsys.readouterr().err
+    output.close()
+    assert output.missing() == (
+        "2 bytes of output are not in the log (Is a directory); the last:\nx\n\n"
+    )
     with pytest.raises(FileNotFoundError):
         ranks.run(["no such program"], tmp_path / "other.log", os.environ)
+
+
+@process
+def test_a_command_that_prints_does_not_meet_a_full_disk(tmp_path):
+    script = "i=0; while [ $i -lt 300 ]; do echo line $i || exit 9; i=$((i+1)); done; kill -9 $$"
+    popen, output = ranks.run(["sh", "-c", script], pathlib.Path("/dev/full"), os.environ)
+    output.follow()
+    assert popen.wait() == -signal.SIGKILL  # and no 9
+    text = "".join(f"line {i}\n" for i in range(300))
+    assert output.new_text() == text
+    output.close()
+    lost = f"{len(text)} bytes of output are not in the log (No space left on device); the last:\n"
+    assert output.missing() == f"{lost}{text}\n"
+
+
+def test_a_log_says_what_is_missing_as_soon_as_there_is_room(tmp_path):
+    output = Output(tmp_path / "log")
+    room, full = os.dup(output._file), os.open("/dev/full", os.O_WRONLY)
+    output.follow()
+
+    def put(text):
+        before = output.total
+        os.write(output.writer, text.encode())
+        wait_for(lambda: output.total > before and not output._waiting)
+
+    put("first\n")
+    wait_for(lambda: (tmp_path / "log").stat().st_size == 6)
+    os.dup2(full, output._file)
+    put("lost\n")
+    wait_for(lambda: output.missing())
+    assert output.missing().endswith("first\nlost\n\n")
+    os.dup2(room, output._file)
+    put("second\n")
+    os.close(output.writer)
+    output.close()
+    note = "\n[agent] 5 bytes are missing here: No space left on device\n"
+    assert (tmp_path / "log").read_text() == f"first\n{note}second\n" and not output.missing()
+    for file in (room, full):
+        os.close(file)
+
+
+@process
+def test_what_a_command_left_behind_may_keep_its_output_open(tmp_path):
+    """The command is killed with 200 kB in the pipe; the process it left prints on."""
+    script = f"sleep 60 & {sys.executable} -c 'print(\"x\" * 200_000)'; kill -9 $$"
+    popen, output = ranks.run(["sh", "-c", script], tmp_path / "log", os.environ)
+    assert popen.wait() == -signal.SIGKILL
+    output.follow()
+    assert len(output.new_text()) == 200_001
+    began = time.monotonic()
+    output.close()
+    assert time.monotonic() - began < 2
+    os.killpg(popen.pid, signal.SIGKILL)
+    assert (tmp_path / "log").stat().st_size == 200_001
+
+
+def test_a_process_whose_lease_is_over_does_not_wait_for_its_output(monkeypatch):
+    """Its agent is frozen, and the pipe is full."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    ended, written, select_ = [], [], select.select
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(os, "write", lambda *args: written.append(args))
+    monkeypatch.setattr(select, "select", lambda r, w, x, t: select_(r, [writer] if w else w, x, t))
+    lease.end("of a test")
+    assert ended == [lease.EXPIRED] and not written
+    os.close(reader)
+    os.close(writer)
 
 
 # ---- orphans
@@ -94,6 +172,7 @@ def two_of(mark):
 
 AN_AGENT = """
 import os, pathlib, sys
+from megajax.monitor import lease
 from megajax.monitor.reports import Limits
 from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module

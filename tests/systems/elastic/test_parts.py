@@ -14,8 +14,9 @@ import pytest
 
 from megajax.monitor import ettr
 from megajax.monitor.reports import Action
-from megajax.systems.elastic import checks, hosts, ranks, reaper, shared
+from megajax.systems.elastic import checks, hosts, output, ranks, reaper, shared
 from megajax.systems.elastic.events import Journal
+from megajax.systems.elastic.output import Output
 from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
 from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.wire import Line
@@ -212,7 +213,7 @@ def test_time_is_counted_by_a_clock_that_nobody_sets():
 def ended(tmp_path, code):
     popen = subprocess.Popen([sys.executable, "-c", code])
     popen.wait()
-    return Process(0, popen, tmp_path / "progress", tmp_path / "log")
+    return Process(0, popen, tmp_path / "progress", Output(tmp_path / "log"))
 
 
 @pytest.mark.parametrize(
@@ -223,24 +224,28 @@ def ended(tmp_path, code):
 def test_exit_codes_of_wrappers_are_read_as_signals(tmp_path, code, shown):
     p = ended(tmp_path, code)
     assert p.code() == shown and p.state() == "X"
+    os.close(p.output.writer)
+    p.output.close()
 
 
 def test_logs_are_searched_once_line_by_line_and_not_for_ever(tmp_path):
     p = ended(tmp_path, "")
-    with open(p.log, "w") as log:
+    p.output.follow()
+    with open(p.output.writer, "w") as log:
         log.write("fine\nNVRM: Xid (PCI:0000:3b:00): 79\nhalf of a CUDA_ER")
         log.flush()
-        assert p.words(p.new_text()) == ["NVRM: Xid (PCI:0000:3b:00): 79"]
+        assert p.words(p.output.new_text()) == ["NVRM: Xid (PCI:0000:3b:00): 79"]
         log.write("ROR: launch failed\n")
         log.flush()
-        assert p.words(p.new_text()) == ["half of a CUDA_ERROR: launch failed"]
+        assert p.words(p.output.new_text()) == ["half of a CUDA_ERROR: launch failed"]
         log.write(100 * "out of memory\n")
         log.flush()
-        assert len(p.words(p.new_text())) == ranks.LINES - 2
-        log.write("x" * (ranks.LOG_BYTES + 100) + "\n")
+        assert len(p.words(p.output.new_text())) == ranks.LINES - 2
+        log.write("x" * (output.NEWEST_BYTES + 100) + "\n")
         log.flush()
-        assert len(p.new_text()) == ranks.LOG_BYTES
-        assert p.read == p.log.stat().st_size
+        assert len(p.output.new_text()) == output.NEWEST_BYTES
+    p.output.close()
+    assert p.output.total == p.output.log.stat().st_size and not p.output.missing()
 
 
 def test_the_reaper_ends_groups_and_removes_folders_when_its_input_ends(tmp_path):
