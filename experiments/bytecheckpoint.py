@@ -6,7 +6,8 @@
 The same state through our manager, plain Orbax (asynchronous and synchronous) and the disk itself,
 one after another within every repetition, so that all meet the same machine. Stall: until the
 training loop may go on, beside one copy of the state into memory that was touched before. Whole:
-until the step counts, beside writing and syncing the same bytes. Load: files are dropped from the
+until the step counts, beside writing and syncing the same bytes; "ours, read back": until it was
+also read again and compared, which the loop does not wait for. Load: files are dropped from the
 page cache first, for all alike; into the mesh that saved and, in turn, one other, every array
 compared bit by bit. Plan: who writes what of a 405B model's state on --plan_ranks ranks, SIMULATED
 but for planning itself. GOALS: the file says for each whether it is met.
@@ -52,7 +53,13 @@ PAPER_STALL = 61.37 / 0.38
 BASE = {"stall": "one copy", "whole": "write and sync", "load": "read"}
 # The machine's own time over ours must be at least this (chosen before it was measured).
 GOALS = {"stall": 1 / 1.2, "whole": 0.7, "load": 0.7}
-COLOURS = {"ours": "#0072B2", "orbax": "#E69F00", "orbax, waits": "#D55E00", "machine": "#999999"}
+COLOURS = {
+    "ours": "#0072B2",
+    "ours, read back": "#56B4E9",
+    "orbax": "#E69F00",
+    "orbax, waits": "#D55E00",
+    "machine": "#999999",
+}
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,8 @@ def measure_saves(
     handle.result()
     yield "whole", "ours", time.perf_counter() - began
     yield "stall", "ours", stall
+    handle.wait_checked()
+    yield "whole", "ours, read back", time.perf_counter() - began
     manager.close()  # the bytes of the step before go now, not beside what is measured next
     shutil.rmtree(folder / "orbax", ignore_errors=True)
     began = time.perf_counter()

@@ -140,13 +140,22 @@ def inspect(cfg: Config, path: str) -> int:
 
 
 def verify(cfg: Config, path: str) -> int:
-    """Reads every byte. Returns 1 when a step is damaged."""
+    """Reads every byte, and the leaves of what was not read back. Returns 1 for damage."""
+    import jax  # sums leaves
+
+    from megajax.checkpoint import read_back
+
+    jax.config.update("jax_platforms", "cpu")
     steps, step = opened(cfg, path)
     bad = 0
     for number in steps.steps() if step is None else [step]:
         try:
-            record = offline.verify(steps, number)
-            print(f"step {number}: {len(record.files)} files, {offline.size(record):,} bytes: good")
+            record = read_back.verify(steps, number)
+            when = "when it was saved" if steps.is_read_back(number, record) else "now, for once"
+            print(
+                f"step {number}: {len(record.files)} files, {offline.size(record):,} bytes: good; "
+                f"its leaves were read back {when}"
+            )
         except DamagedError as error:
             bad += 1
             print(error)
@@ -235,7 +244,8 @@ def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -
         raise UserError(f"{target} has a step {step} already; name a new folder")
     # As an array of jax mapped memory is written as it is, of NumPy it would be copied first.
     mapped = {n: jax.device_put(x) if x.dtype.itemsize <= 4 else x for n, x in leaves.items()}
-    manager.save(step, nest(mapped), data_state=data_state).result()
+    manager.save(step, nest(mapped), data_state=data_state)
+    manager.close()  # it is read back by then
     print(f"{len(leaves)} leaves are step {step} of {target}")
     return 0
 

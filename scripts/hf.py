@@ -69,7 +69,8 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     if tokenizer.is_file():
         target.mkdir(parents=True, exist_ok=True)
         hf.copy_tokenizer(tokenizer, target)
-    manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0}).result()
+    manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0})
+    manager.close()  # it is read back by then
     (target / "config.json").write_text(config.to_json(run))
     print(f"{count(params):,} parameters of {source} are step 0 of {target}")
 

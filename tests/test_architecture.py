@@ -42,6 +42,7 @@ JAX_FREE = (
     "megajax.checkpoint.foreign",
     "megajax.checkpoint.integrity",
     "megajax.checkpoint.layouts",
+    "megajax.checkpoint.marks",
     "megajax.checkpoint.megatron_files",
     "megajax.checkpoint.memory_tier",
     "megajax.checkpoint.object_folder",

@@ -12,11 +12,13 @@ import functools
 import itertools
 import os
 import shutil
+import threading
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint import marks
 from megajax.checkpoint.integrity import (
     RECORD,
     CheckpointError,
@@ -48,6 +50,7 @@ class StepFolder:
         self._lock: int | None = None
         self._key: tuple[str, int] | None = None  # of the step that is being saved
         self.lease: Lease | None = None  # of a supervised attempt
+        self.cleaning = threading.Lock()  # of the threads that remove what is not needed any more
         self._tag = ""  # of what it writes: an older attempt may wake up and write the same step
 
     def fence(self, attempt: Attempt | None, takes: bool) -> None:
@@ -87,7 +90,8 @@ class StepFolder:
     def record(self, step: int) -> Record | None:
         """Returns a step's record; None: Orbax alone wrote the step, there never was one.
 
-        Raises: DamagedError when the record is damaged or gone, or that of another step.
+        Raises: DamagedError when the record is damaged or gone, or that of another step, or when
+        the step was read back after its save and was not what was written.
         """
         folder = self.step(step)
         if self._is_plain(folder):
@@ -98,7 +102,30 @@ class StepFolder:
                 f"step {step} of {self.path} holds step {record.step} ({RECORD} says so); "
                 "give the folder its own name back"
             )
+        if wrong := marks.read(folder, record):
+            raise marks.refuted(folder, wrong)
         return record
+
+    def is_read_back(self, step: int, record: Record) -> bool:
+        """Tells whether a step was read back after it was saved, and was what was written."""
+        return marks.read(self.step(step), record) == []
+
+    def unread(self, among: int, but: Collection[int] = ()) -> int | None:
+        """Returns the newest of the `among` newest good steps that was not read back, or None.
+
+        but: steps that are left out. Raises: UnreadableError, StoreError.
+        """
+        seen = 0
+        for step in reversed(self.steps()):
+            if seen == among:
+                break
+            with contextlib.suppress(DamagedError):
+                if step in but or (record := self.record(step)) is None:
+                    continue
+                if not self.is_read_back(step, record):
+                    return step
+                seen += 1
+        return None
 
     def _is_plain(self, folder: Path) -> bool:
         """Tells a step that Orbax alone wrote. Raises: UnreadableError."""
@@ -168,11 +195,14 @@ class StepFolder:
         for trash in self.path.glob(f"[0-9]*{TRASH}"):
             _free(trash)
 
-    def retain(self, newest: int, best: int, bad: Collection[int], saved: int) -> None:
+    def retain(
+        self, newest: int, best: int, bad: Collection[int], saved: int, read_back: bool = False
+    ) -> None:
         """Removes the steps that have `newest` verified steps after them; 0 newest: none.
 
-        A step is verified when its record is valid and its files have the sizes of the record.
-        best: so many verified steps with the lowest metric stay too. bad: steps that are known not
+        A step is verified when its record is valid, its files have the sizes of the record and, if
+        read_back, it was read back. best: so many verified steps with the lowest metric stay too,
+        and those with a still lower one that were not read back yet. bad: steps that are known not
         to be verified. saved: the step that was just stored, which stays in every case.
         Raises: UnreadableError, StoreError.
         """
@@ -185,13 +215,23 @@ class StepFolder:
                 with contextlib.suppress(DamagedError):
                     if (record := self.record(step)) is not None:
                         records[step] = record
-        verified = functools.cache(lambda s: not find_damage(self.step(s), records[s], fast=True))
+        whole = functools.cache(lambda s: not find_damage(self.step(s), records[s], fast=True))
+        verified = functools.cache(
+            lambda s: (not read_back or self.is_read_back(s, records[s])) and whole(s)
+        )
         after = list(itertools.islice(filter(verified, sorted(records, reverse=True)), newest))
         if len(after) < newest:
             return
-        ranked = sorted((r.metric, s) for s, r in records.items() if r.metric is not None)
-        lowest = itertools.islice((s for _, s in ranked if verified(s)), best)
-        kept = {saved, *lowest}
+        kept, ranked = (
+            {saved},
+            sorted((r.metric, s) for s, r in records.items() if r.metric is not None),
+        )
+        for _, step in ranked:
+            if not best:
+                break
+            if whole(step):
+                kept.add(step)
+                best -= verified(step)
         for step in steps:
             if step < after[-1] and step not in kept:
                 self.remove(step)

@@ -144,7 +144,8 @@ class Fingerprints:
 
     @functools.cached_property
     def _parts(self) -> list[list[tuple[int, Any]]]:
-        return [parts for group in self._groups for parts in group()]
+        groups, self._groups = self._groups, []  # which hold the arrays
+        return [parts for group in groups for parts in group()]
 
     def local(self) -> list[Print]:
         """Returns what the shards of this process add to each leaf's fingerprint."""

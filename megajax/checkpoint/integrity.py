@@ -13,7 +13,8 @@ import ast
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError, kv
 from megajax.core.files import parse_json, read_bytes
 
 RECORD = "integrity.json"
+MARK = "read_back.json"  # what reading the step back found (marks.py); the record does not know it
 PART = "integrity.part-"  # what one process of a job found, until the record is written
 CHUNK = 16 * 2**20  # bytes a checksum covers (chosen: a read that disks do at full rate)
 SMALL = 64 * 2**10  # files up to here are checked even when a check is to be fast
@@ -192,13 +194,13 @@ def _sealed(body: str) -> str:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Returns the files of a step, relative and sorted, without the record and its parts."""
+    """Returns the files of a step, relative and sorted, without the record, its parts and mark."""
     found = (
         os.path.relpath(os.path.join(at, name), folder)
         for at, _, names in os.walk(folder)
         for name in names
     )
-    return sorted(n for n in found if n != RECORD and not n.startswith(PART))
+    return sorted(n for n in found if n not in (RECORD, MARK) and not n.startswith(PART))
 
 
 def sum_files(
@@ -208,11 +210,18 @@ def sum_files(
     sizes = {n: (folder / n).stat().st_size for n in names} if sizes is None else sizes
     pieces = [(n, i, min(CHUNK, sizes[n] - i)) for n in names for i in range(0, sizes[n], CHUNK)]
     sums: dict[str, list[int]] = {n: [] for n in names}
-    with ThreadPoolExecutor(WORKERS) as pool:
-        crcs = pool.map(lambda piece: _chunk_crc(folder / piece[0], *piece[1:]), pieces)
-        for (name, *_), crc in zip(pieces, crcs, strict=True):
-            sums[name].append(crc)
+    crcs = _at_once(WORKERS, lambda piece: _chunk_crc(folder / piece[0], *piece[1:]), pieces)
+    for (name, *_), crc in zip(pieces, crcs, strict=True):
+        sums[name].append(crc)
     return {n: FileSum(sizes[n], sums[n]) for n in names}
+
+
+def _at_once(workers: int, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Returns what a call says of each item; `workers` threads ask."""
+    if not threading.main_thread().is_alive():  # the interpreter ends and takes no new threads
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(call, items))
 
 
 def _chunk_crc(path: Path, offset: int, length: int) -> int:
@@ -234,8 +243,8 @@ def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage
     A file that the record does not know is no damage: nothing reads it.
     """
     found, whole = [], []
-    with ThreadPoolExecutor(4 * WORKERS) as pool:
-        sizes = list(pool.map(lambda f: _size(folder / f[0], f[1].bytes), record.files.items()))
+    known = record.files.items()
+    sizes = _at_once(4 * WORKERS, lambda f: _size(folder / f[0], f[1].bytes), known)
     for (name, wanted), size in zip(record.files.items(), sizes, strict=True):
         if isinstance(size, OSError):
             found.append(Damage(name, f"{size.strerror}"))

@@ -1,10 +1,10 @@
 """Checkpoints of a run: asynchronous, by step, through Orbax, and never a lie.
 
 A save takes the arrays' fingerprints, copies the arrays off the devices and returns; storage goes
-on in the background: Orbax's files, then the integrity record (integrity.py), then the step's name
-(directory.py). A restore is checked against the record, element by element where they come to lie,
-and what is not as it was saved is an error that names it. Plain Orbax can read every step, and
-steps that plain Orbax wrote are read here.
+on in the background (sealing.py): Orbax's files, then the integrity record (integrity.py), then the
+step's name (directory.py), with which it counts; then it is read back. A restore is checked against
+the record, element by element where they come to lie, and what is not as it was saved is an error
+that names it. Plain Orbax can read every step, and steps that plain Orbax wrote are read here.
 
 Layout: <folder>/<step>/state/..., integrity.json, and the data position in Orbax's own metadata.
 Sources: ByteCheckpoint section 4 (two stages, integrity), MegaScale section 4.4.
@@ -13,11 +13,10 @@ Sources: ByteCheckpoint section 4 (two stages, integrity), MegaScale section 4.4
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,19 +25,18 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint import fingerprint, integrity, leaves, offline, read_back, storage
+from megajax.checkpoint import integrity, leaves, read_back, storage
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
-from megajax.checkpoint.integrity import CheckpointError, DamagedError, LeafSum, Record
+from megajax.checkpoint.integrity import CheckpointError, DamagedError, Record
 from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.checkpoint.object_folder import open_steps
-from megajax.checkpoint.storage import Compression, SaveError, SaveHandle
+from megajax.checkpoint.sealing import Job, Sealer
+from megajax.checkpoint.storage import Compression, ReadBackError, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
 from megajax.core.tree import Tree, named_leaves
 
-Table = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
 Verify = Literal["full", "fast"] | None
-PATIENCE_MS = 1_800_000  # how long the processes of a job wait for each other's storage (chosen)
 
 
 class CheckpointManager:
@@ -53,7 +51,7 @@ class CheckpointManager:
         compression: Compression = "auto",
         verify: Verify = "full",
         attempt: Attempt | None = None,
-        verify_saves: bool = False,
+        verify_saves: bool = True,
     ):
         """Removes what killed saves left.
 
@@ -64,8 +62,9 @@ class CheckpointManager:
         restore checks: full: every element and the step's small files; fast: the small files and
         all sizes; None: nothing.
         attempt: who saves; a newer one of its run takes over (lease.py). None: nobody does.
-        verify_saves: read each step back before it counts and older ones go (read_back.py): a bit
-        that flips on the way to storage fails the save, which takes about as long again.
+        verify_saves: read each step back in the background before older ones go (sealing.py): a bit
+        that flipped on the way to storage is an error in the log, the step counts no more, `close`
+        raises.
         Raises: CheckpointError for a folder, a setting or an attempt that cannot be.
         """
         _check_settings(keep, best, compression, verify)
@@ -75,13 +74,16 @@ class CheckpointManager:
         self._compression, self._verify_saves = compression, verify_saves
         self._pending: SaveHandle | None = None
         self._bad: set[int] = set()
+        self._sealer = Sealer(self._steps, keep, best, verify_saves, self._bad)
         self._turn = threading.Lock()  # of the threads that save
         self._steps.fence(attempt, takes=jax.process_index() == 0)
         if jax.process_index() == 0:
             self._steps.collect()
 
     def steps(self) -> list[int]:
-        """Returns the stored steps, oldest first."""
+        """Returns the stored steps, oldest first; waits while old ones are about to go."""
+        if (pending := self._pending) is not None:
+            pending.wait_checked()
         return self._steps.steps()
 
     def latest(self) -> int | None:
@@ -109,8 +111,8 @@ class CheckpointManager:
         data_state: dict[str, Any] | None = None,
         metric: float | None = None,
     ) -> SaveHandle:
-        """Starts saving; waits for the one before. The state may be donated, and its arrays of the
-        host changed, when this returns.
+        """Starts saving; waits until the save before counts. The state may be donated, and its
+        arrays of the host changed, when this returns.
 
         state: any tree of arrays. data_state: JSON values, the position of the data pipeline.
         metric: what `best` ranks by, the lower the better; NaN is not ranked.
@@ -124,19 +126,26 @@ class CheckpointManager:
         leaves.check_json(data_state)
         leaves.check(state)
         with self._turn:
-            self.wait()
-            handle = self._pending = SaveHandle(step)
-            self._start(handle, state, data_state or {}, metric)
+            former, handle = self._pending, SaveHandle(step)
+            if former is not None:
+                _warn(former.result)  # what it still reads back it reads beside this save
+            self._pending = handle
+            self._start(handle, former, state, data_state or {}, metric)
         handle.blocking_s = time.perf_counter() - began
         return handle
 
     def _start(
-        self, handle: SaveHandle, state: Tree, data_state: dict[str, Any], metric: float | None
+        self,
+        handle: SaveHandle,
+        former: SaveHandle | None,
+        state: Tree,
+        data_state: dict[str, Any],
+        metric: float | None,
     ) -> None:
         """The first stage: copies the state, and starts the second, or the report of a failure."""
-        step, response = handle.step, None
+        step, number = handle.step, next(_save_numbers())
         try:
-            self._open(step)
+            unread = self._open(step, former)
             state = leaves.storable(state)
             arrays = named_leaves(state)
             prints = Fingerprints(x for _, x in arrays)
@@ -146,26 +155,40 @@ class CheckpointManager:
             response = storage.write(where, state, metadata, compress, file_bytes)
         except Exception as error:
             reason = error  # raised where the handle reports it
-            handle.run(lambda: self._fail(reason), self._tidy, self.folder)
+            handle.run([lambda: self._fail(reason, former)], self.folder)
         else:
             table = [(n, x.shape, str(x.dtype)) for n, x in arrays]
-            handle.run(
-                lambda: self._store(step, response, table, prints, metric), self._tidy, self.folder
-            )
+            job = Job(step, number, response, table, prints, metric, former, unread)
+            work = self._sealer
+            todo = [
+                functools.partial(work.store, job),
+                functools.partial(work.check, step, number),
+                work.empty,
+            ]
+            handle.run(todo, self.folder)
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int, former: SaveHandle | None) -> int | None:
         """Takes the folder and tries to write there. Raises, on all processes: as `begin`.
 
         Orbax's threads, once started, wait minutes for each other when they cannot write.
+        former: the save before. Returns: an older step that was not read back, or None.
         """
         problem: Exception | None = None
+        unread = None
         if jax.process_index() == 0:
             try:
                 self._steps.begin(step)
+                if self._verify_saves:
+                    but = {step} if former is None else {step, former.step}
+                    unread = self._steps.unread(max(self._keep, 1), but)
+                    if unread is not None and unread >= 2**31:
+                        unread = None  # what is told below has 32 bits
             except (OSError, CheckpointError) as error:
                 problem = error
         if jax.process_count() > 1:
-            failed = multihost_utils.broadcast_one_to_all(np.array(problem is not None))
+            told = np.array([problem is not None, -1 if unread is None else unread], np.int32)
+            failed, older = multihost_utils.broadcast_one_to_all(told).tolist()
+            unread = None if older < 0 else older
             if failed and problem is None:
                 problem = OSError("process 0 cannot write there")
             place = self._steps.saving(step).parent
@@ -174,106 +197,23 @@ class CheckpointManager:
                 problem = OSError(f"process {blind[0]} does not see {place}, which all must share")
         if problem is not None:
             raise problem
+        return unread
 
-    def _store(
-        self, step: int, response: Any, table: Table, prints: Fingerprints, metric: float | None
-    ) -> None:
-        """The second stage: waits for Orbax, seals the step and gives it its name."""
-        saving, first = self._steps.saving(step), jax.process_index() == 0
-        number, meet = next(_save_numbers()), storage.barrier()
-        problem: Exception | None = None
-        sums, files = [], {}
-        try:
-            try:
-                sums = prints.local()  # beside Orbax's writing, which must end before anything goes
-            finally:
-                storage.wait(response, f"megajax_failed_{number}")
-            mine = integrity.list_files(saving)[jax.process_index() :: jax.process_count()]
-            files = {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()}
-        except Exception as error:
-            problem = error
-            storage.give_up(f"megajax_failed_{number}", error)
-        # A process that failed meets the others all the same, or they would wait in vain. What is
-        # read back was summed before, by whichever process: a bit that flips later shows there.
-        meet(key=f"megajax_written_{number}", timeout_ms=PATIENCE_MS)
-        try:
-            if problem is not None:
-                raise problem
-            own = read_back.share(table, jax.process_index(), jax.process_count())
-            found = read_back.fingerprints(saving, own if self._verify_saves else [])
-            part = {"files": files, "fingerprints": sums, "read_back": found}
-            name = f"{integrity.PART}{jax.process_index()}"
-            integrity.write_file(saving / name, json.dumps(part))
-        except Exception as error:
-            problem = error
-        meet(key=f"megajax_summed_{number}", timeout_ms=PATIENCE_MS)
-        if first:
-            try:
-                if problem is not None:
-                    raise problem
-                self._seal(step, table, metric)
-            except Exception as error:
-                problem = error
-                self._steps.drop_saving(step)
-            finally:
-                self._steps.unlock()
-        meet(key=f"megajax_named_{number}", timeout_ms=PATIENCE_MS)
-        if problem is None and not (self._steps.step(step) / integrity.RECORD).exists():
-            problem = OSError("another process could not write")
-        if problem is not None:
-            raise problem
-        self._bad.discard(step)
-
-    def _seal(self, step: int, table: Table, metric: float | None) -> None:
-        """Writes the record, from what each process found, and the name; old steps lose theirs."""
-        saving = self._steps.saving(step)
-        paths = sorted(saving.glob(f"{integrity.PART}*"))
-        if len(paths) != jax.process_count():
-            raise OSError(f"only {len(paths)} of {jax.process_count()} processes wrote their part")
-        parts = [json.loads(p.read_text()) for p in paths]
-        files = {n: integrity.FileSum(**f) for part in parts for n, f in part["files"].items()}
-        sums = [
-            fingerprint.add(own) for own in zip(*(p["fingerprints"] for p in parts), strict=True)
-        ]
-        found = {
-            name: LeafSum(list(shape), dtype, list(total))
-            for (name, shape, dtype), total in zip(table, sums, strict=True)
-        }
-        stored = {n: tuple(x) for part in parts for n, x in part["read_back"].items()}
-        wrong = [n for n, x in found.items() if stored.get(n) != tuple(x.fingerprint)]
-        if wrong and self._verify_saves:
-            raise OSError(
-                f"what is read back of leaf {', '.join(wrong[:5])} is not what was written; "
-                "storage or memory is faulty"
-            )
-        for path in paths:
-            path.unlink()
-        integrity.write_record(saving, Record(step, files, found, metric))
-        self._steps.commit(step)
-        try:
-            self._steps.retain(self._keep, self._best, self._bad - {step}, step)
-        except (OSError, CheckpointError) as error:  # the step counts all the same
-            logging.warning("older steps than %d stay: %s", step, error)
-
-    def _tidy(self) -> None:
-        if jax.process_index() == 0:
-            self._steps.empty()
-
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, former: SaveHandle | None) -> None:
         self._steps.unlock()
+        if former is not None:
+            former.join()
         raise error
 
     def wait(self) -> None:
-        """Waits for the save under way; only warns when it failed. Raises: SupersededError."""
-        try:
-            self.close()
-        except SupersededError:
-            raise
-        except SaveError as error:
-            logging.warning("%s", error)
+        """Waits for the save under way, reading back too; only warns when it failed.
+
+        Raises: SupersededError.
+        """
+        _warn(self.close)
 
     def close(self) -> None:
-        """Waits for the save under way. Raises: SaveError when it failed."""
+        """Waits for the save under way, reading back too. Raises: SaveError when it failed."""
         if self._pending is not None:
             handle, self._pending = self._pending, None
             handle.finish()
@@ -354,9 +294,9 @@ class CheckpointManager:
             logging.error("%s", error)
 
     def verify(self, step: int) -> Record:
-        """Reads every byte of a step and returns its record. Raises: as `offline.verify`."""
+        """Reads every byte of a step and returns its record. Raises: as `read_back.verify`."""
         self.wait()
-        return offline.verify(self._steps, step)
+        return read_back.verify(self._steps, step)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data_state of a stored step, without its arrays. Raises: CheckpointError."""
@@ -378,6 +318,21 @@ class CheckpointManager:
         folder = self._steps.step(step)
         if damage := integrity.find_damage(folder, dataclasses.replace(record, files=files)):
             raise integrity.damaged(folder, damage)
+
+
+def _warn(call: Callable[[], None]) -> None:
+    """Warns when a save failed, unless that was said when it was found.
+
+    Raises: SupersededError.
+    """
+    try:
+        call()
+    except SupersededError:
+        raise
+    except ReadBackError:
+        pass
+    except SaveError as error:
+        logging.warning("%s", error)
 
 
 def _check_settings(keep: int, best: int, compression: str, verify: str | None) -> None:

@@ -73,10 +73,11 @@ class ObjectFolder(StepFolder):
         if self.lease is not None:
             self.lease.take()
         self._stage.begin(step)
-        marked = self._found(MARK)
-        for left in marked & self._found(RECORD) if marked else ():
-            (self.step(left) / MARK).delete()  # killed after the record was written
-        self.empty()
+        with self.cleaning:
+            marked = self._found(MARK)
+            for left in marked & self._found(RECORD) if marked else ():
+                (self.step(left) / MARK).delete()  # killed after the record was written
+            self.empty()
 
     def commit(self, step: int) -> None:
         """Sends a staged step, its record last. Raises: StoreError, OSError."""

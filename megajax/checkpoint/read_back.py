@@ -2,8 +2,8 @@
 
 The checksums of integrity.py are made of the files, so a bit that flips between the write and the
 checksum would be sealed in. The fingerprints of the devices' arrays (fingerprint.py) are of what
-was meant to be written: with `verify_saves` the files of a step are read before it gets its name,
-and must give the same.
+was meant to be written: the files of a step are read again in the background once it counts, and
+must give the same before an older step goes (sealing.py).
 
 Leaves are read in slabs of about SLAB bytes along their first dimension, the next one while one is
 summed. Words and places are one long row in blocks of fixed lengths, so two programs serve leaves
@@ -21,8 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from megajax.checkpoint import reads, store
+from megajax.checkpoint import marks, offline, reads, store
+from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.fingerprint import STRIDES, WORD_STRIDE, Print, host_words, place_hashes
+from megajax.checkpoint.integrity import Record, find_damage
+from megajax.core.errors import UserError
 
 SLAB = 2**25  # bytes of a leaf read at once (chosen)
 BLOCKS = (2**12, 2**18)  # words that a program sums: of small leaves, of large ones (chosen)
@@ -43,11 +46,54 @@ def fingerprints(
     Raises: what tensorstore does; ValueError for a leaf of another shape.
     """
     context, memory = reads.index_context(), _Memory()
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return {
-            name: (0, 0) if 0 in shape else _fingerprint(folder, name, shape, context, memory)
-            for name, shape, _ in leaves
-        }
+    return {name: _fingerprint(folder, name, shape, context, memory) for name, shape, _ in leaves}
+
+
+def verify(steps: StepFolder, step: int) -> Record:
+    """Reads every byte of a step, compares leaves that nobody has, and returns its record.
+
+    Raises: as `offline.verify`; DamagedError too when the leaves are not what was saved, though the
+    checksums agree.
+    """
+    record = offline.verify(steps, step)
+    if not steps.is_read_back(step, record) and (wrong := wrong_parts(steps.step(step), record)):
+        raise marks.refuted(steps.step(step), wrong)
+    return record
+
+
+def wrong_parts(folder: Path, record: Record, part: int = 0, parts: int = 1) -> list[str]:
+    """Returns what is not as the record says, in the share of one of `parts` processes.
+
+    Raises: StoreError, OSError, MemoryError: nothing can be said of what is stored.
+    """
+    table = [(n, tuple(x.shape), x.dtype) for n, x in record.leaves.items()]
+    damage = find_damage(folder, record, fast=True) if part == 0 else []
+    wrong = [f"{d.file}: {d.what}" for d in damage]
+    context, memory = reads.index_context(), _Memory()
+    for leaf in share(table, part, parts):
+        try:
+            found = _fingerprint(folder, leaf[0], leaf[1], context, memory)
+        except Exception as error:  # tensorstore raises many kinds
+            why = store.explained(folder, error)
+            text = str(error).partition("\n")[0][:200]
+            if isinstance(why, UserError | TimeoutError | MemoryError) or _is_closed(text):
+                raise why from error
+            wrong.append(f"leaf {leaf[0]} ({text})")
+            continue
+        if found != tuple(record.leaves[leaf[0]].fingerprint):
+            wrong.append(f"leaf {leaf[0]}")
+    return wrong
+
+
+def _is_closed(text: str) -> bool:
+    """Tells an error that says nothing of the bytes: they may be whole."""
+    return any(
+        words in text
+        for words in (
+            "PERMISSION_DENIED", "Permission denied", "UNAVAILABLE", "Stale file handle",
+            "Too many open files", "RESOURCE_EXHAUSTED", "CANCELLED", "interpreter shutdown",
+        )
+    )  # fmt: skip
 
 
 class _Memory:
@@ -69,15 +115,18 @@ class _Memory:
 def _fingerprint(
     folder: Path, name: str, shape: tuple[int, ...], context: Any, memory: _Memory
 ) -> Print:
+    if 0 in shape:
+        return 0, 0
     stored = reads.open_leaf(folder, name, context).result(timeout=store.PATIENCE_S)
     if tuple(stored.shape) != tuple(shape):
         raise ValueError(f"leaf {name} is {tuple(stored.shape)} there instead of {shape}")
     sums = np.zeros(2, np.uint32)
-    for start, slab in _slabs(stored, memory):
-        words = host_words(slab)
-        places = _places(slab.shape, words.shape[slab.ndim :])
-        shift = np.uint32(start * STRIDES[0] & 0xFFFFFFFF)
-        sums += _sum(words.reshape(-1), places, shift)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for start, slab in _slabs(stored, memory):
+            words = host_words(slab)
+            places = _places(slab.shape, words.shape[slab.ndim :])
+            shift = np.uint32(start * STRIDES[0] & 0xFFFFFFFF)
+            sums += _sum(words.reshape(-1), places, shift)
     return int(sums[0]), int(sums[1])
 
 

@@ -5,6 +5,7 @@ here: arrays without elements, shardings that are not given, messages of many ki
 """
 
 import functools
+import json
 import logging as standard_logging
 import math
 import os
@@ -35,7 +36,12 @@ MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
 # bytes: each is a program to compile (chosen).
 GROUPS, MIN_GROUP = 4, 2**25
 POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
+PATIENCE_S = 1800  # how long the processes of a job wait for each other's storage (chosen)
 Compression = Literal["auto", "none", "zstd"]
+
+
+class ReadBackError(SaveError):
+    """A step that counted was read back and is not what was written; it counts no more."""
 
 
 class SaveHandle:
@@ -46,27 +52,37 @@ class SaveHandle:
         self.step, self.blocking_s = step, 0.0
         self._error: SaveError | None = None
         self._thread: threading.Thread | None = None
-        self._settled = threading.Event()
+        self._settled, self._checked = threading.Event(), threading.Event()
 
-    def run(self, store: Callable[[], None], tidy: Callable[[], None], folder: Path) -> None:
-        """Starts storing in the background. tidy: what is left to do once the step counts."""
+    def run(self, todo: Sequence[Callable[[], None]], folder: Path) -> None:
+        """Starts storing in the background.
+
+        todo: what stores; what reads back and takes names of older steps away, once the step
+        counts; what frees their bytes. Each is let go when it is done, with all that it holds.
+        """
+        left = list(todo)
 
         def work() -> None:
             try:
-                store()
+                left.pop(0)()
             except Exception as error:  # tensorstore raises many kinds, some bare
                 kind = SupersededError if isinstance(error, SupersededError) else SaveError
                 self._error = kind(
                     f"step {self.step} was not saved in {folder}: {reason(error)}; "
                     "earlier checkpoints are untouched"
                 )
+                self._checked.set()
                 return  # a store that did not answer is not asked again
             finally:
                 self._settled.set()
-            try:
-                tidy()
-            except Exception as error:
-                logging.warning("the bytes of old steps stay in %s: %s", folder, reason(error))
+            while left:
+                try:
+                    left.pop(0)()
+                except ReadBackError as error:
+                    self._error = error
+                except Exception as error:
+                    logging.warning("old steps stay in %s: %s", folder, reason(error))
+                self._checked.set()
 
         self._thread = threading.Thread(target=work, name=f"save-{self.step}")
         self._thread.start()
@@ -78,10 +94,19 @@ class SaveHandle:
         if self._error is not None:
             raise self._error
 
-    def finish(self) -> None:
-        """Waits until old steps are gone too. Raises: as `result`."""
+    def wait_checked(self) -> None:
+        """Waits, if the step counts, until it was read back and old steps lost their names."""
+        if self._settled.is_set():
+            self._checked.wait()
+
+    def join(self) -> None:
+        """Waits until nothing is left to do."""
         if self._thread is not None:
             self._thread.join()
+
+    def finish(self) -> None:
+        """Waits until the step was read back and old ones are gone. Raises: as `result`."""
+        self.join()
         self.result()
 
 
@@ -231,6 +256,24 @@ def give_up(key: str, error: BaseException) -> None:
     if jax.process_count() > 1:
         text = f"process {jax.process_index()}: {reason(error)}"
         get_signaling_client().key_value_set(key, text, allow_overwrite=True)
+
+
+def agree(key: str, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:
+    """Returns what `judge` makes, on process 0, of what each process of a job says (JSON).
+
+    key: new for each. From any thread; no device is used. Raises: what the service does.
+    """
+    words, part = get_signaling_client(), jax.process_index()
+    words.key_value_set(f"{key}_{part}", json.dumps(mine), allow_overwrite=True)
+    if part == 0:
+        said = [
+            words.blocking_key_value_get(f"{key}_{i}", PATIENCE_S)
+            for i in range(jax.process_count())
+        ]
+        verdict = judge([json.loads(text) for text in said])
+        words.key_value_set(key, json.dumps(verdict), allow_overwrite=True)
+        return verdict
+    return json.loads(words.blocking_key_value_get(key, PATIENCE_S))
 
 
 def _context(compress: bool) -> ocp.Context:

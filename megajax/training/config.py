@@ -73,7 +73,7 @@ class CheckpointConfig(Checked, section="checkpoint"):
         "steps",
         at_least=0,
     )
-    verify_saves: bool = option(False, "read each checkpoint back before older ones are removed")
+    verify_saves: bool = option(True, "read each checkpoint back before older ones are removed")
     dir: str | None = option(None, "a folder, s3://... or gs://... of this run; none: in run_dir")
 
 

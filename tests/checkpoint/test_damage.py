@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import integrity, read_back
+from megajax.checkpoint import integrity, read_back, sealing
 from megajax.checkpoint.integrity import CheckpointError, DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
@@ -58,14 +58,13 @@ def folder(stored, tmp_path):
     return tmp_path / "c"
 
 
-def test_a_bit_that_flips_before_its_checksum_is_no_saved_step(tmp_path, monkeypatch):
-    """The files' checksums would seal it in; no older step goes for such a one."""
-    manager = CheckpointManager(tmp_path, keep=1, verify_saves=True)
-    manager.save(1, tree(1)).result()
+def flip_once(monkeypatch):
+    """Flips a bit of the next step's largest file between the write and the checksum."""
     summed = integrity.sum_files
 
     def flip(folder, names, sizes=None):
         if sizes is None:
+            monkeypatch.undo()
             path = max((folder / n for n in names), key=lambda p: p.stat().st_size)
             with open(path, "r+b") as file:
                 file.seek(path.stat().st_size // 2)
@@ -75,14 +74,52 @@ def test_a_bit_that_flips_before_its_checksum_is_no_saved_step(tmp_path, monkeyp
         return summed(folder, names, sizes)
 
     monkeypatch.setattr(integrity, "sum_files", flip)
-    with pytest.raises(SaveError, match=r"step 2 was not saved.*leaf block.w is not what was"):
-        manager.save(2, tree(2)).result()
-    monkeypatch.undo()
-    manager.wait()
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
-    assert same(manager.restore(like=like(tree(1))), tree(1))
-    manager.save(2, tree(2)).result()
-    assert manager.steps() == [2]
+
+
+def test_a_bit_that_flips_before_its_checksum_costs_no_older_step(tmp_path, monkeypatch, caplog):
+    """The files' checksums seal it in; the step counts until it is read back."""
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, tree(1)).result()
+    flip_once(monkeypatch)
+    manager.save(2, tree(2))
+    with pytest.raises(SaveError, match=r"step 2 .* not what was written: leaf block.w; storage"):
+        manager.close()
+    assert "step 2 of" in caplog.text and "does not count any more" in caplog.text
+    assert manager.steps() == [1, 2] and manager.latest() == 1
+    later = CheckpointManager(tmp_path, keep=1)  # as a later process finds it
+    assert later.latest() == 1 and same(later.restore(like=like(tree(1))), tree(1))
+    for look in (lambda: later.restore(2, like=like(tree(2))), lambda: later.verify(2)):
+        with pytest.raises(DamagedError, match="step 2 .*leaf block.w"):
+            look()
+    later.save(3, tree(3)).result()
+    assert later.steps() == [3] and same(later.restore(like=like(tree(3))), tree(3))
+
+
+def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
+    """It can be restored and lets none go; the next save reads it back before its own counts."""
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, tree(1)).result()
+    manager.close()
+    for step, flips in ((2, False), (3, True)):
+        if flips:
+            flip_once(monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(sealing.Sealer, "check", lambda self, step, number: None)
+            manager.save(step, tree(step)).result()
+            manager.close()
+        again = CheckpointManager(tmp_path, keep=1)
+        assert again.latest() == step
+        assert again.steps() == ([1, 2] if step == 2 else [2, 3])
+        if not flips:
+            assert same(again.restore(like=like(tree(2))), tree(2))
+            again.save(2, tree(2)).result()  # the same step: the copy that goes is not read
+            assert again.steps() == [2]
+    read, wrong_parts = [], read_back.wrong_parts
+    monkeypatch.setattr(
+        read_back, "wrong_parts", lambda at, *rest: read.append(at.name) or wrong_parts(at, *rest)
+    )
+    again.save(4, tree(4)).result()
+    assert again.steps() == [4] and read == ["3", "4"]
 
 
 @pytest.mark.parametrize("compression", ["none", pytest.param("zstd", marks=pytest.mark.slow)])

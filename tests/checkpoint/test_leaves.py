@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint import leaves, run_folder, storage
 from megajax.checkpoint.integrity import damaged, find_damage, read_record
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.sealing import Sealer
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
@@ -254,9 +255,9 @@ def test_managers_of_one_folder_do_not_remove_each_others_steps(tmp_path):
 
 def test_two_managers_do_not_write_one_step_at_a_time(tmp_path, monkeypatch):
     one, two = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
-    go_on, store = threading.Event(), CheckpointManager._store
+    go_on, store = threading.Event(), Sealer.store
     held = lambda *args: (go_on.wait(), store(*args))[1]  # noqa: E731
-    monkeypatch.setattr(CheckpointManager, "_store", held)
+    monkeypatch.setattr(Sealer, "store", held)
     first, second = one.save(1, X), two.save(1, {"x": -X["x"]})
     go_on.set()
     with pytest.raises(UserError, match="another manager of this process is saving step 1"):

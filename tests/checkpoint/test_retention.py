@@ -1,5 +1,6 @@
 """No good step goes while fewer than `keep` newer verified ones exist."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import integrity, marks
 from megajax.checkpoint.directory import METADATA, StepFolder
-from megajax.checkpoint.integrity import RECORD, CheckpointError, Record
+from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError, Record
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 
@@ -179,3 +180,28 @@ def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, wher
         with pytest.raises(UserError, match="ermission denied"):
             CheckpointManager(tmp_path / "c").latest()
     assert manager.latest() == 1
+
+
+def test_only_a_step_that_was_read_back_lets_older_ones_go(tmp_path):
+    """A mark counts for the record that it names, whole, and not when it says what was wrong."""
+    steps = StepFolder(tmp_path)
+    for step, metric in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
+        put_step(steps, step, metric)
+    records = {s: steps.record(s) for s in steps.steps()}
+    assert steps.unread(1) == 4 and steps.unread(1, {4, 3}) == 2
+    marks.write(steps.step(4), records[3], [])
+    (tmp_path / "3" / integrity.MARK).write_text('{"record": "')
+    steps.retain(1, 0, (), 4, read_back=True)
+    assert steps.steps() == [1, 2, 3, 4]
+    marks.write(steps.step(4), records[4], [])
+    assert steps.unread(1) is None and steps.unread(2) == 3
+    steps.retain(1, 1, (), 4, read_back=True)
+    assert steps.steps() == [1, 2, 3, 4]  # none of the others is known to be the best one
+    marks.write(steps.step(2), records[2], [])
+    steps.retain(1, 1, (), 4, read_back=True)
+    assert steps.steps() == [2, 4]
+    marks.write(steps.step(4), records[4], ["leaf x"])
+    with pytest.raises(DamagedError, match="step 4 .*not what was written: leaf x"):
+        steps.record(4)
+    put_step(steps, 4)
+    assert steps.record(4) == dataclasses.replace(records[4], metric=None)

@@ -27,9 +27,10 @@ WORKER = """
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType
 
-    from megajax.checkpoint import reads
-    from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError
+    from megajax.checkpoint import integrity, reads
+    from megajax.checkpoint.integrity import MARK, RECORD, CheckpointError, DamagedError
     from megajax.checkpoint.manager import CheckpointManager
+    from megajax.checkpoint.storage import SaveError
     from tests.checkpoint.test_two_processes import OTHER, SAVED, check, place, wanted
 
     folder, spare, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -37,6 +38,11 @@ WORKER = """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, rank)
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def flip(path, place=0.5):
+        data = bytearray(path.read_bytes())
+        data[int(len(data) * place)] ^= 4
+        path.write_bytes(data)
 
     manager = CheckpointManager(folder)
     for specs in (SAVED, OTHER):  # OTHER: each process wants some of every chunk
@@ -46,14 +52,33 @@ WORKER = """
         manager.save(step, place(mesh, SAVED, step)).result()
     check(manager.restore(like=wanted(mesh, OTHER)), 3)
 
+    manager.close()
+    assert (folder / "3" / MARK).exists() and manager.steps() == [1, 2, 3]
+    multihost_utils.sync_global_devices("marked")
+    summed = integrity.sum_files
+
+    def flipped(at, names, *rest):
+        integrity.sum_files = summed
+        flip(max((at / n for n in names), key=lambda p: p.stat().st_size))
+        return summed(at, names, *rest)
+
+    if rank == 1:
+        integrity.sum_files = flipped
+    manager.save(4, place(mesh, SAVED, 4))
+    try:
+        manager.close()
+        raise SystemExit("no error")
+    except SaveError as error:
+        assert "step 4" in str(error) and "not what was written: leaf" in str(error), error
+    assert manager.latest() == 3 and manager.steps() == [1, 2, 3, 4]
+    print("one wrong bit, seen by both", flush=True)
+    multihost_utils.sync_global_devices("seen")
+    if rank == 0:
+        shutil.rmtree(folder / "4")
+
     def payload(step):
         files = (folder / str(step)).rglob("ocdbt.process_1/d/*")
         return max(files, key=lambda p: p.stat().st_size)
-
-    def flip(path, place=0.5):
-        data = bytearray(path.read_bytes())
-        data[int(len(data) * place)] ^= 4
-        path.write_bytes(data)
 
     damages = {
         "a bit of process 1": lambda: flip(payload(3)),
@@ -217,6 +242,7 @@ def test_one_step_one_answer(tmp_path):
     assert codes == [0, 0], "\n".join(outputs)
     assert all(text.count("fell back after") == 6 for text in outputs), outputs
     assert all("one error for both" in text for text in outputs), outputs
+    assert all("one wrong bit, seen by both" in text for text in outputs), outputs
     manager = CheckpointManager(folder)  # one process, another mesh
     assert manager.latest() == 3
     for step in (3, 2):
