@@ -1,7 +1,9 @@
 """kill -9 at random moments of a save, over and over: what was finished must come back, bit by bit.
 
-    uv run scripts/kill_saves.py              # 10 kills, seconds
-    uv run scripts/kill_saves.py --kills=200  # minutes
+    uv run scripts/kill_saves.py                              # 10 kills, seconds
+    uv run scripts/kill_saves.py --kills=200                  # minutes
+    uv run scripts/kill_saves.py --kills=200 --around=junk    # among things that are no steps
+    uv run scripts/kill_saves.py --kills=200 --around=store   # in a store on loopback that lies
 
 A preloaded interpreter forks the victims (an import costs seconds, a fork nothing). A victim
 restores the latest step, compares every leaf with what was saved, and saves step after step until
@@ -13,6 +15,7 @@ and at most one more. Stops at the first check that fails; writes kill_saves.jso
 
 import megajax.core.interrupted  # noqa: F401
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -30,6 +33,7 @@ from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
+from tests.checkpoint import hostile_places
 
 KEEP = 2
 STATE = 8 * 64 * 1024 * 4  # bytes of a victim's state
@@ -43,6 +47,9 @@ class Config(Checked):
     kills: int = option(10, "kill -9 while a save is under way", at_least=1)
     restarts: int = option(20, "kills in one folder, then a new one begins", at_least=1)
     seed: int = option(0, "of the moments", at_least=0, at_most=2**32 - 1)
+    around: Literal["quiet", "junk", "store"] = option(
+        "quiet", "what else happens there: nothing, junk in the folder, an object store that lies"
+    )
     folder: str = option("", "where checkpoints are written; empty: a temporary folder")
     out: str = results.out_option("kill_saves")
 
@@ -67,24 +74,40 @@ def victim(folder: str) -> None:
     """Restores, compares, saves for ever. Says where it is, a line each."""
     import jax
 
+    from megajax.checkpoint import store
     from megajax.checkpoint.manager import CheckpointManager
+    from megajax.checkpoint.storage import SaveError
+    from megajax.checkpoint.store import CheckpointError
 
     jax.config.update("jax_platforms", "cpu")
+    store.RETRIES = {"max_retries": 5, "initial_delay": "20ms", "max_delay": "100ms"}
     manager = CheckpointManager(folder, keep=KEEP)
-    step = manager.latest() or 0
+    step, said = manager.latest() or 0, manager.latest()
     if step:
-        found = manager.restore(like=state(0))
-        wrong = [n for n, x in state(step).items() if np.asarray(found[n]).tobytes() != x.tobytes()]
-        if wrong or manager.latest() != step:
-            raise ValueError(f"step {step} came back as {manager.latest()}, other leaves: {wrong}")
+        try:
+            found = manager.restore(like=state(0))
+        except CheckpointError:
+            if manager.latest() is not None:
+                raise
+            step = 0  # what looked like steps was none
+        else:
+            step = manager.latest() or 0
+            right = state(step)
+            wrong = [n for n, x in right.items() if np.asarray(found[n]).tobytes() != x.tobytes()]
+            if wrong or step > said:
+                raise ValueError(f"step {said} came back as {step}, other leaves: {wrong}")
     say("restored", step)
     os.read(0, 1)  # until the folder was looked at
     while True:
         step += 1
         saved = state(step)
         say("saving", step)
-        manager.save(step, saved, data_state={"rows": step}).result()
-        say("saved", step)
+        try:
+            manager.save(step, saved, data_state={"rows": step}).result()
+        except SaveError:
+            say("refused", step)
+        else:
+            say("saved", step)
 
 
 def nursery() -> None:
@@ -93,6 +116,7 @@ def nursery() -> None:
 
     import megajax.checkpoint.manager  # noqa: F401
 
+    hostile_places.obey_modes()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -106,14 +130,74 @@ def nursery() -> None:
         say("died", 0)
 
 
-class Killer:
-    """One folder that victims save in, and what must be found there."""
+class Place(Protocol):
+    """What surrounds the saves of victims."""
 
-    def __init__(self, process: subprocess.Popen, folder: Path, random: np.random.Generator):
-        """process: a nursery."""
-        self._process, self._folder, self._random = process, folder, random
+    def must_come_back(self) -> int:
+        """Returns the oldest step that a restart may find."""
+
+    def begin(self) -> None:
+        """A victim begins to save."""
+
+    def tidy(self, most: int) -> int:
+        """Checks that nothing is there but so many steps. Returns: bytes. Raises: UserError."""
+
+    def look(self, saved: list[int]) -> dict[str, Any]:
+        """Checks after a kill. saved: finished since the last look. Raises: UserError."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class Quiet:
+    """A folder where nothing else happens."""
+
+    def __init__(self, folder: Path):
+        """folder: need not exist yet."""
+        self._folder, self._finished = folder, 0
+
+    def must_come_back(self) -> int:
+        """Returns the last step that was reported finished."""
+        return self._finished
+
+    def begin(self) -> None:
+        """Nothing begins."""
+
+    def tidy(self, most: int) -> int:
+        """Checks that all names are those of steps, few of them."""
+        names = sorted(p.name for p in self._folder.iterdir()) if self._folder.exists() else []
+        size = sum(f.stat().st_size for f in self._folder.rglob("*") if f.is_file())
+        steps = StepFolder(self._folder).steps()
+        if names != sorted(str(s) for s in steps) or len(steps) > most or size > MOST:
+            raise UserError(f"{self._folder} has grown: {size} bytes in {names}")
+        return size
+
+    def look(self, saved: list[int]) -> dict[str, Any]:
+        """Remembers."""
+        self._finished = max([self._finished, *saved])
+        return {}
+
+    def close(self) -> None:
+        """Nothing ends."""
+
+
+class Killer:
+    """One place that victims save in, and what must be found there."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        address: str,
+        place: Place,
+        random: np.random.Generator,
+    ):
+        """process: a nursery. address: of the place."""
+        self._process, self._address, self._place = process, address, place
+        self._random = random
         self._save_s = [0.5, 0.1]  # seconds of a victim's first save and of others, as last seen
-        self._finished, self._killed = 0, False
+        self._killed = self._finished = False
+        self._saved: list[int] = []
+        self.refused = 0
 
     def _say(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -124,9 +208,11 @@ class Killer:
         assert self._process.stdout is not None
         word, _, value = self._process.stdout.readline().decode().strip().partition(" ")
         if word in ("", "failed"):
-            raise UserError(f"a victim in {self._folder} failed: {value or 'no word of it'}")
+            raise UserError(f"a victim in {self._address} failed: {value or 'no word of it'}")
         if word == "saved":
-            self._finished = int(value)
+            self._saved.append(int(value))
+            self._finished = True
+        self.refused += word == "refused"
         return word, int(value)
 
     def kill(self) -> dict[str, Any]:
@@ -135,10 +221,15 @@ class Killer:
         Returns: what it had found. Raises: UserError when that is not what must be there.
         """
         while True:
-            self._say(f"{self._folder}\n")
+            least = self._place.must_come_back()
+            self._say(f"{self._address}\n")
             pid = self._hear()[1]
             restored = self._hear()[1]
-            row = self._look(restored)
+            if restored < least:
+                raise UserError(f"step {restored} came back, but step {least} was good")
+            row: dict[str, Any] = {"restored": restored, "lead": restored - least}
+            row["bytes"] = self._place.tidy(KEEP + 1)
+            self._place.begin()
             self._say("\n")
             through = int(self._random.integers(self._killed and not self._finished, 3))
             for nth in range(through if self._killed else 0):
@@ -152,38 +243,25 @@ class Killer:
             os.kill(pid, signal.SIGKILL)
             while heard[0] != "died":
                 last, heard = heard, self._hear()
+            row |= self._place.look(self._saved)
+            self._saved = []
             if last[0] == "saving":
                 self._killed = True
-                return row | {"killed_in": last[1]}
-
-    def _look(self, restored: int) -> dict[str, Any]:
-        """Checks the folder as a victim found it and cleaned it up."""
-        names = sorted(p.name for p in self._folder.iterdir()) if self._folder.exists() else []
-        size = sum(f.stat().st_size for f in self._folder.rglob("*") if f.is_file())
-        if restored < self._finished:
-            raise UserError(f"step {restored} came back, but step {self._finished} was finished")
-        steps = StepFolder(self._folder).steps()
-        if names != sorted(str(s) for s in steps) or len(steps) > KEEP + 1 or size > MOST:
-            raise UserError(f"{self._folder} has grown: {size} bytes in {names}")
-        lead = restored - self._finished  # a save that was finished, but killed before it said so
-        return {"restored": restored, "lead": lead, "bytes": size}
+                return row | {"killed_in": last[1], "refused": self.refused}
 
 
 def run(cfg: Config, folder: Path, began: float) -> list[dict[str, Any]]:
     """Returns a row for each kill. Raises: UserError at the first check that fails."""
     random = np.random.default_rng(cfg.seed)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__, "--nursery"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
     rows: list[dict[str, Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        places = Places(cfg, folder, stack)
+        process = places.nursery()
         while len(rows) < cfg.kills:
+            number = len(rows) // cfg.restarts
             if len(rows) % cfg.restarts == 0:
-                killer = Killer(process, folder / f"{len(rows) // cfg.restarts}", random)
-            rows.append({"folder": len(rows) // cfg.restarts} | killer.kill())
+                killer = Killer(process, *places.new(number), random)
+            rows.append({"folder": number} | killer.kill())
             if len(rows) % 20 == 0 or len(rows) == cfg.kills:
                 first = sum(row["killed_in"] == 1 for row in rows)
                 largest = max(row["bytes"] for row in rows) / STATE
@@ -192,34 +270,85 @@ def run(cfg: Config, folder: Path, began: float) -> list[dict[str, Any]]:
                     f"states, {time.monotonic() - began:.0f} s",
                     flush=True,
                 )
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
     return rows
+
+
+class Places:
+    """Makes the surroundings that were asked for, and a nursery that knows them."""
+
+    def __init__(self, cfg: Config, folder: Path, stack: contextlib.ExitStack):
+        """stack: ends what was made."""
+        self._cfg, self._folder, self._stack = cfg, folder, stack
+        self._random = np.random.default_rng([cfg.seed, 1])
+        self._environment: dict[str, str] = {}
+        if cfg.around == "store":
+            self._store = hostile_places.LyingStore("0", KEEP, state, self._random, folder)
+            stack.callback(self._store.close)
+            self._environment = self._store.environment()
+
+    def nursery(self) -> subprocess.Popen:
+        """Returns a process that forks victims."""
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--nursery"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=os.environ | self._environment,
+        )  # fmt: skip
+        self._stack.callback(_end, process)
+        return process
+
+    def new(self, number: int) -> tuple[str, Place]:
+        """Returns (where victims save next, what surrounds them there)."""
+        folder = self._folder / f"{number}"
+        place: Place
+        match self._cfg.around:
+            case "store":
+                self._store.new_run(f"{number}")
+                return self._store.address, self._store
+            case "junk":
+                place = hostile_places.Junk(folder, KEEP, state, self._random)
+            case _:
+                place = Quiet(folder)
+        self._stack.callback(place.close)
+        return str(folder), place
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def main() -> int:
     """Kills, prints, writes."""
     cfg, _ = config.from_flags(PRESETS)
-    path = results.writable_folder(cfg.out) / "kill_saves.json"
+    name = "kill_saves" + ("" if cfg.around == "quiet" else f"_{cfg.around}")
+    path = results.writable_folder(cfg.out) / f"{name}.json"
     where = results.writable_folder(cfg.folder, "folder") if cfg.folder else None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=where) as name:
         rows = run(cfg, Path(name), began)
     about = results.facts(f"{os.cpu_count()} CPU cores", "measured on this machine")
     about |= {
+        "around": cfg.around,
         "kills": len(rows),
         "kills_in_a_first_save": sum(row["killed_in"] == 1 for row in rows),
         "restarts_a_folder": cfg.restarts,
-        "steps_lost": 0,  # finished, and not there: run() raises
+        "steps_lost": 0,  # good or finished, and gone too early: run() raises
         "leaves_that_differ": 0,
+        "saves_refused": sum(
+            max(row["refused"] for row in rows if row["folder"] == folder)
+            for folder in {row["folder"] for row in rows}
+        ),
+        "disturbances": sum(
+            max(row.get("disturbances", 0) for row in rows if row["folder"] == folder)
+            for folder in {row["folder"] for row in rows}
+        ) if cfg.around == "junk" else rows[-1].get("disturbances", 0),
         "state_bytes": STATE,
         "largest_folder_bytes": max(row["bytes"] for row in rows),
         "seconds": round(time.monotonic() - began),
-    }
+    }  # fmt: skip
     results.write(path, about, rows)
     print(path)
     return 0

@@ -21,3 +21,14 @@ def test_kill_9_during_saves(tmp_path, monkeypatch):
     for before, row in zip(rows, rows[1:], strict=False):
         assert before["restored"] <= row["restored"] < row["killed_in"]
         assert row["restored"] >= before["killed_in"] - 1
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("around", ["junk", "store"])
+def test_kill_9_in_hostile_places(tmp_path, around):
+    flags = (f"--around={around}", "--kills=12", "--restarts=6", f"--folder={tmp_path}")
+    done = call("kill_saves.py", *flags, f"--out={tmp_path}/results")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results" / f"kill_saves_{around}.json").read_text())
+    assert found["disturbances"] > 10 and any(row["retired"] for row in found["rows"])
