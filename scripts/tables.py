@@ -1,15 +1,15 @@
-"""Puts the figures of experiments/results/*.json into README.md and PAPERS.md.
+"""Puts the figures of experiments/results/*.json into the documents.
 
     uv run scripts/tables.py            # rewrite
     uv run scripts/tables.py --check    # exit with 1 when a document is not up to date
 
 A document marks a place by `<!-- NAME -->` and `<!-- end -->`; what stands between is generated.
+The documents are README.md, PAPERS.md, the pages of docs/ and the README.md of each kernel folder.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
 import functools
-import importlib
 import json
 import math
 import re
@@ -21,21 +21,19 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments.reports import overlap_tables, pruning_tables
+from experiments.reports import kernel_tables, overlap_tables, pruning_tables
 from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from pallas_kernels.attention import area
-from pallas_kernels.attention.cases import paper_lengths
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
-KERNELS = sorted(path.relative_to(ROOT) for path in (ROOT / "pallas_kernels").glob("*/README.md"))
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("pallas_kernels/*/README.md")])
 CHECK = flags.DEFINE_boolean("check", False, "rewrite nothing; exit code 1: a document is stale")
-DOCUMENTS = ("README.md", "PAPERS.md", *map(str, KERNELS))
+DOCUMENTS = ("README.md", "PAPERS.md", *(str(path.relative_to(ROOT)) for path in PAGES))
 
 
 def known(row: dict) -> dict:
@@ -179,70 +177,6 @@ def plan_search() -> str:
     return "\n\n".join([text, table(path, columns), flags])
 
 
-def kernel_report(folder: str) -> str:
-    """What ptxas says of every shipped configuration of a folder of kernels."""
-    columns = {
-        "configuration": "config", "kernel": "name", "registers": "registers",
-        "spilled bytes": "spilled_bytes", "shared bytes": "shared_bytes",
-        "wgmma serialised": "serialized",
-    }  # fmt: skip
-    return table(RESULTS / "kernel_report.json", columns, config=f"{folder} ")
-
-
-REPORTED = ("attention", "tile_sparse", "norm", "gemm", "grouped", "collective", "expert")
-# What stands beside our times of a folder: heading -> implementation in gpu_kernels.json.
-SIDES = {
-    "attention": {
-        "ours, us": "ours", "cuDNN padded, us": "cudnn padded", "cuDNN packed, us": "cudnn packed",
-        "tokamax packed, us": "tokamax packed", "XLA, us": "reference",
-    },
-    "norm": {"ours, us": "ours", "XLA, us": "xla"},
-    "gemm": {"ours, us": "ours", "XLA, us": "xla"},
-    "grouped": {
-        "ours, us": "ours", "JAX's kernels, us": "ragged_dot_mgpu",
-        "XLA's ragged_dot, us": "ragged_dot", "one dense product, us": "dense",
-    },
-    "packing": {"ours, us": "ours"},
-    "tile_sparse": {
-        "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
-    },
-}  # fmt: skip
-
-
-def floors(folder: str) -> str:
-    """The roofline of every case of a folder, and what a GPU took where one was there."""
-    cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
-    # What was measured of this folder alone is newer.
-    paths = (RESULTS / f"gpu_kernels_{folder}.json", RESULTS / "gpu_kernels.json")
-    path = next((path for path in paths if path.exists()), None)
-    measured = json.loads(path.read_text()) if path else {"rows": []}
-
-    def took(case: str, direction: str, implementation: str) -> str:
-        wanted = {"case": case, "direction": direction, "implementation": implementation}
-        found = [
-            row["median_s"]
-            for row in measured["rows"]
-            if wanted.items() <= row.items() and row["folder"] == folder and "median_s" in row
-        ]
-        return f"{1e6 * found[0]:.0f}" if found else ""
-
-    columns = ["case", "pass", "GFLOP", "MB", "floor, us", *SIDES[folder]]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for case in cases:
-        for direction, parts in (("forward", (False,)), ("forward+backward", (False, True))):
-            flops, nbytes, floor = (
-                sum(f(part) for part in parts) for f in (case.flops, case.bytes, case.floor_s)
-            )
-            cells = [
-                case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
-                f"{1e6 * floor:.{0 if floor > 1e-4 else 1}f}",
-                *(took(case.name, direction, side) for side in SIDES[folder].values()),
-            ]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    source = ", ".join(str(measured[k]) for k in ("layer", "date", "commit") if measured.get(k))
-    return "\n".join([*lines, *(["", f"*{source}*"] if source else [])])
-
-
 def bytetransformer_counts() -> str:
     """What padding costs on the paper's workload, counted."""
     columns = {
@@ -287,19 +221,6 @@ def bytetransformer_times() -> str:
         lines.append(f"| ours: {shown} | {' | '.join(took(name, n) for n in lengths)} |")
     source = ours.get("layer", "ours: not reproduced, no GPU yet")
     return "\n".join([*lines, "", f"*{source}*"])
-
-
-def visited() -> str:
-    """Pairs of rows that the attention kernels visit over the useful ones, on the paper's draws."""
-    lines = ["| longest | forward | dq | dkv | forward, 4 heads a group |", "|---|---|---|---|---|"]
-    for longest in (64, 128, 256, 512, 1024):
-        lengths = paper_lengths(longest)
-        # One capacity for all: few programs.
-        alone, grouped = (area.of_lengths(lengths, 64, n, 16 * 1024) for n in (1, 4))
-        cells = [*(alone[name] for name in ("forward", "dq", "dkv")), grouped["forward"]]
-        found = (f"{a.computed:.2f} ({a.passed:.2f})" for a in cells)
-        lines.append(f"| {longest} | {' | '.join(found)} |")
-    return "\n".join(lines)
 
 
 def bytecheckpoint() -> str:
@@ -356,8 +277,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "schedules": schedules,
     "plans": plans,
     "plan_search": plan_search,
-    **{f"{folder}_floors": functools.partial(floors, folder) for folder in SIDES},
-    **{f"kernel_report_{folder}": functools.partial(kernel_report, folder) for folder in REPORTED},
+    **{
+        f"{folder}_floors": functools.partial(kernel_tables.floors, RESULTS, folder)
+        for folder in kernel_tables.SIDES
+    },
+    **{
+        f"kernel_report_{folder}": functools.partial(kernel_tables.compiled, RESULTS, folder)
+        for folder in kernel_tables.REPORTED
+    },
     "bytecheckpoint": bytecheckpoint,
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
@@ -366,7 +293,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tilewise_claims": functools.partial(pruning_tables.claims, RESULTS / "tilewise.json"),
     "tilewise_prices": functools.partial(pruning_tables.prices, RESULTS / "tilewise.json"),
     "tilewise_speeds": functools.partial(pruning_tables.speeds, RESULTS / "tilewise.json"),
-    "visited": visited,
+    "visited": kernel_tables.visited,
 }
 
 
