@@ -6,7 +6,7 @@ No device and no jax: times are in units of one forward pass of a stage, SIMULAT
 stage runs its ops as soon as their inputs are there, B and W cost as much as F. Lockstep: a tick
 ends when all stages have ended it, which is what a single SPMD program does; where inputs are
 stashed, B (and a split W) runs F again; a split W runs the backward chain of its layers again.
-Writes schedules.json and schedules.svg into --out; README's table is made from them.
+Writes schedules.json and schedules.svg into --out, of which docs/parallelism.md shows the table.
 """
 
 import megajax.core.interrupted  # noqa: F401

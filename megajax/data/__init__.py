@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = public(
         "config": ("DataConfig",),
         "corpus": ("Corpus", "open_corpora"),
         "indexed": ("TokenFile", "TokenWriter"),
-        "loader": ("Loader",),
+        "loader": ("Loader", "training_rows"),
         "mixture": ("MixedRows",),
         "pack": ("PackedRows",),
         "source": ("Document", "Source", "open_source"),
