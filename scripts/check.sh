@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint, format, types and tests: `uv run scripts/check.sh`.
-#   --lint   only lint, format and types
+# Lint, format, types, documents and tests: `uv run scripts/check.sh`.
+#   --lint   only lint, format, types and documents
 #   --slow   the slow tests too, and those that compile for GPUs (uv sync --extra aot)
 set -euo pipefail
 tests=(pytest)
@@ -15,4 +15,5 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 pyrefly check
+python scripts/docs.py --check
 ((${#tests[@]} == 0)) || "${tests[@]}"
