@@ -6,10 +6,10 @@ uv run scripts/accept.py RUN_DIR
 import megajax.core.interrupted  # noqa: F401
 
 import sys
-from pathlib import Path
 
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.monitor.sinks import rows_by_step
 
 LARGEST_LOSS = 2.8  # nats a byte, mean of the last 10 steps
@@ -18,7 +18,7 @@ LARGEST_BITS = 4.2  # held-out bits a byte
 
 def main(run: str) -> int:
     """Returns the exit code."""
-    folder = Path(run).expanduser()
+    folder = expand(run)
     train = rows_by_step(folder / "metrics.jsonl", "loss")
     held_out = rows_by_step(folder / "metrics.jsonl", "eval_loss")
     if not train or not held_out:

@@ -74,13 +74,6 @@ class Config(Checked):
         None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)
     )
 
-    def __post_init__(self):
-        """Refuses files that hold nothing."""
-        if self.shard_bytes < 1:
-            raise UserError(f"shard_bytes={self.shard_bytes} must be at least 1 (--shard_bytes)")
-        if self.step is not None and self.step < 0:
-            raise UserError(f"step={self.step} must be at least 0 (--step)")
-
 
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")

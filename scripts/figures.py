@@ -9,7 +9,6 @@ chaos, bytecheckpoint and schedules are drawn by their experiments alone.
 
 import megajax.core.interrupted  # noqa: F401
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,13 @@ from pathlib import Path
 from experiments.reports import overlap as overlap_report
 from experiments.reports import padding as padding_report
 from experiments.reports import pruning as prune_report
-from megajax.core import config
+from megajax.core import config, files
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"
+
+MAX_RESULTS = 2**28  # (chosen) bytes of a result
 
 
 def flux(found: dict, path: Path) -> None:
@@ -58,12 +60,19 @@ FIGURES: dict[str, Callable[[dict, Path], None]] = {
 
 def main(of: str | None = None) -> int:
     """Draws what the folder has results of."""
-    folder = RESULTS if of is None else Path(of).expanduser()
+    folder = RESULTS if of is None else expand(of)
     there = [name for name in FIGURES if (folder / f"{name}.json").exists()]
     if not there:
         raise UserError(f"{folder} holds none of {', '.join(f'{n}.json' for n in FIGURES)}")
     for name in there:
-        FIGURES[name](json.loads((folder / f"{name}.json").read_text()), folder / name)
+        path = folder / f"{name}.json"
+        found = files.read_object(path, MAX_RESULTS)
+        try:
+            FIGURES[name](found, folder / name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is no result that can be drawn: {error!r:.200}") from None
+        except OSError as error:
+            raise UserError(f"cannot write into {folder}: {error.strerror}") from None
         print(f"{folder / name}.svg and .png")
     return 0
 

@@ -13,7 +13,6 @@ import megajax.core.interrupted  # noqa: F401
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from megajax.checkpoint import hf
@@ -54,7 +53,7 @@ config.define_flags(PRESETS, "default")
 
 def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     """Makes a run with the folder's weights as step 0."""
-    target = Path(run_dir)
+    target = expand(run_dir)
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
     manager = CheckpointManager(target / "checkpoints", keep=0)
@@ -77,11 +76,11 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
 
 def export_run(cfg: Config, run_dir: str, target: str) -> None:
     """Writes a run's parameters as a Hugging Face folder."""
-    run = config.load_json(RunConfig, Path(run_dir) / "config.json", "run_dir")
+    run = config.load_json(RunConfig, expand(run_dir) / "config.json", "run_dir")
     layout = sharding.layout(cfg.mesh.build(), model=run.model)
-    params, step = load_params(run_dir, run.model, layout, cfg.step, run.checkpoint.dir)
+    params, step = load_params(expand(run_dir), run.model, layout, cfg.step, run.checkpoint.dir)
     tokenizer = cfg.tokenizer
-    if tokenizer is None and (Path(run_dir) / "tokenizer.json").is_file():
+    if tokenizer is None and (expand(run_dir) / "tokenizer.json").is_file():
         tokenizer = run_dir
     hf.save(params, run.model, target, cfg.dtype, tokenizer=tokenizer)
     print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")

@@ -8,28 +8,28 @@ sample) and NAME.svg (the loss curve). Then `uv run scripts/tables.py` puts it i
 
 import megajax.core.interrupted  # noqa: F401
 
-import json
 import sys
 from pathlib import Path
 
-from megajax.core import config
+from megajax.core import config, files
 from megajax.core.errors import UserError
+from megajax.core.paths import expand
 from megajax.monitor import results
 from megajax.monitor.sinks import rows_by_step
 from megajax.training.report import caption, draw_curve
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"
+MAX_SUMMARY = 2**24  # (chosen) bytes of a summary.json
 
 
 def main(folder: str, name: str) -> None:
     """Reads the run's own files only."""
-    run = Path(folder).expanduser()
-    try:
-        summary = json.loads((run / "summary.json").read_text())
-    except OSError as error:
-        raise UserError(f"{run} is not a finished run: {error}") from None
+    run = expand(folder)
+    summary = files.read_object(run / "summary.json", MAX_SUMMARY)
     train = rows_by_step(run / "metrics.jsonl", "loss")
     held_out = rows_by_step(run / "metrics.jsonl", "eval_loss")
+    if not train or not summary.get("rows"):
+        raise UserError(f"{run} is not a finished run: it has no training rows, or no figures")
     figures = summary.pop("rows")[0]
     samples = sorted((run / "samples").glob("*.txt"))
     about = summary | figures | {"sample": samples[-1].read_text() if samples else None}

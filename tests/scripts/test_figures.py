@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from megajax.core.errors import UserError
+
 ROOT = Path(__file__).parents[2]
 FIGURES = runpy.run_path(str(ROOT / "scripts" / "figures.py"))["FIGURES"]
 
@@ -90,3 +92,32 @@ def test_the_check_sees_what_it_is_for():
     assert any("outside the axes: (np.float64(1.0), np.float64(5.0))" in f for f in found)
     assert "'75 %' lies on '90 %'" in found
     assert any("under the legend" in f for f in found)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "flux_simulated.json is not JSON"),
+        ('{"rows": []}', "flux_simulated.json is no result that can be drawn: KeyError"),
+        ('{"rows": [1], "machine": {"name": "x"}}', "is no result that can be drawn: TypeError"),
+    ],
+)
+def test_damaged_results_are_named(tmp_path, content, words):
+    main = runpy.run_path(str(ROOT / "scripts" / "figures.py"))["main"]
+    (tmp_path / "flux_simulated.json").write_text(content)
+    with pytest.raises(UserError, match=words):
+        main(str(tmp_path))
+
+
+@pytest.mark.parametrize("script", ["publish", "accept", "figures"])
+def test_scripts_that_read_a_run_refuse_what_is_none(tmp_path, script):
+    main = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"]
+    words = ["name"] * (script == "publish")
+    with pytest.raises(UserError, match="cannot read|is not a finished run|holds none of"):
+        main(str(tmp_path), *words)
+    with pytest.raises(UserError, match="home directory"):
+        main("~nobody-of-this-name/x", *words)
+    (tmp_path / "summary.json").write_text('{"rows": []}')
+    if script == "publish":
+        with pytest.raises(UserError, match="is not a finished run: it has no training rows"):
+            main(str(tmp_path), "name")
