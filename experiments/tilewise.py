@@ -11,7 +11,7 @@ of 1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), wi
 (TW-1a), rows of tiles alone (TW1D-1); element-wise (EW), vector-wise (VW), block-wise (BW to
 BW-128). Beside them the model of which nothing is pruned, fine-tuned as long. Units are the paper's
 divided by 4, for matrices 128 wide instead of 768 (experiments/reports/pruning_study.py).
-Units rank as in the paper, by L2 / n of their scores, --unit_score=rms: as in our training runs.
+Units rank by the paper's rule, L2 / n of their scores; --unit_score=rms is training's default.
 Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
 times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
 
@@ -85,16 +85,11 @@ class Config(Checked):
             )
 
 
-def paper() -> Config:
-    """Two models, twelve patterns, units ranked as the paper's authors rank them."""
-    return Config(unit_score="paper")
-
-
 def tiny() -> Config:
     """The encoder on bytes, three patterns at one sparsity."""
     return Config(
         "passages", "TW-1,TW-64,BW", "75", seeds=1, steps=30, tune=5, tokenizer="bytes",
-        held_out=128, unit_score="paper",
+        held_out=128,
     )  # fmt: skip
 
 
@@ -278,7 +273,7 @@ def main() -> int:
     return code
 
 
-PRESETS = {"tiny": tiny, "paper": paper}
+PRESETS = {"tiny": tiny, "paper": Config}
 config.define_flags(PRESETS, "tiny")
 
 if __name__ == "__main__":

@@ -134,6 +134,10 @@ def override(cfg: Any, values: Mapping[str, Any]) -> Any:
     known = {name: (hint, field) for name, hint, field in leaves(type(cfg))}
     shown = flag_names(type(cfg))
     for name, value in values.items():
+        if inner := [n for n in known if n.startswith(f"{name}.")]:
+            raise UserError(
+                f"{name}={value!r} must hold members, like {inner[0]}={get(cfg, inner[0])!r}"
+            )
         if name not in known:
             raise UserError(f"config has no field {name!r}.{did_you_mean(name, known)}")
         hint, field = known[name]

@@ -43,7 +43,12 @@ class Start(flags.Flag):
 
     def page(self, argv: Sequence[str]) -> Page:
         """Returns the page of the preset that a command line starts from."""
-        given = [w.partition("=")[2] for w in argv if w.lstrip("-").startswith("preset=")]
+        words = zip(argv, [*argv[1:], ""], strict=True)
+        given = [
+            after if word.lstrip("-") == "preset" else word.partition("=")[2]
+            for word, after in words
+            if word.startswith("-") and word.lstrip("-").partition("=")[0] == "preset"
+        ]
         return self.pages[
             next((w for w in reversed(given) if w in self.pages), str(self.default))
         ]()

@@ -191,4 +191,6 @@ def check_request(prompts: Sequence[Sequence[int]], new_tokens: int, vocab: int)
                 "(--prompt)"
             )
     if not isinstance(new_tokens, (int, np.integer)) or new_tokens < 0:
-        raise UserError(f"new_tokens={new_tokens} must be a whole number of at least 0")
+        raise UserError(
+            f"new_tokens={new_tokens} must be a whole number of at least 0 (--new_tokens)"
+        )

@@ -1,3 +1,6 @@
+import pytest
+from absl import flags
+
 from megajax.core import help as help_
 
 SECTIONS = {"": "", "train": "One step.", "model": "The network.", "model.rope": "Rotation."}
@@ -42,6 +45,24 @@ def test_help_is_asked_for_by_these_words_only():
     assert help_.asked(["x.py", "--helpfull"]) is True
     assert help_.asked(["x.py", "--prompt=--help"]) is None
     assert help_.asked(["x.py", "--", "--help"]) is None and help_.asked(["--help"]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("", "tiny"),
+        ("--preset=paper", "paper"),
+        ("--preset paper --x", "paper"),
+        ("-preset paper --preset=tiny", "tiny"),
+        ("--preset", "tiny"),
+        ("--preset=unknown", "tiny"),
+        ("preset paper", "tiny"),
+    ],
+)
+def test_help_shows_the_preset_that_is_asked_for(words, page):
+    start = help_.Start(flags.ArgumentParser(), None, "preset", "tiny", "")
+    start.pages = {name: lambda name=name: name for name in ("tiny", "paper")}
+    assert start.page(["x.py", *words.split(), "--help"]) == page
 
 
 def test_a_flag_is_described_once_and_no_flags_need_no_heading():
