@@ -237,13 +237,19 @@ def _moe(found: Mapping[str, Any]) -> MoeConfig:
 
 
 def _window(found: Mapping[str, Any]) -> int | None:
-    window = found.get("sliding_window")
-    if window is None or found.get("use_sliding_window") is False:
+    """Reads the sliding window; members that lack are what transformers' families have then."""
+    window, kind = found.get("sliding_window"), found["model_type"]
+    qwen = kind.startswith("qwen")
+    # transformers' Llama has no window, whatever config.json says.
+    if window is None or kind == "llama" or not found.get("use_sliding_window", not qwen):
         return None
-    kinds = set(found.get("layer_types") or ["sliding_attention"])
+    layers = found["num_hidden_layers"]
+    whole = min(found.get("max_window_layers", 28 if qwen else 0), layers)
+    of_layers = ["full_attention"] * whole + ["sliding_attention"] * (layers - whole)
+    kinds = set(found.get("layer_types") or of_layers)
     if kinds == {"full_attention"}:
         return None
-    if kinds != {"sliding_attention"} or found.get("max_window_layers", 0) not in (0, None):
+    if kinds != {"sliding_attention"}:
         raise UserError("config.json: a window on some layers only is not supported")
     return window
 

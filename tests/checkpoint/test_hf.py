@@ -163,6 +163,28 @@ def test_a_window_on_some_layers_is_refused(tmp_path):
         hf.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "members", "window"),
+    [
+        ("mistral", {}, 8),
+        ("llama", {}, None),
+        ("qwen2", {}, None),
+        ("qwen2", {"use_sliding_window": True}, None),  # 28 layers before it has effect
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 8),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, None),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 8),
+    ],
+)
+def test_members_that_lack_are_those_of_transformers(family, members, window):
+    """Defaults of its Qwen2Config and Qwen3Config; its LlamaConfig knows no window."""
+    common = {
+        "model_type": family, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-5, "sliding_window": 8,
+        "max_position_embeddings": 64, "hidden_act": "silu",
+    }  # fmt: skip
+    assert names.from_hf_config(common | members).window == window
+
+
 def test_weights_for_another_model_are_refused(tmp_path):
     unpack("llama", tmp_path)
     with pytest.raises(UserError) as error:
