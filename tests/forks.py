@@ -13,10 +13,12 @@ import json
 import os
 import pathlib
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -28,16 +30,80 @@ DEPENDENCIES = (
 SECONDS = 600  # that a script may take, on a machine however busy; then it is gone
 
 
-def run(script: str, *args: object) -> subprocess.CompletedProcess:
+def run(script: str, *args: object, env: dict | None = None) -> subprocess.CompletedProcess:
     """Runs a script of the repository; returns its exit code and what it wrote."""
+    with start(script, *args, env=env) as process:
+        code = process.wait()
+        return subprocess.CompletedProcess(process.args, code, *process.written())
+
+
+def start(script: str, *args: object, env: dict | None = None) -> "Process":
+    """Starts a script of the repository. env: its whole environment; None: this process's."""
+    return Process([str(ROOT / script), *map(str, args)], dict(os.environ if env is None else env))
+
+
+class Process:
+    """As subprocess.Popen, of a fork of the server; its two streams are files."""
+
+    def __init__(self, args: list[str], env: dict):
+        self.args, self.returncode = args, None
+        folder = tempfile.mkdtemp(dir=_folder())
+        self._files = [pathlib.Path(folder, name) for name in ("out", "err")]
+        out, err = map(str, self._files)
+        self.pid = _ask({"argv": args, "env": env, "out": out, "err": err})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+        if self.returncode is None:
+            self.returncode = _ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = SECONDS + 60) -> int:
+        """Returns the exit code; raises TimeoutError."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.args} runs after {timeout} s:\n{self.written()}")
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing once the process has ended and was seen to."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = SECONDS + 60) -> tuple[str, str]:
+        """Waits for the end; returns what the process wrote to stdout and to stderr."""
+        self.wait(timeout)
+        return self.written()
+
+    def written(self) -> tuple[str, str]:
+        """What the process wrote to stdout and to stderr so far."""
+        return tuple(file.read_text() for file in self._files)
+
+
+def _ask(request: dict) -> int | None:
     server = _server()
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
-        words = [str(ROOT / script), *map(str, args)]
-        request = {"argv": words, "env": dict(os.environ), "out": str(out), "err": str(err)}
-        print(json.dumps(request), file=server.stdin, flush=True)
-        code = int(server.stdout.readline())
-        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+    print(json.dumps(request), file=server.stdin, flush=True)
+    return json.loads(server.stdout.readline())
+
+
+@functools.cache
+def _folder() -> str:
+    """What all processes write, until this one ends."""
+    folder = tempfile.mkdtemp(prefix="megajax_forks_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache
@@ -51,12 +117,16 @@ def _server() -> subprocess.Popen:
 
 
 def _serve() -> None:
-    """Answers every request with an exit code; returns in forks only, once they are set up."""
+    """Starts and waits for processes; returns in forks only, once they are set up."""
     for name in DEPENDENCIES:
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy all of it
     for line in sys.stdin:
         request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+            continue
         with warnings.catch_warnings(action="ignore"):  # NumPy's idle threads stay behind
             child = os.fork()
         if not child:
@@ -69,8 +139,7 @@ def _serve() -> None:
             sys.argv = request["argv"]
             sys.path[0] = os.path.dirname(sys.argv[0])
             return
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(status, flush=True)
+        print(child, flush=True)
     sys.exit()
 
 

@@ -1,6 +1,7 @@
 """Small configurations and batches that several tests share."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.training.config import Config, EvalConfig, TrainConfig
 from megajax.training.optim import OptimConfig
+from megajax.training.step import TrainStep, make_train_step
 
 MODEL = DecoderConfig(
     layers=2, width=32, heads=4, kv_heads=4, head_width=8, mlp=64, vocab=61, vocab_multiple=16
@@ -51,6 +53,15 @@ def run_config(**changes) -> Config:
         eval=EvalConfig(sample_tokens=0),
     )
     return config.override(base, {k.replace("__", "."): v for k, v in changes.items()})
+
+
+@functools.cache
+def step_of(cfg: Config) -> TrainStep:
+    """The train step of a configuration: the tests of a process trace and compile it once.
+
+    A test that replaces parts of megajax makes a train step of its own.
+    """
+    return make_train_step(cfg, cfg.mesh.build())
 
 
 def host_batch(number: int, rows: int = 16, seq: int = 16, vocab: int = 61) -> dict:

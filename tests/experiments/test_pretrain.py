@@ -3,11 +3,13 @@
 One straight run of 30 steps is the control; everything else must end where it ends.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,14 +25,16 @@ from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
 from megajax.training.config import Config
 from megajax.training.state import TrainState
-from megajax.training.step import make_train_step
 from tests import forks
+from tests.tiny import step_of
 from tests.tolerances import LOSSES, PARAMETERS
 
 pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 STEPS = 30
+OTHER_MESH = {"mesh.data": 1, "mesh.tensor": 4}  # four devices instead of eight
+ONLY_STEPS = ["--eval.batches=0", "--eval.sample_tokens=0"]  # the control does the rest
 SMALL = [
     "--model.layers=2", "--model.width=64", "--model.heads=4", "--model.kv_heads=4",
     "--model.head_width=16", "--model.mlp=128", "--train.global_batch=32", "--train.seq_len=64",
@@ -70,10 +74,9 @@ def optimized():
     return environment() | {"XLA_FLAGS": flags}
 
 
-def run(home, *flags, **settings):
-    return subprocess.run(
-        command(home, *flags), capture_output=True, text=True, env=optimized(), **settings
-    )
+def run(home, *flags):
+    """As `start`, and waits for the end."""
+    return forks.run("experiments/pretrain.py", *command(home, *flags)[2:], env=optimized())
 
 
 def refused(home, *flags):
@@ -84,13 +87,8 @@ def refused(home, *flags):
 
 
 def start(home, *flags):
-    return subprocess.Popen(
-        command(home, *flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=optimized(),
-    )
+    """A run as a process of its own, which need not import what megajax depends on."""
+    return forks.start("experiments/pretrain.py", *command(home, *flags)[2:], env=optimized())
 
 
 def rows(folder, key="loss"):
@@ -105,7 +103,7 @@ def wait_for(process, condition, seconds=300):
     """Waits until condition() holds while the process runs."""
     end = time.time() + seconds
     while not condition():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.written()
         assert time.time() < end
         time.sleep(0.01)
 
@@ -121,7 +119,7 @@ def load_config(folder):
 def restore(folder, step, cfg=None):
     """Returns (train step, state, data state) of a checkpoint on the mesh of `cfg`."""
     cfg = cfg or load_config(folder)
-    train_step = make_train_step(cfg, cfg.mesh.build())
+    train_step = step_of(dataclasses.replace(cfg, run_dir="", eval=Config().eval))
     manager = CheckpointManager(folder / "checkpoints", keep=0)
     restored = manager.restore(step, like=vars(train_step.abstract_state))
     return train_step, TrainState(**restored), manager.data_state(step)
@@ -135,9 +133,11 @@ def loader_of(cfg, train_step, position):
 
 @pytest.fixture(scope="module")
 def straight(home):
-    """30 steps without interruption."""
+    """30 steps without interruption, in a process that a person's command would start."""
     folder = home / "straight"
-    done = run(home, f"--train.steps={STEPS}", "--checkpoint.every=13", f"--run_dir={folder}")
+    flags = (f"--train.steps={STEPS}", "--checkpoint.every=13", f"--run_dir={folder}")
+    words = command(home, *flags)
+    done = subprocess.run(words, capture_output=True, text=True, env=optimized())
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done
 
@@ -174,7 +174,7 @@ def test_metrics_have_the_promised_members(straight):
 
 def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     folder = home / "killed"
-    flags = [f"--train.steps={STEPS}", "--checkpoint.every=13", f"--run_dir={folder}"]
+    flags = [f"--train.steps={STEPS}", "--checkpoint.every=13", f"--run_dir={folder}", *ONLY_STEPS]
     process = start(home, *flags)
     saved = folder / "checkpoints" / "13" / "_CHECKPOINT_METADATA"
     wait_for(process, lambda: saved.exists() and last_step(folder) > 13)
@@ -206,7 +206,7 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
     "changes",
     [
         pytest.param({"mesh.data": 2, "mesh.tensor": 4}, marks=pytest.mark.slow),
-        {"mesh.data": 1, "mesh.tensor": 4},  # four devices instead of eight
+        OTHER_MESH,
         pytest.param(  # stages instead of one program for all
             {"mesh.pipe": 2, "mesh.data": 2, "mesh.tensor": 2}, marks=pytest.mark.slow
         ),
@@ -214,28 +214,79 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
 )
 def test_another_mesh_continues_to_the_same_place(straight, changes):
     """From step 13 of the control's own checkpoint, 17 more steps."""
-    cfg = config.override(load_config(straight[0]), changes)
-    train_step, state, data = restore(straight[0], 13, cfg)
-    loader = loader_of(cfg, train_step, data["rows"])
-    want = rows(straight[0])
-    for step in range(14, STEPS + 1):
-        state, metrics = train_step.step(state, next(loader))
-        assert float(metrics["loss"]) == pytest.approx(want[step]["loss"], abs=LOSSES)
+    params = go_on(straight[0], straight[0], 13, STEPS, changes)
     _, control, _ = restore(straight[0], STEPS)
-    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(control.params), strict=True):
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(control.params), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert np.linalg.norm(x - y) <= PARAMETERS * np.linalg.norm(y)
 
 
+def go_on(folder, control, first, last, changes):
+    """Steps from a checkpoint on another mesh, with the control's losses; the parameters."""
+    cfg = config.override(load_config(folder), changes)
+    train_step, state, data = restore(folder, first, cfg)
+    loader = loader_of(cfg, train_step, data["rows"])
+    want = rows(control)
+    for step in range(first + 1, last + 1):
+        state, metrics = train_step.step(state, next(loader))
+        assert float(metrics["loss"]) == pytest.approx(want[step]["loss"], abs=LOSSES)
+    return state.params
+
+
+def start_job(home, *flags):
+    """Starts two processes of four devices each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    job = []
+    for i in range(2):
+        env = environment() | {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": str(i),
+        }
+        words = command(home, "--emulate=4", *flags)[2:]
+        job.append(forks.start("experiments/pretrain.py", *words, env=env))
+    return job
+
+
+def test_two_processes_are_one_run(home, straight):
+    """Over loopback: the control's losses, one decision to stop, a state for any mesh."""
+    folder = home / "job"
+    flags = [f"--train.steps={STEPS}", "--checkpoint.every=0", f"--run_dir={folder}", *ONLY_STEPS]
+    job = start_job(home, *flags)
+    try:
+        wait_for(job[0], lambda: last_step(folder) >= 5)
+        job[1].send_signal(signal.SIGTERM)  # to the one that does not write
+        outputs = ["".join(p.communicate(timeout=300)) for p in job]
+    finally:
+        for p in job:
+            p.kill()
+    assert [p.returncode for p in job] == [0, 0], outputs
+    assert "Continue with:" in outputs[0]
+    assert "step 1/" not in outputs[1]  # one process speaks
+    found = rows(folder)
+    assert all(0 <= row["launch_skew_s"] < 60 for row in found.values())
+    assert set(rows(folder, "start_devices_s")) == {0}
+    stopped = CheckpointManager(folder / "checkpoints").latest()
+    assert 5 <= stopped < STEPS and f"stopped after step {stopped}" in outputs[0]
+
+    assert sorted(found) == list(range(1, stopped + 1))
+    want = rows(straight[0])
+    for step, row in found.items():
+        assert row["loss"] == pytest.approx(want[step]["loss"], abs=LOSSES), step
+    go_on(folder, straight[0], stopped, min(stopped + 3, STEPS), OTHER_MESH)
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(home, straight):
     folder = home / "interrupted"
-    flags = [f"--train.steps={STEPS}", "--checkpoint.every=0", f"--run_dir={folder}"]
+    flags = [f"--train.steps={STEPS}", "--checkpoint.every=0", f"--run_dir={folder}", *ONLY_STEPS]
     process = start(home, *flags)
     wait_for(process, lambda: last_step(folder) >= 4)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
-    assert "Continue with:" in out and f"--run_dir={folder}" in out and "Traceback" not in out
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "Continue with:" in out and f"--run_dir={folder}" in out and "Traceback" not in err
     stopped = CheckpointManager(folder / "checkpoints").latest()
     assert 4 <= stopped < STEPS and f"stopped after step {stopped}" in out
     done = run(home, *flags)
@@ -254,8 +305,8 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_goes_on(home):
     done = refused(home, "--train.steps=5000", f"--run_dir={folder}")
     assert f"error: {folder} is in use by process {first.pid} on " in done.stderr
     first.send_signal(signal.SIGINT)
-    out, _ = first.communicate(timeout=60)
-    assert first.returncode == 130, out
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 130, out + err
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
     assert steps == sorted(steps)
 
@@ -277,7 +328,7 @@ def test_numbers_that_are_not_finite_stop_the_run(home, straight):
     shutil.copytree(straight[0], folder)
     done = run(
         home, "--train.steps=60", "--optim.lr=1e30", "--optim.schedule=constant",
-        "--checkpoint.every=1000", f"--run_dir={folder}",
+        "--checkpoint.every=1000", f"--run_dir={folder}", *ONLY_STEPS,
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
