@@ -17,6 +17,7 @@ from tests.tiny import RICH, host_batch, on, run_config
 from tests.tolerances import GRADIENTS, LONG_LOSSES, PARAMETERS
 
 DEEP = dataclasses.replace(RICH, layers=8)
+STEPS = 10
 
 
 def make(model, **changes):
@@ -45,7 +46,7 @@ def train(model, steps, **changes):
 @pytest.fixture(scope="module")
 def control():
     """One device."""
-    return train(DEEP, 20, mesh__data=1)
+    return train(DEEP, STEPS, mesh__data=1)
 
 
 def distance(a, b):
@@ -60,6 +61,23 @@ def compare(ours, want):
     assert distance(ours[1], want[1]) < GRADIENTS
     assert distance(ours[2], want[2]) < PARAMETERS
     assert ours[3] == pytest.approx(want[3], rel=1e-5)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """NaN lies in every place of a pipeline that nothing was put into yet: none may spread."""
+    start = tick.Tick.start
+
+    def poison(self):
+        carry = start(self)
+        places = {k: getattr(carry, k) for k in ("x", "dy", "inputs", "grads", "kept")}
+        return carry._replace(**jax.tree.map(_to_nan, places))
+
+    monkeypatch.setattr(tick.Tick, "start", poison)
+
+
+def _to_nan(x):
+    return x * np.float32(np.nan) if x.dtype == np.float32 else x
 
 
 CASES = {
@@ -89,8 +107,8 @@ CASES = {
         for c in CASES
     ],
 )
-def test_a_pipeline_learns_the_same(case, control):
-    compare(train(DEEP, 20, **CASES[case]), control)
+def test_a_pipeline_learns_the_same(case, control, poisoned):
+    compare(train(DEEP, STEPS, **CASES[case]), control)
 
 
 @pytest.mark.slow
@@ -113,19 +131,6 @@ def test_every_schedule_learns_the_same(schedule, stages, times):
 
     want = run(mesh__data=1, train__global_batch=48)
     np.testing.assert_allclose(run(**changes), want, atol=LONG_LOSSES)
-
-
-def test_what_lies_in_unused_places_does_not_spread(control, monkeypatch):
-    start = tick.Tick.start
-
-    def poisoned(self):
-        carry = start(self)
-        return carry._replace(
-            **{k: getattr(carry, k) * np.float32(np.nan) for k in ("x", "dy", "inputs", "grads")}
-        )
-
-    monkeypatch.setattr(tick.Tick, "start", poisoned)
-    compare(train(DEEP, 20, **CASES["1f1b, pipe 2, data 2, tensor 2"]), control)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import pytest
 from megajax.core.mesh import MeshSpec
 from megajax.parallel import sharding, tick
 from megajax.parallel.pipeline import Pipeline, PipelineConfig
-from tests.parallel.test_pipeline import distance, make
+from tests.parallel.test_pipeline import distance, make, poisoned
 from tests.tiny import DEEPSEEK, MOE, host_batch, on
 from tests.tolerances import GRADIENTS, LONG_LOSSES, PARAMETERS
+
+__all__ = ["poisoned"]  # the fixture, shared
 
 # Little to compile: this one runs with every suite.
 PLAIN = dataclasses.replace(MOE, activation="gelu", position="none")
@@ -95,7 +97,7 @@ def seldom(*values):
         ),
     ],
 )  # fmt: skip
-def test_a_pipeline_of_experts_learns_the_same(name, pieces, changes):
+def test_a_pipeline_of_experts_learns_the_same(name, pieces, changes, poisoned):
     steps = 3 if name == "plain" else 8
     ours, want = train(MODELS[name], steps, **changes), control(name, steps, pieces)
     compare(ours, want)
