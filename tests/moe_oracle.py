@@ -1,5 +1,7 @@
 """A mixture of experts as a loop over tokens in float64 NumPy, and what its tests share."""
 
+import functools
+
 import jax
 import numpy as np
 from flax import nnx
@@ -59,11 +61,15 @@ def loop(params, x_BSD, cfg: MoeConfig):
 
 def gradients(params, x, graph):
     """The derivative of sum(y^2) by (parameters, x), of the layer on one device."""
+    return jax.tree.map(np.asarray, _gradient(graph)(params, x))
 
+
+@functools.cache
+def _gradient(graph):
     def value(params, x):
         return (nnx.merge(graph, params)(x)[0] ** 2).sum()
 
-    return jax.tree.map(np.asarray, jax.jit(jax.grad(value, (0, 1)))(params, x))
+    return jax.jit(jax.grad(value, (0, 1)))
 
 
 def differences(params, x_BSD, cfg: MoeConfig, direction, step=1e-5):
