@@ -14,13 +14,12 @@ from megajax.parallel import sharding
 from megajax.serving.generate import Generator
 from megajax.training.loop import bad_leaves
 from megajax.training.step import make_train_step
-from tests.tiny import MODEL, host_batch, on, run_config
+from tests.tiny import MODEL, host_batch, on, run_config, step_of
 from tests.tolerances import LOSSES
 
 
 def one_step(batch, **changes):
-    cfg = run_config(**changes)
-    train_step = make_train_step(cfg, cfg.mesh.build())
+    train_step = step_of(run_config(**changes))
     state, metrics = train_step.step(train_step.init(0), on(train_step, batch))
     return train_step, state, metrics
 
@@ -94,8 +93,7 @@ def test_leaf_norms_are_named_and_add_up():
 
 
 def test_a_step_that_is_not_finite_keeps_the_state():
-    cfg = run_config()
-    train_step = make_train_step(cfg, cfg.mesh.build())
+    train_step = step_of(run_config())
     state = train_step.init(0)
     leaf = state.params["blocks"]["mlp"]["up"]
     broken = np.asarray(leaf).copy()
@@ -110,8 +108,7 @@ def test_a_step_that_is_not_finite_keeps_the_state():
 
 
 def test_the_state_is_donated():
-    cfg = run_config()
-    train_step = make_train_step(cfg, cfg.mesh.build())
+    train_step = step_of(run_config())
     state = train_step.init(0)
     train_step.step(state, on(train_step, host_batch(0)))
     assert state.params["tokens"].is_deleted()
@@ -119,8 +116,7 @@ def test_the_state_is_donated():
 
 def test_abstract_values_are_those_of_the_run():
     """What a plan compiles is what training runs."""
-    cfg = run_config(mesh__tensor=2)
-    train_step = make_train_step(cfg, cfg.mesh.build())
+    train_step = step_of(run_config(mesh__tensor=2))
     state = train_step.init(0)
     for like, real in zip(
         jax.tree.leaves(train_step.abstract_state), jax.tree.leaves(state), strict=True
