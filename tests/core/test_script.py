@@ -1,9 +1,15 @@
 """A command line that cannot be read ends a script with one sentence and exit code 2."""
 
+import pathlib
+import subprocess
+import sys
+
 import pytest
 from absl import flags
 
 from megajax.core import script
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +46,20 @@ def test_what_cannot_be_read(known, capsys, word, sentence):
     shown = capsys.readouterr()
     assert end.value.code == 2 and shown.out == ""
     assert shown.err.startswith(f"error: {sentence}") and shown.err.count("\n") == 1
+
+
+def test_signals_that_people_send_to_look_end_no_script():
+    code = """if True:
+        import megajax.core.interrupted, os, signal
+        def look():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        look()
+        print("goes on")
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout == "goes on\n", done
+    assert "in look" in done.stderr
 
 
 def test_words_are_left():

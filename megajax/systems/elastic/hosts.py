@@ -6,6 +6,7 @@ says ends that connection only. What an agent says without being asked goes to t
 No jax import.
 """
 
+import contextlib
 import dataclasses
 import selectors
 import socket
@@ -263,7 +264,9 @@ class Hosts:
             asked = time.monotonic()
             (theirs,) = self.ask([host], "mine", 1.0, do="ping")
             ours = time.monotonic()
-            if theirs is not None and ours - asked < best:
+            if theirs is None:
+                break  # it does not answer, and others wait to be asked
+            if ours - asked < best:
                 best, offset = ours - asked, theirs - (asked + ours) / 2
         return offset
 
@@ -297,14 +300,17 @@ class Hosts:
         return bool(host.mark) and reaper.kill_all(lambda: reaper.marked(host.mark), ANSWER_S)
 
     def close(self) -> None:
-        """Sends the agents home."""
+        """Sends the agents home. Those of this machine have ANSWER_S, all of them together."""
         self.send(list(self._here.values()), do="quit")
+        end = time.monotonic() + ANSWER_S
         for agent in self._local.values():
-            try:
-                agent.wait(ANSWER_S)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(max(end - time.monotonic(), 0.0))
+        late = [agent for agent in self._local.values() if agent.poll() is None]
+        for agent in late:
+            agent.kill()
+        for agent in late:
+            agent.wait()
         for host in self._here.values():
             host.line.close()
         self._door.close()

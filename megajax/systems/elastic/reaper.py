@@ -71,7 +71,9 @@ def kill_all(find: Callable[[], set[int]], seconds: float = float("inf")) -> boo
 
 def main() -> None:
     """Reads, waits, and cleans up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (
+        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+    ):  # fmt: skip
         signal.signal(number, signal.SIG_IGN)
     groups, folders, marks = [], [], []
     for line in sys.stdin:

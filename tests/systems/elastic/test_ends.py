@@ -21,7 +21,7 @@ from megajax.monitor import lease
 from megajax.monitor.reports import Limits
 from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module
-from megajax.systems.elastic import ranks, reaper, shared
+from megajax.systems.elastic import hosts, ranks, reaper, shared
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
@@ -88,6 +88,21 @@ def test_a_place_that_takes_no_log_costs_the_log(tmp_path, capsys):
     )
     with pytest.raises(FileNotFoundError):
         ranks.run(["no such program"], tmp_path / "other.log", os.environ)
+
+
+@process
+def test_frozen_agents_are_not_waited_for_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(hosts, "ANSWER_S", 0.3)
+    listener = socket.create_server(("127.0.0.1", 0))
+    found = Hosts(Owner(), listener, "a secret of this job")
+    agents = [subprocess.Popen(["sleep", "60"]) for _ in range(5)]
+    for agent in agents:
+        agent.send_signal(signal.SIGSTOP)
+    found._local = {f"local{i}": agent for i, agent in enumerate(agents)}
+    began = time.monotonic()
+    found.close()
+    assert time.monotonic() - began < 1.2  # one after the other: 1.5
+    assert [a.returncode for a in agents] == [-signal.SIGKILL] * 5
 
 
 @process

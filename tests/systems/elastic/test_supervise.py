@@ -313,6 +313,26 @@ def test_a_command_that_cannot_work_is_tried_once(tmp_path):
 
 
 @slow
+def test_signals_that_people_send_to_look_end_nobody(tmp_path):
+    """The driver, its agents and their reapers."""
+    run = Supervised(tmp_path)
+    run.wait_for(lambda: run.saved()["step"] >= 5)
+    ours = {run.process.pid, *run.agents()}
+    reapers = subprocess.run(["pgrep", "-f", "elastic/reaper.py"], capture_output=True, text=True)
+    for word in reapers.stdout.split():
+        stat = pathlib.Path(f"/proc/{word}/stat").read_text()
+        ours |= {int(word)} if int(stat.rsplit(")", 1)[1].split()[1]) in run.agents() else set()
+    assert len(ours) == 5
+    for pid in ours:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pid, number)
+    code, err = run.end()
+    assert code == 0 and not run.events("fault") and len(run.events("joined")) == 2, err
+    assert err.count("most recent call first") >= 3 and "in pump" in err and "in serve" in err, err
+    assert run.saved() == {"step": STEPS, "value": parameters()}
+
+
+@slow
 def test_each_driver_names_its_run_and_ends_when_another_has_taken_it_over(tmp_path):
     named = []
     for out in ("first", "second"):
