@@ -151,7 +151,10 @@ class StepFolder:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             refuse_run(self.step(step), os.listdir(self.step(step)))
         if self.lease is not None:
-            self.lease.take()
+            with self.lease.held():  # an attempt that lost it never comes here
+                for leftover in self.path.glob(f"[0-9]*{SAVING}-*"):
+                    if not leftover.name.partition(SAVING)[2].startswith(self._tag):
+                        _free(leftover)  # of an older attempt that was frozen or killed in a save
         key = (os.path.realpath(self.path), step)
         if key in _being_saved():
             raise OSError(f"another manager of this process is saving step {step} there")

@@ -193,6 +193,12 @@ def test_an_older_attempt_does_not_touch_what_the_newer_one_writes(tmp_path):
     folders[1].saving(2).mkdir()
     (folders[1].saving(2) / "data").write_text("of the newer one")
     folders[0].drop_saving(2)
-    assert [p.name for p in folders[1].saving(2).iterdir()] == ["data"]
     assert not folders[0].saving(2).exists()
-    folders[0].unlock()
+    folders[0].saving(4).mkdir()  # wakes up, and is killed: the newer one's next save removes it
+    with pytest.raises(SupersededError):
+        folders[0].begin(2)
+    folders[1].begin(6)
+    assert not folders[0].saving(4).exists()
+    assert [p.name for p in folders[1].saving(2).iterdir()] == ["data"]
+    for folder in folders:
+        folder.unlock()
