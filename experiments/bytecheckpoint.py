@@ -54,12 +54,9 @@ BASE = {"stall": "one copy", "whole": "write and sync", "load": "read"}
 # The machine's own time over ours must be at least this (chosen before it was measured).
 GOALS = {"stall": 1 / 1.2, "whole": 0.7, "load": 0.7}
 COLOURS = {
-    "ours": "#0072B2",
-    "ours, read back": "#56B4E9",
-    "orbax": "#E69F00",
-    "orbax, waits": "#D55E00",
-    "machine": "#999999",
-}
+    "ours": "#0072B2", "ours, read back": "#56B4E9", "orbax": "#E69F00",
+    "orbax, waits": "#D55E00", "machine": "#999999",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,11 +147,8 @@ def measure_saves(
     import orbax.checkpoint.experimental.v1 as ocp
 
     shards = pieces(state)
-    yield (
-        "stall",
-        "one copy",
-        seconds(lambda: [np.copyto(c, s) for c, s in zip(copies, shards, strict=True)]),
-    )
+    took = seconds(lambda: [np.copyto(c, s) for c, s in zip(copies, shards, strict=True)])
+    yield "stall", "one copy", took
     raw = folder / "raw"
     yield "whole", "write and sync", seconds(lambda: write_raw(raw, shards))
     manager = CheckpointManager(folder / "ours", keep=1)
@@ -208,11 +202,8 @@ def measure_loads(
         k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in state.items()
     }
     forget(folder)
-    yield (
-        "load",
-        "orbax",
-        seconds(lambda: jax.block_until_ready(ocp.load(folder / "orbax" / "1", like))),
-    )
+    took = seconds(lambda: jax.block_until_ready(ocp.load(folder / "orbax" / "1", like)))
+    yield "load", "orbax", took
 
 
 def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[dict[str, Any]]:

@@ -82,12 +82,11 @@ def main() -> int:
 
     train_step = make_train_step(cfg, mesh)  # 5 model and step
     banner.show_model(console, cfg, train_step, mesh)
+    kept = cfg.checkpoint
     checkpoints = CheckpointManager(
-        run_dir.checkpoints,
-        keep=cfg.checkpoint.keep,
-        attempt=attempt,
-        verify_saves=cfg.checkpoint.verify_saves,
-    )
+        run_dir.checkpoints, keep=kept.keep, attempt=attempt,
+        verify_saves=kept.verify_saves, key_file=kept.key_file,
+    )  # fmt: skip
     identity = resume.identity(corpora, tokenizer, cfg)
     memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
     # 6 own steps > init_from > new

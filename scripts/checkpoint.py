@@ -36,6 +36,7 @@ from megajax.checkpoint.layouts import (
     convert,
     units,
 )
+from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.store import no_step
 from megajax.core import config
 from megajax.core.config import Checked, option
@@ -70,6 +71,9 @@ class Config(Checked):
     vocab: int | None = option(
         None, "import: words of a Megatron model, without padding", verbs=("import",), at_least=1
     )
+    key_file: str | None = option(
+        None, "of the keys that must have signed what is read, and sign what is written; none: off"
+    )
     hf_config: str | None = option(
         None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)
     )
@@ -79,9 +83,14 @@ PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
 
+def keys(cfg: Config) -> Keys | None:
+    """Returns the keys of --key_file. Raises: UserError for a file that does not do."""
+    return None if cfg.key_file is None else Keys(cfg.key_file)
+
+
 def opened(cfg: Config, path: str) -> tuple[StepFolder, int | None]:
     """Returns (the checkpoints, the step that the words or --step mean). Raises: UserError."""
-    steps, step = offline.open_folder(path)
+    steps, step = offline.open_folder(path, keys(cfg))
     if None not in (step, cfg.step) and step != cfg.step:
         raise UserError(f"{path} is step {step}, and --step={cfg.step} names another")
     return steps, cfg.step if step is None else step
@@ -98,7 +107,7 @@ def chosen(cfg: Config, path: str) -> tuple[StepFolder, int]:
 
 def list_steps(cfg: Config, path: str) -> int:
     """Prints a line a step."""
-    steps, _ = offline.open_folder(path)
+    steps, _ = offline.open_folder(path, keys(cfg))
     for step in steps.steps():
         try:
             record = steps.record(step)
@@ -119,7 +128,7 @@ def inspect(cfg: Config, path: str) -> int:
     steps, step = chosen(cfg, path)
     record = steps.record(step)
     print(f"step {step} of {steps.path}, {offline.data_state_text(steps, step)}")
-    homes = offline.files_by_leaf(steps.step(step))
+    homes = offline.files_by_leaf(steps.home(step))
     if record is None:
         print("no integrity record: plain Orbax wrote it")
     for name, leaf in (record.leaves if record else {}).items():
@@ -145,9 +154,10 @@ def verify(cfg: Config, path: str) -> int:
         try:
             record = read_back.verify(steps, number)
             when = "when it was saved" if steps.is_read_back(number, record) else "now, for once"
+            signed = "; signed" * (cfg.key_file is not None)
             print(
                 f"step {number}: {len(record.files)} files, {offline.size(record):,} bytes: good; "
-                f"its leaves were read back {when}"
+                f"its leaves were read back {when}{signed}"
             )
         except DamagedError as error:
             bad += 1
@@ -232,7 +242,7 @@ def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -
     from megajax.core.tree import nest
 
     jax.config.update("jax_platforms", "cpu")
-    manager = CheckpointManager(target, keep=0, compression=cfg.compression)
+    manager = CheckpointManager(target, keep=0, compression=cfg.compression, key_file=cfg.key_file)
     if step in manager.steps():
         raise UserError(f"{target} has a step {step} already; name a new folder")
     # As an array of jax mapped memory is written as it is, of NumPy it would be copied first.

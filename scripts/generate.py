@@ -68,7 +68,9 @@ def open_run(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], 
     tokenizer = open_tokenizer(cfg.tokenizer) if cfg.tokenizer else saved_tokenizer(folder)
 
     def load(layout: Layout) -> Tree:
-        params, step = load_params(folder, run.model, layout, cfg.step, run.checkpoint.dir)
+        params, step = load_params(
+            folder, run.model, layout, cfg.step, run.checkpoint.dir, run.checkpoint.key_file
+        )
         print(f"{folder}, step {step}, {mesh_.describe(layout.mesh)}")
         return params
 

@@ -43,6 +43,9 @@ class Config(Checked):
     tokenizer: str | None = option(
         None, "export: folder or tokenizer.json to put beside the model", verbs=("export",)
     )
+    key_file: str | None = option(
+        None, "import: signs the step; export: of the keys that must have; none: not asked"
+    )
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 
@@ -56,7 +59,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     target = expand(run_dir)
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
-    manager = CheckpointManager(target / "checkpoints", keep=0)
+    manager = CheckpointManager(target / "checkpoints", keep=0, key_file=cfg.key_file)
     if found := [step for step in manager.steps() if step]:  # 0: of an import that was stopped
         raise UserError(f"{target} already holds the steps {found} of a run; name a new folder")
     model = hf.load_decoder_config(source)  # a run trains decoders
@@ -78,7 +81,10 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     """Writes a run's parameters as a Hugging Face folder."""
     run = config.load_json(RunConfig, expand(run_dir) / "config.json", "run_dir")
     layout = sharding.layout(cfg.mesh.build(), model=run.model)
-    params, step = load_params(expand(run_dir), run.model, layout, cfg.step, run.checkpoint.dir)
+    key = cfg.key_file or run.checkpoint.key_file
+    params, step = load_params(
+        expand(run_dir), run.model, layout, cfg.step, run.checkpoint.dir, key
+    )
     tokenizer = cfg.tokenizer
     if tokenizer is None and (expand(run_dir) / "tokenizer.json").is_file():
         tokenizer = run_dir

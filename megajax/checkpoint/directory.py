@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from megajax.checkpoint import marks
 from megajax.checkpoint.integrity import (
     RECORD,
@@ -30,6 +32,7 @@ from megajax.checkpoint.integrity import (
     sync_folder,
 )
 from megajax.checkpoint.lease import Attempt, Lease
+from megajax.checkpoint.signature import FLAG, Keys
 from megajax.core.files import parse_json
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
@@ -44,12 +47,13 @@ class StepFolder:
 
     file_bytes: int | None = None  # at which Orbax begins another file; None: as it likes
 
-    def __init__(self, path: Path):
-        """path: need not exist yet."""
+    def __init__(self, path: Path, keys: Keys | None = None):
+        """path: need not exist yet. keys: that sign what counts; None: nobody need sign."""
         self.path = path
         self._lock: int | None = None
         self._key: tuple[str, int] | None = None  # of the step that is being saved
         self.lease: Lease | None = None  # of a supervised attempt
+        self.keys, self._noted = keys, False
         self.cleaning = threading.Lock()  # of the threads that remove what is not needed any more
         self._tag = ""  # of what it writes: an older attempt may wake up and write the same step
 
@@ -95,8 +99,16 @@ class StepFolder:
         """
         folder = self.step(step)
         if self._is_plain(folder):
+            if self.keys is not None:
+                raise DamagedError(
+                    f"step {step} of {self.path} is of plain Orbax and not signed, and only signed "
+                    f"steps count {FLAG}; restore it without a key and save it again with one"
+                )
             return None
-        record = read_record(folder)
+        record = read_record(folder, self.keys)
+        if record.signature and self.keys is None and not self._noted:
+            self._noted = True
+            logging.warning("steps of %s are signed, and not checked without %s", self.path, FLAG)
         if record.step != step:
             raise DamagedError(
                 f"step {step} of {self.path} holds step {record.step} ({RECORD} says so); "
@@ -127,6 +139,15 @@ class StepFolder:
                 seen += 1
         return None
 
+    def home(self, step: int) -> Path:
+        """Returns where the files of a step are, which is below `step` if it was saved again in a
+        store; `step` itself when the record does not say. Raises: UnreadableError, StoreError."""
+        folder = self.step(step)
+        try:
+            return folder / read_record(folder).home
+        except DamagedError:
+            return folder
+
     def _is_plain(self, folder: Path) -> bool:
         """Tells a step that Orbax alone wrote. Raises: UnreadableError."""
         if _is_there(folder / RECORD):
@@ -139,7 +160,7 @@ class StepFolder:
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the metadata that the step was saved with. Raises: CheckpointError."""
-        path = self.step(step) / METADATA
+        path = self.home(step) / METADATA
         try:
             found = parse_json(path.read_bytes())["custom_metadata"] or {}
             return {k: v for k, v in found.items() if k != OURS}

@@ -6,15 +6,17 @@ the fingerprint of every leaf, and a CRC-32 of the record itself. A step is good
 and its files are. No jax: a tool on a login node reads records.
 
 The record is {"crc32": "xxxxxxxx", "record": ...}, one line; the checksum is of the text of the
-record as it stands.
+record as it stands. With a key (signature.py), "hmac": "..." comes before "record", and each file
+has the SHA-256 of its chunks' SHA-256 sums.
 """
 
-import ast
 import errno
+import hashlib
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +24,9 @@ from typing import Any
 
 from isal import isal_zlib
 
-from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError, kvstore
+from megajax.checkpoint.signature import Keys
+from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError
+from megajax.checkpoint.stored_index import stored_values
 from megajax.core.files import parse_json, read_bytes
 
 RECORD = "integrity.json"
@@ -67,10 +71,12 @@ def absent(path: Path, error: OSError, any_other: bool = True) -> OSError:
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be: its bytes and the CRC-32 of each chunk."""
+    """What a file must be: its bytes, the CRC-32 of each chunk, and the SHA-256 of the SHA-256 sums
+    of all chunks (empty: nobody signed)."""
 
     bytes: int
     crc32: list[int]
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,13 +90,30 @@ class LeafSum:
 
 @dataclass(frozen=True)
 class Record:
-    """What step `step` must be."""
+    """What step `step` must be.
+
+    home: the folder below the step's own in which its files are: of a step that was saved again in
+    a store. signature: that the record carried; of the text, so it is no part of it.
+    """
 
     step: int
     files: dict[str, FileSum]
     leaves: dict[str, LeafSum]
     metric: float | None = None
     version: int = 1
+    home: str = ""
+    signature: str = field(default="", compare=False)
+
+    def text(self) -> str:
+        """Returns the record as it is written, checked and signed."""
+        found = asdict(self)
+        del found["signature"]
+        if not self.home:
+            del found["home"]  # which older readers do not know
+        for file in found["files"].values():
+            if not file["sha256"]:
+                del file["sha256"]
+        return json.dumps(found, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -102,10 +125,10 @@ class Damage:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
-def write_record(folder: Path, record: Record) -> None:
-    """Writes the record of a step, and returns when it is on the disk."""
-    body = json.dumps(asdict(record), separators=(",", ":"))
-    write_file(folder / RECORD, _sealed(body))
+def write_record(folder: Path, record: Record, keys: Keys | None = None) -> None:
+    """Writes the record of a step, and returns when it is on the disk. keys: to sign it with."""
+    body = record.text()
+    write_file(folder / RECORD, _sealed(body, keys.sign(body.encode()) if keys else ""))
     sync_folder(folder)
 
 
@@ -126,26 +149,51 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def read_record(folder: Path) -> Record:
-    """Returns the record of a step. Raises: DamagedError when there is none or it is damaged."""
+def read_record(folder: Path, keys: Keys | None = None) -> Record:
+    """Returns the record of a step.
+
+    keys: of which one must have signed it. Raises: DamagedError when there is none, or it is
+    damaged, or was not signed so.
+    """
     path = folder / RECORD
     try:
         raw = path.read_bytes() if isinstance(path, ObjectPath) else read_bytes(path, MAX_RECORD)
         text = raw.decode()
-        body = text[len(_sealed("")) - 2 : -2]
-        if _sealed(body) != text:
+        head = HEAD.match(text)
+        signature = head[1] or "" if head else ""
+        body = text[len(_sealed("", signature)) - 2 : -2]
+        if _sealed(body, signature) != text:
             raise ValueError("its checksum is not that of its text")
         found = parse_json(body)
         files = {_inside(n): FileSum(**f) for n, f in found.pop("files").items()}
         leaves = {n: LeafSum(**x) for n, x in found.pop("leaves").items()}
-        return _check_record(Record(files=files, leaves=leaves, **found))
-    except StoreError:
+        if "signature" in found:
+            raise ValueError("it says itself that it is signed")
+        record = _check_record(Record(files=files, leaves=leaves, signature=signature, **found))
+        bare = [name for name, file in files.items() if not file.sha256]
+        if keys is not None and (why := keys.refusal(body.encode(), signature, bare)):
+            raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {why}")
+        return record
+    except (StoreError, DamagedError):
         raise
     except OSError as error:
         what = absent(path, error, any_other=False).strerror or str(error)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         what = f"damaged: {error}"
     raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {what}; {REMEDY}")
+
+
+HEAD = re.compile(r'\{"crc32": "[0-9a-f]{8}", (?:"hmac": "([0-9a-f]{64})", )?"record": ')
+COPY = "copy-"  # what the name of a record's home begins with
+HOME = re.compile(rf"{COPY}[0-9a-f]{{8}}")
+
+
+def strangers(folder: Path, record: Record) -> list[Damage]:
+    """Returns the files beside the arrays that the record does not know: nobody signed them."""
+    folder = folder / record.home
+    there = folder.names() if isinstance(folder, ObjectPath) else list_files(folder)
+    found = [n for n in there if n.startswith("state/") and n not in record.files]
+    return [Damage(n, "it is not in the signed record") for n in found]
 
 
 GONE = "restore a newer one, or let the run keep more (--checkpoint.keep)"
@@ -162,12 +210,16 @@ def _check_record(record: Record) -> Record:
     """Returns a record whose every member is of its type. Raises: ValueError."""
     if type(record.step) is not int or record.version != 1:
         raise ValueError(f"step {record.step!r:.40}, version {record.version!r:.40}")
+    if record.home != "" and not HOME.fullmatch(record.home):
+        raise ValueError(f"{record.home!r:.40} is no home of files")
     if record.metric is not None and type(record.metric) not in (int, float):
         raise ValueError("a metric that is no number")
     for name, file in record.files.items():
         chunks = _naturals(file.crc32, 2**32)
         if type(file.bytes) is not int or chunks != -(-file.bytes // CHUNK):
             raise ValueError(f"{name[:200]} has {chunks} checksums for {file.bytes!r:.40} bytes")
+        if not isinstance(file.sha256, str):
+            raise ValueError(f"{name[:200]} has a SHA-256 that is no text")
     for name, leaf in record.leaves.items():
         if not isinstance(leaf.dtype, str):
             raise ValueError(f"leaf {name[:200]} has a dtype that is no text")
@@ -189,8 +241,9 @@ def _naturals(values: Any, above: int) -> int:
 REMEDY = "restore another step, or copy this one again from where it came"
 
 
-def _sealed(body: str) -> str:
-    return f'{{"crc32": "{isal_zlib.crc32(body.encode()):08x}", "record": {body}}}\n'
+def _sealed(body: str, signature: str = "") -> str:
+    signed = f'"hmac": "{signature}", ' if signature else ""
+    return f'{{"crc32": "{isal_zlib.crc32(body.encode()):08x}", {signed}"record": {body}}}\n'
 
 
 def list_files(folder: Path) -> list[str]:
@@ -204,16 +257,30 @@ def list_files(folder: Path) -> list[str]:
 
 
 def sum_files(
-    folder: Path, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    folder: Path,
+    names: Sequence[str],
+    sizes: Mapping[str, int] | None = None,
+    sha256: Collection[str] = (),
 ) -> dict[str, FileSum]:
-    """Reads files and returns what they are. sizes: as far as they are known. Raises: OSError."""
+    """Reads files and returns what they are.
+
+    sizes: as far as they are known. sha256: the files of which that is wanted too.
+    Raises: OSError.
+    """
     sizes = {n: (folder / n).stat().st_size for n in names} if sizes is None else sizes
     pieces = [(n, i, min(CHUNK, sizes[n] - i)) for n in names for i in range(0, sizes[n], CHUNK)]
     sums: dict[str, list[int]] = {n: [] for n in names}
-    crcs = _at_once(WORKERS, lambda piece: _chunk_crc(folder / piece[0], *piece[1:]), pieces)
-    for (name, *_), crc in zip(pieces, crcs, strict=True):
+    trees = {n: hashlib.sha256() for n in names if n in sha256}
+    found = _at_once(
+        WORKERS, lambda p: _chunk_sums(folder / p[0], p[1], p[2], p[0] in trees), pieces
+    )
+    for (name, *_), (crc, digest) in zip(pieces, found, strict=True):
         sums[name].append(crc)
-    return {n: FileSum(sizes[n], sums[n]) for n in names}
+        if name in trees:
+            trees[name].update(digest)
+    return {
+        n: FileSum(sizes[n], sums[n], trees[n].hexdigest() if n in trees else "") for n in names
+    }
 
 
 def _at_once(workers: int, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -224,17 +291,26 @@ def _at_once(workers: int, call: Callable[[Any], Any], items: Iterable[Any]) -> 
         return list(pool.map(call, items))
 
 
-def _chunk_crc(path: Path, offset: int, length: int) -> int:
-    """Intel's ISA-L computes zlib's CRC-32 ten times as fast: 18 GB/s on one core, measured."""
+def _chunk_sums(path: Path, offset: int, length: int, sha256: bool) -> tuple[int, bytes]:
+    """Returns (CRC-32, SHA-256 or nothing) of a part of a file.
+
+    Intel's ISA-L computes zlib's CRC-32 ten times as fast: 18 GB/s on one core, measured.
+    """
+    digest = hashlib.sha256()
     if isinstance(path, ObjectPath):
-        return isal_zlib.crc32(path.read_range(offset, length))
+        content = path.read_range(offset, length)
+        if sha256:
+            digest.update(content)
+        return isal_zlib.crc32(content), digest.digest()
     crc, left, block = 0, length, memoryview(bytearray(BLOCK))
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
         while left and (count := file.readinto(block[: min(left, BLOCK)])):
             crc = isal_zlib.crc32(block[:count], crc)
+            if sha256:
+                digest.update(block[:count])
             left -= count
-    return crc
+    return crc, digest.digest()
 
 
 def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage]:
@@ -242,6 +318,7 @@ def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage
 
     A file that the record does not know is no damage: nothing reads it.
     """
+    folder = folder / record.home
     found, whole = [], []
     known = record.files.items()
     sizes = _at_once(4 * WORKERS, lambda f: _size(folder / f[0], f[1].bytes), known)
@@ -253,7 +330,8 @@ def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage
         elif not fast or size <= SMALL:
             whole.append(name)
     try:
-        sums = sum_files(folder, whole, {n: record.files[n].bytes for n in whole})
+        secret = {n for n in whole if record.files[n].sha256}
+        sums = sum_files(folder, whole, {n: record.files[n].bytes for n in whole}, secret)
     except OSError as error:
         absent(Path(error.filename or folder), error, any_other=False)
         return [*found, Damage(str(error.filename), f"{error.strerror}")]
@@ -264,6 +342,8 @@ def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage
             spans = [(b, min(b + CHUNK, sums[name].bytes)) for b in bad]
             where = ", ".join(f"{a}..{b}" for a, b in spans[:3])
             found.append(Damage(name, f"bytes {where} are not what was saved", spans))
+        elif sums[name].sha256 != record.files[name].sha256:
+            found.append(Damage(name, "its SHA-256 is another, and its checksums agree: forged"))
     return found
 
 
@@ -275,13 +355,18 @@ def _size(path: Path, likely: int) -> int | OSError:
         return absent(path, error, any_other=False)
 
 
-def damaged(folder: Path, damage: Sequence[Damage], leaves: Sequence[str] = ()) -> DamagedError:
-    """Returns the error that says all that is known. leaves: those found to be wrong."""
+def damaged(
+    folder: Path, damage: Sequence[Damage], leaves: Sequence[str] = (), home: str = ""
+) -> DamagedError:
+    """Returns the error that says all that is known.
+
+    leaves: those found to be wrong. home: of the record.
+    """
     if not folder.is_dir():  # by a run that goes on, which keeps its newest steps only
         return DamagedError(
             f"step {folder.name} of {folder.parent} was removed while it was read; {GONE}"
         )
-    held = leaves or leaves_in(folder, damage)
+    held = leaves or leaves_in(folder / home, damage)
     parts = [f"{d.file}: {d.what}" for d in damage[:5]]
     if held:
         more = f" and {len(held) - 5} more" if len(held) > 5 else ""
@@ -303,28 +388,3 @@ def leaves_in(folder: Path, damage: Sequence[Damage]) -> list[str]:
     except Exception:  # the index itself may be what is damaged; tensorstore raises many kinds
         return list(found)
     return list(found)
-
-
-def stored_values(folder: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Yields (leaf, file, begin, end) for each chunk of the arrays of a step, from OCDBT's index.
-
-    What lies in the index itself (arrays below 1 kB) is not yielded. Raises: what tensorstore does.
-    """
-    import tensorstore as ts  # here: only damage and tools ask
-
-    base: Any = ts.KvStore.open(kvstore(folder / "state")).result()
-    root: Any = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
-    todo = [root]
-    while todo:
-        entries: Any = ts.ocdbt.dump(base, todo.pop()).result()["entries"]
-        for entry in entries:
-            if "location" in entry:
-                todo.append(entry["location"])
-            elif "indirect_value" in entry:
-                # value:<folder>:<file>:<offset>:<length>
-                _, home, file, offset, length = entry["indirect_value"].split(":")
-                key = entry["key"]
-                text = ast.literal_eval(key) if isinstance(key, str) else key
-                leaf = text.decode().rpartition("/c")[0]
-                begin = int(offset)
-                yield leaf, f"state/{home}{file}", begin, begin + int(length)

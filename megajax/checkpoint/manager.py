@@ -32,6 +32,7 @@ from megajax.checkpoint.integrity import CheckpointError, DamagedError, Record
 from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.sealing import Job, Sealer
+from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.storage import Compression, ReadBackError, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
 from megajax.core.tree import Tree, named_leaves
@@ -52,6 +53,7 @@ class CheckpointManager:
         verify: Verify = "full",
         attempt: Attempt | None = None,
         verify_saves: bool = True,
+        key_file: str | Path | None = None,
     ):
         """Removes what killed saves left.
 
@@ -64,11 +66,16 @@ class CheckpointManager:
         attempt: who saves; a newer one of its run takes over (lease.py). None: nobody does.
         verify_saves: read each step back in the background before older ones go (sealing.py): a bit
         that flipped on the way to storage is an error in the log, the step counts no more, `close`
-        raises.
+        raises. key_file: of the keys that sign what is saved; a step counts only if one of them
+        signed it (signature.py). None: who wrote a step is not asked.
         Raises: CheckpointError for a folder, a setting or an attempt that cannot be.
         """
         _check_settings(keep, best, compression, verify)
-        self._steps = open_steps(directory)
+        if key_file is not None and verify != "full":
+            raise CheckpointError(
+                f"verify={verify!r} must be full where steps are signed (key_file)"
+            )
+        self._steps = open_steps(directory, None if key_file is None else Keys(key_file))
         self.folder = self._steps.path
         self._keep, self._best, self._verify = keep, best, verify
         self._compression, self._verify_saves = compression, verify_saves
@@ -250,12 +257,13 @@ class CheckpointManager:
             record = self._steps.record(step) if self._verify else None
             asked = leaves.wanted(like)
             if record is not None:
-                if damage := integrity.find_damage(folder, record, fast=True):
-                    raise integrity.damaged(folder, damage)
+                if damage := self._find_damage(folder, record):
+                    raise integrity.damaged(folder, damage, home=record.home)
                 leaves.check_fits(step, self.folder, asked, record, partial)
             if record is not None and self._verify == "full":
                 prints = Fingerprints(at_once=True)
-            state = storage.load(folder, asked, partial, prints.add if prints else None)
+            home = self._steps.home(step) if record is None else folder / record.home
+            state = storage.load(home, asked, partial, prints.add if prints else None)
         except Exception as error:
             problem = self._explain(step, error, record)
             problem.__cause__ = error
@@ -273,8 +281,34 @@ class CheckpointManager:
             wrong = prints.wrong([record.leaves[n].fingerprint for n in names])
             if wrong:
                 damage = integrity.find_damage(folder, record)
-                raise integrity.damaged(folder, damage, [names[i] for i in wrong])
+                wrong = [names[i] for i in wrong]
+                raise integrity.damaged(folder, damage, wrong, record.home)
         return leaves.returned(state, like)
+
+    def _find_damage(self, folder: Path, record: Record) -> list[integrity.Damage]:
+        """Returns what is wrong with the files of a step, before its arrays are read.
+
+        With keys each process reads its share of all files: fingerprints are no secret.
+        """
+        if self._steps.keys is None:
+            return integrity.find_damage(folder, record, fast=True)
+        part, parts = jax.process_index(), jax.process_count()
+        mine = dict(list(record.files.items())[part::parts])
+        problem, damage = None, []
+        try:
+            damage = integrity.find_damage(folder, dataclasses.replace(record, files=mine))
+            damage = damage or integrity.strangers(folder, record)
+        except Exception as error:
+            problem = error
+        if parts > 1:  # or those who found nothing would wait, reading, for those who did
+            ill = multihost_utils.process_allgather(np.array(bool(problem or damage)))
+            if ill.any() and not (problem or damage):
+                problem = DamagedError(
+                    f"step {folder.name} of {folder.parent}: process {ill.argmax()} found damage"
+                )
+        if problem is not None:
+            raise problem
+        return damage
 
     def _explain(self, step: int, error: Exception, record: Record | None) -> CheckpointError:
         """Returns the error to raise: damage if there is any, else what storage said."""
@@ -282,7 +316,7 @@ class CheckpointManager:
             return error
         folder = self._steps.step(step)
         if record is not None and (damage := integrity.find_damage(folder, record)):
-            return integrity.damaged(folder, damage)
+            return integrity.damaged(folder, damage, home=record.home)
         text = f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"
         if record is None and self._verify:  # not ours, and perhaps not even Orbax's
             return DamagedError(f"{text}; it has no integrity record that would tell why")
@@ -317,7 +351,7 @@ class CheckpointManager:
         files = {n: f for n, f in record.files.items() if os.sep not in n}
         folder = self._steps.step(step)
         if damage := integrity.find_damage(folder, dataclasses.replace(record, files=files)):
-            raise integrity.damaged(folder, damage)
+            raise integrity.damaged(folder, damage, home=record.home)
 
 
 def _warn(call: Callable[[], None]) -> None:

@@ -6,22 +6,36 @@ and once its record is made, process 0 sends it file by file, WORKERS in memory 
 integrity record goes last, and a step without one does not exist: writing it is what a rename is
 on a disk. Each object is read back when it was sent, because the new step lets older ones go.
 What kill -9 leaves carries a mark, written before anything else, and goes when a job next saves
-there. One job may save under a prefix at a time, and many may read. A step saved again is taken
-back before the new one is sent: unlike on a disk, kill -9 in between loses that step.
+there. One job may save under a prefix at a time, and many may read. A step saved again is sent
+beside the old copy (STEP/copy-xxxxxxxx/...); writing its record over the old one is what makes it
+count, and then the old copy goes: kill -9 leaves the one or the other.
 Steps read back straight from the store (reads.py). No jax.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import re
+import secrets
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megajax.checkpoint import integrity
 from megajax.checkpoint.directory import StepFolder, is_step_name, refuse_run
-from megajax.checkpoint.integrity import CHUNK, RECORD, CheckpointError, list_files
+from megajax.checkpoint.integrity import (
+    CHUNK,
+    COPY,
+    RECORD,
+    CheckpointError,
+    DamagedError,
+    list_files,
+    read_record,
+    write_record,
+)
 from megajax.checkpoint.lease import Attempt
+from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.store import ObjectPath, StoreError, is_address
 from megajax.core.paths import expand
 
@@ -35,9 +49,12 @@ class ObjectFolder(StepFolder):
 
     file_bytes = FILE_BYTES
 
-    def __init__(self, path: ObjectPath):
-        """path: the prefix; nothing need be there. Raises: CheckpointError: it has no bucket."""
-        super().__init__(path)
+    def __init__(self, path: ObjectPath, keys: Keys | None = None):
+        """path: the prefix; nothing need be there. keys: that sign what counts.
+
+        Raises: CheckpointError: it has no bucket.
+        """
+        super().__init__(path, keys)
         self._home = path
         server = path.spec().get("endpoint", "")
         name = hashlib.sha256(f"{server} {path}".encode()).hexdigest()[:16]
@@ -76,7 +93,7 @@ class ObjectFolder(StepFolder):
         with self.cleaning:
             marked = self._found(MARK)
             for left in marked & self._found(RECORD) if marked else ():
-                (self.step(left) / MARK).delete()  # killed after the record was written
+                self._settle(left)  # killed after the record was written, or while it was replaced
             self.empty()
 
     def commit(self, step: int) -> None:
@@ -84,20 +101,24 @@ class ObjectFolder(StepFolder):
         saving, home = self.saving(step), self.step(step)
         if self.lease is not None:
             self.lease.take()  # before the step of that name goes
-        if home.is_dir():
-            self.remove(step)
+        again = (home / RECORD).exists()
+        if again:
+            place = home / f"{COPY}{secrets.token_hex(4)}"
+            record = dataclasses.replace(read_record(saving), home=place.name)
+            write_record(saving, record, self.keys)
+        elif (place := home).is_dir():
             self._clear(step)
         (home / MARK).write(b"")
 
-        def send(name: str) -> None:
+        def send(name: str, to: ObjectPath) -> None:
             if self.lease is not None:
                 self.lease.check()  # a newer attempt may be sending the same step
             content = (saving / name).read_bytes()
-            (home / name).write(content)
-            _read_back(home / name, content)
+            (to / name).write(content)
+            _read_back(to / name, content)
 
         with ThreadPoolExecutor(WORKERS) as pool:
-            sent = [pool.submit(send, name) for name in list_files(saving)]
+            sent = [pool.submit(send, name, place) for name in list_files(saving)]
             try:
                 for one in sent:
                     one.result()
@@ -105,11 +126,14 @@ class ObjectFolder(StepFolder):
                 pool.shutdown(cancel_futures=True)  # a store that is gone is asked once, not always
         try:
             with self.lease.held() if self.lease is not None else contextlib.nullcontext():
-                send(RECORD)
+                send(RECORD, home)
         except StoreError:
             with contextlib.suppress(StoreError):
-                (home / RECORD).delete()
+                if not again:  # else: of the old copy, or of the new one, which is whole
+                    (home / RECORD).delete()
             raise
+        if again:
+            self._clear(step, place.name)
         (home / MARK).delete()
         self._stage.drop_saving(step)
 
@@ -119,8 +143,11 @@ class ObjectFolder(StepFolder):
         try:
             if self.lease is not None and self.lease.is_lost():
                 return  # the newer attempt may be sending the same step
-            if (self.step(step) / MARK).exists() and not (self.step(step) / RECORD).exists():
-                self._clear(step)
+            if (self.step(step) / MARK).exists():
+                if (self.step(step) / RECORD).exists():
+                    self._settle(step)
+                else:
+                    self._clear(step)
         except StoreError:
             return  # the next save removes it
 
@@ -151,16 +178,30 @@ class ObjectFolder(StepFolder):
         """
         self._stage.collect()
 
-    def _clear(self, step: int) -> None:
+    def _settle(self, step: int) -> None:
+        """Frees what the record of a marked step does not speak of, and the mark."""
+        try:
+            record = read_record(self.step(step))
+        except DamagedError:
+            return  # which of two copies is good is not known
+        self._clear(step, record.home)
+        (self.step(step) / MARK).delete()
+
+    def _clear(self, step: int, home: str | None = None) -> None:
         """Removes all objects of a step that has no record, the mark last.
 
+        home: of the record that there is: those of other copies go, and no mark.
         A number after the step's own is a step of another run, whose prefix lies in ours.
         """
-        home = self.step(step)
-        names = [n for n in home.names() if n != MARK and not is_step_name(n.partition("/")[0])]
+        folder = self.step(step)
+        names = [n for n in folder.names() if n != MARK and not is_step_name(n.partition("/")[0])]
+        if home is not None:
+            copies = [(n, n.partition("/")[0]) for n in names if n not in (RECORD, integrity.MARK)]
+            names = [n for n, c in copies if (c if c.startswith(COPY) else "") != home]
         with ThreadPoolExecutor(4 * WORKERS) as pool:
-            list(pool.map(lambda name: (home / name).delete(), names))
-        (home / MARK).delete()
+            list(pool.map(lambda name: (folder / name).delete(), names))
+        if home is None:
+            (folder / MARK).delete()
 
     def _found(self, name: str) -> set[int]:
         """Returns the steps that have an object of this name."""
@@ -179,12 +220,15 @@ def _read_back(path: ObjectPath, content: bytes) -> None:
         raise StoreError(f"{path} was sent, the store accepted it, and it is not there") from None
 
 
-def open_steps(directory: str | Path) -> StepFolder:
-    """Returns the steps at a local path or at an address. Raises: CheckpointError for a bad one."""
+def open_steps(directory: str | Path, keys: Keys | None = None) -> StepFolder:
+    """Returns the steps at a local path or at an address. keys: that sign what counts.
+
+    Raises: CheckpointError for a bad one.
+    """
     if is_address(directory):
         if ".." in Path(directory).parts:  # a key for the signature, a way up for HTTP
             raise CheckpointError(f"{directory} must not hold ..; write the prefix out")
-        return ObjectFolder(ObjectPath(str(directory)))
+        return ObjectFolder(ObjectPath(str(directory)), keys)
     if "://" in str(directory):
         raise CheckpointError(f"{directory} is no place: s3://BUCKET/..., gs://... or a local path")
     folder = expand(directory).absolute()
@@ -195,4 +239,4 @@ def open_steps(directory: str | Path) -> StepFolder:
         raise CheckpointError(f"{folder} must not hold {' '.join(special)}; nearest: {near}")
     if os.path.isfile(folder):
         raise CheckpointError(f"{folder} is a file; name a folder for the checkpoints")
-    return StepFolder(folder)
+    return StepFolder(folder, keys)

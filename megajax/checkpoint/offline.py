@@ -20,26 +20,28 @@ from megajax.checkpoint.directory import StepFolder, is_step_name
 from megajax.checkpoint.integrity import CheckpointError, Record
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.safetensors import DTYPES
+from megajax.checkpoint.signature import Keys
+from megajax.checkpoint.stored_index import stored_values
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 
 CODES = {np.dtype(dtype).name: code for code, dtype in DTYPES.items()}
 
 
-def open_folder(path: str | Path) -> tuple[StepFolder, int | None]:
+def open_folder(path: str | Path, keys: Keys | None = None) -> tuple[StepFolder, int | None]:
     """Returns (the checkpoints, the step) that a path means: of a run, a folder of steps, a step.
 
-    path: local, or s3://bucket/prefix, gs://bucket/prefix.
+    path: local, or s3://bucket/prefix, gs://bucket/prefix. keys: that sign what counts.
     Raises: UserError when there is no step, or the store does not answer.
     """
     folder = open_steps(path).path
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     if is_step_name(folder.name):
-        steps = open_steps(folder.parent)
+        steps = open_steps(folder.parent, keys)
         if int(folder.name) in steps.steps():
             return steps, int(folder.name)
-    steps = open_steps(folder)
+    steps = open_steps(folder, keys)
     if not steps.steps():
         raise UserError(f"{folder} has no checkpoint: name a run's folder, or DIR or DIR/STEP")
     return steps, None
@@ -80,8 +82,10 @@ def verify(steps: StepFolder, step: int) -> Record:
             f"step {step} of {steps.path} has no integrity record: plain Orbax wrote it; "
             "restore it and save it here"
         )
-    if damage := integrity.find_damage(steps.step(step), record):
-        raise integrity.damaged(steps.step(step), damage)
+    folder = steps.step(step)
+    damage = integrity.find_damage(folder, record)
+    if damage or (damage := integrity.strangers(folder, record) if record.signature else []):
+        raise integrity.damaged(folder, damage, home=record.home)
     return record
 
 
@@ -90,7 +94,7 @@ class StoredLeaves(Mapping[str, np.ndarray]):
 
     def __init__(self, folder: Path, record: Record):
         """folder: of the step."""
-        self._folder, self._record = folder, record
+        self._folder, self._record = folder / record.home, record
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a leaf. Raises: KeyError for an unknown one; CheckpointError when it fails."""
@@ -220,6 +224,6 @@ def size(record: Record) -> int:
 def files_by_leaf(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
     """Returns {leaf: [(file, first byte, last byte + 1)]}, as the index says."""
     found: dict[str, list[tuple[str, int, int]]] = {}
-    for leaf, file, begin, end in integrity.stored_values(folder):
+    for leaf, file, begin, end in stored_values(folder):
         found.setdefault(leaf, []).append((os.path.basename(file), begin, end))
     return found

@@ -69,7 +69,7 @@ def wrong_parts(folder: Path, record: Record, part: int = 0, parts: int = 1) -> 
     table = [(n, tuple(x.shape), x.dtype) for n, x in record.leaves.items()]
     damage = find_damage(folder, record, fast=True) if part == 0 else []
     wrong = [f"{d.file}: {d.what}" for d in damage]
-    context, memory = reads.index_context(), _Memory()
+    context, memory, folder = reads.index_context(), _Memory(), folder / record.home
     for leaf in share(table, part, parts):
         try:
             found = _fingerprint(folder, leaf[0], leaf[1], context, memory)

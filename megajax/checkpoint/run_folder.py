@@ -20,12 +20,15 @@ def load_params(
     layout: Layout,
     step: int | None = None,
     checkpoints: str | None = None,
+    key_file: str | None = None,
 ) -> tuple[Tree, int]:
     """Returns (parameters as the layout stores them, their step). Raises: UserError if none.
 
-    checkpoints: where they are, when not in the run's folder.
+    checkpoints: where they are, when not in the run's folder. key_file: that signs what counts.
     """
-    manager = CheckpointManager(checkpoints or Path(folder) / "checkpoints", keep=0)
+    manager = CheckpointManager(
+        checkpoints or Path(folder) / "checkpoints", keep=0, key_file=key_file
+    )
     parts = decoder.parts(cfg)
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -67,7 +67,9 @@ class Sealer:
             finally:
                 storage.wait(job.response, f"megajax_failed_{job.number}")
             mine = integrity.list_files(saving)[self._part :: self._parts]
-            files = {n: asdict(f) for n, f in integrity.sum_files(saving, mine).items()}
+            secret = mine if self._steps.keys else ()
+            summed = integrity.sum_files(saving, mine, None, secret)
+            files = {n: asdict(f) for n, f in summed.items()}
             if job.former is not None:
                 job.former.join()
             unread = None if job.unread is None else self._share(job.unread)
@@ -113,10 +115,12 @@ class Sealer:
         }
         if job.unread is not None:
             self._judge(job.unread, [part["unread"] for part in parts])
-            self._let_go(job.unread)
+        if self._reads_back and job.former is None:  # a kill may have come before older ones went
+            self._let_go(job.step)
         for path in paths:
             path.unlink()
-        integrity.write_record(saving, Record(job.step, files, found, job.metric))
+        record = Record(job.step, files, found, job.metric)
+        integrity.write_record(saving, record, self._steps.keys)
         self._steps.commit(job.step)
 
     def check(self, step: int, number: int) -> None:

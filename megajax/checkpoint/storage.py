@@ -137,7 +137,7 @@ def load(
     Raises: what tensorstore or Orbax does.
     """
     like = jax.tree.map(_placed, like)
-    if (folder / RECORD).exists():
+    if any((place / RECORD).exists() for place in (folder, folder.parent)):  # parent: a copy's
         found = _landing(reads.read(folder, named_leaves(like)), landed, like)
         return jax.tree.unflatten(jax.tree.structure(like), found)
     context = _context(False)  # plain Orbax wrote it, in one of its formats

@@ -74,6 +74,9 @@ class CheckpointConfig(Checked, section="checkpoint"):
         at_least=0,
     )
     verify_saves: bool = option(True, "read each checkpoint back before older ones are removed")
+    key_file: str | None = option(
+        None, "sign checkpoints with this file's first key and take only signed ones; none: off"
+    )
     dir: str | None = option(None, "a folder, s3://... or gs://... of this run; none: in run_dir")
 
 

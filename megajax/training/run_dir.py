@@ -29,6 +29,7 @@ FIXED = ("optim.name",)  # among those: another optimizer has another state
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.hash_gib", "fault",
     "told_code", "checkpoint.memory_every_steps", "checkpoint.dir", "checkpoint.verify_saves",
+    "checkpoint.key_file",
 )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def flip_once(monkeypatch):
     """Flips a bit of the next step's largest file between the write and the checksum."""
     summed = integrity.sum_files
 
-    def flip(folder, names, sizes=None):
+    def flip(folder, names, sizes=None, *rest):
         if sizes is None:
             monkeypatch.undo()
             path = max((folder / n for n in names), key=lambda p: p.stat().st_size)
@@ -71,7 +71,7 @@ def flip_once(monkeypatch):
                 bits = file.read(1)[0] ^ 1
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([bits]))
-        return summed(folder, names, sizes)
+        return summed(folder, names, sizes, *rest)
 
     monkeypatch.setattr(integrity, "sum_files", flip)
 

@@ -301,9 +301,67 @@ def test_a_step_can_be_saved_again(server):
     manager.save(1, small(1))
     manager.close()
     before = set(server.objects)
-    manager.save(1, small(5))
+    manager.save(1, small(5), data_state={"rows": 3})
     assert_equal(small(5), manager.restore(like=like(small())))
-    assert len(server.objects) == len(before)
+    assert len(server.objects) == len(before) and manager.data_state(1) == {"rows": 3}
+    assert_equal(
+        small(5), CheckpointManager(manager.folder, verify=None).restore(1, like=like(small()))
+    )
+
+
+class Killed(BaseException):
+    """No handler of the program sees it, as none sees kill -9."""
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_while_a_step_is_saved_again_loses_no_copy(server, monkeypatch, stride):
+    """After each write and delete of the store, one by one."""
+    manager = CheckpointManager("s3://bucket/run")
+    manager.save(1, small(1))
+    manager.close()
+    write, delete, found, previous = ObjectPath.write, ObjectPath.delete, [], 1
+    for kill_at in range(0, 200, stride):
+        left = [kill_at]
+
+        def count(call, left=left):
+            def counted(*args):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return call(*args)
+
+            return counted
+
+        steps = object_folder.open_steps("s3://bucket/run")
+        value = 2 + kill_at
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectPath, "write", count(write))
+            patch.setattr(ObjectPath, "delete", count(delete))
+            try:
+                stage_again(steps, value)
+            except Killed:
+                pass
+            steps.unlock()
+        again = CheckpointManager("s3://bucket/run", verify_saves=False)
+        now = int(again.restore(1, like=like(small()))["y"][0])
+        found.append(now == value)
+        assert again.steps() == [1] and now in (value, previous)
+        previous = now
+        if left[0] > 0:
+            break
+    assert found[0] is False and found[-1] is True and found == sorted(found)
+    homes = {key.split("/")[2] for key in server.objects if key.startswith("run/1/copy-")}
+    assert len(homes) == 1 and not any(key.startswith("run/1/state") for key in server.objects)
+
+
+def stage_again(steps, value):
+    """Saves step 1 as the manager does: Orbax's files are those of a local step."""
+    local = CheckpointManager(steps._stage.path / "other", verify_saves=False)
+    local.save(1, small(value))
+    local.close()
+    steps.begin(1)
+    (local.folder / "1").rename(steps.saving(1))
+    steps.commit(1)
 
 
 def test_no_damage_is_loaded(server):
