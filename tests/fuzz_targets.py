@@ -8,7 +8,6 @@ import io
 import json
 import shutil
 import struct
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +112,7 @@ def _record_seeds(folder: Path) -> list[bytes]:
     leaves = {"params.w": integrity.LeafSum([2, 3], "float32", [1, 2])}
     many = {f"leaf{i}": integrity.LeafSum([i], "int8", [i, i]) for i in range(50)}
     records = [integrity.Record(3, files, leaves, 0.5), integrity.Record(4, files, many)]
-    return [json.dumps(asdict(r), separators=(",", ":")).encode() for r in records]
+    return [r.text().encode() for r in records]
 
 
 def _record(data: bytes, folder: Path) -> None:
