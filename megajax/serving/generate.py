@@ -178,7 +178,10 @@ def check_request(prompts: Sequence[Sequence[int]], new_tokens: int, vocab: int)
 
     Raises: UserError.
     """
-    rows = [np.asarray(prompt) for prompt in prompts]
+    try:
+        rows = [np.asarray(prompt) for prompt in prompts]
+    except ValueError as error:  # lists of several lengths
+        raise UserError(f"each prompt must be a list of token ids: {error} (--prompt)") from None
     if not rows or any(row.size == 0 for row in rows):
         raise UserError("a prompt must have at least one token (--prompt)")
     for i, row in enumerate(rows):

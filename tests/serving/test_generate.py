@@ -162,8 +162,9 @@ def test_a_sliding_window_decodes_as_it_trains():
         ([[1.5]], 2, r"prompts\[0\] must be a list of token ids"),
         ("abc", 2, "must be a list of token ids"),
         ([1, 2], 2, "must be a list of token ids"),
+        ([[1, [2, 3]]], 2, "each prompt must be a list of token ids"),
         ([[1]], -3, "new_tokens=-3 must be a whole number of at least 0"),
-        ([[1]], 2.5, "new_tokens=2.5 must be"),
+        ([[1]], 2.5, r"new_tokens=2.5 must be .* \(--new_tokens\)"),
     ],
 )
 def test_what_is_no_request_is_refused(prompts, new, words):
