@@ -244,7 +244,7 @@ def test_schedules():
 
 
 def test_settings_out_of_range_are_refused():
-    with pytest.raises(UserError, match=r"optim.beta1=1.5 must be in \[0, 1\)"):
+    with pytest.raises(UserError, match=r"optim.beta1=1.5 must be in \[0, 0.99999\]"):
         OptimConfig(beta1=1.5)
     with pytest.raises(UserError, match="--optim.lr"):
         OptimConfig(lr=-1.0)
