@@ -77,6 +77,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     groups, folders, marks = [], [], []
     for line in sys.stdin:
+        if not line.endswith("\n"):
+            break  # the agent died while it wrote: half a number is another group
         word, _, rest = line.strip().partition(" ")
         if word == "group":
             groups.append(int(rest))

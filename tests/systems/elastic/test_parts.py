@@ -326,3 +326,14 @@ def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
     found.close()
     assert len(said) >= 2 and said == sorted(said, reverse=True)
     assert (said[0] < 0.15) if here else (0.15 < said[0] <= 0.2)
+
+
+@pytest.mark.parametrize(("end", "code"), [("", None), ("\n", -9)])
+def test_a_reaper_takes_no_half_line_for_a_group(end, code):
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as group:
+        words = [sys.executable, "-S", "-E", reaper.__file__]
+        subprocess.run(words, input=f"group {group.pid}{end}", text=True, check=True)
+        try:
+            assert (group.wait(10) if end else group.poll()) == code
+        finally:
+            group.kill()
