@@ -78,20 +78,24 @@ def _settings_seeds(folder: Path) -> list[bytes]:
 def _report_seeds(folder: Path) -> list[bytes]:
     events = [{"time": 1.5 * i, "clock": i, "event": e} for i, e in enumerate(("start", "fault"))]
     rows = [{"step": i, "time": i, "step_time_s": 0.5, "time_compile_s": 0.1} for i in (1, 2, 2)]
-    saved = {
-        "spans": {"0": [["data", 1, 0.0, 0.5], ["launch", 1, 0.5, 1.0]], "1": [["data", 1, 0, 1]]},
-        "hosts": {"0": "a", "1": "b"}, "offsets": {"a": 0.0}, "grid": "data=2",
-    }  # fmt: skip
-    lines = "\n".join(map(json.dumps, [*events, *rows]))
-    return [lines.encode(), json.dumps(saved).encode()]
+    return ["\n".join(map(json.dumps, [*events, *rows])).encode()]
 
 
 def _report(data: bytes, folder: Path) -> None:
-    (folder / "attempt0").mkdir()
-    for name in ("events.jsonl", "metrics.jsonl", "attempt0/spans.json"):
+    for name in ("events.jsonl", "metrics.jsonl"):
         (folder / name).write_bytes(data)
-    with contextlib.suppress(UserError):
-        supervised.figures(folder, folder)
+    supervised.figures(folder, folder)
+
+
+SPANS = {
+    "spans": {"0": [["data", 1, 0.0, 0.5], ["launch", 1, 0.5, 1.0]], "1": [["data", 1, 0, 1]]},
+    "hosts": {"0": "a", "1": "b"}, "offsets": {"a": 0.0}, "grid": "data=2",
+}  # fmt: skip
+
+
+def _spans(data: bytes, folder: Path) -> None:
+    (folder / "attempt0").mkdir()
+    (folder / "attempt0" / "spans.json").write_bytes(data)
     supervised.shares(folder)
 
 
@@ -162,7 +166,9 @@ def _pair(folder: Path) -> TokenFile:
 
 
 def _table_seeds(folder: Path) -> list[bytes]:
-    documents.write_documents(folder / "x", [1, 2, 3], [4, 5, 6], [7, 8, 9])
+    file = _pair(folder)
+    keys = [documents.token_key(file.read(i, 0, n)) for i, n in enumerate((5, 0, 3))]
+    documents.write_documents(folder / "x", [1, 2, 3], keys, [7, 8, 9])
     np.savez(folder / "y.npz", a=np.zeros(3))
     table, archive = folder / "x.documents.npy", folder / "y.npz"
     return [table.read_bytes(), archive.read_bytes()]
@@ -223,6 +229,7 @@ BINARY = (*mutations.COMMON, mutations.set_number)
 TARGETS = {
     "settings": Target(_settings_seeds, mutations.TEXT, _settings),
     "report": Target(_report_seeds, (*mutations.TEXT, mutations.edit_lines), _report),
+    "spans": Target(_one(SPANS), mutations.TEXT, _spans),
     "progress": Target(_progress_seeds, BINARY, _progress),
     "attempt": Target(_one({"run": "run", "number": 2}), mutations.TEXT, _attempt),
     "step": Target(_step_seeds, mutations.TEXT, _step),

@@ -8,6 +8,7 @@ from tests.fuzz_targets import TARGETS
 from tests.mutations import COMMON, PICKLE, TEXT, mutate
 
 LIGHT = ["wire", "records", "safetensors", "zips", "dcp", "idx"]
+LIGHT += ["settings", "report", "spans", "progress", "attempt", "step", "table", "stats", "lock"]
 
 
 @pytest.mark.parametrize("name", LIGHT)
