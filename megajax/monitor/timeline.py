@@ -9,6 +9,7 @@ Legend: the grid is {axis: devices}, outermost first; ranks hold equal runs of i
 
 import html
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def spans_of(told: Mapping[str, Sequence[Any]]) -> dict[int, list[Span]]:
     """
     found = {}
     for rank, rows in told.items():
-        if str(rank).isdecimal() and isinstance(rows, list | tuple):
+        if re.fullmatch("[0-9]{1,9}", str(rank)) and isinstance(rows, list | tuple):
             if own := [Span(*row) for row in rows if _is_span(row)]:
                 found[int(rank)] = own
     return found

@@ -41,6 +41,7 @@ def test_a_run_that_took_no_time_has_a_ratio(tmp_path):
     [
         ("{", "spans.json is not JSON"), ("[]", "must hold a JSON object"),
         ('{"spans": 1}', "holds no sections"), ('{"spans": {"0": [1]}}', "holds no sections"),
+        ('{"spans": {"' + "1" * 5000 + '": [["data", 1, 0, 1]]}}', "holds no sections"),
         ('{"spans": {"0": [["data", 1, 0, 1]]}, "grid": "data=7x"}', "grid=data=7x must be"),
         ('{"spans": {"0": [["data", 1, 0, 1]]}, "grid": "a=9999999999"}', "at most 1048576"),
     ],
