@@ -11,15 +11,13 @@ from megajax.layers import attend as attend_
 from megajax.parallel import sharding, tensor
 from megajax.parallel.context import ContextSpec
 from megajax.training.step import make_train_step
-from tests.tiny import host_batch, on, run_config
+from tests.tiny import host_batch, on, run_config, step_of
 from tests.tolerances import LOSSES, NORMS
 
 MESHES = [{"mesh__data": 1}, {"mesh__tensor": 2, "mesh__context": 2, "mesh__node": 2}]
 
 
-def one_step(**changes):
-    cfg = run_config(**changes)
-    train_step = make_train_step(cfg, cfg.mesh.build())
+def one_step(train_step):
     _, metrics = train_step.step(train_step.init(0), on(train_step, host_batch(0)))
     return float(metrics["loss"]), np.asarray(metrics["leaf_norms"])
 
@@ -29,7 +27,7 @@ def one_step(**changes):
 )
 def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypatch):
     """cuDNN's path on this machine: its shard_map cannot be checked, so its gradients are."""
-    want = one_step(**MESHES[0])
+    want = one_step(step_of(run_config(**MESHES[0])))
     plain = attend_.attend
     seen = []
 
@@ -39,7 +37,8 @@ def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypa
         return plain(*rest, "xla")
 
     monkeypatch.setattr(attend_, "attend", stand_in)
-    got = one_step(train__attention="cudnn", context__kind=kind, **mesh)
+    cfg = run_config(train__attention="cudnn", context__kind=kind, **mesh)
+    got = one_step(make_train_step(cfg, cfg.mesh.build()))
     assert set(seen) == {"cudnn"}
     assert got[0] == pytest.approx(want[0], abs=LOSSES)
     np.testing.assert_allclose(got[1], want[1], rtol=NORMS)
@@ -103,8 +102,7 @@ def test_packed_attention_trains_as_xla_does(changes):
     """Losses of four steps on rows of several segments."""
 
     def losses(attention):
-        cfg = run_config(train__attention=attention, **changes)
-        train_step = make_train_step(cfg, cfg.mesh.build())
+        train_step = step_of(run_config(train__attention=attention, **changes))
         state, found = train_step.init(0), []
         for i in range(4):
             state, metrics = train_step.step(state, on(train_step, host_batch(i)))
