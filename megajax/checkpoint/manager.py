@@ -93,6 +93,10 @@ class CheckpointManager:
             pending.wait_checked()
         return self._steps.steps()
 
+    def refuted(self) -> list[int]:
+        """Returns the steps that this process, the first of its job, read back and found wrong."""
+        return list(self._sealer.refuted)
+
     def latest(self) -> int | None:
         """Returns the newest step whose record is whole, or None. Reads records, not arrays.
 

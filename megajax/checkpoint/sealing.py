@@ -56,6 +56,7 @@ class Sealer:
         self._steps, self._keep, self._best = steps, keep, best
         self._reads_back, self._bad = reads_back, bad
         self._part, self._parts = jax.process_index(), jax.process_count()
+        self.refuted: list[int] = []  # steps that were read back and not what was written
 
     def store(self, job: Job) -> None:
         """Seals a step and gives it its name. Raises: what storage does."""
@@ -169,6 +170,7 @@ class Sealer:
         unknown = next((one["unknown"] for one in found if "unknown" in one), None)
         folder = self._steps.step(step)
         if wrong:
+            self.refuted.append(step)
             logging.error(
                 "%s. It does not count any more; older steps stay", marks.refuted(folder, wrong)
             )

@@ -152,6 +152,8 @@ def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
         run.memory.put(step, natural, data_state(run))
     if saves:
         run.checkpoints.save(step, natural, data_state=data_state(run))
+        if refuted := run.checkpoints.refuted():  # an error in the log too, when it was found
+            run.recorder.emit(step, {"checkpoint_refuted": refuted[-1]})
 
 
 def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:

@@ -85,7 +85,7 @@ def test_a_bit_that_flips_before_its_checksum_costs_no_older_step(tmp_path, monk
     with pytest.raises(SaveError, match=r"step 2 .* not what was written: leaf block.w; storage"):
         manager.close()
     assert "step 2 of" in caplog.text and "does not count any more" in caplog.text
-    assert manager.steps() == [1, 2] and manager.latest() == 1
+    assert manager.steps() == [1, 2] and manager.latest() == 1 and manager.refuted() == [2]
     later = CheckpointManager(tmp_path, keep=1)  # as a later process finds it
     assert later.latest() == 1 and same(later.restore(like=like(tree(1))), tree(1))
     for look in (lambda: later.restore(2, like=like(tree(2))), lambda: later.verify(2)):
