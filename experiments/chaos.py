@@ -2,6 +2,8 @@
 
     uv run experiments/chaos.py                   # 2 faults, about 2 minutes on 2 cores
     uv run experiments/chaos.py --preset=long     # 8 faults
+    uv run experiments/chaos.py --preset=gust     # about 3 minutes, 4 kinds of faults from outside
+    uv run experiments/chaos.py --preset=storm    # an hour of faults of all kinds (--minutes)
 
 Two supervised jobs of real processes (scripts/supervise.py), one of them with a fault in every
 attempt, of a random kind, at a random step, in a random rank: killed, frozen, asleep before a
@@ -9,11 +11,18 @@ collective, stuck in C code, ended without a word, NaN, a broken data loader. Wh
 fault is found, and the last checkpoints are equal bit by bit. What it cost: effective training
 time, as measured. MegaScale (arXiv 2402.15627) section 4, ByteCheckpoint (arXiv 2407.20143).
 Writes chaos.json, .svg and .png into --out. Exit code 1: something does not hold.
+
+A storm (--minutes) strikes a job of four processes on two of three hosts from outside, until time
+is up: processes, hosts, networks, disks, steps and ports (megajax/systems/chaos/plan.py). Then the
+job finishes, an undisturbed one does as many steps, and what must hold is: every fault found under
+the right name, no false alarm, the same parameters and losses bit by bit, nothing left behind.
+Writes storm.json, .svg and .png. It mounts two small disks if it may, else no disk is filled.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -26,11 +35,17 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core import config
+from megajax.core import config, mesh
 from megajax.core.config import Checked, option
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import ettr, results
 from megajax.monitor.sinks import read_jsonl
+from megajax.systems.chaos import account
+from megajax.systems.chaos.cluster import Cluster
+from megajax.systems.chaos.deeds import Deeds
+from megajax.systems.chaos.plan import FEW, strikes
+from megajax.systems.chaos.plan import KINDS as KINDS_OUTSIDE
+from megajax.systems.chaos.storm import Storm
 
 ROOT = Path(__file__).parent.parent
 # Kinds that end an attempt.
@@ -53,11 +68,23 @@ class Config(Checked):
     every: int = option(10, "steps between checkpoints", at_least=1)
     seed: int = option(0, "of the faults", at_least=0, at_most=2**32 - 1)
     stall_s: float = option(10.0, "a section of a step that takes longer is a hang", "s", above=0)
+    minutes: float = option(
+        0.0, "of a storm of faults from outside; 0: so many faults in the program", "min",
+        at_least=0,
+    )  # fmt: skip
+    kinds: str = option("", "of a storm, joined by commas; empty: all")
+    pace_s: float = option(0.3, "a storm: that each step takes more, as a larger model's would",
+                           "s", at_least=0)  # fmt: skip
     out: str = results.out_option("chaos")
 
     def __post_init__(self):
         """Refuses what leaves no room for the faults."""
         super().__post_init__()
+        if unknown := [k for k in self.kinds.split(",") if k and k not in KINDS_OUTSIDE]:
+            raise UserError(
+                f"kinds={unknown[0]} must be among {', '.join(KINDS_OUTSIDE)}."
+                f"{did_you_mean(unknown[0], tuple(KINDS_OUTSIDE))} (--kinds)"
+            )
         if self.steps < 4 * (self.faults + 1):
             raise UserError(
                 f"steps={self.steps} leave no room for {self.faults} faults; nearest: "
@@ -70,7 +97,17 @@ def long() -> Config:
     return Config(steps=400, faults=8, every=20)
 
 
-PRESETS = {"tiny": Config, "long": long}
+def storm() -> Config:
+    """An hour, all kinds."""
+    return Config(processes=4, every=20, minutes=60.0, stall_s=20.0)
+
+
+def gust() -> Config:
+    """Two minutes, few kinds."""
+    return Config(processes=4, every=10, minutes=1.5, stall_s=20.0, kinds=",".join(FEW), pace_s=0.1)
+
+
+PRESETS = {"tiny": Config, "long": long, "gust": gust, "storm": storm}
 config.define_flags(PRESETS, "tiny")
 
 
@@ -156,12 +193,150 @@ def draw(runs: dict[str, list[dict]], events: list[dict], title: str, path: Path
         figure.savefig(path.with_suffix(f".{suffix}"))
 
 
+# ---- a storm
+
+
+SMALLEST = (
+    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
+    "--model.head_width=16", "--model.mlp=64", "--train.global_batch=4", "--train.seq_len=32",
+    "--eval.every=0", "--eval.batches=0", "--eval.sample_tokens=0", "--log.tensorboard=false",
+    "--log.every=100", "--optim.schedule=constant", "--checkpoint.keep=3", "--emulate=1",
+)  # fmt: skip
+ENDLESS = 10**6  # steps; a storm says at its end how many there are
+REST = 60  # steps after the storm
+HOSTS = 2
+
+
+def weather(cfg: Config, path: Path) -> int:
+    """Runs a storm and an undisturbed job, compares, accounts. Returns 1 when something does not
+    hold."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = Job(cfg, folder)
+        job.cluster = Cluster(folder, job.flags, job.command, HOSTS + 1, os.environ)
+        mounted = len(job.cluster.mounted) == 2
+        kinds = tuple(k for k in (cfg.kinds.split(",") if cfg.kinds else KINDS_OUTSIDE)
+                      if mounted or KINDS_OUTSIDE[k].needs != "mount")  # fmt: skip
+        if not mounted:
+            print("no small disks can be mounted here: no disk is filled")
+        deeds = Deeds(job.cluster, folder / "mail")
+        storm = Storm(job.cluster, deeds, strikes(cfg.seed, kinds), 30 * cfg.stall_s,
+                      lambda text: print(text, flush=True))  # fmt: skip
+        try:
+            storm.run(60 * cfg.minutes)
+            job.finish(storm)
+            wrong = job.compare(storm)
+        finally:
+            job.cluster.close()
+        found = account.rows(storm.cases, storm.began)
+        return conclude(cfg, path, storm, found, wrong)
+
+
+class Job:
+    """The trainers of a storm, and what they must have done."""
+
+    cluster: Cluster
+
+    def __init__(self, cfg: Config, folder: Path):
+        """folder: of the storm."""
+        self._cfg, self._folder, self._steps = cfg, folder, ENDLESS
+        silence = cfg.stall_s / 2
+        each = cfg.processes // HOSTS
+        self.flags = [
+            f"--hosts={HOSTS}", f"--min_hosts={HOSTS}", f"--processes={each}",
+            "--max_restarts=10000", f"--step_s={cfg.stall_s}", f"--silence_s={silence}",
+            f"--start_s={10 * cfg.stall_s}", f"--save_s={3 * cfg.stall_s}", "--period_s=0.5",
+            "--backoff_s=0.1",
+        ]  # fmt: skip
+
+    def command(self, run_dir: Path | None = None) -> list[str]:
+        """Returns what is supervised. run_dir: of an undisturbed run."""
+        cfg = self._cfg
+        pace = [f"pace={cfg.pace_s:f}@1:rank{r}:always" for r in range(cfg.processes)]
+        faults = ",".join([*pace, f"@{self._folder / 'mail'}"])
+        return [
+            sys.executable, str(ROOT / "experiments" / "pretrain.py"), *SMALLEST,
+            f"--train.steps={self._steps}", f"--checkpoint.every={cfg.every}",
+            f"--run_dir={run_dir or self.cluster.run_dir}", f"--cache_dir={self._folder}/cache",
+            *([f"--fault={faults}"] if run_dir is None else []),
+        ]  # fmt: skip
+
+    def finish(self, storm: Storm) -> None:
+        """Lets the job end: its driver is told to stop, and the next one knows the last step."""
+        self._steps = (storm.step + REST) // self._cfg.every * self._cfg.every
+        print(f"the storm is over at step {storm.step}; the job ends after step {self._steps}")
+        driver, end = self.cluster.driver, time.monotonic() + 30 * self._cfg.stall_s
+        if driver is not None:
+            driver.send_signal(signal.SIGTERM)
+        while 0 not in self.cluster.codes:
+            storm.watch(None)
+            time.sleep(0.2)
+            if time.monotonic() > end:
+                raise UserError(f"the job does not end: {self.cluster.tail('driver.txt')}")
+        storm.watch(None)
+
+    def compare(self, storm: Storm) -> dict[str, Any]:
+        """Returns {what does not hold: how}."""
+        wrong: dict[str, Any] = {}
+        for _ in range(50):  # until the agents have gone home
+            self.cluster.send_home()
+            if not (left := self.cluster.leavings()):
+                break
+            time.sleep(0.2)
+        if left:
+            wrong["left behind"] = left
+        quiet = self._folder / "undisturbed"
+        quiet.mkdir()
+        words = [sys.executable, str(ROOT / "scripts" / "supervise.py"), *self.flags,
+                 f"--out={quiet}/watch", "--", *self.command(quiet / "run")]  # fmt: skip
+        with open(quiet / "output.txt", "w") as out:
+            job = subprocess.Popen(words, stdout=out, stderr=out, env=self.cluster.environment())
+            code = finish(job)
+        if code:
+            raise UserError(f"the undisturbed job ended with {code}: see {quiet}/output.txt")
+        mesh.start(self._cfg.processes)
+        ours, want = (parameters(run.parent, self._steps)
+                      for run in (self.cluster.run_dir, quiet / "run"))  # fmt: skip
+        if different := [k for k in want if not np.array_equal(ours[k], want[k], equal_nan=True)]:
+            wrong["parameters"] = different
+        theirs = [r for r in read_jsonl(quiet / "run" / "metrics.jsonl") if "step_time_s" in r]
+        starts = sum(e["event"] == "start" for e in storm.seen.events)
+        if problems := account.lineage(storm.seen.rows, theirs, self._steps, starts):
+            wrong["lineage"] = problems
+        return wrong
+
+
+def conclude(
+    cfg: Config, path: Path, storm: Storm, found: list[dict[str, Any]], wrong: dict[str, Any]
+) -> int:
+    """Writes what a storm has shown. Returns 1 when something does not hold."""
+    figures = account.summary(found, storm.alarms)
+    spent = ettr.measured(storm.seen.events, storm.seen.rows)
+    same = f"NOT: {', '.join(wrong)}" if wrong else "parameters and losses equal bit for bit"
+    title = (
+        f"{figures['faults']} faults in {cfg.minutes:g} minutes, {figures['not_found']} not found, "
+        f"{figures['wrongly_named']} wrongly named, {figures['false_alarms']} false alarms; {same}"
+    )
+    about = results.facts(f"{cfg.processes} processes on {HOSTS} of {HOSTS + 1} hosts", "emulated")
+    about |= {
+        "title": title, **figures, "wrong": wrong, "effective": spent, "seed": cfg.seed,
+        "between": storm.alarms, "line": account.line(storm.seen.rows, storm.began),
+    }  # fmt: skip
+    results.write(path, about, found)
+    account.draw(path)
+    print(title, *(f"{name}: {text}" for name, text in wrong.items()), sep="\n")
+    bad = wrong or figures["not_found"] or figures["wrongly_named"] or figures["false_alarms"]
+    return 1 if bad else 0
+
+
 def main() -> int:
     """Runs both jobs, compares, accounts. Returns 1 when something does not hold."""
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
     path = results.writable_folder(cfg.out) / "chaos.json"
+    if cfg.minutes:
+        return weather(cfg, path.with_name("storm.json"))
     faults = draw_faults(cfg)
     with tempfile.TemporaryDirectory() as name:
         folders = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}
@@ -170,8 +345,6 @@ def main() -> int:
             folder.mkdir()
             took[kind] = supervise(cfg, folder, faults if kind == "disturbed" else [])
             print(f"{kind}: {took[kind]:.0f} s", flush=True)
-        from megajax.core import mesh
-
         mesh.start(2 * cfg.processes)
         ours, want = (parameters(folders[kind], cfg.steps) for kind in ("disturbed", "undisturbed"))
         different = [k for k in want if not np.array_equal(ours[k], want[k], equal_nan=True)]

@@ -28,6 +28,7 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
+from megajax.systems.chaos import account
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -244,22 +245,9 @@ def bytecheckpoint() -> str:
     return "\n".join([text, "", head, *rows, "", source])
 
 
-def chaos() -> str:
-    """Which faults a run met, and what was said of them."""
-    path = RESULTS / "chaos.json"
-    found = json.loads(path.read_text())
-    spent = found["effective"]
-    same = "the same parameters bit for bit" if not found["different"] else "OTHER parameters"
-    text = (
-        f"{spent['faults']} faults, {same} as without; {100 * spent['ettr']:.0f} % of "
-        f"{spent['total_s']:.0f} s trained, {spent['redone_s']:.0f} s of it again:"
-    )
-    columns = {"fault": "fault", "rule": "rule", "what was said": "named"}
-    return f"{text}\n\n{table(path, columns)}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "chaos": chaos,
+    "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
+    "storm": functools.partial(account.table, RESULTS / "storm.json"),
     "overlap_gather": overlap_tables.gather,
     "overlap_ops": functools.partial(overlap_tables.ops, RESULTS / "flux_simulated.json"),
     "overlap_layers": functools.partial(overlap_tables.layers, RESULTS / "comet_simulated.json"),

@@ -10,6 +10,10 @@ sleep   asleep before the collective    data    an exception in the data loader
 gil     C code that keeps the GIL       flood   a thread that prints for ever
 slow    slow=0.12@120:rank1: from then on, own work of 12 % of a step more
 save, evaluate    save=30@120:rank1: 30 s more in that save: a slow disk; in that evaluation
+pace    pace=0.3@1:rank1: from then on 0.3 s more in every step
+
+A word @FILE instead of a fault names a file to which faults are added while the run goes on, one a
+line: each strikes in the next step of its rank, whatever step it names.
 
 A spec is checked without jax; no jax import here but in what makes a NaN.
 """
@@ -31,6 +35,7 @@ LATE = {
     "slow": 0.12,
     "save": 30.0,
     "evaluate": 30.0,
+    "pace": 0.3,
 }  # kinds with an amount, and what it usually is
 KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", *LATE)
 _SPEC = re.compile(
@@ -44,19 +49,26 @@ class InjectedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault: kind, the step that it strikes in, the rank, the attempt (None: every one)."""
+    """One fault: kind, the step that it strikes in, the rank, the attempt (None: every one).
+
+    Of the kind 'file' it stands for those that are found in the file `path`.
+    """
 
     kind: str
     step: int
     rank: int = 0
     attempt: int | None = 0
     amount: float = 0.0
+    path: str = ""
 
 
 def parse(spec: str | None) -> tuple[Fault, ...]:
     """Returns the faults of a flag. Raises: UserError naming the word that is none."""
     found = []
     for word in spec.split(",") if spec else ():
+        if word.strip().startswith("@"):
+            found.append(Fault("file", 0, path=word.strip()[1:]))
+            continue
         m = _SPEC.fullmatch(word.strip())
         if m is None:
             raise UserError(
@@ -78,12 +90,38 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault] = (), rank: int = 0, attempt: int = 0):
         """attempt: how often the job was started before."""
-        self._mine = [f for f in faults if f.rank == rank and f.attempt in (None, attempt)]
+        self._rank, self._attempt = rank, attempt
+        self._files = {f.path: -1 for f in faults if f.path}  # bytes that were read of each
+        self._taken: set[str] = set()
+        self._mine = self._of_ours(faults)
         self._began = time.monotonic()
         self._slept = 0.0
 
+    def _of_ours(self, faults: Sequence[Fault]) -> list[Fault]:
+        here = (None, self._attempt)
+        return [f for f in faults if f.rank == self._rank and f.attempt in here and not f.path]
+
+    def _look(self, step: int) -> None:
+        """Takes what the files have got, to strike in this step."""
+        for path, size in self._files.items():
+            try:
+                if os.stat(path).st_size == size:
+                    continue
+                with open(path) as file:
+                    text = file.read()
+            except OSError:
+                continue
+            self._files[path] = len(text)
+            for line in text.split("\n")[:-1]:  # half a line is none yet
+                if line not in self._taken:
+                    self._taken.add(line)
+                    new = self._of_ours(parse(line))
+                    self._mine += [dataclasses.replace(f, step=step) for f in new]
+
     def strike(self, step: int, state: Any) -> Any:
         """Does what is due in this step. Returns the state, poisoned where that is the fault."""
+        if self._files:
+            self._look(step)
         if not self._mine:
             return state
         now = time.monotonic()
@@ -93,6 +131,8 @@ class Injector:
             if fault.kind == "slow" and step >= fault.step:
                 self._slept = fault.amount * usual
                 time.sleep(self._slept)
+            elif fault.kind == "pace" and step >= fault.step:
+                time.sleep(fault.amount)
             elif fault.step == step and fault.kind not in LATE:
                 print(f"injected fault: {fault.kind} in step {step}", flush=True)
                 if fault.kind == "nan":

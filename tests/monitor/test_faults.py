@@ -119,3 +119,24 @@ def test_a_flood_does_not_stop_the_loop():
 
 def test_every_kind_has_its_deed():
     assert set(DEEDS) | {"nan", "slow", "save", "evaluate"} == set(KINDS)
+
+
+def test_faults_that_are_added_to_a_file_strike_in_the_next_step(tmp_path, monkeypatch):
+    slept = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    mail = tmp_path / "mail"
+    spec = parse(f"pace=0.5@3:rank1:always,@{mail}")
+    assert spec[1] == Fault("file", 0, path=str(mail))
+    ours, other, former = (Injector(spec, r, a) for r, a in ((1, 4), (0, 4), (1, 3)))
+    assert [i.strike(1, None) for i in (ours, other, former)] == [None] * 3 and not slept
+    mail.write_text("data@1:rank1:attempt4\ndata@1:ra")  # the second is not there yet
+    with pytest.raises(InjectedError):
+        ours.strike(2, None)
+    for injector in (other, former, ours):  # it strikes once
+        for step in (3, 4):
+            injector.strike(step, None)
+    assert slept == [0.5] * 4  # of rank 1, in each attempt
+    with open(mail, "a") as file:
+        file.write("nk0:attempt4\n")
+    with pytest.raises(InjectedError):
+        other.strike(5, None)

@@ -4,7 +4,8 @@ lockstep.py FOLDER STEPS SAVE_EVERY PAUSE_S [FAULTS]. In each step every rank se
 rows to rank 0, which sends back the sum of all: an all-reduce. The parameter is a hash over all
 sums, whatever the number of ranks; rank 0 saves it. As under jax a lost connection raises
 JaxRuntimeError, a clean-up at the end waits for the others for ever after an error, and a SIGTERM
-to one rank makes all save in the same step, say so and exit with 0.
+to one rank makes all save in the same step, say so and exit with 0. Rank 0 leaves a row a step in
+metrics.jsonl.
 """
 
 import atexit
@@ -108,6 +109,10 @@ def main(folder, steps, every, pause_s, spec=""):
             clean.append(1)
             sys.exit(2)
         value = hashlib.sha256(f"{value}{total}".encode()).hexdigest()
+        if rank == 0:
+            row = {"step": step, "time": time.time(), "loss": total, "step_time_s": float(pause_s)}
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
         if step % int(every) == 0 or step == int(steps) or stop:
             timers.enter("save", step)
             if rank == 0:

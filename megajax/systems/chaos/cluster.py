@@ -1,0 +1,271 @@
+"""A cluster on one machine, as a scheduler keeps it: a driver, an agent a host, what they started.
+
+The driver listens on a fixed port; each host's agent reaches it through a relay of its own. What
+ends is started again, as a scheduler does; a host on the blocklist gives way to one of a new name.
+Everything lies in one folder, on two small disks where the machine lets us mount them.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.core.errors import UserError
+from megajax.systems.chaos.relay import Relay
+
+ROOT = Path(__file__).parents[3]
+SUPERVISE = str(ROOT / "scripts" / "supervise.py")
+DISK = "256m"  # (chosen) bytes of each of the two disks
+AGAIN_S = 2.0  # (chosen) until what has ended is started again
+JOIN_S = 600.0  # (chosen)
+
+
+class Tail:
+    """The new lines of a file that grows; whoever removes it."""
+
+    def __init__(self, path: Path):
+        """path: need not exist yet."""
+        self._path, self._at, self._rest = path, 0, ""
+
+    def lines(self) -> list[str]:
+        """Returns the whole lines since the last call."""
+        try:
+            with open(self._path, errors="replace") as file:
+                if os.fstat(file.fileno()).st_size < self._at:
+                    self._at = 0
+                file.seek(self._at)
+                text = file.read()
+                self._at = file.tell()
+        except OSError:
+            return []
+        *found, self._rest = (self._rest + text).split("\n")
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the lines that are JSON objects."""
+        found = []
+        for line in self.lines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [row for row in found if isinstance(row, dict)]
+
+
+class Host:
+    """One host: its agent, and the network to the driver."""
+
+    def __init__(self, name: str, relay: Relay):
+        """Nothing runs yet."""
+        self.name, self.relay = name, relay
+        self.agent: subprocess.Popen | None = None
+        self.since = 0.0  # when its agent ended
+
+    @property
+    def pid(self) -> int:
+        """Of the agent; 0: none runs."""
+        return self.agent.pid if self.agent is not None and self.agent.poll() is None else 0
+
+
+class Cluster:
+    """Keeps driver and agents running; `tick` does, now and then."""
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: list[str],
+        command: Callable[[], list[str]],
+        hosts: int,
+        env: Mapping[str, str],
+    ):
+        """flags: of the driver. command: what it supervises, asked for each driver anew. env: of
+        all that is started."""
+        self.folder, self._flags, self._command, self._env = folder, flags, command, env
+        self.disks = {name: folder / name for name in ("run_disk", "out_disk")}
+        self.mounted: list[Path] = []
+        for disk in self.disks.values():
+            disk.mkdir()
+            words = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)]
+            with contextlib.suppress(OSError):
+                if subprocess.run(words, capture_output=True).returncode == 0:
+                    self.mounted.append(disk)
+        (folder / "tmp").mkdir()
+        self.run_dir, self.out = self.disks["run_disk"] / "run", self.disks["out_disk"] / "watch"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self._secret = secrets.token_hex(16)
+        self.driver: subprocess.Popen | None = None
+        self.held = 0.0  # until when no driver is started
+        self.codes: list[int] = []  # of drivers that ended
+        self._ended = 0.0
+        self._made = 0
+        self.hosts: list[Host] = []
+        self.seen: set[int] = set()  # numbers of all agents
+        for _ in range(hosts):
+            self._add_host()
+
+    def _add_host(self) -> None:
+        self.hosts.append(Host(f"host{self._made}", Relay(self.port)))
+        self._made += 1
+
+    def environment(self) -> dict[str, str]:
+        """Returns that of driver and agents."""
+        return {
+            **self._env, "MEGAJAX_TOKEN": self._secret, "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false",
+        }  # fmt: skip
+
+    def spawn(self, words: list[str], log: str) -> subprocess.Popen:
+        """Starts scripts/supervise.py."""
+        with open(self.folder / log, "a") as out:
+            return subprocess.Popen(
+                [sys.executable, SUPERVISE, *words], stdout=out, stderr=subprocess.STDOUT,
+                env=self.environment(), start_new_session=True,
+            )  # fmt: skip
+
+    def agent_words(self, host: Host, join_s: float = JOIN_S) -> list[str]:
+        """Returns the flags of a host's agent."""
+        words = [f"--agent=127.0.0.1:{host.relay.port}", f"--name={host.name}"]
+        return [*words, "--period_s=0.5", f"--join_s={join_s:g}"]
+
+    def tick(self) -> None:
+        """Starts again what has ended."""
+        now = time.monotonic()
+        with contextlib.suppress(OSError):
+            blocked = (self.out / "blocklist").read_text().split()
+            for host in [h for h in self.hosts if h.name in blocked]:
+                self.retire(host)
+                self._add_host()
+        for host in self.hosts:
+            if not host.pid and (host.agent is None or self._rested(host, now)):
+                host.agent, host.since = self.spawn(self.agent_words(host), "agents.txt"), 0.0
+                self.seen.add(host.agent.pid)
+        if self.driver is not None and (code := self.driver.poll()) is not None:
+            self.codes.append(code)
+            self.driver, self._ended = None, now
+            if code in (2, 70):
+                raise UserError(f"the driver ended with {code}:\n{self.tail('driver.txt')}")
+        if self.driver is None and 0 not in self.codes and now > max(self.held, self._ended + 1):
+            words = ["--agents=elsewhere", f"--listen=127.0.0.1:{self.port}", *self._flags]
+            words += [f"--out={self.out}", "--", *self._command()]
+            self.driver = self.spawn(words, "driver.txt")
+
+    def _rested(self, host: Host, now: float) -> bool:
+        host.since = host.since or now
+        return now - host.since > AGAIN_S
+
+    def retire(self, host: Host) -> None:
+        """Ends a host for good."""
+        self.hosts.remove(host)
+        if host.agent is not None:
+            for pid in (host.pid, *self.ranks_of(host.pid).values()):
+                kill(pid, signal.SIGCONT)
+            kill(host.pid, signal.SIGTERM)  # asks the driver; a second one ends it
+            kill(host.pid, signal.SIGKILL)
+            host.agent.wait()
+        host.relay.close()
+
+    def tail(self, log: str) -> str:
+        """Returns the end of a log."""
+        with contextlib.suppress(OSError):
+            return "\n".join((self.folder / log).read_text(errors="replace").splitlines()[-30:])
+        return ""
+
+    def ranks_of(self, agent: int) -> dict[int, int]:
+        """Returns {rank: process} of what an agent started and lives."""
+        found: dict[int, int] = {}
+        for pid, words in environments():
+            record = Path(words.get("MEGAJAX_PROGRESS", ""))
+            if agent and record.parent.name.startswith(f"megajax-{agent}-"):
+                rank = int(record.name.rpartition("rank")[2])
+                if parent(pid) == agent:
+                    found[rank] = pid
+        return found
+
+    def ranks(self) -> dict[int, tuple[Host, int]]:
+        """Returns {rank: (its host, its process)}."""
+        return {r: (h, pid) for h in self.hosts for r, pid in self.ranks_of(h.pid).items()}
+
+    def reaper_of(self, agent: int) -> int:
+        """Returns the process of an agent's reaper, 0: none."""
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{name}/cmdline").read_bytes()
+                if b"reaper.py" in words and parent(int(name)) == agent:
+                    return int(name)
+        return 0
+
+    def leavings(self) -> list[str]:
+        """Returns what is left of it all: processes, shared memory, temporary files, the port."""
+        found = []
+        for pid, words in environments():
+            if str(self.folder) in words.get("TMPDIR", "") and pid != os.getpid():
+                found.append(f"process {pid}")
+        for agent in self.seen:
+            found += [str(p) for p in Path("/dev/shm").glob(f"megajax-{agent}-*")]
+        found += [str(p) for p in (self.folder / "tmp").iterdir()]
+        try:
+            socket.create_server(("127.0.0.1", self.port)).close()
+        except OSError as error:
+            found.append(f"port {self.port}: {error.strerror}")
+        return found
+
+    def send_home(self) -> None:
+        """Ends the agents that wait for another driver; those of the last end by themselves."""
+        for host in self.hosts:
+            joined = host.pid and list(Path("/dev/shm").glob(f"megajax-{host.pid}-*"))
+            if host.agent is not None and not joined:
+                host.agent.kill()
+                host.agent.wait()
+            host.relay.cut = False
+
+    def close(self) -> None:
+        """Ends all, and unmounts the disks."""
+        if self.driver is not None:
+            kill(self.driver.pid, signal.SIGCONT)
+            self.driver.kill()
+            self.driver.wait()
+        for host in list(self.hosts):
+            self.retire(host)
+        end = time.monotonic() + 20
+        for pid in [p for p, w in environments() if str(self.folder) in w.get("TMPDIR", "")]:
+            kill(pid, signal.SIGKILL)
+        for disk in self.mounted:
+            while subprocess.run(["umount", str(disk)], capture_output=True).returncode:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.5)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process that may be gone; to none when there is no number."""
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def parent(pid: int) -> int:
+    """Returns the parent of a process, 0: there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def environments() -> list[tuple[int, dict[str, str]]]:
+    """Returns (process, its environment) of all that may be read and are no zombies."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            raw = Path(f"/proc/{name}/environ").read_bytes().decode(errors="replace")
+            pairs = (w.partition("=") for w in raw.split("\0") if "=" in w)
+            words = {name: value for name, _, value in pairs}
+            if words:
+                found.append((int(name), words))
+    return found
