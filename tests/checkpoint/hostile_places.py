@@ -275,6 +275,18 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+class Bucket(dict[str, bytes]):
+    """Objects of a store that does not keep what it accepts. alters: None: it forgets a body."""
+
+    alters: Callable[[str, bytes], bytes | None] = staticmethod(lambda key, body: body)
+
+    def __setitem__(self, key: str, body: bytes) -> None:
+        """Takes what is sent."""
+        kept = self.alters(key, body)
+        if kept is not None:
+            super().__setitem__(key, kept)
+
+
 class LyingStore(Hostile):
     """A bucket that forgets and cuts what it accepted, lists what it has not, hides what it has."""
 
@@ -284,6 +296,7 @@ class LyingStore(Hostile):
         """prefix: of the run in the bucket. scratch: a folder for the oracle."""
         super().__init__(keep, state, random)
         self.server = object_servers.ObjectServer()
+        self._objects = self.server.objects = Bucket()
         self._prefix, self._scratch = prefix, scratch
         self._known: dict[tuple[int, int], bool] = {}
 
@@ -333,7 +346,7 @@ class LyingStore(Hostile):
 
     def _honest(self) -> None:
         self.server.ghosts, self.server.hidden = set(), lambda key: False
-        self.server.alters = lambda key, body: body
+        self._objects.alters = lambda key, body: body
         self.server.fail = 0
 
     def _guessed(self) -> list[str]:
@@ -363,7 +376,7 @@ class LyingStore(Hostile):
             content = self.server.objects[key]
             at = int(self._random.integers(0, len(content)))
             flipped = content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
-            self.server.objects[key] = flipped if self._random.random() < 0.7 else content[:at]
+            self._objects.update({key: flipped if self._random.random() < 0.7 else content[:at]})
             self._good = self.steps()
             self._lie({max(self._good)} if self._good else set())
 
@@ -382,7 +395,7 @@ class LyingStore(Hostile):
                 return body[: len(body) // 2]
             return bytes([body[0] ^ 1, *body[1:]]) if kind == 2 and body else body
 
-        self.server.alters = alter
+        self._objects.alters = alter
 
     def tidy(self, most: int) -> int:
         """Returns the bytes in the bucket; what killed saves left goes with the next save."""

@@ -10,7 +10,6 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -32,8 +31,6 @@ class ObjectServer(ThreadingHTTPServer):
         self.fail, self.silent, self.requests = 0, False, 0
         self.refuse_writes_after: int | None = None
         self.loses = lambda key: False  # tells a PUT that is answered with 200 and forgotten
-        # What becomes of the body of a PUT that is answered with 200; None: it is forgotten.
-        self.alters: Callable[[str, bytes], bytes | None] = lambda key, body: body
         self.ghosts: set[str] = set()  # keys that are listed and are not there
         self.hidden = lambda key: False  # tells a key that is there and is not listed
         self.last_generation = 1
@@ -149,9 +146,8 @@ class Handler(BaseHTTPRequestHandler):
             fits = wanted == f'"{hash(now)}"' if wanted else none != "*" or now is None
             if self.refused(bool(wanted or none), fits):
                 return None
-            kept = None if self.server.loses(key) else self.server.alters(key, body)
-            if kept is not None:
-                self.server.objects[key] = kept
+            if not self.server.loses(key):
+                self.server.objects[key] = body
             return self.answer(200, headers={"ETag": f'"{hash(body)}"'})
         if self.command == "DELETE":
             self.server.objects.pop(key, None)
