@@ -4,8 +4,8 @@
     uv run scripts/docs.py --check    # write nothing; exit code 1 with one line for each defect
 
 The check fails when a page of the reference is not what the docstrings say now, and when README.md,
-PAPERS.md or a page of docs/ mentions in backticks, in a command or in a link something that does
-not exist: a file, a function of a file, a flag of a script, a heading, a name.
+PAPERS.md, a page of docs/ or the README.md of a kernel mentions in backticks, in a command or in a
+link something that does not exist: a file, a function of a file, a flag, a heading, a name.
 No package of the project is imported apart from megajax.core, and no device is started.
 """
 
