@@ -25,9 +25,8 @@ Where the time went (ETTR), and a heat map of the ranks as a PNG:
 Take a host out by hand, from where the driver runs: supervise.py --evict=HOST --out=FOLDER
 
 Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and again (do not retry);
-75 too few good hosts or restarts (retry elsewhere, without the blocklist), and
-of a trainer: the last save failed (storage may be back the next time); 76 a newer driver continues
-the run (do not retry); 143 told to stop, saved.
+75 too few good hosts or restarts (retry elsewhere, without the blocklist), or a last save failed
+(storage may be back); 76 a newer driver continues the run (do not retry); 143 told to stop, saved.
 """
 
 import megajax.core.interrupted  # noqa: F401

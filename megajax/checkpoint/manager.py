@@ -155,28 +155,27 @@ class CheckpointManager:
     ) -> None:
         """The first stage: copies the state, and starts the second, or the report of a failure."""
         step, number = handle.step, next(_save_numbers())
+        table, prints = [], Fingerprints()
         try:
             unread = self._open(step, former)
+        except Exception as error:
+            reason = error  # raised where the handle reports it
+            return handle.run([lambda: self._fail(reason, former)], self.folder)
+        try:
             state = leaves.storable(state)
             arrays = named_leaves(state)
             prints = Fingerprints(x for _, x in arrays)
-            metadata = data_state | {OURS: 1}
             compress = storage.compresses(self._compression, state)
             where, file_bytes = self._steps.saving(step), self._steps.file_bytes
-            response = storage.write(where, state, metadata, compress, file_bytes)
-        except Exception as error:
-            reason = error  # raised where the handle reports it
-            handle.run([lambda: self._fail(reason, former)], self.folder)
-        else:
+            response = storage.write(where, state, data_state | {OURS: 1}, compress, file_bytes)
             table = [(n, x.shape, str(x.dtype)) for n, x in arrays]
-            job = Job(step, number, response, table, prints, metric, former, unread)
-            work = self._sealer
-            todo = [
-                functools.partial(work.store, job),
-                functools.partial(work.check, step, number),
-                work.empty,
-            ]
-            handle.run(todo, self.folder)
+        except Exception as error:
+            response = storage.Failed(error)  # the others have begun, and must hear of it
+        job = Job(step, number, response, table, prints, metric, former, unread)
+        work = self._sealer
+        store = functools.partial(work.store, job)
+        check = functools.partial(work.check, step, number)
+        handle.run([store, check, work.empty], self.folder)
 
     def _open(self, step: int, former: SaveHandle | None) -> int | None:
         """Takes the folder and tries to write there. Raises, on all processes: as `begin`.

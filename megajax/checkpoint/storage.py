@@ -4,13 +4,16 @@ The only module that imports Orbax: it costs seconds to load. What Orbax cannot 
 here: arrays without elements, shardings that are not given, messages of many kilobytes.
 """
 
+import dataclasses
 import functools
 import json
 import logging as standard_logging
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import thread as pools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +23,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from absl import logging
 from orbax.checkpoint import multihost
 from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
+from orbax.checkpoint._src.futures import future, synchronization
 from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
 
 from megajax.checkpoint import reads
@@ -246,16 +250,64 @@ def wait(response: Any, key: str) -> None:
     while not ended:
         thread.join(POLL_S)
         if not ended and (told := get_signaling_client().key_value_try_get(key)) is not None:
+            _leave_behind()
             raise OSError(told)
     if ended[0] is not None:
         raise ended[0]
 
 
+@functools.cache
+def _left_behind() -> weakref.WeakSet[threading.Thread]:
+    """Returns the threads that no exit of this process waits for."""
+    found: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+    python: Any = threading  # its own book of threads, as of version 3.12
+    pool: Any = pools
+
+    def forget() -> None:
+        for thread in [t for t in found if t.is_alive()]:
+            pool._threads_queues.pop(thread, None)
+            with python._shutdown_locks_lock:
+                python._shutdown_locks.discard(vars(thread)["_tstate_lock"])
+
+    python._register_atexit(forget)
+    return found
+
+
+def _leave_behind() -> None:
+    """Lets this process exit though threads of Orbax wait for a process that failed.
+
+    They are in a barrier of jax's coordination service, up to 20 minutes, which nothing can call
+    off, and Python joins its threads before it runs what would end jax's client.
+    """
+    kinds = (future._SignalingThread,)
+    found = [t for t in threading.enumerate()
+             if isinstance(t, kinds) or t.name.startswith("asyncio_")]  # fmt: skip
+    _left_behind().update(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """In the place of Orbax's response where there is none. error: why."""
+
+    error: Exception
+
+    def result(self) -> None:
+        """Raises the error."""
+        raise self.error
+
+
 def give_up(key: str, error: BaseException) -> None:
-    """Tells the processes that are in `wait` that this one failed."""
+    """Tells the processes that are in `wait` that this one failed.
+
+    Orbax's threads there wait for signals of this process, up to 20 minutes, and Python waits for
+    those threads at its exit. So all signals of the save are given: what the threads then do or
+    fail to do is of no account, as the step gets no name.
+    """
     if jax.process_count() > 1:
         text = f"process {jax.process_index()}: {reason(error)}"
         get_signaling_client().key_value_set(key, text, allow_overwrite=True)
+        save = synchronization.OperationIdGenerator.get_current_operation_id()
+        future.set_signals(tuple(synchronization.HandlerAwaitableSignal), operation_id=save)
 
 
 def agree(key: str, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:

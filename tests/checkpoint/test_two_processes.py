@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
@@ -176,7 +177,84 @@ WIPED = """
     manager.save(3, place(mesh, SAVED, 3)).result()
     assert manager.steps() == [3]
     print("saved again", flush=True)
-    os._exit(0)  # an Orbax thread may wait for the failed process until its own timeout
+"""
+
+LOST = (  # process 0 fails and never gives the signals that Orbax's threads of process 1 await
+    WIPED.replace(
+        """        response = write(*args)
+        if rank == 0:
+            threading.Thread(target=remove).start()
+        return response
+""",
+        """        if rank == 1:
+            return write(*args)
+        kept, future.set_signals = future.set_signals, silent
+        response = write(*args)
+        def result(timeout=None):
+            time.sleep(1)
+            future.set_signals = kept
+            raise OSError("process 0 has lost its disk")
+        response.result = result
+        return response
+
+    def silent(*_, **__):
+        raise OSError("no signal")
+""",
+    )
+    .replace("manager.steps() == [3]", "manager.steps() == [1, 3]")
+    .replace(
+        "    import jax\n", "    import jax\n    from orbax.checkpoint._src.futures import future\n"
+    )
+)
+
+TOLD = """
+    import os, shutil, signal, sys, threading, time
+    from pathlib import Path
+
+    import jax
+    from jax.sharding import AxisType
+
+    from megajax.checkpoint import storage
+    from megajax.checkpoint.manager import CheckpointManager
+    from megajax.checkpoint.storage import SaveError
+    from megajax.training.interrupts import Interrupts
+    from tests.checkpoint.test_two_processes import SAVED, place
+
+    folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, rank)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    manager = CheckpointManager(folder)
+    write, told = storage.write, []
+
+    def remove():
+        while time.monotonic() < told[0] + 1:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def wiped(*args):
+        response = write(*args)
+        if not told:
+            told.append(time.monotonic())
+            if rank == 0:
+                threading.Thread(target=remove).start()
+            else:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return response
+
+    with Interrupts() as interrupts:
+        for step in range(1, 10_000):
+            if step == 5:
+                storage.write = wiped
+            manager.save(step, place(mesh, SAVED, step))
+            if interrupts.asked(step):
+                break
+    try:
+        manager.close()
+    except SaveError as error:
+        print(error, flush=True)
+    print(f"ends after step {step}, told {time.monotonic() - told[0]:.1f} s ago", flush=True)
+    assert time.monotonic() - told[0] < 30
 """
 
 
@@ -227,11 +305,22 @@ def run_job(worker, folder, *more):
     return [p.returncode for p in job], outputs
 
 
-def test_a_folder_that_goes_during_a_save_is_an_error_for_both_and_no_hang(tmp_path):
-    codes, outputs = run_job(WIPED, tmp_path / "c")
+@pytest.mark.parametrize("worker", [WIPED, LOST], ids=["wiped", "lost"])
+def test_a_save_that_fails_in_one_process_is_an_error_for_both_and_no_hang(tmp_path, worker):
+    """Not at the exit either."""
+    began = time.monotonic()
+    codes, outputs = run_job(worker, tmp_path / "c")
     assert codes == [0, 0], "\n".join(outputs)
+    assert time.monotonic() - began < 140
     assert all("refused: step 2 was not saved" in text for text in outputs), outputs
     assert all("saved again" in text for text in outputs), outputs
+
+
+def test_sigterm_while_a_folder_goes_ends_both_within_seconds(tmp_path):
+    codes, outputs = run_job(TOLD, tmp_path / "c")
+    assert codes == [0, 0], "\n".join(outputs)
+    ends = [text[text.index("ends after step") :].split(",")[0] for text in outputs]
+    assert len(set(ends)) == 1, outputs
 
 
 def test_one_step_one_answer(tmp_path):
