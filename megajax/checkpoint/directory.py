@@ -234,6 +234,8 @@ class StepFolder:
             return
         records: dict[int, Record] = {}
         steps = self.steps()
+        if len(steps) <= newest:
+            return  # none has so many after it
         for step in steps:
             if step not in bad:
                 with contextlib.suppress(DamagedError):
