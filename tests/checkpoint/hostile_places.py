@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.checkpoint import object_servers
 RECORD, METADATA = "integrity.json", "_CHECKPOINT_METADATA"
 State = Callable[[int], dict[str, np.ndarray]]
 LEAVINGS = (".saving", ".former", ".trash", ".orbax-checkpoint-tmp")
+LATE_S = 30.0  # for a store to answer what a dead process had sent
 PAUSE_S = 0.02  # between two disturbances while a victim saves
 
 
@@ -287,6 +289,25 @@ class Bucket(dict[str, bytes]):
             super().__setitem__(key, kept)
 
 
+class Server(object_servers.ObjectServer):
+    """A server that knows of how many connections it still has requests to answer."""
+
+    def __init__(self):
+        """Nobody is there."""
+        self.open = 0
+        super().__init__()
+
+    def process_request_thread(self, request, client_address):
+        """Answers one connection to its end."""
+        with self.guard:
+            self.open += 1
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.guard:
+                self.open -= 1
+
+
 class LyingStore(Hostile):
     """A bucket that forgets and cuts what it accepted, lists what it has not, hides what it has."""
 
@@ -295,7 +316,7 @@ class LyingStore(Hostile):
     ):
         """prefix: of the run in the bucket. scratch: a folder for the oracle."""
         super().__init__(keep, state, random)
-        self.server = object_servers.ObjectServer()
+        self.server = Server()
         self._objects = self.server.objects = Bucket()
         self._prefix, self._scratch = prefix, scratch
         self._known: dict[tuple[int, int], bool] = {}
@@ -396,6 +417,17 @@ class LyingStore(Hostile):
             return bytes([body[0] ^ 1, *body[1:]]) if kind == 2 and body else body
 
         self._objects.alters = alter
+
+    def look(self, saved: list[int]) -> dict[str, Any]:
+        """As in general, once what the victim had sent has been answered: a PUT that is on its way
+        when its sender dies could replace an object of whoever saves the same step next."""
+        self.end()
+        late, end = self.server.open, time.monotonic() + LATE_S
+        while self.server.open:
+            if time.monotonic() > end:
+                raise UserError(f"the store still answers {self.server.open} connections")
+            time.sleep(0.005)
+        return super().look(saved) | {"late": late}
 
     def tidy(self, most: int) -> int:
         """Returns the bytes in the bucket; what killed saves left goes with the next save."""

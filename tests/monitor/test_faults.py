@@ -118,7 +118,7 @@ def test_a_flood_does_not_stop_the_loop():
 
 
 def test_every_kind_has_its_deed():
-    assert set(DEEDS) | {"nan", "slow", "save", "evaluate"} == set(KINDS)
+    assert set(DEEDS) | {"nan", "slow", "save", "evaluate", "pace"} == set(KINDS)
 
 
 def test_faults_that_are_added_to_a_file_strike_in_the_next_step(tmp_path, monkeypatch):
