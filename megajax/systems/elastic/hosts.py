@@ -6,7 +6,6 @@ says ends that connection only. What an agent says without being asked goes to t
 No jax import.
 """
 
-import contextlib
 import dataclasses
 import selectors
 import socket
@@ -303,12 +302,13 @@ class Hosts:
         """Sends the agents home. Those of this machine have ANSWER_S, all of them together."""
         self.send(list(self._here.values()), do="quit")
         end = time.monotonic() + ANSWER_S
+        late = []
         for agent in self._local.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 agent.wait(max(end - time.monotonic(), 0.0))
-        late = [agent for agent in self._local.values() if agent.poll() is None]
-        for agent in late:
-            agent.kill()
+            except subprocess.TimeoutExpired:
+                late.append(agent)
+                agent.kill()
         for agent in late:
             agent.wait()
         for host in self._here.values():
