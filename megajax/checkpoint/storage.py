@@ -322,7 +322,10 @@ def agree(key: str, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:
             words.blocking_key_value_get(f"{key}_{i}", PATIENCE_S)
             for i in range(jax.process_count())
         ]
-        verdict = judge([json.loads(text) for text in said])
+        try:
+            verdict = judge([json.loads(text) for text in said])
+        except Exception as error:  # or the others would wait in vain
+            verdict = {"unknown": reason(error)}
         words.key_value_set(key, json.dumps(verdict), allow_overwrite=True)
         return verdict
     return json.loads(words.blocking_key_value_get(key, PATIENCE_S))
