@@ -66,7 +66,7 @@ class Sealer:
             try:
                 sums = job.prints.local()  # beside Orbax's writing, which must end in any case
             finally:
-                storage.wait(job.response, f"megajax_failed_{job.number}")
+                storage.wait(job.response, f"megajax_failed_{job.number}", saving.parent)
             mine = integrity.list_files(saving)[self._part :: self._parts]
             secret = mine if self._steps.keys else ()
             summed = integrity.sum_files(saving, mine, None, secret)

@@ -40,6 +40,7 @@ MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
 # bytes: each is a program to compile (chosen).
 GROUPS, MIN_GROUP = 4, 2**25
 POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
+GONE = 3  # looks in a row after which a folder counts as removed (chosen)
 PATIENCE_S = 1800  # how long the processes of a job wait for each other's storage (chosen)
 Compression = Literal["auto", "none", "zstd"]
 
@@ -227,11 +228,12 @@ def barrier() -> Callable[..., None]:
     return multihost.get_barrier_sync_fn()
 
 
-def wait(response: Any, key: str) -> None:
+def wait(response: Any, key: str, folder: Path) -> None:
     """Waits until Orbax has written, or until another process of the job gives up (`give_up`).
 
-    Orbax's threads wait minutes for a process that failed. key: of the save, new for each.
-    Raises: what Orbax does; OSError when another process gave up.
+    Orbax's threads wait minutes for a process that failed, and for each other when the folder that
+    they write to is removed. key: of the save, new for each. folder: which holds the steps.
+    Raises: what Orbax does; OSError when another process gave up, or the folder is gone.
     """
     if jax.process_count() == 1:
         response.result()
@@ -247,9 +249,14 @@ def wait(response: Any, key: str) -> None:
 
     thread = threading.Thread(target=work, name="orbax-writes", daemon=True)
     thread.start()
+    gone = 0  # looks that did not find the folder: a network's file system may miss it once
     while not ended:
         thread.join(POLL_S)
-        if not ended and (told := get_signaling_client().key_value_try_get(key)) is not None:
+        told = get_signaling_client().key_value_try_get(key)
+        gone = 0 if folder.is_dir() else gone + 1
+        if told is None and gone == GONE:
+            told = f"{folder} was removed while a step was written there"
+        if not ended and told is not None:
             _leave_behind()
             raise OSError(told)
     if ended[0] is not None:
