@@ -35,8 +35,10 @@ def holds(folder: Path, step: int, wanted: dict[str, np.ndarray]) -> bool:
     import tensorstore as ts
 
     try:
-        if json.loads((folder / RECORD).read_bytes())["record"]["step"] != step:
+        record = json.loads((folder / RECORD).read_bytes())["record"]
+        if record["step"] != step:
             return False
+        folder = folder / (record.get("home") or "")  # of a step that was saved again in a store
         for name, x in wanted.items():
             base = {"driver": "file", "path": f"{folder}/state/"}
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
