@@ -62,7 +62,7 @@ def test_slurm_script_parses_and_asks_for_one_process_a_host():
     options = [x for x in SLURM.read_text().splitlines() if x.startswith("#SBATCH")]
     assert "#SBATCH --ntasks-per-node=1" in options and "#SBATCH --signal=B:TERM@300" in options
     first_command = SLURM.read_text().index("set -uo")  # sbatch reads no option after one
-    assert SLURM.read_text().rindex("#SBATCH") < first_command
+    assert SLURM.read_text().rindex("\n#SBATCH") < first_command
 
 
 def test_slurm_job_passes_its_flags_on(slurm):
@@ -154,7 +154,7 @@ def test_jobset_gives_every_pod_what_the_mesh_reads():
     assert spec["completionMode"] == "Indexed"
     (policy,) = spec["podFailurePolicy"]["rules"]
     assert policy["onExitCodes"]["containerName"] == container["name"]
-    assert policy["onExitCodes"]["values"] == [2, 70]
+    assert policy["onExitCodes"]["values"] == [2, 70, 76]
     assert container["command"] == ["python", "experiments/pretrain.py"]
     assert "--told_code=143" in container["args"]  # 0 would count as done
     assert (SCRIPTS.parent / container["command"][1]).is_file()
