@@ -66,7 +66,8 @@ class Keys:
 
     def is_signed(self, text: bytes, signature: str) -> bool:
         """Tells whether one of the keys signed a text."""
-        found = [hmac.compare_digest(self._sum(key, text), signature) for key in self._keys]
+        said = signature.encode(errors="surrogatepass")  # a forged one may hold any character
+        found = [hmac.compare_digest(self._sum(key, text).encode(), said) for key in self._keys]
         return any(found)
 
     def refusal(self, text: bytes, signature: str, bare: Sequence[str]) -> str:
