@@ -39,6 +39,7 @@ MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
 # What has been read is checked beside what is being read, in so many parts of at least so many
 # bytes: each is a program to compile (chosen).
 GROUPS, MIN_GROUP = 4, 2**25
+LEAVE_S = 2.0  # for a thread that waits for a failed process to end at the exit (chosen)
 POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
 GONE = 3  # looks in a row after which a folder counts as removed (chosen)
 PATIENCE_S = 1800  # how long the processes of a job wait for each other's storage (chosen)
@@ -271,7 +272,10 @@ def _left_behind() -> weakref.WeakSet[threading.Thread]:
     pool: Any = pools
 
     def forget() -> None:
+        if any(t.is_alive() for t in found):  # ends the barriers that they are in
+            jax.distributed.shutdown()
         for thread in [t for t in found if t.is_alive()]:
+            thread.join(LEAVE_S)  # one that wakes up in C++ after Python's end aborts the process
             pool._threads_queues.pop(thread, None)
             with python._shutdown_locks_lock:
                 python._shutdown_locks.discard(vars(thread)["_tstate_lock"])
