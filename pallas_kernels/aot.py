@@ -17,17 +17,7 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-# What XLA's GPU compiler must know of a chip: name, compute capability, SMs, shared memory of an SM
-# and of a block, L2, clock in GHz, HBM bytes, HBM bytes a second. Limits: CUDA C programming guide,
-# capabilities 8.0, 9.0, 10.0; the rest: datasheets of A100 80 GB SXM, H100 SXM5, H200 and DGX B200
-# (its clock and L2 are second hand).
-CHIPS = {
-    "a100": ("A100-SXM4-80GB", 8, 108, 167936, 166912, 41943040, 1.41, 85e9, 2.039e12),
-    "h100": ("H100 80GB HBM3", 9, 132, 233472, 232448, 52428800, 1.98, 84942979072, 3.35232e12),
-    "h200": ("H200", 9, 132, 233472, 232448, 52428800, 1.98, 150.1e9, 4.8e12),
-    "h800": ("H800", 9, 132, 233472, 232448, 52428800, 1.98, 84942979072, 3.35232e12),
-    "b200": ("B200", 10, 148, 233472, 232448, 132644864, 1.965, 191.5e9, 7.7e12),
-}
+from pallas_kernels.hopper.cards import CHIPS
 
 
 def target(kind: str) -> str:

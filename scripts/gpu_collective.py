@@ -42,7 +42,9 @@ from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import Peers, VirtualPeer
 from pallas_kernels.collective.tunings import LATENCY_NS, Case
 from pallas_kernels.gemm import hopper
-from pallas_kernels.gemm.hopper import Spec, Tile
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.tiles import Tile
 
 R = 8
 DELAY_NS, SEEDS = 200_000, 100
@@ -271,8 +273,8 @@ def check_collective(add: Add, about: dict[str, Any], deadline: float, rehearsal
     about["links"] = "emulated: one GPU, copies held back by its clock"
     if rehearsal:
         return compile_all(add)
-    if jax.devices()[0].core_count < hopper.SMS:
-        return add({"note": f"needs {hopper.SMS} SMs: thread blocks must all run at one time"})
+    if jax.devices()[0].core_count < SMS:
+        return add({"note": f"needs {SMS} SMs: thread blocks must all run at one time"})
     for check in CHECKS:
         if time.perf_counter() > deadline:
             return add({"check": check.name, "note": "not run: out of time, nor what follows it"})

@@ -42,7 +42,9 @@ from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import cut, route
 from pallas_kernels.expert.tunings import Case, of_model
-from pallas_kernels.gemm.hopper import SMS, Spec, Tile
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.tiles import Tile
 
 PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")
 TOKENS, ROOM = 16384, 1.25  # of all ranks; rows of a rank over an even share

@@ -96,8 +96,8 @@ def _barrier(frame: FrameType | None, ref: object) -> str:
 
 
 @contextlib.contextmanager
-def deleted(site: Site, instance: int, seen: list[Instance]) -> Iterator[None]:
-    """Inside, kernels are traced without one instance of a site; new ones are added to `seen`."""
+def deleted(site: Site, instance: Instance | None, seen: list[Instance]) -> Iterator[None]:
+    """Inside, kernels are traced without one instance of a site; all are added to `seen`."""
     path = str(inspect.getsourcefile(site.module))
 
     def without(wait: Callable):
@@ -110,7 +110,7 @@ def deleted(site: Site, instance: int, seen: list[Instance]) -> Iterator[None]:
                 found = at, _chain(frame, site, path)
                 if found not in seen:
                     seen.append(found)
-                if seen.index(found) == instance:
+                if found == instance:
                     return
             wait(*args, **named)
 
@@ -147,20 +147,18 @@ def _run(run: Callable[[], None]) -> str | None:
 
 def survivors(site: Site, runs: Sequence[Callable[[], None]]) -> dict[int, Instance]:
     """The instances of a site that no run misses, by their number."""
-    left, seen, instance = {}, [], 0
-    while instance < max(1, len(seen)):
-        verdict = None
-        for run in runs:
-            with deleted(site, instance, seen):
-                verdict = verdict or _run(run)
-            if verdict:
-                break
-        assert seen, f"no run traces {site}"
-        print(f"{site} {instance} {seen[instance]}: {verdict or 'survives'}")
-        if not verdict:
-            left[instance] = seen[instance]
-        instance += 1
-    return left
+    verdicts: dict[Instance, str | None] = {}
+    for run in runs:
+        traced: list[Instance] = []
+        with deleted(site, None, traced):
+            assert _run(run) is None, "a run fails with all of its waits"
+        for instance in traced:
+            if not verdicts.get(instance):
+                with deleted(site, instance, []):
+                    verdicts[instance] = _run(run)
+                print(f"{site} {instance}: {verdicts[instance] or 'survives'}")
+    assert verdicts, f"no run traces {site}"
+    return {n: found for n, (found, verdict) in enumerate(verdicts.items()) if not verdict}
 
 
 def check(

@@ -30,7 +30,7 @@ from megajax.parallel.overlap import Implementation
 from pallas_kernels import arguments
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import reference as plain
-from pallas_kernels.gemm.reference import ACTIVATIONS
+from pallas_kernels.hopper.activations import ACTIVATIONS
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")

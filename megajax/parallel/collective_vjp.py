@@ -21,7 +21,7 @@ from megajax.parallel import ring
 from megajax.parallel.overlap import Implementation
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import reference as plain
-from pallas_kernels.gemm.reference import activate
+from pallas_kernels.hopper.activations import activate
 
 Array = jax.Array
 Arrays = tuple[Array, ...]

@@ -23,7 +23,7 @@ from megajax.parallel.expert_overlap import COMBINE, DISPATCH
 from megajax.parallel.expert_rows import Dispatch, Routing
 from megajax.parallel.overlap import Implementation
 from pallas_kernels.dispatch import alike
-from pallas_kernels.gemm.reference import activate
+from pallas_kernels.hopper.activations import activate
 
 Array = jax.Array
 Activation = Literal["gelu", "gelu_tanh", "silu", "swiglu"]

@@ -40,29 +40,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels import tiles as limits
 from pallas_kernels.attention.hopper_forward import (
     BLOCK_Q,
     LOG2E,
     ROWS,
     WARPGROUPS,
-    WGMMA,
     block_table,
     by_row,
     logits,
     multiply_into,
-    number,
     pad,
     product,
-    ring,
     row_slopes,
     row_vector,
     short_rows,
     staging,
-    varying_as,
 )
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import Spec
+from pallas_kernels.hopper import tiles as limits
+from pallas_kernels.hopper.epilogue import WGMMA
+from pallas_kernels.hopper.memory import number, swizzled, varying_as
 
 FUSED_WIDTHS = (64, 96, 128)
 
@@ -232,7 +230,7 @@ def _dq(tables, inputs, tile, static):
     shapes = dq_buffers(tile, K, q_THK.dtype)
     scratch = {
         # Tiles of K are both operands of wgmma: a swizzle must fit their rows as well.
-        **{name: ring(*shapes[name], most=2 * tile.block_dq) for name in shapes},
+        **{name: swizzled(*shapes[name], most=2 * tile.block_dq) for name in shapes},
         "ds_smem": staging((WARPGROUPS, ROWS, tile.block_dq), q_THK.dtype, static["interpret"]),
         "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages_dq),
@@ -334,7 +332,9 @@ def _dkv(tables, inputs, tile, static, *sums):
     G, K = k_SGK.shape[1:]
     pieces, N, stages = pieces_of(K), tile.block_dkv, tile.stages_dkv
     shapes = dkv_buffers(tile, K, q_THK.dtype)
-    rings = {n: ring(*shapes[n], most=2 * N) for n in ("k_smem", "v_smem", "q_smem", "dout_smem")}
+    rings = {
+        n: swizzled(*shapes[n], most=2 * N) for n in ("k_smem", "v_smem", "q_smem", "dout_smem")
+    }
     scratch: dict[str, Any] = {
         "own_smem": (rings["k_smem"], rings["v_smem"]),
         "tile_smem": (rings["q_smem"], rings["dout_smem"]),
@@ -349,9 +349,9 @@ def _dkv(tables, inputs, tile, static, *sums):
     }
     if tile.fused:
         # Both operands of a wgmma have one swizzle: that of K.
-        ds = ring(*shapes["ds_smem"], most=plgpu.find_swizzle(K * 16))
+        ds = swizzled(*shapes["ds_smem"], most=plgpu.find_swizzle(K * 16))
         both = plgpu.Barrier(num_arrivals=WARPGROUPS)
-        scratch["fused"] = (ds, ring(*shapes["dq_smem"]), both)
+        scratch["fused"] = (ds, swizzled(*shapes["dq_smem"]), both)
     body = functools.partial(_varlen_attention_dkv, tile=tile, pieces=pieces, **static)
     out = jax.ShapeDtypeStruct(k_SGK.shape, k_SGK.dtype)
     name, grid = "fused" if tile.fused else "dkv", (G, tables[0].shape[0])

@@ -33,9 +33,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels import tiles as limits
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import LOWEST, Spec
+from pallas_kernels.hopper import tiles as limits
+from pallas_kernels.hopper.memory import number, swizzled, varying_as
 
 LOG2E = math.log2(math.e)
 WARPGROUPS = 2
@@ -131,9 +132,9 @@ def forward(
     shapes = buffers(tile, K, q_THK.dtype)
     # Tiles of V have the products' inner dimension as rows: a swizzle must fit those as well.
     scratch = {
-        "q_smem": ring(*shapes["q_smem"]),
-        "k_smem": ring(*shapes["k_smem"]),
-        "v_smem": ring(*shapes["v_smem"], most=2 * math.gcd(tile.block_k, 64)),
+        "q_smem": swizzled(*shapes["q_smem"]),
+        "k_smem": swizzled(*shapes["k_smem"]),
+        "v_smem": swizzled(*shapes["v_smem"], most=2 * math.gcd(tile.block_k, 64)),
         "lse_smem": plgpu.SMEM(*shapes["lse_smem"]),
         "p_smem": staging((WARPGROUPS, ROWS, tile.block_k), q_THK.dtype, interpret),
         "q_ready": plgpu.Barrier(num_arrivals=tile.heads, num_barriers=WARPGROUPS),
@@ -190,24 +191,9 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def varying_as(like: jax.Array, outputs: Any) -> Any:
-    """A kernel's outputs do not say over which axes of a shard_map they vary: as `like` does."""
-    axes = tuple(jax.typeof(like).mat.varying)
-    return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), outputs) if axes else outputs
-
-
-def ring(shape: tuple[int, ...], dtype, most: int = 128) -> Any:
-    """Shared memory that wgmma reads and TMA writes. most: bytes of the swizzle."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(most, plgpu.find_swizzle(shape[-1] * itemsize * 8))
-    columns = swizzle // itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
     """Where `multiply_into` puts its left operand when interpreted; nothing on a GPU."""
-    return ring(shape, dtype) if interpret else plgpu.SMEM(shape[:1], jnp.int32)
+    return swizzled(shape, dtype) if interpret else plgpu.SMEM(shape[:1], jnp.int32)
 
 
 def block_table(spans: jax.Array, own: int) -> jax.Array:
@@ -222,15 +208,6 @@ def block_table(spans: jax.Array, own: int) -> jax.Array:
     first = jnp.minimum(first, last)
     spans = jnp.where(empty[..., None], first[:, None, None], spans)
     return jnp.concatenate([first[:, None], last[:, None], spans.reshape(-1, 4 * own)], axis=1)
-
-
-def number(table, block, column):
-    """One entry of the block table.
-
-    Inside a shard_map what is read varies over mesh axes and what is computed of it does not: the
-    sum makes loop bounds and counters alike.
-    """
-    return table[block, column] + 0
 
 
 def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):

@@ -24,14 +24,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import interpret as interpreter
-from pallas_kernels import tiles
 from pallas_kernels.collective import core, schedule
 from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import Peers, clock, spin
-from pallas_kernels.gemm import hopper
-from pallas_kernels.gemm.hopper import SMS, WGMMA, Spec
-from pallas_kernels.gemm.reference import activate
+from pallas_kernels.collective.peers import Peers
+from pallas_kernels.hopper import engine, relay
+from pallas_kernels.hopper.activations import Spec, activate_tile
+from pallas_kernels.hopper.cards import RESERVED_BYTES, SHARED_BYTES, SMS
+from pallas_kernels.hopper.epilogue import add_bias
+from pallas_kernels.hopper.memory import share, span
 
 NAME = "all_gather_gemm"
 
@@ -70,145 +70,124 @@ def all_gather_gemm(
       and so are gathered's own rows without keep.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    launch = core.launch(NAME, plan, peers, blocks)
+    clusters = core.clusters_of(NAME, plan, peers, blocks)
     height, K = x.shape[1:]
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
-    inputs |= {} if bias is None else {"bias": bias}
-    inputs |= {} if delays is None else {"delays": delays}
+    inputs |= {"bias": bias, "delays": delays, "gathered": into}
     outputs = {
         f"y{i}": jax.ShapeDtypeStruct((copies * R, height, w.shape[2 - turned]), spec.out_dtype)
         for i, w in enumerate(weights)
     }
     if into is None:
         outputs["gathered"] = jax.ShapeDtypeStruct((copies * R, height, K), x.dtype)
-    else:
-        inputs["gathered"] = into
-    body = functools.partial(
-        _body, names=(*inputs, *outputs), peers=peers, plan=plan, spec=spec, turned=turned,
-        clusters=launch["grid"][0] // copies,
-        split=schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk), keep=keep,
-    )  # fmt: skip
-    found = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan, x.dtype, spec.out_dtype, turned, K, x.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpreter.params() if interpret else None,
-        **launch,
-    )(*inputs.values())
-    return list(found[: len(weights)]), found[-1] if into is None else into[...]
+    split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk)
+    found = engine.launch(
+        functools.partial(
+            _body,
+            steps=pl.cdiv(K, tile.block_k),
+            widths=[w.shape[2 - turned] for w in weights],
+            spec=spec,
+            split=split,
+            keep=keep,
+            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+        ),
+        inputs,
+        outputs,
+        core.scratch(
+            NAME,
+            plan,
+            core.buffers(tile, x.dtype, spec.out_dtype, turned),
+            functools.partial(relay.scratch, K, x.dtype),
+        ),
+        name=NAME,
+        tile=tile,
+        clusters=clusters * copies,
+        interpret=interpret,
+    )
+    gathered = found["gathered"] if into is None else into[...]
+    return [found[f"y{i}"] for i in range(len(weights))], gathered
 
 
-def _body(*refs, names, peers, plan, spec, turned, clusters, split, keep, smem, ready, free,
-          arrived=None):  # fmt: skip
-    gmem = dict(zip(names, refs, strict=True))
-    (a_smem, b_smem, y_smem), *ring = smem if plan.comm else (smem,)
-    tile, R = plan.tile, peers.ranks
-    K = gmem["x"].shape[2]
-    steps = pl.cdiv(K, tile.block_k)
-    product = core.Product(tile, steps, turned, a_smem, b_smem, y_smem, ready, free)
+def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory):
+    worker = of(steps, memory, gmem.get("delays"))
+    peers, plan, tile, rank = worker.peers, worker.plan, worker.tile, worker.rank
+    R = peers.ranks
     flags = peers.flags(R * split.chunks + 1)
-    rank, cluster = peers.rank(), peers.cluster()
-    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-    talking = plan.comm // tile.cluster  # clusters
-    computing = clusters - talking
-    widths = [gmem[name].shape[2 - turned] for name in names if name.startswith("w")]
-    columns = [pl.cdiv(N, tile.block_n) for N in widths]
-    first = [sum(columns[:i]) for i in range(len(columns))]
-    row_tiles, all_columns = split.row_tiles, sum(columns)
-    count = core.share(R * row_tiles * all_columns, cluster - talking, computing)
-    if "delays" in gmem:
-        spin(clock(), gmem["delays"][rank])
+    columns = core.Parts([pl.cdiv(N, tile.block_n) for N in widths])
+    each_rank = split.row_tiles * columns.total
 
-    def place_of(j):
-        i = cluster - talking + j * computing
-        i = plan.step(i, rank, R, row_tiles * all_columns)
-        band = max(1, plan.chunk // split.tile)
-        return schedule.gather_tile(i, rank, split, all_columns, band)
+    def place_of(i):
+        i = plan.step(i, rank, R, each_rank)
+        return schedule.gather_tile(i, rank, split, columns.total, max(1, plan.chunk // split.tile))
 
-    def each_weight(column, do):
-        """do(i, first column) of the weight that a tile of columns belongs to."""
-        for i in range(len(columns)):
-            here = (column >= first[i]) & (column < first[i] + columns[i])
-            at = pl.multiple_of((column - first[i]) * tile.block_n, tile.block_n)
-            pl.when(here)(functools.partial(do, i, at))
-
-    def begin(j):
-        place = place_of(j)
-        if peers.ready:
-            return place
-        pl.loop(place.first_flag, place.last_flag)(lambda flag: peers.wait(flags, flag, 1))
+    def begin(i):
+        place = place_of(i)
+        if not peers.ready:
+            pl.loop(place.first_flag, place.last_flag)(lambda flag: peers.wait(flags, flag, 1))
         return place
 
-    def load(place, step, a, b, barrier):
-        k = core.span(step, tile.block_k)
-        m = pl.ds(pl.multiple_of(place.row + block * tile.block_m, tile.block_m), tile.block_m)
+    def load(place, s, buffer, barrier):
+        k, m = span(s, tile.block_k), worker.rows(place.row)
+
+        def load_left(page):
+            worker.load_left(page.at[m, k], buffer, barrier)
 
         if peers.ready:
-            plgpu.copy_gmem_to_smem(peers.peer(gmem["x"], place.peer).at[m, k], a, barrier)
+            load_left(peers.peer(gmem["x"], place.peer))
         else:
+            own, gathered = peers.mine(gmem["x"]), peers.own(gmem["gathered"], place.peer)
+            pl.when(place.peer == rank)(lambda: load_left(own))
+            pl.when(place.peer != rank)(lambda: load_left(gathered))
 
-            @pl.when(place.peer == rank)
-            def _():
-                plgpu.copy_gmem_to_smem(peers.mine(gmem["x"]).at[m, k], a, barrier)
+        def load_right(w, column):
+            n = span(column, tile.block_n)
+            worker.load_right(peers.own(gmem[f"w{w}"]), n, k, buffer, barrier)
 
-            @pl.when(place.peer != rank)
-            def _():
-                rows = peers.own(gmem["gathered"], place.peer)
-                plgpu.copy_gmem_to_smem(rows.at[m, k], a, barrier)
+        columns.each(place.column, load_right)
 
-        def load_b(i, at):
-            n = pl.ds(at, tile.block_n)
-            plgpu.copy_gmem_to_smem(
-                peers.own(gmem[f"w{i}"]).at[(n, k) if turned else (k, n)], b, barrier,
-                collective_axes="cluster" if tile.cluster > 1 else None,
-            )  # fmt: skip
-
-        each_weight(place.column, load_b)
-
-    def finish(j, acc):
-        place = place_of(j)
-        top = place.row + block * tile.block_m + warpgroup * tile.rows
+    def finish(i, sums):
+        place = place_of(i)
+        top = worker.top(place.row)
 
         def value(z, right):
             if "bias" in gmem:
                 at = pl.ds(place.column * tile.block_n + right, z.shape[1])
-                part = plgpu.load(
-                    peers.own(gmem["bias"]).at[at], layout=WGMMA.reduce(0), optimized=False
-                )
-                z += lax.broadcast_in_dim(part, z.shape, [1])
-            return hopper.gelu(z) if spec.activation == "gelu" else activate(spec.activation, z)
+                z = add_bias(z, peers.own(gmem["bias"]), at)
+            return activate_tile(spec.activation, z)
 
         def copy(piece, down, right):
-            def to(i, at):
-                here = (pl.ds(top + down, piece.shape[0]), pl.ds(at + right, piece.shape[1]))
-                y = peers.own(gmem[f"y{i}"], place.peer)
+            def to(w, column):
+                at = pl.multiple_of(column * tile.block_n, tile.block_n) + right
+                y = peers.own(gmem[f"y{w}"], place.peer)
+                here = pl.ds(top + down, piece.shape[0]), pl.ds(at, piece.shape[1])
                 plgpu.copy_smem_to_gmem(piece, y.at[here])
 
-            each_weight(place.column, to)
+            columns.each(place.column, to)
 
-        product.store(acc, value, copy)
+        worker.store(sums, value, copy)
 
-    if plan.comm:
+    def communicate():
+        pl.when(worker.warpgroup == 0)(
+            functools.partial(
+                pull,
+                gmem["x"],
+                gmem["gathered"],
+                flags,
+                worker.ring[0],
+                arrived,
+                peers=peers,
+                split=split,
+                me=worker.number,
+                comm=plan.comm,
+                keep=keep,
+            )
+        )
 
-        @pl.when((cluster < talking) & (warpgroup == 0))
-        def _communicate():
-            me = cluster * tile.cluster + block
-            pull(gmem["x"], gmem["gathered"], flags, ring[0][0], arrived, peers=peers, split=split,
-                 me=me, comm=plan.comm, keep=keep)  # fmt: skip
-
-    @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
-    def _compute():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        product.compute(count, finish)
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
-    def _produce():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        product.produce(count, begin, load)
+    worker.specialise(
+        lambda: worker.compute(R * each_rank, finish),
+        lambda: worker.product.produce(R * each_rank, begin, load),
+        communicate,
+    )
 
 
 def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
@@ -220,7 +199,7 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
     down, across = ring.shape[1:]
     wide = x.shape[2] // across
     pieces = split.chunk // down * wide
-    mine = core.share((R - 1 + keep) * split.chunks, me, comm)
+    mine = share((R - 1 + keep) * split.chunks, me, comm)
     moved, began = down * across * jnp.dtype(x.dtype).itemsize, peers.now()
 
     def chunk_of(n):
@@ -243,7 +222,7 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
         chunk, row, _ = where(q)
         return row < chunk.rows
 
-    core.relay(
+    relay.relay(
         ring, arrived, mine * pieces, jnp.int32(pieces),
         source=source, target=target, live=live,
         pace=lambda q: peers.pace(began, (q + 1) * moved),
@@ -261,7 +240,7 @@ def all_gather(x: jax.Array, *, peers: Peers, comm: int, chunk: int) -> jax.Arra
     """
     (_, height, width), R = x.shape, peers.ranks
     split = schedule.Split(R * height, R, height, chunk)
-    ring, barriers = core.relay_scratch(width, x.dtype, tiles.SHARED_BYTES - tiles.RESERVED_BYTES)
+    (ring,), barriers = relay.scratch(width, x.dtype, SHARED_BYTES - RESERVED_BYTES)
 
     def body(x, gathered, ring, arrived):
         flags = peers.flags(R * split.chunks + 1)

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.attention.hopper_forward import varying_as
 from pallas_kernels.collective import core, plans, reference
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import RemotePeer
-from pallas_kernels.gemm.hopper import SMS, Spec
-from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
+from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
+from pallas_kernels.hopper.cards import resident_blocks
+from pallas_kernels.hopper.memory import varying_as
 
 Array = jax.Array
 Implementation = Literal["xla", "fused"]
@@ -298,18 +298,12 @@ def _upright(weights: tuple, turned: bool) -> tuple:
 # ---- the kernels' arrays: pages of whole tiles
 
 
-def _blocks() -> int:
-    """Thread blocks that run at one time, one an SM: with more the kernels would wait for ever."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return min(SMS, device.num_cores or SMS) if device else SMS
-
-
 def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> core.Plan:
     """Of the nearest row of a table, else the heuristic's."""
     row = tuned.find(op, key(op, ranks, rows, K, sum(widths)))
     if row and row["fastest"] == "fused":
         return plans.load(row["tile"])
-    return plans.heuristic(op, ranks, rows, K, widths, out_dtype, _blocks())
+    return plans.heuristic(op, ranks, rows, K, widths, out_dtype, resident_blocks())
 
 
 def _pages(x: Array, pages: int, height: int) -> Array:
@@ -342,7 +336,7 @@ def _gather(x, weights, biases, *, axis, spec, keep, turned):
     ys, gathered = all_gather_gemm(
         _pages(x, 1, height), tuple(w[None] for w in weights), bias,
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=spec, keep=keep,
-        turned=turned, blocks=_blocks(),
+        turned=turned, blocks=resident_blocks(),
     )  # fmt: skip
 
     def unpage(y: Array) -> Array:
@@ -363,7 +357,7 @@ def _scatter(xs, ws, bias, residual, *, axis, acc, turned):
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
-        turned=turned, blocks=_blocks(),
+        turned=turned, blocks=resident_blocks(),
     )  # fmt: skip
     return varying_as(xs[0], y[0, :rows].reshape(*lead, m // R, N))
 
@@ -378,7 +372,7 @@ def _reduce(x, w, bias, residual, *, axis, acc, turned):
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
         rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
-        turned=turned, blocks=_blocks(),
+        turned=turned, blocks=resident_blocks(),
     )  # fmt: skip
     y = y[0, :rows].reshape(*x.shape[:-1], N)
     # The same on all ranks, which is what a kernel's result is taken for unless it is cast.

@@ -24,7 +24,9 @@ from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
 from pallas_kernels.collective.tunings import tunings as tunings
-from pallas_kernels.gemm.hopper import BLOCKS, Spec, Tile
+from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
 WIDE = ("128x128", "64x256", "64x128")  # of the all-reduce: columns in whole vectors of 128
@@ -98,8 +100,7 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     kernels = {"scatter": "gemm_reduce_scatter.py", "reduce": "gemm_all_reduce.py"}
     own = kernels.get(name.split()[0], "all_gather_gemm.py")
-    shared = ("core.py", "peers.py", "schedule.py", "../gemm/hopper.py", "../gemm/reference.py")
-    return tuple(FOLDER / file for file in (own, *shared))
+    return *(FOLDER / file for file in (own, "core.py", "peers.py", "schedule.py")), *FILES
 
 
 def _peers(words: list[str], ranks: int) -> Peers:

@@ -1,22 +1,13 @@
-"""What the fused kernels share: the product's two roles, and the blocks that only copy.
+"""What the fused kernels share: how they run, and what their thread blocks are for.
 
-The product is that of gemm/hopper.py, persistent and warp-specialised, whose tiles come in the
-order of schedule.py and whose operands and results a kernel names tile by tile:
-
-    producer      begin(tile): wait for its flags | for k: wait free[s] | TMA a, b -> ready[s]
-    each compute  wait ready[s], acc += a b (wgmma, one left in flight), arrive free[s - 1]
-    epilogue      finish(tile, acc): 64 rows and 128 bytes at a time through SMEM, TMA
-
-A communication block moves pieces of contiguous rows through a ring of buffers, by bulk copies
-without a descriptor, so that a peer may be any traced number:
-
-    loads         piece q + slots - 2 is on its way while piece q is stored
-    a chunk's end all its stores done (waited for) | finish: the flag
+Most thread blocks compute, on the engine of pallas_kernels/hopper: tiles come in the order of
+schedule.py, and a kernel names its operands and results tile by tile. Some may only copy
+(pallas_kernels/hopper/relay.py), with flags that say what is there.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -24,14 +15,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tiles
-from pallas_kernels.attention.hopper_forward import ring as swizzled
-from pallas_kernels.collective.peers import Peers
-from pallas_kernels.gemm import hopper
-
-RING_BYTES = 32 * 1024  # of a piece, at most (chosen: six on their way hide 2 us at 100 GB/s)
-STORING = 2  # pieces whose stores may still be read from the ring
-Int = Any  # traced int32
+from pallas_kernels.collective.peers import Peers, clock, spin
+from pallas_kernels.hopper import engine, tiles
+from pallas_kernels.hopper.epilogue import Staging, staging_shape
+from pallas_kernels.hopper.memory import PIECE, Int, swizzled
+from pallas_kernels.hopper.tiles import Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +32,7 @@ class Plan:
     what the rotation is worth.
     """
 
-    tile: hopper.Tile
+    tile: Tile
     comm: int
     chunk: int
     rotated: bool = True
@@ -57,15 +45,15 @@ class Plan:
         return rank * each + lax.rem(i, jnp.int32(each))
 
 
-def launch(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = True) -> dict[str, Any]:
-    """Returns how a kernel is launched: the clusters, of all its ranks, that run at one time.
+def clusters_of(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = True) -> int:
+    """Returns the clusters of one rank's thread blocks, of which all run at one time.
 
     copying: whether the kernel has communication blocks.
     Raises: ValueError where a plan breaks the rules of the product, leaves no block for it, or has
       none that communicates where the product would wait for it.
     """
     tile = plan.tile
-    hopper.check(tile)
+    tiles.check(op, tile)
     if tile.pingpong:
         raise ValueError(f"{op}: {tile} shares its tiles; ping-pong is not for fused kernels")
     clusters = blocks // tile.cluster // peers.copies
@@ -76,225 +64,177 @@ def launch(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = True)
             f"{op}: comm={plan.comm} of {clusters * tile.cluster} thread blocks must be whole "
             f"clusters of {tile.cluster} and leave one for the product"
         )
-    tiles.check_multiple(op, "chunk", plan.chunk, hopper.PIECE)
-    return {
-        "grid": (clusters * peers.copies,),
-        "grid_names": ("block",),
-        "cluster": (tile.cluster,),
-        "cluster_names": ("cluster",),
-        "num_threads": tile.warpgroups + 1,
-        "thread_name": "warpgroup",
-        "kernel_name": op,
-    }
+    tiles.check_multiple(op, "chunk", plan.chunk, PIECE)
+    return clusters
 
 
-def piece_shape(width: int, itemsize: int) -> tuple[int, int]:
-    """Returns (rows, columns) of the contiguous piece that one copy moves; width: of a row.
-
-    Rows divide 8, and so every chunk's rows; where a row is too long, its columns are divided.
-    """
-    for rows in (8, 4, 2, 1):
-        if rows * width * itemsize <= RING_BYTES:
-            return rows, width
-    most = RING_BYTES // itemsize
-    return 1, next(n for n in range(most - most % 64, 0, -64) if width % n == 0)
-
-
-def buffers(tile: hopper.Tile, dtype: Any, out_dtype: Any, turned: bool = False) -> tiles.Buffers:
+def buffers(tile: Tile, dtype: Any, out_dtype: Any, turned: bool = False) -> tiles.Buffers:
     """Returns the shared memory of the product, as (shape, type). turned: b is stored (N, K)."""
     b = (tile.block_n, tile.block_k) if turned else (tile.block_k, tile.block_n)
-    columns = hopper.SWIZZLE // jnp.dtype(out_dtype).itemsize
     return {
         "a_smem": ((tile.stages, tile.block_m, tile.block_k), dtype),
         "b_smem": ((tile.stages, *b), dtype),
-        "y_smem": ((tile.warpgroups, 2, tiles.ROWS, columns), jnp.dtype(out_dtype)),
+        "y_smem": staging_shape(tile.warpgroups, (tile.rows, tile.block_n), out_dtype),
     }
 
 
 def scratch(
-    plan: Plan, dtype: Any, out_dtype: Any, turned: bool, width: int, piece_dtype: Any
+    op: str,
+    plan: Plan,
+    shared: tiles.Buffers,
+    ring: Callable[[int], tuple[tuple[Any, ...], Any]],
+    staged: Callable[..., Any] = swizzled,
 ) -> dict[str, Any]:
-    """Returns shared memory and barriers: the product's buffers, or the ring of pieces.
+    """Returns shared memory and barriers: the product's buffers, or what blocks that copy need.
 
-    width: of the rows that communication blocks copy, of piece_dtype.
+    shared: of the product. ring: of so many bytes, with its barriers.
     """
-    tile = plan.tile
-    product = buffers(tile, dtype, out_dtype, turned)
-    tiles.check_shared("fused product", product)
-    smem = tuple(swizzled(*buffer) for buffer in product.values())
-    free = {"num_arrivals": tile.warpgroups, "num_barriers": tile.stages}
-    found = {
-        "smem": smem,
-        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "free": plgpu.ClusterBarrier(collective_axes=("cluster",), **free)
-        if tile.cluster > 1
-        else plgpu.Barrier(**free),
-    }
+    tiles.check_shared(op, shared)
+    smem = tuple(engine.scratch(shared, staged=staged).values())
+    found = {"smem": smem} | engine.barriers(plan.tile)
     if plan.comm:
-        ring, barriers = relay_scratch(width, piece_dtype, tiles.shared_bytes(product))
-        found |= {"smem": plgpu.RefUnion(smem, (ring,)), "arrived": barriers}
+        copied, arrived = ring(tiles.shared_bytes(shared))
+        found |= {"smem": plgpu.RefUnion(smem, copied), "arrived": arrived}
     return found
 
 
-def relay_scratch(width: int, dtype: Any, most: int) -> tuple[Any, Any]:
-    """Returns a ring of pieces in at most `most` bytes of shared memory, and its barriers."""
-    piece = piece_shape(width, jnp.dtype(dtype).itemsize)
-    slots = min(16, most // tiles.shared_bytes({"piece": (piece, dtype)}))
-    return plgpu.SMEM((slots, *piece), dtype), plgpu.Barrier(num_barriers=slots)
-
-
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """The roles of the thread blocks that compute. steps: tiles of K. turned: b is (N, K)."""
+class Parts:
+    """Things that follow each other: tiles of columns of several weights, steps of several sums."""
 
-    tile: hopper.Tile
-    steps: int
-    turned: bool
-    a_smem: Any
-    b_smem: Any
-    y_smem: Any
-    ready: Any
-    free: Any
+    sizes: Sequence[int]
 
-    def _slot(self, i: Int) -> Int:
-        return lax.rem(i, jnp.int32(self.tile.stages))
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return sum(self.sizes)
 
-    def compute(self, count: Int, finish: Callable[[Int, Any], None]) -> None:
-        """A compute warpgroup: `count` tiles; finish(j, sums of its rows) stores tile j."""
-        tile, steps = self.tile, self.steps
-        own = pl.ds(lax.axis_index("warpgroup") * tile.rows, tile.rows)
+    def each(self, i: Int, do: Callable[[int, Int], None]) -> None:
+        """do(part, place in it) of the part that i belongs to."""
+        for part, size in enumerate(self.sizes):
+            first = sum(self.sizes[:part])
+            here = (i >= first) & (i < first + size)
+            pl.when(here)(functools.partial(do, part, i - first))
 
-        def step(i, acc):
-            slot = self._slot(i)
-            plgpu.barrier_wait(self.ready.at[slot])
-            right = self.b_smem.at[slot]
-            plgpu.wgmma(acc, self.a_smem.at[slot, own], right.T if self.turned else right)
 
-        def product(first, acc):
-            step(first, acc)
+class Worker:
+    """A thread block of a fused kernel.
 
-            @pl.loop(first + 1, first + steps)
-            def _(i):
-                step(i, acc)
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(self.free.at[self._slot(i - 1)])
+    rank: whom it works for. cluster: its cluster's number among those of its rank. block: its own
+    in the cluster. ring: shared memory of blocks that copy. product, staging: of others.
+    """
 
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(self.free.at[self._slot(first + steps - 1)])
-            return acc[...]
+    def __init__(
+        self,
+        peers: Peers,
+        plan: Plan,
+        clusters: int,
+        turned: bool,
+        steps: int,
+        memory: Mapping[str, Any],
+        delays: Any = None,
+    ):
+        """Says how a block of a kernel is used.
 
-        @pl.loop(0, count)
-        def _(j):
-            shape = (tile.rows, tile.block_n)
-            finish(j, pl.run_scoped(functools.partial(product, j * steps), plgpu.ACC(shape)))
+        clusters: of a rank. turned: weights are stored (N, K). steps: of a tile's product. memory:
+        smem, ready and free of `scratch`. delays: ns that each rank starts late (tests).
+        """
+        self.peers, self.plan, self.tile, self.turned = peers, plan, plan.tile, turned
+        smem = memory["smem"]
+        (self.a_smem, self.b_smem, y_smem), *ring = smem if plan.comm else (smem,)
+        self.ring = ring[0] if ring else ()
+        self.rank, self.cluster = peers.rank(), peers.cluster()
+        self.block, self.warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+        self.talking = plan.comm // self.tile.cluster  # clusters that only copy: the first ones
+        self.computing = clusters - self.talking
+        self.product = engine.Product(
+            self.tile,
+            memory["ready"],
+            memory["free"],
+            steps,
+            self.cluster - self.talking,
+            self.computing,
+        )
+        self.staging = Staging((y_smem,), self.warpgroup)
+        if delays is not None:
+            spin(clock(), delays[self.rank])
+
+    @property
+    def number(self) -> Int:
+        """Of this thread block, among those of its rank that copy, and among all."""
+        return self.cluster * self.tile.cluster + self.block
+
+    @property
+    def worker(self) -> tuple[Int, int]:
+        """This warpgroup's number among all that compute or copy for its rank, and theirs."""
+        clusters = self.talking + self.computing
+        everyone = clusters * self.tile.cluster * self.tile.warpgroups
+        return self.number * self.tile.warpgroups + self.warpgroup, everyone
+
+    @property
+    def computing_warpgroup(self) -> tuple[Int, int]:
+        """The same among those that compute."""
+        me, everyone = self.worker
+        each = self.tile.warpgroups
+        return me - self.plan.comm * each, everyone - self.plan.comm * each
+
+    def top(self, row: Int) -> Int:
+        """The first row of this warpgroup's, of a cluster's tile that begins at `row`."""
+        return row + self.block * self.tile.block_m + self.warpgroup * self.tile.rows
+
+    def rows(self, row: Int) -> Any:
+        """The rows that this block reads of such a tile."""
+        first = pl.multiple_of(row + self.block * self.tile.block_m, self.tile.block_m)
+        return pl.ds(first, self.tile.block_m)
+
+    def load_left(self, rows: Any, buffer: Int, barrier: Any) -> None:
+        """Starts the copy of (block_m, block_k)."""
+        plgpu.copy_gmem_to_smem(rows, self.a_smem.at[buffer], barrier)
+
+    def load_right(self, w: Any, n: Any, k: Any, buffer: Int, barrier: Any) -> None:
+        """Starts the copy of columns n and rows k of a weight, for the whole cluster."""
+        plgpu.copy_gmem_to_smem(
+            w.at[(n, k) if self.turned else (k, n)],
+            self.b_smem.at[buffer],
+            barrier,
+            collective_axes=self.tile.multicast,
+        )
+
+    def compute(self, total: Int, finish: Callable[[Int, Any], None]) -> None:
+        """A compute warpgroup, of `total` tiles: finish(i, sums of its rows) stores tile i."""
+
+        def multiply(_, s, buffer, acc):
+            right = self.b_smem.at[buffer]
+            left = self.a_smem.at[buffer, self.product.own]
+            plgpu.wgmma(acc, left, right.T if self.turned else right)
+
+        sums = [(self.tile.rows, self.tile.block_n)]
+        self.product.compute(total, multiply, finish, sums=sums)
 
     def store(
-        self, acc: Any, value: Callable[[Any, int], Any], copy: Callable[[Any, int, int], None]
+        self, sums: Any, value: Callable[[Any, int], Any], copy: Callable[[Any, int, int], None]
     ) -> None:
         """Stores a warpgroup's sums, piece by piece.
 
         value(sums, right): what is stored of those from column `right` of the tile on.
         copy(piece in SMEM, down, right): one group of copies (TMA) of the piece there.
         """
-        warpgroup = lax.axis_index("warpgroup")
-        slots, height, columns = self.y_smem.shape[1:]
-        across = self.tile.block_n // columns
-        for p in range(self.tile.rows // height * across):
-            down, right = p // across * height, p % across * columns
-            y = value(acc[down : down + height, right : right + columns], right)
-            # What was stored `slots` pieces ago has been read, or all of the tile before.
-            plgpu.wait_smem_to_gmem(slots - 1 if p else 0, wait_read_only=True)
-            self.y_smem[warpgroup, p % slots] = y.astype(self.y_smem.dtype)
-            plgpu.commit_smem()
-            copy(self.y_smem.at[warpgroup, p % slots], down, right)
+        pieces = self.staging.pieces((self.tile.rows, self.tile.block_n))
+        for p, (down, right, rows, columns) in enumerate(pieces):
+            y = value(sums[rows, columns], right)
+            self.staging.put(
+                p, (y,), lambda piece, down=down, right=right: copy(piece, down, right)
+            )
 
-    def produce(
+    def specialise(
         self,
-        count: Int,
-        begin: Callable[[Int], Any],
-        load: Callable[[Any, Any, Any, Any, Any], None],
+        compute: Callable[[], None],
+        produce: Callable[[], None],
+        communicate: Callable[[], None] | None = None,
     ) -> None:
-        """The producer warpgroup: begin(j) says where tile j lies once its rows are there.
-
-        load(place, step, a's buffer, b's buffer, barrier): starts both copies of a tile of K; b's
-        is for the whole cluster.
-        """
-        stages = self.tile.stages
-
-        @pl.loop(0, count)
-        def _(j):
-            place = begin(j)
-
-            @pl.loop(0, self.steps)
-            def _(s):
-                i = j * self.steps + s
-                slot = self._slot(i)
-                pl.when(i >= stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-                load(place, s, self.a_smem.at[slot], self.b_smem.at[slot], self.ready.at[slot])
-
-        # Every phase of every barrier is observed before the block ends.
-        total = count * self.steps
-
-        @pl.loop(jnp.maximum(0, total - stages), total)
-        def _(i):
-            plgpu.barrier_wait(self.free.at[self._slot(i)])
-
-
-def relay(
-    ring: Any,
-    arrived: Any,
-    total: Int,
-    pieces: Int,
-    *,
-    source: Callable[[Int], Any],
-    target: Callable[[Int], Any],
-    pace: Callable[[Int], None],
-    finish: Callable[[Int], None],
-    live: Callable[[Int], Any] = lambda q: q >= 0,
-) -> None:
-    """A warpgroup copies pieces 0 .. total - 1, `pieces` a chunk, from source(q) to target(q).
-
-    pace(q): before piece q is stored. finish(n): after all of chunk n is stored. live(q): false
-    for pieces past a chunk's rows, which come last in it.
-    """
-    slots = ring.shape[0]
-    ahead = slots - STORING
-
-    def fetch(q):
-        @pl.when((q < total) & live(q))
-        def _():
-            slot = lax.rem(q, jnp.int32(slots))
-            plgpu.copy_gmem_to_smem(
-                source(q), ring.at[slot], arrived.at[slot],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )  # fmt: skip
-
-    pl.loop(0, ahead)(fetch)
-
-    @pl.loop(0, total)
-    def _(q):
-        @pl.when(live(q))
-        def _():
-            slot = lax.rem(q, jnp.int32(slots))
-            plgpu.barrier_wait(arrived.at[slot])
-            pace(q)
-            plgpu.copy_smem_to_gmem(ring.at[slot], target(q))
-
-        @pl.when(lax.rem(q, pieces) == pieces - 1)
-        def _():
-            plgpu.wait_smem_to_gmem(0)
-            finish(lax.div(q, pieces))
-
-        # The slot that is filled now was stored from STORING pieces ago.
-        plgpu.wait_smem_to_gmem(STORING, wait_read_only=True)
-        fetch(q + ahead)
-
-
-def span(step: Int, size: int) -> Any:
-    """The indices of a tile: size * step and what follows."""
-    return pl.ds(pl.multiple_of(step * size, size), size)
-
-
-def share(total: Int, first: Int, stride: int) -> Int:
-    """Returns how many of first, first + stride, ... are below total."""
-    return jnp.maximum(lax.div(total - first + stride - 1, jnp.int32(stride)), 0)
+        """Gives each warpgroup its role; communicate: of computing ones, in blocks that copy."""
+        if self.plan.comm and communicate:
+            copying = self.warpgroup < self.tile.warpgroups
+            pl.when((self.cluster < self.talking) & copying)(communicate)
+        here = self.cluster >= self.talking
+        self.product.specialise(compute, produce, engine.BUSY, here)

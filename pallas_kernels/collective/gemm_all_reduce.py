@@ -25,8 +25,11 @@ from jax import lax
 
 from pallas_kernels.collective import core
 from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import Peers, clock, spin
-from pallas_kernels.gemm.hopper import SMS, Spec
+from pallas_kernels.collective.peers import Peers
+from pallas_kernels.hopper import engine, relay
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.memory import span
 
 NAME = "gemm_all_reduce"
 
@@ -62,82 +65,69 @@ def gemm_all_reduce(
       blocks: thread blocks, at most what the GPU runs at once.
     Returns: y (C, height, N); rows past `rows` are undefined.
     """
-    copies, R = peers.copies, peers.ranks
-    launch = core.launch(NAME, plan, peers, blocks, copying=False)
-    (_, height, _), N = x.shape, w.shape[2 - turned]
+    copies, R, tile = peers.copies, peers.ranks, plan.tile
+    clusters = core.clusters_of(NAME, plan, peers, blocks, copying=False)
+    (_, height, K), N = x.shape, w.shape[2 - turned]
     inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
-    inputs = {name: value for name, value in inputs.items() if value is not None}
     sums = jnp.dtype(spec.out_dtype)
     outputs = {"y": jax.ShapeDtypeStruct((copies, height, N), x.dtype)}
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
-    body = functools.partial(
-        _body, names=(*inputs, *outputs), peers=peers, plan=plan, rows=rows, turned=turned,
-        clusters=launch["grid"][0] // copies,
-    )  # fmt: skip
-    return plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan, x.dtype, sums, turned, N, sums),
-        **launch,
-    )(*inputs.values())[0]
+    worker = functools.partial(core.Worker, peers, plan, clusters, turned)
+    shared = core.buffers(tile, x.dtype, sums, turned)
+    return engine.launch(
+        functools.partial(_body, steps=pl.cdiv(K, tile.block_k), rows=rows, of=worker),
+        inputs,
+        outputs,
+        core.scratch(NAME, plan, shared, functools.partial(relay.scratch, N, sums)),
+        name=NAME,
+        tile=tile,
+        clusters=clusters * copies,
+    )["y"]
 
 
-def _body(*refs, names, peers, plan, rows, turned, clusters, smem, ready, free):
-    gmem = dict(zip(names, refs, strict=True))
-    a_smem, b_smem, y_smem = smem
-    tile, R = plan.tile, peers.ranks
-    K, N = gmem["x"].shape[2], gmem["y"].shape[2]
-    steps, sent = pl.cdiv(K, tile.block_k), jnp.dtype(gmem["inbox"].dtype).itemsize
-    product = core.Product(tile, steps, turned, a_smem, b_smem, y_smem, ready, free)
+def _body(gmem, *, steps, rows, of, **memory):
+    worker = of(steps, memory, gmem.get("delays"))
+    peers, tile, rank = worker.peers, worker.tile, worker.rank
+    R, N = peers.ranks, gmem["y"].shape[2]
+    sent = jnp.dtype(gmem["inbox"].dtype).itemsize
     across = pl.cdiv(N, tile.block_n)
     total = pl.cdiv(rows, tile.block_m * tile.cluster) * across
     # A flag for each tile, at each rank.
     flags = peers.flags(total)
-    rank, cluster = peers.rank(), peers.cluster()
-    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-    count = core.share(total, cluster, clusters)
-    if "delays" in gmem:
-        spin(clock(), gmem["delays"][rank])
 
-    def corner(j):
-        i = cluster + j * clusters
-        row = (lax.div(i, jnp.int32(across)) * tile.cluster + block) * tile.block_m
-        column = lax.rem(i, jnp.int32(across)) * tile.block_n
-        return pl.multiple_of(row, tile.block_m), pl.multiple_of(column, tile.block_n)
+    def corner(i):
+        """The cluster's first row, and the first column."""
+        row = lax.div(i, jnp.int32(across)) * (tile.cluster * tile.block_m)
+        return row, pl.multiple_of(lax.rem(i, jnp.int32(across)) * tile.block_n, tile.block_n)
 
-    def load(place, step, a, b, barrier):
-        k = core.span(step, tile.block_k)
-        m, n = (pl.ds(first, size) for first, size in zip(place, (tile.block_m, tile.block_n),
-                                                          strict=True))  # fmt: skip
-        plgpu.copy_gmem_to_smem(peers.own(gmem["x"]).at[m, k], a, barrier)
-        plgpu.copy_gmem_to_smem(
-            peers.own(gmem["w"]).at[(n, k) if turned else (k, n)], b, barrier,
-            collective_axes="cluster" if tile.cluster > 1 else None,
-        )  # fmt: skip
+    def load(place, s, buffer, barrier):
+        (row, column), k = place, span(s, tile.block_k)
+        worker.load_left(peers.own(gmem["x"]).at[worker.rows(row), k], buffer, barrier)
+        n = pl.ds(column, tile.block_n)
+        worker.load_right(peers.own(gmem["w"]), n, k, buffer, barrier)
 
-    def send(j, acc):
+    def send(i, acc):
         began = peers.now()
-        row, column = corner(j)
-        row += warpgroup * tile.rows
+        row, column = corner(i)
+        top = worker.top(row)
 
         def copy(piece, down, right):
-            here = pl.ds(row + down, piece.shape[0]), pl.ds(column + right, piece.shape[1])
+            here = pl.ds(top + down, piece.shape[0]), pl.ds(column + right, piece.shape[1])
             for distance in range(R):
                 to = lax.rem(rank + distance, R)
                 inbox = peers.peer(gmem["inbox"], to, rank)
                 plgpu.copy_smem_to_gmem(piece, inbox.at[here], commit_group=distance == R - 1)
 
-        product.store(acc, lambda z, _: z, copy)
+        worker.store(acc, lambda z, _: z, copy)
         plgpu.wait_smem_to_gmem(0)
         peers.pace(began, jnp.int32((R - 1) * tile.block_m * tile.block_n * sent))
-        tile_flag = cluster + j * clusters
-        pl.loop(0, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), tile_flag))
+        pl.loop(0, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), i))
 
-    def reduce(j):
-        peers.wait(flags, cluster + j * clusters, R * tile.cluster * tile.warpgroups)
-        row, column = corner(j)
-        row += warpgroup * tile.rows
+    def reduce(i):
+        peers.wait(flags, i, R * tile.cluster * tile.warpgroups)
+        row, column = corner(i)
+        row = worker.top(row)
         each = 256 if tile.block_n % 256 == N % 256 == 0 else 128
         layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
         wide = lax.div(jnp.minimum(N - column, tile.block_n), each)
@@ -158,15 +148,8 @@ def _body(*refs, names, peers, plan, rows, turned, clusters, smem, ready, free):
                 y += read(peers.own(gmem["residual"]), m)
             peers.own(gmem["y"]).at[m, at][...] = y.astype(gmem["y"].dtype)
 
-    @pl.when(warpgroup < tile.warpgroups)
-    def _compute():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        product.compute(count, send)
-        pl.loop(0, count)(reduce)
+    def compute():
+        worker.compute(total, send)
+        worker.product.each(total, reduce)
 
-    @pl.when(warpgroup == tile.warpgroups)
-    def _produce():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        product.produce(count, corner, load)
+    worker.specialise(compute, lambda: worker.product.produce(total, corner, load))

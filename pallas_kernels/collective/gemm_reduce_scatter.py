@@ -24,11 +24,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import core, schedule
 from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import Peers, clock, spin
-from pallas_kernels.gemm.hopper import SMS, Spec
+from pallas_kernels.collective.peers import Peers
+from pallas_kernels.hopper import engine, relay
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.memory import share, span
 
 NAME = "gemm_reduce_scatter"
 
@@ -68,11 +70,10 @@ def gemm_reduce_scatter(
       ReadyPeer only these.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    launch = core.launch(NAME, plan, peers, blocks)
+    clusters = core.clusters_of(NAME, plan, peers, blocks)
     (_, height, _), N, dtype = xs[0].shape, ws[0].shape[2 - turned], xs[0].dtype
     inputs = {f"x{i}": x for i, x in enumerate(xs)} | {f"w{i}": w for i, w in enumerate(ws)}
     inputs |= {"bias": bias, "residual": residual, "delays": delays, "inbox": into}
-    inputs = {name: value for name, value in inputs.items() if value is not None}
     sums = jnp.dtype(spec.out_dtype)
     outputs = {
         "y": jax.ShapeDtypeStruct((copies, height, N), dtype),
@@ -80,74 +81,63 @@ def gemm_reduce_scatter(
     }
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
-    body = functools.partial(
-        _body, names=(*inputs, *outputs), pairs=len(xs), peers=peers, plan=plan, turned=turned,
-        clusters=launch["grid"][0] // copies,
-        split=schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk),
-    )  # fmt: skip
-    found = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=core.scratch(plan, dtype, sums, turned, N, sums),
-        interpret=interpreter.params() if interpret else None,
-        **launch,
-    )(*inputs.values())
-    return [*found, into[...]] if into is not None else found
+    split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk)
+    found = engine.launch(
+        functools.partial(
+            _body,
+            split=split,
+            # The products follow each other in the steps of one sum.
+            steps=core.Parts([pl.cdiv(x.shape[2], tile.block_k) for x in xs]),
+            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+        ),
+        inputs,
+        outputs,
+        core.scratch(
+            NAME,
+            plan,
+            core.buffers(tile, dtype, sums, turned),
+            functools.partial(relay.scratch, N, sums),
+        ),
+        name=NAME,
+        tile=tile,
+        clusters=clusters * copies,
+        interpret=interpret,
+    )
+    return [*found.values(), *([] if into is None else [into[...]])]
 
 
-def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready, free,
-          arrived=None):  # fmt: skip
-    gmem = dict(zip(names, refs, strict=True))
-    (a_smem, b_smem, y_smem), *rings = smem if plan.comm else (smem,)
-    tile, R = plan.tile, peers.ranks
-    N = gmem["y"].shape[2]
-    # The products follow each other in the steps of one sum.
-    steps = [pl.cdiv(gmem[f"x{i}"].shape[2], tile.block_k) for i in range(pairs)]
-    product = core.Product(tile, sum(steps), turned, a_smem, b_smem, y_smem, ready, free)
+def _body(gmem, *, split, steps, of, arrived=None, **memory):
+    worker = of(steps.total, memory, gmem.get("delays"))
+    peers, plan, tile, rank = worker.peers, worker.plan, worker.tile, worker.rank
+    R, N = peers.ranks, gmem["y"].shape[2]
     # A page of flags for each rank: tiles of each chunk of each owner, then what came of my chunks.
     chunks = R * split.chunks
     flags = peers.flags(chunks + split.chunks)
-    rank, cluster = peers.rank(), peers.cluster()
-    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-    talking = plan.comm // tile.cluster  # clusters
-    computing = clusters - talking
     columns = pl.cdiv(N, tile.block_n)
-    count = core.share(R * split.row_tiles * columns, cluster - talking, computing)
-    if "delays" in gmem:
-        spin(clock(), gmem["delays"][rank])
+    total = R * split.row_tiles * columns
 
-    def place_of(j):
-        i = cluster - talking + j * computing
+    def place_of(i):
         i = plan.step(i, lax.rem(rank + 1, R), R, split.row_tiles * columns)
-        band = max(1, plan.chunk // split.tile)
-        return schedule.scatter_tile(i, rank, split, columns, band)
+        return schedule.scatter_tile(i, rank, split, columns, max(1, plan.chunk // split.tile))
 
-    def load(place, step, a, b, barrier):
-        m = pl.ds(pl.multiple_of(place.row + block * tile.block_m, tile.block_m), tile.block_m)
-        n = core.span(place.column, tile.block_n)
+    def load(place, s, buffer, barrier):
+        m, n = worker.rows(place.row), span(place.column, tile.block_n)
 
-        def load_pair(i, first):
-            k = core.span(step - first, tile.block_k)
-            x, w = peers.own(gmem[f"x{i}"], place.peer), peers.own(gmem[f"w{i}"])
-            plgpu.copy_gmem_to_smem(x.at[m, k], a, barrier)
-            plgpu.copy_gmem_to_smem(
-                w.at[(n, k) if turned else (k, n)], b, barrier,
-                collective_axes="cluster" if tile.cluster > 1 else None,
-            )  # fmt: skip
+        def load_pair(pair, step):
+            k, x = span(step, tile.block_k), peers.own(gmem[f"x{pair}"], place.peer)
+            worker.load_left(x.at[m, k], buffer, barrier)
+            worker.load_right(peers.own(gmem[f"w{pair}"]), n, k, buffer, barrier)
 
-        for i in range(pairs):
-            first = sum(steps[:i])
-            here = (step >= first) & (step < first + steps[i])
-            pl.when(here)(functools.partial(load_pair, i, first))
+        steps.each(s, load_pair)
 
-    def finish(j, acc):
-        place = place_of(j)
-        top = place.row + block * tile.block_m + warpgroup * tile.rows
+    def finish(i, sums):
+        place = place_of(i)
+        top = worker.top(place.row)
 
         def copy(piece, down, right):
             m = pl.ds(top + down, piece.shape[0])
-            n = pl.ds(pl.multiple_of(place.column * tile.block_n, tile.block_n) + right,
-                      piece.shape[1])  # fmt: skip
+            at = pl.multiple_of(place.column * tile.block_n, tile.block_n) + right
+            n = pl.ds(at, piece.shape[1])
 
             @pl.when(place.peer == rank)
             def _():
@@ -157,7 +147,7 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready
             def _():
                 plgpu.copy_smem_to_gmem(piece, peers.own(gmem["outbox"], place.peer).at[m, n])
 
-        product.store(acc, lambda z, _: z, copy)
+        worker.store(sums, lambda z, _: z, copy)
         plgpu.wait_smem_to_gmem(0)
         if peers.ready:
             return
@@ -169,16 +159,15 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready
         peers.wait(flags, chunk.flag, schedule.chunk_tiles(chunk, split, columns) * parts)
 
     def push():
-        (ring,) = rings[0]
-        me = cluster * tile.cluster + block
+        (ring,) = worker.ring
         down, across = ring.shape[1:]
         wide = N // across
         pieces = split.chunk // down * wide
         moved, began = down * across * jnp.dtype(ring.dtype).itemsize, peers.now()
 
-        @pl.loop(0, core.share((R - 1) * split.chunks, me, plan.comm))
+        @pl.loop(0, share((R - 1) * split.chunks, worker.number, plan.comm))
         def _(n):
-            chunk = schedule.scatter_chunk(me + n * plan.comm, rank, split, columns)
+            chunk = schedule.scatter_chunk(worker.number + n * plan.comm, rank, split, columns)
             computed(chunk)
 
             def here(q):
@@ -186,7 +175,7 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready
                 return pl.ds(chunk.row + row, down), pl.ds(right, across)
 
             total = lax.div(chunk.rows, down) * wide
-            core.relay(
+            relay.relay(
                 ring, arrived, total, total,
                 source=lambda q: peers.own(gmem["outbox"], chunk.peer).at[here(q)],
                 target=lambda q: peers.peer(gmem["inbox"], chunk.peer, rank).at[here(q)],
@@ -197,36 +186,24 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, split, smem, ready
             )  # fmt: skip
 
     def reduce():
-        me = (cluster * tile.cluster + block) * tile.warpgroups + warpgroup
-
         @pl.loop(0, split.chunks)
         def _(c):
             # The own chunks are the last that a rotation over all ranks would send.
             chunk = schedule.scatter_chunk((R - 1) * split.chunks + c, rank, split, columns)
             computed(chunk)
             peers.wait(flags, chunks + c, R - 1)
-            _add_up(gmem, peers, chunk, me, clusters * tile.cluster * tile.warpgroups)
+            _add_up(gmem, peers, chunk, *worker.worker)
 
-    if plan.comm:
+    def communicate():
+        pl.when(worker.warpgroup == 0)(push)
+        reduce()
 
-        @pl.when((cluster < talking) & (warpgroup < tile.warpgroups))
-        def _communicate():
-            pl.when(warpgroup == 0)(push)
-            reduce()
-
-    @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
-    def _compute():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        product.compute(count, finish)
+    def compute():
+        worker.compute(total, finish)
         if not peers.ready:
             reduce()
 
-    @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
-    def _produce():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        product.produce(count, place_of, load)
+    worker.specialise(compute, lambda: worker.product.produce(total, place_of, load), communicate)
 
 
 def _add_up(gmem, peers, chunk, me, everyone):
@@ -236,7 +213,7 @@ def _add_up(gmem, peers, chunk, me, everyone):
     layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
     wide = jnp.int32(N // each)
 
-    @pl.loop(0, core.share(chunk.rows * wide, me, everyone))
+    @pl.loop(0, share(chunk.rows * wide, me, everyone))
     def _(i):
         p = me + i * everyone
         row, at = chunk.row + lax.div(p, wide), pl.ds(lax.rem(p, wide) * each, each)

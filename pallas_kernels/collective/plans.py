@@ -6,15 +6,16 @@ communication blocks (Flux, arXiv 2406.06858, section 4.4 tunes the same three).
 Legend: K contracted, N columns; rows: of one rank's page.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
 from pallas_kernels.collective.core import Plan, buffers
-from pallas_kernels.gemm.hopper import BLOCKS, SM_EPILOGUE, SM_FLOPS, SM_L2_BYTES, SMS, Tile
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.memory import up
+from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 COMM = (2, 4, 8, 16)
 # (chosen: 400 GB/s of an H100's NVLink in one direction, of which a block, with six pieces of
@@ -31,12 +32,7 @@ def load(row: dict[str, Any]) -> Plan:
 def fitted(tile: Tile, out_dtype: Any, dtype: Any = jnp.bfloat16) -> Tile:
     """The same tile with no more stages than fit in shared memory."""
 
-    def fits(stages: int) -> bool:
-        needed = buffers(dataclasses.replace(tile, stages=stages), dtype, out_dtype)
-        return tiles.shared_bytes(needed) <= tiles.SHARED_BYTES - tiles.RESERVED_BYTES
-
-    stages = next((n for n in range(tile.stages, 2, -1) if fits(n)), 2)
-    return dataclasses.replace(tile, stages=stages)
+    return tiles.fitted(tile, lambda tile: buffers(tile, dtype, out_dtype))
 
 
 def candidates(op: str, rows: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Plan]:
@@ -83,11 +79,7 @@ def seconds(
     row_tiles = -(-rows // (tile.block_m * tile.cluster)) * tile.cluster
     count = row_tiles * columns * (1 if op == "matmul_all_reduce" else ranks)
     waves = -(-count // (blocks - plan.comm))
-    flops = 2 * tile.block_m * tile.block_n * tile.block_k
-    loaded = 2 * tile.block_k * (tile.block_m + tile.block_n / tile.cluster)
-    product = -(-K // tile.block_k) * max(flops / SM_FLOPS, loaded / SM_L2_BYTES)
-    finish = tile.block_m * tile.block_n / SM_EPILOGUE[0]
-    computing = waves * (product + finish)
+    computing = waves * sum(tile.seconds(up(K, tile.block_k)))
     if not plan.comm:
         return computing
     wide = K * 2 if op == "all_gather_matmul" else sum(widths) * jnp.dtype(out_dtype).itemsize

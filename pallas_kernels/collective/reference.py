@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gemm.reference import Activation, activate
+from pallas_kernels.hopper.activations import Activation, activate
 
 Array = jax.Array
 

@@ -28,7 +28,8 @@ from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import GhostPeer, Peers, ReadyPeer
-from pallas_kernels.gemm.hopper import SMS, Spec
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.cards import SMS
 
 RANKS, ME = 8, 3
 ROWS = (1024, 2048, 4096, 8192)  # m (chosen: smaller products have nothing to hide behind)

@@ -36,7 +36,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.attention.hopper_forward import varying_as
 from pallas_kernels.collective.api import DTYPES, check_each, limits, ranks_of
 from pallas_kernels.collective.peers import Axis, RemotePeer
 from pallas_kernels.expert import plans, reference, tables
@@ -47,8 +46,9 @@ from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import Routes as Routes
 from pallas_kernels.expert.routes import cut as cut
 from pallas_kernels.expert.routes import route as route
-from pallas_kernels.gemm.hopper import SMS, Spec
-from pallas_kernels.gemm.reference import ACTIVATIONS, Activation
+from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
+from pallas_kernels.hopper.cards import resident_blocks
+from pallas_kernels.hopper.memory import varying_as
 
 Array = jax.Array
 Implementation = Literal["xla", "fused"]
@@ -207,12 +207,6 @@ def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> 
 # ---- the kernels' arrays
 
 
-def _blocks() -> int:
-    """Thread blocks that run at one time, one an SM: with more the kernels would wait for ever."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return min(SMS, device.num_cores or SMS) if device else SMS
-
-
 def _key(op: str, routes: Routes, K: int, N: int) -> tuned.Key:
     choices = routes.expert_TA.size
     return plans.key(op, routes.ranks, choices, routes.experts, K, N)
@@ -225,7 +219,7 @@ def _plan(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) ->
         return plans.load(row["tile"])
     choices = routes.expert_TA.size
     return plans.heuristic(
-        op, routes.ranks, choices, routes.experts, K, widths, out_dtype, _blocks()
+        op, routes.ranks, choices, routes.experts, K, widths, out_dtype, resident_blocks()
     )
 
 
@@ -244,7 +238,7 @@ def _dispatch(x, weights, routes, *, axis, spec, turned):
     ys, rows = dispatch_gemm(
         *_page((x, weights, work)), rows=routes.rows, flags=tables.flags(routes, chunk),
         peers=RemotePeer(routes.ranks, axis), plan=plan, spec=spec, turned=turned,
-        blocks=_blocks(),
+        blocks=resident_blocks(),
     )  # fmt: skip
     return varying_as(x, (tuple(y[0] for y in ys), rows[0, : routes.rows]))
 
@@ -258,6 +252,6 @@ def _combine(hs, ws, routes, weights, *, axis, acc, turned):
     y, _ = gemm_combine(
         *_page((hs, ws, work, tables.places(routes), weights)),
         peers=RemotePeer(routes.ranks, axis), plan=plan, spec=Spec(None, acc), turned=turned,
-        blocks=_blocks(),
+        blocks=resident_blocks(),
     )  # fmt: skip
     return varying_as(hs[0], y[0])

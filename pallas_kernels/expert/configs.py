@@ -25,7 +25,9 @@ from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.tables import Tables
 from pallas_kernels.expert.tunings import tunings as tunings
-from pallas_kernels.gemm.hopper import BLOCKS, Spec, Tile
+from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
 WIDE = ("128x128", "64x256", "64x128")  # of a combine: columns in whole vectors of 128
@@ -96,11 +98,10 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     own = "dispatch_gemm.py" if name.startswith("dispatch") else "gemm_combine.py"
     here = (own, "product.py", "rows.py", "tables.py")
     below = ("core.py", "peers.py", "schedule.py")
-    beside = ("gemm/hopper.py", "gemm/reference.py", "grouped/hopper.py")
     return (
         *(FOLDER / file for file in here),
         *(FOLDER.parent / "collective" / file for file in below),
-        *(FOLDER.parent / file for file in beside),
+        *FILES,
     )
 
 

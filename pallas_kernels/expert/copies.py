@@ -5,11 +5,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
-from pallas_kernels.collective import core
 from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import rows
 from pallas_kernels.expert.tables import JOBS, OWN, Tables
+from pallas_kernels.hopper.cards import RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.hopper.memory import share, span
 
 
 def send_rows(
@@ -21,7 +21,7 @@ def send_rows(
     """
     K = x.shape[2]
     across = rows.part(K, x.dtype.itemsize)
-    most = tiles.SHARED_BYTES - tiles.RESERVED_BYTES
+    most = SHARED_BYTES - RESERVED_BYTES
     smem, barriers = rows.scratch(across, x.dtype, chunk, most)
     parts, moved = K // across, across * x.dtype.itemsize
 
@@ -31,10 +31,10 @@ def send_rows(
         own = totals[OWN] + 0
 
         def piece(ref, row, p):
-            return ref.at[pl.ds(row, 1), core.span(p, across)]
+            return ref.at[pl.ds(row, 1), span(p, across)]
 
         rows.relay(
-            smem, barriers, core.share(totals[JOBS] - own, me, comm),
+            smem, barriers, share(totals[JOBS] - own, me, comm),
             parts=lambda _: jnp.int32(parts),
             table=lambda n: jobs.at[own + me + n * comm],
             source=lambda n, row, p: piece(peers.own(x), row, p),

@@ -23,19 +23,18 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import core, schedule
-from pallas_kernels.collective.peers import Peers, clock, spin
+from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.product import Plan
 from pallas_kernels.expert.tables import FAR, FLAGS, JOBS, NEAR, OWN, Tables
-from pallas_kernels.gemm import hopper
-from pallas_kernels.gemm.hopper import SMS, Spec
-from pallas_kernels.gemm.reference import activate
+from pallas_kernels.hopper import engine
+from pallas_kernels.hopper.activations import Spec, activate_tile
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.memory import number, share, span
 
 NAME = "dispatch_gemm"
 
@@ -73,123 +72,108 @@ def dispatch_gemm(
       those of all ranks; height is N, at least the tile's, in whole pieces of 8; what did not come
       is undefined.
     """
-    C = peers.copies
-    launch = core.launch(NAME, plan, peers, blocks)
-    K, tile = x.shape[2], plan.tile
+    C, tile, K = peers.copies, plan.tile, x.shape[2]
+    clusters = core.clusters_of(NAME, plan, peers, blocks)
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
     inputs |= {"visits": work.visits_VW, "jobs": work.jobs_CW, "totals": work.totals}
-    inputs |= {} if delays is None else {"delays": delays}
+    inputs |= {"delays": delays, "rows": into}
+    widths = [w.shape[3 - turned] for w in weights]
     outputs = {
-        f"y{i}": jax.ShapeDtypeStruct((C, rows, w.shape[3 - turned]), spec.out_dtype)
-        for i, w in enumerate(weights)
+        f"y{i}": jax.ShapeDtypeStruct((C, rows, F), spec.out_dtype) for i, F in enumerate(widths)
     }
     if into is None:
         height = shared.height(rows, tile)
         outputs["rows"] = jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype)
-    else:
-        inputs["rows"] = into
-    body = functools.partial(
-        _body, names=(*inputs, *outputs), peers=peers, plan=plan, spec=spec, turned=turned,
-        clusters=launch["grid"][0] // C, count=flags,
-    )  # fmt: skip
-    found = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=shared.scratch(plan, x.dtype, spec.out_dtype, turned, K, x.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpreter.params() if interpret else None,
-        **launch,
-    )(*inputs.values())
-    came = found[-1] if into is None else into if peers.ready else into[...]
-    return list(found[: len(weights)]), came
-
-
-def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready, free,
-          begun: Any = None, arrived: Any = None):  # fmt: skip
-    gmem = dict(zip(names, refs, strict=True))
-    (a_smem, b_smem, y_smem), *ring = smem if plan.comm else (smem,)
-    tile, K, height = plan.tile, gmem["x"].shape[2], gmem["rows"].shape[1]
-    product = core.Product(
-        tile, pl.cdiv(K, tile.block_k), turned, a_smem, b_smem, y_smem, ready, free
+    buffers = core.buffers(tile, x.dtype, spec.out_dtype, turned)
+    found = engine.launch(
+        functools.partial(
+            _body,
+            steps=pl.cdiv(K, tile.block_k),
+            spec=spec,
+            widths=widths,
+            count=flags,
+            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+        ),
+        inputs,
+        outputs,
+        shared.scratch(NAME, plan, buffers, K, x.dtype),
+        name=NAME,
+        tile=tile,
+        clusters=clusters * C,
+        interpret=interpret,
     )
-    flags = peers.flags(count)
-    rank, cluster = peers.rank(), peers.cluster()
-    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-    talking = plan.comm // tile.cluster  # clusters
-    computing = clusters - talking
-    visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
-    widths = [gmem[name].shape[3 - turned] for name in names if name.startswith("w")]
-    columns = [pl.cdiv(F, tile.block_n) for F in widths]
-    first = [sum(columns[:i]) for i in range(len(columns))]
-    count_visits = totals[tables.VISITS] + 0
-    tiles_here = core.share(count_visits * sum(columns), cluster - talking, computing)
-    if "delays" in gmem:
-        spin(clock(), gmem["delays"][rank])
+    came = found["rows"] if into is None else into if peers.ready else into[...]
+    return [found[f"y{i}"] for i in range(len(weights))], came
 
-    def place_of(j):
-        i = cluster - talking + j * computing
-        visit, column = schedule.raster(i, count_visits, sum(columns), plan.band)
+
+def _body(
+    gmem, *, steps, spec, widths, count, of, begun: Any = None, arrived: Any = None, **memory
+):
+    K, height = gmem["x"].shape[2], gmem["rows"].shape[1]
+    worker = of(steps, memory, gmem.get("delays"))
+    peers, plan, tile = worker.peers, worker.plan, worker.tile
+    flags = peers.flags(count)
+    visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
+    columns = core.Parts([pl.cdiv(F, tile.block_n) for F in widths])
+    count_visits = number(totals, tables.VISITS)
+    total = count_visits * columns.total
+
+    def place_of(i):
+        visit, column = schedule.raster(i, count_visits, columns.total, plan.band)
         return shared.place(visits, visit, column)
 
-    def each_weight(column, do):
-        """do(i, first column) of the weight that a tile of columns belongs to."""
-        for i in range(len(columns)):
-            here = (column >= first[i]) & (column < first[i] + columns[i])
-            at = pl.multiple_of((column - first[i]) * tile.block_n, tile.block_n)
-            pl.when(here)(functools.partial(do, i, at))
-
-    def begin(j):
-        place = place_of(j)
+    def begin(i):
+        place = place_of(i)
         if peers.ready:
             return place
 
-        @pl.loop(visits[place.visit, NEAR] + 0, visits[place.visit, FAR] + 0)
+        @pl.loop(number(visits, place.visit, NEAR), number(visits, place.visit, FAR))
         def _(distance):
             at = FLAGS + 2 * distance
-            first_flag, last_flag = (visits[place.visit, at + i] + 0 for i in (0, 1))
+            first_flag, last_flag = (number(visits, place.visit, at + i) for i in (0, 1))
             pl.loop(first_flag, last_flag)(lambda flag: peers.wait(flags, flag, 1))
 
         return place
 
-    def load(place, step, a, b, barrier):
-        k = core.span(step, tile.block_k)
-        m = shared.rows_of(place, block, tile, height)
-        plgpu.copy_gmem_to_smem(peers.mine(gmem["rows"]).at[m, k], a, barrier)
+    def load(place, s, buffer, barrier):
+        k = span(s, tile.block_k)
+        m = shared.rows_of(place, worker.block, tile, height)
+        worker.load_left(peers.mine(gmem["rows"]).at[m, k], buffer, barrier)
 
-        def load_b(i, at):
-            n = pl.ds(at, tile.block_n)
-            plgpu.copy_gmem_to_smem(
-                peers.own(gmem[f"w{i}"]).at[(place.group, n, k) if turned else (place.group, k, n)],
-                b, barrier, collective_axes="cluster" if tile.cluster > 1 else None,
-            )  # fmt: skip
+        def load_right(w, column):
+            weight = peers.own(gmem[f"w{w}"]).at[place.group]
+            worker.load_right(weight, span(column, tile.block_n), k, buffer, barrier)
 
-        each_weight(place.column, load_b)
+        columns.each(place.column, load_right)
 
-    def finish(j, acc):
-        place = place_of(j)
-        top = place.row + block * tile.block_m + warpgroup * tile.rows
-
-        def value(z, _):
-            return hopper.gelu(z) if spec.activation == "gelu" else activate(spec.activation, z)
+    def finish(i, sums):
+        place = place_of(i)
+        top = worker.top(place.row)
 
         def copy(piece, down, right):
-            def to(i, at):
-                y = peers.own(gmem[f"y{i}"])
+            def to(w, column):
+                y, at = (
+                    peers.own(gmem[f"y{w}"]),
+                    pl.multiple_of(column * tile.block_n, tile.block_n),
+                )
                 shared.store_rows(piece, y, top + down, at + right, place.lo, place.hi)
 
-            each_weight(place.column, to)
+            columns.each(place.column, to)
 
-        shared.when_live(place, top, tile, lambda: product.store(acc, value, copy))
+        def store():
+            worker.store(sums, lambda z, _: activate_tile(spec.activation, z), copy)
+
+        shared.when_live(place, top, tile, store)
 
     def send(first_job, last_job, me, stride):
-        across = ring[0][0].shape[2]
+        across = worker.ring[0].shape[2]
         moved, began = across * jnp.dtype(gmem["x"].dtype).itemsize, peers.now()
 
         def piece(ref, row, p):
-            return ref.at[pl.ds(row, 1), core.span(p, across)]
+            return ref.at[pl.ds(row, 1), span(p, across)]
 
         rows_.relay(
-            ring[0], arrived, core.share(last_job - first_job, me, stride),
+            worker.ring, arrived, share(last_job - first_job, me, stride),
             parts=lambda _: jnp.int32(K // across),
             table=lambda n: jobs.at[first_job + me + n * stride],
             source=lambda n, row, p: piece(peers.own(gmem["x"]), row, p),
@@ -198,34 +182,26 @@ def _body(*refs, names, peers, plan, spec, turned, clusters, count, smem, ready,
             finish=lambda n, peer, flag: peers.signal(flags, peer, flag),
         )  # fmt: skip
 
-    own, every = totals[OWN] + 0, totals[JOBS] + 0
-    if plan.comm:
+    own, every = number(totals, OWN), number(totals, JOBS)
 
-        @pl.when((cluster < talking) & (warpgroup == 0))
-        def _communicate():
-            send(own, every, cluster * tile.cluster + block, plan.comm)
+    def communicate():
+        me = functools.partial(send, own, every, worker.number, plan.comm)
+        pl.when(worker.warpgroup == 0)(me)
 
-    @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
-    def _compute():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
+    def compute():
         if plan.comm:
             plgpu.barrier_wait(begun)
-        product.compute(tiles_here, finish)
-        plgpu.wait_smem_to_gmem(0)
-        me = ((cluster - talking) * tile.cluster + block) * tile.warpgroups + warpgroup
-        everyone = computing * tile.cluster * tile.warpgroups
-        for i in range(len(widths)):
-            shared.clear(y_smem, peers.own(gmem[f"y{i}"]), totals[tables.END] + 0, me, everyone)
+        worker.compute(total, finish)
+        me, everyone = worker.computing_warpgroup
+        for w in range(len(widths)):
+            worker.staging.clear(peers.own(gmem[f"y{w}"]), number(totals, tables.END), me, everyone)
 
-    @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
-    def _produce():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
+    def produce():
         if plan.comm:
-            me = (cluster - talking) * tile.cluster + block
-            send(jnp.int32(0), own, me, computing * tile.cluster)
+            send(jnp.int32(0), own, worker.number - plan.comm, worker.computing * tile.cluster)
             # The ring lies where tiles come, a cluster's weights for both of its blocks.
             plgpu.barrier_arrive(begun)
             plgpu.barrier_wait(begun)
-        product.produce(tiles_here, begin, load)
+        worker.product.produce(total, begin, load)
+
+    worker.specialise(compute, produce, communicate)

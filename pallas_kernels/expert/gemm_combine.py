@@ -29,15 +29,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import core, schedule
-from pallas_kernels.collective.peers import Peers, clock, spin
+from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.product import Plan
 from pallas_kernels.expert.tables import ARRIVALS, JOBS, Tables
-from pallas_kernels.gemm.hopper import SMS, Spec
+from pallas_kernels.hopper import engine
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.memory import number, share, span
 
 NAME = "gemm_combine"
 TOGETHER = 8  # answers of a token that are loaded at one time (tried: of forty some spill)
@@ -78,89 +80,76 @@ def gemm_combine(
       of answers (C, S + N, D), of ReadyPeer those of all ranks.
     """
     C, tile = peers.copies, plan.tile
-    launch = core.launch(NAME, plan, peers, blocks)
+    clusters = core.clusters_of(NAME, plan, peers, blocks)
     (_, T, A), D = places.shape, ws[0].shape[3 - turned]
     height = T * A + hs[0].shape[1]
     sums, dtype = jnp.dtype(spec.out_dtype), hs[0].dtype
     inputs = {f"x{i}": h for i, h in enumerate(hs)} | {f"w{i}": w for i, w in enumerate(ws)}
     inputs |= {"visits": work.visits_VW, "jobs": work.jobs_CW, "totals": work.totals}
     inputs |= {"places": places, "weights": weights, "delays": delays, "page": into}
-    inputs = {name: value for name, value in inputs.items() if value is not None}
     outputs = {"y": jax.ShapeDtypeStruct((C, T, D), dtype)}
     if into is None:
         outputs["page"] = jax.ShapeDtypeStruct((peers.reached, height, D), sums)
     wide = min(plan.width * tile.block_n, D)
-    body = functools.partial(
-        _body, names=(*inputs, *outputs), pairs=len(hs), peers=peers, plan=plan, turned=turned,
-        clusters=launch["grid"][0] // C, wide=wide,
-    )  # fmt: skip
-    y, *page = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=shared.scratch(plan, dtype, sums, turned, math.gcd(D, wide), sums),
-        interpret=interpreter.params() if interpret else None,
-        **launch,
-    )(*inputs.values())
-    return y, into[...] if into is not None else page[0]
+    buffers = core.buffers(tile, dtype, sums, turned)
+    found = engine.launch(
+        functools.partial(
+            _body,
+            # The products follow each other in the steps of one sum.
+            steps=core.Parts([pl.cdiv(h.shape[2], tile.block_k) for h in hs]),
+            wide=wide,
+            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+        ),
+        inputs,
+        outputs,
+        shared.scratch(NAME, plan, buffers, math.gcd(D, wide), sums),
+        name=NAME,
+        tile=tile,
+        clusters=clusters * C,
+        interpret=interpret,
+    )
+    return found["y"], found["page"] if into is None else into[...]
 
 
-def _body(*refs, names, pairs, peers, plan, turned, clusters, wide, smem, ready, free,
-          begun: Any = None, arrived: Any = None):  # fmt: skip
-    gmem = dict(zip(names, refs, strict=True))
-    (a_smem, b_smem, y_smem), *ring = smem if plan.comm else (smem,)
-    tile, D = plan.tile, gmem["y"].shape[2]
-    height, S = gmem["x0"].shape[1], gmem["places"].shape[1] * gmem["places"].shape[2]
-    # The products follow each other in the steps of one sum.
-    steps = [pl.cdiv(gmem[f"x{i}"].shape[2], tile.block_k) for i in range(pairs)]
-    product = core.Product(tile, sum(steps), turned, a_smem, b_smem, y_smem, ready, free)
+def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **memory):
+    worker = of(steps.total, memory, gmem.get("delays"))
+    peers, plan, tile = worker.peers, worker.plan, worker.tile
+    height, D = gmem["x0"].shape[1], gmem["y"].shape[2]
+    S = gmem["places"].shape[1] * gmem["places"].shape[2]
     blocks, columns = pl.cdiv(D, wide), pl.cdiv(D, tile.block_n)
     # Tiles of each block of columns, then what came of it.
     flags = peers.flags(2 * blocks)
-    rank, cluster = peers.rank(), peers.cluster()
-    block, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-    talking = plan.comm // tile.cluster  # clusters
-    computing = clusters - talking
     visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
-    count = totals[tables.VISITS] + 0
-    tiles_here = core.share(count * columns, cluster - talking, computing)
-    if "delays" in gmem:
-        spin(clock(), gmem["delays"][rank])
+    count = number(totals, tables.VISITS)
 
-    def place_of(j):
-        i = cluster - talking + j * computing
+    def place_of(i):
         column, visit = schedule.raster(i, columns, count, plan.width)
         return shared.place(visits, visit, column)
 
-    def load(place, step, a, b, barrier):
-        m, n = shared.rows_of(place, block, tile, height), core.span(place.column, tile.block_n)
+    def load(place, s, buffer, barrier):
+        m = shared.rows_of(place, worker.block, tile, height)
+        n = span(place.column, tile.block_n)
 
-        def load_pair(i, first):
-            k = core.span(step - first, tile.block_k)
-            x, w = peers.own(gmem[f"x{i}"]), peers.own(gmem[f"w{i}"])
-            plgpu.copy_gmem_to_smem(x.at[m, k], a, barrier)
-            plgpu.copy_gmem_to_smem(
-                w.at[(place.group, n, k) if turned else (place.group, k, n)], b, barrier,
-                collective_axes="cluster" if tile.cluster > 1 else None,
-            )  # fmt: skip
+        def load_pair(pair, step):
+            k, w = span(step, tile.block_k), peers.own(gmem[f"w{pair}"]).at[place.group]
+            worker.load_left(peers.own(gmem[f"x{pair}"]).at[m, k], buffer, barrier)
+            worker.load_right(w, n, k, buffer, barrier)
 
-        for i in range(pairs):
-            first = sum(steps[:i])
-            here = (step >= first) & (step < first + steps[i])
-            pl.when(here)(functools.partial(load_pair, i, first))
+        steps.each(s, load_pair)
 
-    def finish(j, acc):
-        place = place_of(j)
-        top = place.row + block * tile.block_m + warpgroup * tile.rows
+    def finish(i, sums):
+        place = place_of(i)
+        top = worker.top(place.row)
         page = peers.mine(gmem["page"])
 
         def copy(piece, down, right):
             at = pl.multiple_of(place.column * tile.block_n, tile.block_n) + right
             shared.store_rows(piece, page, S + top + down, at, S + place.lo, S + place.hi)
 
-        shared.when_live(place, top, tile, lambda: product.store(acc, lambda z, _: z, copy))
+        shared.when_live(place, top, tile, lambda: worker.store(sums, lambda z, _: z, copy))
         plgpu.wait_smem_to_gmem(0)
         if not peers.ready:
-            peers.signal(flags, rank, lax.div(place.column, jnp.int32(plan.width)))
+            peers.signal(flags, worker.rank, lax.div(place.column, jnp.int32(plan.width)))
 
     def computed(b):
         """Waits for all warpgroups' parts of a block's tiles."""
@@ -168,19 +157,19 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, wide, smem, ready,
         peers.wait(flags, b, count * across * (tile.cluster * tile.warpgroups))
 
     def send():
-        me, every = cluster * tile.cluster + block, jnp.maximum(totals[JOBS] + 0, 1)
-        across = ring[0][0].shape[2]
-        moved, began = across * jnp.dtype(y_smem.dtype).itemsize, peers.now()
+        me, every = worker.number, jnp.maximum(number(totals, JOBS), 1)
+        across = worker.ring[0].shape[2]
+        moved, began = across * jnp.dtype(worker.ring[0].dtype).itemsize, peers.now()
         most = plan.chunk * (wide // across)  # copies of a job
 
         def block_of(n):
             return lax.div(me + n * plan.comm, every)
 
         def piece(ref, n, row, p):
-            return ref.at[pl.ds(row, 1), core.span(block_of(n) * (wide // across) + p, across)]
+            return ref.at[pl.ds(row, 1), span(block_of(n) * (wide // across) + p, across)]
 
         rows_.relay(
-            ring[0], arrived, core.share(blocks * (totals[JOBS] + 0), me, plan.comm),
+            worker.ring, arrived, share(blocks * number(totals, JOBS), me, plan.comm),
             parts=lambda n: lax.div(jnp.minimum(wide, D - block_of(n) * wide), jnp.int32(across)),
             table=lambda n: jobs.at[lax.rem(me + n * plan.comm, every)],
             source=lambda n, row, p: piece(peers.mine(gmem["page"]), n, row, p),
@@ -191,34 +180,24 @@ def _body(*refs, names, pairs, peers, plan, turned, clusters, wide, smem, ready,
         )  # fmt: skip
 
     def add_up():
-        me = (cluster * tile.cluster + block) * tile.warpgroups + warpgroup
-
         @pl.loop(0, blocks)
         def _(b):
             computed(b)
-            peers.wait(flags, blocks + b, totals[ARRIVALS] + 0)
-            _add_up(gmem, peers, b, wide, me, clusters * tile.cluster * tile.warpgroups)
+            peers.wait(flags, blocks + b, number(totals, ARRIVALS))
+            _add_up(gmem, peers, b, wide, *worker.worker)
 
-    if plan.comm:
+    def communicate():
+        pl.when(worker.warpgroup == 0)(send)
+        add_up()
 
-        @pl.when((cluster < talking) & (warpgroup < tile.warpgroups))
-        def _communicate():
-            pl.when(warpgroup == 0)(send)
-            add_up()
-
-    @pl.when((cluster >= talking) & (warpgroup < tile.warpgroups))
-    def _compute():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        product.compute(tiles_here, finish)
+    def compute():
+        worker.compute(count * columns, finish)
         if not peers.ready:
             add_up()
 
-    @pl.when((cluster >= talking) & (warpgroup == tile.warpgroups))
-    def _produce():
-        if tile.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        product.produce(tiles_here, place_of, load)
+    worker.specialise(
+        compute, lambda: worker.product.produce(count * columns, place_of, load), communicate
+    )
 
 
 def _add_up(gmem, peers, b, wide, me, everyone):
@@ -231,7 +210,7 @@ def _add_up(gmem, peers, b, wide, me, everyone):
     few = A % TOGETHER or TOGETHER  # choices of the first group; the others are whole
     groups = (A - few) // TOGETHER
 
-    @pl.loop(0, core.share(jnp.int32(T), me, everyone))
+    @pl.loop(0, share(jnp.int32(T), me, everyone))
     def _(i):
         token = me + i * everyone
 

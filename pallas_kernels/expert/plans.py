@@ -19,8 +19,9 @@ from pallas_kernels.collective.expert_simulator import ExpertProduct, Load
 from pallas_kernels.collective.plans import fitted
 from pallas_kernels.collective.simulator import H100, Fused
 from pallas_kernels.expert.product import Plan
-from pallas_kernels.gemm.hopper import BLOCKS, SMS, Tile
 from pallas_kernels.grouped import hopper as grouped
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 # (chosen: a copy of a row's part has 4 KiB or more, whose own cost the simulator does not know)
@@ -63,11 +64,9 @@ def heuristic(
     """
 
     def seconds(tile: Tile) -> float:
-        # As in grouped.heuristic: as many rows come as go, in groups of one size.
-        steps = experts * (-(-choices // experts) / (tile.block_m * tile.cluster) + 0.5)
-        columns = sum(-(-width // tile.block_n) for width in widths)
-        count = max(steps, 1) * tile.cluster * columns
-        return grouped.seconds_of(_grouped(tile), count, K)
+        # As many rows come as go, in groups of one size.
+        count = sum(grouped.visited(tile, choices, width, experts) for width in widths)
+        return grouped.seconds_of(tile, count, K)
 
     tile = min(candidates(op, choices, widths, out_dtype), key=seconds)
     comm, width = simulated(op, ranks, choices, experts, K, sum(widths), tile)
@@ -95,10 +94,6 @@ def simulated(
     )
     best = min(ways, key=lambda way: expert_simulator.fused_s(product, load, H100, way))
     return best.comm_blocks, best.width
-
-
-def _grouped(tile: Tile) -> grouped.Tile:
-    return grouped.Tile(tile.block_m, tile.block_n, tile.block_k, tile.stages, tile.cluster)
 
 
 def key(op: str, ranks: int, choices: int, experts: int, K: int, N: int) -> dict[str, int]:

@@ -4,23 +4,20 @@ Legend: as in tables.py; F columns.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels import tiles
 from pallas_kernels.collective import core
 from pallas_kernels.expert import rows
 from pallas_kernels.expert.tables import ALIGN, GROUP, HI, LO, ROW
-from pallas_kernels.gemm import hopper
-from pallas_kernels.grouped import hopper as grouped
-
-PIECE = 64  # rows of an epilogue's piece
-Int = Any  # traced int32
+from pallas_kernels.hopper import epilogue, tiles
+from pallas_kernels.hopper.memory import Int, by_row, number
+from pallas_kernels.hopper.tiles import Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,35 +33,29 @@ class Plan(core.Plan):
     width: int = 4
 
 
-def height(rows: int, tile: hopper.Tile) -> int:
+def height(rows: int, tile: Tile) -> int:
     """Returns rows of an array that tiles of `rows` are read from."""
     return max(tile.block_m, -(-rows // ALIGN) * ALIGN)
 
 
 def scratch(
-    plan: Plan, dtype: Any, out_dtype: Any, turned: bool, width: int, piece_dtype: Any
+    op: str, plan: Plan, shared: tiles.Buffers, width: int, piece_dtype: Any
 ) -> dict[str, Any]:
     """As core.scratch, but rows of the epilogue's pieces may be stored from any row on.
 
     width: of the rows, or parts of rows, that are sent, of piece_dtype.
     """
-    found = core.scratch(dataclasses.replace(plan, comm=0), dtype, out_dtype, turned, 0, dtype)
-    tile = plan.tile
-    buffers = core.buffers(tile, dtype, out_dtype, turned)
-    shape, kind = buffers["y_smem"]
-    a_smem, b_smem, _ = found["smem"]
-    transforms = plgpu.TilingTransform((1, shape[-1])), plgpu.SwizzleTransform(hopper.SWIZZLE)
-    smem = a_smem, b_smem, plgpu.SMEM(shape, kind, transforms=transforms)
-    if not plan.comm:
-        return found | {"smem": smem}
     columns = rows.part(width, jnp.dtype(piece_dtype).itemsize)
-    ring, barriers = rows.scratch(columns, piece_dtype, plan.chunk, tiles.shared_bytes(buffers))
+    ring = functools.partial(rows.scratch, columns, piece_dtype, plan.chunk)
+    found = core.scratch(op, plan, shared, ring, by_row)
+    if not plan.comm:
+        return found
     begun = (
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=1)
-        if tile.cluster > 1
+        if plan.tile.cluster > 1
         else plgpu.Barrier(num_arrivals=1)
     )
-    return found | {"smem": plgpu.RefUnion(smem, ring), "arrived": barriers, "begun": begun}
+    return found | {"begun": begun}
 
 
 class Place(NamedTuple):
@@ -80,11 +71,11 @@ class Place(NamedTuple):
 
 def place(visits: Any, visit: Int, column: Int) -> Place:
     """Returns a tile of the table of visits."""
-    group, row, lo, hi = (visits[visit, i] + 0 for i in (GROUP, ROW, LO, HI))
+    group, row, lo, hi = (number(visits, visit, i) for i in (GROUP, ROW, LO, HI))
     return Place(visit, group, row, lo, hi, column)
 
 
-def rows_of(place: Place, block: Int, tile: hopper.Tile, height: int) -> Any:
+def rows_of(place: Place, block: Int, tile: Tile, height: int) -> Any:
     """The rows that a block of the cluster reads.
 
     A second block may lie below all of them; what it reads it does not store.
@@ -93,7 +84,7 @@ def rows_of(place: Place, block: Int, tile: hopper.Tile, height: int) -> Any:
     return pl.ds(pl.multiple_of(jnp.where(row < height, row, 0), ALIGN), tile.block_m)
 
 
-def when_live(place: Place, top: Int, tile: hopper.Tile, store: Callable[[], None]) -> None:
+def when_live(place: Place, top: Int, tile: Tile, store: Callable[[], None]) -> None:
     """Stores what a warpgroup has, if any of its rows, the first of which is `top`, is the visit's.
 
     Else there would be groups of no copies, which the interpreter does not count.
@@ -103,27 +94,4 @@ def when_live(place: Place, top: Int, tile: hopper.Tile, store: Callable[[], Non
 
 def store_rows(piece: Any, y: Any, row: Int, column: Int, lo: Int, hi: Int) -> None:
     """Starts copies of those of a piece's rows, the first of which is `row`, that are lo .. hi."""
-    begin = jnp.clip(lo - row, 0, piece.shape[0])
-    stop = jnp.clip(hi - row, begin, piece.shape[0])
-    grouped.store_rows(piece, (), y, row, pl.ds(column, piece.shape[1]), begin, stop)
-
-
-def clear(y_smem: Any, y: Any, end: Int, me: Int, everyone: int) -> None:
-    """Warpgroup `me` of `everyone` stores its share of zeros from row `end` on."""
-    warpgroup, (rows, across) = lax.axis_index("warpgroup"), y_smem.shape[2:]
-    plgpu.wait_smem_to_gmem(0)
-    y_smem[warpgroup, 0] = plgpu.layout_cast(
-        jnp.zeros((rows, across), y_smem.dtype), plgpu.Layout.WGMMA
-    )
-    plgpu.commit_smem()
-    columns = y.shape[1] // across
-
-    @pl.loop(0, core.share(lax.div(y.shape[0] - end + rows - 1, jnp.int32(rows)) * columns, me,
-                           everyone))  # fmt: skip
-    def _(j):
-        job = me + j * everyone
-        row = end + lax.div(job, jnp.int32(columns)) * rows
-        column = lax.rem(job, jnp.int32(columns)) * across
-        store_rows(y_smem.at[warpgroup, 0], y, row, column, row, jnp.int32(y.shape[0]))
-
-    plgpu.wait_smem_to_gmem(0)
+    epilogue.store_rows(piece, y, row, pl.ds(column, piece.shape[1]), lo, hi)

@@ -15,8 +15,8 @@ from jax import lax
 
 from pallas_kernels.collective.peers import Axis
 from pallas_kernels.expert.routes import Routes
-from pallas_kernels.gemm.reference import Activation, activate
 from pallas_kernels.grouped import reference as grouped
+from pallas_kernels.hopper.activations import Activation, activate
 
 Array = jax.Array
 

@@ -18,12 +18,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tiles
-from pallas_kernels.collective.core import RING_BYTES, STORING
 from pallas_kernels.expert.tables import FLAG, PAIRS, PEER, ROWS
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.memory import Int
+from pallas_kernels.hopper.relay import RING_BYTES, STORING
 
 SLOTS = 24  # pieces of the ring, at most (chosen: 4 KiB each hide 1 us at 100 GB/s)
-Int = Any  # traced int32
 
 
 def part(width: int, itemsize: int) -> int:

@@ -36,8 +36,8 @@ from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import Routes, route
-from pallas_kernels.gemm.hopper import Spec
 from pallas_kernels.grouped import hopper as grouped
+from pallas_kernels.hopper.activations import Spec
 
 Array = jax.Array
 TOKENS = (4096, 16384)  # of all ranks (COMET, section 5: 2048 to 32768)

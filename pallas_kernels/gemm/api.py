@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.gemm import hopper, reference
-from pallas_kernels.gemm.reference import ACTIVATIONS, Activation, Spec
+from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")

@@ -8,7 +8,7 @@ Legend: M rows (tokens), K contracted, N columns.
 import dataclasses
 
 from pallas_kernels.attention.cases import PAPER_ALPHA, PAPER_BATCH, PEAK_BYTES, PEAK_FLOPS
-from pallas_kernels.gemm.reference import Activation
+from pallas_kernels.hopper.activations import Activation
 
 BUCKET = 128  # (chosen: capacities of packed tokens are multiples of it)
 

@@ -19,8 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import aot, tuned
 from pallas_kernels.gemm import api, hopper, reference
 from pallas_kernels.gemm.cases import CASES, Case
-from pallas_kernels.gemm.hopper import BLOCKS, Stored, Tile
-from pallas_kernels.gemm.reference import Spec
+from pallas_kernels.gemm.hopper import Stored
+from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
 IN_TURN = "{}x{}".format(*hopper.PINGPONG)
@@ -71,7 +73,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    return FOLDER / "hopper.py", FOLDER / "reference.py"
+    return FOLDER / "hopper.py", *FILES
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:

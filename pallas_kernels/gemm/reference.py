@@ -3,40 +3,12 @@
 Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, N columns.
 """
 
-import dataclasses
-import math
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.activations import Spec, activate
+
 Array = jax.Array
-Activation = Literal["gelu", "gelu_tanh", "silu"]
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What is static: the activation, the type of the result, whether z is wanted as well."""
-
-    activation: Activation | None
-    out_dtype: str
-    keep: bool = False
-
-
-def activate(kind: Activation | None, z: Array) -> Array:
-    """Of float32 values. 'gelu' is exact, 'gelu_tanh' GPT-2's approximation.
-
-    0.5 (1 + tanh(u)) is sigmoid(2 u), of which Hopper's fast exponential gives all bits that its
-    fast tanh (11) does not.
-    """
-    if kind == "gelu":
-        return 0.5 * z * (1 + jax.lax.erf(z * math.sqrt(0.5)))
-    if kind == "gelu_tanh":
-        return z * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z))
-    if kind == "silu":
-        return z * jax.nn.sigmoid(z)
-    return z
 
 
 def forward(

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import aot, tuned
 from pallas_kernels.grouped import api, hopper, hopper_weights, reference
 from pallas_kernels.grouped.cases import CASES, Case
-from pallas_kernels.grouped.hopper import BLOCKS, Tile
+from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper.tiles import BLOCKS, Tile, fitted
 
 KINDS = ("forward", "transposed", "weights")
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
@@ -43,7 +44,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     block_m, block_n = map(int, block.split("x"))
-    tile = hopper.fitted(Tile(block_m, block_n, cluster=1 if "alone" in words else 2))
+    cluster = 1 if "alone" in words else 2
+    tile = fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), hopper.buffers)
     right = {"forward": (G, K, N), "transposed": (G, N, K), "weights": (M, N)}[kind]
     args = array(M, K), array(*right), array(G, dtype=jnp.int32)
     return kernel(kind, tile), args, dataclasses.asdict(tile)
@@ -60,7 +62,7 @@ def kernel(kind: str, tile: Tile, interpret: bool = False) -> Callable[..., Any]
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     files = ("hopper_weights.py", "hopper.py") if name.startswith("weights") else ("hopper.py",)
-    return tuple(FOLDER / file for file in files)
+    return *(FOLDER / file for file in files), *FILES
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:

@@ -31,13 +31,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels import tiles
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.memory import varying_as
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.reference import Spec
 from pallas_kernels.packing import reference as packing
 
 Array = jax.Array
-SMS = 132  # of an H100 and an H200 SXM; elsewhere the last wave is less full
 GRAIN = 256  # columns: two for each thread
 ELEMENTS = 4096  # (chosen) of a group in registers at one time: 32 of a thread
 VECTORS = ("bias", "scale", "offset")
@@ -192,7 +193,7 @@ def forward(
     h_xD = found["h"].reshape(x_xD.shape) if "h" in found else x_xD
     rate_x1 = found["rate"].reshape(*lead, 1)
     mean_x1 = found["mean"].reshape(*lead, 1) if spec.centred else jnp.zeros_like(rate_x1)
-    return _varying_as(x_xD, (y, h_xD, mean_x1, rate_x1))
+    return varying_as(x_xD, (y, h_xD, mean_x1, rate_x1))
 
 
 def backward(
@@ -233,7 +234,7 @@ def backward(
     else:
         more = reference.sums(h_xD, mean_x1, rate_x1, dy_xD, dx_xD, spec)
     dscale_D, doffset_D, dbias_D = more
-    return _varying_as(h_xD, (dx_xD, dbias_D, dscale_D, doffset_D))
+    return varying_as(h_xD, (dx_xD, dbias_D, dscale_D, doffset_D))
 
 
 def forward_problem(x_xD, residual_xD, bias_D, scale_D, offset_D, spec: Spec) -> Problem:
@@ -264,17 +265,6 @@ def _floats(T: int) -> jax.ShapeDtypeStruct:
 
 def _pad(vector_D: Array | None, P: int) -> Array | None:
     return None if vector_D is None else jnp.pad(vector_D, (0, P - vector_D.shape[0]))
-
-
-def _varying_as(like: Array, outputs: Any) -> Any:
-    """A kernel's outputs do not say over which axes of a shard_map they vary: as `like` does."""
-    axes = tuple(jax.typeof(like).mat.varying)
-
-    def cast(x: Array) -> Array:
-        missing = tuple(set(axes) - set(jax.typeof(x).mat.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, outputs)
 
 
 def _call(body, inputs, outputs, problem, tile, streams, spec, interpret) -> dict[str, Array]:

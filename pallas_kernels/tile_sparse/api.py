@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.gemm.reference import ACTIVATIONS, Activation, Spec, activate
+from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec, activate
+from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.tile_sparse import hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.format import Pattern, TileSparse
 
@@ -187,13 +188,13 @@ def _plan(
     ]
     (C, T), S = pattern.grid, pattern.chunks.size
     if reasons:  # no tile fits what the kernels do not take
-        tile, tile_dx, tile_dw = hopper.Tile(128), hopper.Tile(128), hopper_weights.Tile(128)
+        tile = tile_dx = tile_dw = Tile(128, 128)
     else:
         of_y, of_dx = (hopper.shape_of(pattern, transpose) for transpose in (False, True))
-        tile = _tile(rows[0], hopper.Tile) or hopper.heuristic(M, of_y, T, S, spec)
+        tile = _tile(rows[0]) or hopper.heuristic(M, of_y, T, S, spec)
         plain = Spec(None, x.dtype.name)
-        tile_dx = _tile(rows[1], hopper.Tile) or hopper.heuristic(M, of_dx, C, S, plain)
-        tile_dw = _tile(rows[2], hopper_weights.Tile) or hopper_weights.heuristic(M, pattern)
+        tile_dx = _tile(rows[1]) or hopper.heuristic(M, of_dx, C, S, plain)
+        tile_dw = _tile(rows[2]) or hopper_weights.heuristic(M, pattern)
     forward, backward = (
         dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(found)))
         for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
@@ -201,9 +202,9 @@ def _plan(
     return Plan(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
 
 
-def _tile(row: dict | None, make: Any) -> Any:
+def _tile(row: dict | None) -> Tile | None:
     """What was measured, if it was."""
-    return make(**row["tile"]) if row else None
+    return Tile(**row["tile"]) if row else None
 
 
 def _reasons(x: Array, pattern: Pattern) -> list[str]:

@@ -16,7 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, tuned
-from pallas_kernels.gemm.reference import Spec
+from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.tile_sparse import api, cases, hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.cases import CASES, Case
 from pallas_kernels.tile_sparse.format import Pattern
@@ -84,9 +86,9 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 def _tile(kind: str, rows: int, words: list[str], pattern: Pattern, spec: Spec) -> Any:
     cluster = 1 if "alone" in words else 2
     if kind == "dw":
-        tile = hopper_weights.Tile(rows, cluster=cluster, splits=4 if "split" in words else 1)
-        return hopper_weights.fitted(tile, pattern.unit, pattern.tile)
-    tile = hopper.Tile(rows, cluster=cluster, pingpong=LANES in words)
+        tile = Tile(rows, pattern.tile, cluster=cluster, splits=4 if "split" in words else 1)
+        return hopper_weights.fitted(tile, pattern.unit)
+    tile = Tile(rows, pattern.tile, cluster=cluster, pingpong=LANES in words)
     return hopper.fitted(tile, hopper.shape_of(pattern, kind == "dx"), spec)
 
 
@@ -113,7 +115,7 @@ def kernel(kind: str, tile: Any, spec: Spec, interpret: bool = False) -> Callabl
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     files = ("hopper_weights.py", "hopper.py") if name.startswith("dw") else ("hopper.py",)
-    return tuple(FOLDER / file for file in files)
+    return *(FOLDER / file for file in files), *FILES
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:

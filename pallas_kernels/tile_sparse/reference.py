@@ -11,7 +11,7 @@ columns, S slots.
 import jax
 
 from pallas_kernels.gemm import reference
-from pallas_kernels.gemm.reference import Spec
+from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.tile_sparse.format import Pattern
 
 Array = jax.Array

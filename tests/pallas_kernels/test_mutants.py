@@ -13,17 +13,16 @@ from tests.pallas_kernels.collective import test_collective_mutants as collectiv
 from tests.pallas_kernels.expert import test_expert_mutants as expert
 from tests.pallas_kernels.gemm import test_gemm_mutants as gemm
 from tests.pallas_kernels.grouped import test_grouped_mutants as grouped
+from tests.pallas_kernels.hopper import test_engine_mutants as engine
 from tests.pallas_kernels.norm import test_norm_mutants as norm
-from tests.pallas_kernels.tile_sparse import test_tile_sparse_mutants as tile_sparse
 
-TESTS = [attention, collective, expert, gemm, grouped, norm, tile_sparse]
+TESTS = [attention, collective, engine, expert, gemm, grouped, norm]
 # What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers.
 UNREACHED = {
     "collective.gemm_all_reduce": ["_body.send.wait_smem_to_gmem(0)"],
     "expert.dispatch_gemm": [
-        "_body._compute.barrier_wait(begun)",
-        "_body._compute.wait_smem_to_gmem(0)",
-        "_body._produce.barrier_wait(begun)",
+        "_body.compute.barrier_wait(begun)",
+        "_body.produce.barrier_wait(begun)",
     ],
 }
 # Each wait for a flag, and the mutant of tests/collective_protocol.py or expert_protocol.py for it.
@@ -33,14 +32,14 @@ FLAGS = {
     "collective.all_gather_gemm: _body.begin.wait(flags, flag, 1)": WAIT,
     "collective.all_gather_gemm: pull.wait(flags, chunks, (R - 1) * comm)": DRAIN,
     "collective.gemm_all_reduce: _body.reduce.wait("
-    "flags, cluster + j * clusters, R * tile.cluster * tile.warpgroups)": WAIT,
+    "flags, i, R * tile.cluster * tile.warpgroups)": WAIT,
     "collective.gemm_reduce_scatter: _body.computed.wait("
     "flags, chunk.flag, schedule.chunk_tiles(chunk, split, columns) * parts)": LOCAL,
     "collective.gemm_reduce_scatter: _body.reduce._.wait(flags, chunks + c, R - 1)": WAIT,
     "expert.dispatch_gemm: _body.begin._.wait(flags, flag, 1)": WAIT,
     "expert.gemm_combine: _body.computed.wait("
     "flags, b, count * across * (tile.cluster * tile.warpgroups))": LOCAL,
-    "expert.gemm_combine: _body.add_up._.wait(flags, blocks + b, totals[ARRIVALS] + 0)": WAIT,
+    "expert.gemm_combine: _body.add_up._.wait(flags, blocks + b, number(totals, ARRIVALS))": WAIT,
 }
 
 

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import aot, report, tiles
+from pallas_kernels import aot, report
+from pallas_kernels.hopper import cards
 
 PATH = Path(__file__).parents[2] / "experiments" / "results" / "kernel_report.json"
 STALE = 4  # (chosen: what a check of the whole project has the minutes to compile)
@@ -29,8 +30,8 @@ def test_every_configuration_is_in_the_report_and_clean():
     assert committed().keys() == set(report.names()), "run scripts/kernel_report.py"
     for row in (row for rows in committed().values() for row in rows):
         assert not report.faults(row)
-        assert row["registers"] <= tiles.REGISTERS, row
-        assert row["shared_bytes"] <= tiles.SHARED_BYTES, row
+        assert row["registers"] <= cards.REGISTERS, row
+        assert row["shared_bytes"] <= cards.SHARED_BYTES, row
 
 
 def test_faults_are_found():

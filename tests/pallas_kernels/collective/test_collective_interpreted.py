@@ -14,7 +14,8 @@ from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import ReadyPeer
-from pallas_kernels.gemm.hopper import Spec, Tile
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import Tile
 
 R = 2
 

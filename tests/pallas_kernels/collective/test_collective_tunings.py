@@ -11,7 +11,8 @@ import pytest
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import api, core, plans, tunings
 from pallas_kernels.collective.cases import RANKS
-from pallas_kernels.gemm.hopper import SMS, Tile
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.tiles import Tile
 
 R = 2
 
@@ -49,7 +50,7 @@ def test_tunings_are_legal_and_differ():
         assert tuning.candidates[0] == plans.heuristic(case.op, *sizes)
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 1
         for plan in tuning.candidates:
-            core.launch(case.op, plan, case.ghost(plan, 1e9), SMS, copying=case.op != api.REDUCE)
+            core.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS, case.op != api.REDUCE)
             assert plans.load(dataclasses.asdict(plan)) == plan
 
 

@@ -20,7 +20,8 @@ from pallas_kernels.expert import tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import route
-from pallas_kernels.gemm.hopper import Spec, Tile
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import Tile
 
 R, ME, E, T, A, K = 2, 1, 3, 50, 2, 64
 

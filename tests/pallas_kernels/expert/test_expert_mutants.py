@@ -1,7 +1,7 @@
-"""Each wait of the experts' copies and of their stores, deleted, is missed by the interpreter.
+"""Each wait of the experts' copies, deleted, is missed by the interpreter.
 
 The waits for flags are those of the protocols: test_expert_protocol.py. The product's own waits are
-those of tests/pallas_kernels/collective/test_collective_mutants.py.
+those of tests/pallas_kernels/hopper/test_engine_mutants.py.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.expert import gemm_combine, product, rows
+from pallas_kernels.expert import gemm_combine, rows
 from pallas_kernels.expert.tables import FLAG, PAIRS, PEER, ROWS
 from tests.kernel_mutants import check, parameters
 from tests.pallas_kernels.expert import test_expert_interpreted as interpreted
@@ -69,29 +69,6 @@ def relayed(late, jobs=(6, 1, 6, 4)):
     np.testing.assert_array_equal(flags, x[np.cumsum((0, *jobs[:-1])), 0])
 
 
-def cleared(end=70, height=200):
-    """After a store that may go on, the rows from `end` on are set to 0."""
-
-    def body(x, y, y_smem):
-        y_smem[0, 0] = plgpu.load(x.at[:], layout=plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(y_smem.at[0, 0], y.at[pl.ds(0, 64)])
-        product.clear(y_smem, y, jnp.int32(end), jnp.int32(0), 1)
-
-    x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
-    run = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((height, 64), jnp.float32),
-        scratch_types={"y_smem": plgpu.SMEM((1, 1, 64, 64), jnp.float32)},
-        grid=(1,), grid_names=("block",), num_threads=1, thread_name="warpgroup",
-        interpret=interpreter.params(),
-    )  # fmt: skip
-    with interpreter.checked():
-        y = np.asarray(jax.block_until_ready(jax.jit(run)(x)))
-    np.testing.assert_array_equal(y[:64], x)
-    assert not y[end:].any()
-
-
 def combined():
     with interpreter.checked():
         interpreted.test_combined_product(2, 1, 0)
@@ -103,19 +80,13 @@ def test_relay(late):
     relayed(late)
 
 
-@pytest.mark.slow
-def test_clear():
-    cleared()
-
-
 RUNS = {
     (rows, "relay"): [functools.partial(relayed, late) for late in (False, True)],
-    (product, "clear"): [cleared],
     (gemm_combine, "_body"): [combined],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
-@pytest.mark.parametrize("site", parameters([rows, product, gemm_combine]))
+@pytest.mark.parametrize("site", parameters([rows, gemm_combine]))
 def test_a_deleted_wait_is_missed(site):
     check(site, RUNS, UNSEEN)

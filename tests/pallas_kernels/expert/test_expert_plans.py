@@ -21,8 +21,8 @@ def test_a_plan_is_legal(op, choices, experts, K, widths):
     if op == COMBINE and len(widths) > 1:
         widths = [384]
     plan = plans.heuristic(op, 8, choices, experts, K, widths, "float32")
-    launch = core.launch(op, plan, RemotePeer(8, "x"), 132)
-    assert launch["grid"][0] * plan.tile.cluster <= 132
+    clusters = core.clusters_of(op, plan, RemotePeer(8, "x"), 132)
+    assert clusters * plan.tile.cluster <= 132
     assert plan.tile.block_n <= min(widths) and 0 < plan.chunk <= max(choices + 7, 64)
     assert plans.load(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
 

@@ -14,7 +14,8 @@ from pallas_kernels.collective.cases import RANKS
 from pallas_kernels.expert import plans, tables, tunings
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan
-from pallas_kernels.gemm.hopper import SMS, Tile
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.tiles import Tile
 
 R, T, A, E = 4, 8, 2, 3
 CHUNK = 4
@@ -146,5 +147,5 @@ def test_tunings_are_legal_and_differ():
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= len(plans.COMM)
         assert {plan.comm for plan in tuning.candidates} == set(plans.COMM)
         for plan in tuning.candidates:
-            core.launch(case.op, plan, case.ghost(plan, 1e9), SMS)
+            core.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS)
             assert plans.load(dataclasses.asdict(plan)) == plan

@@ -9,11 +9,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import aot, fused_gemm, interpret, tiles
+from pallas_kernels import aot, fused_gemm, interpret
 from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.cases import CASES
-from pallas_kernels.gemm.hopper import Stored, Tile
-from pallas_kernels.gemm.reference import Spec
+from pallas_kernels.gemm.hopper import Stored
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import Tile
 from tests.gemm_oracle import PARTS, activate, arrays, relative
 
 SLOW = pytest.mark.slow
@@ -157,8 +159,8 @@ def test_the_heuristic_gives_legal_tiles(out_dtype, keep, residual):
     sizes = [(c.M, c.N, c.K) for c in CASES] + [(8, 64, 64), (128, 64, 8192), (4096, 8, 8)]
     for M, N, K in sizes:
         tile = hopper.heuristic(M, N, K, spec=spec, residual=residual)
-        hopper.check(tile)
-        tiles.check_shared("x", hopper._buffers(tile, X, spec, residual))
+        tiles.check("x", tile)
+        tiles.check_shared("x", hopper.buffers(tile, X, spec, residual))
         assert tile.rings * tile.stages >= 3
 
 

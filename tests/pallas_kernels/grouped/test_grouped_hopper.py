@@ -9,17 +9,18 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import aot, grouped_matmul, interpret, tiles
+from pallas_kernels import aot, grouped_matmul, interpret
 from pallas_kernels.grouped import hopper, hopper_weights
-from pallas_kernels.grouped.hopper import Tile
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.tiles import Tile
 from tests.gemm_oracle import relative
 from tests.grouped_oracle import arrays, oracle, split
 
 SLOW = pytest.mark.slow
-SMALL = Tile(64, 64, stages=2)
-WIDE = Tile(128, 128, stages=2)
-PAIR = Tile(64, 128, stages=2, cluster=2)
-LARGE = Tile(128, 192, stages=3, cluster=2)
+SMALL = Tile(64, 64, 64, 2, 1)
+WIDE = Tile(128, 128, 64, 2)
+PAIR = Tile(64, 128, 64, 2, 1, cluster=2)
+LARGE = Tile(128, 192, 64, 3, cluster=2)
 # (M, K, N), sizes, tile, b transposed, thread blocks.
 PRODUCTS = {
     # Two warpgroups, one of them without a row; tails in K and N; a second tile; rows past the sum.
@@ -134,7 +135,7 @@ def test_a_wrong_boundary_is_found(seed, monkeypatch):
     store, iota = hopper.store_rows, hopper.plgpu.broadcasted_iota
     case = ((64, 64, 64), [21, 40], SMALL, False, 1)
     with monkeypatch.context() as patch:
-        wider = lambda *a: store(*a[:-1], jnp.minimum(a[-1] + 1, 64))  # noqa: E731
+        wider = lambda *a: store(*a[:-1], a[-1] + 1)  # noqa: E731
         patch.setattr(hopper, "store_rows", wider)
         with pytest.raises(Exception, match="race|assert"):
             product(case, seed)
@@ -191,22 +192,22 @@ def test_the_heuristics_give_legal_tiles():
             for G in (1, 8, 512):
                 tile = make(M, 1408, 2048, G)
                 hopper.check(tile)
-                tiles.check_registers("x", tile.warpgroups, (hopper.ROWS, tile.block_n))
+                tiles.check_registers("x", tile.warpgroups, (tile.rows, tile.block_n))
                 assert tile.stages >= 3
 
 
 def test_the_heuristic_by_hand():
     """Large groups take the largest tile; 16 rows of 16 groups one warpgroup."""
-    assert hopper.heuristic(16384, 14336, 4096, 8) == Tile(128, 256, 64, 4, 2)
-    assert hopper_weights.heuristic(16384, 14336, 4096, 8) == Tile(128, 256, 64, 4, 2)
+    assert hopper.heuristic(16384, 14336, 4096, 8) == Tile(128, 256, 64, 4, 2, 2)
+    assert hopper_weights.heuristic(16384, 14336, 4096, 8) == Tile(128, 256, 64, 4, 2, 2)
 
 
 BAD = {
-    "block_m=96 must be a multiple of 64 and at most 128; nearest: 64, 128": Tile(96, 128),
-    "block_n=200 .* nearest: 192, 256": Tile(64, 200),
-    "block_k=32 .* nearest: 64": Tile(64, 64, 32),
-    "at least 2 stages": Tile(64, 64, stages=1),
-    "cluster of 1 or 2": Tile(64, 64, cluster=4),
+    "block_m=96 must be a multiple of 128 and at most 128; nearest: 128": Tile(96, 128),
+    "block_n=200 .* nearest: 192, 256": Tile(128, 200),
+    "block_k=32 .* nearest: 64": Tile(128, 64, 32),
+    "at least 2 stages": Tile(128, 64, stages=1),
+    "cluster of 1 or 2": Tile(128, 64, cluster=4),
     "bytes of shared memory": Tile(128, 256, stages=6),
 }
 

@@ -10,16 +10,23 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import TileSparse, aot, interpret, tile_sparse_matmul, tiles
-from pallas_kernels.gemm.reference import Spec
+from pallas_kernels import TileSparse, aot, interpret, tile_sparse_matmul
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.tile_sparse import hopper, hopper_weights
 from pallas_kernels.tile_sparse.cases import Case
-from pallas_kernels.tile_sparse.hopper import Tile
 from tests.gemm_oracle import activate, relative
 from tests.tile_sparse_oracle import arrays, of_lengths, oracle, tilewise
 
 SLOW = pytest.mark.slow
-Weights = hopper_weights.Tile
+
+
+def Tile(rows, stages=6, columns=64, **more):
+    """Its columns are the format's."""
+    return tiles.Tile(rows, columns, stages=stages, **more)
+
+
+Weights = Tile
 SMALL, LANES = Tile(128, 2), Tile(64, 2, pingpong=True)
 PLAIN = Spec(None, "bfloat16")
 # (M, K, N), (tile, chunk), chunks of each tile or shares of tilewise, tile, thread blocks.
@@ -197,11 +204,11 @@ def test_the_heuristics_give_legal_tiles():
             shape = hopper.shape_of(pattern, transpose)
             for spec in (PLAIN, Spec("gelu", "float32", True)):
                 found = hopper.heuristic(M, shape, 4, 10, spec)
-                hopper.check(found, shape)
+                tiles.check("x", found, hopper.GRAIN)
                 tiles.check_shared("x", hopper.buffers(found, shape, spec))
                 assert found.stages * found.rings > 2
         found = hopper_weights.heuristic(M, pattern)
-        hopper_weights.check(found, pattern.unit, tile)
+        hopper_weights.check(found, pattern.unit)
         assert found.stages >= 3
 
 
@@ -226,14 +233,14 @@ def test_an_illegal_tile_is_refused(message):
 
 
 def test_an_illegal_tile_of_the_weights_is_refused():
-    for message, tile, width in (
-        ("block_m=64 must be a multiple of 128", Weights(64), 128),
-        ("1 split or more", Weights(128, splits=0), 128),
-        ("registers of a thread", Weights(256), 256),
-        ("bytes of shared memory", Weights(256, 6), 128),
+    for message, tile in (
+        ("block_m=64 must be a multiple of 128", Weights(64)),
+        ("1 split or more", Weights(128, splits=0)),
+        ("registers of a thread", Weights(256, columns=256)),
+        ("bytes of shared memory", Weights(256, 6, 128)),
     ):
         with pytest.raises(ValueError, match=message):
-            hopper_weights.check(tile, 64, width)
+            hopper_weights.check(tile, 64)
 
 
 @pytest.mark.aot

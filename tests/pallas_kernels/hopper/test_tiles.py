@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels import tiles
+from pallas_kernels.hopper import tiles
 
 
 def test_shared_memory_is_counted_in_aligned_buffers():
