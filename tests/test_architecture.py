@@ -250,7 +250,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("gemm_reduce_scatter.py", "gemm_reduce_scatter"),
     ("dispatch_gemm.py", "dispatch_gemm"),
     ("gemm_combine.py", "gemm_combine"),
-    ("core.py", "relay"),
+    ("relay.py", "relay"),
     ("rows.py", "relay"),
     # The model, the schedule and the rules of a pipeline's tick.
     ("tick.py", "__init__"),
