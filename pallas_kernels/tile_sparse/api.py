@@ -191,10 +191,10 @@ def _plan(
         tile = tile_dx = tile_dw = Tile(128, 128)
     else:
         of_y, of_dx = (hopper.shape_of(pattern, transpose) for transpose in (False, True))
-        tile = _tile(rows[0]) or hopper.heuristic(M, of_y, T, S, spec)
+        tile = _tile(rows[0], pattern) or hopper.heuristic(M, of_y, T, S, spec)
         plain = Spec(None, x.dtype.name)
-        tile_dx = _tile(rows[1]) or hopper.heuristic(M, of_dx, C, S, plain)
-        tile_dw = _tile(rows[2]) or hopper_weights.heuristic(M, pattern)
+        tile_dx = _tile(rows[1], pattern) or hopper.heuristic(M, of_dx, C, S, plain)
+        tile_dw = _tile(rows[2], pattern) or hopper_weights.heuristic(M, pattern)
     forward, backward = (
         dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(found)))
         for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
@@ -202,9 +202,9 @@ def _plan(
     return Plan(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
 
 
-def _tile(row: dict | None) -> Tile | None:
-    """What was measured, if it was."""
-    return Tile(**row["tile"]) if row else None
+def _tile(row: dict | None, pattern: Pattern) -> Tile | None:
+    """What was measured, if it was; its columns are the format's."""
+    return Tile(**{"block_n": pattern.tile} | row["tile"]) if row else None
 
 
 def _reasons(x: Array, pattern: Pattern) -> list[str]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import TileSparse
+from pallas_kernels.hopper import tiles
 from pallas_kernels.tile_sparse import api, cases, configs, hopper, hopper_weights
 from pallas_kernels.tile_sparse.cases import CASES, Case
 
@@ -52,9 +53,11 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= 6
         for tile in tuning.candidates:
             if kind == "dw":
-                hopper_weights.check(tile, case.abstract.unit, case.tile)
+                hopper_weights.check(tile, case.abstract.unit)
             else:
-                hopper.check(tile, hopper.shape_of(case.abstract, kind == "dx"))
+                shape = hopper.shape_of(case.abstract, kind == "dx")
+                assert hopper.cut(tile, shape) == tile
+                tiles.check("x", tile, hopper.GRAIN)
 
 
 @pytest.mark.parametrize("kind", configs.KINDS)
