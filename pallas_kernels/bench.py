@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 Clock = Callable[..., float]
+Side = tuple[Callable[..., Any], list[Any]]  # what is timed, its abstract arguments
+Add = Callable[[dict[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +69,13 @@ def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, float]:
         "matmul_flops_per_s": 2 * n**3 / product.median_s,
         "copy_bytes_per_s": 2 * wide[0][0].nbytes / copy.median_s,
     }
+
+
+def attempt(add: Add, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+    """Adds a row; one that fails must not lose the others."""
+    began = time.perf_counter()
+    try:
+        row = about | measure()
+    except Exception as error:
+        row = about | {"note": f"{type(error).__name__}: {str(error)[:300]}"}
+    add(row | {"took_s": time.perf_counter() - began})

@@ -37,8 +37,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from gpu_collective import check_collective
-from gpu_expert import check_expert
 from gpu_kernels import FOLDERS, check_kernels
 
 from megajax.core import config, script
@@ -52,6 +50,8 @@ from megajax.systems import aot
 from megajax.training.config import Config, TrainConfig
 from megajax.training.optim import OptimConfig
 from megajax.training.step import TrainStep, make_train_step
+from pallas_kernels.collective.bench import check_collective
+from pallas_kernels.expert.bench import check_expert
 
 FOLDER = Path(os.environ.get("OUT", "runs/gpu_check"))
 BUDGET_S, RESERVE_S = 8 * 60, 40  # in all, and for what has begun by the deadline

@@ -4,8 +4,8 @@ A sample of every folder's correctness matrix comes first. Then times, of the go
 most first: device time of forward and of forward with backward on useful FLOPs, ours beside rivals
 on the same inputs in the same process, and a BERT forward (ByteTransformer's workload). What is
 left of the matrix comes last. A rehearsal runs the same lines on a CPU through the interpreter, on
-tiny shapes; its times mean nothing. A kernel folder's script (gpu_attention.py, ...) has CASES,
-TINY_CASES, checks(rehearsal) and sides(case, implementation).
+tiny shapes; its times mean nothing. A kernel folder's bench.py has CASES, TINY_CASES,
+checks(rehearsal) and sides(case, implementation).
 """
 
 import dataclasses
@@ -15,11 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import gpu_attention
-import gpu_gemm
-import gpu_grouped
-import gpu_norm
-import gpu_tile_sparse
 import jax
 
 from experiments.reports import padding as padding_report
@@ -27,14 +22,22 @@ from experiments.reports import padding_free
 from megajax.models.encoder_config import PRESETS as ENCODERS
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import bench
+from pallas_kernels.attention import bench as attention
+from pallas_kernels.bench import Add, attempt
+from pallas_kernels.gemm import bench as gemm
+from pallas_kernels.grouped import bench as grouped
+from pallas_kernels.norm import bench as norm
+from pallas_kernels.tile_sparse import bench as tile_sparse
 
-Add = Callable[[dict[str, Any]], None]
 FORWARD, BOTH = "forward", "forward+backward"
 SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
 FOLDERS = {
-    "attention": gpu_attention, "norm": gpu_norm, "gemm": gpu_gemm, "grouped": gpu_grouped,
-    "tile_sparse": gpu_tile_sparse,
-}  # fmt: skip
+    "attention": attention,
+    "norm": norm,
+    "gemm": gemm,
+    "grouped": grouped,
+    "tile_sparse": tile_sparse,
+}
 TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
 
 
@@ -104,16 +107,6 @@ def time_side(
         **asdict(timing), "tflops": flops / timing.median_s / 1e12,
         "gbytes_per_s": nbytes / timing.median_s / 1e9, "of_floor": floor / timing.median_s,
     }  # fmt: skip
-
-
-def attempt(add: Add, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
-    """Adds a row; one that fails must not lose the others."""
-    began = time.perf_counter()
-    try:
-        row = about | measure()
-    except Exception as error:
-        row = about | {"note": f"{type(error).__name__}: {str(error)[:300]}"}
-    add(row | {"took_s": time.perf_counter() - began})
 
 
 def check(add: Add, checks: list, deadline: float) -> None:

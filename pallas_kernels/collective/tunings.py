@@ -7,7 +7,7 @@ the rival's do, where the kernels send float32; for the all-reduce of decoding i
 that can be, a scatter's and a gather's, each with one latency: no NCCL has less. So a table that
 says 'fused' does not flatter.
 
-`Case` is what a tuner times, and scripts/gpu_collective.py with its controls.
+`Case` is what a tuner times, and bench.py with its controls.
 
 Legend: R ranks, m rows of all ranks, K contracted, N columns.
 """

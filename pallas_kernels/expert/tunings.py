@@ -11,7 +11,7 @@ While there are no more than twice as many ranks as choices, an all-gather's cop
 token from every rank, and a reduce-scatter's the sums, in 16 bits as a model's own are. Beyond that
 an all-to-all's bring a row a choice: a few more than the tokens that are needed.
 
-`Case` is what a tuner times, and scripts/gpu_expert.py with its controls.
+`Case` is what a tuner times, and bench.py with its controls.
 
 Legend: as in routes.py; K contracted, F and D columns.
 """

@@ -7,27 +7,27 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import gpu_attention
 import gpu_kernels
-import gpu_tile_sparse
 
 sys.path.pop(0)
 
 from pallas_kernels import bench
+from pallas_kernels.attention import bench as attention
+from pallas_kernels.tile_sparse import bench as tile_sparse
 
 
 def test_the_matrix_is_whole_and_begins_with_every_width():
-    checks = gpu_attention.matrix()
+    checks = attention.matrix()
     assert len(set(checks)) == len(checks) == 3 * 4 * 2 * 3 * 2
     assert [c.width for c in checks[:4]] == [128, 64, 256, 96]
-    lengths, capacity = gpu_attention.LENGTHS
+    lengths, capacity = attention.LENGTHS
     assert all(sum(each) <= capacity and len(each) == 5 for each in lengths)
 
 
 def test_the_goals_come_first():
     """Head width 128 forward, variable lengths, its backward; then everything, each once."""
     found = gpu_kernels.queue(rehearsal=False)
-    assert len(set(found)) == len(found) >= 2 * len(gpu_attention.CASES)
+    assert len(set(found)) == len(found) >= 2 * len(attention.CASES)
     assert [(b.case.name, b.direction) for b in found[:2]] == [
         ("d128 16k full", "forward"), ("d128 16k causal", "forward"),
     ]  # fmt: skip
@@ -37,13 +37,13 @@ def test_the_goals_come_first():
 
 def test_a_side_that_fails_is_a_row_and_time_is_kept(monkeypatch):
     """Rivals that are not there say why; past the deadline nothing runs; the floor is beside."""
-    case = gpu_attention.TINY_CASE
+    case = attention.TINY_CASE
     monkeypatch.setattr(
         gpu_kernels, "queue", lambda _: [gpu_kernels.Bench("attention", case, "forward")]
     )
-    sides = dict(gpu_attention.sides(case, "reference"))
+    sides = dict(attention.sides(case, "reference"))
     sides = {name: sides[name] for name in ("reference", "tokamax packed", "cudnn packed")}
-    monkeypatch.setattr(gpu_attention, "sides", lambda *_: sides)
+    monkeypatch.setattr(attention, "sides", lambda *_: sides)
     rows, about = [], {"matmul_flops_per_s": 1.0}
     gpu_kernels.time_cases(rows.append, about, time.perf_counter() + 100, rehearsal=True)
     timed, *failed = rows
@@ -71,26 +71,26 @@ def test_a_rehearsal_runs_every_line():
 @pytest.mark.slow
 def test_an_error_in_the_kernel_is_seen(monkeypatch):
     """The bound is tight enough to fail for an attention with a wrong scale."""
-    right = gpu_attention.varlen_attention
+    right = attention.varlen_attention
 
     def wrong(q, *rest, **options):
         return right(q * 1.05, *rest, **options)
 
-    monkeypatch.setattr(gpu_attention, "varlen_attention", wrong)
-    found = gpu_attention.errors(gpu_attention.TINY, "reference", gpu_attention.TINY_LENGTHS)
+    monkeypatch.setattr(attention, "varlen_attention", wrong)
+    found = attention.errors(attention.TINY, "reference", attention.TINY_LENGTHS)
     assert max(found.values()) > 1
 
 
 @pytest.mark.slow
 def test_a_slow_kernel_is_seen():
     """Beside a dense product, by a clock that is made up."""
-    (case,) = gpu_tile_sparse.TINY_CASES
-    right = gpu_tile_sparse.errors(case, "reference")
+    (case,) = tile_sparse.TINY_CASES
+    right = tile_sparse.errors(case, "reference")
     assert max(right.values()) <= 1 and min(right.values()) > 0
 
     def clock(function, *args):
         return 1.0 if function.__name__ == "matmul" else 1.5
 
-    found = gpu_tile_sparse.beside_dense(case, "reference", clock, 1)
+    found = tile_sparse.beside_dense(case, "reference", clock, 1)
     assert found["time"] == pytest.approx(1.5 / 1.25)
-    assert gpu_tile_sparse.beside_dense(case, "reference", bench.wall_clock, 1)["time"] > 0
+    assert tile_sparse.beside_dense(case, "reference", bench.wall_clock, 1)["time"] > 0

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_attention import Side
 
 import pallas_kernels
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped.cases import CASES as CASES
 from pallas_kernels.grouped.cases import Case
 
@@ -44,7 +45,7 @@ def sizes(case: Case) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.asarray(case.sizes))
 
 
-def product(case: Case, implementation: str) -> Callable[..., jax.Array]:
+def product(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
     """grouped_matmul of the arguments."""
 
     def run(lhs, rhs):
@@ -77,7 +78,7 @@ def theirs(case: Case) -> Callable[..., jax.Array]:
     return run
 
 
-def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
     """Ours and the rivals that a GPU has room for."""
     like = arguments(case)
     found: dict[str, Callable[[], Side]] = {
@@ -96,7 +97,7 @@ def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
     return found
 
 
-def errors(case: Case, implementation: str) -> dict[str, float]:
+def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     """Returns error over bound of the result and of the gradients; at most 1 is right.
 
     The last rows belong to nobody and are NaN.
@@ -110,7 +111,7 @@ def errors(case: Case, implementation: str) -> dict[str, float]:
     poisoned = [np.concatenate([x[live], np.full_like(x[:DEAD], np.nan)]) for x in (lhs, dy)]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def all_of(implementation: str, lhs, rhs, dy):
+    def all_of(implementation: Implementation, lhs, rhs, dy):
         def run(lhs, rhs):
             return pallas_kernels.grouped_matmul(
                 lhs, rhs, sizes(case), implementation=implementation
@@ -119,7 +120,7 @@ def errors(case: Case, implementation: str) -> dict[str, float]:
         y, pull = jax.vjp(run, lhs, rhs)
         return y, *pull(dy)
 
-    def results(implementation: str, dtype: str) -> list[np.ndarray]:
+    def results(implementation: Implementation, dtype: str) -> list[np.ndarray]:
         given = (
             jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in (poisoned[0], rhs, poisoned[1])
         )

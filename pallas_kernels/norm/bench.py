@@ -10,11 +10,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_attention import Side
 
 import pallas_kernels
 from pallas_kernels import PackInfo
 from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.norm.cases import CASES as CASES
 from pallas_kernels.norm.cases import Case
 
@@ -35,7 +36,7 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(s, jnp.float32 if len(s) == 1 else jnp.bfloat16) for s in shapes]
 
 
-def norm(case: Case, implementation: str) -> Callable:
+def norm(case: Case, implementation: Implementation) -> Callable:
     """fused_layer_norm of the arguments, or norm_unpack into the paper's padded rows."""
 
     def run(x, scale, *rest):
@@ -58,7 +59,7 @@ def norm(case: Case, implementation: str) -> Callable:
     return run
 
 
-def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
     """Ours, and the plain program, of which XLA makes one or two kernels."""
     return {
         "ours": lambda: (norm(case, implementation), arguments(case)),
@@ -66,13 +67,13 @@ def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
     }
 
 
-def errors(case: Case, implementation: str) -> dict[str, float]:
+def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     """Returns error over bound of the results and of the gradients; at most 1 is right."""
     like = arguments(case)
     random = np.random.default_rng(0)
     inputs = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in like]
 
-    def all_of(implementation: str, exact: bool) -> list[np.ndarray]:
+    def all_of(implementation: Implementation, exact: bool) -> list[np.ndarray]:
         def run(*x):
             out, pull = jax.vjp(norm(case, implementation), *x)
             return jax.tree.leaves(out), pull(jax.tree.map(jnp.ones_like, out))

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_attention import Side
 
 from pallas_kernels import TileSparse, bench, tile_sparse_matmul
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tile_sparse import cases
 from pallas_kernels.tile_sparse.cases import CASES as CASES
 from pallas_kernels.tile_sparse.cases import Case
@@ -38,7 +39,7 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((case.M, case.K), slots)]
 
 
-def product(case: Case, implementation: str) -> Callable[..., jax.Array]:
+def product(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
     """tile_sparse_matmul of the arguments."""
 
     def run(x, values):
@@ -55,7 +56,7 @@ def dense(case: Case) -> Side:
     return jnp.matmul, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
 
 
-def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
     """Ours, plain JAX of the same weight, and the dense product."""
     return {
         "ours": lambda: (product(case, implementation), arguments(case)),
@@ -64,7 +65,7 @@ def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
     }
 
 
-def errors(case: Case, implementation: str) -> dict[str, float]:
+def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     """Returns error over bound of the result and of the gradients; at most 1 is right.
 
     With a bias, GELU, and a third of the entries inside slots pruned, which are NaN before packing.
@@ -76,7 +77,7 @@ def errors(case: Case, implementation: str) -> dict[str, float]:
     w = np.where(mask, w, np.nan)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def all_of(implementation: str, x, weight, bias, dy):
+    def all_of(implementation: Implementation, x, weight, bias, dy):
         def run(x, values, bias):
             return tile_sparse_matmul(
                 x, weight.replace(values=values), bias=bias, activation="gelu",
@@ -86,8 +87,8 @@ def errors(case: Case, implementation: str) -> dict[str, float]:
         y, pull = jax.vjp(run, x, weight.values, bias)
         return y, *pull(dy)
 
-    def results(implementation: str, dtype: str) -> list[np.ndarray]:
-        given = [jnp.asarray(a, jnp.bfloat16).astype(dtype) for a in (x, w, bias, dy)]
+    def results(implementation: Implementation, dtype: str) -> list[np.ndarray]:
+        given: list[Any] = [jnp.asarray(a, jnp.bfloat16).astype(dtype) for a in (x, w, bias, dy)]
         given[1] = TileSparse.from_dense(given[1], mask, tile=case.tile, chunk=case.chunk)
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             return [np.asarray(a, np.float64) for a in all_of(implementation, *given)]
@@ -103,7 +104,7 @@ def errors(case: Case, implementation: str) -> dict[str, float]:
 
 
 def beside_dense(
-    case: Case, implementation: str, clock: bench.Clock, runs: int
+    case: Case, implementation: Implementation, clock: bench.Clock, runs: int
 ) -> dict[str, float]:
     """Returns time over bound, of a case that prunes nothing."""
 

@@ -29,10 +29,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_kernels import Add, attempt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, bench
+from pallas_kernels.bench import Add, attempt
 from pallas_kernels.collective import api, plans
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.cases import DENSE
@@ -170,7 +170,7 @@ def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., j
     def fused(peers: Peers, plan: Plan) -> Callable[..., jax.Array]:
         return lambda x, w, _: case.fused(peers, plan, x, w)
 
-    found: dict[str, Callable[..., jax.Array]] = {
+    found: dict[str, Callable[..., Any]] = {
         "ours": lambda x, w, e: hopper.multiply(whole(x, e), w[0], spec=PLAIN, tile=tile)[0],
         "cublas": lambda x, w, e: whole(x, e) @ w[0],
         "free": fused(case.ghost(plan, 0), plan),
@@ -221,7 +221,8 @@ def efficiencies(case: Case, links: tuple[float, ...], clock: bench.Clock) -> It
             for k, x in zip(jax.random.split(key, len(like)), like, strict=True)
         )
     )
-    inputs, timed = [draw(key) for key in keys], functions(case, links)
+    inputs: list[tuple[Any, ...]] = [draw(key) for key in keys]
+    timed = functions(case, links)
     wrong = apart(timed[f"fused {links[0] / 1e9:.0f}"], lambda x, w, _: case.exact(x, w), inputs[0])
     seconds = interleaved(timed, inputs, clock)
     gemm = min(seconds["ours"], seconds["cublas"])

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_attention import Side
 
 import pallas_kernels
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gemm.cases import CASES as CASES
 from pallas_kernels.gemm.cases import Case
 
@@ -31,7 +32,7 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(s, jnp.float32 if len(s) == 1 else jnp.bfloat16) for s in shapes]
 
 
-def product(case: Case, implementation: str) -> Callable[..., jax.Array]:
+def product(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
     """fused_gemm of the arguments."""
 
     def run(x, w, *rest):
@@ -46,7 +47,7 @@ def product(case: Case, implementation: str) -> Callable[..., jax.Array]:
     return run
 
 
-def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
     """Ours, and XLA's product with the element-wise work that it fuses."""
     return {
         "ours": lambda: (product(case, implementation), arguments(case)),
@@ -54,14 +55,14 @@ def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
     }
 
 
-def errors(case: Case, implementation: str) -> dict[str, float]:
+def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     """Returns error over bound of the result and of the gradients; at most 1 is right."""
     like = arguments(case)
     random = np.random.default_rng(0)
     scaled = (random.normal(size=x.shape) / case.K**0.25 for x in like)
     inputs = [jnp.asarray(x, y.dtype) for x, y in zip(scaled, like, strict=True)]
 
-    def all_of(implementation: str, exact: bool) -> list[np.ndarray]:
+    def all_of(implementation: Implementation, exact: bool) -> list[np.ndarray]:
         def run(*x):
             out, pull = jax.vjp(product(case, implementation), *x)
             return out, *pull(jnp.ones_like(out))

@@ -20,8 +20,8 @@ from pallas_kernels import varlen_attention
 from pallas_kernels.attention.cases import CASES as CASES
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.ranges import packed_rows
-
-Side = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]  # what is timed, its arguments
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def plain(q, k, v, cu, causal, window):
     return jnp.einsum("hts,shk->thk", jnp.where(seen[None], weights, 0).astype(v.dtype), v)
 
 
-def errors(check: Check, implementation: str, lengths: Any) -> dict[str, float]:
+def errors(check: Check, implementation: Implementation, lengths: Any) -> dict[str, float]:
     """Returns error over bound of the output and of the gradients; at most 1 is right."""
     masks = {"causal": check.causal, "window": check.window}
 
@@ -123,7 +123,7 @@ def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
     ]
 
 
-def sides(case: Case, implementation: str) -> dict[str, Callable[[], Side]]:
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
     """What is timed on a case: ours and its rivals, each built when its turn comes."""
     return {
         "ours": lambda: ours(case, implementation),
@@ -146,7 +146,7 @@ def packed(case: Case) -> tuple[jax.Array, list[jax.ShapeDtypeStruct]]:
     return cu, arguments(case, -(-case.tokens // 128) * 128)
 
 
-def ours(case: Case, implementation: str) -> Side:
+def ours(case: Case, implementation: Implementation) -> Side:
     """Packed attention of this library."""
     cu, like = packed(case)
     attend = functools.partial(
@@ -192,7 +192,10 @@ def cudnn_packed(case: Case) -> Side:
 
 def tokamax_packed(case: Case) -> Side:
     """Tokamax's Mosaic GPU attention of one packed row, by the key range of each query."""
-    from tokamax._src.ops.attention import api, base
+    from tokamax._src.ops.attention import (  # pyrefly: ignore[missing-import]
+        api,
+        base,
+    )
 
     cu, like = packed(case)
     rows = packed_rows(cu, cu, like[0].shape[0], case.causal, None)

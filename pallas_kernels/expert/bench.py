@@ -1,6 +1,6 @@
 """The expert part of gpu_check.py: a mixture's fused products on one GPU, exact and timed.
 
-As gpu_collective.py: eight virtual ranks first, each on its share of the thread blocks, buffers
+As collective/bench.py: eight virtual ranks first, each on its share of the thread blocks, buffers
 full of NaN, every rank up to 200 us late, a hundred times; values are small integers, so that the
 result is exact, beside a loop over tokens in float64. Then times of one rank of full size beside a
 ghost (an EMULATED link): the papers' models, 16384 tokens, expert parallel over 8, every expert as
@@ -27,11 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_collective import DELAY_NS, LINKS, SEEDS, R, apart, interleaved, link_row
-from gpu_kernels import Add, attempt
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import aot, bench
+from pallas_kernels.bench import Add, attempt
+from pallas_kernels.collective.bench import DELAY_NS, LINKS, SEEDS, R, apart, interleaved, link_row
 from pallas_kernels.collective.cases import MIXTURES
 from pallas_kernels.collective.peers import VirtualPeer
 from pallas_kernels.collective.plans import fitted
@@ -167,7 +167,8 @@ def exact(check: Check) -> dict[str, Any]:
     """Returns how many of the runs with random delays differ from float64 in any bit."""
     random = np.random.default_rng(0)
     *arrays, experts = check.draw(random)
-    want = jnp.asarray(check.want(*(a.astype(float) for a in arrays), experts), jnp.bfloat16)
+    x, w, weights = (a.astype(float) for a in arrays)
+    want = jnp.asarray(check.want(x, w, weights, experts), jnp.bfloat16)
     args = (*(jnp.asarray(a, jnp.bfloat16) for a in arrays), jnp.asarray(experts, jnp.int32))
     function = jax.jit(check.run)
     wrong = 0
@@ -223,7 +224,7 @@ CASES = tuple((model, op) for model in MIXTURES for op in (DISPATCH, COMBINE))
 def hidden(case: Case, links: tuple[float, ...], clock: bench.Clock) -> Iterator[dict[str, Any]]:
     """Yields a row for each link, from one series of rounds."""
     draw = jax.jit(functools.partial(arguments, case))
-    inputs = [draw(key) for key in jax.random.split(jax.random.key(0), 2)]
+    inputs: list[tuple[Any, ...]] = [draw(key) for key in jax.random.split(jax.random.key(0), 2)]
     timed, best = functions(case, links), f"{links[0] / 1e9:.0f}"
     wrong = apart(timed[f"fused {best}"], lambda given, *_: case.exact(*given), inputs[0])
     seconds = interleaved(timed, inputs, clock)
@@ -251,7 +252,8 @@ def compile_all(add: Add) -> None:
 
     for check in CHECKS[:4]:
         *arrays, experts = check.draw(np.random.default_rng(0))
-        check.want(*(a.astype(float) for a in arrays), experts)
+        x, w, weights = (a.astype(float) for a in arrays)
+        check.want(x, w, weights, experts)
         like = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
         more = (experts.shape, (R,))
         row(check.name, check.run, [*like, *(jax.ShapeDtypeStruct(s, jnp.int32) for s in more)])
