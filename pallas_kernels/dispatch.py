@@ -66,6 +66,28 @@ def choose(op: str, implementation: str | None, reasons: Sequence[str]) -> str:
     return "reference" if reasons else "auto"
 
 
+def choose_fused(
+    op: str, implementation: str | None, reasons: Sequence[str], find: Callable[[], Any]
+) -> str:
+    """Returns 'xla' or 'fused', for a product with its collective.
+
+    reasons: why the kernel cannot run; empty when it can. find(): the row of a table, or None; None
+    takes the kernel only where one says that it is faster.
+    Raises: as `choose`.
+    """
+    if implementation not in (None, "xla", "fused"):
+        raise ValueError(f"{op}: implementation={implementation!r}; there are 'xla', 'fused', None")
+    if implementation == "fused" and reasons:
+        raise NotImplementedError(
+            f"{op}: implementation='fused' cannot run here: {'; '.join(reasons)}; use "
+            "implementation='xla', or None to let it choose"
+        )
+    if implementation is None and not reasons:
+        row = find()
+        return "fused" if row and row["fastest"] == "fused" else "xla"
+    return implementation or "xla"
+
+
 def run(
     choice: str,
     hopper: Callable[..., Any],

@@ -83,6 +83,20 @@ def find(
     return nearest
 
 
+def slower(rows: Sequence[dict | None], needed: bool) -> list[str]:
+    """Returns why plain JAX is taken where nobody chose: a row says so, or there is none.
+
+    needed: whether the kernel waits for a row that says that it is faster.
+    """
+    if needed and None in rows:
+        return ["no measurement for this device says that the kernel is faster than XLA's product"]
+    return [
+        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
+        for row in rows
+        if row and row["fastest"] != "hopper"
+    ]
+
+
 def distance(one: Key, other: Key) -> float:
     """In octaves over all sizes; infinite where a word or the set of names differs."""
     if one.keys() != other.keys():

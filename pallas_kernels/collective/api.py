@@ -241,19 +241,10 @@ def _live() -> tuple[str, str]:
 def _choose(
     op: str, implementation: str | None, axis: str, rows: int, xs: tuple, widths: Sequence[int]
 ) -> str:
-    if implementation not in (None, "xla", "fused"):
-        raise ValueError(f"{op}: implementation={implementation!r}; there are 'xla', 'fused', None")
     ranks, contracted = lax.axis_size(axis), [x.shape[-1] for x in xs]
     why = reasons(op, contracted, widths, ranks, xs[0].dtype) + (() if rows else ("finds no rows",))
-    if implementation == "fused" and why:
-        raise NotImplementedError(
-            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use "
-            "implementation='xla', or None to let it choose"
-        )
-    if implementation is None and not why:
-        row = tuned.find(op, key(op, ranks, rows, sum(contracted), sum(widths)))
-        return "fused" if row and row["fastest"] == "fused" else "xla"
-    return implementation or "xla"
+    about = key(op, ranks, rows, sum(contracted), sum(widths))
+    return dispatch.choose_fused(op, implementation, why, lambda: tuned.find(op, about))
 
 
 def _check(

@@ -164,20 +164,11 @@ def reasons(
 def _choose(
     op: str, implementation: str | None, xs: tuple, ws: tuple, routes: Routes, turned: bool
 ) -> str:
-    if implementation not in (None, "xla", "fused"):
-        raise ValueError(f"{op}: implementation={implementation!r}; there are 'xla', 'fused', None")
     contracted, widths = [x.shape[1] for x in xs], [w.shape[2 - turned] for w in ws]
     why = reasons(op, contracted, widths, routes.ranks, xs[0].dtype)
     why += () if routes.rows else ("finds no rows",)
-    if implementation == "fused" and why:
-        raise NotImplementedError(
-            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use "
-            "implementation='xla', or None to let it choose"
-        )
-    if implementation is None and not why:
-        row = tuned.find(op, _key(op, routes, sum(contracted), sum(widths)))
-        return "fused" if row and row["fastest"] == "fused" else "xla"
-    return implementation or "xla"
+    about = _key(op, routes, sum(contracted), sum(widths))
+    return dispatch.choose_fused(op, implementation, why, lambda: tuned.find(op, about))
 
 
 def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> None:

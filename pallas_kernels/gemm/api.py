@@ -160,24 +160,17 @@ def _plan(
         for row, guess in zip(rows, guesses, strict=True)
     )
     forward, backward = (
-        dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(found)))
+        dispatch.choose(
+            OP,
+            implementation,
+            reasons + ([] if implementation else tuned.slower(found, needed=True)),
+        )
         for found in (rows[:1], rows[1:])
     )
     bias = bias_N is not None
     return Plan(
         forward, backward, activation, bias, residual, out_dtype, tile, tile_dx, tile_dw
     )  # fmt: skip
-
-
-def _slower(rows: list[dict | None]) -> list[str]:
-    """Why XLA's product is taken where nobody chose."""
-    if None in rows:
-        return ["no measurement for this device says that the kernel is faster than XLA's product"]
-    return [
-        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
-        for row in rows
-        if row and row["fastest"] != "hopper"
-    ]
 
 
 def _check(

@@ -129,19 +129,14 @@ def _plan(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -
         for row, (heuristic, _, n, k) in zip(rows, jobs, strict=True)
     )
     forward, backward = (
-        dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(measured)))
+        dispatch.choose(
+            OP,
+            implementation,
+            reasons + ([] if implementation else tuned.slower(measured, needed=False)),
+        )
         for measured in (rows[:1], rows[1:])
     )
     return Plan(forward, backward, transpose, tile, tile_lhs, tile_rhs)
-
-
-def _slower(rows: list[dict | None]) -> list[str]:
-    """Why the reference is taken where nobody chose: a table says so."""
-    return [
-        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
-        for row in rows
-        if row and row["fastest"] != "hopper"
-    ]
 
 
 def _check(lhs: Array, rhs: Array, sizes: Array, transpose: bool) -> None:

@@ -196,7 +196,11 @@ def _plan(
         tile_dx = _tile(rows[1], pattern) or hopper.heuristic(M, of_dx, C, S, plain)
         tile_dw = _tile(rows[2], pattern) or hopper_weights.heuristic(M, pattern)
     forward, backward = (
-        dispatch.choose(OP, implementation, reasons + ([] if implementation else _slower(found)))
+        dispatch.choose(
+            OP,
+            implementation,
+            reasons + ([] if implementation else tuned.slower(found, needed=True)),
+        )
         for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
     )
     return Plan(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
@@ -220,17 +224,6 @@ def _reasons(x: Array, pattern: Pattern) -> list[str]:
     if not sizes:
         found.append(f"needs something to compute, found x {x.shape}, weight {pattern.shape}")
     return found
-
-
-def _slower(rows: list[dict | None]) -> list[str]:
-    """Why plain JAX is taken where nobody chose."""
-    if None in rows:
-        return ["no measurement for this device says that the kernel is faster than XLA's product"]
-    return [
-        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
-        for row in rows
-        if row and row["fastest"] != "hopper"
-    ]
 
 
 def _check(x: Array, weight: TileSparse, bias: Array | None, activation: str | None) -> None:
