@@ -189,11 +189,14 @@ class Sealer:
         return {"wrong": wrong[: marks.SAID]}
 
     def _let_go(self, saved: int) -> None:
-        """Removes what need not be kept. saved: a step that stays in every case."""
+        """Removes what need not be kept. saved: a step that stays in every case.
+
+        That does not make it one of those that let others go: until its new copy counts, what is
+        there may be the copy that a restore found damaged.
+        """
         try:
             if self._steps.lease is not None and self._steps.lease.is_lost():
                 return  # the newer attempt does it
-            bad = self._bad - {saved}
-            self._steps.retain(self._keep, self._best, bad, saved, self._reads_back)
+            self._steps.retain(self._keep, self._best, self._bad, saved, self._reads_back)
         except (OSError, CheckpointError) as error:  # the step counts all the same
             logging.warning("older steps than %d stay: %s", saved, error)

@@ -14,6 +14,7 @@ from megajax.checkpoint import integrity, marks
 from megajax.checkpoint.directory import METADATA, StepFolder
 from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError, Record
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.store import SaveError
 from megajax.core.errors import UserError
 
 X = {"x": np.arange(3, dtype=np.float32)}
@@ -205,3 +206,32 @@ def test_only_a_step_that_was_read_back_lets_older_ones_go(tmp_path):
         steps.record(4)
     put_step(steps, 4)
     assert steps.record(4) == dataclasses.replace(records[4], metric=None)
+
+
+def test_a_copy_that_went_bad_lets_none_go_while_it_is_saved_again(tmp_path, monkeypatch):
+    """It keeps its record, sizes and mark; what counts is that a restore found it damaged."""
+    x = {"x": np.random.default_rng(0).random(2**18, np.float32)}
+    manager = CheckpointManager(tmp_path, keep=0)
+    for step in (1, 2, 3):
+        manager.save(step, x).result()
+    manager.close()
+    largest = max((tmp_path / "3").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+    manager = CheckpointManager(tmp_path, keep=2)
+    np.testing.assert_array_equal(manager.restore(like=x)["x"], x["x"])
+    assert manager.latest() == 2
+
+    def killed(*_):
+        raise OSError("killed before the new copy counts")
+
+    monkeypatch.setattr(StepFolder, "commit", killed)
+    with pytest.raises(SaveError, match="killed before"):
+        manager.save(3, x).result()
+    assert manager.steps() == [1, 2, 3]
+    monkeypatch.undo()
+    manager.save(3, x).result()
+    manager.close()
+    assert manager.steps() == [2, 3]
