@@ -19,7 +19,7 @@ MESHES = {
     "data 8": {},
     "tensor 4": {"mesh__data": 1, "mesh__tensor": 4},
     "data 2, tensor 4": {"mesh__tensor": 4},
-    "node 2, data 2, tensor 2": {"mesh__node": 2, "mesh__tensor": 2},
+    "node 2, data 2, tensor 2": {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid"},
 }
 
 
@@ -157,7 +157,11 @@ def test_accumulation_alone(control):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid", "model": MQA},
+        pytest.param(
+            {"mesh__node": 2, "mesh__tensor": 2, "shard__zero": "hybrid", "model": MQA},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"mesh__node": 2, "mesh__tensor": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"mesh__context": 2, "mesh__tensor": 2, "context__kind": "ring", "model": MQA},
             marks=pytest.mark.slow,
@@ -182,7 +186,16 @@ def test_accumulation_alone(control):
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["hybrid", "ring", "replicated", "ulysses", "context and expert", "gather", "plain order"],
+    ids=[
+        "hybrid",
+        "nodes",
+        "ring",
+        "replicated",
+        "ulysses",
+        "context and expert",
+        "gather",
+        "plain order",
+    ],
 )
 def test_other_shardings(changes, control):
     settings = {"model": RICH} | changes
@@ -221,7 +234,7 @@ def test_other_optimizers(optimizer, control):
 
 
 def test_bfloat16_follows_float32():
-    exact, _ = train(MODEL, 100, mesh__data=1)
-    short, _ = train(MODEL, 100, mesh__data=1, train__dtype="bfloat16")
+    exact, _ = train(MODEL, 50, mesh__data=1)
+    short, _ = train(MODEL, 50, mesh__data=1, train__dtype="bfloat16")
     assert exact[-1] < 0.9 * exact[0]
     np.testing.assert_allclose(short[-10:].mean(), exact[-10:].mean(), rtol=0.02)

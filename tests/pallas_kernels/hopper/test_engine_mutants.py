@@ -123,7 +123,7 @@ UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
 @pytest.mark.parametrize(
-    "site", parameters([engine, epilogue, relay], ["Product._product.wgmma_wait(0)"])
+    "site", parameters([engine, epilogue, relay], ["relay._._.barrier_wait(arrived.at[slot])"])
 )
 def test_a_deleted_wait_is_missed(site):
     check(site, RUNS, UNSEEN)
