@@ -110,7 +110,7 @@ class Lease:
                 if not path.swap(text, version):
                     continue  # another wrote it: look who
             elif held != wanted:
-                temporary = path.with_name(f".{RECORD}.{os.getpid()}")
+                temporary = path.with_name(f".{RECORD}.{self.attempt.tag}")
                 with open(temporary, "wb") as file:
                     file.write(text)
                     file.flush()

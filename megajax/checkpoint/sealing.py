@@ -117,7 +117,7 @@ class Sealer:
         if job.unread is not None:
             self._judge(job.unread, [part["unread"] for part in parts])
         if self._reads_back and job.former is None:  # a kill may have come before older ones went
-            self._let_go(job.step)
+            self._let_go(job.step, counts=False)
         for path in paths:
             path.unlink()
         record = Record(job.step, files, found, job.metric)
@@ -188,15 +188,17 @@ class Sealer:
             logging.warning("step %d of %s is not marked: %s", step, self._steps.path, error)
         return {"wrong": wrong[: marks.SAID]}
 
-    def _let_go(self, saved: int) -> None:
-        """Removes what need not be kept. saved: a step that stays in every case.
+    def _let_go(self, saved: int, counts: bool = True) -> None:
+        """Removes what need not be kept.
 
-        That does not make it one of those that let others go: until its new copy counts, what is
-        there may be the copy that a restore found damaged.
+        saved: a step that stays in every case. counts: it is one of those that let others go. An
+        older copy that is about to be replaced is not: it may be why the step is saved again,
+        whether a restore found it damaged or a listing of a store left it out.
         """
         try:
             if self._steps.lease is not None and self._steps.lease.is_lost():
                 return  # the newer attempt does it
-            self._steps.retain(self._keep, self._best, self._bad, saved, self._reads_back)
+            bad = self._bad if counts else self._bad | {saved}
+            self._steps.retain(self._keep, self._best, bad, saved, self._reads_back)
         except (OSError, CheckpointError) as error:  # the step counts all the same
             logging.warning("older steps than %d stay: %s", saved, error)
