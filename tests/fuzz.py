@@ -5,11 +5,13 @@
     uv run python -m tests.fuzz --targets=zips --replay=runs/fuzz/zips/7-1234.bin
 
 Inputs are good files after random edits (tests/mutations.py, tests/fuzz_targets.py,
-tests/fuzz_local.py); the number of
-an input and --seed make it again. They are read in child processes. A finding is an exception that
-is neither UserError nor OSError, the end of a process, more than 10 s, or more memory than 10 times
-the input plus 64 MB (the limit on the address space is set before each input). Each kind of finding
-is saved once, as TARGET/SEED-NUMBER.bin with its reason beside it; fuzz.json holds the counts.
+tests/fuzz_local.py); the number of an input and --seed make it again. They are read in child
+processes. A finding is an exception that is neither UserError nor OSError, the end of a process,
+more than 10 s of a processor or 60 s of waiting, or more memory than 10 times the input plus 64 MB
+(the limit on the address space is set before each input). Seconds are those of a processor, so that
+other work on the machine takes nothing away from a target's time and makes no hang. Each kind of
+finding is saved once, as TARGET/SEED-NUMBER.bin with its reason beside it; fuzz.json holds the
+counts.
 Exits with 1 when there is a finding.
 """
 
@@ -43,9 +45,10 @@ from tests.fuzz_local import Target
 from tests.fuzz_targets import TARGETS
 from tests.mutations import mutate
 
-HANG_S = 10
+HANG_S, STILL_S = 10, 60  # for one input: of a processor, and of waiting for anything else
 SLACK, GROWTH = 64 * 2**20, 10  # bytes of memory: at all, and for each byte of an input
-CHILD_S = 20  # seconds that a child works; a crash costs no more than it
+CHILD_S = 20  # seconds of a processor that a child works; a crash costs no more than it
+HANGS = {signal.SIGPROF: f"over {HANG_S} s", signal.SIGALRM: f"still for {STILL_S} s"}
 PAGE = resource.getpagesize()
 ONE_ARENA = -8, 1  # mallopt: threads that come and go must not each reserve 64 MB
 
@@ -76,7 +79,8 @@ def read(target: Target, data: bytes) -> str:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + SLACK + GROWTH * len(data), before[1]))
-    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    signal.setitimer(signal.ITIMER_PROF, HANG_S)
+    signal.setitimer(signal.ITIMER_REAL, STILL_S)
     try:
         target.read(data, folder)
     except UserError:
@@ -87,6 +91,7 @@ def read(target: Target, data: bytes) -> str:
     except BaseException as error:  # Rust's panics are no Exceptions
         return _reason(error)
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, before)
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,13 +111,13 @@ def work(
 ) -> None:
     """Reads inputs from number `first` on; tells where it is and what is wrong. Never returns."""
     resource.setrlimit(resource.RLIMIT_CPU, (CHILD_S + 2 * HANG_S,) * 2)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 2
-    )  # Rust tells of its panics, the log of what it skips
-    end = time.monotonic() + min(CHILD_S, cfg.seconds)
+    # Rust tells of its panics, the log of what it skips.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    end = time.process_time() + min(CHILD_S, cfg.seconds)
     number = first
-    while time.monotonic() < end:
+    while time.process_time() < end:
         shared[:8] = number.to_bytes(8, "little")
         try:
             reason = read(target, make(target, seeds, cfg.seed, number))
@@ -134,8 +139,8 @@ def fuzz(name: str, cfg: Config, out: Path) -> dict:
         with contextlib.suppress(ValueError, OSError):
             target.read(seeds[0], Path(folder) / "first")  # what is imported late is imported now
     gc.freeze()
-    start, number, kinds = time.monotonic(), 0, {}
-    while (left := start + cfg.seconds - time.monotonic()) > 0:
+    spent, number, kinds = 0.0, 0, {}
+    while (left := cfg.seconds - spent) > 0:
         ours, theirs = os.pipe()
         if (child := os.fork()) == 0:
             os.close(ours)
@@ -143,18 +148,18 @@ def fuzz(name: str, cfg: Config, out: Path) -> dict:
         os.close(theirs)
         with open(ours) as pipe:
             found = [json.loads(line) for line in pipe]
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _, status, used = os.wait4(child, 0)
+        code, spent = os.waitstatus_to_exitcode(status), spent + used.ru_utime + used.ru_stime
         number = int.from_bytes(shared[:8], "little")
         if code != 0:
-            cause = f"over {HANG_S} s" if code == -signal.SIGALRM else f"ended with {code}"
-            found.append([number, cause])
+            found.append([number, HANGS.get(-code, f"ended with {code}")])
             number += 1
         for where, reason in found:
             kind = reason.partition(": ")[0]
             kinds[kind] = kinds.get(kind, 0) + 1
             if kinds[kind] == 1:
                 save(out / name, cfg.seed, where, make(target, seeds, cfg.seed, where), reason)
-    return {"target": name, "inputs": number, "seconds": round(time.monotonic() - start, 1),
+    return {"target": name, "inputs": number, "seconds": round(spent, 1),
             "findings": kinds}  # fmt: skip
 
 
