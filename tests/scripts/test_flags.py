@@ -68,6 +68,14 @@ def test_shell_scripts_refuse_a_wrong_word_before_they_begin(name, word, said):
     assert done.returncode == 2 and said in done.stderr and not done.stdout
 
 
+def test_slow_tests_of_every_folder_are_scheduled():
+    tests = SCRIPTS.parent / "tests"
+    jobs = (tests.parent / ".github/workflows/slow.yml").read_text()
+    matrix = jobs[jobs.index("folders:") : jobs.index("runs-on:")]
+    named = {word for line in matrix.splitlines()[1:] for word in line.split()} - {"-"}
+    assert named == {p.parent.relative_to(tests).parts[0] for p in tests.glob("*/**/test_*.py")}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
