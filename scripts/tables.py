@@ -22,13 +22,13 @@ import jax
 from absl import flags
 
 from experiments.reports import kernel_tables, overlap_tables, pruning_tables
+from experiments.storm import account
 from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table
-from megajax.systems.chaos import account
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"

@@ -188,19 +188,18 @@ def test_memory_outlives_a_trainer_and_goes_with_its_agent(home, straight):
 
 
 @pytest.mark.process
-def test_chaos_lets_a_driver_end_its_job_after_ctrl_c():
+def test_an_experiment_lets_a_driver_end_its_job_after_ctrl_c():
     """SIGKILL, which subprocess.run would send, leaves the processes of the job behind."""
     program = """if True:
         import signal, subprocess, sys
-        sys.path.insert(0, "experiments")
-        import chaos
+        from experiments.storm import job as storm
         def ring(*_):
             raise KeyboardInterrupt
         signal.signal(signal.SIGALRM, ring)
         job = subprocess.Popen(["sleep", "60"])
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         try:
-            chaos.finish(job)
+            storm.finish(job)
         except KeyboardInterrupt:
             print(job.returncode)
         """

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from megajax.systems.chaos import account
-from megajax.systems.chaos.cluster import Cluster, Tail
-from megajax.systems.chaos.deeds import Deeds, Hit
-from megajax.systems.chaos.plan import BY_MAIL, FEW, KINDS, Strike, strikes
-from megajax.systems.chaos.storm import Case, Storm
+from experiments.storm import account
+from experiments.storm.cluster import Cluster, Tail
+from experiments.storm.deeds import Deeds, Hit
+from experiments.storm.plan import BY_MAIL, FEW, KINDS, Strike, strikes
+from experiments.storm.storm import Case, Storm
 
 JOB = str(pathlib.Path(__file__).parents[1] / "elastic" / "lockstep.py")
 FLAGS = [

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.storm.relay import Relay
 from megajax.core.errors import UserError
-from megajax.systems.chaos.relay import Relay
 
 ROOT = Path(__file__).parents[3]
 SUPERVISE = str(ROOT / "scripts" / "supervise.py")

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.storm.plan import KINDS
+from experiments.storm.storm import Case
 from megajax.monitor import results
-from megajax.systems.chaos.plan import KINDS
-from megajax.systems.chaos.storm import Case
 
 Row = Mapping[str, Any]
 POINTS = 800  # (chosen) of the line in the picture

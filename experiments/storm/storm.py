@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.storm.cluster import Cluster, Tail
+from experiments.storm.deeds import Deeds, Hit
+from experiments.storm.plan import KINDS, Strike
 from megajax.core.errors import UserError
-from megajax.systems.chaos.cluster import Cluster, Tail
-from megajax.systems.chaos.deeds import Deeds, Hit
-from megajax.systems.chaos.plan import KINDS, Strike
 
 TICK_S = 0.2  # (chosen)
 CALM = 25  # (chosen) steps without a fault before the next: a save, and a straggler's window

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megajax.systems.chaos.cluster import Cluster, Host, environments, kill
-from megajax.systems.chaos.plan import BY_MAIL, Strike
+from experiments.storm.cluster import Cluster, Host, environments, kill
+from experiments.storm.plan import BY_MAIL, Strike
 from megajax.systems.elastic.wire import StrangerError, dial
 
 RECORD = "integrity.json"

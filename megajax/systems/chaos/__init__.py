@@ -1,1 +1,0 @@
-"""A supervised job among faults that come from outside, and the account of it."""
