@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from experiments.reports import pruning as report
+from experiments.reports import pruning_figures
 from experiments.reports import pruning_study as study
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -234,9 +235,9 @@ def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scor
     for row in (*prices, *claims):
         show(row)
     if found:
-        report.draw_quality(found, claims, path.with_suffix(""))
+        pruning_figures.draw_quality(found, claims, path.with_suffix(""))
     if any("n" in name for row in prices for name in row):
-        report.draw_price(prices, path.with_name("tilewise_price"))
+        pruning_figures.draw_price(prices, path.with_name("tilewise_price"))
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments.reports import overlap as overlap_report
 from experiments.reports import padding as padding_report
-from experiments.reports import pruning as prune_report
+from experiments.reports import pruning_figures
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -46,8 +46,8 @@ def tilewise(found: dict, path: Path) -> None:
         part: [r for r in found["rows"] if r["part"] == part]
         for part in ("quality", "claim", "price")
     }
-    prune_report.draw_quality(parts["quality"], parts["claim"], path)
-    prune_report.draw_price(parts["price"], path.with_name("tilewise_price"))
+    pruning_figures.draw_quality(parts["quality"], parts["claim"], path)
+    pruning_figures.draw_price(parts["price"], path.with_name("tilewise_price"))
 
 
 FIGURES: dict[str, Callable[[dict, Path], None]] = {

@@ -19,10 +19,10 @@ from megajax.core.errors import UserError
 Builders = Mapping[str, Callable[..., Any]]
 
 # Where the classes and functions come from whose names stand in checkpoints.
-PACKAGES = frozenset((
-    "argparse", "collections", "copyreg", "datetime", "enum", "megatron", "nemo", "numpy",
-    "nvidia_resiliency_ext", "pathlib", "torch", "transformer_engine", "types", "_codecs", "_io",
-))  # fmt: skip
+PACKAGES = frozenset(
+    "argparse collections copyreg datetime enum megatron nemo numpy nvidia_resiliency_ext pathlib "
+    "torch transformer_engine types _codecs _io".split()
+)
 BUILTINS = frozenset(
     (
         "bytearray",
@@ -113,9 +113,7 @@ class _Refused(Exception):
 class _Reader:
     """The machine that pickle describes: a stack, stacks below marks, a memo."""
 
-    def __init__(
-        self, builders: Builders, persistent: Callable[[Any], Any] | None, size: int
-    ):  # fmt: skip
+    def __init__(self, builders: Builders, persistent: Callable[[Any], Any] | None, size: int):
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: list[Any] = []  # writers number what they keep from 0
@@ -395,4 +393,4 @@ _STEPS: Mapping[str, Callable[[_Reader, Any], None]] = {
     "BINPERSID": _Reader.persist,
     **_constants(),
     **_values(),
-}  # fmt: skip
+}

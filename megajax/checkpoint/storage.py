@@ -291,8 +291,8 @@ def _leave_behind() -> None:
     off, and Python joins its threads before it runs what would end jax's client.
     """
     kinds = (future._SignalingThread,)
-    found = [t for t in threading.enumerate()
-             if isinstance(t, kinds) or t.name.startswith("asyncio_")]  # fmt: skip
+    threads = threading.enumerate()
+    found = [t for t in threads if isinstance(t, kinds) or t.name.startswith("asyncio_")]
     _left_behind().update(found)
 
 

@@ -1,0 +1,139 @@
+"""What experiments/bytecheckpoint.py makes of its seconds: rows, goals, a plan and a figure."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint import planner
+
+# (ByteCheckpoint, table of section 6: stall against PyTorch's own format, vDiT 4B on 128 A100s)
+PAPER_STALL = 61.37 / 0.38
+BASE = {"stall": "one copy", "whole": "write and sync", "load": "read"}
+# The machine's own time over ours must be at least this (chosen before it was measured).
+GOALS = {"stall": 1 / 1.2, "whole": 0.7, "load": 0.7}
+COLOURS = {
+    "ours": "#0072B2", "ours, read back": "#56B4E9", "orbax": "#E69F00",
+    "orbax, waits": "#D55E00", "machine": "#999999",
+}  # fmt: skip
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Returns how long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[dict[str, Any]]:
+    """One row for each measurement: seconds, rate, and the ratio to the machine's own."""
+    rows = []
+    for (what, how), found in times.items():
+        p10, median, p90 = (float(x) for x in np.percentile(found, (10, 50, 90)))
+        machine = float(np.median(times[what, BASE[what]]))
+        rows.append(
+            {
+                "what": what, "how": how, "median_s": median, "p10_s": p10, "p90_s": p90,
+                "runs": len(found), "gb_per_s": nbytes / median / 1e9,
+                "times_the_machine": median / machine,
+            }
+        )  # fmt: skip
+    return sorted(
+        rows, key=lambda row: ("stall whole load".split().index(row["what"]), row["median_s"])
+    )
+
+
+def goals(times: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
+    """Returns for each goal the median over the repetitions of the machine's time over ours.
+
+    Also how many times faster ours is than Orbax, and than Orbax that the loop waits for.
+    """
+    rows = []
+    for what, least in GOALS.items():
+        ours = np.array(times[what, "ours"])
+
+        def over(how: str, what: str = what, ours: np.ndarray = ours) -> float | None:
+            found = times.get((what, how))
+            return None if found is None else float(np.median(np.array(found) / ours))
+
+        rate = over(BASE[what])
+        rows.append(
+            {
+                "what": "goal", "how": f"{what}: {BASE[what]} / ours", "goal": least, "rate": rate,
+                "met": rate is not None and rate >= least, "runs": len(ours),
+                "orbax_over_ours": over("orbax"), "orbax_waits_over_ours": over("orbax, waits"),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def state_of_405b() -> list[planner.Leaf]:
+    """Llama 3 405B (arXiv 2407.21783, table 3): float32 parameters and two moments, ZeRO-1."""
+    L, D, F, H, G, K, V = 126, 16384, 53248, 128, 8, 128, 128256
+    shapes = {  # and the dimensions that pipe and tensor cut
+        "query": ((L, D, H, K), 0, 2), "key": ((L, D, G, K), 0, 2), "value": ((L, D, G, K), 0, 2),
+        "out": ((L, H, K, D), 0, 1), "gate": ((L, D, F), 0, 2), "up": ((L, D, F), 0, 2),
+        "down": ((L, F, D), 0, 1), "norms": ((L, 2, D), 0, None), "tokens": ((V, D), None, 0),
+        "head": ((D, V), None, 1),
+    }  # fmt: skip
+    found = []
+    for prefix in ("params", "mu", "nu"):
+        for name, (shape, pipe, tensor) in shapes.items():
+            cuts: list[tuple[str, ...]] = [()] * len(shape)
+            for axis, place in (("pipe", pipe), ("tensor", tensor)):
+                if place is not None:
+                    cuts[place] += (axis,)
+            if prefix != "params" and name != "norms":
+                widest = max(range(len(shape)), key=lambda d: shape[d] * (not cuts[d]))
+                cuts[widest] += ("data",)
+            found.append(planner.Leaf(f"{prefix}.{name}", shape, 4, tuple(cuts)))
+    return found
+
+
+def planned(ranks: int) -> dict[str, Any]:
+    """Plans a save of the 405B state twice, the second time from the cache."""
+    mesh = {"pipe": 16, "data": ranks // 128, "tensor": 8}
+    cache, leaves = planner.PlanCache(), state_of_405b()
+    first = seconds(lambda: cache.plan(leaves, mesh))
+    second = seconds(lambda: cache.plan(leaves, mesh))
+    found = cache.plan(leaves, mesh)
+    estimate = planner.simulate(found)
+    per_rank = found.bytes_per_rank
+    return {
+        "what": "plan", "how": f"{ranks} ranks", "plan_s": first, "plan_again_s": second,
+        "imbalance": found.imbalance, "gb_per_rank": float(per_rank.max()) / 1e9,
+        "metadata_mb": found.metadata_bytes / 1e6, "estimate_stall_s": estimate.stall,
+        "estimate_save_s": estimate.save, "estimate_load_s": estimate.load,
+    }  # fmt: skip
+
+
+def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
+    """Three panels, one for each question; SVG and PNG."""
+    from matplotlib.figure import Figure
+
+    titles = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
+    figure = Figure(figsize=(8, 6.4), dpi=110, layout="constrained")
+    counts = [sum(row["what"] == what for row in rows) for what in titles]
+    panels = figure.subplots(3, 1, height_ratios=[1 + n for n in counts])
+    for axes, (what, title) in zip(panels, titles.items(), strict=True):
+        mine = [row for row in rows if row["what"] == what][::-1]
+        names = [r["how"].partition(", to ")[0] for r in mine]
+        kind = [name if name in COLOURS else "machine" for name in names]
+        low, high = ([abs(r["median_s"] - r[p]) for r in mine] for p in ("p10_s", "p90_s"))
+        axes.barh([r["how"] for r in mine], [r["median_s"] for r in mine], xerr=[low, high],
+                  color=[COLOURS[k] for k in kind])  # fmt: skip
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlim(0)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds, median with 10th and 90th percentile")
+    by = {(r["what"], r["how"]): r["median_s"] for r in rows}
+    gain = by["stall", "orbax, waits"] / by["stall", "ours"]
+    figure.suptitle(
+        f"{megabytes:.0f} MB: a save stalls the loop {gain:.0f} times less than one that waits "
+        f"(paper: {PAPER_STALL:.0f})",
+        fontsize=11,
+    )
+    for suffix in ("svg", "png"):
+        figure.savefig(path.with_suffix(f".{suffix}"))
