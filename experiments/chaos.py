@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.reports.figure import panels, save
 from experiments.storm import job
 from experiments.storm.plan import FEW
 from experiments.storm.plan import KINDS as KINDS_OUTSIDE
@@ -142,10 +143,7 @@ def supervise(cfg: Config, folder: Path, faults: list[tuple[str, int, int]]) -> 
 
 def draw(runs: dict[str, list[dict]], events: list[dict], title: str, path: Path) -> None:
     """Steps over time of both runs, with the faults where they were found; SVG and PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), dpi=110, layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(9, 4.2))
     start = {name: rows[0]["time"] - rows[0]["step_time_s"] for name, rows in runs.items()}
     for name, style in (("undisturbed", {"color": "#999999", "linestyle": "--"}),
                         ("disturbed", {"color": "#0072B2"})):  # fmt: skip
@@ -160,9 +158,7 @@ def draw(runs: dict[str, list[dict]], events: list[dict], title: str, path: Path
     axes.set_ylabel("optimizer step")
     axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    for suffix in ("svg", "png"):
-        figure.savefig(path.with_suffix(f".{suffix}"))
+    save(figure, path)
 
 
 def main() -> int:

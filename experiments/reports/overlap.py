@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.reports.figure import panels, save
 from megajax.core.errors import UserError, did_you_mean, nearest_multiples
 from pallas_kernels.collective import expert_simulator as experts
 from pallas_kernels.collective import schedule as plans
@@ -218,11 +219,11 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> None:
     """
     from matplotlib.ticker import NullLocator
 
-    figure, panels = _figure(2, width=9.5)
+    figure, places = panels(2, size=(9.5, 4), sharey=True)
     found = [r for r in rows if r["part"] == "op" and r["model"] == "gpt3_175b"]
     shown = [r for r in found if r["wire_bytes"] == 2]
     titles = {"gather": "all-gather, then product", "scatter": "product, then reduce-scatter"}
-    for axes, (kind, title) in zip(panels, titles.items(), strict=True):
+    for axes, (kind, title) in zip(places, titles.items(), strict=True):
         mine = [r for r in shown if r["kind"] == kind]
         for way, style in (("fused", "o-C0"), ("ring", "^:C1")):
             at = [(r["m"], 100 * r[f"{way}_efficiency"]) for r in mine]
@@ -243,8 +244,8 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> None:
         ticks = [y for y in (-3000, -1000, -300) if y > 1.5 * low]
         axes.set_yticks([*ticks, -100, -50, 0, 50, 100], [*map(str, ticks), -100, -50, 0, 50, 100])
         axes.set_ylim(min(1.5 * low, -20), 130)
-    panels[0].set_ylabel("overlap efficiency (%)\n(logarithmic below -100)")
-    panels[1].legend(fontsize=8, frameon=False, loc="lower right")
+    places[0].set_ylabel("overlap efficiency (%)\n(logarithmic below -100)")
+    places[1].legend(fontsize=8, frameon=False, loc="lower right")
     large = [100 * r["fused_efficiency"] for r in shown if r["m"] >= 2048]
     title = f"Overlap of GPT-3's products (simulated {device})"
     if large:
@@ -252,7 +253,7 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> None:
             f"A fused kernel hides {min(large):.0f} to {max(large):.0f} % of the communication at "
             f"m >= 2048 (GPT-3, simulated {device})"
         )
-    _save(figure, title, path)
+    save(figure, path, title)
 
 
 def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:
@@ -261,7 +262,7 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:
     The mean over the numbers of tokens, at the imbalance nearest to 0.032. No line of the paper's:
     COMET reports times over other systems, which hide a part of their communication.
     """
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = panels(size=(7, 4), sharey=True)
     found = [r for r in rows if r["part"] == "layer"]
     std = min((r["std"] for r in found), key=lambda s: abs(s - 0.032))
     models = list(dict.fromkeys(r["model"] for r in found))
@@ -289,26 +290,7 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:
         f"communication hidden\n(means of layers, imbalance {std}, simulated {device}; COMET's "
         f"{COMET_LAYER} is over other systems)"
     )
-    _save(figure, title, path)
-
-
-def _figure(panels: int, width: float = 7.0) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, 4), dpi=120, layout="constrained")
-    found = figure.subplots(1, panels, squeeze=False, sharey=True)[0]
-    for axes in found:
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, found
-
-
-def _save(figure: Any, title: str, path: Path) -> None:
-    from matplotlib import rc_context
-
-    figure.suptitle(title, fontsize=10)
-    with rc_context({"svg.hashsalt": path.name}):  # the same figure is the same file
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"))
+    save(figure, path, title)
 
 
 def reported() -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.reports import padding_free as free
+from experiments.reports.figure import panels, save
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import bench
 from pallas_kernels.attention.cases import paper_lengths
@@ -238,21 +239,13 @@ def draw_times(rows: Sequence[Row], paper_ms: Mapping[int, float], path: Path) -
 
 
 def _axes(x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(7, 4))
     axes.set(xlabel=x, ylabel=y)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def _save(figure: Any, axes: Any, path: Path) -> None:
-    from matplotlib import rc_context
-
     axes.set_title(axes.get_title(), fontsize=10)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
-    with rc_context({"svg.hashsalt": path.name}):  # the same figure is the same file
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"))
+    save(figure, path)

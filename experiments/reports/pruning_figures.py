@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from experiments.reports.figure import panels, save
 from experiments.reports.pruning import CLAIM_AT, PAPER, WHAT, Row
 from experiments.reports.pruning_study import METHODS
 
@@ -21,8 +21,8 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
     """
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     shown = [name for name in METHODS if any(r["method"] == name for r in rows)]
-    figure, panels = _figure(len(tasks))
-    for axes, task in zip(panels, tasks, strict=True):
+    figure, places = panels(len(tasks), size=(5.2 * len(tasks), 4.2))
+    for axes, task in zip(places, tasks, strict=True):
         goals = sorted({r["goal"] for r in rows if r["task"] == task} | {0.0})
         for i, name in enumerate(shown):
             mine = [r for r in rows if (r["task"], r["method"]) == (task, name)]
@@ -41,8 +41,7 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
         axes.set_xticks(range(len(goals)), [f"{100 * g:g}" for g in goals])
         axes.set(xlabel="weights pruned (%)", ylabel="held-out loss above dense (nats)")
         axes.axhline(0, color="0.6", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False,
+    figure.legend(*places[0].get_legend_handles_labels(), fontsize=8, frameon=False,
                   loc="outside right center")  # fmt: skip
     found = [
         f"{r['ratio']:.2f} of that with {r['blocks']}"
@@ -50,7 +49,7 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
         if (r["what"], r["tiles"], r["task"]) == ("lost", "TW-1", tasks[-1]) and r["ratio"]
     ]
     title = f"{WHAT[tasks[-1]]}, pruned by 75 %: with TW-1 it loses {', '.join(found)}"
-    _save(figure, title if found else "What each pattern loses", path)
+    save(figure, path, title if found else "What each pattern loses")
 
 
 def draw_price(rows: Sequence[Row], path: Path) -> None:
@@ -58,9 +57,9 @@ def draw_price(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.lines import Line2D
 
     tasks = [t for t in WHAT if any(f"{t}_lost" in r for r in rows)]
-    figure, panels = _figure(len(tasks))
+    figure, places = panels(len(tasks), size=(5.2 * len(tasks), 4.2))
     marks = dict(zip(dict.fromkeys(r["goal"] for r in rows), "osD^vP" * 4, strict=False))
-    for axes, task in zip(panels, tasks, strict=True):
+    for axes, task in zip(places, tasks, strict=True):
         for r in (r for r in rows if f"{task}_lost" in r):
             axes.errorbar(
                 r[f"{task}_lost"], r["speedup_estimate"], xerr=r[f"{task}_lost_std"] or 0.0,
@@ -72,7 +71,6 @@ def draw_price(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(WHAT[task], fontsize=9, loc="left")
         axes.set(xlabel="held-out loss above dense (nats)", ylabel="estimated speed-up (times)")
         axes.set_ylim(1, 1.05 * max([PAPER, *(r["speedup_estimate"] for r in rows)]))
-        axes.spines[["top", "right"]].set_visible(False)
 
     def point(colour: str, mark: str, text: str, face: str | None = None) -> Line2D:
         return Line2D(
@@ -85,7 +83,7 @@ def draw_price(rows: Sequence[Row], path: Path) -> None:
     shown.append(point("0.4", "o", "no kernel takes\nthis chunk", "white"))
     shown.append(Line2D([], [], color="0.4", linestyle="--", label=f"paper, 75 %,\nV100: {PAPER}"))
     figure.legend(handles=shown, fontsize=8, frameon=False, loc="outside right center")
-    _save(figure, _price_title(rows, tasks), path)
+    save(figure, path, _price_title(rows, tasks))
 
 
 def _price_title(rows: Sequence[Row], tasks: Sequence[str]) -> str:
@@ -102,19 +100,3 @@ def _price_title(rows: Sequence[Row], tasks: Sequence[str]) -> str:
         f"Chunks of 64 rows, estimated {gain:.2f} times dense at 75 %, cost {', '.join(parts)} "
         "over chunk 1"
     )
-
-
-def _figure(panels: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * panels, 4.2), dpi=120, layout="constrained")
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
-
-
-def _save(figure: Any, title: str, path: Path) -> None:
-    from matplotlib import rc_context
-
-    figure.suptitle(title, fontsize=10)
-    with rc_context({"svg.hashsalt": path.name}):  # the same figure is the same file
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"))

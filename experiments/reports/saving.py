@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.reports.figure import panels, save
 from megajax.checkpoint import planner
 
 # (ByteCheckpoint, table of section 6: stall against PyTorch's own format, vDiT 4B on 128 A100s)
@@ -111,13 +112,10 @@ def planned(ranks: int) -> dict[str, Any]:
 
 def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
     """Three panels, one for each question; SVG and PNG."""
-    from matplotlib.figure import Figure
-
     titles = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
-    figure = Figure(figsize=(8, 6.4), dpi=110, layout="constrained")
     counts = [sum(row["what"] == what for row in rows) for what in titles]
-    panels = figure.subplots(3, 1, height_ratios=[1 + n for n in counts])
-    for axes, (what, title) in zip(panels, titles.items(), strict=True):
+    figure, places = panels(rows=3, size=(8, 6.4), heights=[1 + n for n in counts])
+    for axes, (what, title) in zip(places, titles.items(), strict=True):
         mine = [row for row in rows if row["what"] == what][::-1]
         names = [r["how"].partition(", to ")[0] for r in mine]
         kind = [name if name in COLOURS else "machine" for name in names]
@@ -126,14 +124,11 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
                   color=[COLOURS[k] for k in kind])  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlim(0)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("seconds, median with 10th and 90th percentile")
+    places[-1].set_xlabel("seconds, median with 10th and 90th percentile")
     by = {(r["what"], r["how"]): r["median_s"] for r in rows}
     gain = by["stall", "orbax, waits"] / by["stall", "ours"]
-    figure.suptitle(
+    title = (
         f"{megabytes:.0f} MB: a save stalls the loop {gain:.0f} times less than one that waits "
-        f"(paper: {PAPER_STALL:.0f})",
-        fontsize=11,
+        f"(paper: {PAPER_STALL:.0f})"
     )
-    for suffix in ("svg", "png"):
-        figure.savefig(path.with_suffix(f".{suffix}"))
+    save(figure, path, title)

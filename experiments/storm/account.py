@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.reports.figure import panels, save
 from experiments.storm.plan import KINDS
 from experiments.storm.storm import Case
 from megajax.monitor import results
@@ -97,13 +98,14 @@ def line(found: Sequence[Row], began: float) -> list[list[float]]:
 
 def draw(path: Path) -> None:
     """Draws the result file: steps over time, and below when each kind struck; SVG and PNG."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     found = json.loads(path.read_text())
     kinds = [k for k in KINDS if any(r["fault"] == k for r in found["rows"])][::-1]
-    figure = Figure(figsize=(11, 3.6 + 0.2 * len(kinds)), dpi=110, layout="constrained")
-    top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, max(0.2 * len(kinds), 0.5)])
+    heights = 3, max(0.2 * len(kinds), 0.5)
+    figure, (top, below) = panels(
+        rows=2, size=(11, 0.6 + sum(heights)), heights=heights, sharex=True
+    )
     minutes = [at / 60 for at, _ in found["line"]]
     top.plot(minutes, [step for _, step in found["line"]], color="#0072B2", linewidth=1.2)
     top.set_ylabel("optimizer step")
@@ -126,10 +128,7 @@ def draw(path: Path) -> None:
     below.legend(handles=[Patch(color=c, label=text) for c, text in legend], frameon=False,
                  fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # fmt: skip
     top.set_title(found["title"], loc="left", fontsize=10)
-    for axes in (top, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    for suffix in ("svg", "png"):
-        figure.savefig(path.with_suffix(f".{suffix}"))
+    save(figure, path)
 
 
 def table(path: Path) -> str:

@@ -94,7 +94,7 @@ def test_lists_of_flags():
 
 def test_the_title_of_a_figure_without_large_products_claims_nothing(monkeypatch, tmp_path):
     titles = []
-    monkeypatch.setattr(report, "_save", lambda figure, title, path: titles.append(title))
+    monkeypatch.setattr(report, "save", lambda figure, path, title: titles.append(title))
     row = {"part": "op", "model": "gpt3_175b", "wire_bytes": 2, "fused_efficiency": -9.0}
     row["ring_efficiency"] = 0.9
     for m in (1024, 4096):

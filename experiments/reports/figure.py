@@ -1,0 +1,45 @@
+"""What the figures of all reports share: panels without frames, files that come out the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def panels(
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    size: tuple[float, float],
+    heights: Sequence[float] | None = None,
+    sharex: bool = False,
+    sharey: bool = False,
+) -> tuple[Any, list[Any]]:
+    """Returns (a figure, its axes row by row).
+
+    size: in inches, of all panels. heights: of the rows, in proportion. sharex, sharey: whether
+      panels have one axis.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    grid = figure.subplots(
+        rows, columns, squeeze=False, height_ratios=heights, sharex=sharex, sharey=sharey
+    )
+    found = list(grid.flat)
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found
+
+
+def save(figure: Any, path: Path, title: str = "") -> None:
+    """Writes path.svg and path.png; the same figure gives the same file, byte for byte.
+
+    title: above all panels.
+    """
+    from matplotlib import rc_context
+
+    if title:
+        figure.suptitle(title, fontsize=10)
+    with rc_context({"svg.hashsalt": path.with_suffix("").name}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"))
