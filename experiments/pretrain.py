@@ -28,7 +28,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, held_out_batches, training_rows
-from megajax.monitor import faults
+from megajax.monitor import faults, stream
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
@@ -98,7 +98,8 @@ def main() -> int:
     if first:
         run_dir.begin(cfg, tokenizer)
     work = banner.work(cfg, mesh)
-    recorder = Recorder([*banner.sinks(cfg, run_dir), console], jax.process_index(), console.say)
+    sinks = [*banner.sinks(cfg, run_dir), console, *stream.of_process(supervision.progress)]
+    recorder = Recorder(sinks, rank := jax.process_index(), console.say)
     recorder.emit(int(start.state.step), phases.seconds)
     measure = Measure(
         cfg, train_step, corpora, tokenizer, recorder, console, run_dir,
@@ -125,7 +126,7 @@ def main() -> int:
         evaluate=measure,
         identity=identity,
         timers=timers,
-        faults=Injector(faults.parse(cfg.fault), jax.process_index(), supervision.attempt),
+        faults=Injector(faults.parse(cfg.fault), rank, supervision.attempt, recorder.emit),
         memory=memory,
         between=pruner if cfg.prune.sparsity else None,
     )

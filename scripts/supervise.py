@@ -44,7 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,20 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
 from megajax.core.paths import expand
-from megajax.monitor import supervised, timeline
+from megajax.monitor import alerts, supervised, timeline
+from megajax.monitor.detectors import DETECTORS, USUAL, Maker, choose
+from megajax.monitor.job import Limits
 from megajax.monitor.lines import keep_standard_streams
-from megajax.monitor.reports import Limits
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import OPERATOR, WAITING_S
+from megajax.systems.elastic.meeting import announce, invitation, listen, own_address
 from megajax.systems.elastic.policy import Policy
 from megajax.systems.elastic.speaker import Speaker
 from megajax.systems.elastic.tls import Tls, self_signed
-from megajax.systems.elastic.wire import check_secret, dial, join_address, split_address
+from megajax.systems.elastic.wire import check_secret, dial, split_address
 
-BACKLOG = 1024  # (chosen) connections that wait to be accepted
 # What a number may be, by its flag.
 RANGES = {
     **dict.fromkeys("hosts processes".split(), Range(at_least=1)),
@@ -95,6 +96,10 @@ def flags_of() -> Parser:
     add("--straggler", choices=("warn", "evict"), default="warn",
         help="what to do about a rank that is slower than the others; evict: save, and go on "
         "without its host where enough others are there; [%(default)s]")  # fmt: skip
+    add("--detectors", default=USUAL, help="names joined by commas, of: "
+        f"{', '.join(DETECTORS)}; {USUAL}: all of these")  # fmt: skip
+    add("--respond", default="", help="what is done about an alert, as rule=warn, rule=evict or "
+        "rule=restart, joined by commas")  # fmt: skip
     add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
     add = parser.add_argument_group("how long is too long, in seconds").add_argument
     add("--join_s", type=float, default=600.0, help="time for agents and driver to meet")
@@ -234,49 +239,12 @@ def hold(out: Path) -> int:
     return lock
 
 
-def listen(where: str) -> socket.socket:
-    """Returns the socket that agents come to. Raises: UserError."""
-    host, port = split_address(where, "--listen")
-    try:
-        if ":" not in host:
-            return socket.create_server((host, port), backlog=BACKLOG)
-        both = host == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=both
-        )
-    except OSError as error:
-        raise UserError(f"cannot listen on {where}: {error} (--listen)") from None
-
-
-def own_address(listener: socket.socket) -> str:
-    """Returns what an agent of this machine dials."""
-    host, port = listener.getsockname()[:2]
-    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
-
-
-def announce(file: Path, address: str, secret: str) -> None:
-    """Leaves what --evict needs, for this user only."""
-    try:
-        file.unlink(missing_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            json.dump({"address": address, "token": secret}, out)
-    except OSError as error:
-        print(f"no {file}: {error.strerror}; --evict will not find this driver", file=sys.stderr)
-
-
-def invitation(host: str, port: int, out: Path) -> str:
-    """Returns how agents of other hosts are started. host: that the driver listens on."""
-    near = host.startswith("127.") or host in ("::1", "localhost")
-    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
-    place = join_address(name, port)
-    return (
-        f"; on each of them: scripts/supervise.py --agent={place}, with MEGAJAX_TOKEN set to "
-        f"the token in {out / 'driver.json'}"
-    ) + (f"; only this machine reaches {host} (--listen)" if near else "")
-
-
-def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
-    """Runs the driver. Returns its exit code."""
+def drive(
+    s: argparse.Namespace, command: tuple[str, ...], known: Mapping[str, Maker] = DETECTORS
+) -> int:
+    """Runs the driver. known: the detectors that --detectors may name. Returns its exit code."""
+    detectors = choose(s.detectors, known)
+    responses = {"straggler": s.straggler} | alerts.parse(s.respond, known)
     listener = listen(s.listen)
     secret = find_secret(s) or secrets.token_hex(16)
     out = new_folder() if s.out is None else Path(s.out).absolute()
@@ -308,8 +276,8 @@ def drive(s: argparse.Namespace, command: tuple[str, ...]) -> int:
         Settings(
             command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s, s.grid,
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
-            Policy(s.max_restarts, least, backoff=s.backoff_s, straggler=s.straggler),
-            invitation(host, port, out) if s.agents == "elsewhere" else "",
+            Policy(s.max_restarts, least, backoff=s.backoff_s, responses=responses),
+            invitation(host, port, out) if s.agents == "elsewhere" else "", detectors,
         ),
         journal, listener, secret, lambda text: speaker.say(sys.stdout, text),
         spawn if s.agents == "here" else None, s.spares, tls,
@@ -380,8 +348,11 @@ def serve(s: argparse.Namespace) -> int:
             return agent.serve()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Is the driver, an agent, a report, or the hand that evicts. Returns the exit code."""
+def main(argv: Sequence[str], detectors: Mapping[str, Maker] = DETECTORS) -> int:
+    """Is the driver, an agent, a report, or the hand that evicts. Returns the exit code.
+
+    detectors: that --detectors may name, of the caller's own too.
+    """
     try:
         settings, command = parse(argv)
         if settings.report:
@@ -390,7 +361,7 @@ def main(argv: Sequence[str]) -> int:
             return evict(settings)
         if settings.agent:
             return serve(settings)
-        return drive(settings, command)
+        return drive(settings, command, detectors)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,10 +5,12 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "alerts": ("Action", "Alert"),
+        "detectors": ("Detector", "Rule"),
         "heartbeat": ("Heartbeat",),
+        "job": ("Job", "Limits"),
         "meter": ("Meter", "Work"),
         "records": ("Record", "Recorder", "Sink"),
-        "reports": ("Action", "HostReport", "RankReport"),
-        "sinks": ("Jsonl", "TensorBoard", "Wandb"),
+        "sinks": ("Jsonl", "Prometheus", "TensorBoard", "Wandb"),
     },
 )

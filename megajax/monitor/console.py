@@ -47,7 +47,7 @@ class Console:
     def write(self, records: Sequence[Record]) -> None:
         """Shows a training row, or an evaluation's."""
         values = {r.name: r.value for r in records}
-        step = records[0].step
+        step = records[0].step or 0
         if "loss" in values:
             self._show(step, training_line(values))
         elif "eval_loss" in values:

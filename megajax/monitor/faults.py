@@ -15,6 +15,7 @@ pace    pace=0.3@1:rank1: from then on 0.3 s more in every step
 A word @FILE instead of a fault names a file to which faults are added while the run goes on, one a
 line: each strikes in the next step of its rank, whatever step it names.
 
+What strikes is recorded too, as `injected_fault`: a detector's findings can be compared with it.
 A spec is checked without jax; no jax import here but in what makes a NaN.
 """
 
@@ -26,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.core.errors import UserError, did_you_mean
@@ -37,6 +38,7 @@ LATE = {
     "evaluate": 30.0,
     "pace": 0.3,
 }  # kinds with an amount, and what it usually is
+LASTING = ("slow", "pace")  # from their step on
 KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", *LATE)
 _SPEC = re.compile(
     r"(\w+)(?:=(\d+(?:\.\d*)?|\.\d+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?"
@@ -88,9 +90,15 @@ def parse(spec: str | None) -> tuple[Fault, ...]:
 class Injector:
     """The faults of this process. The loop calls `strike` in every step, with its data."""
 
-    def __init__(self, faults: Sequence[Fault] = (), rank: int = 0, attempt: int = 0):
-        """attempt: how often the job was started before."""
-        self._rank, self._attempt = rank, attempt
+    def __init__(
+        self,
+        faults: Sequence[Fault] = (),
+        rank: int = 0,
+        attempt: int = 0,
+        emit: Callable[[int, Mapping[str, str]], object] | None = None,
+    ):
+        """attempt: how often the job was started before. emit: records values of a step."""
+        self._rank, self._attempt, self._emit = rank, attempt, emit
         self._files = {f.path: -1 for f in faults if f.path}  # bytes that were read of each
         self._taken: set[str] = set()
         self._mine = self._of_ours(faults)
@@ -128,6 +136,8 @@ class Injector:
         usual = now - self._began - self._slept
         self._began, self._slept = now, 0.0
         for fault in self._mine:
+            if fault.kind in LASTING and step == fault.step:
+                self._tell(fault.kind, step)
             if fault.kind == "slow" and step >= fault.step:
                 self._slept = fault.amount * usual
                 time.sleep(self._slept)
@@ -135,17 +145,23 @@ class Injector:
                 time.sleep(fault.amount)
             elif fault.step == step and fault.kind not in LATE:
                 print(f"injected fault: {fault.kind} in step {step}", flush=True)
+                self._tell(fault.kind, step)
                 if fault.kind == "nan":
                     state = _poison(state)
                 else:
                     DEEDS[fault.kind]()
         return state
 
+    def _tell(self, kind: str, step: int) -> None:
+        if self._emit is not None:
+            self._emit(step, {"injected_fault": kind})
+
     def delay(self, section: str, step: int) -> None:
         """Sleeps where this section of this step is to take longer."""
         for fault in self._mine:
             if (fault.kind, fault.step) == (section, step):
                 print(f"injected fault: {section} in step {step}", flush=True)
+                self._tell(section, step)
                 time.sleep(fault.amount)
 
 

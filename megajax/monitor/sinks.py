@@ -1,8 +1,9 @@
-"""Where records go: metrics.jsonl (the truth), TensorBoard events, Weights & Biases."""
+"""Where records go: metrics.jsonl (the truth), TensorBoard, Weights & Biases, Prometheus."""
 
 import errno
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from megajax.monitor.lines import Lines
 from megajax.monitor.records import Record, Value
 
 MAX_ROW = 2**24  # (chosen) bytes of a line; what is longer is no row
+_WORD = re.compile(r"[^a-zA-Z0-9_]")  # what the name of a metric may not have
 FLUSH_S = 10.0  # (chosen) seconds between writes of TensorBoard's events
 
 
@@ -99,6 +101,44 @@ class TensorBoard:
     def close(self) -> None:
         """Flushes the events."""
         self._writer.close()
+
+
+class Prometheus:
+    """The newest numbers of all hosts, ranks and devices, in Prometheus' text format.
+
+    A record `loss` becomes `megajax_rank_loss{host="a",rank="0"}`; of a whole host
+    `megajax_host_...{host="a"}`, of a device `megajax_device_...{host="a",device="0"}`.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing yet."""
+        self._values: dict[str, dict[str, float]] = {}  # metric -> labels -> value
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Takes numbers; texts are left out."""
+        for r in records:
+            if isinstance(r.value, int | float):
+                kind = "host" if r.rank is None else "rank"
+                kind = kind if r.device is None else "device"
+                known = self._values.setdefault(f"megajax_{kind}_{_WORD.sub('_', r.name)}", {})
+                known[_labels(r)] = r.value
+
+    def lines(self) -> list[str]:
+        """Returns the lines of the file."""
+        found = []
+        for metric, values in self._values.items():
+            found.append(f"# TYPE {metric} gauge")
+            found += [f"{metric}{labels} {value:.10g}" for labels, value in values.items()]
+        return found
+
+    def close(self) -> None:
+        """Holds no file."""
+
+
+def _labels(record: Record) -> str:
+    host = record.host.replace("\\", r"\\").replace('"', r"\"")
+    named = {"host": host, "rank": record.rank, "device": record.device}
+    return "{" + ",".join(f'{n}="{v}"' for n, v in named.items() if v is not None) + "}"
 
 
 class Wandb:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import SUPERSEDED
-from megajax.monitor.heartbeat import Progress
-from megajax.monitor.reports import HostReport, Limits, RankReport
+from megajax.monitor.job import Limits
+from megajax.monitor.records import Record
 from megajax.monitor.watchdog import Watchdog
 
 HOSTS = {"a": (0, 1), "b": (2, 3)}
@@ -20,39 +20,50 @@ LIMITS = Limits(start=100, step=20, save=60, evaluate=200, silence=5, settle=2)
 
 
 class Stream:
-    """Ranks that a test moves, and the watchdog that hears of them."""
+    """Ranks that a test moves, and the watchdog that hears of them.
 
-    def __init__(self, hosts=HOSTS, limits=LIMITS):
+    ranks: what an agent would record of each, by name. lines: of their logs since the last report.
+    """
+
+    def __init__(self, hosts=HOSTS, limits=LIMITS, **more):
         self.now = 1000.0
         self.hosts = hosts
-        self.ranks = {r: RankReport(r) for own in hosts.values() for r in own}
+        self.ranks = {r: {"state": "S", "log_bytes": 0} for own in hosts.values() for r in own}
+        self.steps = dict.fromkeys(self.ranks)
+        self.lines = {}
         self.traffic = dict.fromkeys(hosts, 0)
         self.disk = dict.fromkeys(hosts, 2e12)
         self.silent = set()
-        self.dog = Watchdog(hosts, limits, self.now, period=1.0)
+        self.dog = Watchdog(hosts, limits, self.now, 1.0, **more)
 
     def put(self, rank, section, step, loss=2.0, own_s=0.1, step_s=1.0, bad=False):
-        before = self.ranks[rank].progress
-        beat = 1 if before is None else before.beat + 1
-        p = Progress(beat, self.now, step, loss, own_s, step_s, 99, section, bad)
-        self.ranks[rank] = dataclasses.replace(self.ranks[rank], progress=p)
+        self.steps[rank] = step
+        beat = self.ranks[rank].get("beat", 0) + 1
+        self.set(rank, beat=beat, section=section, loss=loss, own_s=own_s, step_s=step_s)
+        self.set(rank, has_bad_state=bad)
 
     def put_all(self, section, step, **more):
         for rank in self.ranks:
             self.put(rank, section, step, **more)
 
     def set(self, rank, **more):
-        self.ranks[rank] = dataclasses.replace(self.ranks[rank], **more)
+        self.ranks[rank] |= more
+
+    def report(self, host):
+        """What its agent says."""
+        values = [(None, "disk_free_bytes", self.disk[host])]
+        values += [(None, "network_bytes", self.traffic[host])]
+        for rank in self.hosts[host]:
+            values += [(rank, n, v) for n, v in self.ranks[rank].items()]
+            values += [(rank, "log_line", line) for line in self.lines.pop(rank, ())]
+        return [Record(0.0, host, r, None, self.steps.get(r), n, v) for r, n, v in values]
 
     def tick(self, seconds=1.0):
         """Reports and judges."""
         self.now += seconds
-        for host, own in self.hosts.items():
+        for host in self.hosts:
             if host not in self.silent:
-                ranks = tuple(self.ranks[r] for r in own)
-                self.dog.hear(
-                    self.now, HostReport(host, ranks, self.disk[host], self.traffic[host])
-                )
+                self.dog.hear(self.now, host, self.report(host))
         return self.dog.judge(self.now)
 
     def quiet(self, seconds):
@@ -84,10 +95,10 @@ def test_a_healthy_job_ends():
     s.train(2, 50)
     for rank in (0, 1, 3):
         s.put(rank, "end", 50)
-        s.set(rank, state="X", code=0)
+        s.set(rank, state="X", exit_code=0)
     s.put(2, "end", 50)
     s.quiet(150)
-    s.set(2, state="X", code=0)
+    s.set(2, state="X", exit_code=0)
     (done,) = s.tick()
     assert (done.kind, done.code) == ("done", 0)
 
@@ -101,7 +112,7 @@ def test_a_job_that_was_told_to_stop_ends_with_another_code(section, code, shown
     s.train(1, 3)
     s.put_all(section, 3)
     for rank in s.ranks:
-        s.set(rank, state="X", code=code)
+        s.set(rank, state="X", exit_code=code)
     (done,) = s.tick()
     assert (done.kind, done.code) == ("done", shown)
 
@@ -130,7 +141,8 @@ def test_the_rank_that_ended_first_is_named(name):
     for rank in order:
         code, section = ranks[rank]
         s.put(rank, section, 6)
-        s.set(rank, code=code, state="S" if code is None else "X")
+        if code is not None:
+            s.set(rank, exit_code=code, state="X")
         if rank == order[0]:
             assert s.tick() == []
     fault, took = s.until(5)
@@ -143,7 +155,7 @@ def test_who_was_waited_for_is_named_when_only_the_waiting_gave_up():
     s = Stream()
     for rank in (0, 1, 3):
         s.put(rank, "lost", 2)
-        s.set(rank, state="X", code=1)
+        s.set(rank, state="X", exit_code=1)
     s.put(2, "compile", 1)
     fault, _ = s.until(5)
     assert (fault.rule, fault.ranks, fault.hosts) == ("lost", (2,), ("b",))
@@ -153,7 +165,7 @@ def test_wrong_flags_are_not_tried_again():
     s = Stream()
     for rank in s.ranks:
         s.put(rank, "failed", 0)
-        s.set(rank, state="X", code=2)
+        s.set(rank, state="X", exit_code=2)
     fault, _ = s.until(3)
     assert (fault.kind, fault.rule, fault.code) == ("stop", "usage", 2)
 
@@ -162,9 +174,9 @@ def test_a_job_whose_place_another_has_taken_ends_and_nobody_is_blamed():
     s = Stream()
     s.train(1, 5)
     s.put(0, "failed", 5)
-    s.set(0, state="X", code=SUPERSEDED)
+    s.set(0, state="X", exit_code=SUPERSEDED)
     s.put(1, "lost", 5)
-    s.set(1, state="X", code=1)
+    s.set(1, state="X", exit_code=1)
     fault, _ = s.until(2)
     assert (fault.kind, fault.rule, fault.code) == ("stop", "superseded", SUPERSEDED)
 
@@ -174,7 +186,7 @@ def test_a_loss_that_is_not_finite_is_a_fault_though_the_code_is_2():
     s.train(1, 5)
     s.put_all("failed", 6, loss=math.nan)
     for rank in s.ranks:
-        s.set(rank, state="X", code=2)
+        s.set(rank, state="X", exit_code=2)
     fault, _ = s.until(3)
     assert (fault.kind, fault.rule, fault.step) == ("restart", "nan", 6)
 
@@ -184,10 +196,10 @@ def test_nan_names_the_rank_whose_state_is_bad_however_early_the_others_say_so()
     s.train(1, 5)
     for rank in (0, 1, 3):
         s.put(rank, "failed", 6, loss=math.nan)
-        s.set(rank, state="X", code=2)
+        s.set(rank, state="X", exit_code=2)
     assert s.tick() == []
     s.put(2, "failed", 6, loss=math.nan, bad=True)
-    s.set(2, state="X", code=2)
+    s.set(2, state="X", exit_code=2)
     fault, _ = s.until(3)
     assert (fault.rule, fault.ranks, fault.hosts, fault.step) == ("nan", (2,), ("b",), 6)
 
@@ -255,7 +267,7 @@ def test_a_silent_agent_and_one_that_hangs_up():
     s.dog.hang_up("a")
     for rank in (2, 3):
         s.put(rank, "lost", 6)
-        s.set(rank, state="X", code=1)
+        s.set(rank, state="X", exit_code=1)
     fault, took = s.until(5)
     assert (fault.rule, fault.hosts) == ("agent", ("a",)) and took <= 3
 
@@ -265,7 +277,7 @@ def test_a_flood_of_the_log():
     s.train(1, 5)
     for i in range(20):
         s.put_all("wait", 6 + i)
-        s.set(1, log_bytes=s.ranks[1].log_bytes + 50_000_000)
+        s.set(1, log_bytes=s.ranks[1]["log_bytes"] + 50_000_000)
         if found := s.tick():
             break
     assert (found[0].rule, found[0].ranks) == ("flood", (1,)) and i < 2 * LIMITS.silence
@@ -308,7 +320,7 @@ def test_a_long_evaluation_of_one_rank_while_the_others_wait_for_it():
     s.quiet(190)
     s.put(0, "wait", 31)
     s.train(32, 40)
-    assert s.dog.allowed("launch") == LIMITS.step  # waiting for others teaches nothing
+    assert s.dog.job.allowed("launch") == LIMITS.step  # waiting for others teaches nothing
 
 
 def test_a_slow_disk():
@@ -445,13 +457,12 @@ def test_a_full_disk_a_drop_of_traffic_and_a_word_in_the_log_warn_once():
         s.traffic["a"] += 1000
         assert s.tick() == []
     s.disk["b"] = 1e6
-    s.set(3, words=("NVRM: Xid 79",))
+    s.lines[3] = ["NVRM: Xid 79"]
     found = s.tick()
     assert [(a.kind, a.rule, a.hosts) for a in found] == [
         ("warn", "log", ("b",)), ("warn", "disk", ("b",)),
     ]  # fmt: skip
     assert "Xid 79" in found[0].message and found[0].ranks == (3,)
-    s.set(3, words=())
     assert s.tick() == []
     said = []
     for step in range(31, 40):

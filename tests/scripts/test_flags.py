@@ -80,6 +80,8 @@ def test_slow_tests_of_every_folder_are_scheduled():
     ("flags", "words"),
     [
         (["--listen=127.0.0.1:99999"], r"a port from 0 to 65535.*\(--listen\)"),
+        (["--detectors=end,stal"], r"no detector 'stal'.*Did you mean stall\?.*\(--detectors\)"),
+        (["--respond=disk=evikt"], r"Did you mean evict\?.*\(--respond\)"),
         (["--out=/proc/nowhere"], r"cannot write into /proc/nowhere: No such file.*\(--out\)"),
     ],
 )

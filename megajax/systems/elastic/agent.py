@@ -1,10 +1,12 @@
 """The agent of a host: starts its training processes, reports how far they are, ends them.
 
 It looks from outside: exit codes, states of processes as Linux has them, progress records in shared
-memory, keywords and growth of their logs, bytes on the network, space on the disk (the heartbeat of
-MegaScale section 4). The driver decides. When the driver is gone the agent ends its processes and
-itself; when the agent is killed its reaper does. Nothing stays running, nor in shared memory:
-what left its session is found as a descendant of the agent, or by a mark in its environment.
+memory, keywords and growth of their logs, and the counters of the host (the heartbeat of MegaScale
+section 4). What it sees, and what the processes record themselves, goes to the driver as one
+stream of records, the newest of each name once a period. The driver decides. When the driver is
+gone the agent ends its processes and itself; when the agent is killed its reaper does. Nothing
+stays running, nor in shared memory: what left its session is found as a descendant of the agent,
+or by a mark in its environment.
 """
 
 import contextlib
@@ -22,8 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.monitor import heartbeat, lease
+from megajax.monitor import heartbeat, lease, stream
 from megajax.monitor.heartbeat import Span
+from megajax.monitor.host_meter import HostMeter
+from megajax.monitor.records import Record, without_host
 from megajax.systems.elastic import checks, links, ranks, reaper, shared
 from megajax.systems.elastic.hosts import AGENT
 from megajax.systems.elastic.ranks import Process
@@ -51,7 +55,8 @@ class Agent:
         driver: its host:port. env: of the training processes, completed by the driver's.
         Raises: OSError when the driver is not there, not the job's, or has an agent of this name.
         """
-        self._secret, self._env, self._period = secret, env, period
+        self._secret, self._env, self._period, self._name = secret, env, period, name
+        self._meter = HostMeter()
         self._line: Line = dial(driver, secret, AGENT, name, tls)
         self._address: str = self._line.sock.getsockname()[0]
         self._mark = secrets.token_hex(16)
@@ -232,32 +237,19 @@ class Agent:
 
     def _report(self) -> None:
         ranks.reap(self._own())
-        said = []
+        now, name, meter = time.time(), self._name, self._meter
+        found = [
+            Record(now, name, None, device, None, n, value)
+            for device, values in {None: meter.host(self._disk), **meter.devices()}.items()
+            for n, value in values.items()
+        ]
         for p in self._processes:
             text = p.output.new_text()
             if p.rank == 0 and text:
                 self._line.send({"out": text})
-            record = heartbeat.read(p.progress)
-            code = p.code()
-            said.append(
-                {
-                    "rank": p.rank,
-                    "state": "X" if code is not None else p.state(),
-                    "code": code,
-                    "progress": None if record is None else dataclasses.asdict(record),
-                    "log_bytes": p.output.total,
-                    "words": p.words(text),
-                }
-            )
-        self._line.send(
-            {
-                "report": self._attempt,
-                "ranks": said,
-                "disk_free": ranks.disk_free(self._disk),
-                "traffic": ranks.traffic(),
-                "moment": lease.now(),
-            }
-        )
+            found += p.records(name, meter, text)
+        rows = [without_host(r) for r in found]
+        self._line.send({"report": self._attempt, "records": rows, "moment": lease.now()})
 
     def _stacks(self) -> dict[int, str]:
         """Returns the Python stacks of every rank, or why there are none."""
@@ -300,8 +292,8 @@ class Agent:
             with contextlib.suppress(OSError):
                 self._tell_reaper(f"reaped {p.popen.pid}")
             p.output.close()
-            p.progress.unlink(missing_ok=True)
-            heartbeat.stacks_file(p.progress).unlink(missing_ok=True)
+            for file in (p.progress, heartbeat.stacks_file(p.progress), stream.beside(p.progress)):
+                file.unlink(missing_ok=True)
 
     def _left(self) -> set[int]:
         """Returns what was started here and lives."""

@@ -16,12 +16,14 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megajax.monitor.heartbeat import Progress
+from megajax.monitor import records
+from megajax.monitor.alerts import RESPONSES, Action
+from megajax.monitor.detectors import DETECTORS, Maker
+from megajax.monitor.job import Limits
 from megajax.monitor.lease import LOOK_S
-from megajax.monitor.reports import Action, HostReport, Limits, RankReport
 from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
@@ -40,7 +42,7 @@ class Settings:
     """hosts: wanted at a time. processes: of a host. join: seconds to wait for agents.
 
     grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
-    invite: how a person starts an agent that is missing.
+    invite: how a person starts an agent that is missing. detectors: by name.
     """
 
     command: tuple[str, ...]
@@ -53,6 +55,7 @@ class Settings:
     limits: Limits = Limits()
     policy: Policy = Policy()
     invite: str = ""
+    detectors: Mapping[str, Maker] = dataclasses.field(default_factory=lambda: DETECTORS)
 
 
 class Driver:
@@ -156,20 +159,14 @@ class Driver:
         """The news of a period."""
         if message["report"] != self._attempt or self._dog is None or host not in self._team:
             return
-        ranks = []
-        for r in message["ranks"]:
-            progress = None if r["progress"] is None else Progress(**r["progress"])
-            ranks.append(
-                RankReport(
-                    r["rank"], r["state"], r["code"], progress, r["log_bytes"], tuple(r["words"])
-                )
-            )
-            if progress is not None and progress.step > self._step:
-                self._first = self._first or progress.step
-                self._step = progress.step
-                self._steps.append(progress.step_s)
-        report = HostReport(host.name, tuple(ranks), message["disk_free"], message["traffic"])
-        self._dog.hear(time.monotonic(), report)
+        found = records.parse(host.name, message["records"])
+        for r in found:
+            if r.name == "step_s" and r.step is not None and r.step > self._step:
+                self._first = self._first or r.step
+                self._step = r.step
+                self._steps.append(float(r.value or 0.0))
+        self._dog.hear(time.monotonic(), host.name, found)
+        self._journal.take(found)
 
     # ---- an attempt
 
@@ -195,7 +192,9 @@ class Driver:
         for host in self._team:
             ranks[host.name] = range(number, number + s.processes)
             number += s.processes
-        self._dog = Watchdog(ranks, s.limits, time.monotonic(), s.period)
+        responses = {**RESPONSES, **s.policy.responses}
+        now = time.monotonic()
+        self._dog = Watchdog(ranks, s.limits, now, s.period, s.detectors, responses)
         for host, moment in zip(self._team, moments, strict=True):
             # A process that is alone needs no coordinator.
             envs = {
@@ -225,22 +224,22 @@ class Driver:
         """Waits for what ends this attempt. Warnings are recorded on the way."""
         assert self._dog is not None
         told, deadline = 0, float("inf")
-        leaving: Action | None = None  # a straggler that goes as soon as the job has saved
+        leaving: Action | None = None  # takes a host out as soon as the job has saved
         while True:
             self._hosts.pump()
             if self._unable is not None:
                 return self._unable
             found = self._dog.judge(time.monotonic())
             for action in found:
-                if action.kind == "warn":
+                if not action.ends_the_attempt:
                     self._record("warning", action)
-            if found and found[0].kind != "warn":
+            if found and found[0].ends_the_attempt:
                 return self._ended(found[0], told > 0, leaving)
             if self._evict is not None:
                 name, self._evict = self._evict, None
                 hit = tuple(h.name for h in self._team if h.name == name)
                 if hit:
-                    return Action("restart", "evicted", "evicted by hand", (), hit, self._step)
+                    return Action("evict", "evicted", "evicted by hand", (), hit, self._step)
                 self._block(name, "evicted by hand")
             if leaving is None and not told and (leaving := self._to_evict(found)) is not None:
                 deadline = self._tell(f"{leaving.message}: the job may save, and go on without")
@@ -264,13 +263,11 @@ class Driver:
         return time.monotonic() + self._settings.grace
 
     def _to_evict(self, found: list[Action]) -> Action | None:
-        """Returns what takes a straggler out, where policy says so and enough hosts are left."""
-        policy = self._settings.policy
+        """Returns what takes a host out, where enough others are left."""
         for action in found:
             left = len(self._hosts.candidates() - set(action.hosts))
-            wanted = policy.straggler == "evict" and action.rule == "straggler"
-            if wanted and left >= policy.min_hosts:
-                return dataclasses.replace(action, kind="restart")
+            if action.kind == "evict" and left >= self._settings.policy.min_hosts:
+                return action
         return None
 
     def _ended(self, action: Action, told: bool, leaving: Action | None) -> Action:
@@ -302,7 +299,7 @@ class Driver:
             if answer is None:  # frozen or gone: its reaper ends what it started
                 self._let_go(host)
         bad: dict[str, str] = {}
-        if fault.kind == "restart" and not self.signals:
+        if fault.kind != "stop" and not self.signals:
             bad = self._check(fault.hosts)
         verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
         for host, why in verdict.excluded.items():

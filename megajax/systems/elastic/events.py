@@ -12,12 +12,14 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megajax.monitor import timeline
 from megajax.monitor.lines import Lines
+from megajax.monitor.records import Record
+from megajax.monitor.sinks import Prometheus
 
 EVERY_S = 5.0  # (chosen) seconds between rewrites of metrics.prom without an event
 
@@ -35,6 +37,7 @@ class Journal:
         self.lost = 0  # files and events that the disk did not take
         self._faults: Counter[str] = Counter()
         self._gauges: dict[str, float] = {}
+        self._metrics = Prometheus()
         self._written = 0.0
 
     def last_attempt(self) -> int:
@@ -43,7 +46,9 @@ class Journal:
         return max((int(n) for n in names if n.isascii() and n.isdecimal()), default=-1)
 
     def begin(self, attempt: int) -> None:
-        """Makes the folder of an attempt, so that no later driver takes its number."""
+        """Makes the folder of an attempt, so that no later driver takes its number, and forgets
+        the values of the ranks before."""
+        self._metrics = Prometheus()
         with self._may_lose():
             (self.folder / f"attempt{attempt}").mkdir(parents=True, exist_ok=True)
 
@@ -68,12 +73,17 @@ class Journal:
         if time.monotonic() - self._written > EVERY_S:
             self._write()
 
+    def take(self, records: Sequence[Record]) -> None:
+        """Keeps the newest values of an attempt for metrics.prom."""
+        self._metrics.write(records)
+
     def _write(self) -> None:
         self._written = time.monotonic()
         lines = ["# TYPE megajax_faults_total counter", "# TYPE megajax_warnings_total counter"]
         lines += [f"{name} {count}" for name, count in sorted(self._faults.items())]
         for name, value in self._gauges.items():
             lines += [f"# TYPE megajax_{name} gauge", f"megajax_{name} {value:g}"]
+        lines += self._metrics.lines()
         with self._may_lose():
             self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             fresh = self.folder / "metrics.prom.new"

@@ -11,9 +11,8 @@ progress records).
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Literal
 
-from megajax.monitor.reports import Action
+from megajax.monitor.alerts import Action, Kind
 
 USAGE, POISON, ELSEWHERE = 2, 70, 75
 
@@ -24,8 +23,8 @@ class Policy:
 
     poison: failures in one step that end the job. strikes: faults that name a host, before it is
     excluded though its self-checks pass. backoff: seconds before the first restart; each one that
-    made no progress doubles them, up to longest. straggler: what is done about a rank whose own
-    work takes longer than that of the others: warn, or evict its host once the job has saved.
+    made no progress doubles them, up to longest. responses: what is done about alerts, by their
+    rule, where it differs from alerts.RESPONSES.
     """
 
     restarts: int = 5
@@ -34,7 +33,7 @@ class Policy:
     strikes: int = 2
     backoff: float = 1.0
     longest: float = 300.0
-    straggler: Literal["warn", "evict"] = "warn"
+    responses: Mapping[str, Kind] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Recovery:
 
     def _strike(self, fault: Action, good: set[str]) -> dict[str, str]:
         """Counts against a host that alone is named; excludes it while there are others."""
-        if fault.rule in ("evicted", "straggler"):
+        if fault.kind == "evict":
             return dict.fromkeys(fault.hosts, fault.message)
         if len(fault.hosts) != 1 or fault.rule == "nan":
             return {}

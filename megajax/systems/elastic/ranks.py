@@ -3,15 +3,16 @@
 import contextlib
 import ctypes
 import dataclasses
-import math
 import os
-import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megajax.monitor import heartbeat
+from megajax.monitor import heartbeat, stream
+from megajax.monitor.host_meter import HostMeter
+from megajax.monitor.records import Record, newest
 from megajax.systems.elastic.output import Output
 
 LINES = 20  # (chosen) keyword lines told of one process
@@ -19,6 +20,7 @@ KEYWORDS = (
     "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
     "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
 )  # fmt: skip
+PROGRESS = ("beat", "section", "loss", "own_s", "step_s", "has_bad_state")  # of a heartbeat
 SIGNALLED = 128  # what a shell, and uv run, add to the number of the signal that ended a program
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -34,6 +36,7 @@ class Process:
     output: Output
     rest: str = ""
     told: int = 0
+    reader: stream.Reader | None = None
 
     def code(self) -> int | None:
         """Returns how it ended: negative for a signal, except those that a run saves on."""
@@ -67,6 +70,23 @@ class Process:
         found = found[: LINES - self.told]
         self.told += len(found)
         return found
+
+    def records(self, host: str, meter: HostMeter, text: str) -> list[Record]:
+        """Returns what there is to say of it: the newest of what it recorded itself, and what is
+        seen from outside, which counts where both have a name. text: new in its log."""
+        self.reader = self.reader or stream.Reader(stream.beside(self.progress), host, self.rank)
+        progress, code, now = heartbeat.read(self.progress), self.code(), time.time()
+        seen: dict[str, float | int | str] = {"state": "X" if code is not None else self.state()}
+        if code is not None:
+            seen["exit_code"] = code
+        if progress is not None:
+            seen |= {n: getattr(progress, n) for n in PROGRESS}
+            seen |= {} if code is not None else meter.process(progress.pid)
+        seen["log_bytes"] = self.output.total
+        step = None if progress is None else progress.step
+        values = [*seen.items(), *(("log_line", line) for line in self.words(text))]
+        outside = [Record(now, host, self.rank, None, step, n, v) for n, v in values]
+        return newest(self.reader.take()) + outside
 
 
 def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subprocess.Popen, Output]:
@@ -116,24 +136,3 @@ def reap(own: Collection[int]) -> None:
             os.waitpid(found.si_pid, os.WNOHANG)
         except ChildProcessError:
             return
-
-
-def disk_free(folder: Path) -> float:
-    """Returns the bytes that are free where a folder is, or was."""
-    for place in (folder, *folder.parents):
-        with contextlib.suppress(OSError):
-            return shutil.disk_usage(place).free
-    return math.inf
-
-
-def traffic() -> int:
-    """Returns bytes in and out of this host's network and InfiniBand ports since they began."""
-    total = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        fields = line.split(":", 1)[1].split()
-        total += int(fields[0]) + int(fields[8])
-    for name in ("port_xmit_data", "port_rcv_data"):
-        for counter in Path("/sys/class/infiniband").glob(f"*/ports/*/counters/{name}"):
-            with contextlib.suppress(OSError, ValueError):
-                total += 4 * int(counter.read_text())  # counted in words of four bytes
-    return total

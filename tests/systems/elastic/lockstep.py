@@ -5,7 +5,7 @@ rows to rank 0, which sends back the sum of all: an all-reduce. The parameter is
 sums, whatever the number of ranks; rank 0 saves it. As under jax a lost connection raises
 JaxRuntimeError, a clean-up at the end waits for the others for ever after an error, and a SIGTERM
 to one rank makes all save in the same step, say so and exit with 0. Rank 0 leaves a row a step in
-metrics.jsonl.
+metrics.jsonl, and every rank records its steps for its agent.
 """
 
 import atexit
@@ -20,7 +20,8 @@ import struct
 import sys
 import time
 
-from megajax.monitor import faults
+from megajax.monitor import faults, stream
+from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
 
 ROWS = 12
@@ -80,8 +81,10 @@ def main(folder, steps, every, pause_s, spec=""):
     ranks = int(os.environ.get("JAX_NUM_PROCESSES", 1))
     clean = []
     atexit.register(lambda: clean or time.sleep(60))  # jax's barrier; runs after the timers' word
-    timers = Timers.of_process(pathlib.Path(os.environ["MEGAJAX_PROGRESS"]))
-    injector = faults.Injector(faults.parse(spec), rank, int(os.environ["MEGAJAX_ATTEMPT"]))
+    progress, attempt = pathlib.Path(os.environ["MEGAJAX_PROGRESS"]), os.environ["MEGAJAX_ATTEMPT"]
+    timers = Timers.of_process(progress)
+    recorder = Recorder(stream.of_process(progress), rank)
+    injector = faults.Injector(faults.parse(spec), rank, int(attempt), recorder.emit)
     faults._poison = lambda state: math.nan
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -91,7 +94,7 @@ def main(folder, steps, every, pause_s, spec=""):
     print(f"rank {rank} of {ranks} begins after step {at['step']}", flush=True)
     memory = pathlib.Path(os.environ["MEGAJAX_MEMORY"])
     print(f"in memory: {memory.read_text() if memory.exists() else 'nothing'}", flush=True)
-    memory.write_text(f"rank {rank}, attempt {os.environ['MEGAJAX_ATTEMPT']}")
+    memory.write_text(f"rank {rank}, attempt {attempt}")
     step, value = at["step"], at["value"]
     while step < int(steps):
         step += 1
@@ -108,6 +111,7 @@ def main(folder, steps, every, pause_s, spec=""):
             timers.has_bad_state = not math.isfinite(own)
             clean.append(1)
             sys.exit(2)
+        recorder.emit(step, {"total": total, "step_time_s": float(pause_s)})
         value = hashlib.sha256(f"{value}{total}".encode()).hexdigest()
         if rank == 0:
             row = {"step": step, "time": time.time(), "loss": total, "step_time_s": float(pause_s)}

@@ -17,8 +17,8 @@ import time
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor import lease
-from megajax.monitor.reports import Limits
+from megajax.monitor import host_meter, lease
+from megajax.monitor.job import Limits
 from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module
 from megajax.systems.elastic import hosts, ranks, reaper, shared
@@ -71,7 +71,7 @@ def test_a_log_that_is_removed_is_read_on(tmp_path):
     (tmp_path / "fifo").write_text("\n")
     popen.wait()
     assert output.new_text() == "éb" and output.total == 4
-    assert ranks.disk_free(log.parent) > 0
+    assert host_meter.disk_free(log.parent) > 0
     output.close()
 
 
@@ -188,7 +188,7 @@ def two_of(mark):
 AN_AGENT = """
 import os, pathlib, sys
 from megajax.monitor import lease
-from megajax.monitor.reports import Limits
+from megajax.monitor.job import Limits
 from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module
 from megajax.systems.elastic import ranks, reaper, shared
@@ -304,7 +304,7 @@ class FakeSocket:
 def test_every_report_renews_the_lease_by_the_agents_own_moment(joined):
     found, host, agents = joined
     assert host.leased < 0 and host.mark == "m"
-    agents.send({"report": 0, "ranks": [], "disk_free": 1, "traffic": 0, "moment": 12.5})
+    agents.send({"report": 0, "records": [], "moment": 12.5})
     found.pump(1.0)
     assert agents.receive() == [{"do": "lease", "since": 12.5}]
     assert time.monotonic() - host.leased < 1

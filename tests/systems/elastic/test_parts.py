@@ -12,8 +12,8 @@ import types
 
 import pytest
 
-from megajax.monitor import ettr
-from megajax.monitor.reports import Action
+from megajax.monitor import ettr, host_meter
+from megajax.monitor.alerts import Action
 from megajax.systems.elastic import checks, hosts, output, ranks, reaper, shared
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.output import Output
@@ -22,8 +22,8 @@ from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.wire import Line
 
 
-def fault(step, *hosts, rule="exit"):
-    return Action("restart", rule, f"{rule} in {step}", ranks=(0,), hosts=hosts, step=step)
+def fault(step, *hosts, rule="exit", kind="restart"):
+    return Action(kind, rule, f"{rule} in {step}", ranks=(0,), hosts=hosts, step=step)
 
 
 # ---- policy
@@ -63,7 +63,7 @@ def test_a_host_is_excluded_by_its_checks_by_strikes_or_by_hand():
     assert r.decide(fault(50, "b"), {}, "abc").excluded == {}
     assert list(r.decide(fault(90, "a"), {}, "abc").excluded) == ["a"]
     for rule in ("evicted", "straggler"):
-        verdict = Recovery(Policy()).decide(fault(5, "c", rule=rule), {}, "abc")
+        verdict = Recovery(Policy()).decide(fault(5, "c", rule=rule, kind="evict"), {}, "abc")
         assert verdict.code is None and list(verdict.excluded) == ["c"]
 
 
@@ -287,13 +287,13 @@ def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch)
 
 
 def test_traffic_counts_this_machines_network():
-    before = ranks.traffic()
+    before = host_meter.traffic()
     a, b = pair()
     a.sendall(os.urandom(50_000))
     b.recv(50_000, socket.MSG_WAITALL)
     a.close()
     b.close()
-    assert ranks.traffic() - before >= 50_000
+    assert host_meter.traffic() - before >= 50_000
 
 
 @pytest.mark.slow

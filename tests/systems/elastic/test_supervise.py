@@ -159,6 +159,11 @@ def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
     metrics = (run.out / "metrics.prom").read_text()
     assert f'megajax_faults_total{{rule="{rule}"}} 1' in metrics
     assert "megajax_effective_time_ratio 0." in metrics
+    for rank in (0, 1):  # what each recorded itself, and what its agent saw
+        for name in ("step_time_s", "total", "resident_bytes", "own_s"):
+            place = f'{{host="local{rank}",rank="{rank}"}}'
+            assert re.search(rf"megajax_rank_{name}{place} \d", metrics)
+    assert 'megajax_host_disk_free_bytes{host="local0"} ' in metrics
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_comes_back(tmp_path):

@@ -1,0 +1,126 @@
+"""Counters of a host, beside what the kernel itself and other readers say."""
+
+import ctypes
+import os
+import resource
+import time
+
+import pytest
+
+from megajax.monitor import ethtool
+from megajax.monitor.host_meter import Gpus, HostMeter, traffic
+
+STAT = "cpu  {} 0 10 {} 5 0 0 0 0 0\ncpu0 1 1 1 1\n"
+NET = "x\ny\n lo: 100 0 0 0 0 0 0 0 50 0 0\neth0: 7 0 0 0 0 0 0 0 3 0 0\n"
+
+
+class Nvml:
+    """Answers as NVML does for two GPUs, of which the second has no power meter."""
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, rates):
+        rates._obj.gpu, rates._obj.memory = 10 * handle.value, 50
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.used = 2**33
+        return 0
+
+    def nvmlDeviceGetPowerUsage(self, handle, number):
+        number._obj.value = 350_500
+        return 0 if handle.value == 1 else 3
+
+    def nvmlDeviceGetTemperature(self, handle, kind, number):
+        number._obj.value = 61 + kind.value
+        return 0
+
+    def nvmlDeviceGetClockInfo(self, handle, kind, number):
+        number._obj.value = 1980 if kind.value == 1 else 0
+        return 0
+
+
+@pytest.fixture
+def system(tmp_path):
+    for name in ("proc/net", "sys/class/net/eth0"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "proc/net/dev").write_text(NET)
+    (tmp_path / "proc/stat").write_text(STAT.format(20, 65))
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 250 kB")
+    return tmp_path
+
+
+def test_rates_come_with_the_second_reading_and_never_from_a_counter_that_began_again(
+    system, monkeypatch
+):
+    now, pauses = [10.0], {"rx_prio3_pause": 1000, "tx_prio0_pause": 5, "rx_packets": 10**9}
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    meter = HostMeter(system, Gpus(Nvml()), lambda card: pauses)
+    first = meter.host(system)
+    assert set(first) == {"disk_free_bytes", "network_bytes", "memory_share"}
+    assert first["network_bytes"] == 160 and first["memory_share"] == 0.75
+    now[0] += 2
+    pauses["rx_prio3_pause"] += 600
+    (system / "proc/stat").write_text(STAT.format(50, 135))
+    second = meter.host(system)
+    assert second["cpu_share"] == pytest.approx(0.3)
+    assert second["pfc_packets_per_s"] == 300
+    now[0] += 2
+    pauses["rx_prio3_pause"] = 0
+    assert "pfc_packets_per_s" not in meter.host(system)
+
+
+def test_a_host_without_files_has_no_values(system):
+    for name in ("stat", "meminfo"):
+        (system / "proc" / name).unlink()
+    assert set(HostMeter(system, count=ethtool.counters).host(system)) == {
+        "disk_free_bytes", "network_bytes",
+    }  # fmt: skip
+
+
+def test_this_process_is_measured():
+    meter = HostMeter()
+    first, begin = meter.process(os.getpid()), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    while time.process_time() < before.ru_utime + before.ru_stime + 0.1:
+        pass
+    found = meter.process(os.getpid())
+    assert "cpu_cores" not in first
+    least = 0.05 / (time.monotonic() - begin)  # the kernel counts in hundredths of a second
+    assert least < found["cpu_cores"] < 4 * os.cpu_count()
+    assert 2**22 < found["resident_bytes"] < 2**40
+    assert meter.process(2**22 + 1) == {}
+
+
+def test_gpus_give_what_they_have():
+    first, second = HostMeter(gpus=Gpus(Nvml())).devices().values()
+    assert first == {
+        "gpu_duty": 0.1, "gpu_memory_duty": 0.5, "gpu_memory_bytes": 2**33, "gpu_power_w": 350.5,
+        "gpu_celsius": 61, "gpu_clock_mhz": 1980,
+    }  # fmt: skip
+    assert second["gpu_duty"] == 0.2 and "gpu_power_w" not in second
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        assert Gpus.find() is None and HostMeter().devices() == {}
+
+
+def test_the_counters_of_network_cards():
+    """Of every card of this machine that has any: names without bytes behind them, and counts."""
+    found = {}
+    for card in os.listdir("/sys/class/net"):
+        try:
+            found[card] = ethtool.counters(card)
+        except OSError:
+            continue
+    assert all(name.isprintable() and name for counts in found.values() for name in counts)
+    assert all(count >= 0 for counts in found.values() for count in counts.values())
+    with pytest.raises(OSError):
+        ethtool.counters("no-such-card")
+    assert traffic() >= 0
