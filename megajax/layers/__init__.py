@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = public(
         "norm": ("Norm",),
         "ops": ("Ops",),
         "rope": ("RopeConfig",),
-        "sparse": ("sparse_ops",),
+        "sparse": ("SparseKernel",),
+        "weight": ("PackedWeight",),
     },
 )

@@ -7,14 +7,15 @@ reference elsewhere. Under a mesh they belong inside a shard_map.
 Legend: B rows, S positions, D model width, F feed-forward width.
 """
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from megajax.layers import ops
 from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
+from megajax.layers.weight import PackedWeight, Weight
 from pallas_kernels import fused_gemm, fused_layer_norm
 from pallas_kernels.dispatch import Implementation
 
@@ -53,7 +54,11 @@ def expand(
     if mlp.cfg.activation == "swiglu":
         return ops.expand(mlp, x_BSD, up, matmul)
     bias = mlp.up_bias[...] if mlp.cfg.bias else None
-    product = functools.partial(
-        fused_gemm, bias=bias, activation=mlp.cfg.activation, implementation=implementation
-    )
+
+    def product(x_BSD: jax.Array, w: Weight) -> jax.Array:
+        after: Any = {"bias": bias, "activation": mlp.cfg.activation}
+        if isinstance(w, PackedWeight):
+            return w.matmul(x_BSD, **after)
+        return fused_gemm(x_BSD, w, implementation=implementation, **after)
+
     return up(x_BSD, mlp.inputs, product)[0]

@@ -1,23 +1,25 @@
 """Ops: the seams at which communication and kernels enter a model.
 
 A block is written once. What differs between one device, tensor parallelism, a fused
-GEMM-with-communication, a tile-sparse or a quantized GEMM and another attention kernel is which
-functions stand in here. `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
-communication around it and take it as an argument, so the two choices compose. `settle` and
+GEMM-with-communication and another attention kernel is which functions stand in here; what differs
+between a dense, a tile-sparse and later a quantized GEMM is the type of the weight
+(layers/weight.py). `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
+communication around it and take it as an argument, so all three choices compose. `settle` and
 `expand` are where a kernel joins a product with the element-wise work after it. For mixtures of
 experts `grouped` is the local compute, `score`, `expert` and `total` what is around it. The
 defaults are local; layers/fused.py has kernels for some, parallel/tensor.py and parallel/expert.py
 build the sharded ones, and parallel/local.py those of code inside a shard_map.
 
 Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts.
-A weight argument is an nnx.Param whose metadata `axes` names its dimensions.
+A weight argument is an nnx.Param whose metadata `axes` names its dimensions, of the dense array
+where its value is packed.
 """
 
 import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -26,19 +28,38 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.attend import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
+from megajax.layers.weight import PackedWeight, Weight
 from pallas_kernels import grouped_matmul
 
 Array = jax.Array
 Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
 
 
-def matmul(
-    x: Array, w: Array, contract: int = 1, out_sharding: Spec = None, out_dtype: Any = None
-) -> Array:
-    """Contracts the last `contract` dims of x with the first ones of w.
+class Codec(Protocol):
+    """How a weight travels to where it is used. Its gradient travels back uncoded.
 
+    encode(x) -> a tree of arrays with x's dimensions, each cut as x is. decode(that, gathered;
+    dtype) -> the weight in use.
+    """
+
+    def encode(self, x: Array) -> Any:
+        """Of a stored weight, or this device's part of it."""
+
+    def decode(self, coded: Any, dtype: Any) -> Array:
+        """Of what encode gave."""
+
+
+def matmul(
+    x: Array, w: Weight, contract: int = 1, out_sharding: Spec = None, out_dtype: Any = None
+) -> Array:
+    """Contracts the last `contract` dims of x with the first ones of w, as w's type does that.
+
+    w: an array, or a packed weight's piece, whose arrays and x are local: no sharding to ask for.
     Returns: x's leading dims followed by w's trailing ones, in out_dtype (None: x's dtype).
     """
+    if isinstance(w, PackedWeight):
+        assert out_sharding is None
+        return w.matmul(x, contract).astype(out_dtype or x.dtype)
     dims = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
     return jax.lax.dot_general(
         x, w, (dims, ((), ())), preferred_element_type=out_dtype, out_sharding=out_sharding
@@ -50,9 +71,30 @@ def gather(x_BSD: Array) -> Array:
     return x_BSD
 
 
-def whole(w: nnx.Param, dtype: Any) -> Array:
-    """Returns a weight ready for use: cast, and gathered if it rests in pieces."""
-    return w[...].astype(dtype)
+def whole(w: nnx.Param, dtype: Any, codec: Codec | None = None) -> Weight:
+    """Returns a weight ready for use: cast, and gathered if it rests in pieces.
+
+    codec: of what travels, which nothing does here, so that one device computes what a mesh does;
+    a packed weight has none.
+    """
+    value = w.get_value()
+    if isinstance(value, PackedWeight):
+        return value.piece().astype(dtype)
+    return value.astype(dtype) if codec is None else coded(codec, value, dtype)
+
+
+def coded(codec: Codec, x: Array, dtype: Any, gather: Callable = lambda x: x) -> Array:
+    """decode(gather(encode(x))), with the gradient of gather(x.astype(dtype))."""
+
+    @jax.custom_vjp
+    def through(x: Array) -> Array:
+        return codec.decode(jax.tree.map(gather, codec.encode(x)), dtype)
+
+    def forward(x: Array) -> tuple[Array, Callable]:
+        return through(x), jax.vjp(lambda x: gather(x.astype(dtype)), x)[1]
+
+    through.defvjp(forward, lambda pull, dy: pull(dy))
+    return through(x)
 
 
 def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Array, ...]:
@@ -69,7 +111,8 @@ def down(
 ) -> Array:
     """residual + drop(sum of x . w + bias) for (x, w (..., D)) pairs, sharing one scatter; without
     a residual (None) `settle` adds it."""
-    terms = (matmul(x, whole(w, x.dtype), contract=w[...].ndim - 1) for x, w in products)
+    used = ((x, whole(w, x.dtype)) for x, w in products)
+    terms = (matmul(x, w, contract=w.ndim - 1) for x, w in used)
     return join(functools.reduce(operator.add, terms), residual_BSD, bias, drop)
 
 
@@ -107,7 +150,7 @@ def expand(mlp: Any, x_BSD: Array, up: Callable, matmul: Callable) -> Array:
 
 def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
     """Sum over (table (V, D), ids (B, S)) of the tables' rows: the start of the residual stream."""
-    rows = (whole(table, dtype)[ids_BS] for table, ids_BS in pairs)
+    rows = (table[...].astype(dtype)[ids_BS] for table, ids_BS in pairs)
     return functools.reduce(operator.add, rows)
 
 

@@ -1,18 +1,23 @@
 """A pruned model to use: its matrices as packed tiles, or dense with exact zeros.
 
-`to_tiles` turns the pruned leaves of a parameter tree into layers.sparse.SparseKernel; build the
-model with `sparse_ops` and the same ModelParts functions run it on pallas_kernels.TileSparse.
+`to_tiles` turns the pruned leaves of a parameter tree into layers.sparse.SparseKernel, and the same
+ModelParts functions, on any mesh that it packed for, run on pallas_kernels.TileSparse.
 Dense: the trained parameters have exact zeros already, so `checkpoint/hf.py` (scripts/hf.py export)
 writes them for any other library as they are.
 """
+
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, is_words, name, named_leaves
 from megajax.layers.sparse import SparseKernel
+from megajax.layers.weight import cut_word
 from megajax.systems.pruning import matrix_shape
 from megajax.training.masking import chosen
 from megajax.training.optim import STACK_WORDS
@@ -26,18 +31,23 @@ def to_tiles(
     masks: Tree | None,
     axes: Tree,
     *,
+    layout: Layout | None = None,
     tile: int = 128,
     chunk: int = 64,
     single: bool = False,
 ) -> Tree:
     """Returns the parameters with a SparseKernel for each leaf that has a mask.
 
-    The layers of a leaf share one capacity, so that they stay a stack that a scan runs through.
+    Tensor parallelism cuts a matrix into slices, of which each is packed by itself; all slices and
+    layers of a leaf share one capacity, so that they are one stack.
 
-    Args: params: on one device. masks: bool, of some leaves (training.masking.Masked.masks); None:
-      what is not 0, of the blocks' matrices that have zeros (a model read from elsewhere).
-      axes: words of all leaves. tile, chunk: of the packing; those of the pruning store best.
+    Args: params: on this process's devices. masks: bool, of some leaves
+      (training.masking.Masked.masks); None: what is not 0, of the blocks' matrices that have zeros
+      (a model read from elsewhere). axes: words of all leaves. layout: of the mesh that runs the
+      model; None: one device. tile, chunk: of the packing; those of the pruning store best.
       single: single elements outside the tiles (TEW) go into the residual, not into tiles.
+    Returns: arrays on one device. On a mesh a leaf lies as its words in layers.weight.packed_axes
+      say.
     Raises: UserError for experts, whose products are grouped.
     """
     leaves, words = dict(named_leaves(params)), dict(named_leaves(axes, is_words))
@@ -56,15 +66,43 @@ def to_tiles(
         n = name(path)
         if n not in found:
             return w
-        stack = sum(word in STACK_WORDS for word in words[n])
-        shape = matrix_shape(w.shape, words[n])
-        matrices = np.asarray(w).reshape(shape), np.asarray(found[n]).reshape(shape)
-        packed = _pack(*matrices, tile, chunk, single)
-        one = packed[0] if not stack else jax.tree.map(lambda *x: jnp.stack(x), *packed)
-        return SparseKernel(one, w.shape[stack:])
+        weights, mask = (_slices(x, words[n], layout) for x in (w, found[n]))
+        layers = sum(word in STACK_WORDS for word in words[n])
+        stack, one = weights.shape[: layers + 1], weights.shape[layers + 1 :]
+        shape = (-1, *matrix_shape(one, words[n][layers:])[1:])
+        packed = _pack(weights.reshape(shape), mask.reshape(shape), tile, chunk, single)
+        together = jax.tree.map(lambda *x: jnp.stack(x).reshape(*stack, *x[0].shape), *packed)
+        return SparseKernel(one, together)
 
     assert found.keys() <= leaves.keys()
     return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def stored(params: Tree) -> float:
+    """Returns the entries that packed tiles hold, over those of the matrices that they stand for.
+
+    Empty slots count: all layers and slices of a leaf have as many as the fullest one.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, SparseKernel))
+    kernels = [x for x in leaves if isinstance(x, SparseKernel)]
+    if not kernels:
+        return 1.0
+    held = sum(k.weight.values.size for k in kernels)
+    matrices = ((math.prod(k.weight.values.shape[:-3]), k.size) for k in kernels)
+    return held / sum(count * size for count, size in matrices)
+
+
+def _slices(x: Any, words: Words, layout: Layout | None) -> np.ndarray:
+    """Returns a leaf's slices for the tensor ranks, on a new dimension after its stack.
+
+    A key-value head that several ranks share is one slice.
+    """
+    word = cut_word(words)
+    pieces = 1
+    if layout is not None:
+        pieces = layout.ways(layout.rules.act[word]) // layout.copies(word)
+    stack = sum(w in STACK_WORDS for w in words)
+    return np.stack(np.split(np.asarray(x), pieces, words.index(word)), stack)
 
 
 def split(mask: np.ndarray, tile: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
