@@ -120,7 +120,7 @@ def percentages(text: str) -> list[float]:
     return [x / 100 for x in found]
 
 
-def make_task(cfg: Config, name: str) -> study.Task:
+def make_subject(cfg: Config, name: str) -> study.Subject:
     """Builds a model and opens its text."""
     if name == "text":
         return study.text(DECODERS["nano"](), 64, 8, cfg.held_out // 16, cfg.cache_dir)
@@ -134,7 +134,7 @@ def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[st
     rates = {"passages": (1.5e-3, 1e-3), "text": (3e-3, 1e-3)}
     trainers = {
         name: study.Trainer(
-            make_task(cfg, name),
+            make_subject(cfg, name),
             study.Training(cfg.steps, cfg.tune, *rates[name]),
             cfg.unit_score,
         )

@@ -4,7 +4,8 @@ Two models that a CPU can train: an encoder that says from which package of Pyth
 library a passage comes (data/passages.py), and the nano GPT on the text that pretraining reads.
 One chain: a trained model; then for each sparsity rank by (w dL/dw)^2 of the steps before, prune,
 fine-tune, measure (Tile-Wise sparsity, arXiv 2008.13006, section 5). The chain `dense` prunes
-nothing and is fine-tuned as long: what a pattern loses, it loses against this.
+nothing and is fine-tuned as long: what a pattern loses, it loses against this. The steps are those
+of every training run (training/step.py), the masks those of --prune.* (systems/prune_stages.py).
 
 Units. The paper's matrices are 768 wide, these 128. The paper's units (tile 128, chunks of 8, 32
 and 64 rows, blocks of 32 x 32) divided by 4 are one and a half times as large here as a part of a
@@ -27,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from megajax.core.layout import Layout
+from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree, named_leaves
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_corpora
@@ -37,14 +40,18 @@ from megajax.models import decoder, encoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import Batch, ModelParts
-from megajax.systems.pruning import Pattern, densities, prune, sparsity_of
-from megajax.training.masking import UnitScore, chosen, clear, mask_optimizer, observe, pick
-from megajax.training.optim import OptimConfig, make_optimizer, make_schedule
+from megajax.systems.prune_stages import Pruner
+from megajax.systems.pruning import Pattern, densities, sparsity_of
+from megajax.training.config import JobConfig, TrainConfig
+from megajax.training.masking import PruneConfig, UnitScore, chosen, mask_optimizer, pick
+from megajax.training.optim import OptimConfig, Optimizer, make_optimizer, make_schedule
 from megajax.training.state import TrainState
+from megajax.training.step import TrainStep, make_train_step
+from megajax.training.task import Leaf, Task, mean_loss
 
 SHRINK = 4  # the paper's units over ours
 CLIP = 1.0  # largest global norm of a gradient (BERT's)
-TaskName = Literal["passages", "text"]
+SubjectName = Literal["passages", "text"]
 HostBatch = Mapping[str, np.ndarray]  # as ModelParts' batches
 
 
@@ -90,16 +97,23 @@ DENSE = "dense"
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """A model to train and text to train it on. batch(seed, step): a function of these alone.
+class Subject:
+    """A model to prune and text to train it on. batch(seed, step): a function of these alone.
 
-    held_out: batches that are never trained on.
+    parts: of `model`, on one device. held_out: batches that are never trained on.
     """
 
-    name: TaskName
+    name: SubjectName
+    model: EncoderConfig | DecoderConfig
     parts: ModelParts
     batch: Callable[[int, int], HostBatch]
     held_out: Sequence[HostBatch]
+
+    @property
+    def task(self) -> Task:
+        """The subject as `make_train_step` takes it."""
+        members = {name: Leaf(rows.shape[1:], ("seq",)) for name, rows in self.held_out[0].items()}
+        return Task(lambda layout, ops: self.parts, members, mean_loss())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +134,16 @@ class Training:
         done = (step - self.steps) % self.tune / self.tune
         return self.tune_lr * (1 - 0.9 * done)
 
+    def schedule(self) -> optax.Schedule:
+        """Returns `rate` for code that is traced: a table, which repeats its last stage."""
+        rates = [self.rate(step) for step in range(self.steps + self.tune)]
+
+        def at(step: Any) -> jax.Array:
+            again = self.steps + (step - self.steps) % self.tune
+            return jnp.asarray(rates, jnp.float32)[jnp.where(step < self.steps, step, again)]
+
+        return at
+
 
 def passages(
     model: EncoderConfig,
@@ -128,7 +152,7 @@ def passages(
     batch: int,
     held_out: int,
     cache_dir: str | Path,
-) -> Task:
+) -> Subject:
     """The encoder with a head of eight classes. tokens: of a passage, the first one included.
 
     tokenizer: as DataConfig's. held_out: passages. model: its vocabulary and labels are the data's.
@@ -145,8 +169,9 @@ def passages(
         return {"tokens": tokens_BS, "targets": targets_BS, "positions": positions_BS}
 
     held, labels = data.held_out(held_out)
-    return Task(
+    return Subject(
         "passages",
+        cfg,
         encoder.parts(cfg, ops=Ops()),
         lambda seed, step: labelled(*data.batch(seed, step, batch)),
         [labelled(held[i : i + batch], labels[i : i + batch]) for i in range(0, held_out, batch)],
@@ -155,7 +180,7 @@ def passages(
 
 def text(
     model: DecoderConfig, tokens: int, batch: int, held_out: int, cache_dir: str | Path
-) -> Task:
+) -> Subject:
     """The decoder on the bytes of Python's standard library. held_out: rows of `tokens` tokens."""
     (corpus,), _ = open_corpora(DataConfig(), cache_dir, vocab=model.vocab)
     train = functools.cache(lambda seed: PackedRows(corpus.train, tokens, seed))
@@ -166,8 +191,9 @@ def text(
         found = [rows[first + i] for i in range(batch)]
         return {key: np.stack([row[key] for row in found]) for key in found[0]}
 
-    return Task(
+    return Subject(
         "text",
+        model,
         decoder.parts(model),
         lambda seed, step: stacked(train(seed), step * batch),
         [stacked(kept, first) for first in range(0, held_out, batch)],
@@ -175,91 +201,82 @@ def text(
 
 
 class Trainer:
-    """The compiled programs of a task: two, whatever is pruned."""
+    """A subject's train step for each seed, and its masks."""
 
-    def __init__(self, task: Task, training: Training, unit_score: UnitScore = "rms"):
+    def __init__(self, subject: Subject, training: Training, unit_score: UnitScore = "rms"):
         """unit_score: how units of a pattern rank, as of systems.pruning.prune.
 
         Weight decay and Adam's decays: BERT's (arXiv 1810.04805, appendix A.2) but beta2 0.98,
         for runs of a few hundred steps."""
-        self.task, self.training, self.unit_score = task, training, unit_score
-        self.names = chosen(task.parts.axes)
-        self.axes = pick(task.parts.axes, self.names)
-        # Rates are handed to each step: one program for all of them.
-        optim = OptimConfig(
-            lr=1.0, schedule="constant", warmup=0, weight_decay=0.01, beta2=0.98, eps=1e-6
-        )
-        self.optimizer: Any = mask_optimizer(make_optimizer(optim, 1, task.parts.axes), self.names)
-        self._step = jax.jit(self._one_step, donate_argnums=0)
+        self.subject, self.training, self.unit_score = subject, training, unit_score
+        self.names = chosen(subject.parts.axes)
+        self.axes = pick(subject.parts.axes, self.names)
+        self._steps: dict[int, TrainStep] = {}
         self._measure = jax.jit(self._sums)
+
+    def step_of(self, seed: int) -> TrainStep:
+        """Returns the compiled step of a seed, which decides dropout."""
+        if seed not in self._steps:
+            rows, tokens = self.subject.held_out[0]["tokens"].shape
+            cfg = JobConfig(
+                model=self.subject.model,
+                train=TrainConfig(self.training.steps, rows, tokens, seed, remat="none"),
+                optim=OptimConfig(weight_decay=0.01, beta2=0.98, eps=1e-6, clip=CLIP),
+            )
+            mesh = MeshSpec(data=1).build(jax.devices()[:1])
+            optimizer = functools.partial(self._optimizer, cfg)
+            self._steps[seed] = make_train_step(cfg, mesh, self.subject.task, optimizer)
+        return self._steps[seed]
+
+    def _optimizer(self, cfg: JobConfig, axes: Tree, layout: Layout) -> Optimizer:
+        optimizer = make_optimizer(cfg.optim, 1, axes, layout, self.training.schedule())
+        return mask_optimizer(optimizer, self.names)
 
     def start(self, seed: int) -> TrainState:
         """Returns a new model."""
-
-        # Optimising a program that runs once is not worth its time.
-        options = {"xla_backend_optimization_level": 0}
-        return jax.jit(self._init, static_argnums=0, compiler_options=options)(seed)
+        return self.step_of(seed).init(seed)
 
     def abstract(self) -> TrainState:
         """Returns shapes and types of a state."""
-        return jax.eval_shape(self._init, 0)
+        return self.step_of(0).abstract_state
 
     def dense(self, seed: int) -> TrainState:
         """Returns a trained model, its sums of the last steps, as many as a stage has."""
         steps, tune = self.training.steps, min(self.training.tune, self.training.steps)
         state = self.train(self.start(seed), seed, steps - tune)
-        opt, params = clear(state.opt, state.params)
-        return self.train(dataclasses.replace(state, params=params, opt=opt), seed, tune)
+        state, _ = self._pruner(METHODS["EW"]).prune(state, 0.0)
+        return self.train(state, seed, tune)
 
     def train(self, state: TrainState, seed: int, steps: int) -> TrainState:
         """Returns the state so many steps later."""
-        for _ in range(steps):
-            number = int(state.step)
-            batch = self.task.batch(seed, number)
-            state = self._step(state, batch, seed, np.float32(self.training.rate(number)))
+        step = self.step_of(seed)
+        first = int(state.step)
+        for number in range(first, first + steps):
+            batch: Any = self.subject.batch(seed, number)
+            state, _ = step.step(state, batch)
         return state
 
     def prune(self, state: TrainState, method: Method, sparsity: float) -> tuple[TrainState, Tree]:
         """Returns (the state with new masks in it, the masks)."""
-        opt: Any = state.opt
+        return self._pruner(method).prune(state, sparsity)
+
+    def _pruner(self, method: Method) -> Pruner:
         tile, chunk = method.here
-        host = jax.tree.map(np.asarray, (pick(state.params, self.names), opt.scores, opt.masks))
-        masks = prune(
-            host[0], host[1], sparsity, pattern=method.pattern, tile=tile, chunk=chunk,
-            axes=self.axes, former=host[2], apriori=method.apriori, unit_score=self.unit_score,
+        cfg = PruneConfig(
+            pattern=method.pattern, tile=tile, chunk=chunk, apriori=method.apriori,
+            unit_score=self.unit_score,
         )  # fmt: skip
-        opt, params = clear(opt._replace(masks=jax.tree.map(jnp.asarray, masks)), state.params)
-        return dataclasses.replace(state, params=params, opt=opt), masks
+        return Pruner(cfg, self.subject.parts.axes, self.step_of(0).layout.mesh)
 
     def measure(self, params: Tree) -> dict[str, float]:
         """Returns loss (nats a prediction) and accuracy on the held-out batches."""
-        found = [self._measure(params, batch) for batch in self.task.held_out]
+        found = [self._measure(params, batch) for batch in self.subject.held_out]
         loss, right, count = np.sum(jax.device_get(found), 0)
         return {"loss": float(loss / count), "accuracy": float(right / count)}
 
-    def _init(self, seed: int) -> TrainState:
-        params = self.task.parts.init(jax.random.key(seed))
-        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
-
-    def _one_step(
-        self, state: TrainState, batch: Batch, seed: jax.Array, rate: jax.Array
-    ) -> TrainState:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-
-        def objective(params: Tree) -> jax.Array:
-            sums = self.task.parts.loss(params, batch, key)
-            return sums.cross_entropy / jnp.maximum(sums.count, 1).astype(jnp.float32)
-
-        grads, opt = observe(state.opt, jax.grad(objective)(state.params), state.params)
-        shrink = jnp.minimum(1.0, CLIP / jnp.maximum(optax.tree.norm(grads), 1e-30))
-        grads = jax.tree.map(lambda g: g * shrink, grads)
-        updates, opt = self.optimizer.update(grads, opt, state.params)
-        params = jax.tree.map(lambda w, u: w + rate * u, state.params, updates)
-        return TrainState(params, opt, state.step + 1)
-
     def _sums(self, params: Tree, batch: Batch) -> jax.Array:
         targets_BS = batch["targets"]
-        logits_BSV = self.task.parts.logits(params, batch)
+        logits_BSV = self.subject.parts.logits(params, batch)
         log_BSV = jax.nn.log_softmax(logits_BSV)
         counts_BS = targets_BS >= 0
         at_BS1 = jnp.where(counts_BS, targets_BS, 0)[..., None]

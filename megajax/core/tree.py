@@ -5,7 +5,7 @@ error messages and name maps all use this one spelling.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -26,6 +26,16 @@ def named_leaves(tree: Tree, is_leaf: Callable | None = None) -> list[tuple[str,
 def is_words(x: Any) -> bool:
     """Tells the tuple of logical words of one leaf from a node of the tree."""
     return type(x) is tuple and all(w is None or isinstance(w, str) for w in x)
+
+
+def owner(path: tuple, names: Container[str]) -> str | None:
+    """Returns the one of these dotted names that ends the name of a leaf; None: no such name.
+
+    A moment, a mask and a gradient end in the name of the parameter that they belong to.
+    """
+    parts = name(path).split(".")
+    tails = (".".join(parts[i:]) for i in range(len(parts)))
+    return next((tail for tail in tails if tail in names), None)
 
 
 def nest(leaves: dict[str, Any]) -> dict:

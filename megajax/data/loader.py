@@ -133,13 +133,26 @@ def held_out_batches(
     """
     like = abstract["tokens"]
     B, S = int(np.prod(like.shape[:-1])), like.shape[-1]
-    rows = [
+    yield from finite_batches(held_out(corpora, S, batches * B), abstract, order)
+
+
+def held_out(corpora: Sequence[Corpus], seq_len: int, most: int) -> list[tuple[Rows, int]]:
+    """Returns the held-out rows that are evaluated, each as (rows, its number)."""
+    return [
         (packed, i)
-        for c, count in zip(corpora, held_out_rows(corpora, S, batches * B), strict=True)
+        for c, count in zip(corpora, held_out_rows(corpora, seq_len, most), strict=True)
         if count and c.held_out is not None
-        for packed in [PackedRows(c.held_out, S, 0, shuffle=False)]
+        for packed in [PackedRows(c.held_out, seq_len, 0, shuffle=False)]
         for i in range(count)
     ]
+
+
+def finite_batches(
+    rows: Sequence[tuple[Rows, int]], abstract: Abstract, order: np.ndarray | None = None
+) -> Iterator[dict[str, jax.Array]]:
+    """Yields these rows in batches; rows beyond the last have targets that count nothing."""
+    like = abstract["tokens"]
+    B = int(np.prod(like.shape[:-1]))
     indices = host_rows(like)
     for first in range(0, len(rows), B):
         held = []

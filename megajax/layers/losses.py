@@ -40,13 +40,15 @@ class MoeSums:
 class LossSums:
     """Sums over the predicted tokens (targets >= 0), float32 scalars; count is int32.
 
-    moe: of all blocks, stacked; None in a dense model.
+    moe: of all blocks, stacked; None in a dense model. right: int32, targets that no other id has a
+    larger logit than; None where nobody asked.
     """
 
     cross_entropy: jax.Array
     z_squared: jax.Array
     count: jax.Array
     moe: MoeSums | None = None
+    right: jax.Array | None = None
 
     def __add__(self, other: "LossSums") -> "LossSums":
         """Adds member by member."""
@@ -71,8 +73,13 @@ class VocabCut:
         """Returns log_z_BS over the whole vocabulary."""
         if not self.axes:
             return jax.nn.logsumexp(z_BSV, -1)
-        top_BS = jax.lax.pmax(jax.lax.stop_gradient(z_BSV.max(-1)), self.axes)
+        top_BS = self.max(z_BSV)
         return top_BS + jnp.log(self.sum(jnp.exp(z_BSV - top_BS[..., None]).sum(-1)))
+
+    def max(self, z_BSV: jax.Array) -> jax.Array:
+        """Returns the largest logit over the whole vocabulary; it has no gradient."""
+        top_BS = jax.lax.stop_gradient(z_BSV.max(-1))
+        return jax.lax.pmax(top_BS, self.axes) if self.axes else top_BS
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Adds what the devices found in their rows."""
@@ -93,8 +100,9 @@ def cross_entropy(
     logits: Callable,
     chunks: int = 1,
     cut: VocabCut = VocabCut(),
+    accuracy: bool = False,
 ) -> LossSums:
-    """Sums -log p(target) and log(Z)^2.
+    """Sums -log p(target) and log(Z)^2; with `accuracy` also how many predictions are right.
 
     Args: targets_BS: int32, negative: not predicted, and what hidden holds there, NaN too, reaches
       neither a sum nor a gradient, unless the type of hidden names reduced axes. logits: (B,s,D) ->
@@ -113,10 +121,12 @@ def cross_entropy(
         hit_BSV = t_BS[..., None] == cut.ids(z_BSV.shape[-1])[None, None]
         target_BS = cut.sum(jnp.where(hit_BSV, z_BSV, 0.0).sum(-1))
         log_z_BS = cut.logsumexp(z_BSV)
+        right_BS = valid_BS & (target_BS >= cut.max(z_BSV)) if accuracy else None
         return LossSums(
             jnp.where(valid_BS, log_z_BS - target_BS, 0.0).sum(),
             jnp.where(valid_BS, log_z_BS**2, 0.0).sum(),
             valid_BS.sum(),
+            right=None if right_BS is None else right_BS.sum(),
         )
 
     if chunks == 1:  # no reshape: a dim of size 1 cannot be added to an array with reduced axes
@@ -130,5 +140,6 @@ def cross_entropy(
         return total + jax.checkpoint(piece)(*chunk), None
 
     zero = jnp.zeros((), jnp.float32)
-    start = LossSums(zero, zero, jnp.zeros((), jnp.int32))
+    none = jnp.zeros((), jnp.int32)
+    start = LossSums(zero, zero, none, right=none if accuracy else None)
     return jax.lax.scan(step, start, (pieces(hidden_BSD), pieces(targets_BS)))[0]

@@ -43,6 +43,9 @@ PACKED = Ops(
     expand=fused.expand,
 )
 
+# The members of the parameters that only the head has, whichever it is.
+HEAD = ("dense", "dense_bias", "head_norm", "head_bias", "classes", "classes_bias")
+
 
 class Block(nnx.Module):
     """One layer: attention, norm, feed-forward, norm."""
@@ -154,7 +157,7 @@ class Encoder(nnx.Module):
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int) -> LossSums:
         """Returns the cross-entropy sums of the last block's output."""
         hidden_BSD, project = self._head(x_BSD)
-        return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
+        return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab, accuracy=True)
 
 
 def parts(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
+from megajax.cost.flops import DecoderWork
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import MlpConfig
 
@@ -86,6 +87,29 @@ class EncoderConfig(Checked, section="model"):
             "positions": (self.padded(self.max_positions), "model.vocab_multiple"),
             "layers": (self.layers, "model.layers"),
         }
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads: as many as heads."""
+        return self.heads
+
+    @property
+    def work(self) -> DecoderWork:
+        """What FLOPs depend on, with the head of the objective; tables are looked up only."""
+        layers, masked = self.layers * self.repeats, self.head == "mlm"
+        out = self.table_width if masked else self.width
+        dense = self.width * (out + self.embed_width)
+        return DecoderWork(
+            layers,
+            out,
+            self.width,
+            layers * self.width * (4 * self.width + 2 * self.mlp) + dense,
+            self.vocab if masked else self.labels,
+            heads=self.heads,
+            kv_width=self.width,
+            hidden=self.mlp,
+            positions=self.max_positions,
+        )
 
     @property
     def attention(self) -> AttentionConfig:

@@ -1,8 +1,11 @@
 """ModelParts: a network as separate pure functions over a plain tree of arrays.
 
 Scan, pipeline, serving and ahead-of-time compilation all reuse the same parts: `embed`, ONE `block`
-and `head_loss`. Parameters are nested dicts of float32 arrays; the blocks' leaves are stacked with
-the layers first. `axes` mirrors the tree with each leaf's logical words.
+and `head_loss`. Parameters are nested dicts of float32 arrays. `axes` mirrors the tree with each
+leaf's logical words. A leaf of a stack of equal layers has the layers first, and its first word
+names the stack: 'layers' is the stack that `block` runs and that pipeline stages cut, 'tower' any
+further one (`as_tower`), such as a vision encoder, which `embed` or `head_loss` runs by itself. No
+code asks where in the tree a stack lies.
 """
 
 import dataclasses
@@ -13,12 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax.core.errors import UserError
+from megajax.core.layout import Words
 from megajax.core.tree import Tree, is_words
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 
-Batch = Mapping[str, jax.Array]  # tokens, targets, segments, positions: each int32 (B, S)
+Batch = Mapping[str, jax.Array]  # of tokens: tokens, targets, segments, positions, int32 (B, S)
 Remat = Literal["none", "full", "outputs", "dots"]
+LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,8 @@ class ModelParts:
     abstract: the parameters as ShapeDtypeStructs. axes: the logical words of each leaf.
     context(batch, key): what all blocks need. embed(params, batch, context) -> x.
     block(layer params, x, context, cache) -> (x, cache, MoeSums or None); the objective adds the
-    MoeSums' penalty. head(params, x) -> float32 logits. head_loss(params, x, targets) -> LossSums
+    MoeSums' penalty. head(params, x) -> float32 logits (who never asks for them may raise).
+    head_loss(params, x, targets) -> LossSums
     without the blocks' part. settle(params, sums of a step) -> params: what follows a rule and no
     gradient (the experts' bias), once a step.
     """
@@ -42,7 +49,23 @@ class ModelParts:
     block: Callable[..., tuple[jax.Array, Any, MoeSums | None]]
     head: Callable[..., jax.Array]
     head_loss: Callable[..., LossSums]
-    settle: Callable[[Tree, LossSums], Tree]
+    settle: Callable[[Tree, LossSums], Tree] = lambda params, sums: params
+
+    @property
+    def stack(self) -> str:
+        """The member of the parameters that holds the layers of `block`, by its leaves' words.
+
+        Raises: UserError when it is not one member with nothing else in it.
+        """
+        marked = {k: {is_layered(w) for w in _words(v)} for k, v in self.axes.items()}
+        found = [k for k, kinds in marked.items() if True in kinds]
+        if len(found) != 1 or False in marked[found[0]]:
+            raise UserError(
+                "a model must have one member whose leaves all have the word 'layers' first, the "
+                f"stack that `block` runs; found {', '.join(found) or 'none'}; mark further stacks "
+                "by models.parts.as_tower"
+            )
+        return found[0]
 
     def hidden(
         self, params: Tree, batch: Batch, key: jax.Array | None, remat: Remat
@@ -66,7 +89,7 @@ class ModelParts:
         with jax.named_scope("embed"):
             x = self.embed(params, batch, context)
         with jax.named_scope("blocks"):
-            return jax.lax.scan(step, x, (params["blocks"], jnp.arange(self.layers)))
+            return jax.lax.scan(step, x, (params[self.stack], jnp.arange(self.layers)))
 
     def loss(
         self, params: Tree, batch: Batch, key: jax.Array | None = None, remat: Remat = "none"
@@ -99,14 +122,15 @@ def remat_policy(name: Remat) -> Callable:
 def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
     """Returns (graph, tree of the parameters, tree of their words) of an NNX module.
 
-    Words that name fewer dimensions than the leaf has belong to a stacked leaf: layers come first.
+    Words that name fewer dimensions than the leaf has belong to a stacked leaf, whose layers come
+    first: of the stack that `block` runs, or of one that `as_tower` marked.
     """
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
 
     def words(variable: nnx.Variable) -> tuple:
-        axes = variable.get_metadata("axes")
-        return ("layers",) * (len(variable.get_value().shape) - len(axes)) + tuple(axes)
+        axes, stack = variable.get_metadata("axes"), variable.get_metadata("stack", LAYERS)
+        return (stack,) * (len(variable.get_value().shape) - len(axes)) + tuple(axes)
 
     axes = nnx.to_pure_dict(
         jax.tree.map(
@@ -114,6 +138,28 @@ def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
         )
     )
     return graph, params, axes
+
+
+def as_tower(stack: Any) -> Any:
+    """Marks stacked layers, which nnx.vmap made, as a stack that `block` does not run."""
+    for _, variable in nnx.iter_graph(stack):
+        if isinstance(variable, nnx.Variable):
+            variable.set_metadata("stack", TOWER)
+    return stack
+
+
+def is_layered(words: Words) -> bool:
+    """Tells a leaf of the stack that `block` runs."""
+    return words[:1] == (LAYERS,)
+
+
+def is_stacked(words: Words) -> bool:
+    """Tells a leaf of any stack of layers."""
+    return words[:1] in ((LAYERS,), (TOWER,))
+
+
+def _words(axes: Tree) -> list[Words]:
+    return jax.tree.leaves(axes, is_leaf=is_words)
 
 
 def map_words(function: Callable, axes: Tree, *rest: Tree) -> Tree:

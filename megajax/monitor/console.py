@@ -53,6 +53,10 @@ class Console:
         elif "eval_loss" in values:
             bits = values.get("eval_bits_per_byte")
             tail = f", {bits:.3f} bits per byte" if isinstance(bits, float) else ""
+            if "eval_accuracy" in values:
+                tail = f", accuracy {values['eval_accuracy']:.1%}"
+            if "eval_majority" in values:
+                tail += f" (one answer for all: {values['eval_majority']:.1%})"
             self.say(f"step {step}: held-out loss {values['eval_loss']:.4f} nats{tail}")
         elif "sparsity" in values:
             self.say(f"after step {step}: {values['sparsity']:.2%} of the chosen weights pruned")

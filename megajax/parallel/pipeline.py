@@ -41,7 +41,7 @@ from megajax.schedule.ir import Table
 from megajax.schedule.route import Route, Stretch, route
 
 # How sums leave the stages: the loss on all devices, the routers' with each stage's own layers.
-SUMS = LossSums(P(), P(), P(), P(PIPE))  # type: ignore[bad-argument-type]
+SUMS = LossSums(P(), P(), P(), P(PIPE), P())  # type: ignore[bad-argument-type]
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -144,7 +144,8 @@ OVERLAP = {
 class Pipeline:
     """Runs ModelParts that were built on local Ops (parallel/local.py) by a table.
 
-    dtype: of compute. remat: of the layers inside a chunk.
+    dtype: of compute. remat: of the layers inside a chunk. batch: how each member of a batch
+    (U, B, ...) lies; none: rows of tokens.
     """
 
     parts: ModelParts
@@ -152,6 +153,7 @@ class Pipeline:
     cfg: PipelineConfig
     dtype: jnp.dtype
     remat: Remat
+    batch: Mapping[str, P] | None = None
 
     @property
     def stages(self) -> int:
@@ -163,7 +165,7 @@ class Pipeline:
     ) -> tuple[LossSums, Tree]:
         """Returns (loss sums of the batch, gradients stored as the parameters are).
 
-        Args: params: blocks in `layer_order`. batch: leaves (U, B, S). objective(sums, *scalars):
+        Args: params: layers in `layer_order`. batch: leaves (U, B, ...). objective(sums, *scalars):
           what is differentiated; it must be linear in the sums. It is also called with one
           layer's MoeSums and zeros, and with the rest without them.
         """
@@ -175,7 +177,7 @@ class Pipeline:
         return self._everywhere(local, (SUMS, self._specs), len(scalars))(params, batch, *scalars)
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
-        """Returns the loss sums of a batch (U, B, S): the forward half of the schedule."""
+        """Returns the loss sums of a batch (U, B, ...): the forward half of the schedule."""
         plan = self.cfg.route(self.stages, backward=False)
 
         def local(params: Tree, batch: Batch) -> LossSums:
@@ -195,7 +197,7 @@ class Pipeline:
         return map_words(lambda words: self.layout.stored(*words), self.parts.axes)
 
     def _everywhere(self, local: Callable, out_specs: Any, scalars: int = 0) -> Callable:
-        rows = P(None, *self.layout.act("batch", "seq"))
+        rows: Any = self.batch or P(None, *self.layout.act("batch", "seq"))
         # See local.py: gradients of sums over devices, which the checker does not know.
         return jax.shard_map(
             local,
@@ -214,16 +216,16 @@ class Pipeline:
         gradients of the chunk that the last one finished are scattered: the first gather and the
         last scatter alone are exposed. (MegaScale section 3.2, overlapping in data parallelism.)
         """
-        axes, v = self.parts.axes, self.cfg.chunks
-        rest = {k: map_words(self._whole, axes[k], x) for k, x in params.items() if k != "blocks"}
-        cut = jax.tree.map(lambda x: x.reshape(v, -1, *x.shape[1:]), params["blocks"])
+        axes, v, stack = self.parts.axes, self.cfg.chunks, self.parts.stack
+        rest = {k: map_words(self._whole, axes[k], x) for k, x in params.items() if k != stack}
+        cut = jax.tree.map(lambda x: x.reshape(v, -1, *x.shape[1:]), params[stack])
         first = [self._gather(cut, chunk) for chunk in range(plan.loops[0].chunks)]
         held = jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0])
         held = _write(held, 0, first)
         tick = Tick(
             self.parts,
             plan,
-            rest | {"blocks": held},
+            rest | {stack: held},
             batch,
             objective,
             chunks=v,
@@ -249,7 +251,7 @@ class Pipeline:
             for chunk in loop.done if local else ():
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
                 grads, done = lax.optimization_barrier((grads, done))
-                done[chunk] = map_words(self._scatter, axes["blocks"], grads)
+                done[chunk] = map_words(self._scatter, axes[stack], grads)
         partial = self.layout.live(self.layout.rules.partial)
         sums = lax.psum(carry.sums, partial) if partial else carry.sums
         blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
@@ -261,14 +263,14 @@ class Pipeline:
             blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
             rest, _ = lax.optimization_barrier((rest, done))
             rest = {k: map_words(self._scatter, axes[k], g) for k, g in rest.items()}
-        return sums, map_words(self._add_copies, axes, rest | {"blocks": blocks})
+        return sums, map_words(self._add_copies, axes, rest | {stack: blocks})
 
     # ---- weights and their gradients
 
     def _gather(self, cut: Tree, chunk: int) -> Tree:
         """Returns one chunk's weights in use."""
         mine = jax.tree.map(lambda x: x[chunk], cut)
-        return map_words(self._whole, self.parts.axes["blocks"], mine)
+        return map_words(self._whole, self.parts.axes[self.parts.stack], mine)
 
     def _whole(self, words: tuple, x: jax.Array) -> jax.Array:
         """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is.

@@ -66,7 +66,7 @@ class Tick:
         stashes: bool,
         settle: Callable[[Words, jax.Array], jax.Array],
     ):
-        """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, S).
+        """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, ...).
 
         objective: what is differentiated; None: sums only. copies: devices that compute one loss
         together, each of which counts for its share. remat: of the layers inside a chunk. stashes:
@@ -77,9 +77,9 @@ class Tick:
         self.copies, self.settle, self.v = copies, settle, chunks
         self.remat, self.stashes = remat, stashes and objective is not None
         self.stage, self.stages = lax.axis_index(PIPE), lax.axis_size(PIPE)
-        self.rest = {k: x for k, x in whole.items() if k != "blocks"}
-        self.blocks = whole["blocks"]
-        self.axes = parts.axes["blocks"], {k: parts.axes[k] for k in self.rest}
+        self.rest = {k: x for k, x in whole.items() if k != parts.stack}
+        self.blocks = whole[parts.stack]
+        self.axes = parts.axes[parts.stack], {k: parts.axes[k] for k in self.rest}
 
     def rows(self) -> dict:
         """Returns the route as this stage reads it, leaves (T,)."""
@@ -114,8 +114,8 @@ class Tick:
 
         inputs, grads = buffer(self.plan.inputs, x), buffer(self.plan.grads, x)
         kept = jax.tree.map(functools.partial(buffer, self.plan.inputs), kept)
-        zero = jnp.zeros((), jnp.float32)
-        sums = LossSums(zero, zero, jnp.zeros((), jnp.int32))
+        sums = jax.eval_shape(lambda: self.head_sums(self.rest, empty, 0))
+        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums, moe)
 
     def __call__(self, kinds: frozenset[str], carry: Carry, row: Mapping) -> tuple[Carry, None]:
@@ -166,8 +166,7 @@ class Tick:
 
         def loss(rest: Tree, y: jax.Array) -> tuple[jax.Array, LossSums]:
             y = lax.psum(jnp.where(is_last, y, 0), PIPE)
-            params = rest | {"blocks": self.blocks}
-            sums = self.parts.head_loss(params, y, self.piece(number)["targets"])
+            sums = self.head_sums(rest, y, number)
             return self.value(sums) / self.copies, sums
 
         def value() -> LossSums:
@@ -185,6 +184,11 @@ class Tick:
             sums, rest, dy = lax.cond(number >= 0, gradient, lambda: skip)
         place = jnp.where(is_last, row["head_place"], -1)
         return carry._replace(sums=sums, rest=rest, grads=_put(carry.grads, place, dy))
+
+    def head_sums(self, rest: Tree, y: jax.Array, number: Any) -> LossSums:
+        """Returns the loss sums of a microbatch whose last layer gave y."""
+        params = rest | {self.parts.stack: self.blocks}
+        return self.parts.head_loss(params, y, self.piece(number)["targets"])
 
     def backward(self, carry: Carry, row: Mapping, leaves: bool) -> Carry:
         """B: the gradient of the chunk's input and, unless W does it, of its weights."""
@@ -244,7 +248,7 @@ class Tick:
         """Returns the start of a microbatch's residual stream; every stage adds its rows."""
         batch = self.piece(number)
         context = self.parts.context(batch, None)
-        return self.parts.embed(rest | {"blocks": self.blocks}, batch, context)
+        return self.parts.embed(rest | {self.parts.stack: self.blocks}, batch, context)
 
     def pick(self, lane: Mapping) -> Tree:
         """Returns the weights of the lane's chunk."""

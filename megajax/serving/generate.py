@@ -166,7 +166,7 @@ class Generator:
             return parts.block(stacked[0], x, context, stacked[1])[:2]
 
         x_BSD = parts.embed(params, batch, context)
-        x_BSD, cache = jax.lax.scan(layer, x_BSD, (params["blocks"], cache))
+        x_BSD, cache = jax.lax.scan(layer, x_BSD, (params[parts.stack], cache))
         here_BS1 = (jnp.arange(x_BSD.shape[1])[None] == last_B[:, None])[..., None]
         x_B1D = jnp.where(here_BS1, x_BSD, 0).sum(1, keepdims=True)
         logits_BV = parts.head(params, x_B1D)[:, 0]

@@ -2,8 +2,9 @@
 
 A stage: train, while the optimizer's state sums (w dL/dw)^2; rank on the host; put the masks in;
 go on (Tile-Wise sparsity, arXiv 2008.13006, section 5). It knows no model: parameters are a tree,
-`axes` the words of its leaves, the optimizer one of training.masking.mask_optimizer. The decoder's
-training loop (training/loop.py) and an encoder's fine-tuning call the same `Pruner`.
+`axes` the words of its leaves, the optimizer one of training.masking.mask_optimizer. The same
+`Pruner` is a hook of the training loop (training/loop.py) of decoders and encoders, and prunes in
+the study of patterns (experiments/reports/pruning_study.py).
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from megajax.training.masking import Masked, PruneConfig, clear, pick
 
 @dataclasses.dataclass(frozen=True)
 class Pruner:
-    """Call it with (state, finished steps) between steps; `due` says whether there is work.
+    """A hook of the training loop: call it with (state, finished steps) where `due` says so.
 
     axes: words of all parameters, as ModelParts.axes. mesh: of the state; None: no mesh.
     natural, arranged: as TrainStep has them. report(finished, {"sparsity": ..., "kept.MATRIX":
@@ -38,9 +39,14 @@ class Pruner:
     arranged: Callable[[Any], Any] = lambda tree: tree
     report: Callable[[int, Mapping[str, float]], None] = lambda finished, row: None
 
-    def due(self, finished: int) -> bool:
-        """Tells whether a stage begins or ends after so many finished steps."""
-        return self.cfg.due(finished) is not None
+    def due(self, finished: int, last: bool = False) -> bool:
+        """Tells whether a stage begins or ends after so many finished steps. last: of the run,
+        which nothing follows."""
+        return not last and self.cfg.due(finished) is not None
+
+    def start(self, state: Any, finished: int) -> Any:
+        """What is due before a run's first step: what a checkpoint holds is the state before it."""
+        return self(state, finished)
 
     def __call__(self, state: Any, finished: int) -> Any:
         """Returns the state with the stage's masks, pruned weights and their moments 0, sums anew.
@@ -51,15 +57,24 @@ class Pruner:
         goal = self.cfg.due(finished)
         if goal is None:
             return state
-        opt: Masked = state.opt
-        masks = opt.masks
-        if goal > 0:
-            masks = self._masks(state.params, opt, goal)
+        state, masks = self.prune(state, goal)
+        if masks is not None:
             self._tell(finished, masks)
-            masks = self.arranged(jax.tree.map(_place, masks, opt.masks))
+        return state
+
+    def prune(self, state: Any, goal: float) -> tuple[Any, Tree | None]:
+        """Returns (the state pruned to a sparsity, its new masks on the host); see `__call__`.
+
+        goal: 0: the state keeps its masks, and its sums start anew; there are no new masks.
+        """
+        opt: Masked = state.opt
+        masks, found = opt.masks, None
+        if goal > 0:
+            found = self._masks(state.params, opt, goal)
+            masks = self.arranged(jax.tree.map(_place, found, opt.masks))
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             opt, params = _clear(opt._replace(masks=masks), state.params)
-        return dataclasses.replace(state, params=params, opt=opt)
+        return dataclasses.replace(state, params=params, opt=opt), found
 
     def _masks(self, params: Tree, opt: Masked, goal: float) -> Tree:
         cfg = self.cfg

@@ -1,4 +1,8 @@
-"""What a run says at its start and end: device, mesh, differences, sizes, where things are."""
+"""What a run says at its start and end: device, mesh, differences, sizes, where things are.
+
+Configurations are those of pretraining or fine-tuning, training.config.JobConfig with data and a
+model whose work is known.
+"""
 
 import dataclasses
 import math
@@ -14,6 +18,7 @@ from megajax.core.mesh import describe
 from megajax.cost.flops import train_flops_per_token
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
+from megajax.models.decoder_config import DecoderConfig
 from megajax.monitor import results
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
@@ -21,12 +26,11 @@ from megajax.monitor.records import Sink
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
 from megajax.parallel import expert
 from megajax.parallel.tensor import choose_attention, explain_overlap
-from megajax.training.config import Config
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 
 
-def sinks(cfg: Config, run_dir: RunDir) -> list[Sink]:
+def sinks(cfg: Any, run_dir: RunDir) -> list[Sink]:
     """Returns the sinks of this process; only the first one of a job writes."""
     if jax.process_index() != 0:
         return []
@@ -39,21 +43,23 @@ def sinks(cfg: Config, run_dir: RunDir) -> list[Sink]:
     return chosen
 
 
-def work(cfg: Config, mesh: Mesh) -> Work:
+def work(cfg: Any, mesh: Mesh) -> Work:
     """Returns what MFU divides: FLOPs in both conventions, and the devices' peak if known."""
     seq = cfg.train.seq_len
     card = find_card(mesh.devices.flat[0].device_kind)
     peak = card.flops.get(cfg.train.dtype) if card else None
+    causal = isinstance(cfg.model, DecoderConfig)
     return Work(
         cfg.train.global_batch * seq,
         train_flops_per_token(cfg.model.work, seq, "megatron"),
-        train_flops_per_token(cfg.model.work, seq, "causal"),
+        # An encoder's token sees all of its row.
+        train_flops_per_token(cfg.model.work, seq, "causal" if causal else "megatron"),
         peak * mesh.size if peak else None,
     )
 
 
 def show_start(
-    console: Console, name: str, cfg: Config, preset: Config, mesh: Mesh, run_dir: RunDir
+    console: Console, name: str, cfg: Any, preset: Any, mesh: Mesh, run_dir: RunDir
 ) -> None:
     """Device, mesh, folder, and what differs from the preset. name: what the run starts from."""
     console.say(f"{name}: {describe(mesh)}, run in {run_dir.path}")
@@ -61,7 +67,7 @@ def show_start(
         console.say(f"  {field}: {old} -> {new}")
 
 
-def show_data(console: Console, cfg: Config, corpora: list[Corpus], tokenizer: Tokenizer) -> None:
+def show_data(console: Console, cfg: Any, corpora: list[Corpus], tokenizer: Tokenizer) -> None:
     """What is read and how much, and how many documents are there more than once."""
     for c in corpora:
         held = c.held_out.tokens if c.held_out is not None else 0
@@ -78,7 +84,7 @@ def show_data(console: Console, cfg: Config, corpora: list[Corpus], tokenizer: T
             console.say(f"{c.name}: {quantity(c.copies)} documents are copies of earlier ones")
 
 
-def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh) -> None:
+def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> None:
     """Parameters, FLOPs and bytes a device, and which kernels were chosen why."""
     state = train_step.abstract_state
     flops = train_flops_per_token(cfg.model.work, cfg.train.seq_len, "megatron")
@@ -99,9 +105,10 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
         mlp = model.feed_forward
         why = explain_overlap(train_step.layout, cfg.overlap, tokens, mlp, cfg.train.dtype)
         console.say(f"overlap: {why}")
-    if model.moe.experts and mesh.shape["expert"] * mesh.shape["tensor"] > 1:
+    moe = getattr(model, "moe", None)  # an encoder has none
+    if moe is not None and moe.experts and mesh.shape["expert"] * mesh.shape["tensor"] > 1:
         tokens = math.prod(train_step.abstract_batch["tokens"].shape[-2:])
-        layer = model.moe, model.expert
+        layer = moe, model.expert
         why = expert.explain_overlap(
             train_step.layout, cfg.overlap, tokens, *layer, cfg.train.dtype
         )
@@ -112,7 +119,7 @@ def show_model(console: Console, cfg: Config, train_step: TrainStep, mesh: Mesh)
 
 
 def facts(
-    cfg: Config, mesh: Mesh, train_step: TrainStep, name: str, preset: Config | None = None
+    cfg: Any, mesh: Mesh, train_step: TrainStep, name: str, preset: Any | None = None
 ) -> dict[str, Any]:
     """Returns what a result must state beside its figures.
 
@@ -140,6 +147,8 @@ def show_end(
         bits = figures.get("eval_bits_per_byte")
         at = f" at step {figures.get('eval_step')}"
         tail = f", held out {bits:.3f} bits per byte{at}" if bits is not None else ""
+        if (accuracy := figures.get("eval_accuracy")) is not None:
+            tail = f", held out {accuracy:.1%} right{at}"
         loss = figures["last_10_loss"]
         shown = f"{loss:.4f} nats" if loss is not None else "not finite"
         console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")

@@ -3,16 +3,20 @@
 Legend: a step is one optimizer step; a row is one packed sequence of seq_len tokens.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from megajax.core import check
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
+from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.core.needs import above, equal
+from megajax.core.tree import Tree
 from megajax.data.config import DataConfig
+from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
 from megajax.monitor import faults
@@ -20,8 +24,9 @@ from megajax.parallel.context import ContextSpec
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, rules
-from megajax.training.masking import PruneConfig
-from megajax.training.optim import OptimConfig
+from megajax.training.masking import PruneConfig, chosen, mask_optimizer
+from megajax.training.optim import OptimConfig, Optimizer, make_optimizer
+from megajax.training.task import Task, mean_loss, token_rows
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,19 @@ class TrainConfig(Checked, section="train"):
 
 
 @dataclass(frozen=True)
-class EvalConfig(Checked, section="eval"):
+class HeldOutConfig(Checked, section="eval"):
     """What is measured beside training."""
 
     every: int = option(
         500, "evaluate every so many steps and at the end; 0: only at the end", at_least=0
     )
     batches: int = option(8, "held-out batches an evaluation reads; 0: no evaluation", at_least=0)
+
+
+@dataclass(frozen=True)
+class EvalConfig(HeldOutConfig, section="eval"):
+    """What is measured beside training, and what is sampled."""
+
     sample_tokens: int = option(
         200, "tokens to sample after an evaluation; 0: no sample", at_least=0
     )
@@ -119,11 +130,32 @@ class ProfileConfig(Checked, section="profile"):
             )
 
 
-@dataclass(frozen=True)
-class Config(Checked):
-    """A whole training run."""
+@runtime_checkable
+class ModelShape(Protocol):
+    """What a run must know of a model's shape, for its checks and its mesh.
 
-    model: DecoderConfig = group(DecoderConfig)
+    sizes: {logical word: (size of that dimension, the field that sets it)} of the words that a mesh
+    can cut. layers: of the stack that a pipeline cuts. max_positions: tokens of a row at most.
+    """
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, str]]: ...  # noqa: D102
+
+    @property
+    def layers(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_positions(self) -> int: ...  # noqa: D102
+
+    @property
+    def dropout(self) -> float: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class JobConfig(Checked):
+    """How a model is trained, whatever it is: what all training runs share."""
+
+    model: ModelShape
     mesh: MeshSpec = group(MeshSpec, whole=True)
     shard: ShardSpec = group(ShardSpec)
     pipeline: PipelineConfig = group(PipelineConfig, needs=above(1, "mesh.pipe"))
@@ -132,7 +164,7 @@ class Config(Checked):
     optim: OptimConfig = group(OptimConfig)
     prune: PruneConfig = group(PruneConfig, needs=above(0, "prune.sparsity"))
     data: DataConfig = group(DataConfig)
-    eval: EvalConfig = group(EvalConfig)
+    eval: HeldOutConfig = group(HeldOutConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     log: LogConfig = group(LogConfig)
     profile: ProfileConfig = group(ProfileConfig)
@@ -164,3 +196,39 @@ class Config(Checked):
         check.check(self, sizes, rules(self.shard.zero))
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)
+
+    def task(self) -> Task:
+        """Returns what is trained, for `make_train_step`; a kind of runs says it here."""
+        raise NotImplementedError("give make_train_step a task, or define it in a subclass")
+
+    def given_params(self, layout: Layout, fresh: Tree) -> Tree:
+        """Returns the weights of `init_from`, layers in the model's order. fresh: new ones."""
+        from megajax.checkpoint import hf  # the weights' own format; unused otherwise
+
+        assert self.init_from is not None
+        model: Any = self.model
+        return hf.load_params(self.init_from, model, layout)
+
+    def optimizer(self, axes: Tree, layout: Layout) -> Optimizer:
+        """Returns the optimizer of parameters with these words, with masks if the run prunes."""
+        inner = make_optimizer(self.optim, self.train.steps, axes, layout)
+        if not self.prune.sparsity:
+            return inner
+        names = chosen(axes, self.prune.weights)
+        return mask_optimizer(inner, names, self.prune.score == "taylor")
+
+
+@dataclass(frozen=True)
+class Config(JobConfig):
+    """A whole pretraining run."""
+
+    model: DecoderConfig = group(DecoderConfig)
+    eval: EvalConfig = group(EvalConfig)
+
+    def task(self) -> Task:
+        """Returns the decoder with the next token as its target."""
+        train = self.train
+        parts = functools.partial(
+            decoder.parts, self.model, dtype=train.dtype, loss_chunks=train.loss_chunks
+        )
+        return Task(parts, token_rows(train.seq_len), mean_loss(train.z_loss))

@@ -16,13 +16,15 @@ def evaluate(
     train_step: TrainStep,
     params: Tree,
     batches: Iterable[Batch],
-    corpora: Sequence[Corpus],
-    rows: Sequence[int],
+    corpora: Sequence[Corpus] | None,
+    rows: Sequence[int] = (),
 ) -> dict[str, float | int | None]:
-    """Returns eval_loss (nats a token), eval_bits_per_byte and eval_tokens, or {} without targets.
+    """Returns eval_loss (nats a token), eval_bits_per_byte and eval_tokens, or {} without targets;
+    eval_accuracy too where the model counts what it predicted right.
 
     Bits per byte makes tokenizers comparable: total bits over the bytes of the text. It is None
-    when nobody knows the bytes (a foreign .bin). rows: of each corpus in the batches.
+    when nobody knows the bytes (a foreign .bin), and left out where targets are no text (corpora
+    None). rows: of each corpus in the batches.
     """
     total: LossSums | None = None
     for batch in batches:
@@ -32,11 +34,12 @@ def evaluate(
     if total is None or not count:
         return {}
     loss = float(jax.device_get(total.cross_entropy)) / count
-    return {
-        "eval_loss": loss,
-        "eval_bits_per_byte": bits_per_byte(loss, corpora, rows),
-        "eval_tokens": count,
-    }
+    found: dict[str, float | int | None] = {"eval_loss": loss, "eval_tokens": count}
+    if corpora is not None:
+        found["eval_bits_per_byte"] = bits_per_byte(loss, corpora, rows)
+    if total.right is not None:
+        found["eval_accuracy"] = int(total.right) / count
+    return found
 
 
 def bits_per_byte(

@@ -7,7 +7,7 @@ up. Checkpoints hang off the loop, never inside the step.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,7 +25,7 @@ from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.skew import LaunchSkew
 from megajax.monitor.timers import Timers
-from megajax.training.config import Config
+from megajax.training.config import JobConfig
 from megajax.training.interrupts import Interrupts, QuietGarbage
 from megajax.training.profiler import Profiler
 from megajax.training.state import TrainState
@@ -38,23 +38,28 @@ class NotFinite(UserError):
     """Loss or gradient is not finite; the state before it is kept, and nothing was saved of it."""
 
 
-class Between(Protocol):
-    """What happens to the state between two steps: after those `due`, and after what is saved."""
+class Hook(Protocol):
+    """What happens between two steps beside training: evaluation, pruning, what a caller wants."""
 
-    def due(self, finished: int) -> bool:
-        """Tells whether something happens after so many finished steps."""
+    def due(self, finished: int, last: bool) -> bool:
+        """Tells whether it has work after so many finished steps. last: of the run."""
+        ...
+
+    def start(self, state: TrainState, finished: int) -> TrainState:
+        """Called once, before the first step of this process; returns the state to begin with."""
         ...
 
     def __call__(self, state: TrainState, finished: int) -> TrainState:
-        """Returns the state that the next step takes; the given one is used up."""
+        """Does what is due; returns the state that the next step takes. It may use up the given
+        one. What is saved after a step is the state before its hooks."""
         ...
 
 
 @dataclasses.dataclass
 class Run:
-    """What the loop works on. evaluate(state, step) measures and samples; identity: of the data."""
+    """What the loop works on. identity: of the data. hooks: called in this order."""
 
-    cfg: Config
+    cfg: JobConfig
     train_step: TrainStep
     state: TrainState
     loader: Loader
@@ -63,13 +68,12 @@ class Run:
     recorder: Recorder
     console: Console
     meter: Meter
-    evaluate: Callable[[TrainState, int], None]
     identity: dict[str, Any]
+    hooks: Sequence[Hook] = ()
     timers: Timers = dataclasses.field(default_factory=Timers)
     faults: Injector = dataclasses.field(default_factory=Injector)
     skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
     memory: MemoryTier | None = None
-    between: Between | None = None
     stopped_by: int | None = None
 
 
@@ -88,7 +92,8 @@ def train(run: Run) -> Stop:
     profiler = Profiler(cfg.profile.span, run.profile_dir)
     with Interrupts() as interrupts, QuietGarbage(cfg.log.gc_every) as garbage:
         pending: tuple[int, dict] | None = None
-        _change(run, first - 1)
+        for hook in run.hooks:
+            run.state = hook.start(run.state, first - 1)
         run.meter.restart()
         for step in range(first, cfg.train.steps + 1):
             profiler.before(step)
@@ -108,22 +113,20 @@ def train(run: Run) -> Stop:
             last = step == cfg.train.steps
             saves = stop or last or _due(step, cfg.checkpoint.every)
             copies = run.memory is not None and _due(step, cfg.checkpoint.memory_every_steps)
-            evaluates = last or (not stop and _due(step, cfg.eval.every))
-            changes = not (stop or last or run.between is None) and run.between.due(step)
-            if saves or copies or evaluates or changes or profiler.ends(step):
+            due = [h for h in run.hooks if h.due(step, last)] if last or not stop else []
+            if saves or copies or due or profiler.ends(step):
                 _finish(run, *pending)  # catch up, and never save or measure what is not finite
                 pending = None
             profiler.after(step)
             if saves or copies:
                 timers.enter("save", step)
                 _keep(run, step, saves, copies)
-            if evaluates:
+            if due:
                 timers.enter("evaluate", step)
                 run.faults.delay("evaluate", step)
-                run.evaluate(run.state, step)
-            if changes:
-                _change(run, step)
-            if saves or copies or evaluates or changes:
+            for hook in due:
+                run.state = hook(run.state, step)
+            if saves or copies or due:
                 run.meter.restart()
             garbage.after(step)
             if stop:
@@ -134,14 +137,6 @@ def train(run: Run) -> Stop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _change(run: Run, finished: int) -> None:
-    """Gives the state to what is due between two steps. What is saved is the state before it, so a
-    run that goes on from there begins with it."""
-    if run.between is not None and run.between.due(finished):
-        run.timers.enter("evaluate", finished)  # long work of the host, as an evaluation
-        run.state = run.between(run.state, finished)
 
 
 def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
@@ -170,7 +165,7 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     }
     run.timers.loss = loss
     row |= run.timers.drain()
-    row |= {k: v.item() for k, v in values.items() if k.startswith("moe_")}
+    row |= {k: v.item() for k, v in values.items() if k == "accuracy" or k.startswith("moe_")}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         own = bad_leaves(run.state)

@@ -8,6 +8,7 @@ Beside them lie the sums that first-order Taylor pruning ranks by (Tile-Wise spa
 Without pruning (`--prune.sparsity=0`) nothing of this is in the step or in the state.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,8 +20,9 @@ import optax
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.needs import equal
-from megajax.core.tree import Tree, is_words, name, named_leaves, nest
-from megajax.training.optim import is_hidden_matrix
+from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
+from megajax.models.parts import is_stacked
+from megajax.training.optim import Optimizer, is_hidden_matrix
 
 Pattern = Literal["tw2d", "tw1d", "ew", "vw", "bw", "tew"]
 UnitScore = Literal["rms", "paper"]
@@ -110,15 +112,18 @@ class Masked(NamedTuple):
 
 
 def chosen(axes: Tree, weights: Weights = "all") -> tuple[str, ...]:
-    """Returns the names of the matrices of the blocks that pruning may touch; no router."""
-    parts = {"all": ("attention", "mlp", "moe"), "attention": ("attention",), "mlp": ("mlp", "moe")}
+    """Returns the names of the matrices of all stacks of layers that pruning may touch; no router.
+
+    By their words: a matrix of an attention layer has heads, one of a feed-forward layer `mlp`.
+    """
+    kinds = {"attention": {"heads", "kv_heads"}, "mlp": {"mlp"}}
     return tuple(
         n
         for n, words in named_leaves(axes, is_words)
-        if is_hidden_matrix(words)
+        if is_stacked(words)
+        and is_hidden_matrix(words)
         and "router" not in words
-        and n.startswith("blocks.")
-        and n.split(".")[1] in parts[weights]
+        and (weights == "all" or kinds[weights] & set(words))
     )
 
 
@@ -129,13 +134,14 @@ def pick(tree: Tree, names: Sequence[str]) -> Tree:
 
 
 def mask_optimizer(
-    inner: optax.GradientTransformation, names: Sequence[str], scored: bool = True
-) -> optax.GradientTransformation:
+    inner: Optimizer | optax.GradientTransformation, names: Sequence[str], scored: bool = True
+) -> Optimizer:
     """Wraps an optimizer so that pruned weights are exactly 0 after `optax.apply_updates`.
 
     names: the leaves that have masks; these begin with everything kept. scored: with sums of
     (w dL/dw)^2, which `observe` adds to.
     """
+    inner = inner if isinstance(inner, Optimizer) else Optimizer(*inner)
 
     def init(params: Tree) -> Any:
         part = pick(params, names)
@@ -150,7 +156,12 @@ def mask_optimizer(
         updates = _where(state.masks, lambda m, u, w: jnp.where(m, u, -w), updates, params)
         return updates, state._replace(inner=own)
 
-    return optax.GradientTransformation(init, update)
+    def look(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Masked]:
+        grads, state = observe(state, grads, params)
+        grads, own = inner.observe(grads, state.inner, params)
+        return grads, state._replace(inner=own)
+
+    return dataclasses.replace(inner, init=init, update=update, observe=look)
 
 
 def keep(masks: Tree, tree: Tree) -> Tree:
@@ -179,14 +190,11 @@ def clear(state: Masked, params: Tree) -> tuple[Masked, Tree]:
     A moment is a leaf of the inner state that is named and shaped like a parameter.
     Returns: (the state, whose sums start anew; the parameters).
     """
-    shapes = {n: x.shape for n, x in named_leaves(params)}
     by_name = dict(named_leaves(state.masks))
 
     def moment(path: tuple, x: jax.Array) -> jax.Array:
-        parts = name(path).split(".")
-        tails = (".".join(parts[i:]) for i in range(len(parts)))
-        owner = next((t for t in tails if shapes.get(t) == x.shape), None)
-        return jnp.where(by_name[owner], x, jnp.zeros_like(x)) if owner in by_name else x
+        mask = by_name.get(owner(path, by_name) or "")
+        return x if mask is None or mask.shape != x.shape else jnp.where(mask, x, jnp.zeros_like(x))
 
     inner = jax.tree_util.tree_map_with_path(moment, state.inner)
     scores = None if state.scores is None else jax.tree.map(jnp.zeros_like, state.scores)

@@ -22,7 +22,7 @@ from megajax.training.step import TrainStep
 
 
 class Measure:
-    """Call it with (state, step)."""
+    """A hook of the training loop."""
 
     def __init__(
         self,
@@ -58,7 +58,16 @@ class Measure:
             )
         return prompt
 
-    def __call__(self, state: TrainState, step: int) -> None:
+    def due(self, finished: int, last: bool) -> bool:
+        """Every so many steps, and after the last one."""
+        every = self._cfg.eval.every
+        return last or (every > 0 and finished % every == 0)
+
+    def start(self, state: TrainState, finished: int) -> TrainState:
+        """Nothing is measured before the first step."""
+        return state
+
+    def __call__(self, state: TrainState, step: int) -> TrainState:
         """Evaluates, records, samples."""
         like, most = self._step.abstract_eval_batch["tokens"], self._cfg.eval.batches
         rows = held_out_rows(self._corpora, like.shape[-1], most * math.prod(like.shape[:-1]))
@@ -72,6 +81,7 @@ class Measure:
                 (self._run_dir.samples / f"{step:08d}.txt").write_text(
                     self.last_sample + "\n", encoding="utf-8"
                 )
+        return state
 
     def sample(self, state: TrainState) -> str:
         """Returns the prompt with the model's continuation."""

@@ -8,6 +8,7 @@ batches); Muon (Jordan et al. 2024) with Moonlight's scale (arXiv 2502.16982 sec
 one learning rate and weight decay serve all leaves; WSD arXiv 2404.06395.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,9 +22,9 @@ from megajax.core.layout import Layout, Words
 from megajax.core.limits import EPS
 from megajax.core.needs import equal, other_than
 from megajax.core.tree import Tree
-from megajax.models.parts import map_words
+from megajax.models.parts import LAYERS, TOWER, map_words
 
-STACK_WORDS = ("layers", "expert", "stage")  # dimensions that count independent weights
+STACK_WORDS = (LAYERS, TOWER, "expert")  # dimensions that count independent weights
 SLOWEST = 0.99999  # (chosen) decay of a moment: nearer to 1, float32 makes it 1 and divides by 0
 
 
@@ -92,18 +93,49 @@ def is_hidden_matrix(words: Words) -> bool:
     return is_matrix(words) and not {"vocab", "positions"} & set(words)
 
 
+def _observe_nothing(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    return grads, state
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation (init, update) and what else a step asks of it.
+
+    What happens between gradients and update wraps one (training/masking.py).
+    observe(grads, state, params) -> (grads, state): called first, before the norm is taken and
+    gradients are clipped. rate(step) -> learning rate, for whoever reports it.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+    observe: Callable[[Tree, Any, Tree], tuple[Tree, Any]] = _observe_nothing
+    rate: optax.Schedule = lambda step: jnp.nan
+
+
 def make_optimizer(
-    cfg: OptimConfig, steps: int, axes: Tree, layout: Layout | None = None
-) -> optax.GradientTransformation:
+    cfg: OptimConfig,
+    steps: int,
+    axes: Tree,
+    layout: Layout | None = None,
+    schedule: optax.Schedule | None = None,
+) -> Optimizer:
     """Returns the optimizer of a parameter tree whose leaves have these words.
 
-    layout: where the leaves live; None: no mesh. Gradients must already be clipped.
+    layout: where the leaves live; None: no mesh. schedule: learning rate of each step; None: that
+    of the configuration. Gradients must already be clipped.
     """
+    schedule = make_schedule(cfg, steps) if schedule is None else schedule
+    return Optimizer(*_chain(cfg, axes, layout, schedule), rate=schedule)
+
+
+def _chain(
+    cfg: OptimConfig, axes: Tree, layout: Layout | None, schedule: optax.Schedule
+) -> optax.GradientTransformation:
     adam = _promoting(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps))
     matrices = map_words(is_matrix, axes)
     everything = cfg.lamb_scope == "all"
     decay = optax.add_decayed_weights(cfg.weight_decay, mask=None if everything else matrices)
-    rate = _promoting(optax.scale_by_learning_rate(make_schedule(cfg, steps)))
+    rate = _promoting(optax.scale_by_learning_rate(schedule))
     if cfg.name == "lamb":
         return optax.chain(adam, decay, scale_by_trust_ratio(axes, everything), rate)
     if cfg.name == "muon":

@@ -14,10 +14,10 @@ from megajax.checkpoint import object_folder, store
 from megajax.core.errors import UserError
 from megajax.core.paths import check_writable, expand
 from megajax.parallel.overlap import refuse_fused
-from megajax.training.config import Config
+from megajax.training.config import JobConfig
 
 
-def check(cfg: Config, device: jax.Device, folder: Path) -> None:
+def check(cfg: JobConfig, device: jax.Device, folder: Path) -> None:
     """Refuses what this process cannot do. folder: of the run; only the first process writes there.
 
     Raises: UserError with the flag.

@@ -34,7 +34,9 @@ def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dic
         figures["eval_step"] = max(held_out)
         newest = held_out[figures["eval_step"]]
         figures["eval_loss"] = newest["eval_loss"]
-        figures["eval_bits_per_byte"] = newest.get("eval_bits_per_byte")
+        for name in ("eval_bits_per_byte", "eval_accuracy", "eval_majority"):
+            if name in newest:
+                figures[name] = newest[name]
     lines = ["# Run", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_show(value)} |" for name, value in (facts | figures).items()]
     lines += ["", "![loss](curve.png)", ""]
@@ -76,6 +78,9 @@ def title(train: dict[int, dict], held_out: dict[int, dict]) -> str:
         bits = held_out[max(held_out)].get("eval_bits_per_byte")
         if bits is not None:
             said += f",\nheld out {bits:.2f} bits per byte (step {max(held_out)})"
+        accuracy = held_out[max(held_out)].get("eval_accuracy")
+        if accuracy is not None:
+            said += f",\nheld out {accuracy:.1%} right (step {max(held_out)})"
     return said
 
 
@@ -95,7 +100,8 @@ def draw_curve(
         at = sorted(held_out)
         losses = [held_out[s]["eval_loss"] for s in at]
         axes.plot(at, losses, "o-", color=HELD_OUT, lw=1.4, ms=4, label="held out")
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy (nats per token)")
+    unit = "token" if all("eval_accuracy" not in r for r in held_out.values()) else "prediction"
+    axes.set(xlabel="optimizer step", ylabel=f"cross-entropy (nats per {unit})")
     axes.set_title(title(train, held_out), fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -12,7 +12,7 @@ from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core.errors import UserError
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
-from megajax.training.config import Config
+from megajax.training.config import JobConfig
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
 
@@ -26,7 +26,7 @@ class Start:
     how: str
 
 
-def identity(corpora: Sequence[Corpus], tokenizer: Tokenizer, cfg: Config) -> dict[str, Any]:
+def identity(corpora: Sequence[Corpus], tokenizer: Tokenizer, cfg: JobConfig) -> dict[str, Any]:
     """Returns what must not change under a data position."""
     return {
         "corpora": [f"{c.name}:{c.weight:g}:{c.fingerprint}" for c in corpora],
@@ -37,7 +37,7 @@ def identity(corpora: Sequence[Corpus], tokenizer: Tokenizer, cfg: Config) -> di
 
 
 def begin(
-    cfg: Config,
+    cfg: JobConfig,
     train_step: TrainStep,
     checkpoints: CheckpointManager,
     identity: dict[str, Any],
@@ -69,16 +69,13 @@ def begin(
         )
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
-        from megajax.checkpoint import hf  # the weights' own format; unused otherwise
-
-        params = hf.load_params(cfg.init_from, cfg.model, train_step.layout)
-        params = train_step.arranged(params)
+        params = train_step.arranged(cfg.given_params(train_step.layout, state.params))
         return Start(dataclasses.replace(state, params=params), 0, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
 
 
 def _go_on(
-    cfg: Config,
+    cfg: JobConfig,
     train_step: TrainStep,
     checkpoints: CheckpointManager,
     identity: dict[str, Any],
@@ -97,7 +94,7 @@ def _go_on(
     return Start(state, data["rows"], how)
 
 
-def _resumed(step: int, cfg: Config, where: str, note: str = "") -> str:
+def _resumed(step: int, cfg: JobConfig, where: str, note: str = "") -> str:
     """Returns how the run goes on. note: appended. Raises: UserError when it is past its end."""
     wanted = cfg.train.steps
     if step > wanted:

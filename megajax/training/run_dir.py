@@ -15,7 +15,7 @@ from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-from megajax.training.config import Config
+from megajax.training.config import JobConfig
 
 # What may change between the starts of one run: where and how fast it goes, not what is computed.
 # (mesh and micro-batches change the order of sums, nothing else.)
@@ -40,7 +40,7 @@ class RunDir:
     path: Path
     elsewhere: str | None = None
 
-    def begin(self, cfg: Config, tokenizer: Tokenizer) -> None:
+    def begin(self, cfg: JobConfig, tokenizer: Tokenizer) -> None:
         """Makes the folder and writes what it takes to use the run elsewhere: the configuration
         and the tokenizer. Called once everything else is known to work.
 
@@ -75,13 +75,13 @@ class RunDir:
         return self.path / "samples"
 
 
-def run_path(cfg: Config, experiment: str, preset: str) -> Path:
+def run_path(cfg: JobConfig, experiment: str, preset: str) -> Path:
     """Returns the folder of a run: the same command finds it again."""
     name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
     return expand(cfg.run_dir or f"runs/{experiment}/{name}", "run_dir")
 
 
-def open_run(cfg: Config, experiment: str, preset: str) -> RunDir:
+def open_run(cfg: JobConfig, experiment: str, preset: str) -> RunDir:
     """Finds the folder of a run and checks that this configuration may continue what is there.
 
     Raises: UserError when the folder holds a run that this one cannot continue.

@@ -14,7 +14,7 @@ from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import recorded_tokenizer
-from megajax.training.config import Config
+from megajax.training.config import Config, JobConfig
 from megajax.training.presets import finetune
 
 TUNED = "finetune"  # the name of runs that start from given weights
@@ -62,7 +62,7 @@ def _take_recorded(base: Config, given: Mapping[str, Any], read: Mapping[str, An
     return dataclasses.replace(base, data=dataclasses.replace(base.data, tokenizer=recorded))
 
 
-def start_name(cfg: Config) -> str:
+def start_name(cfg: JobConfig) -> str:
     """Returns what the run starts from, for its folder and its first line."""
     tuned = cfg.init_from is not None and not config.start_given()
     return TUNED if tuned else config.start_name()

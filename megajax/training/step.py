@@ -1,16 +1,17 @@
 """The one train step: training, planning, benchmarks and tests all build it here.
 
 `make_train_step(cfg, mesh)` gives jitted functions and the abstract values to compile them for, so
-the program that a plan inspects is the program that runs. The step casts to the compute dtype where
-weights are gathered, scans over micro-batches, clips, updates float32 masters and, when anything is
-not finite, keeps the old state and says which leaf went bad.
+the program that a plan inspects is the program that runs. It knows no model: parts, batch and
+objective are a `Task`, and what happens between gradients and update is an `Optimizer`. The step
+casts to the compute dtype where weights are gathered, scans over micro-batches, clips, updates
+float32 masters and, when anything is not finite, keeps the old state and says which leaf went bad.
 
 Legend: A micro-batches, B rows of one, S positions.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,17 +22,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.layout import Layout, Words
-from megajax.core.tree import Tree, name, named_leaves
+from megajax.core.tree import Tree, is_words, named_leaves, owner
 from megajax.layers.losses import LossSums, MoeSums
-from megajax.models import decoder
-from megajax.models.parts import Batch, ModelParts, map_words
+from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor
 from megajax.parallel.pipeline import Pipeline, layer_order
-from megajax.training.masking import Masked, chosen, mask_optimizer, observe
-from megajax.training.optim import make_optimizer, make_schedule
+from megajax.training.optim import Optimizer
 from megajax.training.state import TrainState
-
-BATCH_KEYS = ("tokens", "targets", "segments", "positions")
+from megajax.training.task import Leaf, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,54 +58,56 @@ class TrainStep:
     leaf_names: tuple[str, ...]
 
 
-def make_train_step(cfg: Any, mesh: Mesh) -> TrainStep:
-    """Builds the step of a configuration (training.config.Config or alike) on a mesh."""
+def make_train_step(
+    cfg: Any,
+    mesh: Mesh,
+    task: Task | None = None,
+    optimizer: Callable[[Tree, Layout], Optimizer] | None = None,
+) -> TrainStep:
+    """Builds the step of a configuration on a mesh.
+
+    Args: cfg: a training.config.JobConfig. task: what is trained; None: what the configuration
+      itself describes, `cfg.task()`. optimizer(words of the parameters, layout): None: that of the
+      configuration, `cfg.optimizer`.
+    """
+    task = cfg.task() if task is None else task
     layout = sharding.layout(mesh, cfg.shard.zero, model=cfg.model)
     cfg.check(mesh.shape)
     stages = mesh.shape["pipe"]
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
     with jax.set_mesh(mesh):
-        make_parts = functools.partial(
-            decoder.parts, cfg.model, dtype=cfg.train.dtype, loss_chunks=cfg.train.loss_chunks
-        )
         how = cfg.train.attention, cfg.context, cfg.overlap
-        parts = make_parts(layout, tensor.ops(layout, *how))
-        objective = functools.partial(_objective, cfg, pieces)
+        parts = task.parts(layout, tensor.ops(layout, *how))
+
+        def objective(sums: LossSums, total: jax.Array) -> jax.Array:
+            return task.objective(sums, total, pieces)
+
         gradients, loss, options = _scanned(cfg, parts, objective), parts.loss, None
         if stages > 1:
-            local_parts = make_parts(None, local.ops(layout, *how))
-            dtype = jnp.dtype(cfg.train.dtype)
-            pipe = Pipeline(local_parts, layout, cfg.pipeline, dtype, cfg.train.remat)
+            pipe = Pipeline(
+                task.parts(None, local.ops(layout, *how)), layout, cfg.pipeline,
+                jnp.dtype(cfg.train.dtype), cfg.train.remat,
+                {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()},
+            )  # fmt: skip
             gradients, loss, options = _pipelined(pipe, objective), pipe.sums, pipe.compiler_options
-        optimizer = make_optimizer(cfg.optim, cfg.train.steps, parts.axes, layout)
-        if cfg.prune.sparsity:
-            names = chosen(parts.axes, cfg.prune.weights)
-            optimizer = mask_optimizer(optimizer, names, cfg.prune.score == "taylor")
-        step = functools.partial(_step, cfg, pieces, parts, gradients, optimizer)
-        order = layer_order(cfg.model.layers, stages, cfg.pipeline.chunks)
-        init = functools.partial(_init, parts, layout, optimizer, order)
+        rule = (optimizer or cfg.optimizer)(parts.axes, layout)
+        step = functools.partial(_step, cfg, pieces, parts, gradients, rule)
+        order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
+        init = functools.partial(_init, parts, layout, rule, order)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
 
-    def under_mesh(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            with jax.set_mesh(mesh):
-                return function(*args)
-
-        call.lower = lambda *args: _lower(function, mesh, args)  # type: ignore[attr-defined]
-        return call
-
+    under_mesh = functools.partial(_under, mesh)
     return TrainStep(
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
         step=under_mesh(jax.jit(step, donate_argnums=0, compiler_options=options)),
         evaluate=under_mesh(jax.jit(loss, compiler_options=options)),
-        natural=under_mesh(_reorder(np.argsort(order))),
-        arranged=under_mesh(_reorder(order)),
+        natural=under_mesh(_reorder(np.argsort(order), parts.axes)),
+        arranged=under_mesh(_reorder(order, parts.axes)),
         parts=parts,
         layout=layout,
         abstract_state=abstract,
-        abstract_batch=_abstract_batch(cfg, layout, pieces),
-        abstract_eval_batch=_abstract_batch(cfg, layout, pieces, stages > 1),
+        abstract_batch=_abstract_batch(cfg, task.batch, layout, pieces),
+        abstract_eval_batch=_abstract_batch(cfg, task.batch, layout, pieces, stages > 1),
         order=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
         leaf_names=tuple(n for n, _ in named_leaves(abstract.params)),
     )
@@ -120,22 +120,33 @@ def _once(mesh: Mesh) -> dict[str, Any] | None:
     return None
 
 
-def _lower(function: Any, mesh: Mesh, args: tuple) -> Any:
-    with jax.set_mesh(mesh):
-        return function.lower(*args)
+def _under(mesh: Mesh, function: Any) -> Callable:
+    """Returns a function that runs, and is lowered, under the mesh."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args)
+
+    def lower(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function.lower(*args)
+
+    call.lower = lower  # type: ignore[attr-defined]
+    return call
 
 
 def _init(
     parts: ModelParts,
     layout: Layout,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     order: np.ndarray,
     seed: int,
 ) -> TrainState:
     params = parts.init(jax.random.key(seed))
 
     def place(words: Words, x: jax.Array) -> jax.Array:
-        if words[0] != "layers" or layout.mesh.shape["pipe"] == 1:
+        if not is_layered(words) or layout.mesh.shape["pipe"] == 1:
             return x
         # Each layer is on its stage's devices, in the order in which the stage runs them.
         return jax.sharding.reshard(x[order], layout.stored(*words))
@@ -144,13 +155,18 @@ def _init(
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def _reorder(order: np.ndarray) -> Callable[[Any], Any]:
-    """Returns tree -> the tree with its stacked layers in another order, cut as before."""
+def _reorder(order: np.ndarray, axes: Tree) -> Callable[[Any], Any]:
+    """Returns tree -> the tree with its stacked layers in another order, cut as before.
+
+    axes: the words of the parameters, which say what is stacked; what belongs to a parameter (a
+    moment, a mask) ends in its name.
+    """
     if (order == np.arange(order.size)).all():
         return lambda tree: tree
+    layered = {name for name, words in named_leaves(axes, is_words) if is_layered(words)}
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
-        if "blocks" not in name(path).split("."):
+        if owner(path, layered) is None or x.shape[:1] != order.shape:
             return x
         return x.at[order].get(out_sharding=jax.typeof(x).sharding.spec)
 
@@ -167,32 +183,27 @@ def _with_shardings(tree: Tree, mesh: Mesh) -> Tree:
     return jax.tree.map(place, tree)
 
 
-def batch_spec(layout: Layout, accumulate: int) -> P:
-    """Returns how a batch lies: (B, S), or (A, B, S) with micro-batches."""
-    rows = layout.act("batch", "seq")
-    return rows if accumulate == 1 else P(None, *rows)
+def _spec(layout: Layout, leaf: Leaf, stacked: bool) -> P:
+    """Returns how a member of a batch lies: (B, ...), or (A, B, ...) with micro-batches."""
+    rows = layout.act("batch", *leaf.words)
+    return P(None, *rows) if stacked else rows
 
 
 def _abstract_batch(
-    cfg: Any, layout: Layout, pieces: int, stacked: bool = True
+    cfg: Any, members: Mapping[str, Leaf], layout: Layout, pieces: int, stacked: bool = True
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """pieces: of a step's batch. stacked: all of them in leaves (A, B, S), else one of them."""
-    shape: tuple[int, ...] = (cfg.train.global_batch // pieces, cfg.train.seq_len)
+    """pieces: of a step's batch. stacked: all of them in leaves (A, B, ...), else one of them."""
     stacked = stacked and pieces > 1
-    named = layout.named(batch_spec(layout, pieces if stacked else 1))
-    shape = (pieces, *shape) if stacked else shape
-    return {k: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=named) for k in BATCH_KEYS}
+    rows = (pieces,) * stacked + (cfg.train.global_batch // pieces,)
+    return {
+        name: jax.ShapeDtypeStruct(
+            (*rows, *leaf.shape), leaf.dtype, sharding=layout.named(_spec(layout, leaf, stacked))
+        )
+        for name, leaf in members.items()
+    }
 
 
 Gradients = Callable[[Tree, Batch, jax.Array, jax.Array], tuple[LossSums, Tree]]
-
-
-def _objective(cfg: Any, pieces: int, sums: LossSums, total: jax.Array) -> jax.Array:
-    """What is differentiated: the mean over all predicted tokens of the step, so a micro-batch with
-    fewer of them weighs less; plus the mean over micro-batches, all of one size, of the routers'
-    penalties, which count every token."""
-    value = (sums.cross_entropy + cfg.train.z_loss * sums.z_squared) / total
-    return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
 
 
 def _scanned(cfg: Any, parts: ModelParts, value: Callable) -> Gradients:
@@ -242,7 +253,7 @@ def _step(
     pieces: int,
     parts: ModelParts,
     gradients: Gradients,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     state: TrainState,
     batch: Batch,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -251,9 +262,7 @@ def _step(
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
     sums, grads = gradients(state.params, batch, total, key)
-    opt = state.opt
-    if isinstance(opt, Masked):  # what is pruned enters no norm
-        grads, opt = observe(opt, grads, state.params)
+    grads, opt = optimizer.observe(grads, state.opt, state.params)
     squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
     if cfg.optim.clip > 0:
@@ -266,7 +275,7 @@ def _step(
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
-        rate = make_schedule(cfg.optim, cfg.train.steps)(state.step)
+        rate = optimizer.rate(state.step)
     metrics = {
         "loss": loss,
         "grad_norm": norm,
@@ -275,6 +284,8 @@ def _step(
         "lr": jnp.asarray(rate, jnp.float32),
         "leaf_norms": jnp.sqrt(squares),
     }
+    if sums.right is not None:
+        metrics["accuracy"] = sums.right / total
     return new, metrics | _moe_metrics(sums.moe, pieces)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.reports import pruning_study as study
-from experiments.reports.pruning_study import METHODS, Task, Trainer, Training
+from experiments.reports.pruning_study import METHODS, Subject, Trainer, Training
 from megajax.models import decoder
 from megajax.training.optim import OptimConfig, make_schedule
 from tests.tiny import MODEL, host_batch
@@ -17,13 +17,14 @@ from tests.tiny import MODEL, host_batch
 @pytest.fixture(scope="module")
 def trainer():
     cfg = dataclasses.replace(MODEL, layers=1, width=64, heads=2, kv_heads=2, head_width=32)
-    task = Task(
+    subject = Subject(
         "text",
+        cfg,
         decoder.parts(cfg),
         lambda seed, step: host_batch(1000 * seed + step, rows=4),
         [host_batch(-i + 10**6, rows=4) for i in range(2)],
     )
-    return Trainer(task, Training(steps=6, tune=3, lr=3e-3, tune_lr=1e-3))
+    return Trainer(subject, Training(steps=6, tune=3, lr=3e-3, tune_lr=1e-3))
 
 
 def flat(tree):
@@ -54,8 +55,8 @@ def test_a_chain_prunes_further_and_goes_on_from_a_saved_state_bit_for_bit(train
 def test_the_loss_is_the_mean_over_held_out_predictions(trainer):
     params = trainer.start(0).params
     loss, right, count = 0.0, 0, 0
-    for batch in trainer.task.held_out:
-        logits = np.asarray(trainer.task.parts.logits(params, batch), np.float64)
+    for batch in trainer.subject.held_out:
+        logits = np.asarray(trainer.subject.parts.logits(params, batch), np.float64)
         for z_SV, t_S in zip(logits, batch["targets"], strict=True):
             for z_V, t in zip(z_SV, t_S, strict=True):
                 if t >= 0:
@@ -74,6 +75,8 @@ def test_rates_begin_anew_with_each_stage():
     cosine = make_schedule(OptimConfig(lr=2e-3, schedule="cosine", warmup=10), 40)
     assert rates[39] == pytest.approx(float(cosine(39)))
     assert rates[40] == rates[50] == 1e-3
+    table = [float(training.schedule()(np.int32(step))) for step in (0, 39, 40, 49, 50, 109)]
+    assert table == [np.float32(training.rate(step)) for step in (0, 39, 40, 49, 50, 109)]
     assert rates[49] == pytest.approx(1e-3 * (1 - 0.9 * 0.9))
 
 

@@ -1,0 +1,192 @@
+"""The run of a training command: from flags to the last checkpoint, whatever is trained.
+
+`pretrain` and `finetune` are this run with another `Kind`: its presets, what it reads and what it
+measures. Devices, the run's folder and lock, checkpoints, resume, records, supervision, signals and
+the report are the same for all.
+"""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.checkpoint.lease import Attempt
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.memory_tier import MemoryTier
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.mesh import Supervision
+from megajax.data.loader import Loader, Rows
+from megajax.data.tokenizer import Tokenizer
+from megajax.monitor import faults, stream
+from megajax.monitor.console import Console, Phases
+from megajax.monitor.faults import Injector
+from megajax.monitor.meter import Meter
+from megajax.monitor.records import Recorder
+from megajax.monitor.timers import Timers
+from megajax.systems.prune_stages import Pruner
+from megajax.training import banner, preflight, resume
+from megajax.training.loop import Hook, Run, train
+from megajax.training.report import write_report
+from megajax.training.run_dir import RunDir, command_line, open_run, run_path
+from megajax.training.run_lock import lock_run
+from megajax.training.start import TUNED, start_name
+from megajax.training.step import TrainStep, make_train_step
+
+
+class Measurement(Hook, Protocol):
+    """The evaluations of a run. last_sample: the newest text that the model wrote, if it writes."""
+
+    last_sample: str | None
+
+
+class Reading(Protocol):
+    """What a run reads. identity: what must not change under a data position."""
+
+    tokenizer: Tokenizer
+    rows: Rows
+    identity: dict[str, Any]
+
+    def measure(
+        self, train_step: TrainStep, recorder: Recorder, console: Console, run_dir: RunDir
+    ) -> Measurement:
+        """Returns the evaluations of a run on what it reads."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of runs.
+
+    name: of the experiment, the folder of its runs. presets: a run that starts from given weights
+    is shown by how it differs from the first. take: as config.from_flags takes it. open(cfg,
+    console): what a run reads, which it describes on the console.
+    """
+
+    name: str
+    presets: Mapping[str, Callable[[], Any]]
+    take: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]
+    open: Callable[[Any, Console], Reading]
+
+
+@dataclasses.dataclass
+class _Start:
+    """A run whose configuration, devices and folder are settled."""
+
+    cfg: Any
+    preset: Any
+    name: str
+    mesh: Mesh
+    run_dir: RunDir
+    console: Console
+    attempt: Attempt | None
+    supervision: Supervision
+    timers: Timers
+    phases: Phases
+
+
+def run(kind: Kind) -> int:
+    """Runs a training job by its flags. Returns the exit code."""
+    begun = _begin(kind)
+    cfg, console, phases, timers = begun.cfg, begun.console, begun.phases, begun.timers
+    reading = kind.open(cfg, console)  # 4 data
+    phases.done("data", console, "data ready")
+    train_step = make_train_step(cfg, begun.mesh)  # 5 model and step
+    banner.show_model(console, cfg, train_step, begun.mesh)
+    job, measurement = _assemble(begun, reading, train_step)
+    try:
+        stop = train(job)  # 8 the loop
+    except BaseException as error:
+        timers.leave(error)  # at once: a save that is under way is waited for after this
+        raise
+    finally:
+        job.recorder.close()
+    if stop == "signal":
+        timers.enter("told", int(job.state.step))
+        job.checkpoints.close()
+        console.say(f"stopped after step {int(job.state.step)}; saved. Continue with:")
+        console.say(f"  {command_line()}")
+        return 128 + signal.SIGINT if job.stopped_by == signal.SIGINT else cfg.told_code
+    timers.enter("end", int(job.state.step))
+    if jax.process_index() == 0:  # 9 what is left to look at
+        facts = banner.facts(cfg, begun.mesh, train_step, begun.name, begun.preset)
+        sample = measurement.last_sample
+        figures = write_report(begun.run_dir.path, facts | {"command": command_line()}, sample)
+        banner.show_end(console, figures, begun.run_dir, sample)
+    job.checkpoints.close()
+    return 0
+
+
+def _begin(kind: Kind) -> _Start:
+    """Settles what is run, on which devices, in which folder."""
+    phases = Phases(time.perf_counter())
+    supervision = mesh_.find_supervisor()
+    timers = Timers.of_process(supervision.progress)
+    cfg, preset = config.from_flags(kind.presets, kind.take)  # 1 configuration
+    mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
+    cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
+    cfg.check(cfg.mesh.sizes(jax.device_count()))
+    mesh = cfg.mesh.build()
+    mesh_.cache_programs(cfg.cache_dir)
+    name = start_name(cfg)
+    path = run_path(cfg, kind.name, name)
+    preflight.check(cfg, jax.devices()[0], path)
+    attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
+    lock_run(path, attempt=attempt)  # 3 the run's folder, ours alone
+    run_dir = open_run(cfg, kind.name, name)
+    # One process of a job speaks and writes.
+    console = Console(cfg.train.steps, cfg.log.every, quiet=jax.process_index() != 0)
+    shown = next(iter(kind.presets.values()))() if name == TUNED else preset  # all of the recipe
+    banner.show_start(console, name, cfg, shown, mesh, run_dir)
+    phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
+    return _Start(
+        cfg, preset, name, mesh, run_dir, console, attempt, supervision, timers, phases
+    )  # fmt: skip
+
+
+def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[Run, Measurement]:
+    """Finds the first state and puts together what the loop works on."""
+    cfg, console, supervision = begun.cfg, begun.console, begun.supervision
+    kept, run_dir = cfg.checkpoint, begun.run_dir
+    checkpoints = CheckpointManager(
+        run_dir.checkpoints, keep=kept.keep, attempt=begun.attempt,
+        verify_saves=kept.verify_saves, key_file=kept.key_file,
+    )  # fmt: skip
+    memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
+    # 6 own steps > init_from > new
+    start = resume.begin(cfg, train_step, checkpoints, reading.identity, memory)
+    begun.phases.done("state", console, start.how)
+    if cfg.checkpoint.memory_every_steps and memory is None:
+        console.say("no copies in memory: it takes scripts/supervise.py to keep them")
+    if jax.process_index() == 0:
+        run_dir.begin(cfg, reading.tokenizer)
+    sinks = [*banner.sinks(cfg, run_dir), console, *stream.of_process(supervision.progress)]
+    recorder = Recorder(sinks, rank := jax.process_index(), console.say)
+    recorder.emit(int(start.state.step), begun.phases.seconds)
+    measurement = reading.measure(train_step, recorder, console, run_dir)  # 7 beside training
+    pruner = Pruner(
+        cfg.prune, train_step.parts.axes, begun.mesh, train_step.natural, train_step.arranged,
+        recorder.emit,
+    )  # fmt: skip
+    return Run(
+        cfg=cfg,
+        train_step=train_step,
+        state=start.state,
+        loader=Loader(
+            reading.rows, train_step.abstract_batch, start.rows, cfg.data.prefetch, train_step.order
+        ),
+        checkpoints=checkpoints,
+        profile_dir=run_dir.profile,
+        recorder=recorder,
+        console=console,
+        meter=Meter(banner.work(cfg, begun.mesh), cfg.train.steps),
+        identity=reading.identity,
+        hooks=(measurement, pruner) if cfg.prune.sparsity else (measurement,),
+        timers=begun.timers,
+        faults=Injector(faults.parse(cfg.fault), rank, supervision.attempt, recorder.emit),
+        memory=memory,
+    ), measurement
