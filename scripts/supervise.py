@@ -33,8 +33,6 @@ import megajax.core.interrupted  # noqa: F401
 
 import argparse
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import secrets
@@ -42,7 +40,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +56,7 @@ from megajax.monitor.lines import keep_standard_streams
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 from megajax.systems.elastic.events import Journal
+from megajax.systems.elastic.folder import hold, new_folder
 from megajax.systems.elastic.hosts import OPERATOR, WAITING_S
 from megajax.systems.elastic.meeting import announce, invitation, listen, own_address
 from megajax.systems.elastic.policy import Policy
@@ -198,20 +196,6 @@ def find_secret(s: argparse.Namespace) -> str:
     return check_secret(given, "MEGAJAX_TOKEN") if given else ""
 
 
-def new_folder() -> Path:
-    """Returns a folder of this driver alone, named by the time."""
-    parent = Path("runs/supervised").absolute()
-    parent.mkdir(parents=True, exist_ok=True)
-    name = time.strftime("%Y%m%d-%H%M%S")
-    for other in ("", *(f"-{i}" for i in range(2, 1000))):
-        try:
-            (parent / f"{name}{other}").mkdir()
-            return parent / f"{name}{other}"
-        except FileExistsError:
-            continue  # of another driver that started in the same second
-    raise UserError(f"{parent} is full of folders of this second (--out)")
-
-
 def find_tls(s: argparse.Namespace, out: Path | None) -> Tls | None:
     """Returns the files of TLS, None without. out: of the driver, for a certificate of its own."""
     if not (s.tls or s.tls_cert or s.tls_ca):
@@ -221,22 +205,21 @@ def find_tls(s: argparse.Namespace, out: Path | None) -> Tls | None:
     return dataclasses.replace(self_signed(out), authority=s.tls_ca)
 
 
-def hold(out: Path) -> int:
-    """Returns the lock of a folder, which lasts as long as this process. Raises: UserError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            tempfile.TemporaryFile(dir=out).close()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk may lose telemetry
-                raise
-        lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another driver writes into {out} (--out)") from None
-    except OSError as error:
-        raise UserError(f"cannot write into {out}: {error.strerror} (--out)") from None
-    return lock
+def spawner(
+    s: argparse.Namespace, address: str, secret: str, tls: Tls | None
+) -> Callable[[str], subprocess.Popen]:
+    """Returns what starts an agent on this machine for the driver at `address`, by its name."""
+
+    def spawn(name: str) -> subprocess.Popen:
+        words = [f"--agent={address}", f"--name={name}", f"--period_s={s.period_s}"]
+        words += ["--tls"] * bool(tls) + [f"--tls_ca={s.tls_ca}"] * bool(s.tls_ca)
+        return subprocess.Popen(
+            [sys.executable, __file__, *words],
+            env=os.environ | {"MEGAJAX_TOKEN": secret},
+            start_new_session=True,  # Ctrl-C is for the driver
+        )
+
+    return spawn
 
 
 def drive(
@@ -258,15 +241,6 @@ def drive(
     host, port = split_address(s.listen, "--listen")[0], listener.getsockname()[1]
     speaker = Speaker()
 
-    def spawn(name: str) -> subprocess.Popen:
-        words = [f"--agent={address}", f"--name={name}", f"--period_s={s.period_s}"]
-        words += ["--tls"] * bool(tls) + [f"--tls_ca={s.tls_ca}"] * bool(s.tls_ca)
-        return subprocess.Popen(
-            [sys.executable, __file__, *words],
-            env=os.environ | {"MEGAJAX_TOKEN": secret},
-            start_new_session=True,  # Ctrl-C is for the driver
-        )
-
     try:
         journal = Journal(out, lambda text: speaker.say(sys.stderr, text + "\n"))
     except OSError as error:
@@ -280,7 +254,7 @@ def drive(
             invitation(host, port, out) if s.agents == "elsewhere" else "", detectors,
         ),
         journal, listener, secret, lambda text: speaker.say(sys.stdout, text),
-        spawn if s.agents == "here" else None, s.spares, tls,
+        spawner(s, address, secret, tls) if s.agents == "here" else None, s.spares, tls,
     )  # fmt: skip
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays what it is

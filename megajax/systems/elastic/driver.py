@@ -28,7 +28,7 @@ from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
-from megajax.systems.elastic.policy import ELSEWHERE, USAGE, Policy, Recovery
+from megajax.systems.elastic.policy import ELSEWHERE, USAGE, Policy, Recovery, ended
 from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import join_address
 
@@ -173,7 +173,7 @@ class Driver:
     def _start(self) -> bool:
         """Starts all processes of the next attempt. Tells whether its hosts were all there."""
         s = self._settings
-        self._team = self._choose()
+        self._team = self._hosts.choose(self._team, self._settings.hosts)
         moments = self._hosts.ask(self._team, "moment", ANSWER_S, do="moment")
         (port,) = self._hosts.ask(self._team[:1], "port", ANSWER_S, do="port")
         if port is None or None in moments:
@@ -211,15 +211,6 @@ class Driver:
         self._journal.event("start", f"attempt {self._attempt}, {number} processes on {names}")
         return True
 
-    def _choose(self) -> list[Host]:
-        """Returns the hosts of the next attempt: each in its former place, where its memory fits;
-        others where one is gone."""
-        good = {h.name: h for h in self._hosts.good()}
-        kept = [good.pop(h.name, None) for h in self._team]
-        others = iter(good.values())
-        team = [h or next(others, None) for h in kept]
-        return [h for h in (*team, *others) if h is not None][: self._settings.hosts]
-
     def _watch(self) -> Action:
         """Waits for what ends this attempt. Warnings are recorded on the way."""
         assert self._dog is not None
@@ -234,7 +225,7 @@ class Driver:
                 if not action.ends_the_attempt:
                     self._record("warning", action)
             if found and found[0].ends_the_attempt:
-                return self._ended(found[0], told > 0, leaving)
+                return ended(found[0], told > 0, leaving)
             if self._evict is not None:
                 name, self._evict = self._evict, None
                 hit = tuple(h.name for h in self._team if h.name == name)
@@ -269,15 +260,6 @@ class Driver:
             if action.kind == "evict" and left >= self._settings.policy.min_hosts:
                 return action
         return None
-
-    def _ended(self, action: Action, told: bool, leaving: Action | None) -> Action:
-        """A fault of a job that was told to stop ends it; its last step is stored or not."""
-        if leaving is not None and not told:
-            saved = action.kind == "done" and action.code
-            return leaving if saved or action.kind == "restart" else action
-        if action.kind == "done" or not told:
-            return action
-        return dataclasses.replace(action, kind="stop", code=ELSEWHERE)
 
     def _record(self, name: str, action: Action) -> None:
         self._journal.event(

@@ -135,6 +135,18 @@ class Hosts:
         found = [h for h in self._here.values() if h.name not in self.blocked]
         return sorted(found, key=lambda h: h.name)
 
+    def choose(self, team: Sequence[Host], count: int) -> list[Host]:
+        """Returns the hosts of the next attempt, at most `count`.
+
+        Each of the former team takes its former place, where its memory fits; others come where
+        one is gone.
+        """
+        good = {h.name: h for h in self.good()}
+        kept = [good.pop(h.name, None) for h in team]
+        others = iter(good.values())
+        found = [h or next(others, None) for h in kept]
+        return [h for h in (*found, *others) if h is not None][:count]
+
     def has(self, host: Host) -> bool:
         """Tells whether this very agent is there, and not another of its name."""
         return self._here.get(host.name) is host

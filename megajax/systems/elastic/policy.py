@@ -46,6 +46,19 @@ class Verdict:
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+def ended(action: Action, told: bool, leaving: Action | None) -> Action:
+    """Returns what the end of an attempt means: a fault of a job that was told to stop ends it.
+
+    told: whether it was. leaving: what takes a host out as soon as the job has saved.
+    """
+    if leaving is not None and not told:
+        saved = action.kind == "done" and action.code
+        return leaving if saved or action.kind == "restart" else action
+    if action.kind == "done" or not told:
+        return action
+    return dataclasses.replace(action, kind="stop", code=ELSEWHERE)  # its last step may be stored
+
+
 class Recovery:
     """Remembers the faults of a job."""
 
