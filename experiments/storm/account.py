@@ -46,14 +46,20 @@ def _named(case: Case) -> str:
 def lineage(ours: Sequence[Row], theirs: Sequence[Row], steps: int, starts: int) -> list[str]:
     """Returns what is wrong with the steps of a disturbed run, beside an undisturbed one.
 
+    A loss that is not finite (None in a row) is that of a fault: the step must come again.
     ours, theirs: rows of metrics.jsonl. starts: of the job; only then may a step come again.
     """
     want = {r["step"]: r["loss"] for r in theirs}
-    other = sorted({r["step"] for r in ours if r["loss"] != want.get(r["step"])})
+    last = {r["step"]: r["loss"] for r in ours}
+    seen = [r for r in ours if r["loss"] is not None or last[r["step"]] is None]
+    other = sorted({r["step"] for r in seen if r["loss"] != want.get(r["step"])})
     backwards = sum(b["step"] <= a["step"] for a, b in zip(ours, ours[1:], strict=False))
     found = []
     if other:
-        found.append(f"{len(other)} steps have another loss, the first is {other[0]}")
+        found.append(
+            f"{len(other)} steps have another loss, the first is {other[0]}: {last[other[0]]}, not "
+            f"{want.get(other[0])}"
+        )
     if backwards >= starts:
         found.append(f"steps began again {backwards} times in {starts} starts")
     if max((r["step"] for r in ours), default=0) != steps:

@@ -52,7 +52,10 @@ def test_what_is_no_lineage_is_told():
     theirs = of((1, 1.0), (2, 2.0), (3, 3.0))
     assert account.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
     (found,) = account.lineage(of((1, 1.0), (2, 2.5), (3, 3.0)), theirs, 3, 1)
-    assert "1 steps have another loss, the first is 2" in found
+    assert "1 steps have another loss, the first is 2: 2.5, not 2.0" in found
+    assert account.lineage(of((1, 1.0), (2, None), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
+    (found,) = account.lineage(of((1, 1.0), (2, 2.0), (2, None), (3, 3.0)), theirs, 3, 2)
+    assert "1 steps have another loss, the first is 2: None" in found
     (found,) = account.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 1)
     assert "began again 1 times in 1 starts" in found
     (found,) = account.lineage(of((1, 1.0), (2, 2.0)), theirs, 3, 1)
