@@ -28,3 +28,15 @@ class DataConfig(Checked, section="data"):
     undecodable: Literal["error", "skip", "replace"] = option("error", "what to do with non-UTF-8")
     text_key: str = option("text", "the member of a jsonl line that holds the text")
     prefetch: int = option(4, "batches prepared ahead, by threads", "batches", at_least=0)
+
+
+@dataclass(frozen=True)
+class LabelledConfig(DataConfig, section="data"):
+    """Source, tokenizer and hold-out of text that may have labels."""
+
+    source: str = option(
+        "stdlib",
+        "what pretraining reads; to classify: stdlib (passages and their packages), jsonl lines "
+        "with text and label, or a folder with a folder of texts for each label",
+    )
+    label_key: str = option("label", "the member of a jsonl line that holds the label")

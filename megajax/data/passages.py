@@ -19,6 +19,7 @@ from megajax.data.config import DataConfig
 from megajax.data.corpus import open_tokenizer_for
 from megajax.data.pack import mix
 from megajax.data.source import open_source
+from megajax.data.tokenizer import Tokenizer
 
 HELD_OUT = 0.2
 # Packages of 12 files and more, and of 200 kB and more, whose text says little by its first line.
@@ -32,13 +33,14 @@ class Passages:
     """Rows of S tokens, the first a begin token, int32, of each label (its number: its place).
 
     held_out_NS has equally many of each label, in turn: passage i is of label i modulo labels.
-    vocab: token ids, the begin token included.
+    vocab: token ids, the begin token included. tokenizer: what made them.
     """
 
     labels: tuple[str, ...]
     train: tuple[np.ndarray, ...]
     held_out_NS: np.ndarray
     vocab: int
+    tokenizer: Tokenizer
 
     def batch(self, seed: int, step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens (rows, S) and labels (rows,), every label as likely; of (seed, step)."""
@@ -60,15 +62,17 @@ def open_passages(
     tokenizer: str,
     cache_dir: str | Path,
     packages: tuple[str, ...] = PACKAGES,
+    holdout: float = HELD_OUT,
 ) -> Passages:
     """Cuts the packages' files into passages of `tokens` tokens, begin token included.
 
-    tokenizer: as DataConfig's. Raises: UserError for a package without enough text.
+    tokenizer: as DataConfig's. holdout: share of a package's text.
+    Raises: UserError for a package without enough text.
     """
     cfg = DataConfig(tokenizer=tokenizer)
     whole = open_source("stdlib", cfg)
     files = {p: [f for f in whole.files if _label(f, whole.root) == p] for p in packages}
-    cut = _with_copies(files, {p: _held_out(found) for p, found in files.items()})
+    cut = _with_copies(files, {p: _held_out(found, holdout) for p, found in files.items()})
     learned = tuple(f for p in packages for f in files[p] if f not in cut[p])
     source = dataclasses.replace(whole, files=learned)
     tokens_of = open_tokenizer_for(cfg, [source], expand(cache_dir, "cache_dir"))
@@ -96,6 +100,7 @@ def open_passages(
         tuple(passages(p, False) for p in packages),
         np.stack(even, 1).reshape(-1, tokens),
         max(tokens_of.vocab, begin + 1),
+        tokens_of,
     )
 
 
@@ -111,11 +116,11 @@ def _with_copies(files: dict[str, list[Path]], cut: dict[str, set[Path]]) -> dic
     return {p: {f for f in found if content[f] in held} for p, found in files.items()}
 
 
-def _held_out(files: list[Path]) -> set[Path]:
+def _held_out(files: list[Path], share: float) -> set[Path]:
     """Returns the first files, by the hash of their names, that hold the share of the bytes."""
     total, taken, chosen = sum(f.stat().st_size for f in files), 0, set()
     for file in sorted(files, key=lambda f: mix("held out", f.parent.name, f.name)):
-        if taken >= HELD_OUT * total:
+        if taken >= share * total:
             break
         chosen.add(file)
         taken += file.stat().st_size

@@ -38,21 +38,27 @@ SKIPPED_FOLDERS = {"test", "tests", "__pycache__", "site-packages", "idle_test"}
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text with the name that identifies it."""
+    """One text with the name that identifies it, and its label where the source has labels."""
 
     name: str
     text: str
+    label: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A list of files. undecodable: error, skip or replace; text_key: for jsonl lines."""
+    """A list of files. undecodable: error, skip or replace; text_key: for jsonl lines.
+
+    label_key: the member of a jsonl line that is the label of its text; the label of another file
+    is the folder that it is in, below the root. None: documents have no labels.
+    """
 
     name: str
     root: Path
     files: tuple[Path, ...]
     undecodable: str
     text_key: str
+    label_key: str | None = None
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names, sizes and times: it changes when the text does."""
@@ -78,7 +84,7 @@ class Source:
                 continue
             for raw in _parts(file, lines=False):
                 if text := self._decoded(raw, str(file)):
-                    yield Document(self._relative(file), text)
+                    yield Document(self._relative(file), text, self._folder(file))
 
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -104,7 +110,25 @@ class Source:
             where = f"{file} line {number}"
             line = self._decoded(raw, where)
             if line and line.strip() and (value := self._text_of(line, where)):
-                yield Document(f"{self._relative(file)}#{number}", value)
+                label = self._label_of(line, where)
+                yield Document(f"{self._relative(file)}#{number}", value, label)
+
+    def _folder(self, file: Path) -> str | None:
+        """Returns the name of the folder below the root that a file is in, as its label."""
+        parts = file.relative_to(self.root).parts
+        return parts[0] if self.label_key is not None and len(parts) > 1 else None
+
+    def _label_of(self, line: str, where: str) -> str | None:
+        """Returns the label of a jsonl line whose text was read: a string or a whole number."""
+        if self.label_key is None:
+            return None
+        value = parse_json(line).get(self.label_key)
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise UserError(
+                f"{where}: member {self.label_key!r} must be a label, a string or a whole number, "
+                f"found {value!r}: remove the line, or name the member (--data.label_key)"
+            )
+        return str(value)
 
     def _text_of(self, line: str, where: str) -> str | None:
         """Returns the text of one jsonl line, or None where `undecodable` says to skip it."""

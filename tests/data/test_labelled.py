@@ -1,0 +1,103 @@
+"""Labelled sets and hidden tokens: each example once an epoch, copies on one side, shares."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.data.config import LabelledConfig
+from megajax.data.labelled import Examples, FixedRows, ShuffledRows, open_labelled
+from megajax.data.masked import MaskedRows
+from megajax.data.pack import IGNORED
+
+TEXTS = [(f"text number {i} of its kind", "ab"[i % 3 == 0]) for i in range(60)]
+
+
+def write_lines(folder, lines):
+    (folder / "set.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return str(folder / "set.jsonl")
+
+
+def opened(source, cache, **changes):
+    return open_labelled(LabelledConfig(source=source, holdout=0.3, **changes), 16, cache)
+
+
+def decoded(found, side):
+    texts = [found.tokenizer.decode(ids[1:]) for ids in side.tokens]
+    return list(zip(texts, (found.labels[i] for i in side.labels_N), strict=True))
+
+
+def test_lines_and_folders_give_the_same_examples(tmp_path):
+    lines = write_lines(tmp_path, [{"text": t, "label": k} for t, k in [*TEXTS, TEXTS[0]]])
+    for i, (text, label) in enumerate(TEXTS):
+        (tmp_path / "set" / label).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / label / f"{i}.txt").write_text(text)
+    found = opened(lines, tmp_path / "cache"), opened(f"{tmp_path}/set", tmp_path / "cache")
+    sides = [[sorted(set(decoded(f, s))) for s in (f.train, f.held_out)] for f in found]
+    assert sides[0] == sides[1]
+    both = sides[0][0] + sides[0][1]
+    assert sorted(both) == sorted((text[:15], label) for text, label in TEXTS)
+    first = [TEXTS[0][0][:15] in {t for t, _ in side} for side in sides[0]]
+    assert sorted(first) == [False, True]  # and so is its copy on one side
+    assert found[0].labels == ("a", "b") and found[0].vocab == found[0].tokenizer.vocab
+    assert (
+        found[0].fingerprint != opened(lines, tmp_path / "cache", tokenizer="bpe:300").fingerprint
+    )
+    held = found[0].held_out
+    assert held.majority == max(np.bincount(held.labels_N)) / len(held)
+
+
+def test_rows_pad_and_name_the_label_at_the_first_token():
+    examples = Examples([np.arange(9, 12), np.arange(30)], np.array([1, 0]))
+    row = FixedRows(examples, 6)[0]
+    assert row["tokens"].tolist() == [9, 10, 11, 0, 0, 0]
+    assert row["targets"].tolist() == [1] + [IGNORED] * 5
+    assert row["segments"].tolist() == [1, 1, 1, -1, -1, -1]
+    assert row["positions"].tolist() == [0, 1, 2, 0, 0, 0]
+    assert FixedRows(examples, 6)[1]["tokens"].tolist() == list(range(6))
+    assert {x.dtype for x in row.values()} == {np.dtype(np.int32)}
+
+
+def test_an_epoch_has_every_example_once_in_an_order_of_its_own():
+    examples = Examples([np.array([i]) for i in range(20)], np.zeros(20, np.int32))
+    rows = ShuffledRows(examples, 1, 3)
+    epochs = [[int(rows[20 * e + i]["tokens"][0]) for i in range(20)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
+    assert epochs[0] != epochs[1] != list(range(20))
+
+
+def test_hidden_tokens_have_the_papers_shares(seed):
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, 100, 4000).astype(np.int32)
+    rows = MaskedRows({5: {"tokens": tokens, "targets": tokens, "segments": tokens}}, 100, 100, 1)
+    row, again = rows[5], rows[5]
+    assert all((row[k] == again[k]).all() for k in row)
+    chosen = row["targets"] >= 0
+    assert chosen.mean() == pytest.approx(0.15, abs=0.02)
+    assert (row["targets"][chosen] == tokens[chosen]).all()
+    assert (row["tokens"][~chosen] == tokens[~chosen]).all()
+    assert (row["tokens"][chosen] == 100).mean() == pytest.approx(0.8, abs=0.06)
+    kept = row["tokens"][chosen] == tokens[chosen]
+    assert kept.mean() == pytest.approx(0.1, abs=0.04) and row["tokens"].max() == 100
+    assert (row["segments"] == tokens).all() and row["targets"].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([{"text": "x", "label": 1}, {"text": "y", "label": 1}], "has the labels 1: a labelled"),
+        ([{"text": "x"}], r"line 1: member 'label' must be a label, .* found None.*label_key"),
+        ([{"text": "x", "label": True}], "found True: remove the line"),
+        ([{"text": "x", "label": 1}, {"text": "x", "label": 2}], "leaves no example"),
+    ],
+)
+def test_a_set_without_labels_is_refused(tmp_path, lines, message):
+    with pytest.raises(UserError, match=message):
+        opened(write_lines(tmp_path, lines), tmp_path / "cache")
+
+
+def test_a_folder_without_folders_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="has the labels none: a labelled set is jsonl"):
+        opened(str(tmp_path), tmp_path / "cache")

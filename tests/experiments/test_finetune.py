@@ -1,0 +1,110 @@
+"""An encoder's runs as a person meets them: labels and hidden tokens, stopped and continued."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.checkpoint import hf
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import named_leaves
+from megajax.models import encoder
+from megajax.models.encoder_config import EncoderConfig
+from megajax.parallel import sharding
+from megajax.training.finetune import nano, take_encoder
+from tests import forks
+from tests.experiments.test_pretrain import optimized, rows, wait_for
+
+SCRIPT = "experiments/finetune.py"
+SMALL = [
+    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.mlp=64",
+    "--model.vocab=300", "--train.steps=12", "--train.global_batch=16", "--train.seq_len=16",
+    "--eval.every=4", "--eval.batches=2", "--checkpoint.every=5", "--optim.warmup=2",
+    "--log.every=1", "--data.tokenizer=bytes", "--mesh.data=4", "--mesh.tensor=2", "--emulate=8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A labelled set: the letters of a text say which label it has."""
+    home = tmp_path_factory.mktemp("home")
+    lines = [
+        {"text": f"{letter * (i % 7 + 3)} {i}", "label": letter}
+        for i in range(100)
+        for letter in "xy"
+    ]
+    (home / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return home
+
+
+def words(home, folder, preset, *flags):
+    return [
+        *SMALL, f"--preset={preset}", f"--data.source={home}/set.jsonl",
+        f"--cache_dir={home}/cache", f"--run_dir={home}/{folder}", *flags,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("preset", ["nano", "nano_mlm"])
+def test_a_stopped_run_goes_on_bit_for_bit(home, preset):
+    """On data 4 x tensor 2; with dropout, so that random keys go on too."""
+    whole, parts = home / f"{preset}-whole", home / f"{preset}-parts"
+    flags = ["--model.labels=2"] if preset == "nano" else []
+    done = forks.run(SCRIPT, *words(home, whole.name, preset, *flags), env=optimized())
+    assert done.returncode == 0, done.stderr
+    with forks.start(SCRIPT, *words(home, parts.name, preset, *flags), env=optimized()) as run:
+        wait_for(run, lambda: len(rows(parts)) >= 6)
+        run.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.written()
+    assert 6 <= len(rows(parts)) < 12
+    done = forks.run(SCRIPT, *words(home, parts.name, preset, *flags), env=optimized())
+    assert done.returncode == 0 and "resumed after step" in done.stdout, done.stderr
+    for key in ("loss", "accuracy", "grad_norm"):
+        found = [{step: row[key] for step, row in rows(f).items()} for f in (whole, parts)]
+        assert found[0] == found[1] and len(found[0]) == 12
+    ends = [rows(f, "eval_loss")[12] for f in (whole, parts)]
+    assert ends[0]["eval_accuracy"] == ends[1]["eval_accuracy"]
+    assert ("eval_majority" in ends[0]) == (preset == "nano")
+    assert (whole / "curve.png").exists() and "eval_accuracy" in (whole / "summary.md").read_text()
+    other = forks.run(SCRIPT, *words(home, whole.name, preset, *flags, "--train.seed=1"))
+    assert other.returncode == 2 and "train.seed was 0, now 1" in other.stderr
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"mesh.pipe": 2}, "mesh.pipe=2: encoders are cut over node, data and tensor only; use 1"),
+        ({"mesh.context": 2}, "mesh.context=2: encoders are cut"),
+        ({"train.seq_len": 128, "model.position_offset": 2}, "table that are left; at most 126"),
+    ],
+)
+def test_what_an_encoder_cannot_do_is_refused(values, message):
+    cfg = config.override(nano(), values)
+    with pytest.raises(UserError, match=message):
+        cfg.check(cfg.mesh.sizes(8))
+
+
+def test_a_folder_with_another_head_starts_a_classifier(tmp_path):
+    """Of a model with a masked-token head the trunk is taken; the head begins anew."""
+    masked = EncoderConfig(layers=1, width=16, heads=2, mlp=32, vocab=128, max_positions=128)
+    mesh = MeshSpec(data=1).build()
+    given = encoder.parts(masked).init(jax.random.key(1))
+    folder = str(tmp_path / "hf")
+    hf.save(given, masked, folder)
+    cfg = take_encoder(nano(), {"init_from": folder, "data.tokenizer": "bytes"}, {})
+    cfg = dataclasses.replace(cfg, init_from=folder)
+    assert (cfg.model.head, cfg.model.labels, cfg.model.width) == ("classify", 8, 16)
+    fresh = encoder.parts(cfg.model).init(jax.random.key(2))
+    found = cfg.given_params(sharding.layout(mesh, model=cfg.model), fresh)
+    named, theirs, new = (dict(named_leaves(tree)) for tree in (found, given, fresh))
+    assert named.keys() == new.keys()
+    for name, x in named.items():
+        want = new if name.split(".")[0] in encoder.HEAD else theirs
+        rows = slice(2 if name == "types" else None)  # what pads a table is 0
+        np.testing.assert_array_equal(x[rows], want[name][rows], err_msg=name)
