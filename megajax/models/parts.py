@@ -9,6 +9,7 @@ code asks where in the tree a stack lies.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -57,15 +58,7 @@ class ModelParts:
 
         Raises: UserError when it is not one member with nothing else in it.
         """
-        marked = {k: {is_layered(w) for w in _words(v)} for k, v in self.axes.items()}
-        found = [k for k, kinds in marked.items() if True in kinds]
-        if len(found) != 1 or False in marked[found[0]]:
-            raise UserError(
-                "a model must have one member whose leaves all have the word 'layers' first, the "
-                f"stack that `block` runs; found {', '.join(found) or 'none'}; mark further stacks "
-                "by models.parts.as_tower"
-            )
-        return found[0]
+        return _stack(self.axes)
 
     def hidden(
         self, params: Tree, batch: Batch, key: jax.Array | None, remat: Remat
@@ -160,6 +153,46 @@ def is_stacked(words: Words) -> bool:
 
 def _words(axes: Tree) -> list[Words]:
     return jax.tree.leaves(axes, is_leaf=is_words)
+
+
+def _stack(axes: Tree) -> str:
+    marked = {k: {is_layered(w) for w in _words(v)} for k, v in axes.items()}
+    found = [k for k, kinds in marked.items() if True in kinds]
+    if len(found) != 1 or False in marked[found[0]]:
+        raise UserError(
+            "a model must have one member whose leaves all have the word 'layers' first, the stack "
+            f"that `block` runs; found {', '.join(found) or 'none'}; mark further stacks by "
+            "models.parts.as_tower"
+        )
+    return found[0]
+
+
+def of_module(build: Callable[[jax.Array], Any], layers: int) -> ModelParts:
+    """Returns a network that is an NNX module as parts. Call it, and them, under its mesh.
+
+    build(key): the module. It has a stack of `layers` blocks, made by nnx.vmap, that take (x,
+    context) and return x, and the methods context(batch, key) -> Context, embed(batch, context) ->
+    x, loss(x, targets) -> LossSums and, for whoever asks for it, logits(x).
+    Raises: UserError when it has not one such stack.
+    """
+    graph, abstract, axes = split(nnx.eval_shape(lambda: build(jax.random.key(0))))
+    block_graph = nnx.split(getattr(nnx.merge(graph, abstract), _stack(axes)))[0]
+
+    def block(weights: Tree, x: jax.Array, context: Context, cache: None = None) -> tuple:
+        return nnx.merge(block_graph, weights)(x, context), cache, None
+
+    merge = functools.partial(nnx.merge, graph)
+    return ModelParts(
+        layers=layers,
+        abstract=abstract,
+        axes=axes,
+        init=lambda key: nnx.to_pure_dict(nnx.state(build(key))),
+        context=lambda batch, key: merge(abstract).context(batch, key),
+        embed=lambda params, batch, context: merge(params).embed(batch, context),
+        block=block,
+        head=lambda params, x: merge(params).logits(x),
+        head_loss=lambda params, x, targets: merge(params).loss(x, targets),
+    )
 
 
 def map_words(function: Callable, axes: Tree, *rest: Tree) -> Tree:

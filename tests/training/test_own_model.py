@@ -1,0 +1,112 @@
+"""A network that the library does not know, as docs/training.md shows it: both files run here."""
+
+import functools
+import pathlib
+import re
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.core import mesh
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import is_words, named_leaves
+from megajax.layers.ops import Ops
+from megajax.training.config import JobConfig, TrainConfig
+from megajax.training.masking import chosen
+from megajax.training.optim import OptimConfig, is_hidden_matrix
+from megajax.training.step import make_train_step
+from megajax.training.task import Task, mean_loss, token_rows
+from tests.tiny import host_batch, on
+from tests.tolerances import LOSSES
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def code(name):
+    text = (ROOT / "docs" / "training.md").read_text()
+    (found,) = re.findall(rf"^<!-- {name} -->\n```python\n(.*?)^```", text, re.M | re.S)
+    return found
+
+
+@pytest.fixture(scope="module")
+def mixer():
+    module = types.ModuleType("mixer")
+    sys.modules["mixer"] = module
+    exec(compile(code("mixer.py"), "mixer.py", "exec"), module.__dict__)
+    yield module
+    del sys.modules["mixer"]
+
+
+def test_the_files_are_short():
+    assert len(code("train_mixer.py").splitlines()) <= 30
+    assert len(code("mixer.py").splitlines()) <= 75
+
+
+def test_stacks_are_known_by_their_words_wherever_they_lie(mixer):
+    """The trunk is what a pipeline cuts, both stacks are pruned, and each layer is one matrix."""
+    parts = mixer.parts(mixer.MixerConfig(), None, Ops())
+    assert parts.stack == "trunk"
+    words = dict(named_leaves(parts.axes, is_words))
+    assert words["trunk.value"] == ("layers", "embed", "mlp")
+    assert words["tower.value"] == ("tower", "embed", "mlp")
+    assert words["tower.norm.scale"] == ("tower", None)
+    assert parts.abstract["tower"]["value"].shape == (2, 64, 128)
+    matrices = tuple(f"{s}.{m}" for s in ("tower", "trunk") for m in ("gate", "out", "value"))
+    assert chosen(parts.axes) == chosen(parts.axes, "mlp") == matrices
+    assert chosen(parts.axes, "attention") == ()
+    assert not is_hidden_matrix(words["tower.norm.scale"])
+
+
+def test_two_stacks_without_a_mark_are_refused(mixer, monkeypatch):
+    monkeypatch.setattr(mixer, "as_tower", lambda stack: stack)
+    with pytest.raises(UserError, match="found tower, trunk; mark further stacks by .*as_tower"):
+        mixer.parts(mixer.MixerConfig(), None, Ops())
+
+
+@pytest.mark.slow
+def test_a_pipeline_and_tensor_ranks_train_it_as_one_device_does(mixer):
+    model = mixer.MixerConfig(width=32, mlp=32, vocab=64)
+    cfg = JobConfig(
+        model=model,
+        train=TrainConfig(steps=20, global_batch=16, seq_len=16),
+        optim=OptimConfig(name="muon", lr=1e-2),
+    )
+    task = Task(functools.partial(mixer.parts, model), token_rows(16), mean_loss())
+    losses, ends = [], []
+    for sizes in ({"data": 1}, {"pipe": 2, "tensor": 2}):
+        step = make_train_step(cfg, MeshSpec(**sizes).build(), task)
+        state, found = step.init(0), []
+        for i in range(4):
+            state, metrics = step.step(state, on(step, host_batch(i)))
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+        ends.append(jax.tree.map(np.asarray, step.natural(state.params)))
+    np.testing.assert_allclose(*losses, atol=LOSSES)
+    assert losses[0][-1] < losses[0][0]
+    for name, x in named_leaves(ends[0]):
+        other = dict(named_leaves(ends[1]))[name]
+        np.testing.assert_allclose(x, other, atol=5e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_program_trains_and_resumes(mixer, tmp_path, monkeypatch, capsys):
+    """20 steps in one go, and the same in two starts: equal losses to all digits printed."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(mesh, "start", lambda emulate: None)  # this process has its 8 devices
+    program = code("train_mixer.py").replace("~/.cache/megajax", str(tmp_path / "cache"))
+    program = program.replace(":.3f}", ":.9f}").replace('"megajax/"', '"megajax/core/"')
+    program = program.replace("lr=1e-2", 'lr=1e-2, schedule="constant"')
+
+    def run(folder, steps):
+        text = program.replace("runs/mixer", str(tmp_path / folder))
+        exec(text.replace("steps=20", f"steps={steps}"), {"__name__": "__main__"})
+        return [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+
+    whole = run("whole", 20)
+    assert len(whole) == 20 and float(whole[-1].split()[2]) < 0.8 * float(whole[0].split()[2])
+    assert run("parts", 10) + run("parts", 20) == whole
+    assert run("whole", 20) == []  # all steps are done
