@@ -70,10 +70,8 @@ class Loader(Iterator[dict[str, jax.Array]]):
         """
         import grain  # here: machines that only benchmark have none
 
-        like = abstract["tokens"]
         self._abstract, self._order, self.position = abstract, order, position
-        self.rows_per_batch = int(np.prod(like.shape[:-1]))
-        self._indices = host_rows(like)
+        self.rows_per_batch, self._indices = _shares(abstract, rows[position])
         host: Any = _HostBatches(rows, self._indices, self.rows_per_batch, position)
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=max(prefetch, 1))
         self._iterator = iter(grain.MapDataset.source(host).to_iter_dataset(options))
@@ -85,11 +83,24 @@ class Loader(Iterator[dict[str, jax.Array]]):
         return batch
 
 
-def host_rows(like: jax.ShapeDtypeStruct) -> np.ndarray:
+def _shares(abstract: Abstract, row: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
+    """Returns (rows of a batch, those that this host's devices hold). row: any one."""
+    name, like = next(iter(abstract.items()))
+    numbers = _numbers(like, np.ndim(row[name]))
+    return numbers.size, host_rows(like, np.ndim(row[name]))
+
+
+def _numbers(like: jax.ShapeDtypeStruct, inner: int) -> np.ndarray:
+    """Returns the numbers of a batch's rows, as they lie. inner: dimensions of one row."""
+    outer = like.shape[: len(like.shape) - inner]
+    return np.arange(int(np.prod(outer))).reshape(outer)
+
+
+def host_rows(like: jax.ShapeDtypeStruct, inner: int = 1) -> np.ndarray:
     """Returns the numbers, within a batch, of the rows that this host's devices hold."""
-    numbers = np.arange(int(np.prod(like.shape[:-1]))).reshape(like.shape[:-1])
+    numbers = _numbers(like, inner)
     places: Any = like.sharding.addressable_devices_indices_map(like.shape)
-    held = [numbers[index[:-1]].ravel() for index in places.values()]
+    held = [numbers[index[: numbers.ndim]].ravel() for index in places.values()]
     return np.unique(np.concatenate(held))
 
 
@@ -99,14 +110,16 @@ def place(
     indices: np.ndarray,
     order: np.ndarray | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns device arrays from this host's rows (len(indices), S), their tokens in `order`."""
+    """Returns device arrays from this host's rows (len(indices), ...), their tokens in `order`."""
     arrays: dict[str, jax.Array] = {}
     for key, like in abstract.items():
-        numbers = np.arange(int(np.prod(like.shape[:-1]))).reshape(like.shape[:-1])
-        rows = host[key] if order is None else host[key][:, order]
+        numbers = _numbers(like, host[key].ndim - 1)
+        ordered = order is not None and host[key].ndim > 1
+        rows = host[key][:, order] if ordered else host[key]
 
         def piece(index: Any, rows: Any = rows, numbers: Any = numbers) -> np.ndarray:
-            return rows[np.searchsorted(indices, numbers[index[:-1]])][..., index[-1]]
+            outer, inner = index[: numbers.ndim], index[numbers.ndim :]
+            return rows[np.searchsorted(indices, numbers[outer])][(..., *inner)]
 
         arrays[key] = jax.make_array_from_callback(like.shape, like.sharding, piece)
     return arrays
@@ -151,9 +164,9 @@ def finite_batches(
     rows: Sequence[tuple[Rows, int]], abstract: Abstract, order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
     """Yields these rows in batches; rows beyond the last have targets that count nothing."""
-    like = abstract["tokens"]
-    B = int(np.prod(like.shape[:-1]))
-    indices = host_rows(like)
+    if not rows:
+        return
+    B, indices = _shares(abstract, rows[0][0][rows[0][1]])
     for first in range(0, len(rows), B):
         held = []
         for i in indices + first:

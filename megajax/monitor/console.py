@@ -103,11 +103,13 @@ def kept_line(values: dict) -> str:
     by_leaf: dict[str, list[float]] = {}
     for name, value in values.items():
         if name.startswith("kept."):
-            parts = name.removeprefix("kept.").removeprefix("blocks.").split(".")
+            parts = name.removeprefix("kept.").split(".")
             leaf = ".".join(parts[:-1] if parts[-1].isdigit() else parts)
             by_leaf.setdefault(leaf, []).append(100 * value)
+    stacks = {leaf.partition(".")[0] for leaf in by_leaf}  # one goes without saying
     shown = []
     for leaf, found in by_leaf.items():
+        leaf = leaf.partition(".")[2] if len(stacks) == 1 else leaf
         low, high = f"{min(found):.3g}", f"{max(found):.3g}"
         shown.append(f"{leaf} {low} %" if low == high else f"{leaf} {low} to {high} %")
     return f"kept of each matrix: {', '.join(shown)}" if shown else ""

@@ -40,6 +40,37 @@ def test_batches_follow_the_global_count(accumulate):
     assert loader.position == 32
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rows_may_hold_members_of_any_rank(accumulate):
+    """A label without dimensions and an image, whose width tensor ranks cut."""
+
+    class Pictures:
+        def __getitem__(self, i):
+            image = i + np.arange(24, dtype=np.float32).reshape(2, 4, 3) / 100
+            return {"label": np.int32(i), "image": image}
+
+    mesh, outer = MeshSpec(tensor=2).build(), (None,) * (accumulate - 1)
+    shape = (16,) if accumulate == 1 else (2, 8)
+    members = {
+        "label": ((), P(*outer, "data")),
+        "image": ((2, 4, 3), P(*outer, "data", None, "tensor")),
+    }
+    like = {
+        name: jax.ShapeDtypeStruct(
+            (*shape, *inner), jnp.float32, sharding=NamedSharding(mesh, spec)
+        )
+        for name, (inner, spec) in members.items()
+    }
+    loader = Loader(Pictures(), like)
+    for first in (0, 16):
+        batch = {k: np.asarray(v) for k, v in next(loader).items()}
+        assert batch["label"].ravel().tolist() == list(range(first, first + 16))
+        found = batch["image"].reshape(16, 2, 4, 3)
+        np.testing.assert_array_equal(
+            found, np.stack([Pictures()[first + i]["image"] for i in range(16)])
+        )
+
+
 def test_resume_loses_and_repeats_nothing_when_the_batch_changes():
     loader = Loader(Counted(), abstract(16))
     next(loader), next(loader), next(loader)
