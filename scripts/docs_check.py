@@ -304,7 +304,8 @@ class Checker:
         )
         if cls is None:
             return self._imported(tree, file, name, prefix)
-        found = set()
+        bases = [ast.unparse(base).split(".")[-1] for base in cls.bases]
+        found = set().union(*(self.fields_of(file, base, prefix) for base in bases))
         for item in cls.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
                 field, call = ast.unparse(item.target), item.value
@@ -330,6 +331,15 @@ class Checker:
                             return self.fields_of(
                                 path.relative_to(self.root).as_posix(), wanted, prefix
                             )
-        if name == "Config":  # the script's presets are those of training
-            return self.fields_of("megajax/training/config.py", name, prefix)
-        return set()
+        return self._of_presets(tree, prefix) if name == "Config" else set()
+
+    def _of_presets(self, tree: ast.Module, prefix: str) -> set[str]:
+        """The flags of a script that imports presets: of the class beside them, or training's."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and "PRESETS" in [a.name for a in node.names]:
+                path = source_of(node.module or "", self.root)
+                kinds = [n for n in parse(path).body if isinstance(n, ast.ClassDef)] if path else []
+                if path and kinds:
+                    file = path.relative_to(self.root).as_posix()
+                    return self.fields_of(file, kinds[0].name, prefix)
+        return self.fields_of("megajax/training/config.py", "Config", prefix)
