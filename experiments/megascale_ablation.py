@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from megajax.core import config
 from megajax.core.hardware import parse_cluster
-from megajax.cost.base import StepShape
 from megajax.cost.estimate import estimate
 from megajax.cost.pipeline import Pipeline
+from megajax.cost.step import StepShape
 from megajax.cost.traffic import Overlap, transfers
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor import results
@@ -54,7 +54,7 @@ def mfu(parallel: bool, window: int | None, overlap: Overlap, batch: int) -> flo
     model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
     pipeline = Pipeline(SIZES["pipe"], batch // SIZES["data"], 6, stash="residuals")
     step = StepShape(
-        model.work, batch, 2048, SIZES, ("data",), remat="dots", fused_attention=True,
+        model.workload(batch, 2048), SIZES, ("data",), remat="dots", fused_attention=True,
         local_gradients=True, pipeline=pipeline,
     )  # fmt: skip
     return estimate(step, CLUSTER, transfers(step, overlap)).mfu_megatron

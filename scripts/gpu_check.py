@@ -128,8 +128,9 @@ def time_step(cfg: Config, steps: int, pieces: int) -> dict[str, Any]:
         "median_s": median, "p10_s": kept[len(kept) // 10], "p90_s": kept[-1 - len(kept) // 10],
         "n": len(kept), "tokens_per_s": rate, "loss": float(metrics["loss"]),
     }  # fmt: skip
+    load = cfg.model.workload(1, cfg.train.seq_len)
     for convention in ("megatron", "causal"):
-        flops = train_flops_per_token(cfg.model.work, cfg.train.seq_len, convention)
+        flops = train_flops_per_token(load, convention)
         row[f"flops_per_token_{convention}"] = flops
         row[f"mfu_{convention}"] = rate * flops / peak if peak else None
     stats = jax.devices()[0].memory_stats() or {}

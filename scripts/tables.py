@@ -82,8 +82,8 @@ def bench_train() -> str:
 
 def megascale_mfu() -> str:
     """MegaScale's table 2 from its own tokens a second, by our formula."""
-    work = replace(PRESETS["megascale_175b"](), window=None).work
-    flops = train_flops_per_token(work, 2048, "megatron")
+    load = replace(PRESETS["megascale_175b"](), window=None).workload(1, 2048)
+    flops = train_flops_per_token(load, "megatron")
     rows = (
         (256, 39.3, 53.0), (512, 74.1, 49.9), (768, 103.8, 46.7), (1024, 132.7, 44.7),
         (3072, 433.6, 48.7), (6144, 851.6, 47.8), (8192, 1027.9, 43.3), (12288, 1466.8, 41.2),

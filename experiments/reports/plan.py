@@ -21,6 +21,7 @@ REMEDY = {
     "activations": "more --train.accumulate, --mesh.tensor or --mesh.context",
     "logits": "more --train.loss_chunks",
     "batch": "more --train.accumulate",
+    "cache": "more --mesh.tensor, fewer rows (--train.global_batch) or tokens (--train.seq_len)",
 }
 
 
@@ -62,10 +63,15 @@ def verdict(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Returns the mesh and the estimate in two lines."""
     mesh = " x ".join(f"{a} {n}" for a, n in plan.step.sizes.items() if n > 1) or "one GPU"
-    e, low = plan.estimate, plan.step
+    e, load = plan.estimate, plan.step.load
+    rows, keys = f"{load.rows} rows", load.attention.keys if load.attention else 0
+    what = {
+        "train": f"{rows} of {load.seq_len:,} tokens",
+        "prefill": f"prefill of {rows} of {load.seq_len:,} tokens",
+        "decode": f"a token for each of {rows}, cache of {keys:,} tokens",
+    }[load.phase]
     return (
-        f"{plan.cluster.name}: {mesh}; {quantity(low.work.params)} parameters, "
-        f"{low.global_batch} rows of {low.seq_len:,} tokens\n"
+        f"{plan.cluster.name}: {mesh}; {quantity(load.params)} parameters, {what}\n"
         f"estimate: {e.step_s:.4g} s a step +- {e.sigma_s:.2g}, estimate: {e.tokens_per_s:,.0f} "
         f"tokens/s, estimate: MFU {100 * e.mfu_megatron:.1f} % (Megatron convention) or "
         f"{100 * e.mfu_causal:.1f} % (causal)"
@@ -104,7 +110,7 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
     found = plan.compiled.collectives if plan.compiled else ()
     members: dict[str, Any] = results.facts(plan.cluster.name, _layer(plan)) | {
         "mesh": dict(plan.step.sizes),
-        "parameters": plan.step.work.params,
+        "parameters": plan.step.load.params,
         "memory_terms_bytes": plan.terms,
         "memory_bound_bytes": memory.bound(plan.terms),
         "memory_xla_bytes": plan.compiled.xla if plan.compiled else None,
@@ -138,7 +144,7 @@ def pruning(plan: Plan) -> list[str]:
     square = prune.pattern in ("tw2d", "tew")
     dtype = plan.cfg.train.dtype
     cost = sparse.SparseCost(plan.cluster.card, dtype, tile, chunk, squared=square)
-    gemms = sparse.decoder_gemms(plan.step.work, round(plan.step.tokens))
+    gemms = sparse.decoder_gemms(plan.cfg.model.stack, round(plan.step.tokens))
     found = sparse.table(cost, gemms, (prune.sparsity,))
     lines = [
         [f"{v:.3g}" if isinstance(v, float) else "never" if v is None else v for v in row.values()]

@@ -16,6 +16,14 @@ from megajax.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
+class Link:
+    """One direction of a link: bytes a second, and seconds that a message waits."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
 class DeviceCard:
     """Peaks of one device.
 
@@ -29,6 +37,16 @@ class DeviceCard:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
+
+    @property
+    def inside(self) -> Link:
+        """NVLink between devices of a host."""
+        return Link(self.link_bytes_per_s, 3.4e-6)
+
+    @property
+    def between(self) -> Link:
+        """A device's own NIC to another host."""
+        return Link(self.network_bytes_per_s, 14e-6)
 
 
 _HOPPER_FLOPS = {
@@ -65,14 +83,6 @@ CARDS = {
 
 
 @dataclass(frozen=True)
-class Link:
-    """One direction of a link: bytes a second, and seconds that a message waits."""
-
-    bytes_per_s: float
-    latency_s: float
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Hosts of equal devices. Devices are numbered host by host.
 
@@ -92,12 +102,12 @@ class Cluster:
     @property
     def inside(self) -> Link:
         """NVLink between devices of a host."""
-        return Link(self.card.link_bytes_per_s, 3.4e-6)
+        return self.card.inside
 
     @property
     def between(self) -> Link:
         """A device's own NIC to another host."""
-        return Link(self.card.network_bytes_per_s, 14e-6)
+        return self.card.between
 
     @property
     def name(self) -> str:

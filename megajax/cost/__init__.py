@@ -5,9 +5,11 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "base": ("CostModel", "Op", "StepShape", "Workload"),
+        "base": ("CostModel", "Op", "Workload"),
         "estimate": ("Estimate",),
         "flops": ("mfu",),
         "roofline": ("Roofline",),
+        "step": ("StepShape",),
+        "transformer": ("Routed", "Stack"),
     },
 )

@@ -1,284 +1,295 @@
-"""What cost models answer, and what they are asked about: operations, a workload, a whole step.
+"""What cost models are asked about, and what they answer.
 
-A `Workload` is one forward pass as a list of operations. A `StepShape` is everything about a
-training step that its memory, traffic and time depend on, without jax: plans, searches and tests
-build it from sizes alone. Backends of `CostModel`: cost/roofline.py; others (profiled, learned)
-answer the same three questions.
+An `Op` is a kernel with its shapes and data types, at a place in a model, executed so many times. A
+`Workload` is one forward pass as a list of operations: of training, of a prefill or of one decoded
+token for each row. What a mesh makes of a workload is a `StepShape` (cost/step.py). Backends of
+`CostModel`: cost/roofline.py; a table of measured times or a learned model finds an operation by
+`Op.key` and answers the same three questions.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
-from megajax.core.axes import BATCH_AXES
 from megajax.core.hardware import DeviceCard, Link
-from megajax.cost.flops import RECOMPUTED, DecoderWork, Remat
-from megajax.cost.pipeline import Pipeline
+from megajax.cost.kernels import Attention, Experts, Kernel, Matmul
 
 ITEMSIZE = {
-    "float32": 4, "tfloat32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1,
+    "float32": 4, "tfloat32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": 0.5,
 }  # fmt: skip
 Part = Literal[
-    "norm", "input", "attention", "activation", "output", "router", "experts", "head", "update"
-]
+    "embedding", "norm", "input", "attention", "activation", "output", "router", "experts", "head",
+    "update", "transfer",
+]  # fmt: skip
+Phase = Literal["train", "prefill", "decode"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One kind of operation, executed `count` times.
+    """A kernel at a place in a model, executed `count` times.
 
-    part: what it is in a block, for recomputation. elements: array elements that move to or from
-    memory in one execution.
+    part: the place, which decides what rematerialisation makes again and how a mesh cuts the
+    operation. An 'input' product reads the residual stream of a block, which several of its weights
+    share; an 'output' product writes to that stream. weights: different sets of parameters among
+    the executions; None: each execution has its own; 0: the parameters belong to another operation.
+    dtypes: of each operand and of the result; one name stands for all of them. whole, ways: what
+    `cut` was called on, and how many devices share it.
     """
 
     part: Part
-    flops: float
-    elements: float
+    kernel: Kernel
     count: float = 1
+    weights: float | None = None
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    whole: Kernel | None = None
+    ways: float = 1
 
-    def cut(self, ways: int) -> "Op":
-        """Returns one device's share."""
-        return dataclasses.replace(self, flops=self.flops / ways, elements=self.elements / ways)
+    @property
+    def key(self) -> tuple[str, tuple, tuple[str, ...]]:
+        """(kernel, shape, data types): what a table of measured times is indexed by."""
+        return self.kernel.name, self.kernel.shape, self._dtypes
+
+    @property
+    def dtype(self) -> str:
+        """The data type of the arithmetic: the widest of the operands."""
+        return max(self._dtypes[:-1] or self.dtypes, key=ITEMSIZE.__getitem__)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one execution on one device."""
+        return self.kernel.flops
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that one execution moves to or from memory on one device.
+
+        (assumed) Devices that share an operation spread the traffic of the whole evenly, although
+        each of them reads operands that are not cut. A dense block's products over a batch are
+        bound by arithmetic, where this changes nothing; `alone` takes it back.
+        """
+        sizes = (self.whole or self.kernel).sizes
+        return sum(n * ITEMSIZE[d] for n, d in zip(sizes, self._dtypes, strict=True)) / self.ways
+
+    @property
+    def params(self) -> float:
+        """Parameters that the executions of this operation have together, on all devices."""
+        sets = self.count if self.weights is None else self.weights
+        return (self.whole or self.kernel).params * sets
+
+    @property
+    def _dtypes(self) -> tuple[str, ...]:
+        return self.dtypes * len(self.kernel.sizes) if len(self.dtypes) == 1 else self.dtypes
+
+    def alone(self) -> "Op":
+        """Returns the operation as that of a single device, which reads all its operands."""
+        return dataclasses.replace(self, whole=None, ways=1)
+
+    def cast(self, dtype: str) -> "Op":
+        """Returns the operation with all operands and the result in one data type."""
+        return dataclasses.replace(self, dtypes=(dtype,))
+
+    def cut(self, ways: float, *dims: str) -> "Op":
+        """Returns one device's part where so many devices share the work along these dimensions."""
+        if ways == 1:
+            return self
+        cut = {dim: getattr(self.kernel, dim) / ways for dim in dims}
+        kernel = dataclasses.replace(self.kernel, **cut)
+        whole = self.whole or self.kernel
+        return dataclasses.replace(self, kernel=kernel, whole=whole, ways=self.ways * ways)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A forward pass."""
+    """One forward pass over a batch.
+
+    rows: sequences (or images). seq_len: tokens of one that go through the blocks; of a decoded
+    step 1. layers: blocks that a token goes through. width: of the residual stream.
+    """
 
     ops: tuple[Op, ...]
-
-    def cut(self, ways: int) -> "Workload":
-        """Returns one device's share of every operation."""
-        return Workload(tuple(op.cut(ways) for op in self.ops))
+    rows: float
+    seq_len: float
+    layers: float
+    width: float
+    phase: Phase = "train"
 
     def times(self, counts: Mapping[str, float]) -> "Workload":
         """Returns every operation so often more as its part says; other parts not at all."""
-        return Workload(
-            tuple(
+        return dataclasses.replace(
+            self,
+            ops=tuple(
                 dataclasses.replace(op, count=op.count * counts[op.part])
                 for op in self.ops
                 if counts.get(op.part)
-            )
+            ),
         )
+
+    def cast(self, dtype: str) -> "Workload":
+        """Returns the workload with all operations in one data type."""
+        return dataclasses.replace(self, ops=tuple(op.cast(dtype) for op in self.ops))
+
+    def with_attention(self, fused: bool) -> "Workload":
+        """Returns the workload with fused attention kernels, or with plain ones."""
+        ops = tuple(
+            dataclasses.replace(op, kernel=dataclasses.replace(op.kernel, fused=fused))
+            if isinstance(op.kernel, Attention)
+            else op
+            for op in self.ops
+        )
+        return dataclasses.replace(self, ops=ops)
+
+    def with_kv_copies(self, copies: int) -> "Workload":
+        """Returns the workload of ranks that each compute the key-value head that they use.
+
+        The product that makes keys and values is the last 'input' before an attention.
+        """
+        if copies == 1:
+            return self
+        ops = list(self.ops)
+        for i, op in enumerate(self.ops):
+            if not isinstance(kernel := op.kernel, Attention):
+                continue
+            more = 2 * (copies - 1) * kernel.kv_heads * kernel.head_width
+            ops[i] = dataclasses.replace(
+                op, kernel=dataclasses.replace(kernel, kv_heads=kernel.kv_heads * copies)
+            )
+            before = max(j for j in range(i) if ops[j].part == "input")
+            product: Any = ops[before].kernel
+            ops[before] = dataclasses.replace(
+                ops[before], kernel=dataclasses.replace(product, n=product.n + more)
+            )
+        return dataclasses.replace(self, ops=tuple(ops))
 
     @property
     def flops(self) -> float:
-        """All floating-point operations."""
+        """Floating-point operations, of one device if the operations are cut."""
         return sum(op.flops * op.count for op in self.ops)
 
-
-def decoder_workload(
-    work: DecoderWork, batch: int, seq_len: int, keys: float | None = None
-) -> Workload:
-    """Returns a decoder's forward pass over `batch` rows.
-
-    keys: keys per query that the attention kernel multiplies; None: all of the window.
-    """
-    tokens, D, L = batch * seq_len, work.width, work.layers
-    keys = min(work.window or seq_len, seq_len) if keys is None else keys
-    norms = 1 if work.parallel else 2
-    attended = 2 * work.attention_width + 2 * work.kv_width  # q and the result, k and v
-    routed = work.routed
-    pairs = routed.pairs(seq_len) if routed else 0.0
-    active = work.hidden + (pairs * routed.hidden if routed else 0.0)
-
-    def matmul(part: Any, inner: int, outer: int, count: int) -> Op:
-        moved = tokens * (inner + outer) + inner * outer
-        return Op(part, 2 * tokens * inner * outer, moved, count)
-
-    experts: tuple[Op, ...] = ()
-    if routed:
-        one = work.expert_params // L
-        moved = tokens * pairs * (2 * D + (2 + work.gated) * routed.hidden) + routed.experts * one
-        experts = (
-            matmul("router", D, routed.experts, L),
-            Op("experts", 2 * tokens * pairs * one, moved, L),
-        )
-    return Workload(
-        (
-            Op("norm", 0, 2 * tokens * D, norms * L),
-            matmul("input", D, work.input_width, L),
-            Op("attention", 4 * tokens * work.attention_width * keys, tokens * attended, L),
-            Op("activation", 0, tokens * (2 + work.gated) * active, L),
-            matmul("output", work.output_width, D, L),
-            *experts,
-            matmul("head", D, work.vocab, 1),
-        )
-    )
-
-
-def passes(part: Part, remat: Remat, pipeline: Pipeline) -> dict[str, float]:
-    """Returns {kind: what an op of that kind costs, in forward passes of a part}.
-
-    A backward pass is two. Where it is split, B and W both go through the chain of gradients, of
-    products with weights the half that W does not add (parallel/tick.py:Tick.pull).
-    """
-    again = RECOMPUTED[remat].get(part, 0.0)
-    if pipeline.stages > 1 and pipeline.stash == "input":
-        again += 1.0
-    if not pipeline.is_split:
-        return {"F": 1.0, "B": again + 2.0}
-    chain = 1.0 if part in ("input", "output", "router", "experts") else 2.0
-    return {"F": 1.0, "B": again + chain, "W": again + 2.0}
-
-
-@dataclasses.dataclass(frozen=True)
-class StepShape:
-    """One optimizer step on a mesh.
-
-    sizes: {mesh axis: size}. zero_axes: axes that cut a weight along its width. itemsize: bytes of
-    the compute dtype. accumulate: micro-batches one after the other, without a pipeline.
-    fused_attention: no (queries x keys) array exists. local_gradients: sums of gradients rest whole
-    on every device until the end of the step. context: how queries meet keys of other devices.
-    """
-
-    work: DecoderWork
-    global_batch: int
-    seq_len: int
-    sizes: Mapping[str, int]
-    zero_axes: tuple[str, ...]
-    accumulate: int = 1
-    remat: Remat = "outputs"
-    loss_chunks: int = 1
-    itemsize: int = 2
-    optimizer: str = "adamw"
-    fused_attention: bool = False
-    local_gradients: bool = False
-    pipeline: Pipeline = Pipeline()
-    context: Literal["ring", "ulysses", "gather"] = "ring"
-
-    def ways(self, *axes: str) -> int:
-        """Returns into how many pieces these mesh axes cut together."""
-        ways = 1
-        for axis in axes:
-            ways *= self.sizes.get(axis, 1)
-        return ways
-
     @property
-    def expert_zero_axes(self) -> tuple[str, ...]:
-        """The axes that cut a routed expert along its width: it rests on `expert`."""
-        return tuple(a for a in self.zero_axes if a != "expert")
-
-    @property
-    def devices(self) -> int:
-        """Devices of the mesh."""
-        return math.prod(self.sizes.values())
-
-    @property
-    def micro_steps(self) -> int:
-        """Forward passes of a step: micro-batches one after the other, in a pipeline or not."""
-        return self.accumulate * self.pipeline.microbatches
-
-    @functools.cached_property
-    def rows(self) -> float:
-        """Rows of one micro-batch on one device."""
-        return self.global_batch / (self.ways(*BATCH_AXES) * self.micro_steps)
-
-    @functools.cached_property
     def tokens(self) -> float:
-        """Tokens of one micro-batch that a device's block works on."""
-        return self.rows * self.seq_len / self.ways("context")
-
-    @property
-    def layers(self) -> float:
-        """Layers of one device's stage."""
-        return self.work.layers / self.pipeline.stages
-
-    @property
-    def keys(self) -> float:
-        """Keys per query that the attention kernel multiplies: all of them unless it is fused."""
-        reach = min(self.work.window or self.seq_len, self.seq_len)
-        return reach if self.fused_attention else self.seq_len
-
-    @property
-    def kv_copies(self) -> int:
-        """Tensor ranks that hold each key-value head (parallel/sharding.py)."""
-        return max(self.ways("tensor") // max(self.work.kv_heads, 1), 1)
+        """Tokens that go through the blocks."""
+        return self.rows * self.seq_len
 
     @functools.cached_property
-    def used(self) -> DecoderWork:
-        """The work of all tensor ranks together: each computes the key-value head that it uses."""
-        work, more = self.work, self.kv_copies - 1
-        params = work.matmul_params + more * work.kv_params
-        return dataclasses.replace(
-            work, kv_width=work.kv_width * self.kv_copies, matmul_params=params
-        )
+    def dtype(self) -> str:
+        """The data type of the residual stream."""
+        blocks = (op for op in self.ops if op.part in ("input", "norm"))
+        return next(blocks, self.ops[0]).dtypes[-1]
 
-    @property
-    def unshared_params(self) -> float:
-        """The layers' dense parameters as tensor ranks store them, counted on all ranks: where a
-        key-value head has copies, every rank stores all of these heads."""
-        shared = self.ways("tensor") - 1 if self.kv_copies > 1 else 0
-        return self.work.dense_params + shared * self.work.kv_params
-
-    def executions(self, forward: float, backward: float) -> float:
-        """Executions a step, on one device, of what a layer's passes do so often.
-
-        backward: with what is made again there; a pipeline's chunk inputs add a forward pass, W a
-        second chain, and idle ticks count, because the program computes in them.
-        """
-        pipeline = self.pipeline
-        if pipeline.stages == 1:
-            return self.layers * self.accumulate * (forward + backward)
-        if pipeline.stash == "input":
-            backward += forward
-        ticks = pipeline.ticks
-        runs = forward * ticks["F"] + backward * (ticks["B"] + ticks.get("W", 0))
-        return self.layers / pipeline.chunks * runs
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether an array of queries x keys exists: a ring and a fused kernel work in blocks."""
-        return not (self.fused_attention or (self.context == "ring" and self.ways("context") > 1))
+    def params_of(self, *parts: Part) -> float:
+        """Returns the parameters of these parts."""
+        return sum(op.params for op in self.ops if op.part in parts)
 
     @functools.cached_property
-    def forward(self) -> Workload:
-        """One device's share of a step's forward pass.
-
-        Layers are cut over pipe and tensor, tokens over the batch axes and context; copies of a
-        key-value head are computed on every rank that has one. The head is counted once a step and
-        spread over the stages.
-        """
-        return _forward(self.used, self.global_batch, self.seq_len, self.keys, self.devices)
+    def dense_params(self) -> float:
+        """Parameters of the blocks that every token multiplies, routers included."""
+        return self.params_of("input", "output", "router")
 
     @functools.cached_property
-    def counts(self) -> dict[str, tuple[float, float]]:
-        """{part: forward passes that a step costs, and those that its pipeline's idle ticks cost}.
+    def routed_params(self) -> float:
+        """Parameters of all routed experts."""
+        return self.params_of("experts")
 
-        The head is in no idle tick.
-        """
-        pipeline = self.pipeline
-        idle = {kind: ticks / pipeline.work - 1 for kind, ticks in pipeline.ticks.items()}
-        found: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
-        for op in self.forward.ops:
-            if op.part != "head":
-                cost = passes(op.part, self.remat, pipeline)
-                found[op.part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
-        return found
+    @functools.cached_property
+    def table_params(self) -> float:
+        """Parameters of embeddings and head."""
+        return self.params_of("embedding", "head")
 
-    @property
-    def workload(self) -> Workload:
-        """What one device does in a step, the optimizer and a pipeline's idle ticks left out."""
-        return self.forward.times({part: done for part, (done, _) in self.counts.items()})
+    @functools.cached_property
+    def used_table_params(self) -> float:
+        """Parameters that embeddings and head multiply or look up, a shared table counted twice."""
+        return sum(op.kernel.params for op in self.ops if op.part in ("embedding", "head"))
 
     @property
-    def masked(self) -> Workload:
-        """What one device computes in the idle ticks of its pipeline."""
-        return self.forward.times({part: idle for part, (_, idle) in self.counts.items()})
+    def params(self) -> float:
+        """All parameters but norms and biases, of all experts."""
+        return self.dense_params + self.routed_params + self.table_params
 
+    @functools.cached_property
+    def stored_layers(self) -> float:
+        """Blocks with parameters of their own."""
+        first = next((op for op in self.ops if op.part == "input"), None)
+        return self.layers if first is None or first.weights is None else first.weights
 
-@functools.cache
-def _forward(work: DecoderWork, batch: int, seq_len: int, keys: float, devices: int) -> Workload:
-    return decoder_workload(work, batch, seq_len, keys).cut(devices)
+    @functools.cached_property
+    def attention(self) -> Attention | None:
+        """The attention of a block, if it has one."""
+        found = (op.kernel for op in self.ops if isinstance(op.kernel, Attention))
+        return next(found, None)
+
+    @functools.cached_property
+    def routed(self) -> Experts | None:
+        """The routed experts of a block, if it has any."""
+        return next((op.kernel for op in self.ops if isinstance(op.kernel, Experts)), None)
+
+    @functools.cached_property
+    def input_width(self) -> float:
+        """Columns of all matrices that read a block's residual stream."""
+        return self._per_layer("input", "n")
+
+    @functools.cached_property
+    def output_width(self) -> float:
+        """Rows of all matrices that write to a block's residual stream."""
+        return self._per_layer("output", "k")
+
+    @functools.cached_property
+    def attention_width(self) -> float:
+        """Query heads x head width."""
+        found = self.attention
+        return found.heads * found.head_width if found else 0.0
+
+    @functools.cached_property
+    def kv_width(self) -> float:
+        """Key-value heads x head width."""
+        found = self.attention
+        return found.kv_heads * found.head_width if found else 0.0
+
+    @property
+    def kv_params(self) -> float:
+        """Parameters that make keys and values."""
+        return 2 * self.stored_layers * self.width * self.kv_width
+
+    @functools.cached_property
+    def gathers(self) -> float:
+        """Gathers of the residual stream into a block, its routed experts' left out."""
+        return sum(op.count for op in self.ops if op.part == "input") / self.layers
+
+    @functools.cached_property
+    def sublayers(self) -> float:
+        """Sums on the residual stream in a block: each has a norm."""
+        return sum(op.count for op in self.ops if op.part == "norm") / self.layers
+
+    @functools.cached_property
+    def scores(self) -> float:
+        """Elements of the head's widest result: logits, classes."""
+        heads = (op.kernel for op in self.ops if op.part == "head")
+        return max((k.m * k.n for k in heads if isinstance(k, Matmul)), default=0.0)
+
+    @functools.cached_property
+    def head_params(self) -> float:
+        """Parameters of the head's largest matrix, whoever else uses them."""
+        return max((op.kernel.params for op in self.ops if op.part == "head"), default=0.0)
+
+    @functools.cached_property
+    def cache(self) -> float:
+        """Elements of keys and values that the attentions read."""
+        found = (op for op in self.ops if isinstance(op.kernel, Attention))
+        return sum(2 * op.kernel.sizes[1] * op.count for op in found)
+
+    def _per_layer(self, part: Part, dim: str) -> float:
+        found = (op for op in self.ops if op.part == part and isinstance(op.kernel, Matmul))
+        return sum(getattr(op.kernel, dim) * op.count for op in found) / self.layers
 
 
 class CostModel(Protocol):
     """The three questions. Times are seconds."""
 
-    def op_time(self, op: Op, device: DeviceCard, dtype: str) -> tuple[float, float]:
-        """Returns (seconds of one execution, their standard deviation)."""
+    def op_time(self, op: Op, device: DeviceCard, dtype: str | None = None) -> tuple[float, float]:
+        """Returns (seconds of one execution, their standard deviation).
+
+        dtype: as if all operands and the result had it; None: as the operation says.
+        """
         ...
 
     def transfer_time(self, nbytes: float, link: Link) -> float:

@@ -13,12 +13,14 @@ import functools
 from collections.abc import Iterable
 from typing import Protocol
 
-from megajax.core.hardware import Cluster
-from megajax.cost.base import Op, StepShape
-from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.core.hardware import Cluster, DeviceCard
+from megajax.cost.base import CostModel, Op
+from megajax.cost.flops import Convention, mfu, model_flops_per_token
+from megajax.cost.kernels import Collective, Matmul, Rowwise
 from megajax.cost.memory import MOMENTS, held
-from megajax.cost.network import Group, collective_time, group_of
+from megajax.cost.network import Group, group_of
 from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
 from megajax.cost.traffic import members
 
 
@@ -60,14 +62,21 @@ class Estimate:
 
 
 def transfer_seconds(
-    sent: Sent, step: StepShape, cluster: Cluster, flops_per_s: float
-) -> tuple[float, float]:
-    """Returns (seconds of all executions, those of them with no matmul beside)."""
+    sent: Sent, step: StepShape, cluster: Cluster, model: CostModel, flops_per_s: float
+) -> tuple[float, float, float]:
+    """Returns (seconds of all executions, those of them with no matmul beside, their deviation)."""
     group = _group(sent.axes, tuple(step.sizes.items()), cluster.gpus_per_host)
-    once = collective_time(sent.kind, sent.nbytes, group, cluster)
-    return once * sent.executions, max(
-        0.0, once - sent.flops_beside / flops_per_s
-    ) * sent.executions
+    op = Op("transfer", Collective(sent.kind, sent.nbytes, group.inside, group.hosts))
+    once, sigma = model.op_time(op, cluster.card)
+    beside = sent.flops_beside / flops_per_s
+    bare = max(0.0, once - beside) * sent.executions
+    return once * sent.executions, bare, bare * (sigma / once if once else 0.0)
+
+
+def _rate(model: CostModel, card: DeviceCard, dtype: str) -> float:
+    """FLOP/s of a large product."""
+    op = Op("input", Matmul(8192, 8192, 8192), dtypes=(dtype,))
+    return op.flops / model.op_time(op, card)[0]
 
 
 @functools.cache
@@ -80,43 +89,50 @@ def estimate(
     step: StepShape,
     cluster: Cluster,
     sent: Iterable[Sent],
-    dtype: str = "bfloat16",
-    model: Roofline = Roofline(),
+    model: CostModel = Roofline(),
 ) -> Estimate:
-    """Returns the estimate of a step that sends these transfers."""
+    """Returns the estimate of a step that sends these transfers.
+
+    Errors of the model's times are taken as fully correlated.
+    """
     compute = idle = layers = 0.0
+    update, sigma = _update(step, cluster, model) if step.trains else (0.0, 0.0)
     for op in step.forward.ops:
-        seconds = op.count * model.op_time(op, cluster.card, dtype)[0]
+        if op.part not in step.counts:
+            continue
+        once, deviation = model.op_time(op, cluster.card)
         done, masked = step.counts[op.part]
+        seconds = op.count * once
         compute += seconds * done
         layers += seconds * done * (op.part != "head")
         idle += seconds * masked
-    flops_per_s = model.matmul * cluster.card.flops[dtype]
+        sigma += op.count * deviation * (done + masked)
+    rate = _rate(model, cluster.card, step.load.dtype)
     spent: dict[str, float] = {}
     exposed: dict[str, float] = {}
     for transfer in sent:
         if not transfer.axes:
             continue
         name = "+".join(transfer.axes)
-        whole, bare = transfer_seconds(transfer, step, cluster, flops_per_s)
+        whole, bare, deviation = transfer_seconds(transfer, step, cluster, model, rate)
         spent[name] = spent.get(name, 0.0) + whole
         exposed[name] = exposed.get(name, 0.0) + bare
-    update = _update(step, cluster, model)
+        sigma += deviation
     total = compute + idle + sum(exposed.values()) + update
-    tokens = step.global_batch * step.seq_len
-    peak = cluster.card.flops[dtype]
+    tokens, peak = step.load.tokens, cluster.card.flops[step.load.dtype]
 
-    def utilisation(convention) -> float:
-        flops = train_flops_per_token(step.work, step.seq_len, convention)
+    def utilisation(convention: Convention) -> float:
+        flops = (3 if step.trains else 1) * model_flops_per_token(step.load, convention)
         return mfu(tokens / total, flops, step.devices, peak)
 
     return Estimate(
-        total, model.sigma * total, compute, update, idle, idle / layers, spent, exposed,
+        total, sigma, compute, update, idle, idle / layers, spent, exposed,
         tokens / total, utilisation("megatron"), utilisation("causal"),
     )  # fmt: skip
 
 
-def _update(step: StepShape, cluster: Cluster, model: Roofline) -> float:
+def _update(step: StepShape, cluster: Cluster, model: CostModel) -> tuple[float, float]:
     """Masters, moments and gradients are read, masters and moments written, in float32."""
     arrays = 2 * (1 + MOMENTS[step.optimizer]) + 1
-    return model.op_time(Op("update", 0, arrays * held(step)), cluster.card, "float32")[0]
+    kernel = Rowwise("update", held(step), 1, arrays - 1)
+    return model.op_time(Op("update", kernel, dtypes=("float32",)), cluster.card)

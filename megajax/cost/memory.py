@@ -1,5 +1,6 @@
 """Bytes a device holds at the peak of a step, by term: a lower bound on what a compiler can reach.
 
+A step of generation has a cache of keys and values instead of gradients, moments and a stash.
 State (parameters, optimizer, gradients) is exact, without what pruning adds (1 byte of mask and 4
 of importance for each weight that it may touch). The rest counts only what must exist at the same
 time: what the backward pass keeps of every layer (the stash), one block's working set or one chunk
@@ -9,7 +10,8 @@ Sources: models/parts.py:remat_policy (what is kept); Megatron-LM (arXiv 2104.04
 2205.05198 for the terms; training in float32 masters with a 16-bit compute dtype.
 """
 
-from megajax.cost.base import StepShape
+from megajax.cost.base import ITEMSIZE
+from megajax.cost.step import StepShape
 
 MASTER = 4  # bytes of float32 masters, gradients and moments
 MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1}
@@ -18,8 +20,9 @@ MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1}
 def terms(step: StepShape) -> dict[str, float]:
     """Returns {term: bytes a device}. Their sum, with the smaller of activations and logits left
     out, is `bound`."""
-    work = step.work
-    tables = work.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
+    if not step.trains:
+        return _generation(step)
+    tables = step.load.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
     moments, rest = MOMENTS[step.optimizer], held(step)
     adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
     return {
@@ -30,7 +33,21 @@ def terms(step: StepShape) -> dict[str, float]:
         "stash": _stash(step),
         "activations": max(_block(step), _experts(step)),
         "logits": _logits(step),
-        "batch": 4 * 4 * step.rows * step.micro_steps * step.seq_len / step.ways("context"),
+        "batch": 4 * 4 * step.rows * step.micro_steps * step.load.seq_len / step.ways("context"),
+    }
+
+
+def _generation(step: StepShape) -> dict[str, float]:
+    """Of a prefill or a decoded token: parameters rest as training leaves them."""
+    spread = step.pieces * step.ways("tensor")
+    cache = step.used.cache * ITEMSIZE[step.load.dtype] / spread
+    return {
+        "parameters": MASTER * held(step),
+        "weights in use": _weights_in_use(step),
+        "cache": cache,
+        "activations": max(_block(step), _experts(step)) / 2,  # no gradients beside them
+        "logits": _logits(step) / 2,
+        "batch": 2 * 4 * step.rows * step.load.seq_len,
     }
 
 
@@ -46,17 +63,17 @@ def misfit(found: dict[str, float], capacity: float) -> str | None:
 
 def held(step: StepShape) -> float:
     """Returns the parameters that rest on one device. Experts rest on their axis."""
-    work = step.work
-    everyone = (step.unshared_params + work.table_params) / step.ways(*step.zero_axes)
-    experts = work.routed_params / (step.ways("expert") * step.ways(*step.expert_zero_axes))
+    load = step.load
+    everyone = (step.unshared_params + load.table_params) / step.ways(*step.zero_axes)
+    experts = load.routed_params / (step.ways("expert") * step.ways(*step.expert_zero_axes))
     return (everyone + experts) / step.ways("pipe", "tensor")
 
 
 def _gathered(step: StepShape) -> float:
     """The parameters that one device holds when its pieces are gathered over the ZeRO axes."""
-    work = step.work
-    dense = step.unshared_params + work.table_params
-    return (dense + work.routed_params / step.ways("expert")) / step.ways("pipe", "tensor")
+    load = step.load
+    dense = step.unshared_params + load.table_params
+    return (dense + load.routed_params / step.ways("expert")) / step.ways("pipe", "tensor")
 
 
 def layer_weights(step: StepShape) -> float:
@@ -65,41 +82,41 @@ def layer_weights(step: StepShape) -> float:
     # A pipeline gathers what its ranks store; others cut out their key-value head first.
     stored = step.pipeline.stages > 1
     dense = step.unshared_params if stored else step.used.dense_params
-    return step.itemsize * dense / step.work.layers / step.ways("tensor")
+    return step.itemsize * dense / step.load.stored_layers / step.ways("tensor")
 
 
 def expert_weights(step: StepShape) -> float:
     """Returns the bytes of one layer's routed experts of one device, gathered over ZeRO axes."""
-    whole = step.itemsize * step.work.routed_params / step.work.layers
+    whole = step.itemsize * step.load.routed_params / step.load.stored_layers
     return whole / step.ways("expert", "tensor")
 
 
 def residual(step: StepShape) -> float:
     """Returns the bytes of one micro-batch's residual stream, cut over tensor too."""
-    return step.itemsize * step.tokens * step.work.width / step.ways("tensor")
+    return step.itemsize * step.tokens * step.load.width / step.ways("tensor")
 
 
 def slotted(step: StepShape) -> float:
     """Returns the rows that one device's tokens fill at all experts of a layer (capacity mode)."""
-    routed = step.work.routed
-    slots = routed.slots(step.seq_len) if routed else None
-    if routed is None or slots is None:
+    routed, seq_len = step.load.routed, step.load.seq_len
+    if routed is None or routed.dropless:
         return 0.0
-    return routed.experts * step.rows * min(slots, step.seq_len / step.ways("context"))
+    slots = routed.pairs * seq_len / routed.experts
+    return routed.experts * step.rows * min(slots, seq_len / step.ways("context"))
 
 
 def _weights_in_use(step: StepShape) -> float:
     layer = layer_weights(step) + expert_weights(step)
     if step.pipeline.stages > 1:  # gathered once a step and kept (ZeRO-2, MegaScale section 3.2)
-        return layer * step.layers if step.ways(*step.zero_axes) > 1 else 0.0
-    table = step.itemsize * step.work.vocab * step.work.width / step.ways("tensor")
+        return layer * step.stored_layers if step.ways(*step.zero_axes) > 1 else 0.0
+    table = step.itemsize * step.load.head_params / step.ways("tensor")
     return layer + table
 
 
 def _kept(step: StepShape) -> float:
     """What the backward pass keeps of one layer of one micro-batch, its input included."""
     work, cut = step.used, step.itemsize / step.ways("tensor")
-    first = 0.0 if work.parallel else residual(step)  # the attention's result, input of the MLP
+    first = (work.sublayers - 1) * residual(step)  # the attention's result, input of the MLP
     more = {
         "full": 0.0,
         "outputs": first + cut * step.tokens * work.attention_width,
@@ -124,15 +141,18 @@ def _stash(step: StepShape) -> float:
     return places * residual(step) + chunks * step.layers / pipeline.chunks * _kept(step)
 
 
-def _weights_of_attention(step: StepShape, itemsize: int) -> float:
-    queries = step.tokens * step.work.heads / step.ways("tensor")
-    return itemsize * queries * step.seq_len
+def _weights_of_attention(step: StepShape, itemsize: float) -> float:
+    found = step.load.attention
+    if found is None:
+        return 0.0
+    queries = step.tokens * found.heads / step.ways("tensor")
+    return itemsize * queries * found.keys
 
 
 def _block(step: StepShape) -> float:
     """The backward pass of one block: its gathered input, its inner values, and their gradients."""
     inner = step.itemsize * step.tokens * step.used.input_width / step.ways("tensor")
-    whole = step.itemsize * step.tokens * step.work.width
+    whole = step.itemsize * step.tokens * step.load.width
     attention = _weights_of_attention(step, 4 + step.itemsize) if step.keeps_attention else 0.0
     return 2 * whole + 2 * inner + attention
 
@@ -144,7 +164,7 @@ def _experts(step: StepShape, backward: bool = True) -> float:
     operands and results, leave it room to free: then only the answers' gradient meets all values,
     or those of the products into the inner width their own and the rows.
     """
-    work, routed = step.work, step.work.routed
+    routed = step.load.routed
     if routed is None:
         return 0.0
     # Dropless has room for every token of the axis at every expert that it may use here.
@@ -152,17 +172,17 @@ def _experts(step: StepShape, backward: bool = True) -> float:
     slots = slotted(step)
     rows = step.itemsize * (slots or step.tokens * step.ways("expert") * most)
     hidden = routed.hidden / step.ways("tensor")
-    into = (1 + work.gated) * hidden
-    values = 2 * work.width + into + hidden
+    into = (1 + routed.gated) * hidden
+    values = 2 * routed.width + into + hidden
     if not backward:
         return rows * values
-    return rows * (2 * values if slots else max(values + work.width, work.width + 2 * into))
+    return rows * (2 * values if slots else max(values + routed.width, routed.width + 2 * into))
 
 
 def _logits(step: StepShape) -> float:
     """float32 logits of one chunk of the loss and their gradient."""
-    spread = step.ways("tensor", "pipe")
-    return 2 * 4 * step.tokens / step.loss_chunks * step.work.vocab / spread
+    spread = step.pieces * step.ways("context", "tensor", "pipe")
+    return 2 * 4 * step.load.scores / step.loss_chunks / spread
 
 
 def size(nbytes: float) -> str:

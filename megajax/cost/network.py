@@ -13,9 +13,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from megajax.core.hardware import Cluster, Link
+from megajax.core.hardware import Cluster, DeviceCard, Link
 
 CALL_S = 8.4e-6  # (NCCL src/graph/tuning.cc: base latency, ring, simple protocol)
+
+
+Machine = Cluster | DeviceCard  # both know the link inside a host and the one between hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +44,16 @@ def _scatter(nbytes: float, n: int, link: Link, messages: int) -> float:
     return messages * link.latency_s + (n - 1) / n * nbytes / link.bytes_per_s if n > 1 else 0.0
 
 
-def _spread(nbytes: float, group: Group, cluster: Cluster) -> float:
+def _spread(nbytes: float, group: Group, machine: Machine) -> float:
     """An all-gather or a reduce-scatter, which mirror each other."""
     between = nbytes / group.inside
-    inside = _scatter(nbytes, group.inside, cluster.inside, group.inside - 1)
+    inside = _scatter(nbytes, group.inside, machine.inside, group.inside - 1)
     return inside + _scatter(
-        between, group.hosts, cluster.between, math.ceil(math.log2(max(group.hosts, 1)))
+        between, group.hosts, machine.between, math.ceil(math.log2(max(group.hosts, 1)))
     )
 
 
-def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
+def collective_time(kind: str, nbytes: float, group: Group, machine: Machine) -> float:
     """Returns seconds of one execution.
 
     kind: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute' (XLA's
@@ -59,17 +62,17 @@ def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) ->
     if group.size == 1:
         return 0.0
     if kind == "collective-permute":
-        link = cluster.between if group.hosts > 1 else cluster.inside
+        link = machine.between if group.hosts > 1 else machine.inside
         return CALL_S + link.latency_s + nbytes / link.bytes_per_s
     if kind == "all-reduce":
-        return CALL_S + 2 * _spread(nbytes, group, cluster)
+        return CALL_S + 2 * _spread(nbytes, group, machine)
     if kind in ("all-to-all", "ragged-all-to-all"):
         n = group.size
-        near = nbytes * (group.inside - 1) / n / cluster.inside.bytes_per_s
-        far = nbytes * (n - group.inside) / n / cluster.between.bytes_per_s
+        near = nbytes * (group.inside - 1) / n / machine.inside.bytes_per_s
+        far = nbytes * (n - group.inside) / n / machine.between.bytes_per_s
         # The two go over different links at the same time; messages are pipelined per peer class.
-        latency = cluster.between.latency_s if group.hosts > 1 else cluster.inside.latency_s
+        latency = machine.between.latency_s if group.hosts > 1 else machine.inside.latency_s
         return CALL_S + latency + max(near, far)
     if kind in ("all-gather", "reduce-scatter"):
-        return CALL_S + _spread(nbytes, group, cluster)
+        return CALL_S + _spread(nbytes, group, machine)
     raise ValueError(f"unknown collective {kind!r}")

@@ -11,7 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megajax.core.hardware import DeviceCard, Link
-from megajax.cost.base import ITEMSIZE, Op
+from megajax.cost.base import Op
+from megajax.cost.kernels import Attention, Collective, Matmul
+from megajax.cost.network import Group, collective_time
+
+# Rows and columns of the tiles among which a product of `in_waves` takes the fastest.
+TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,29 +25,64 @@ class Roofline:
 
     matmul 0.7: (assumed; large bf16 GEMMs on H100). attention 0.5: (assumed; FlashAttention-3 on
     H100 reaches 0.75 forward and less backward, arXiv 2407.08608 section 4.1). memory 0.85:
-    (assumed). sigma: standard deviation over the time, (assumed).
+    (assumed). sigma: standard deviation over the time, (assumed). link: of what `transfer_time` is
+    asked. cores: multiprocessors of the device, if a product is to take whole waves of tiles, one
+    on each, whose loads run beside the arithmetic; None: a product of any size reaches `matmul`.
     """
 
     matmul: float = 0.7
     attention: float = 0.5
     memory_bandwidth: float = 0.85
     sigma: float = 0.15
+    link: float = 1.0
+    cores: int | None = None
 
-    def op_time(self, op: Op, device: DeviceCard, dtype: str) -> tuple[float, float]:
-        """Returns (seconds of one execution, their standard deviation)."""
-        share = self.attention if op.part == "attention" else self.matmul
-        arithmetic = op.flops / (share * device.flops[dtype])
-        moved = op.elements * ITEMSIZE[dtype]
-        seconds = max(arithmetic, moved / (self.memory_bandwidth * device.memory_bytes_per_s))
+    def op_time(self, op: Op, device: DeviceCard, dtype: str | None = None) -> tuple[float, float]:
+        """Returns (seconds of one execution, their standard deviation).
+
+        dtype: as if all operands and the result had it; None: as the operation says.
+        """
+        op = op if dtype is None else op.cast(dtype)
+        kernel = op.kernel
+        if isinstance(kernel, Collective):
+            group = Group(kernel.inside, kernel.hosts)
+            seconds = collective_time(kernel.kind, kernel.nbytes, group, device)
+        elif self.cores is not None and isinstance(kernel, Matmul):
+            seconds = self._waves(kernel, self.cores, device.flops[op.dtype])
+        else:
+            share = self.attention if isinstance(kernel, Attention) else self.matmul
+            arithmetic = op.flops / (share * device.flops[op.dtype]) if op.flops else 0.0
+            moving = op.nbytes / (self.memory_bandwidth * device.memory_bytes_per_s)
+            seconds = max(arithmetic, moving)
         return seconds, self.sigma * seconds
 
     def transfer_time(self, nbytes: float, link: Link) -> float:
         """Returns seconds from one device to another."""
-        return link.latency_s + nbytes / link.bytes_per_s
+        return link.latency_s + nbytes / (self.link * link.bytes_per_s)
 
     def memory(self, trees: Mapping[str, Iterable[Any]]) -> dict[str, int]:
         """Returns bytes a device by name; leaves have shape, dtype and sharding."""
         return {name: sum(map(leaf_bytes, leaves)) for name, leaves in trees.items()}
+
+    def _waves(self, kernel: Matmul, cores: int, peak: float) -> float:
+        """The product with the best of TILES; the last wave takes as long as a full one."""
+        waves = (
+            (
+                math.ceil(kernel.batch * math.ceil(kernel.m / a) * math.ceil(kernel.n / b) / cores),
+                2 * a * b * kernel.k,
+            )
+            for a, b in TILES
+        )
+        return min(count * flops for count, flops in waves) / (peak * self.matmul / cores)
+
+
+def in_waves(cores: int) -> Roofline:
+    """Returns the model of products of few tiles, where whole waves decide.
+
+    0.667 of the peak and 0.889 of the link: (chosen: 660 TFLOP/s and 400 GB/s of an H100; to be
+    replaced by measurements). 1.0 of the memory: (chosen).
+    """
+    return Roofline(matmul=0.667, memory_bandwidth=1.0, link=0.889, cores=cores)
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterable
 
 from megajax.core.hardware import DeviceCard
-from megajax.cost.base import ITEMSIZE
-from megajax.cost.flops import DecoderWork
+from megajax.cost.base import Op
+from megajax.cost.kernels import TileSparse
 from megajax.cost.roofline import Roofline
+from megajax.cost.transformer import Stack
 
 SHARE = 0.8  # (assumed: the goal of at most 1.25 times the dense time where nothing is pruned)
 
@@ -68,12 +69,10 @@ class SparseCost:
         return max(paying, default=None)
 
     def _times(self, gemm: Gemm, weights: int, share: float, backward: bool) -> float:
-        x, y = gemm.M * gemm.K, gemm.M * gemm.N
-        moved = x + weights + y
         products = 2 if backward else 1  # dX reads dy and w, dW reads x and dy: as much each
-        rate = share * self.roofline.matmul * self.card.flops[self.dtype]
-        bandwidth = self.roofline.memory_bandwidth * self.card.memory_bytes_per_s
-        return products * max(2 * gemm.M * weights / rate, moved * ITEMSIZE[self.dtype] / bandwidth)
+        kernel = TileSparse(gemm.M, gemm.K, gemm.N, weights)
+        model = dataclasses.replace(self.roofline, matmul=share * self.roofline.matmul)
+        return products * model.op_time(Op("input", kernel), self.card, self.dtype)[0]
 
 
 def table(
@@ -98,18 +97,19 @@ def table(
     return found
 
 
-def decoder_gemms(work: DecoderWork, tokens: int) -> list[Gemm]:
+def decoder_gemms(stack: Stack, tokens: int) -> list[Gemm]:
     """Returns the products of one layer of a decoder whose weights can be pruned, for so many
     tokens; of routed experts none."""
-    D, F = work.width, work.hidden
+    D, F = stack.width, stack.hidden
+    asked, stored = stack.heads * stack.head_width, stack.kv_heads * stack.head_width
     found = [
-        Gemm("query", tokens, D, work.attention_width),
-        Gemm("key", tokens, D, work.kv_width),
-        Gemm("value", tokens, D, work.kv_width),
-        Gemm("out", tokens, work.attention_width, D),
+        Gemm("query", tokens, D, asked),
+        Gemm("key", tokens, D, stored),
+        Gemm("value", tokens, D, stored),
+        Gemm("out", tokens, asked, D),
     ]
     if F:
-        found += [Gemm("gate", tokens, D, F)] * work.gated
+        found += [Gemm("gate", tokens, D, F)] * stack.gated
         found += [Gemm("up", tokens, D, F), Gemm("down", tokens, F, D)]
     return found
 

@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping
 
 from megajax.core.axes import MESH_AXES, ZERO_AXES
-from megajax.cost.base import StepShape
+from megajax.cost.flops import block_flops_per_token
 from megajax.cost.memory import MASTER, expert_weights, layer_weights, residual, slotted
+from megajax.cost.step import StepShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,8 @@ def members(axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[int]:
 
 def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
     """Returns the collectives of one step above the size of norms and scalars."""
+    if not step.trains:
+        return [t for t in _generation(step) if t.total and step.ways(*t.axes) > 1]
     found = [
         *_weights(step, overlap), *_residuals(step, overlap), *_keys(step), *_experts(step),
         *_stages(step, overlap), _shared_heads(step),
@@ -71,9 +74,7 @@ def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
 
 def _layer_flops(step: StepShape) -> float:
     """Forward FLOPs of one layer of one micro-batch on one device."""
-    work = step.used
-    dense = 2 * work.matmul_params / work.layers + 4 * work.attention_width * step.keys
-    return step.tokens * dense / step.ways("tensor")
+    return step.tokens * block_flops_per_token(step.used) / step.load.layers / step.ways("tensor")
 
 
 def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -82,20 +83,22 @@ def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
     """Weights into use and gradients home."""
-    work, pipeline = step.work, step.pipeline
+    load, pipeline = step.load, step.pipeline
     piped = pipeline.stages > 1
     again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass
     beside = overlap.data * _layer_flops(step)
-    layers = step.layers, again, pipeline.ticks["W" if pipeline.is_split else "B"] / pipeline.chunks
+    layers = (
+        step.stored_layers,
+        again,
+        pipeline.ticks["W" if pipeline.is_split else "B"] / pipeline.chunks,
+    )
     # Embedding and head meet each micro-batch both, also where they are one table.
-    both = 2 * work.vocab + work.positions
-    rows = work.table_params / work.width if piped else both
-    tables = step.itemsize * work.width * rows / step.ways("tensor", "pipe")
+    params = load.table_params if piped else load.used_table_params
+    tables = step.itemsize * params / step.ways("tensor", "pipe")
+    times = 1, 1, step.micro_steps * load.used_table_params / max(params, 1)
     dense = step.zero_axes, ZERO_AXES
     routed = step.expert_zero_axes, tuple(a for a in ZERO_AXES if a != "expert")
-    found = _matrices(
-        step, "embedding and head", tables, dense, (1, 1, step.micro_steps * both / rows), 0.0
-    )
+    found = _matrices(step, "embedding and head", tables, dense, times, 0.0)
     shares = [(1.0, beside, 0.0)]
     if piped and pipeline.hides:  # while the stages take turns on one chunk, another's travel
         first, window = 1 / pipeline.chunks, pipeline.stages * _layer_flops(step)
@@ -140,15 +143,15 @@ def _matrices(
 
 def _shared_heads(step: StepShape) -> Transfer:
     """Gradients of key-value heads that several tensor ranks use, on the shard; none otherwise."""
-    work, pieces = step.work, step.accumulate if step.pipeline.stages == 1 else 1
-    one = MASTER * work.kv_params / work.layers / step.ways(*step.zero_axes)
-    times = step.layers * pieces if step.kv_copies > 1 else 0
+    load, pieces = step.load, step.accumulate if step.pipeline.stages == 1 else 1
+    one = MASTER * load.kv_params / load.stored_layers / step.ways(*step.zero_axes)
+    times = step.stored_layers * pieces if step.kv_copies > 1 else 0
     return Transfer("all-reduce", ("tensor",), one, times, 0.0, "shared key-value gradients")
 
 
 def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
     whole = residual(step) * step.ways("tensor")
-    sublayers = step.work.sublayers
+    sublayers = step.load.gathers
     again = 0 if step.remat == "none" else sublayers
     remade = 1 if step.remat in ("full", "dots") and sublayers > 1 else 0
     beside = overlap.tensor * _layer_flops(step) / sublayers
@@ -174,6 +177,25 @@ def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
     ]  # fmt: skip
 
 
+def _generation(step: StepShape) -> list[Transfer]:
+    """A forward pass whose residual stream is whole over tensor (serving/generate.py)."""
+    load, axes = step.load, ("tensor",)
+    stream = step.itemsize * step.tokens * load.width
+    logits = 4 * load.scores / step.pieces
+    dense, routed = _live(step, step.zero_axes), _live(step, step.expert_zero_axes)
+    tables = step.itemsize * load.used_table_params / step.ways("tensor")
+    sums = step.executions(load.gathers, 0) + 1  # and one of the embedding
+    layers = step.stored_layers
+    return [
+        Transfer("all-gather", dense, layer_weights(step), layers, 0.0, "layer weights"),
+        Transfer("all-gather", routed, expert_weights(step), layers, 0.0, "expert weights"),
+        Transfer("all-gather", dense, tables, 1, 0.0, "embedding and head weights"),
+        Transfer("all-reduce", axes, stream, sums, 0.0, "residual stream"),
+        Transfer("all-gather", axes, logits, 1, 0.0, "logits"),
+        *_experts(step),
+    ]
+
+
 def _stages(step: StepShape, overlap: Overlap) -> list[Transfer]:
     """A pipeline's sends in every tick, and the vocabulary that its stages share."""
     pipeline, pipe, stream = step.pipeline, ("pipe",), residual(step)
@@ -190,7 +212,7 @@ def _stages(step: StepShape, overlap: Overlap) -> list[Transfer]:
 def _keys(step: StepShape) -> list[Transfer]:
     """Context parallelism: keys and values meet all queries, forward and again backward."""
     ways, axes = step.ways("context"), ("context",)
-    cut = step.itemsize * step.rows * step.seq_len / step.ways("tensor")
+    cut = step.itemsize * step.rows * step.load.seq_len / step.ways("tensor")
     again = 0 if step.remat == "none" else 1
     if step.context == "ring":
         # Hops of a device's own; gradients travel behind in float32. `outputs` keeps the result.
@@ -208,9 +230,10 @@ def _keys(step: StepShape) -> list[Transfer]:
             ),
         ]  # fmt: skip
     if step.context == "ulysses":
-        queries = cut * step.work.attention_width / ways
+        queries = cut * step.load.attention_width / ways
         keys = cut * step.used.kv_width / ways
-        heads = step.used.kv_heads // step.ways("tensor")
+        found = step.used.attention
+        heads = int(found.kv_heads) // step.ways("tensor") if found else 1
         keys *= ways // math.gcd(ways, heads)  # repeated if too few
         both_ways = step.executions(2, 2 + 2 * again)
         return [
@@ -232,7 +255,7 @@ def _experts(step: StepShape) -> list[Transfer]:
     Tokens are gathered over tensor and the sums scattered. dropless: so over expert too. capacity:
     slots go to their experts and back, over expert.
     """
-    routed = step.work.routed
+    routed = step.load.routed
     if routed is None:
         return []
     again = 0 if step.remat == "none" else 1
@@ -240,7 +263,7 @@ def _experts(step: StepShape) -> list[Transfer]:
     routing = 4 * step.tokens * routed.top_k  # int32 experts, float32 weights: one array each
     tensor, expert = ("tensor",), ("expert",)
     rows = slotted(step)
-    there = Transfer("all-to-all", expert, step.itemsize * rows * step.work.width, 0, 0.0, "slots")
+    there = Transfer("all-to-all", expert, step.itemsize * rows * step.load.width, 0, 0.0, "slots")
     exchanges = [(tensor, 1), (expert, step.ways("expert"))]
     if rows:
         exchanges = [(tensor, 1)]

@@ -12,8 +12,9 @@ from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
 from megajax.core.needs import above, equal
-from megajax.cost.base import Workload, decoder_workload
-from megajax.cost.flops import DecoderWork, ExpertWork
+from megajax.cost.base import Op, Phase, Workload
+from megajax.cost.kernels import Matmul
+from megajax.cost.transformer import Routed, Stack, lookup
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
@@ -129,39 +130,45 @@ class DecoderConfig(Checked, section="model"):
         return found
 
     @property
-    def work(self) -> DecoderWork:
-        """What FLOPs depend on: of experts, those that a token uses, and the router. Biases and
-        norms are left out, as every convention does."""
-        attended = self.heads * self.head_width
-        kv = self.kv_heads * self.head_width
-        matrices = 3 if self.activation == "swiglu" else 2
-        moe, shared = self.moe, self.feed_forward.hidden
-        hidden, router, routed = shared, 0, None
+    def stack(self) -> Stack:
+        """The blocks, as the cost model sees them; biases and norms have no parameters there, as
+        every convention of counting FLOPs has it."""
+        moe, routed = self.moe, None
         if moe.experts:
-            hidden, router = shared + moe.top_k * moe.width, moe.experts
             capacity = moe.capacity_factor if moe.mode == "capacity" else None
-            routed = ExpertWork(moe.experts, moe.top_k, moe.width, capacity)
-        per_layer = self.width * (2 * attended + 2 * kv + matrices * hidden + router)
-        return DecoderWork(
+            routed = Routed(moe.experts, moe.top_k, moe.width, capacity)
+        return Stack(
             self.layers,
             self.width,
-            attended,
-            self.layers * per_layer,
-            self.vocab,
-            self.window,
-            heads=self.heads,
-            kv_width=kv,
-            hidden=shared,
+            self.heads,
+            self.kv_heads,
+            self.head_width,
+            self.feed_forward.hidden,
             gated=self.activation == "swiglu",
             parallel=self.block == "parallel",
-            tied=self.tied,
-            positions=self.max_positions if self.position == "learned" else 0,
+            window=self.window,
             routed=routed,
         )
 
-    def workload(self, batch: int, seq_len: int) -> Workload:
-        """Returns the forward pass of this many rows as a list of operations."""
-        return decoder_workload(self.work, batch, seq_len)
+    def workload(
+        self, batch: int, seq_len: int, dtype: str = "bfloat16", phase: Phase = "train"
+    ) -> Workload:
+        """Returns the forward pass of this many rows as a list of operations.
+
+        phase: 'train': logits of all tokens. 'prefill': logits of each row's last token. 'decode':
+        one token a row, which attends to seq_len tokens in the cache, itself included.
+        """
+        queries = 1 if phase == "decode" else seq_len
+        keys = min(self.window or seq_len, seq_len) if phase == "decode" else seq_len
+        tokens = batch * queries
+        scored = tokens if phase == "train" else batch
+        tables = [lookup(tokens, self.vocab, self.width, dtype)]
+        if self.position == "learned":
+            tables.append(lookup(tokens, self.max_positions, self.width, dtype))
+        sets = 0 if self.tied else 1
+        head = Op("head", Matmul(scored, self.width, self.vocab), 1, sets, (dtype,))
+        blocks = self.stack.ops(batch, queries, keys, dtype)
+        return Workload((*tables, *blocks, head), batch, queries, self.layers, self.width, phase)
 
 
 def _gpt2(layers: int, width: int, heads: int) -> DecoderConfig:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
-from megajax.cost.flops import DecoderWork
+from megajax.cost.base import Op, Workload
+from megajax.cost.kernels import Matmul, Rowwise
+from megajax.cost.transformer import Stack, lookup
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import MlpConfig
 
@@ -94,24 +96,6 @@ class EncoderConfig(Checked, section="model"):
         return self.heads
 
     @property
-    def work(self) -> DecoderWork:
-        """What FLOPs depend on, with the head of the objective; tables are looked up only."""
-        layers, masked = self.layers * self.repeats, self.head == "mlm"
-        out = self.table_width if masked else self.width
-        dense = self.width * (out + self.embed_width)
-        return DecoderWork(
-            layers,
-            out,
-            self.width,
-            layers * self.width * (4 * self.width + 2 * self.mlp) + dense,
-            self.vocab if masked else self.labels,
-            heads=self.heads,
-            kv_width=self.width,
-            hidden=self.mlp,
-            positions=self.max_positions,
-        )
-
-    @property
     def attention(self) -> AttentionConfig:
         """The attention layer's own shape."""
         return AttentionConfig(
@@ -131,6 +115,40 @@ class EncoderConfig(Checked, section="model"):
     def feed_forward(self) -> MlpConfig:
         """The feed-forward layer's own shape."""
         return MlpConfig(self.width, self.mlp, self.activation, True, 0.02)
+
+    @property
+    def stack(self) -> Stack:
+        """The blocks, as the cost model sees them."""
+        return Stack(
+            self.layers,
+            self.width,
+            self.heads,
+            self.heads,
+            self.head_width,
+            self.mlp,
+            causal=False,
+            repeats=self.repeats,
+        )
+
+    def workload(self, batch: int, seq_len: int, dtype: str = "bfloat16") -> Workload:
+        """Returns the forward pass of this many rows, without padding, as a list of operations.
+
+        Every token is scored, by a classifier too: the program keeps the shape of its input.
+        """
+        T, D, E = batch * seq_len, self.width, self.table_width
+        rows = [self.vocab, self.max_positions, *([self.types] if self.types else [])]
+        before = [lookup(T, table, E, dtype) for table in rows]
+        out = E if self.head == "mlm" else D
+        after = [Matmul(T, D, out), Rowwise("activation", T, out)]
+        after += [Rowwise("norm", T, E)] if self.head == "mlm" else [Matmul(T, D, self.labels)]
+        head = [Op("head", kernel, dtypes=(dtype,)) for kernel in after]
+        if self.head == "mlm":  # scored with the table of the tokens
+            head.append(Op("head", Matmul(T, E, self.vocab), 1, 0, (dtype,)))
+        if self.embed_width:
+            head.append(Op("head", Matmul(T, E, D), dtypes=(dtype,)))
+        blocks = self.stack.ops(batch, seq_len, seq_len, dtype)
+        layers = self.layers * self.repeats
+        return Workload((*before, *blocks, *head), batch, seq_len, layers, D)
 
 
 def _bert(layers: int, width: int, heads: int, **changes) -> EncoderConfig:

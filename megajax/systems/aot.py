@@ -16,11 +16,12 @@ import jax
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
 from megajax.cost import hlo, memory, traffic, traps
-from megajax.cost.base import ITEMSIZE, StepShape
+from megajax.cost.base import Phase
 from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo_module import Module
 from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
 from megajax.parallel import sharding
 from megajax.parallel.tick import branches
 from megajax.training.config import Config
@@ -80,7 +81,7 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
     Raises: UserError when the configuration cannot run there or leaves devices idle.
     """
     found = cfg.mesh.sizes(cluster.devices)
-    used = StepShape(cfg.model.work, 1, 1, found, ()).devices
+    used = math.prod(found.values())
     if used != cluster.devices:
         raise UserError(
             f"mesh uses {used} of the {cluster.devices} devices of {cluster.name}; leave out "
@@ -90,7 +91,12 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
     return found
 
 
-def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False) -> StepShape:
+def step_shape(
+    cfg: Config,
+    found: dict[str, int],
+    fused_attention: bool = False,
+    phase: Phase = "train",
+) -> StepShape:
     """Returns what the cost model must know of a configuration."""
     stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
     schedule = Pipeline()
@@ -99,15 +105,12 @@ def step_shape(cfg: Config, found: dict[str, int], fused_attention: bool = False
         pieces, order = pipeline.pieces(stages), pipeline.schedule
         schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
     return StepShape(
-        work=cfg.model.work,
-        global_batch=train.global_batch,
-        seq_len=train.seq_len,
+        load=cfg.model.workload(train.global_batch, train.seq_len, train.dtype, phase),
         sizes=found,
         zero_axes=tuple(a for a in sharding.zero_axes(cfg.shard.zero) if found[a] > 1),
-        accumulate=train.accumulate,
+        accumulate=train.accumulate if phase == "train" else 1,
         remat=train.remat,
-        loss_chunks=train.loss_chunks,
-        itemsize=ITEMSIZE[train.dtype],
+        loss_chunks=train.loss_chunks if phase == "train" else 1,
         optimizer=cfg.optim.name,
         fused_attention=fused_attention,
         local_gradients=stages > 1 and pipeline.gradients == "local",
@@ -177,16 +180,19 @@ def _with_branches(
     return tuple(map(counted, found))
 
 
-def outline(cfg: Config, cluster: Cluster, fused_attention: bool = False) -> Plan:
+def outline(
+    cfg: Config, cluster: Cluster, fused_attention: bool = False, phase: Phase = "train"
+) -> Plan:
     """Returns the plan that the cost model alone makes: no compiler, milliseconds.
 
     Nothing is assumed to overlap, which is what a schedule does at worst, save for what a
-    pipeline's program makes overlap: chunks' weights and gradients.
+    pipeline's program makes overlap: chunks' weights and gradients. phase: 'prefill' of the batch's
+    rows, or 'decode' of one token for each with a cache of seq_len tokens, instead of training.
     Raises: UserError when the configuration cannot run there.
     """
-    step = step_shape(cfg, sizes(cfg, cluster), fused_attention)
+    step = step_shape(cfg, sizes(cfg, cluster), fused_attention, phase)
     terms = memory.terms(step)
-    guess = estimate(step, cluster, traffic.transfers(step), cfg.train.dtype)
+    guess = estimate(step, cluster, traffic.transfers(step))
     misfit = memory.misfit(terms, cluster.card.memory_bytes - RESERVE_BYTES)
     return Plan(cfg, cluster, step, terms, guess, None, (), misfit)
 
@@ -204,7 +210,7 @@ def plan(cfg: Config, cluster: Cluster) -> Plan:
         cluster,
         step,
         terms,
-        estimate(step, cluster, compiled.collectives, cfg.train.dtype),
+        estimate(step, cluster, compiled.collectives),
         compiled,
         tuple(traps.find(compiled.collectives, step.zero_axes, pod)),
         None,

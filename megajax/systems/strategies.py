@@ -174,7 +174,7 @@ def price(
                     least = bound
                     nearest.insert(0, Priced(0.0, bound, candidate))
                 continue
-            guess = estimate(step, cluster, traffic.transfers(step), cfg.train.dtype)
+            guess = estimate(step, cluster, traffic.transfers(step))
             fits.append(Priced(guess.step_s, bound, candidate))
     fits.sort(key=lambda p: (p.step_s, p.bound))
     return fits, dict(dropped.most_common()), nearest

@@ -18,7 +18,6 @@ from megajax.core.mesh import describe
 from megajax.cost.flops import train_flops_per_token
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
-from megajax.models.decoder_config import DecoderConfig
 from megajax.monitor import results
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
@@ -46,14 +45,13 @@ def sinks(cfg: Any, run_dir: RunDir) -> list[Sink]:
 def work(cfg: Any, mesh: Mesh) -> Work:
     """Returns what MFU divides: FLOPs in both conventions, and the devices' peak if known."""
     seq = cfg.train.seq_len
+    load = cfg.model.workload(1, seq)
     card = find_card(mesh.devices.flat[0].device_kind)
     peak = card.flops.get(cfg.train.dtype) if card else None
-    causal = isinstance(cfg.model, DecoderConfig)
     return Work(
         cfg.train.global_batch * seq,
-        train_flops_per_token(cfg.model.work, seq, "megatron"),
-        # An encoder's token sees all of its row.
-        train_flops_per_token(cfg.model.work, seq, "causal" if causal else "megatron"),
+        train_flops_per_token(load, "megatron"),
+        train_flops_per_token(load, "causal"),
         peak * mesh.size if peak else None,
     )
 
@@ -87,7 +85,7 @@ def show_data(console: Console, cfg: Any, corpora: list[Corpus], tokenizer: Toke
 def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> None:
     """Parameters, FLOPs and bytes a device, and which kernels were chosen why."""
     state = train_step.abstract_state
-    flops = train_flops_per_token(cfg.model.work, cfg.train.seq_len, "megatron")
+    flops = train_flops_per_token(cfg.model.workload(1, cfg.train.seq_len), "megatron")
     held = tree.nbytes_per_device(state) / 2**30
     console.say(
         f"{quantity(tree.count(state.params))} parameters, {quantity(flops)} FLOPs a token, "

@@ -5,63 +5,86 @@ import dataclasses
 import pytest
 
 from megajax.core.hardware import CARDS, parse_cluster
-from megajax.cost.base import Op, StepShape
+from megajax.cost.base import Op
 from megajax.cost.estimate import estimate
-from megajax.cost.flops import recomputed_flops_per_token, train_flops_per_token
+from megajax.cost.flops import RECOMPUTED, train_flops_per_token
+from megajax.cost.kernels import Matmul, Rowwise
 from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
 from megajax.cost.traffic import Overlap, members, transfers
 from megajax.models.decoder_config import PRESETS
 
 SIZES = {"pipe": 1, "node": 1, "data": 64, "expert": 1, "context": 1, "tensor": 8}
-WORK = PRESETS["megascale_175b"]().work
+CFG = PRESETS["megascale_175b"]()
+LOAD = CFG.workload(256, 2048)
 
 
 def shape(**changes):
-    step = StepShape(WORK, 256, 2048, SIZES, ("data",), loss_chunks=8)
+    step = StepShape(LOAD, SIZES, ("data",), loss_chunks=8)
     return dataclasses.replace(step, **changes)
+
+
+def remade(cfg, seq, remat, loss_chunks, keys):
+    """FLOPs of one token that the backward pass spends on making forward values again, by hand.
+
+    Source: models/parts.py:remat_policy, layers/losses.py.
+    """
+    again, D, gated = RECOMPUTED[remat], cfg.width, cfg.activation == "swiglu"
+    asked, stored = cfg.heads * cfg.head_width, cfg.kv_heads * cfg.head_width
+    hidden, moe = cfg.feed_forward.hidden, cfg.moe
+    layer = 2 * D * (asked + 2 * stored + (1 + gated) * hidden) * again.get("input", 0)
+    layer += 2 * D * (asked + hidden) * again.get("output", 0)
+    layer += 4 * asked * keys * again.get("attention", 0)
+    layer += 2 * D * moe.experts * again.get("router", 0)
+    if moe.experts:
+        layer += 2 * moe.top_k * (2 + gated) * D * moe.width * again.get("experts", 0)
+    return cfg.layers * layer + (2 * cfg.vocab * D if loss_chunks > 1 else 0)
 
 
 @pytest.mark.parametrize("name", ["megascale_175b", "llama3_8b", "qwen3_0p6b"])
 def test_a_workload_has_the_flops_of_the_formula(name):
     cfg = PRESETS[name]()
-    forward = cfg.workload(3, 2048).flops
-    per_token = train_flops_per_token(cfg.work, 2048, "megatron")
-    assert 3 * forward == pytest.approx(per_token * 3 * 2048)
+    load = cfg.workload(3, 2048)
+    per_token = train_flops_per_token(load, "megatron")
+    assert 3 * load.flops == pytest.approx(per_token * 3 * 2048)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "outputs", "full"])
 def test_recomputation_adds_what_the_formula_says(remat):
     step = shape(remat=remat)
-    keys = 2048
-    work = dataclasses.replace(WORK, window=None)
-    per_token = train_flops_per_token(work, 2048, "megatron")
-    per_token += recomputed_flops_per_token(work, 2048, remat, 8, keys)
+    full = dataclasses.replace(CFG, window=None)
+    per_token = train_flops_per_token(full.workload(1, 2048), "megatron")
+    per_token += remade(full, 2048, remat, 8, 2048)
     assert step.workload.flops * step.devices == pytest.approx(per_token * 256 * 2048)
 
 
 def test_outputs_makes_the_inputs_and_half_of_attention_again():
     """D 12288: q, k, v and up are 3 D + 4 D columns; of attention the weights, 2 D a key."""
-    work = dataclasses.replace(WORK, window=None)
-    again = recomputed_flops_per_token(work, 2048, "outputs", 1, 2048)
-    D = 12288
-    assert again == 96 * (2 * D * 7 * D + 2 * D * 2048)
+    kept, again = (
+        shape(remat=remat, loss_chunks=1).workload.flops for remat in ("none", "outputs")
+    )
+    D, tokens = 12288, 256 * 2048
+    assert (again - kept) * 512 / tokens == pytest.approx(96 * (2 * D * 7 * D + 2 * D * 2048))
 
 
 def test_full_recomputation_is_a_third_more():
-    work = dataclasses.replace(WORK, window=None)
-    again = recomputed_flops_per_token(work, 2048, "full", 8, 2048)
-    assert again == pytest.approx(train_flops_per_token(work, 2048, "megatron") / 3)
+    kept, again = (
+        shape(remat=remat, loss_chunks=n).workload.flops for remat, n in (("none", 1), ("full", 8))
+    )
+    assert again == pytest.approx(kept * 4 / 3)
 
 
 def test_a_fused_kernel_skips_what_the_window_hides():
-    assert shape().keys == 2048 and shape(fused_attention=True).keys == 1024
+    plain, fused = (shape(fused_attention=f).forward.attention for f in (False, True))
+    assert plain.reach == 2048 and fused.reach == 1024
+    assert plain.flops == 2 * fused.flops
 
 
 def test_roofline_takes_the_longer_of_arithmetic_and_memory():
     card, model = CARDS["H100"], Roofline(matmul=0.5, memory_bandwidth=0.5)
-    busy, _ = model.op_time(Op("input", 1e12, 1), card, "bfloat16")
-    moving, sigma = model.op_time(Op("norm", 0, 1e9), card, "bfloat16")
+    busy, _ = model.op_time(Op("input", Matmul(1e4, 5e3, 1e4)), card, "bfloat16")
+    moving, sigma = model.op_time(Op("norm", Rowwise("norm", 5e5, 1e3)), card)
     assert busy == pytest.approx(1e12 / (0.5 * 989.5e12))
     assert moving == pytest.approx(2e9 / (0.5 * 3.35e12))
     assert sigma == pytest.approx(0.15 * moving)
@@ -104,7 +127,7 @@ def test_an_estimate_adds_up_and_overlap_only_helps():
     hidden = estimate(shape(), cluster, transfers(shape(), Overlap(1, 1, 1)))
     assert hidden.step_s < bare.step_s and hidden.compute_s == bare.compute_s
     assert hidden.communication_s == bare.communication_s
-    flops = train_flops_per_token(WORK, 2048, "megatron") * 256 * 2048
+    flops = train_flops_per_token(LOAD, "megatron") * 256 * 2048
     assert bare.mfu_megatron == pytest.approx(flops / bare.step_s / 512 / 989.5e12)
 
 
@@ -123,12 +146,13 @@ def test_a_pipeline_pays_its_bubble_and_sends_between_stages():
     assert found.step_s == pytest.approx(parts)
 
 
-MOE = PRESETS["mixtral_8x7b"]().work
+MOE_CFG = PRESETS["mixtral_8x7b"]()
+MOE = MOE_CFG.workload(64, 4096)
 MOE_SIZES = SIZES | {"data": 4, "expert": 8, "tensor": 4}
 
 
 def experts(**changes):
-    step = StepShape(MOE, 64, 4096, MOE_SIZES, ("data", "expert"), loss_chunks=8)
+    step = StepShape(MOE, MOE_SIZES, ("data", "expert"), loss_chunks=8)
     return dataclasses.replace(step, **changes)
 
 
@@ -151,8 +175,8 @@ def test_dropless_experts_exchange_tokens_by_hand():
 
 def test_slots_travel_there_and_back():
     """8 experts, 2 a token, factor 1.25: 1280 slots a row and expert, filled or not."""
-    routed = dataclasses.replace(MOE.routed, capacity=1.25)
-    step = experts(work=dataclasses.replace(MOE, routed=routed))
+    moe = dataclasses.replace(MOE_CFG.moe, mode="capacity", capacity_factor=1.25)
+    step = experts(load=dataclasses.replace(MOE_CFG, moe=moe).workload(64, 4096))
     found = transfers(step)
     (slots,) = (t for t in found if t.kind == "all-to-all")
     assert slots.axes == ("expert",) and slots.nbytes == 2 * 8 * 2 * 1280 * 4096
@@ -165,19 +189,20 @@ def test_slots_travel_there_and_back():
 @pytest.mark.parametrize("remat", ["none", "dots", "outputs", "full"])
 def test_experts_recompute_what_the_formula_says(remat):
     step = experts(remat=remat)
-    per_token = train_flops_per_token(MOE, 4096, "megatron")
-    per_token += recomputed_flops_per_token(MOE, 4096, remat, 8, 4096)
+    per_token = train_flops_per_token(MOE, "megatron")
+    per_token += remade(MOE_CFG, 4096, remat, 8, 4096)
     assert step.workload.flops * step.devices == pytest.approx(per_token * 64 * 4096)
 
 
 def test_mfu_counts_active_experts():
     """As many experts again, never used, leave FLOPs as they are and the utilisation below it."""
-    more = dataclasses.replace(MOE, routed=dataclasses.replace(MOE.routed, experts=16))
+    cfg = dataclasses.replace(MOE_CFG, moe=dataclasses.replace(MOE_CFG.moe, experts=16))
+    more = cfg.workload(64, 4096)
     one, two = (
-        estimate(experts(work=w), parse_cluster("h100:16x8"), transfers(experts(work=w)))
+        estimate(experts(load=w), parse_cluster("h100:16x8"), transfers(experts(load=w)))
         for w in (MOE, more)
     )
-    flops = train_flops_per_token(MOE, 4096, "megatron") * 64 * 4096
+    flops = train_flops_per_token(MOE, "megatron") * 64 * 4096
     assert one.mfu_megatron == pytest.approx(flops / one.step_s / 128 / 989.5e12)
     assert two.step_s > one.step_s and two.mfu_megatron < one.mfu_megatron
 
@@ -185,7 +210,8 @@ def test_mfu_counts_active_experts():
 def test_keys_of_other_devices_by_hand():
     """Context 4, 1 row of 8192, 12288 wide on tensor 8: k and v of a piece 2 x 2048 x 1536."""
     sizes = SIZES | {"data": 16, "context": 4}
-    step = shape(sizes=sizes, zero_axes=("data", "context"), global_batch=16, seq_len=8192)
+    load = CFG.workload(16, 8192)
+    step = shape(sizes=sizes, zero_axes=("data", "context"), load=load)
     own = 2 * 2 * 2048 * 12288 / 8
 
     def sent(kind):
@@ -204,12 +230,9 @@ def test_keys_of_other_devices_by_hand():
 def test_ranks_that_share_a_key_value_head_send_it_each_and_add_its_gradient():
     """Two heads of 96 on tensor 8: each rank has a whole one, and four ranks add its gradient."""
     sizes = SIZES | {"data": 16, "context": 4}
-    step = shape(sizes=sizes, zero_axes=("data", "context"), global_batch=16, seq_len=8192)
-    more = 2 * 12288 * (12288 - 192) * 96
-    work = dataclasses.replace(
-        step.work, kv_width=192, matmul_params=step.work.matmul_params - more
-    )
-    found = {t.what: t for t in transfers(dataclasses.replace(step, work=work, context="gather"))}
+    load = dataclasses.replace(CFG, kv_heads=2).workload(16, 8192)
+    step = shape(sizes=sizes, zero_axes=("data", "context"), load=load)
+    found = {t.what: t for t in transfers(dataclasses.replace(step, context="gather"))}
     assert found["keys and values"].nbytes == 2 * 2 * 8192 * 96
     grads = found["shared key-value gradients"]
     assert (grads.axes, grads.executions) == (("tensor",), 96)
@@ -224,7 +247,7 @@ def test_megascales_ablation_has_the_papers_signs():
     def mfu(block, window, overlap, batch):
         model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
         step = StepShape(
-            model.work, batch, 2048, sizes, ("data",), remat="dots", fused_attention=True,
+            model.workload(batch, 2048), sizes, ("data",), remat="dots", fused_attention=True,
                 local_gradients=True,
             pipeline=Pipeline(8, batch // 4, 6, stash="residuals"),
         )  # fmt: skip

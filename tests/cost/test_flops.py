@@ -14,7 +14,7 @@ PEAK = CARDS["A100"].flops["bfloat16"]
 
 def gpt(name):
     """The baseline of the table: the same shape without a window."""
-    return dataclasses.replace(PRESETS[name](), window=None).work
+    return dataclasses.replace(PRESETS[name](), window=None)
 
 
 # Megatron-LM rows of table 2 (175B): GPUs, thousand tokens/s, MFU in percent.
@@ -24,14 +24,13 @@ def gpt(name):
      (3072, 433.6, 48.7), (6144, 851.6, 47.8), (8192, 1027.9, 43.3), (12288, 1466.8, 41.2)],
 )  # fmt: skip
 def test_megascale_table_2(gpus, ktokens, percent):
-    flops = train_flops_per_token(gpt("megascale_175b"), 2048, "megatron")
+    flops = train_flops_per_token(gpt("megascale_175b").workload(1, 2048), "megatron")
     # The paper's last digit is sometimes cut, not rounded (49.98 is printed as 49.9).
     assert 100 * mfu(ktokens * 1e3, flops, gpus, PEAK) == pytest.approx(percent, abs=0.1)
 
 
 def test_parameters_of_the_175b():
-    work = gpt("megascale_175b")
-    assert work.matmul_params == 12 * 96 * 12288**2
+    assert gpt("megascale_175b").workload(1, 1).dense_params == 12 * 96 * 12288**2
 
 
 @pytest.mark.parametrize(("seq", "window"), [(16, None), (16, 5), (16, 16), (16, 40), (7, 1)])
@@ -44,11 +43,11 @@ def test_keys_by_counting(seq, window):
 
 
 def test_dense_flops_are_six_a_parameter():
-    work = gpt("gpt2")
-    tokens, seq = 1.0, 1
-    flops = tokens * train_flops_per_token(work, seq, "causal")
-    head, attention = 6 * work.vocab * work.width, 12 * work.layers * work.attention_width
-    assert flops == 6 * work.matmul_params + head + attention
+    """GPT-2: 12 layers, D 768, V 50257."""
+    load = gpt("gpt2").workload(1, 1)
+    flops = train_flops_per_token(load, "causal")
+    head, attention = 6 * 50257 * 768, 12 * 12 * 768
+    assert flops == 6 * load.dense_params + head + attention
 
 
 @pytest.mark.parametrize(
@@ -57,18 +56,18 @@ def test_dense_flops_are_six_a_parameter():
 )
 def test_parameters_of_published_experts(name, total, active):
     """Model cards; norms are not counted."""
-    work = PRESETS[name]().work
-    assert work.params == pytest.approx(total, rel=1e-3)
-    assert work.active_params == pytest.approx(active, rel=5e-3)
+    load = PRESETS[name]().workload(1, 1)
+    idle = load.routed_params * (1 - load.routed.top_k / load.routed.experts)
+    assert load.params == pytest.approx(total, rel=1e-3)
+    assert load.params - idle == pytest.approx(active, rel=5e-3)
 
 
 def test_only_active_experts_count():
     """D 128, E 8 of which 2 with F 192 and three matrices; attention 4 x 128 x 128."""
-    work = PRESETS["nano_moe"]().work
+    load = PRESETS["nano_moe"]().workload(1, 16)
     per_token = 4 * 128 * 128 + 2 * 3 * 128 * 192 + 128 * 8
-    assert work.matmul_params == 4 * per_token
-    assert work.params - work.table_params == 4 * (4 * 128**2 + 8 * 3 * 128 * 192 + 128 * 8)
-    flops = train_flops_per_token(work, 16, "megatron")
+    assert load.params - load.table_params == 4 * (4 * 128**2 + 8 * 3 * 128 * 192 + 128 * 8)
+    flops = train_flops_per_token(load, "megatron")
     assert flops == 6 * (4 * per_token + 512 * 128) + 12 * 4 * 128 * 16
 
 
@@ -76,6 +75,6 @@ def test_only_active_experts_count():
 def test_slots_are_the_layers_own(factor, seq):
     moe = dataclasses.replace(PRESETS["nano_moe"]().moe, mode="capacity", capacity_factor=factor)
     cfg = dataclasses.replace(PRESETS["nano_moe"](), moe=moe)
-    routed = cfg.work.routed
+    routed = cfg.stack.routed
     assert routed.slots(seq) == moe.slots(seq)
     assert routed.pairs(seq) == pytest.approx(8 * moe.slots(seq) / seq)

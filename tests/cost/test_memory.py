@@ -2,15 +2,22 @@
 
 import dataclasses
 
-from megajax.cost.base import StepShape
-from megajax.cost.flops import DecoderWork, ExpertWork
 from megajax.cost.memory import bound, misfit, terms
 from megajax.cost.pipeline import Pipeline
+from megajax.cost.step import StepShape
+from megajax.layers.moe import MoeConfig
+from megajax.models.decoder_config import DecoderConfig
 
 # 4 layers, D 8, 2 heads of 4, F 32, V 64, tied: a layer has 4 x 64 + 2 x 256 = 768 parameters.
-WORK = DecoderWork(4, 8, 8, 4 * 768, 64, heads=2, kv_width=8, hidden=32, parallel=False, tied=True)
+CFG = DecoderConfig(
+    layers=4, width=8, heads=2, kv_heads=2, head_width=4, mlp=32, vocab=64, activation="gelu_tanh"
+)  # fmt: skip
 SIZES = {"pipe": 1, "node": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
-STEP = StepShape(WORK, 4, 16, SIZES, ("data",), remat="full")
+STEP = StepShape(CFG.workload(4, 16), SIZES, ("data",), remat="full")
+
+
+def loaded(rows=4, **changes):
+    return dataclasses.replace(CFG, **changes).workload(rows, 16)
 
 
 def test_state_is_cut_over_data_and_tensor():
@@ -30,10 +37,8 @@ def test_what_the_backward_pass_keeps():
     # outputs: the attention's result in its heads, and what it added to the stream.
     outputs = terms(dataclasses.replace(STEP, remat="outputs"))["stash"]
     assert outputs == 4 * (stream + stream + 2 * 16 * 8 * 2 / 2)
-    parallel = dataclasses.replace(WORK, parallel=True)
-    assert (
-        terms(dataclasses.replace(STEP, work=parallel, remat="outputs"))["stash"] == 4 * 2 * stream
-    )
+    parallel = dataclasses.replace(STEP, load=loaded(block="parallel"), remat="outputs")
+    assert terms(parallel)["stash"] == 4 * 2 * stream
     order = [
         terms(dataclasses.replace(STEP, remat=r))["stash"] for r in ("full", "outputs", "none")
     ]
@@ -59,7 +64,7 @@ def test_a_pipelines_stash_is_flat_in_the_microbatches():
     def stash(microbatches):
         sizes = SIZES | {"pipe": 2}
         step = dataclasses.replace(
-            STEP, sizes=sizes, global_batch=2 * microbatches, pipeline=Pipeline(2, microbatches)
+            STEP, sizes=sizes, load=loaded(2 * microbatches), pipeline=Pipeline(2, microbatches)
         )
         return terms(step)["stash"]
 
@@ -73,7 +78,7 @@ def test_stashed_residuals_lie_in_every_place():
 
     def stash(kind):
         pipeline = Pipeline(2, 8, 1, "1f1b", kind)
-        step = dataclasses.replace(STEP, sizes=sizes, global_batch=16, pipeline=pipeline)
+        step = dataclasses.replace(STEP, sizes=sizes, load=loaded(16), pipeline=pipeline)
         return terms(step)["stash"]
 
     assert stash("input") == 4 * stream + 2 * stream
@@ -83,12 +88,9 @@ def test_stashed_residuals_lie_in_every_place():
 def test_experts_rest_on_their_axis_and_are_cut_over_the_others():
     """8 experts of width 16, gated: 3 x 8 x 16 each; of a layer 4 x 64 + 64 are everyone's."""
     dense, one = 4 * (4 * 64 + 64), 4 * 3 * 8 * 16
-    routed = ExpertWork(8, 2, 16)
-    work = dataclasses.replace(
-        WORK, matmul_params=dense + 2 * one, hidden=0, gated=True, routed=routed
-    )
+    load = loaded(moe=MoeConfig(experts=8, top_k=2, width=16), activation="swiglu")
     sizes = SIZES | {"data": 4, "expert": 2}
-    step = dataclasses.replace(STEP, work=work, sizes=sizes, zero_axes=("data", "expert"))
+    step = dataclasses.replace(STEP, load=load, sizes=sizes, zero_axes=("data", "expert"))
     found = terms(step)
     # Tensor 2 cuts all; ZeRO cuts everyone's over data and expert, an expert over data.
     assert found["parameters"] == 4 * ((dense + 64 * 8) / 8 + 8 * one / 2 / 4) / 2
@@ -101,7 +103,7 @@ def test_experts_rest_on_their_axis_and_are_cut_over_the_others():
 
 
 def test_the_term_that_does_not_fit_is_named():
-    found = terms(dataclasses.replace(STEP, global_batch=4096))
+    found = terms(dataclasses.replace(STEP, load=loaded(4096)))
     assert misfit(found, 1e9) is None
     assert misfit(found, 1e3) == max(found, key=found.get)
     assert bound(found) < sum(found.values())
@@ -110,10 +112,8 @@ def test_the_term_that_does_not_fit_is_named():
 def test_a_key_value_head_that_ranks_share_is_stored_by_all_and_used_once():
     """One head of 4 on tensor 4: keys and values are 2 x 8 x 4 of a layer's 832 parameters."""
     shared, others = 4 * 64, 4 * 768
-    work = dataclasses.replace(
-        WORK, heads=4, attention_width=16, kv_width=4, matmul_params=shared + others
-    )
-    step = dataclasses.replace(STEP, work=work, sizes=SIZES | {"tensor": 4}, remat="dots")
+    load = loaded(heads=4, kv_heads=1)
+    step = dataclasses.replace(STEP, load=load, sizes=SIZES | {"tensor": 4}, remat="dots")
     found = terms(step)
     assert found["parameters"] == 4 * (shared + (others + 64 * 8) / 4) / 2
     assert found["gradients"] == found["parameters"]
@@ -126,6 +126,6 @@ def test_a_key_value_head_that_ranks_share_is_stored_by_all_and_used_once():
         step, sizes=step.sizes | {"pipe": 2}, pipeline=Pipeline(2, 4), local_gradients=True
     )
     assert terms(staged)["gradients"] == 4 * (shared + (others + 64 * 8) / 4) / 2
-    two = dataclasses.replace(step, work=dataclasses.replace(work, kv_width=8))
+    two = dataclasses.replace(step, load=loaded(heads=4, kv_heads=2), fused_attention=True)
     assert (two.kv_copies, two.used.kv_width) == (2, 16)
-    assert dataclasses.replace(two, sizes=SIZES).used == two.work  # a head a rank: no copies
+    assert dataclasses.replace(two, sizes=SIZES).used == two.load  # a head a rank: no copies

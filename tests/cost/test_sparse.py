@@ -51,7 +51,7 @@ def test_padding_can_cost_more_than_the_dense_product():
 
 
 def test_the_table_names_every_figure_an_estimate():
-    gemms = decoder_gemms(PRESETS["llama3_8b"]().work, 8192)
+    gemms = decoder_gemms(PRESETS["llama3_8b"]().stack, 8192)
     assert [g.name for g in gemms] == ["query", "key", "value", "out", "gate", "up", "down"]
     assert (gemms[1].K, gemms[1].N, gemms[-1].K) == (4096, 1024, 14336)
     for row in table(COST, gemms):

@@ -95,6 +95,20 @@ def test_reports_say_estimate_beside_every_time(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
+def test_generation_is_planned_by_the_cost_model_alone():
+    cfg = configured(train__accumulate=2)
+    rows, tokens = cfg.train.global_batch, cfg.train.seq_len
+    wanted = {
+        "prefill": f"prefill of {rows} rows of {tokens:,} tokens",
+        "decode": f"a token for each of {rows} rows, cache of {tokens:,} tokens",
+    }
+    for phase, what in wanted.items():
+        planned = aot.outline(cfg, HOST, phase=phase)
+        text = plan_report.markdown(planned)
+        assert what in text and "| cache |" in text and "| optimizer |" not in text
+        assert planned.step.accumulate == 1 and planned.misfit is None
+
+
 def test_a_plan_that_prunes_says_which_sparsity_pays():
     settings = {"prune__sparsity": 0.75, "prune__tile": 64, "prune__chunk": 64, "train__steps": 200}
     text = plan_report.markdown(aot.outline(configured(**settings), HOST))

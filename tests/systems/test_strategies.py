@@ -130,7 +130,7 @@ def test_a_mixture_of_experts_is_searched():
     found = strategies.search(cfg, HOST, compiles=False)
     for plan in found.ranked:
         plan.cfg.check(plan.step.sizes)
-    assert found.best.misfit is None and found.best.step.work.routed.experts == 8
+    assert found.best.misfit is None and found.best.step.load.routed.experts == 8
 
 
 def test_nothing_legal_says_what_to_change():

@@ -1,0 +1,239 @@
+"""Shapes of what one kernel computes, and the FLOPs and array elements that follow from them.
+
+A kernel knows no device, no data type and no model: `Op` (cost/base.py) adds the data types, the
+place in a model and how often it runs. A table of measured times or a learned model finds an entry
+by `name` and `shape`. Dimensions are whole numbers where a mesh divides them; where it does not,
+they are the mean over devices.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What all kernels answer. TOKENS: the dimensions along which the tokens of a batch lie."""
+
+    TOKENS: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """What a table of measured times calls this kernel."""
+        return type(self).__name__.lower()
+
+    @property
+    def shape(self) -> tuple:
+        """All dimensions and options, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one execution; 0 where memory traffic is all that counts."""
+        return 0.0
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of each operand, then of the result."""
+        raise NotImplementedError
+
+    @property
+    def params(self) -> float:
+        """Elements that are parameters of a model."""
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul(Kernel):
+    """y (m, n) = x (m, k) w (k, n), `batch` times with a weight each."""
+
+    TOKENS: ClassVar = ("m",)
+    m: float
+    k: float
+    n: float
+    batch: float = 1
+
+    @property
+    def flops(self) -> float:  # noqa: D102
+        return 2 * self.batch * self.m * self.k * self.n
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of x, w and y."""
+        m, k, n = self.m, self.k, self.n
+        return self.batch * m * k, self.batch * k * n, self.batch * m * n
+
+    @property
+    def params(self) -> float:  # noqa: D102
+        return self.batch * self.k * self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSparse(Kernel):
+    """y (m, n) = x (m, k) w (k, n), of whose weights `kept` are multiplied, padding included."""
+
+    TOKENS: ClassVar = ("m",)
+    m: float
+    k: float
+    n: float
+    kept: float
+
+    @property
+    def flops(self) -> float:  # noqa: D102
+        return 2 * self.m * self.kept
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of x, w and y."""
+        return self.m * self.k, self.kept, self.m * self.n
+
+    @property
+    def params(self) -> float:  # noqa: D102
+        return self.kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Kernel):
+    """softmax(q k^T) v for each row of a batch and each query head.
+
+    window: keys that a query sees at most; None: all. fused: the kernel leaves out blocks of keys
+    beyond the window, and no (queries x keys) array exists; otherwise all keys are multiplied. A
+    causal mask halves nothing: FLOPs are those of the Megatron convention.
+    """
+
+    TOKENS: ClassVar = ("batch",)
+    batch: float
+    queries: float
+    keys: float
+    heads: float
+    kv_heads: float
+    head_width: float
+    causal: bool = True
+    window: int | None = None
+    fused: bool = True
+
+    @property
+    def reach(self) -> float:
+        """Keys that the kernel multiplies for each query."""
+        return min(self.window or self.keys, self.keys) if self.fused else self.keys
+
+    @property
+    def flops(self) -> float:  # noqa: D102
+        pairs = self.batch * self.queries * self.reach
+        return 4 * pairs * self.heads * self.head_width
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of the queries, keys, values and results."""
+        asked = self.batch * self.queries * self.heads * self.head_width
+        stored = self.batch * self.keys * self.kv_heads * self.head_width
+        return asked, stored, stored, asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Rowwise(Kernel):
+    """A pass over `rows` of `width` elements: `reads` arrays in, one array of that shape out.
+
+    kind: 'norm', 'activation', 'softmax', 'add', 'update', ...: whatever a table distinguishes.
+    """
+
+    TOKENS: ClassVar = ("rows",)
+    kind: str
+    rows: float
+    width: float
+    reads: float = 1
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return self.kind
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of all operands together, then of the result."""
+        return self.reads * self.rows * self.width, self.rows * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding(Kernel):
+    """Rows of a table (table, width), looked up for `rows` tokens."""
+
+    TOKENS: ClassVar = ("rows",)
+    rows: float
+    table: float
+    width: float
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of the rows that are read, then of the result."""
+        return self.rows * self.width, self.rows * self.width
+
+    @property
+    def params(self) -> float:  # noqa: D102
+        return self.table * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts(Kernel):
+    """Routed feed-forward experts: the grouped products of all of them, tokens already there.
+
+    pairs: expert rows that are computed for each token; more than top_k where experts have a fixed
+    capacity, whose slots are computed whether they are filled or not. dropless: no capacity.
+    """
+
+    TOKENS: ClassVar = ("tokens",)
+    tokens: float
+    experts: float
+    top_k: int
+    width: float
+    hidden: float
+    gated: bool
+    pairs: float
+    dropless: bool = True
+
+    @property
+    def matrices(self) -> int:
+        """Weights of one expert."""
+        return 2 + self.gated
+
+    @property
+    def flops(self) -> float:  # noqa: D102
+        rows = self.tokens * self.pairs
+        return 2 * rows * self.matrices * self.width * self.hidden
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of the rows, weights and inner values, then of the answers."""
+        rows = self.tokens * self.pairs
+        wide = rows * self.width
+        return wide, self.params, self.matrices * rows * self.hidden, wide
+
+    @property
+    def params(self) -> float:  # noqa: D102
+        return self.experts * self.matrices * self.width * self.hidden
+
+
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all",
+    "collective-permute",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective(Kernel):
+    """A collective of `inside` devices on each of `hosts` hosts.
+
+    nbytes: of the larger side on one device: what an all-gather gives, what a reduce-scatter takes.
+    """
+
+    kind: str
+    nbytes: float
+    inside: int
+    hosts: int
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return self.kind
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """None that a data type scales: `nbytes` says it all."""
+        return ()

@@ -1,0 +1,254 @@
+"""One step of a workload on a mesh: a `StepShape`, without jax.
+
+It is everything that the memory, the traffic and the time of a step depend on: an optimizer step,
+or a forward pass of generation. Plans, searches and tests make it from a `Workload` and sizes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from megajax.core.axes import BATCH_AXES
+from megajax.core.errors import UserError
+from megajax.cost.base import ITEMSIZE, Op, Part, Workload
+from megajax.cost.flops import RECOMPUTED, Remat
+from megajax.cost.kernels import Embedding, Experts, Matmul, Rowwise
+from megajax.cost.pipeline import Pipeline
+
+# Dimensions of a product that tensor parallelism cuts; of other kernels see `_tensor_dims`.
+_CUT = {"input": ("n",), "head": ("n",), "output": ("k",), "router": ("m",)}
+
+
+def passes(part: Part, remat: Remat, pipeline: Pipeline) -> dict[str, float]:
+    """Returns {kind: what an op of that kind costs, in forward passes of a part}.
+
+    A backward pass is two. Where it is split, B and W both go through the chain of gradients, of
+    products with weights the half that W does not add (parallel/tick.py:Tick.pull).
+    """
+    again = RECOMPUTED[remat].get(part, 0.0)
+    if pipeline.stages > 1 and pipeline.stash == "input":
+        again += 1.0
+    if not pipeline.is_split:
+        return {"F": 1.0, "B": again + 2.0}
+    chain = 1.0 if part in ("input", "output", "router", "experts") else 2.0
+    return {"F": 1.0, "B": again + chain, "W": again + 2.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """One step on a mesh: of training, or of generation if the workload says so.
+
+    load: the forward pass of the global batch, on all devices together. sizes: {mesh axis: size}.
+    zero_axes: axes that cut a weight along its width. accumulate: micro-batches one after the
+    other, without a pipeline. fused_attention: no (queries x keys) array exists. local_gradients:
+    sums of gradients rest whole on every device until the end of the step. context: how queries
+    meet keys of other devices.
+    Raises: UserError for a pipeline or a cut sequence in generation, which has neither.
+    """
+
+    load: Workload
+    sizes: Mapping[str, int]
+    zero_axes: tuple[str, ...]
+    accumulate: int = 1
+    remat: Remat = "outputs"
+    loss_chunks: int = 1
+    optimizer: str = "adamw"
+    fused_attention: bool = False
+    local_gradients: bool = False
+    pipeline: Pipeline = Pipeline()
+    context: Literal["ring", "ulysses", "gather"] = "ring"
+
+    def __post_init__(self):
+        """Refuses what generation cannot do."""
+        for axis in ("pipe", "context"):
+            if not self.trains and self.ways(axis) > 1:
+                raise UserError(
+                    f"mesh.{axis}={self.ways(axis)} must be 1 for {self.load.phase}: generation "
+                    f"cuts neither layers nor sequences (--mesh.{axis})"
+                )
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass and an update follow."""
+        return self.load.phase == "train"
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of the compute data type."""
+        return ITEMSIZE[self.load.dtype]
+
+    def ways(self, *axes: str) -> int:
+        """Returns into how many pieces these mesh axes cut together."""
+        ways = 1
+        for axis in axes:
+            ways *= self.sizes.get(axis, 1)
+        return ways
+
+    @property
+    def expert_zero_axes(self) -> tuple[str, ...]:
+        """The axes that cut a routed expert along its width: it rests on `expert`."""
+        return tuple(a for a in self.zero_axes if a != "expert")
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes of a step: micro-batches one after the other, in a pipeline or not."""
+        return self.accumulate * self.pipeline.microbatches
+
+    @functools.cached_property
+    def pieces(self) -> int:
+        """Pieces of the global batch: micro-batches of all devices that cut it by rows."""
+        return self.ways(*BATCH_AXES) * self.micro_steps
+
+    @functools.cached_property
+    def rows(self) -> float:
+        """Rows of one micro-batch on one device."""
+        return self.load.rows / self.pieces
+
+    @functools.cached_property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch that a device's block works on."""
+        return self.rows * self.load.seq_len / self.ways("context")
+
+    @property
+    def layers(self) -> float:
+        """Layers of one device's stage."""
+        return self.load.layers / self.pipeline.stages
+
+    @property
+    def stored_layers(self) -> float:
+        """Layers of one device's stage that have parameters of their own."""
+        return self.load.stored_layers / self.pipeline.stages
+
+    @property
+    def kv_copies(self) -> int:
+        """Tensor ranks that hold each key-value head (parallel/sharding.py)."""
+        found = self.load.attention
+        return max(self.ways("tensor") // max(round(found.kv_heads), 1), 1) if found else 1
+
+    @functools.cached_property
+    def used(self) -> Workload:
+        """The work of all tensor ranks together: each computes the key-value head that it uses."""
+        return _used(self.load, self.kv_copies, self.fused_attention)
+
+    @property
+    def unshared_params(self) -> float:
+        """The layers' dense parameters as tensor ranks store them, counted on all ranks: where a
+        key-value head has copies, every rank stores all of these heads."""
+        shared = self.ways("tensor") - 1 if self.kv_copies > 1 else 0
+        return self.load.dense_params + shared * self.load.kv_params
+
+    def executions(self, forward: float, backward: float) -> float:
+        """Executions a step, on one device, of what a layer's passes do so often.
+
+        backward: with what is made again there; a pipeline's chunk inputs add a forward pass, W a
+        second chain, and idle ticks count, because the program computes in them.
+        """
+        if not self.trains:
+            return self.layers * self.accumulate * forward
+        pipeline = self.pipeline
+        if pipeline.stages == 1:
+            return self.layers * self.accumulate * (forward + backward)
+        if pipeline.stash == "input":
+            backward += forward
+        ticks = pipeline.ticks
+        runs = forward * ticks["F"] + backward * (ticks["B"] + ticks.get("W", 0))
+        return self.layers / pipeline.chunks * runs
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether an array of queries x keys exists: a ring and a fused kernel work in blocks."""
+        if self.load.attention is None:
+            return False
+        return not (self.fused_attention or (self.context == "ring" and self.ways("context") > 1))
+
+    @functools.cached_property
+    def forward(self) -> Workload:
+        """One device's share of a step's forward pass, with the shapes that the device executes.
+
+        Layers are cut over pipe and tensor, tokens over the batch axes and context; copies of a
+        key-value head are computed on every rank that has one. The head is counted once a step and
+        spread over the stages. In generation, which memory traffic bounds, every device reads all
+        operands of its own; in training the traffic is spread (see `Op.nbytes`).
+        """
+        ways = (self.pieces, self.ways("context"), self.ways("tensor"), self.ways("expert"))
+        found = _forward(self.used, ways, self.pipeline.stages, self.micro_steps)
+        return found if self.trains else _alone(found)
+
+    @functools.cached_property
+    def counts(self) -> dict[str, tuple[float, float]]:
+        """{part: forward passes that a step costs, and those that its pipeline's idle ticks cost}.
+
+        The head is in no idle tick. The time of a lookup in an embedding is not counted.
+        """
+        if not self.trains:
+            return {op.part: (1.0, 0.0) for op in self.forward.ops if op.part != "embedding"}
+        pipeline = self.pipeline
+        idle = {kind: ticks / pipeline.work - 1 for kind, ticks in pipeline.ticks.items()}
+        found: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
+        for part in {op.part for op in self.forward.ops} - {"head", "embedding"}:
+            cost = passes(part, self.remat, pipeline)
+            found[part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
+        return found
+
+    @property
+    def workload(self) -> Workload:
+        """What one device does in a step, the optimizer and a pipeline's idle ticks left out."""
+        return self.forward.times({part: done for part, (done, _) in self.counts.items()})
+
+    @property
+    def masked(self) -> Workload:
+        """What one device computes in the idle ticks of its pipeline."""
+        return self.forward.times({part: idle for part, (_, idle) in self.counts.items()})
+
+
+@functools.cache
+def _used(load: Workload, copies: int, fused: bool) -> Workload:
+    return load.with_kv_copies(copies).with_attention(fused)
+
+
+@functools.cache
+def _forward(
+    load: Workload, ways: tuple[int, int, int, int], stages: int, micro_steps: int
+) -> Workload:
+    """ways: pieces of the batch, then the sizes of context, tensor and expert."""
+    pieces, context, tensor, expert = ways
+
+    def share(op: Op) -> Op:
+        kernel = op.kernel
+        found = op.cut(pieces, *kernel.TOKENS)
+        found = found.cut(context, "queries" if op.part == "attention" else kernel.TOKENS[0])
+        found = found.cut(tensor, *_tensor_dims(op))
+        if op.part == "head":
+            found = found.cut(stages, *_tensor_dims(op))
+        if isinstance(kernel, Experts) and isinstance(found.kernel, Experts):
+            # A device has some of the experts, which meet as many rows of more tokens.
+            local = dataclasses.replace(found.kernel, experts=kernel.experts / expert)
+            found = dataclasses.replace(found, kernel=local, whole=found.whole or kernel)
+        runs = 1 if op.part in ("head", "embedding") else stages
+        return dataclasses.replace(found, count=op.count * micro_steps / runs)
+
+    return dataclasses.replace(load, ops=tuple(share(op) for op in load.ops))
+
+
+@functools.cache
+def _alone(load: Workload) -> Workload:
+    return dataclasses.replace(load, ops=tuple(op.alone() for op in load.ops))
+
+
+def _tensor_dims(op: Op) -> tuple[str, ...]:
+    """The dimensions that tensor parallelism cuts, all by the same number."""
+    kernel = op.kernel
+    if isinstance(kernel, Matmul):
+        return _CUT[op.part]
+    if isinstance(kernel, Rowwise):
+        return ("width",) if op.part == "activation" else ("rows",)
+    if isinstance(kernel, Embedding):
+        return ("rows",)
+    return ("hidden",) if op.part == "experts" else ("heads", "kv_heads")
