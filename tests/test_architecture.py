@@ -73,6 +73,7 @@ JAX_FREE = (
     "megajax.cost.memory",
     "megajax.cost.network",
     "megajax.cost.pipeline",
+    "megajax.cost.rings",
     "megajax.cost.roofline",
     "megajax.cost.sparse",
     "megajax.cost.step",

@@ -1,8 +1,8 @@
 """Which implementation of an expert layer's two halves runs, and why; see overlap.py.
 
-A table that was measured on this kind of GPU decides; without one, the simulator's grouped products
-(pallas_kernels/collective/expert_simulator.py) say what a ring would take beside plain XLA, and
-only a clear gain counts; the fused kernels are taken where they were measured, never by simulation.
+A table that was measured on this kind of GPU decides; without one, the cost model (cost/rings.py)
+says what a ring would take beside plain XLA, and only a clear gain counts; the fused kernels are
+taken where they were measured, never by simulation.
 Where experts lie on several nodes XLA's collectives are left alone: a ring would send every token
 over the slow links as often as there are ranks behind them.
 
@@ -19,14 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from megajax.core.hardware import DeviceCard, find_card
+from megajax.cost import rings
 from megajax.parallel import overlap
 from megajax.parallel.overlap import Implementation
 from pallas_kernels import tuned
-from pallas_kernels.collective.expert_simulator import ExpertProduct, Load, Part, gemm_s
-from pallas_kernels.collective.simulator import Machine
 from pallas_kernels.expert import api as kernels
 from pallas_kernels.expert import plans
 
@@ -154,7 +152,7 @@ def best(
     times = [simulate(op, half, card, device.num_cores) for op, half in halves.items()]
     plain, ring = sum(found[0] for found in times), sum(found[1] for found in times)
     turns = sum(2 if op == COMBINE else 1 for op in halves)
-    counted = ring + turns * layer.ranks * overlap.STEP_S  # steps twice, as overlap.py does
+    counted = ring + turns * layer.ranks * rings.STEP_S  # steps twice, as overlap.py does
     gains = layer.rows >= overlap.ROWS and counted <= overlap.GAIN * plain
     return "ring" if gains else "xla", (
         "simulated, not measured, so only a clear gain counts: forward and backward "
@@ -185,40 +183,9 @@ def key(op: str, layer: Layer) -> tuned.Key:
 
 
 def simulate(op: str, layer: Layer, card: DeviceCard, cores: int) -> tuple[float, float]:
-    """Returns the model's seconds of (plain XLA, the ring), for balanced experts.
-
-    Forward, and backward what an implementation changes: the way of the combine's gradient to the
-    experts, and the sums of the tokens' gradients, which stand beside the weights'.
-    """
-    R, itemsize = layer.ranks, 4 if layer.dtype == "float32" else 2
-    kind = "tfloat32" if layer.dtype == "float32" else layer.dtype
-    machine = Machine(
-        card.name, cores, card.flops[kind] * overlap.FLOPS,
-        card.link_bytes_per_s * overlap.LINK, card.memory_bytes_per_s,
-    )  # fmt: skip
-    token, apart = layer.tokens * layer.width, layer.reached
-
-    def work(part: Part, sources: int) -> float:
-        rows_E = np.full(layer.experts, -(-layer.rows * sources // layer.experts))
-        load = Load(0, rows_E[None], np.array([layer.tokens]))
-        products = (ExpertProduct(part, layer.width, F, itemsize) for F in layer.hidden)
-        return sum(gemm_s(product, load, machine) for product in products)
-
-    def sent(tokens: float, size: int) -> float:
-        return tokens * token * size / machine.link_bytes_per_s
-
-    def turn(part: Part, size: int) -> float:
-        # A source's rows are put among the others', or taken from there: all that it may have.
-        written = layer.rows if part == "dispatch" else layer.tokens * layer.top
-        moved = (layer.rows + written) * sum(layer.hidden) * itemsize
-        each = work(part, 1) + moved / machine.memory_bytes_per_s
-        return (R - 1) * (max(sent(1, size), each) + overlap.STEP_S) + each
-
-    gathered = sent(apart, itemsize) + overlap.CALL_S + work("dispatch", R)
-    ring = turn("dispatch", itemsize)
-    if op == DISPATCH:
-        dw = work("dispatch", R)
-        plain_sums, ring_sums = sent(apart, itemsize), sent(R - 1, 4)
-        return gathered + max(plain_sums - dw, 0.0), ring + max(ring_sums - dw, 0.0)
-    plain = work("combine", R) + sent(apart, itemsize) + overlap.CALL_S
-    return plain + gathered, turn("combine", 4) + ring
+    """Returns the cost model's seconds of (plain XLA, the ring), for balanced experts."""
+    rank = rings.Rank(card, cores, layer.ranks, layer.dtype)
+    half = rings.ExpertHalf(
+        layer.tokens, layer.top, layer.width, layer.experts, layer.hidden, layer.rows, layer.reached
+    )
+    return (rings.expert_dispatch if op == DISPATCH else rings.expert_combine)(rank, half)

@@ -1,15 +1,14 @@
 """Which implementation of a collective matmul runs, and why.
 
 A table that was measured on this kind of GPU decides (pallas_kernels/tuned: one rank beside ghosts,
-pallas_kernels/collective/tunings.py); without one, a model of one rank says what a ring would take
-beside plain XLA, and only a clear gain counts, so that nothing is lost where nothing was measured.
-Reasons say which of the two it was.
+pallas_kernels/collective/tunings.py); without one, the cost model (cost/rings.py) says what a ring
+would take beside plain XLA, and only a clear gain counts, so that nothing is lost where nothing was
+measured. Reasons say which of the two it was.
 
 Legend: R ranks.
 """
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -18,6 +17,7 @@ from absl import logging
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard, find_card
+from megajax.cost import rings
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.collective import api as kernels
 
@@ -30,11 +30,6 @@ Shape = tuple[int, int, tuple[int, ...]]
 # jax.sharding.AbstractDevice: platform, device_kind, num_cores; None of a mesh that has none.
 Device = Any
 
-# What the model assumes of a GPU: fractions of its card's peaks that products and links sustain,
-# the seconds that a step of a ring and a collective cost besides, and the tiles of a product.
-# (chosen: 660 TFLOP/s and 400 GB/s of an H100; to be replaced by measurements)
-FLOPS, LINK, STEP_S, CALL_S = 0.667, 0.889, 6e-6, 10e-6
-TILES = ((128, 256), (256, 128), (128, 192), (128, 128))
 # A ring is taken when the model gives it at most this part of plain XLA's time, its steps counted
 # twice (chosen: the model knows no clocks and no contention), with at least so many rows a rank
 # (chosen: below, GPT-3's products lose) and at most so many ranks (an NVLink domain).
@@ -149,7 +144,7 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     if card is None or not device.num_cores or R > NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
     plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)
-    gains = rows >= ROWS * R and ring + R * STEP_S <= GAIN * plain
+    gains = rows >= ROWS * R and ring + R * rings.STEP_S <= GAIN * plain
     return "ring" if gains else "xla", (
         "simulated, not measured, so only a clear gain counts: forward and backward "
         f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
@@ -167,40 +162,9 @@ def measured(op: str, key: tuned.Key) -> Implementation | None:
 def simulate(
     op: str, shape: Shape, R: int, dtype: str, card: DeviceCard, cores: int
 ) -> tuple[float, float]:
-    """Returns the model's seconds of (plain XLA, the ring), forward and backward without dw."""
-    rows, width, parts = shape
-    flops = card.flops["tfloat32" if dtype == "float32" else dtype] * FLOPS / cores
-    chunk, itemsize = rows / R, 4 if dtype == "float32" else 2
-
-    def product(m: float, k: int, n: int) -> float:
-        waves = (
-            (math.ceil(math.ceil(m / a) * math.ceil(n / b) / cores), 2 * a * b * k)
-            for a, b in TILES
-        )
-        return min(count * work for count, work in waves) / flops
-
-    def into(m: float) -> float:
-        return sum(product(m, width, part) for part in parts)
-
-    def out(m: float) -> float:
-        return sum(product(m, part, width) for part in parts)
-
-    def travel(m: float, size: int) -> float:
-        return m * width * size / (card.link_bytes_per_s * LINK)
-
-    def turn(work: float, hop: float, add: float = 0.0) -> float:
-        return (R - 1) * (max(hop, work) + add + STEP_S) + work
-
-    # Both have a gather before products from `width`: forward of x, or backward of dy.
-    plain = travel(rows - chunk, itemsize) + CALL_S + into(rows)
-    ring = turn(into(chunk), travel(chunk, itemsize))
-    scattered, as_float32 = (travel(rows - chunk, size) + CALL_S for size in (itemsize, 4))
-    if op == "all_gather_matmul":  # dx is scattered beside dw, in both
-        dw = sum(product(width, rows, part) for part in parts)
-        return plain + max(scattered - dw, 0), ring + max(as_float32 - dw, 0)
-    # Float32 sums travel in a ring, and each is read, added and written.
-    add = 12 * chunk * width / card.memory_bytes_per_s
-    return plain + out(rows) + scattered, ring + turn(out(chunk), travel(chunk, 4), add)
+    """Returns the cost model's seconds of (plain XLA, the ring), both passes without dw."""
+    model = rings.gather_matmul if op == kernels.GATHER else rings.matmul_scatter
+    return model(rings.Rank(card, cores, R, dtype), *shape)
 
 
 @functools.cache
