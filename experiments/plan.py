@@ -10,7 +10,9 @@ memory by term beside XLA's own figure, the largest collectives of the scheduled
 compiler did that nobody wanted, and step time and MFU as ESTIMATES (MegaScale, arXiv 2402.15627,
 sections 3 and 6). --search looks for the mesh, the pipeline's schedule, the micro-batches and the
 rematerialisation itself, whatever the flags say of them, and ranks what it found with the flags to
-paste behind pretrain.py. Exit code 2: it does not fit, and which term is to blame.
+paste behind pretrain.py. --workload=prefill or decode plans generation instead, by the cost model
+alone: --train.global_batch rows of --train.seq_len tokens, or one more token for each of them. Exit
+code 2: it does not fit, and which term is to blame.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -23,6 +25,7 @@ from experiments.reports import plan as plan_report
 from experiments.reports import plan_search
 from megajax.core import config
 from megajax.core import mesh as mesh_
+from megajax.core.errors import UserError
 from megajax.core.hardware import parse_cluster
 from megajax.monitor import results
 from megajax.systems import aot, strategies
@@ -33,6 +36,9 @@ config.define_flags(PRESETS, "nano", FIRST)
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOSTSxGPUS")
 OUT = flags.DEFINE_string("out", None, "folder for plan.md, plan.json and plan.png; none: print")
 SEARCH = flags.DEFINE_boolean("search", False, "rank meshes and schedules, compile the best few")
+WORKLOAD = flags.DEFINE_enum(
+    "workload", "train", ["train", "prefill", "decode"], "what a step does: see above"
+)
 BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lower_bound=1)
 
 
@@ -43,11 +49,15 @@ def main() -> int:
     mesh_.start(1)  # no device is used
     folder = None if OUT.value is None else results.writable_folder(OUT.value)
     section, search = "", None
+    if SEARCH.value and WORKLOAD.value != "train":
+        raise UserError(f"--search ranks training only; leave out --workload={WORKLOAD.value}")
     if SEARCH.value:  # 2 either rank what could run
         found = strategies.search(cfg, cluster, BEST.value)
         plan = found.best
         rows = plan_search.rows(found, base, config.start_flags())
         section, search = plan_search.markdown(found, rows), plan_search.figures(found, rows)
+    elif WORKLOAD.value != "train":
+        plan = aot.outline(cfg, cluster, phase=WORKLOAD.value)
     else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster)
     print(plan_report.markdown(plan, section))  # 3 what it will do
