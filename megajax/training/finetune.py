@@ -88,12 +88,12 @@ def nano() -> FinetuneConfig:
             layers=2, vocab=1152, max_positions=128, types=0, dropout=0.1, head="classify", labels=8
         ),
         mesh=MeshSpec(tensor=2),
-        train=TrainConfig(steps=150, global_batch=64, seq_len=48),
-        optim=OptimConfig(lr=2e-3, warmup=15, weight_decay=0.01, beta2=0.98, eps=1e-6),
+        train=TrainConfig(steps=60, global_batch=64, seq_len=48),
+        optim=OptimConfig(name="muon", lr=2e-2, warmup=6, weight_decay=0.01),
         data=LabelledConfig(tokenizer="bpe:1024", holdout=0.2),
-        eval=HeldOutConfig(every=75, batches=12),
-        checkpoint=CheckpointConfig(every=75),
-        log=LogConfig(every=15),
+        eval=HeldOutConfig(every=30, batches=12),
+        checkpoint=CheckpointConfig(every=30),
+        log=LogConfig(every=6),
         emulate_without_gpu=8,
     )
 
@@ -104,7 +104,7 @@ def nano_mlm() -> FinetuneConfig:
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, vocab=512, head="mlm"),
-        train=dataclasses.replace(base.train, global_batch=32, seq_len=64),
+        train=dataclasses.replace(base.train, steps=120, global_batch=32, seq_len=64),
         data=LabelledConfig(),
     )
 
