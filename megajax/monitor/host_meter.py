@@ -60,7 +60,8 @@ class HostMeter:
             fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
             spent = (int(fields[11]) + int(fields[12])) / TICKS_PER_S  # user and system time
             self._rate(found, "cpu_cores", spent, pid)
-            found["resident_bytes"] = int((folder / "statm").read_text().split()[1]) * PAGE
+            if pages := int((folder / "statm").read_text().split()[1]):  # else it is ending
+                found["resident_bytes"] = pages * PAGE
         return found
 
     def devices(self) -> dict[int, Values]:
