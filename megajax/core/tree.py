@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Tree = Any
 
@@ -36,6 +37,12 @@ def owner(path: tuple, names: Container[str]) -> str | None:
     parts = name(path).split(".")
     tails = (".".join(parts[i:]) for i in range(len(parts)))
     return next((tail for tail in tails if tail in names), None)
+
+
+def floating(tree: Tree) -> Tree:
+    """Returns a tree with None in the place of what has no gradient: integers, and JAX's own zeros
+    for them (float0)."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
 
 
 def nest(leaves: dict[str, Any]) -> dict:

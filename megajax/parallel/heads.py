@@ -16,28 +16,36 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.layout import Layout, Words
+from megajax.core.tree import Tree
+from megajax.layers.weight import PackedWeight
 
 TENSOR = "tensor"
 
 
-def share(layout: Layout, words: Words, x: jax.Array) -> jax.Array:
-    """From a stored array to `Layout.shared`; each rank cuts its entry out of its own memory."""
+def share(layout: Layout, words: Words, tree: Tree) -> Tree:
+    """From `Layout.stored` to `Layout.shared`; each rank cuts its entry out of its own memory.
+
+    tree: an array, or arrays that all begin with dimensions of these words.
+    """
     if all(layout.copies(word) == 1 for word in words):
-        return x
+        return tree
     return jax.shard_map(
         functools.partial(share_inside, layout, words),
         mesh=layout.mesh,
         in_specs=layout.stored(*words),
         out_specs=layout.shared(*words),
-    )(x)
+    )(tree)
 
 
-def share_inside(layout: Layout, words: Words, x: jax.Array) -> jax.Array:
+def share_inside(layout: Layout, words: Words, tree: Tree) -> Tree:
     """`share` on local arrays, inside a shard_map over the whole mesh."""
     for dim, word in enumerate(words):
         if (copies := layout.copies(word)) > 1:
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) // copies, 1, dim)
-    return x
+            own = lax.axis_index(TENSOR) // copies
+            tree = jax.tree.map(
+                lambda x, dim=dim, own=own: lax.dynamic_slice_in_dim(x, own, 1, dim), tree
+            )
+    return tree
 
 
 def vector(layout: Layout, w: nnx.Param) -> jax.Array:
@@ -46,5 +54,9 @@ def vector(layout: Layout, w: nnx.Param) -> jax.Array:
 
 
 def width(layout: Layout, w: nnx.Param) -> int:
-    """Returns the entries of a weight that all tensor ranks use together."""
-    return w[...].size * math.prod(layout.copies(word) for word in w.get_metadata("axes"))
+    """Returns the elements of a weight that one tensor rank uses."""
+    value = w.get_value()
+    if isinstance(value, PackedWeight):
+        return value.size
+    copies = math.prod(layout.copies(word) for word in w.get_metadata("axes"))
+    return value.size * copies // layout.ways((TENSOR,))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -25,19 +24,12 @@ from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
+from megajax.parallel import attention as attention_
 from megajax.parallel import expert as expert_
+from megajax.parallel import inside
 from megajax.parallel.collective_matmul import GATHER, SCATTER
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.heads import share_inside
 from megajax.parallel.overlap import Overlap
-from megajax.parallel.tensor import (
-    choose_attention,
-    choose_overlap,
-    down_inside,
-    local_attention,
-    packed_shape,
-    up_inside,
-)
 
 Array = jax.Array
 TENSOR = "tensor"
@@ -56,16 +48,11 @@ def ops(
         down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
         attend=functools.partial(attend, layout, attention=attention, context=context),
-        vector=functools.partial(own, layout),
+        vector=functools.partial(inside.own, layout),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(expert, layout, context=context, overlap=overlap),
         total=functools.partial(total, layout),
     )
-
-
-def own(layout: Layout, w: nnx.Param) -> Array:
-    """Returns what this rank uses of a parameter that it stores."""
-    return share_inside(layout, w.get_metadata("axes"), w[...])
 
 
 def gather(x_BSD: Array) -> Array:
@@ -82,14 +69,11 @@ def up(
     overlap: Overlap,
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
-    arrays = tuple(own(layout, w).astype(x_BSD.dtype) for w in weights)
+    used = tuple(inside.own(layout, w).astype(x_BSD.dtype) for w in weights)
     (B, S, D), R = x_BSD.shape, layout.ways((TENSOR,))
-    shape = (B * S * R, D, tuple(w.size // D for w in arrays))
-    how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul)
-    if how != "xla":
-        return up_inside(x_BSD, arrays, implementation=how)
-    x_BSD = gather(x_BSD)
-    return tuple(matmul(x_BSD, w) for w in arrays)
+    shape = (B * S * R, D, tuple(w.size // D for w in used))
+    how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, used)
+    return inside.up(x_BSD, used, matmul, how)
 
 
 def down(
@@ -104,17 +88,11 @@ def down(
 ) -> Array:
     """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
     xs = tuple(x for x, _ in products)
-    arrays = tuple(w[...].astype(x.dtype) for x, w in products)
-    (B, S, *_), D = xs[0].shape, arrays[0].shape[-1]
-    shape = (B * S, D, tuple(w.size // D for w in arrays))
-    how = choose_overlap(layout, overlap, SCATTER, shape, xs[0].dtype, matmul)
-    if how != "xla":
-        y_BSD = down_inside(xs, arrays, implementation=how)
-        return join(y_BSD, residual_BSD, bias, drop)
-    terms = (matmul(x, w, contract=w.ndim - 1) for x, w in zip(xs, arrays, strict=True))
-    y_BSD = functools.reduce(operator.add, terms)
-    y_BSD = lax.psum_scatter(y_BSD, TENSOR, scatter_dimension=1, tiled=True)
-    return join(y_BSD, residual_BSD, bias, drop)
+    used = tuple(inside.own(layout, w).astype(x.dtype) for x, w in products)
+    (B, S, *_), D = xs[0].shape, used[0].shape[-1]
+    shape = (B * S, D, tuple(w.size // D for w in used))
+    how = inside.choose_overlap(layout, overlap, SCATTER, shape, xs[0].dtype, matmul, used)
+    return join(inside.down(xs, used, matmul, how), residual_BSD, bias, drop)
 
 
 def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
@@ -122,10 +100,7 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
 
     def own_rows(table: nnx.Param, ids_BS: Array) -> Array:
         axes = layout.live(layout.rules.stored[table.get_metadata("axes")[0]])
-        w_VD = table[...].astype(dtype)
-        row_BS = ids_BS - (lax.axis_index(axes) * w_VD.shape[0] if axes else 0)
-        here_BS = (row_BS >= 0) & (row_BS < w_VD.shape[0])
-        return jnp.where(here_BS[..., None], w_VD[jnp.where(here_BS, row_BS, 0)], 0)
+        return inside.rows(table[...].astype(dtype), ids_BS, axes)
 
     total_BSD = functools.reduce(operator.add, (own_rows(*pair) for pair in pairs))
     others = [a for a in layout.live(layout.rules.stored["vocab"]) if a != TENSOR]
@@ -146,9 +121,9 @@ def attend(
     context: ContextSpec,
 ) -> Array:
     """This device's rows and heads."""
-    packed = packed_shape(q_BSHK, k_BMGK, query, memory)
-    kernel, _ = choose_attention(layout, attention, q_BSHK.dtype, context, packed)
-    here = local_attention(layout, kernel, context)
+    packed = attention_.packed_shape(q_BSHK, k_BMGK, query, memory)
+    kernel, _ = attention_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
+    here = attention_.attention_of(layout, kernel, context)
     return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 
 

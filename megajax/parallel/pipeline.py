@@ -34,6 +34,7 @@ from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
+from megajax.layers.weight import packed_axes
 from megajax.models.parts import Batch, ModelParts, Remat, map_words
 from megajax.parallel.tick import PIPE, Objective, Tick
 from megajax.schedule import build
@@ -168,8 +169,9 @@ class Pipeline:
         Args: params: layers in `layer_order`. batch: leaves (U, B, ...). objective(sums, *scalars):
           what is differentiated; it must be linear in the sums. It is also called with one
           layer's MoeSums and zeros, and with the rest without them.
+        Of a packed leaf, whose integers have no gradient, the others are None.
         """
-        plan = self.cfg.route(self.stages)
+        self, plan = self._of(params), self.cfg.route(self.stages)
 
         def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
             return self._run(plan, params, batch, lambda sums: objective(sums, *scalars))
@@ -178,7 +180,7 @@ class Pipeline:
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
         """Returns the loss sums of a batch (U, B, ...): the forward half of the schedule."""
-        plan = self.cfg.route(self.stages, backward=False)
+        self, plan = self._of(params), self.cfg.route(self.stages, backward=False)
 
         def local(params: Tree, batch: Batch) -> LossSums:
             return self._run(plan, params, batch, None)[0]
@@ -191,6 +193,11 @@ class Pipeline:
         gpu = self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
         hides = self.cfg.overlap == "chunk" and self.cfg.chunks > 1
         return OVERLAP if gpu and hides else None
+
+    def _of(self, params: Tree) -> "Pipeline":
+        """Returns the same pipeline for parameters of which some are packed."""
+        axes = packed_axes(self.parts.axes, params)
+        return dataclasses.replace(self, parts=dataclasses.replace(self.parts, axes=axes))
 
     @property
     def _specs(self) -> Tree:

@@ -10,6 +10,7 @@ the vocabulary. Plain data; the rest of the library sees it through `core.layout
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh
 
 from megajax.core import check
@@ -18,6 +19,8 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.rules import Axes, Rules
+from megajax.core.tree import Tree, is_words
+from megajax.layers.weight import packed_axes
 
 Zero = Literal["full", "hybrid", "none"]
 
@@ -88,3 +91,11 @@ def kv_copies(kv_heads: int, tensor: int) -> int:
     """Returns how many tensor ranks hold each key-value head: more than one where the heads are
     fewer than the ranks (so in Megatron-LM and vLLM). One number divides the other."""
     return max(tensor // kv_heads, 1)
+
+
+def place(layout: Layout, axes: Tree, params: Tree) -> Tree:
+    """Puts parameters on the layout's devices, as they rest. axes: as ModelParts.axes; a leaf may
+    be packed (layers/weight.py)."""
+    words = packed_axes(axes, params)
+    specs = jax.tree.map(lambda w: layout.named(layout.stored(*w)), words, is_leaf=is_words)
+    return jax.device_put(params, specs)

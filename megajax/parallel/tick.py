@@ -17,7 +17,7 @@ from jax import lax
 
 from megajax.core.axes import MESH_AXES
 from megajax.core.layout import Words
-from megajax.core.tree import Tree
+from megajax.core.tree import Tree, floating
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy
@@ -97,7 +97,7 @@ class Tick:
         x = jax.eval_shape(self.embed, self.rest, 0)
         blocks, rest = {}, {}
         if self.objective is not None:
-            one = jax.tree.map(lambda w: w[0], self.blocks)
+            one = floating(jax.tree.map(lambda w: w[0], self.blocks))
             settled = functools.partial(map_words, self.settle)
             chunk = jax.eval_shape(lambda: settled(self.axes[0], one))
             blocks = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), jnp.float32), chunk)
@@ -230,7 +230,7 @@ class Tick:
             dy, total = state
             index, w, kept = item
             dw, dx, _ = _attach(template, w, kept, context)((dy, share))
-            return (dx, self.add_layer(total, lane, index, dw)), None
+            return (dx, self.add_layer(total, lane, index, floating(dw))), None
 
         items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kept)
         (dx, total), _ = lax.scan(down, (dy, carry.blocks), items, reverse=True)

@@ -24,7 +24,8 @@ from megajax.monitor.meter import Work
 from megajax.monitor.records import Sink
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
 from megajax.parallel import expert
-from megajax.parallel.tensor import choose_attention, explain_overlap
+from megajax.parallel.attention import choose_attention
+from megajax.parallel.inside import explain_overlap
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 

@@ -18,7 +18,7 @@ from megajax.core.hardware import CARDS
 from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo
 from megajax.layers.mlp import MlpConfig
-from megajax.parallel import collective_vjp, overlap, ring, sharding, tensor
+from megajax.parallel import collective_vjp, inside, overlap, ring, sharding, tensor
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from megajax.systems.aot import QUICK
 from pallas_kernels import aot, tuned
@@ -81,7 +81,7 @@ def test_a_gain_is_not_lost_in_the_backward_pass():
 
 
 def test_what_cannot_run_is_refused_or_left_to_xla():
-    choose = functools.partial(tensor.choose_overlap, op=GATHER, shape=SMALL, dtype="float32")
+    choose = functools.partial(inside.choose_overlap, op=GATHER, shape=SMALL, dtype="float32")
     lo, alone = (sharding.layout(MeshSpec(tensor=n, data=1).build()) for n in (2, 1))
     decode = sharding.layout(lo.mesh, decode=True)
     assert choose(lo, "ring") == "ring" and choose(lo, "auto") == choose(lo, "xla") == "xla"
@@ -100,9 +100,9 @@ def test_what_cannot_run_is_refused_or_left_to_xla():
     with pytest.raises(NotImplementedError, match="plain products only.*--overlap=auto"):
         choose(lo, "ring", matmul=own)
     mlp = MlpConfig(64, 128, "swiglu", False, 0.02)
-    assert tensor.explain_overlap(lo, "ring", 64, mlp, "float32") == "ring (asked for)"
+    assert inside.explain_overlap(lo, "ring", 64, mlp, "float32") == "ring (asked for)"
     why = "xla (a CPU has nothing to hide)"
-    assert tensor.explain_overlap(lo, "auto", 64, mlp, "float32") == f"MLP up {why}, MLP down {why}"
+    assert inside.explain_overlap(lo, "auto", 64, mlp, "float32") == f"MLP up {why}, MLP down {why}"
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -3,12 +3,15 @@
 import functools
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from megajax.core.mesh import MeshSpec
 from megajax.layers import attend as attend_
-from megajax.parallel import sharding, tensor
+from megajax.layers.ops import Ops
+from megajax.parallel import attention, sharding, tensor
 from megajax.parallel.context import ContextSpec
 from megajax.training.step import make_train_step
 from tests.tiny import host_batch, on, run_config, step_of
@@ -46,22 +49,22 @@ def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypa
 
 def test_attention_is_chosen_with_a_reason():
     lo = sharding.layout(MeshSpec(tensor=2).build())
-    choose = functools.partial(tensor.choose_attention, lo)
+    choose = functools.partial(attention.choose_attention, lo)
     assert choose("auto", "bfloat16") == ("xla", "auto: cuDNN needs a GPU")
     assert choose("cudnn", "bfloat16") == ("cudnn", "asked for")
     from unittest import mock
 
     device = mock.Mock(platform="gpu")
     gpu = mock.Mock(mesh=mock.Mock(devices=np.array([device])), live=mock.Mock(return_value=()))
-    assert tensor.choose_attention(gpu, "auto", "float32")[0] == "xla"
-    assert tensor.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
+    assert attention.choose_attention(gpu, "auto", "float32")[0] == "xla"
+    assert attention.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
     gpu.live.return_value = ("context",)
-    assert tensor.choose_attention(gpu, "auto", "bfloat16") == (
+    assert attention.choose_attention(gpu, "auto", "bfloat16") == (
         "xla",
         "a ring joins its blocks itself",
     )
     ulysses = ContextSpec("ulysses")
-    assert tensor.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
+    assert attention.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
 
 
 def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch):
@@ -72,7 +75,7 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch):
 
     gpu = mock.Mock(live=mock.Mock(return_value=()))
     gpu.mesh.devices = np.array([mock.Mock(platform="gpu")])
-    choose = functools.partial(tensor.choose_attention, gpu, "auto")
+    choose = functools.partial(attention.choose_attention, gpu, "auto")
     packed = (128, 4, 4096)
     assert choose("bfloat16", packed=packed)[0] == "cudnn"
     key = {"dtype": "bfloat16", "width": 128, "group": 4, "longest": 2048, "tokens": 16384}
@@ -117,8 +120,6 @@ def test_packed_attention_trains_as_xla_does(changes):
 @pytest.mark.parametrize("decode", [False, True])
 def test_lookup_on_every_layout(decode):
     """Rows of a table cut over tensor and ZeRO axes, for training and for decoding."""
-    from flax import nnx
-
     table = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     ids = np.array([[3, 0, 15, 7], [8, 8, 1, 2]], np.int32)
     mesh = MeshSpec(context=2, tensor=2).build()
@@ -129,3 +130,53 @@ def test_lookup_on_every_layout(decode):
         out = tensor.lookup(lo, [(w, jax.numpy.asarray(ids))], "float32")
     assert out.sharding.spec == lo.act("batch", "seq", None, residual=True)
     np.testing.assert_array_equal(np.asarray(out), table[ids])
+
+
+class Half:
+    """A codec: bfloat16 travels. Notes how what it sees lies."""
+
+    def __init__(self):
+        self.seen = []
+
+    def encode(self, x):
+        self.seen.append(jax.typeof(x).sharding.spec)
+        return {"half": x.astype("bfloat16")}
+
+    def decode(self, coded, dtype):
+        self.seen.append(jax.typeof(coded["half"]).sharding.spec)
+        return coded["half"].astype(dtype)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"node": 2, "data": 2, "tensor": 2}])
+@pytest.mark.parametrize("zero", ["full", "hybrid"])
+def test_a_codec_codes_what_is_gathered_and_no_gradient(mesh, zero):
+    """Against float64: the product has rounded weights, its gradient is that of plain ones."""
+    random, rounded = np.random.default_rng(0), ml_dtypes.bfloat16
+    x, c = random.normal(size=(4, 8, 16)), random.normal(size=(4, 8, 24))
+    w = random.normal(size=(16, 24)).astype(np.float32)
+    lo, codec = sharding.layout(MeshSpec(**mesh).build(), zero), Half()
+    with jax.set_mesh(lo.mesh):
+        ops = tensor.ops(lo, codec=codec)
+
+        def put(x, spec):
+            return jax.device_put(np.asarray(x, np.float32), lo.named(spec))
+
+        def loss(w, x, c):
+            (y,) = ops.up(x, (nnx.Param(w, axes=("embed", "mlp")),), ops.matmul)
+            return (y * c).sum(), y
+
+        args = (
+            put(w, lo.stored("embed", "mlp")),
+            put(x, lo.act("batch", "seq", None, residual=True)),
+            put(c, lo.act("batch", "seq", "mlp")),
+        )
+        dw, y = jax.jit(jax.grad(loss, has_aux=True))(*args)
+    whole = lo.whole("embed", "mlp")
+    assert codec.seen[:2] == [lo.stored("embed", "mlp"), whole]
+    np.testing.assert_allclose(np.asarray(y), x @ w.astype(rounded).astype(float), atol=2e-5)
+    np.testing.assert_allclose(np.asarray(dw), np.einsum("bsd,bsf->df", x, c), atol=2e-5)
+    if mesh == {"data": 1}:
+        alone = Ops().whole(
+            nnx.Param(jax.numpy.asarray(w), axes=("embed", "mlp")), "float32", codec
+        )
+        np.testing.assert_array_equal(np.asarray(alone), w.astype(rounded).astype(np.float32))
