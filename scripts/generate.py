@@ -1,6 +1,7 @@
 """Samples text from a run, or from a Hugging Face folder.
 
 uv run scripts/generate.py --run_dir=runs/pretrain/nano-... --prompt="import "
+uv run scripts/generate.py --run_dir=PRUNED --tiles --mesh.tensor=2
 uv run scripts/generate.py --hf=FOLDER --prompt="Once upon a time" --sampling.top_p=0.9
 """
 
@@ -24,11 +25,13 @@ from megajax.core.needs import other_than
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused
 from megajax.serving.generate import Generator
 from megajax.serving.sampling import SamplingConfig
+from megajax.systems.prune_export import stored, to_tiles
 from megajax.training.config import Config as RunConfig
 from megajax.training.run_dir import saved_tokenizer
 
@@ -44,6 +47,11 @@ class Config(Checked):
         "checkpoint of the run; none: the latest",
         needs=other_than("run_dir", None),
         at_least=0,
+    )
+    tiles: bool = option(
+        False,
+        "multiply the matrices of a pruned run as packed tiles",
+        needs=other_than("run_dir", None),
     )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     prompt: str = option("def ", "what to continue")
@@ -72,9 +80,24 @@ def open_run(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], 
             folder, run.model, layout, cfg.step, run.checkpoint.dir, run.checkpoint.key_file
         )
         print(f"{folder}, step {step}, {mesh_.describe(layout.mesh)}")
-        return params
+        return pack(run, layout, params) if cfg.tiles else params
 
     return run.model, tokenizer, load
+
+
+def pack(run: RunConfig, layout: Layout, params: Tree) -> Tree:
+    """Returns the parameters with the run's pruned matrices as tiles. Raises: UserError."""
+    if not run.prune.sparsity:
+        raise UserError(
+            "the run was not pruned, so no matrix has tiles to leave out; sample without --tiles, "
+            "or train with --prune.sparsity (--tiles)"
+        )
+    tiles = to_tiles(
+        params, None, decoder.parts(run.model).axes, layout=layout, tile=run.prune.tile,
+        chunk=run.prune.chunk, single=run.prune.pattern == "tew",
+    )  # fmt: skip
+    print(f"pruned matrices as tiles, which hold {stored(tiles):.1%} of their entries")
+    return tiles
 
 
 def open_hf(cfg: Config) -> tuple[DecoderConfig, Tokenizer, Callable[[Layout], Tree]]:

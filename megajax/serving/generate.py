@@ -22,14 +22,14 @@ from megajax.core.tree import Tree
 from megajax.layers.attention import Cache
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.parts import map_words
 from megajax.parallel import sharding, tensor
 from megajax.parallel.overlap import Overlap
 from megajax.serving.sampling import SamplingConfig, sample
 
 
 class Generator:
-    """Continues prompts with a decoder whose parameters rest as training leaves them."""
+    """Continues prompts with a decoder whose parameters rest as training leaves them, or packed
+    for this mesh (systems.prune_export.to_tiles)."""
 
     def __init__(
         self,
@@ -87,11 +87,9 @@ class Generator:
             def place(x: np.ndarray, *words: str | None) -> jax.Array:
                 return jax.device_put(x, self._layout.named(self._layout.act(*words)))
 
-            stored = map_words(
-                lambda w: self._layout.named(self._layout.stored(*w)), self._parts.axes
-            )
             out = self._run(
-                jax.device_put(params, stored),  # as they are, unless pipeline stages hold them
+                # As they are, unless pipeline stages hold them.
+                sharding.place(self._layout, self._parts.axes, params),
                 place(tokens, "batch", None),
                 place(lengths, "batch"),
                 jax.random.key(seed),

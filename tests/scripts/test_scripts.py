@@ -68,6 +68,27 @@ def test_generate_from_a_folder(folder):
     assert done.returncode == 2 and "vocabulary" in done.stderr, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_a_pruned_run_samples_from_tiles(tmp_path):
+    """Dense with zeros on one device, and as packed tiles on two tensor ranks: the same text."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some words to learn, again and again. " * 200)
+    done = forks.run(
+        "experiments/pretrain.py", f"--data.source={tmp_path}/text", f"--run_dir={tmp_path}/run",
+        f"--cache_dir={tmp_path}/cache", "--model.layers=2", "--train.steps=6",
+        "--train.global_batch=8", "--train.seq_len=32", "--eval.batches=1", "--eval.every=0",
+        "--eval.sample_tokens=0", "--prune.sparsity=0.5", "--prune.pattern=tw1d",
+        "--prune.tile=16", "--prune.chunk=8", "--prune.stages=1", "--prune.steps=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ask = f"--run_dir={tmp_path}/run", "--prompt=some", "--new_tokens=8", "--sampling.temperature=0"
+    dense = call("generate.py", *ask)
+    tiles = call("generate.py", *ask, "--tiles", "--mesh.tensor=2", "--emulate=2")
+    assert tiles.returncode == 0, tiles.stderr
+    assert "pruned matrices as tiles, which hold" in tiles.stdout
+    assert tiles.stdout.split("---")[1] == dense.stdout.split("---")[1]
+
+
 def test_generate_needs_one_source():
     done = call("generate.py")
     assert done.returncode == 2 and "give one of --run_dir and --hf" in done.stderr

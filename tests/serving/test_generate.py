@@ -15,6 +15,9 @@ from megajax.models import decoder
 from megajax.parallel import collective_matmul, overlap, sharding, tensor
 from megajax.serving.generate import Generator, check_request
 from megajax.serving.sampling import SamplingConfig, sample
+from megajax.systems.prune_export import stored, to_tiles
+from megajax.systems.pruning import prune
+from megajax.training.masking import chosen, keep, pick
 from pallas_kernels.collective import api
 from tests.tiny import DEEPSEEK, MODEL, MQA, RICH
 
@@ -74,6 +77,22 @@ def test_greedy_is_the_argmax_of_the_whole_pass(cfg, mesh):
     want = [one_by_one(cfg, params, p, 6) for p in PROMPTS]
     assert out == want
     assert len({tuple(w) for w in want}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"data": 1}])
+def test_packed_tiles_give_the_same_tokens(mesh):
+    axes, random = decoder.parts(MQA).axes, np.random.default_rng(0)
+    names, params = chosen(axes), sharp(MQA)
+    part = pick(params, names)
+    scores = jax.tree.map(lambda w: random.gamma(0.3, size=w.shape), part)
+    masks = prune(part, scores, 0.5, tile=8, chunk=4, axes=pick(axes, names))
+    params = keep(masks, params)
+    lo = sharding.layout(MeshSpec(**mesh).build(), model=MQA)
+    tiles = to_tiles(params, None, axes, layout=lo, tile=8, chunk=4)
+    assert 0.4 < stored(tiles) < 1
+    out = Generator(MQA, lo.mesh, sampling=GREEDY)(tiles, PROMPTS, 3)
+    assert out == [one_by_one(MQA, params, p, 3) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("cfg", [MQA, pytest.param(MODEL, marks=pytest.mark.slow)])
