@@ -25,7 +25,7 @@ from jax import lax
 
 from megajax.core.errors import did_you_mean
 from megajax.parallel import collective_vjp, overlap
-from megajax.parallel.collective_vjp import Arrays, Plan
+from megajax.parallel.collective_vjp import Arrays, Static
 from megajax.parallel.overlap import Implementation
 from pallas_kernels import arguments
 from pallas_kernels.collective import api as kernels
@@ -84,9 +84,9 @@ def all_gather_matmul(
     acc = overlap.sum_dtype(GATHER, acc_dtype)
     shape = (math.prod(x.shape[:-1]) * R, x.shape[-1], tuple(w.shape[1] for w in ws))
     word = overlap.choose(GATHER, implementation, shape, R, x.dtype)
-    plan = Plan(axis, word, acc, both_ways, activation, keep=return_gathered)
+    static = Static(axis, word, acc, both_ways, activation, keep=return_gathered)
     with arguments.reverse_only(GATHER):
-        ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), plan)
+        ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), static)
     found = ys[0] if single or activation == "swiglu" else ys
     return (found, gathered) if return_gathered else found
 
@@ -128,9 +128,9 @@ def matmul_reduce_scatter(
     _check_residual(SCATTER, residual, (*lead, m // R, n), xs[0].dtype)
     shape = (math.prod(lead) * m, n, tuple(x.shape[-1] for x in xs))
     word = overlap.choose(SCATTER, implementation, shape, R, xs[0].dtype)
-    plan = Plan(axis, word, acc, both_ways, residual=residual is not None)
+    static = Static(axis, word, acc, both_ways, residual=residual is not None)
     with arguments.reverse_only(SCATTER):
-        return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), plan)
+        return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), static)
 
 
 def matmul_all_reduce(

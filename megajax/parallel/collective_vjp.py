@@ -27,7 +27,7 @@ Array = jax.Array
 Arrays = tuple[Array, ...]
 
 
-class Plan(NamedTuple):
+class Static(NamedTuple):
     """What is static of a call.
 
     both_ways: see ring.py. keep: the gathered input is a result. residual: there is one to add.
@@ -46,78 +46,80 @@ class Plan(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def gather_matmul(x: Array, ws: Arrays, biases: tuple, plan: Plan) -> tuple[Arrays, Array | None]:
+def gather_matmul(
+    x: Array, ws: Arrays, biases: tuple, static: Static
+) -> tuple[Arrays, Array | None]:
     """Returns (the products of gathered x, one or, with 'swiglu', joined; gathered x if kept)."""
-    return _gather_run(x, ws, biases, plan, keep_z=False)[:2]
+    return _gather_run(x, ws, biases, static, keep_z=False)[:2]
 
 
 def _gather_run(
-    x: Array, ws: Arrays, biases: tuple, plan: Plan, keep_z: bool
+    x: Array, ws: Arrays, biases: tuple, static: Static, keep_z: bool
 ) -> tuple[Arrays, Array | None, Arrays]:
     """Returns (ys, gathered x if it is a result, the activation's inputs if asked)."""
-    if plan.implementation == "fused":
-        return _gather_fused(x, ws, biases, plan, keep_z)
+    if static.implementation == "fused":
+        return _gather_fused(x, ws, biases, static, keep_z)
 
     def work(x: Array) -> Arrays:
         # Float32 for what is still to be done; a chunk that is done is written as it will stay.
-        done = [b is None and plan.activation is None for b in biases]
+        done = [b is None and static.activation is None for b in biases]
         dtypes = [x.dtype if d else jnp.float32 for d in done]
         zs = tuple(map(_add_bias, map(functools.partial(_dot, x), ws, dtypes), biases))
-        found = _activate(plan.activation, zs) + (zs if keep_z else ())
-        return tuple(a.astype(x.dtype) for a in found) + ((x,) if plan.keep else ())
+        found = _activate(static.activation, zs) + (zs if keep_z else ())
+        return tuple(a.astype(x.dtype) for a in found) + ((x,) if static.keep else ())
 
-    found = _gathered(x, work, plan)
-    found, gathered = (found[:-1], found[-1]) if plan.keep else (found, None)
-    results = 1 if plan.activation == "swiglu" else len(ws)
+    found = _gathered(x, work, static)
+    found, gathered = (found[:-1], found[-1]) if static.keep else (found, None)
+    results = 1 if static.activation == "swiglu" else len(ws)
     return found[:results], gathered, found[results:]
 
 
 def _gather_fused(
-    x: Array, ws: Arrays, biases: tuple, plan: Plan, keep_z: bool
+    x: Array, ws: Arrays, biases: tuple, static: Static, keep_z: bool
 ) -> tuple[Arrays, Array | None, Arrays]:
     """As _gather_run; what an activation outside the kernel takes was rounded to x's type."""
-    inside: Any = None if keep_z or plan.activation == "swiglu" else plan.activation
+    inside: Any = None if keep_z or static.activation == "swiglu" else static.activation
     zs, gathered = kernels.all_gather_matmul(
-        x, ws, axis=plan.axis, bias=biases, activation=inside, return_gathered=True,
+        x, ws, axis=static.axis, bias=biases, activation=inside, return_gathered=True,
         implementation="fused",
     )  # fmt: skip
     ys = zs
-    if inside != plan.activation:
+    if inside != static.activation:
         wide = tuple(z.astype(jnp.float32) for z in zs)
-        ys = tuple(y.astype(x.dtype) for y in _activate(plan.activation, wide))
-    return ys, gathered if plan.keep else None, zs if keep_z else ()
+        ys = tuple(y.astype(x.dtype) for y in _activate(static.activation, wide))
+    return ys, gathered if static.keep else None, zs if keep_z else ()
 
 
-def _gather_forward(x: Any, ws: Any, biases: Any, plan: Plan) -> tuple:
+def _gather_forward(x: Any, ws: Any, biases: Any, static: Static) -> tuple:
     wanted = any(w.perturbed for w in ws)
     x, ws, biases = custom_vjp_primal_tree_values((x, ws, biases))
-    keep_z = plan.activation is not None
-    ys, gathered, zs = _gather_run(x, ws, biases, plan, keep_z)
-    kept = gathered if plan.keep else x
+    keep_z = static.activation is not None
+    ys, gathered, zs = _gather_run(x, ws, biases, static, keep_z)
+    kept = gathered if static.keep else x
     return (ys, gathered), (kept if wanted else None, ws, biases, zs)
 
 
-def _gather_backward(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
+def _gather_backward(static: Static, saved: tuple, cotangents: tuple) -> tuple:
     """dz w^T is scattered beside x^T dz, and x gathered again beside dz w^T: whole products."""
     x, ws, biases, zs = saved
     dys, dgathered = cotangents
     dys = _instantiated(dys)
     dtype = ws[0].dtype
     dzs = tuple(dy.astype(jnp.float32) for dy in dys)
-    if plan.activation is not None:
-        function = functools.partial(_activate, plan.activation)
+    if static.activation is not None:
+        function = functools.partial(_activate, static.activation)
         (dzs,) = jax.vjp(function, tuple(z.astype(jnp.float32) for z in zs))[1](dzs)
     dbiases = tuple(map(_bias_gradient, biases, dzs))
     dzs = tuple(dz.astype(dtype) for dz in dzs)
     w_Ts = tuple(w.T for w in ws)
     if x is None:  # no weight wants a gradient, so nothing else is there to work beside the scatter
-        dx, dws = _scattered(dzs, w_Ts, plan), (None,) * len(ws)
+        dx, dws = _scattered(dzs, w_Ts, static), (None,) * len(ws)
     else:
-        x = x if plan.keep else plain.gather(x, plan.axis)
-        dx = _psum_scatter(product(dzs, w_Ts), plan)
+        x = x if static.keep else plain.gather(x, static.axis)
+        dx = _psum_scatter(product(dzs, w_Ts), static)
         dws = tuple(map(functools.partial(_weight_gradient, x), dzs, ws))
     if dgathered is not None and not isinstance(dgathered, SymbolicZero):
-        dx += _psum_scatter(dgathered.astype(jnp.float32), plan)
+        dx += _psum_scatter(dgathered.astype(jnp.float32), static)
     return dx.astype(dtype), dws, dbiases
 
 
@@ -129,35 +131,35 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def matmul_scatter(
-    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, plan: Plan
+    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, static: Static
 ) -> Array:
     """Returns this rank's rows of the sum of all products, bias and residual added."""
-    return _scatter_run(xs, ws, bias, residual, plan)
+    return _scatter_run(xs, ws, bias, residual, static)
 
 
-def _scatter_run(xs, ws, bias, residual, plan):
-    if plan.implementation == "fused":
-        return _scatter_fused(xs, ws, bias, residual, plan)
-    return finish(_scattered(xs, ws, plan), bias, residual, xs[0].dtype)
+def _scatter_run(xs, ws, bias, residual, static):
+    if static.implementation == "fused":
+        return _scatter_fused(xs, ws, bias, residual, static)
+    return finish(_scattered(xs, ws, static), bias, residual, xs[0].dtype)
 
 
 def _scatter_fused(
-    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, plan: Plan
+    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, static: Static
 ) -> Array:
     return kernels.matmul_reduce_scatter(
-        xs, ws, axis=plan.axis, bias=bias, residual=residual, acc_dtype=plan.acc_dtype,
+        xs, ws, axis=static.axis, bias=bias, residual=residual, acc_dtype=static.acc_dtype,
         implementation="fused",
     )  # fmt: skip
 
 
-def _scatter_forward(xs: Any, ws: Any, bias: Any, residual: Any, plan: Plan) -> tuple:
+def _scatter_forward(xs: Any, ws: Any, bias: Any, residual: Any, static: Static) -> tuple:
     wanted = any(w.perturbed for w in ws)
     xs, ws, bias, residual = custom_vjp_primal_tree_values((xs, ws, bias, residual))
-    y = _scatter_run(xs, ws, bias, residual, plan)
+    y = _scatter_run(xs, ws, bias, residual, static)
     return y, (xs if wanted else None, ws, bias)
 
 
-def _scatter_backward(plan: Plan, saved: tuple, dy: Any) -> tuple:
+def _scatter_backward(static: Static, saved: tuple, dy: Any) -> tuple:
     """dy is gathered once, beside dx = dy w^T; then it is whole, for dw = x^T dy."""
     xs, ws, bias = saved
     (dy,) = _instantiated((dy,))
@@ -166,17 +168,17 @@ def _scatter_backward(plan: Plan, saved: tuple, dy: Any) -> tuple:
         dxs = tuple(_dot(dy, w.T, dy.dtype) for w in ws)
         return dxs if xs is None else (*dxs, dy)
 
-    if plan.implementation == "fused":
+    if static.implementation == "fused":
         dxs, whole = kernels.all_gather_matmul(
-            dy, ws, axis=plan.axis, return_gathered=True, transpose_w=True, implementation="fused"
+            dy, ws, axis=static.axis, return_gathered=True, transpose_w=True, implementation="fused"
         )
         found = (*dxs, whole)
     else:
-        found = _gathered(dy, work, plan)
+        found = _gathered(dy, work, static)
     dxs, dws = found[: len(ws)], (None,) * len(ws)
     if xs is not None:
         dws = tuple(_weight_gradient(x, found[-1], w) for x, w in zip(xs, ws, strict=True))
-    return dxs, dws, _bias_gradient(bias, dy), dy if plan.residual else None
+    return dxs, dws, _bias_gradient(bias, dy), dy if static.residual else None
 
 
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
@@ -185,26 +187,26 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 # ---- the collectives
 
 
-def _gathered(x: Array, work: Callable[[Array], Arrays], plan: Plan) -> Arrays:
+def _gathered(x: Array, work: Callable[[Array], Arrays], static: Static) -> Arrays:
     """Returns work(x of all ranks)."""
-    if plan.implementation == "ring" and x.size:
-        return ring.all_gather(x, work, plan.axis, plan.both_ways)
-    return work(plain.gather(x, plan.axis))
+    if static.implementation == "ring" and x.size:
+        return ring.all_gather(x, work, static.axis, static.both_ways)
+    return work(plain.gather(x, static.axis))
 
 
-def _scattered(xs: Arrays, ws: Arrays, plan: Plan) -> Array:
+def _scattered(xs: Arrays, ws: Arrays, static: Static) -> Array:
     """Returns this rank's rows of the sum over ranks of all x w, float32 (fused: x's)."""
-    if plan.implementation == "ring" and xs[0].size:
-        dtype = jnp.dtype(plan.acc_dtype)
+    if static.implementation == "ring" and xs[0].size:
+        dtype = jnp.dtype(static.acc_dtype)
         work = lambda *xs: product(xs, ws)  # noqa: E731
-        return ring.reduce_scatter(xs, work, plan.axis, plan.both_ways, dtype)
-    if plan.implementation == "fused":
-        return _scatter_fused(xs, ws, None, None, plan)
-    return _psum_scatter(product(xs, ws), plan)
+        return ring.reduce_scatter(xs, work, static.axis, static.both_ways, dtype)
+    if static.implementation == "fused":
+        return _scatter_fused(xs, ws, None, None, static)
+    return _psum_scatter(product(xs, ws), static)
 
 
-def _psum_scatter(part: Array, plan: Plan) -> Array:
-    return plain.scatter(part.astype(plan.acc_dtype), plan.axis).astype(jnp.float32)
+def _psum_scatter(part: Array, static: Static) -> Array:
+    return plain.scatter(part.astype(static.acc_dtype), static.axis).astype(jnp.float32)
 
 
 # ---- what one rank computes

@@ -80,9 +80,9 @@ def dispatch_grouped_matmul(
     tokens = (x.shape[0], routing.expert_index.shape[1], x.shape[1])
     word = expert_overlap.choose(DISPATCH, implementation, tokens, weights, axes)
     experts = weights[0].shape[0]
-    dispatch = expert_rows.plan(routing.expert_index, experts, axes, capacity, word)
-    plan = expert_vjp.Plan(word, acc)
-    products = expert_vjp.first_products(*alike((x, weights, dispatch)), plan)
+    dispatch = expert_rows.make_dispatch(routing.expert_index, experts, axes, capacity, word)
+    static = expert_vjp.Static(word, acc)
+    products = expert_vjp.first_products(*alike((x, weights, dispatch)), static)
     if activation == "swiglu":
         gate_NF, up_NF = (z.astype(jnp.float32) for z in products)
         return (activate("silu", gate_NF) * up_NF).astype(x.dtype), dispatch
@@ -136,8 +136,8 @@ def grouped_matmul_combine(
     word = expert_overlap.choose(COMBINE, implementation, tokens, (w,), dispatch.axes)
     if dispatch.lanes is not None:
         word = "xla"
-    plan = expert_vjp.Plan(word, acc)
-    return expert_vjp.second_product(*alike((h, w, weights, dispatch)), plan)
+    static = expert_vjp.Static(word, acc)
+    return expert_vjp.second_product(*alike((h, w, weights, dispatch)), static)
 
 
 def _check_dispatch(

@@ -99,7 +99,7 @@ class Dispatch:
         return (P // len(self.splits_RE) if self.lanes is None else self.lanes.place_GT.shape[1], A)
 
 
-def plan(
+def make_dispatch(
     expert_TA: Array,
     experts: int,
     axes: tuple[str, str | None],

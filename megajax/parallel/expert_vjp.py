@@ -27,7 +27,7 @@ Array = jax.Array
 Arrays = tuple[Array, ...]
 
 
-class Plan(NamedTuple):
+class Static(NamedTuple):
     """What is static of a call. acc_dtype: of sums that cross ranks."""
 
     implementation: Implementation
@@ -38,26 +38,26 @@ class Plan(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def first_products(x_TD: Array, ws: Arrays, dispatch: Dispatch, plan: Plan) -> Arrays:
+def first_products(x_TD: Array, ws: Arrays, dispatch: Dispatch, static: Static) -> Arrays:
     """Returns h_NF of every w: each token at its experts; 0 past the splits."""
-    return _spread(x_TD, ws, dispatch, plan)[0]
+    return _spread(x_TD, ws, dispatch, static)[0]
 
 
-def _first_forward(x_TD, ws, dispatch, plan):
-    keep = plan.implementation == "xla"
-    hs, x_ND = _spread(x_TD, ws, dispatch, plan, keep=keep)
+def _first_forward(x_TD, ws, dispatch, static):
+    keep = static.implementation == "xla"
+    hs, x_ND = _spread(x_TD, ws, dispatch, static, keep=keep)
     return hs, (x_ND if keep else x_TD, ws, dispatch)
 
 
-def _first_backward(plan, saved, dhs):
+def _first_backward(static, saved, dhs):
     x, ws, dispatch = saved
     x_ND = x
-    if plan.implementation != "xla":
+    if static.implementation != "xla":
         # Locked: XLA would join this gather with those of the forward pass, beside nothing.
         x, dhs = lax.optimization_barrier((x, dhs))
         x_ND = _rows(x, dispatch)
     # The weights' gradient stands beside the scatter, which then needs no ring.
-    whole = plan._replace(implementation="xla") if plan.implementation == "ring" else plan
+    whole = static._replace(implementation="xla") if static.implementation == "ring" else static
     dx_TD = _collect(dhs, ws, None, dispatch, whole, turned=True).astype(x.dtype)
     dws = tuple(_weight_gradient(x_ND, dh, w, dispatch) for dh, w in zip(dhs, ws, strict=True))
     return dx_TD, dws, None
@@ -71,22 +71,22 @@ first_products.defvjp(_first_forward, _first_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def second_product(
-    h_NF: Array, w: Array, weight_TA: Array, dispatch: Dispatch, plan: Plan
+    h_NF: Array, w: Array, weight_TA: Array, dispatch: Dispatch, static: Static
 ) -> Array:
     """Returns y_TD: of each own token the weighted sum of its answers h w on all ranks."""
-    return _collect((h_NF,), (w,), weight_TA, dispatch, plan).astype(h_NF.dtype)
+    return _collect((h_NF,), (w,), weight_TA, dispatch, static).astype(h_NF.dtype)
 
 
-def _second_forward(h_NF, w, weight_TA, dispatch, plan):
-    y_TD = second_product(h_NF, w, weight_TA, dispatch, plan)
+def _second_forward(h_NF, w, weight_TA, dispatch, static):
+    y_TD = second_product(h_NF, w, weight_TA, dispatch, static)
     return y_TD, (h_NF, w, weight_TA, dispatch)
 
 
-def _second_backward(plan, saved, dy_TD):
+def _second_backward(static, saved, dy_TD):
     h_NF, w, weight_TA, dispatch = saved
     weight_PA = expert_rows.weights_of(weight_TA, dispatch)
     weight_N1 = weight_PA.reshape(-1)[dispatch.order_N][:, None]
-    (g_NF,), dy_ND = _spread(dy_TD, (w,), dispatch, plan, turned=True, keep=True)
+    (g_NF,), dy_ND = _spread(dy_TD, (w,), dispatch, static, turned=True, keep=True)
     assert dy_ND is not None
     g_NF = g_NF.astype(jnp.float32)
     dweight_N = (g_NF * h_NF.astype(jnp.float32)).sum(1)
@@ -107,20 +107,20 @@ def _spread(
     x_TD: Array,
     ws: Arrays,
     dispatch: Dispatch,
-    plan: Plan,
+    static: Static,
     *,
     turned: bool = False,
     keep: bool = False,
 ) -> tuple[Arrays, Array | None]:
     """Returns (x w of every row with each w; the rows x_ND, if kept). turned: w^T."""
-    if plan.implementation == "fused":
+    if static.implementation == "fused":
         assert dispatch.routes is not None
         found = kernels.dispatch_grouped_matmul(
             x_TD, ws, dispatch.routes, axis=expert_rows.live(dispatch.axes), return_rows=keep,
             transpose_w=turned, implementation="fused",
         )  # fmt: skip
         return found if keep else (found, None)
-    if plan.implementation == "ring":
+    if static.implementation == "ring":
         hs, x_PD = expert_ring.spread(x_TD, ws, dispatch, turned, keep)
         return hs, None if x_PD is None else x_PD[dispatch.source_N]
     x_ND = _rows(x_TD, dispatch)
@@ -132,14 +132,14 @@ def _collect(
     ws: Arrays,
     weight_TA: Array | None,
     dispatch: Dispatch,
-    plan: Plan,
+    static: Static,
     turned: bool = False,
 ) -> Array:
     """Returns (T, D): of own tokens the weighted sums of all h w, float32 (fused: h's type).
 
     weight_TA: None: 1. turned: w^T.
     """
-    if plan.implementation == "fused":
+    if static.implementation == "fused":
         routes = dispatch.routes
         assert routes is not None
         weight_TA = jnp.ones(dispatch.choices, jnp.float32) if weight_TA is None else weight_TA
@@ -147,18 +147,18 @@ def _collect(
         parts = routes.expert_TA.shape[1] // weight_TA.shape[1]
         return kernels.grouped_matmul_combine(
             hs, ws, routes, jnp.repeat(weight_TA, parts, axis=1),
-            axis=expert_rows.live(dispatch.axes), acc_dtype=plan.acc_dtype,
+            axis=expert_rows.live(dispatch.axes), acc_dtype=static.acc_dtype,
             transpose_w=turned, implementation="fused",
         )  # fmt: skip
     weight_PA = None if weight_TA is None else expert_rows.weights_of(weight_TA, dispatch)
-    if plan.implementation == "ring":
-        return expert_ring.collect(hs, ws, weight_PA, dispatch, jnp.dtype(plan.acc_dtype))
+    if static.implementation == "ring":
+        return expert_ring.collect(hs, ws, weight_PA, dispatch, jnp.dtype(static.acc_dtype))
     parts = (
         _product(h, w, dispatch, turned).astype(jnp.float32) for h, w in zip(hs, ws, strict=True)
     )
     weight_N = None if weight_PA is None else weight_PA.reshape(-1)[dispatch.order_N]
     y_ND = functools.reduce(operator.add, parts)
-    return expert_rows.add_up(y_ND, weight_N, dispatch, jnp.dtype(plan.acc_dtype))
+    return expert_rows.add_up(y_ND, weight_N, dispatch, jnp.dtype(static.acc_dtype))
 
 
 def _rows(x_TD: Array, dispatch: Dispatch) -> Array:

@@ -171,19 +171,19 @@ class Pipeline:
           layer's MoeSums and zeros, and with the rest without them.
         Of a packed leaf, whose integers have no gradient, the others are None.
         """
-        self, plan = self._of(params), self.cfg.route(self.stages)
+        self, route = self._of(params), self.cfg.route(self.stages)
 
         def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
-            return self._run(plan, params, batch, lambda sums: objective(sums, *scalars))
+            return self._run(route, params, batch, lambda sums: objective(sums, *scalars))
 
         return self._everywhere(local, (SUMS, self._specs), len(scalars))(params, batch, *scalars)
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
         """Returns the loss sums of a batch (U, B, ...): the forward half of the schedule."""
-        self, plan = self._of(params), self.cfg.route(self.stages, backward=False)
+        self, route = self._of(params), self.cfg.route(self.stages, backward=False)
 
         def local(params: Tree, batch: Batch) -> LossSums:
-            return self._run(plan, params, batch, None)[0]
+            return self._run(route, params, batch, None)[0]
 
         return self._everywhere(local, SUMS)(params, batch)
 
@@ -215,7 +215,7 @@ class Pipeline:
         )
 
     def _run(
-        self, plan: Route, params: Tree, batch: Batch, objective: Objective | None
+        self, route: Route, params: Tree, batch: Batch, objective: Objective | None
     ) -> tuple[LossSums, Tree]:
         """The program of one device: its loops, and beside them the chunks' gathers and scatters.
 
@@ -226,12 +226,12 @@ class Pipeline:
         axes, v, stack = self.parts.axes, self.cfg.chunks, self.parts.stack
         rest = {k: map_words(self._whole, axes[k], x) for k, x in params.items() if k != stack}
         cut = jax.tree.map(lambda x: x.reshape(v, -1, *x.shape[1:]), params[stack])
-        first = [self._gather(cut, chunk) for chunk in range(plan.loops[0].chunks)]
+        first = [self._gather(cut, chunk) for chunk in range(route.loops[0].chunks)]
         held = jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0])
         held = _write(held, 0, first)
         tick = Tick(
             self.parts,
-            plan,
+            route,
             rest | {stack: held},
             batch,
             objective,
@@ -243,8 +243,8 @@ class Pipeline:
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"
-        here = _rows(rows, plan.loops[0])
-        for loop, following in zip(plan.loops, (*plan.loops[1:], plan.loops[-1]), strict=True):
+        here = _rows(rows, route.loops[0])
+        for loop, following in zip(route.loops, (*route.loops[1:], route.loops[-1]), strict=True):
             # Barriers, for the scheduler goes backwards and takes what is ready first: the gather
             # starts when the loop has all that it needs, and ends where the next loop's rows are
             # cut. That is work, so the end is ready before the loop is, which then lies between.

@@ -55,7 +55,7 @@ class Tick:
     def __init__(
         self,
         parts: ModelParts,
-        plan: Route,
+        route: Route,
         whole: Tree,
         batch: Batch,
         objective: Objective | None,
@@ -73,7 +73,7 @@ class Tick:
         what remat keeps lies in a buffer from F to B; else B makes it again.
         settle(words, gradient): done to a gradient before it is added to the total.
         """
-        self.parts, self.plan, self.batch, self.objective = parts, plan, batch, objective
+        self.parts, self.route, self.batch, self.objective = parts, route, batch, objective
         self.copies, self.settle, self.v = copies, settle, chunks
         self.remat, self.stashes = remat, stashes and objective is not None
         self.stage, self.stages = lax.axis_index(PIPE), lax.axis_size(PIPE)
@@ -83,10 +83,10 @@ class Tick:
 
     def rows(self) -> dict:
         """Returns the route as this stage reads it, leaves (T,)."""
-        plan = self.plan
-        arrays = {k: vars(lane) for k, lane in plan.lanes.items()} | {
-            "land_input": plan.land_input, "land_grad": plan.land_grad, "head": plan.head,
-            "head_place": plan.head_place, "embed": plan.embed, "unembed": plan.unembed,
+        route = self.route
+        arrays = {k: vars(lane) for k, lane in route.lanes.items()} | {
+            "land_input": route.land_input, "land_grad": route.land_grad, "head": route.head,
+            "head_place": route.head_place, "embed": route.embed, "unembed": route.unembed,
         }  # fmt: skip
         return jax.tree.map(
             lambda a: jnp.asarray(a)[:, self.stage] if a.ndim > 1 else jnp.asarray(a), arrays
@@ -112,8 +112,8 @@ class Tick:
         def buffer(places: int, like: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((places + 1, *like.shape), like.dtype)
 
-        inputs, grads = buffer(self.plan.inputs, x), buffer(self.plan.grads, x)
-        kept = jax.tree.map(functools.partial(buffer, self.plan.inputs), kept)
+        inputs, grads = buffer(self.route.inputs, x), buffer(self.route.grads, x)
+        kept = jax.tree.map(functools.partial(buffer, self.route.inputs), kept)
         sums = jax.eval_shape(lambda: self.head_sums(self.rest, empty, 0))
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums, moe)
@@ -321,15 +321,15 @@ class Tick:
         return lax.ppermute(x, PIPE, [(i, (i + way) % P) for i in range(P)])
 
 
-def branches(plan: Route) -> dict[tuple[str, int], float]:
+def branches(route: Route) -> dict[tuple[str, int], float]:
     """Returns {(scope, ticks of a loop): how many of its ticks take the branch}.
 
     Loops of equal length that have the branch are told apart by nobody who reads a program: each
     counts for their mean, so that the sum is right.
     """
     taken: dict[tuple[str, int], list[int]] = {}
-    numbers = {ENTER: ("E", plan.embed), HEAD: ("H", plan.head), LEAVE: ("L", plan.unembed)}
-    for loop in plan.loops:
+    numbers = {ENTER: ("E", route.embed), HEAD: ("H", route.head), LEAVE: ("L", route.unembed)}
+    for loop in route.loops:
         for scope, (event, number) in numbers.items():
             if event in loop.kinds:
                 here = number[loop.first : loop.first + loop.ticks]

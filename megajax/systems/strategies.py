@@ -31,8 +31,8 @@ MOST_CONTEXT = 8  # devices that share a row (chosen)
 
 
 @dataclasses.dataclass(frozen=True)
-class Priced:
-    """A proposal that fits by its bound. step_s: estimate. bound: bytes a device."""
+class Strategy:
+    """A chosen mesh and schedule. step_s: estimate. bound: bytes a device."""
 
     step_s: float
     bound: float
@@ -157,12 +157,12 @@ def _has(schedule: str, chunks: int, microbatches: int, pipe: int) -> bool:
 
 def price(
     cfg: Config, cluster: Cluster, meshes: list[tuple[MeshSpec, dict[str, int]]]
-) -> tuple[list[Priced], dict[str, int], list[Priced]]:
+) -> tuple[list[Strategy], dict[str, int], list[Strategy]]:
     """Returns (proposals that fit, fastest first; counts of the others by their largest term; if
     none fits, those that need least)."""
     capacity = cluster.card.memory_bytes - RESERVE_BYTES
     fits, dropped, least = [], Counter(), float("inf")
-    nearest: list[Priced] = []
+    nearest: list[Strategy] = []
     for mesh, sizes in meshes:
         for candidate in proposals(cfg, mesh, sizes):
             step = aot.step_shape(candidate, sizes)
@@ -172,15 +172,15 @@ def price(
                 dropped[misfit] += 1
                 if bound < least:
                     least = bound
-                    nearest.insert(0, Priced(0.0, bound, candidate))
+                    nearest.insert(0, Strategy(0.0, bound, candidate))
                 continue
             guess = estimate(step, cluster, traffic.transfers(step))
-            fits.append(Priced(guess.step_s, bound, candidate))
+            fits.append(Strategy(guess.step_s, bound, candidate))
     fits.sort(key=lambda p: (p.step_s, p.bound))
     return fits, dict(dropped.most_common()), nearest
 
 
-def legal(priced: Iterable[Priced], cluster: Cluster) -> Iterator[Plan]:
+def legal(priced: Iterable[Strategy], cluster: Cluster) -> Iterator[Plan]:
     """Yields the outlines of those that a run would accept, in their order.
 
     Of equally fast ones on a mesh (gpipe beside interleaved) only the first, which needs least.
@@ -196,7 +196,7 @@ def legal(priced: Iterable[Priced], cluster: Cluster) -> Iterator[Plan]:
         before = one
 
 
-def compile_best(priced: Iterable[Priced], cluster: Cluster, best: int) -> list[Plan]:
+def compile_best(priced: Iterable[Strategy], cluster: Cluster, best: int) -> list[Plan]:
     """Returns the compiled plans, those that fit first, fastest first.
 
     A program needs more than its bound. One whose bound, times the least factor seen of what keeps
@@ -205,7 +205,7 @@ def compile_best(priced: Iterable[Priced], cluster: Cluster, best: int) -> list[
     plans: list[Plan] = []
     factors: dict[tuple, float] = {}
 
-    def worth(one: Priced) -> bool:
+    def worth(one: Strategy) -> bool:
         need = factors.get(_keeps(one.cfg), 1.0) * one.bound
         return need + RESERVE_BYTES <= cluster.card.memory_bytes
 
