@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.core.hardware import CARDS
 from megajax.core.packing import PackInfo, bucket, pack, unpack
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.layers import fused
@@ -31,7 +32,6 @@ from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import packed_attention
 from pallas_kernels.attention import area
-from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
 from pallas_kernels.dispatch import Implementation
 
 Array = jax.Array
@@ -204,7 +204,7 @@ class Kernel:
     @property
     def floor_s(self) -> float:
         """No kernel is faster on an H200."""
-        return max(self.flops / PEAK_FLOPS, self.bytes / PEAK_BYTES)
+        return CARDS["H200"].floor_s(self.flops, self.bytes)
 
 
 def visited_pairs(lengths: Sequence[int], width: int) -> int:

@@ -25,7 +25,6 @@ from megajax.core.hardware import CARDS
 from megajax.cost.sparse import Gemm, SparseCost
 from megajax.systems.pruning import prune
 from megajax.training.masking import UnitScore
-from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
 from pallas_kernels.tile_sparse.format import TileSparse
 
 Row = dict[str, Any]
@@ -131,7 +130,7 @@ class Work:
     @property
     def floor_s(self) -> float:
         """No kernel is faster on an H200."""
-        return max(self.flops / PEAK_FLOPS, self.bytes / PEAK_BYTES)
+        return CARDS["H200"].floor_s(self.flops, self.bytes)
 
 
 def dense_work(rows: int, shape: tuple[int, int]) -> Work:

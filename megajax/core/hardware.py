@@ -38,6 +38,10 @@ class DeviceCard:
     link_bytes_per_s: float
     network_bytes_per_s: float
 
+    def floor_s(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
+        """Returns seconds below which no kernel can stay: at the peaks, without efficiencies."""
+        return max(flops / self.flops[dtype], nbytes / self.memory_bytes_per_s)
+
     @property
     def inside(self) -> Link:
         """NVLink between devices of a host."""
