@@ -15,6 +15,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.core.tree import floating
 from megajax.layers import ops
 from megajax.layers.weight import PackedWeight
 from megajax.models import decoder
@@ -60,6 +61,7 @@ def near(found, wanted):
     chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap, cfg", [("xla", MODEL), ("ring", MODEL), ("xla", MQA)])
 def test_tensor_ranks_hold_tiles_of_their_slices(overlap, cfg):
     params, masks, batch, logits, grads = masked(cfg)
@@ -77,10 +79,8 @@ def test_tensor_ranks_hold_tiles_of_their_slices(overlap, cfg):
     near(found, (logits, values_of(pack(grads))))
 
 
-@pytest.mark.parametrize(
-    "gradients, overlap",
-    [("local", "xla"), pytest.param("sharded", "ring", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients, overlap", [("local", "xla"), ("sharded", "ring")])
 def test_stages_hold_tiles_of_their_layers(gradients, overlap):
     params, masks, batch, _, grads = masked(MODEL)
     mesh = MeshSpec(pipe=2, data=2, tensor=2).build()
@@ -127,32 +127,75 @@ class Bytes(PackedWeight):
         return ops.matmul(x, self.codes.astype(x.dtype) * self.scale, contract)
 
 
-@pytest.mark.parametrize("overlap", ["xla", "ring"])
-def test_a_new_type_of_weight_needs_two_methods(overlap):
-    """An MLP's two products beside a dense weight, on two tensor ranks, against float64."""
-    random = np.random.default_rng(0)
-    x, gate, up = (random.normal(size=n) for n in ((2, 8, 16), (16, 24), (16, 24)))
-    down = random.normal(size=(24, 16))
-    cut = [Bytes.of(np.split(w, 2, dim)) for w, dim in ((up, 1), (down, 0))]
-    lo = sharding.layout(MeshSpec(data=1, tensor=2).build())
-    axes = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    params = {"gate": jnp.asarray(gate, jnp.float32), "up": cut[0], "down": cut[1]}
+AXES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
-    def run(params, x):
-        gate, up, down = (nnx.Param(params[k], axes=axes[k]) for k in ("gate", "up", "down"))
+
+def as_bytes(dense):
+    """(packed for two ranks, the dense arrays that it stands for)."""
+    cut = {k: Bytes.of(np.split(w, 2, AXES[k].index("mlp"))) for k, w in dense.items()}
+    wide = {
+        k: np.concatenate(
+            np.asarray(w.codes, float) * np.asarray(w.scale, float)[:, None, None],
+            AXES[k].index("mlp"),
+        )
+        for k, w in cut.items()
+    }
+    return cut, wide
+
+
+def as_tiles(dense, lo):
+    random = np.random.default_rng(1)
+    masks = {k: random.random(w.shape) < 0.5 for k, w in dense.items()}
+    pack = functools.partial(
+        to_tiles, masks=masks, axes={k: AXES[k] for k in dense}, layout=lo, tile=4, chunk=2
+    )
+    return pack, {k: np.where(masks[k], w, 0) for k, w in dense.items()}
+
+
+@pytest.mark.parametrize("overlap", ["xla", "ring"])
+@pytest.mark.parametrize("kind", ["tiles", "bytes"])
+def test_an_mlp_of_packed_weights(kind, overlap):
+    """Two products, the first beside a dense weight's, on two tensor ranks, against float64."""
+    random = np.random.default_rng(0)
+    x, c = random.normal(size=(2, 2, 8, 16))
+    shapes = {"up": (16, 24), "down": (24, 16)}
+    gate, dense = (
+        random.normal(size=(16, 24)),
+        {k: random.normal(size=n) for k, n in shapes.items()},
+    )
+    lo = sharding.layout(MeshSpec(data=1, tensor=2).build())
+    if kind == "bytes":
+        packed, wide = as_bytes(dense)
+    else:
+        pack, wide = as_tiles(dense, lo)
+        packed = pack({k: np.asarray(w, np.float32) for k, w in dense.items()})
+
+    def loss(x, params, c):
+        weights = {k: nnx.Param(w, axes=AXES[k]) for k, w in params.items()}
         on = tensor.ops(lo, overlap=overlap)
-        a, b = on.up(x, (gate, up), on.matmul)
-        return on.down(((a * b, down),), x, on.matmul)
+        a, b = on.up(x, (weights["gate"], weights["up"]), on.matmul)
+        y = on.down(((a * b, weights["down"]),), x, on.matmul)
+        return (y * c).sum(), y
+
+    def run(*args):
+        grads, y = jax.grad(loss, (0, 1), has_aux=True, allow_int=True)(*args)
+        return y, floating(grads)
 
     with jax.set_mesh(lo.mesh):
         stream = lo.named(lo.act("batch", "seq", None, residual=True))
-        params = sharding.place(lo, axes, params)
-        found = jax.jit(run)(params, jax.device_put(jnp.asarray(x, jnp.float32), stream))
-    whole = [np.asarray(w.codes, float) * np.asarray(w.scale, float)[:, None, None] for w in cut]
-    up, down = np.concatenate(whole[0], 1), np.concatenate(whole[1], 0)
-    np.testing.assert_allclose(
-        np.asarray(found), x + (x @ gate * (x @ up)) @ down, rtol=1e-4, atol=1e-4
-    )
+        params = sharding.place(lo, AXES, packed | {"gate": jnp.asarray(gate, jnp.float32)})
+        rows = (jax.device_put(jnp.asarray(a, jnp.float32), stream) for a in (x, c))
+        y, (dx, grads) = jax.jit(run)(next(rows), params, next(rows))
+    a, b, dh = x @ gate, x @ wide["up"], c @ wide["down"].T
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4)
+    close(np.asarray(y), x + (a * b) @ wide["down"])
+    close(np.asarray(dx), c + (dh * b) @ gate.T + (dh * a) @ wide["up"].T)
+    close(np.asarray(grads["gate"]), np.einsum("bsd,bsf->df", x, dh * b))
+    if kind == "tiles":
+        found = {"up": np.einsum("bsd,bsf->df", x, dh * a)}
+        found["down"] = np.einsum("bsf,bsd->fd", a * b, c)
+        for k, w in pack({k: np.asarray(w, np.float32) for k, w in found.items()}).items():
+            close(np.asarray(grads[k].weight.values), np.asarray(w.weight.values))
 
 
 def test_pieces_for_another_mesh_are_refused():
