@@ -142,11 +142,18 @@ class StepFolder:
     def home(self, step: int) -> Path:
         """Returns where the files of a step are, which is below `step` if it was saved again in a
         store; `step` itself when the record does not say. Raises: UnreadableError, StoreError."""
-        folder = self.step(step)
+        record = self.unchecked(step)
+        return self.step(step) if record is None else self.step(step) / record.home
+
+    def unchecked(self, step: int) -> Record | None:
+        """Returns what the record of a step says, whoever signed it; None when it says nothing.
+
+        Raises: UnreadableError, StoreError.
+        """
         try:
-            return folder / read_record(folder).home
+            return read_record(self.step(step))
         except DamagedError:
-            return folder
+            return None
 
     def _is_plain(self, folder: Path) -> bool:
         """Tells a step that Orbax alone wrote. Raises: UnreadableError."""

@@ -1,15 +1,18 @@
-"""Fingerprints of arrays that do not depend on how they are cut.
+"""Fingerprints of arrays that depend neither on how they are cut nor on the order of their rows.
 
 fingerprint(x) = sum over elements of h(place in the whole array, bits) modulo 2^32, twice with
-different h. A sum, so every device adds up its own shard where it lies and the shards of any mesh
-add to the same number; h is a bijection of the bits for a given place, so a change of one element
-never goes unseen, and any other change does with a probability of 2^-64. Made from the devices
-before a save and after a restore, it covers the whole way there and back (copies, files, network)
-and no byte is read twice for it. File checksums (integrity.py) say WHERE damage lies.
+different h. Where rows are held in another order (LeafSum.order in integrity.py), the place of an
+element is the one that it has in the model's order. A sum, so every device adds up its own shard
+where it lies and the shards of any mesh add to the same number; h is a bijection of the bits for a
+given place, so a change of one element never goes unseen, and any other change does with a
+probability of 2^-64. Made from the devices before a save and after a restore, it covers the whole
+way there and back (copies, files, network) and no byte is read twice for it. File checksums
+(integrity.py) say WHERE damage lies.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +23,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Print = tuple[int, int]
+Order = Sequence[int] | np.ndarray | None
+Orders = Sequence[Order]
 # Odd numbers without a pattern, one a dimension: a place is a sum of these, so shards need only
 # their offset, and no place overflows.
 STRIDES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
@@ -74,14 +79,20 @@ def place_hashes(bits: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 @jax.jit
-def _sum_words(bits: jax.Array, start: jax.Array) -> jax.Array:
-    """Returns the two sums (2,) of a shard that begins at `start` (rank,) of the whole array."""
+def _sum_words(bits: jax.Array, start: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+    """Returns the two sums (2,) of a shard that begins at `start` (rank,) of the whole array.
+
+    rows: uint32, the place of each of its rows in the model's order; None: they follow `start`.
+    """
     place = jnp.zeros(bits.shape, jnp.uint32)
     for d in range(bits.ndim):
         inside = d < start.shape[0]  # else: the dimension of words
         stride = STRIDES[d % len(STRIDES)] if inside else WORD_STRIDE
         along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
-        place += (along + start[d] if inside else along) * jnp.uint32(stride)
+        along = along + start[d] if inside else along
+        if d == 0 and rows is not None:
+            along = jnp.broadcast_to(rows.reshape(-1, *[1] * (bits.ndim - 1)), bits.shape)
+        place += along * jnp.uint32(stride)
     one, two = place_hashes(bits, place)
     zero = jnp.uint32(0)
     # One reduction of both: as two, XLA's CPU compiler hashes twice and does not vectorise (6
@@ -98,11 +109,11 @@ def _program(devices: tuple[jax.Device, ...], scalars: tuple[bool, ...]) -> Call
     mesh = Mesh(np.array(devices), ("d",))
     each, same = PartitionSpec("d"), PartitionSpec()
     run = jax.shard_map(
-        lambda xs, starts: [
-            _sum_words(_words(x), s[0])[None] for x, s in zip(xs, starts, strict=True)
+        lambda xs, starts, rows: [
+            _sum_words(_words(x), s[0], r)[None] for x, s, r in zip(xs, starts, rows, strict=True)
         ],
         mesh=mesh,
-        in_specs=([same if scalar else each for scalar in scalars], each),
+        in_specs=([same if scalar else each for scalar in scalars], each, each),
         out_specs=each,
         check_vma=False,
     )
@@ -117,8 +128,15 @@ class Fingerprints:
     the shards: donated memory that has a view is not used again while it has one.
     """
 
-    def __init__(self, leaves: Iterable[Any] = (), at_once: bool = False):
-        """The arrays may be donated afterwards. at_once: CPUs begin too, not when first asked."""
+    def __init__(
+        self, leaves: Iterable[Any] = (), at_once: bool = False, orders: Orders | None = None
+    ):
+        """The arrays may be donated afterwards.
+
+        at_once: CPUs begin too, not when first asked. orders: of all leaves that will be added:
+        the row of the model at each place, None where that is the place itself.
+        """
+        self._orders: Iterator[Order] = itertools.repeat(None) if orders is None else iter(orders)
         # A thread of its own: a mesh in scope (jax.set_mesh) would claim these programs of one
         # device each.
         self._pool = ThreadPoolExecutor(1, "fingerprints")
@@ -129,9 +147,10 @@ class Fingerprints:
     def add(self, leaves: Iterable[Any]) -> None:
         """Takes more leaves, after those before; one program for all of one call."""
         held = [_held(x) for x in leaves]
+        orders = list(itertools.islice(self._orders, len(held)))
 
         def work() -> list[list[tuple[int, Any]]]:
-            return _shard_sums([x() for x, _ in held])
+            return _shard_sums([x() for x, _ in held], orders)
 
         on_hosts = all(on_host for _, on_host in held)
         if on_hosts and not self._at_once:
@@ -201,7 +220,7 @@ def _held(x: Any) -> tuple[Callable[[], Any], bool]:
     return again, True
 
 
-def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:
+def _shard_sums(leaves: Sequence[Any], orders: Orders) -> list[list[tuple[int, Any]]]:
     """Returns, for each leaf, [(replica, sums)] of the shards that this process holds."""
     parts: list[list[tuple[int, Any]]] = [[] for _ in leaves]
     groups: dict[tuple[jax.Device, ...], list[int]] = {}
@@ -215,16 +234,25 @@ def _shard_sums(leaves: Sequence[Any]) -> list[list[tuple[int, Any]]]:
             groups.setdefault(tuple(s.device for s in shards), []).append(i)
         elif jax.process_index() == 0:  # host arrays are the same on all processes
             x = np.asarray(x)
-            parts[i] = [(0, _sum_words(host_words(x), np.zeros(x.ndim, np.uint32)))]
+            rows = _rows(orders[i], [slice(None)])
+            parts[i] = [(0, _sum_words(host_words(x), np.zeros(x.ndim, np.uint32), rows))]
     for devices, members in groups.items():
-        found = _device_sums(devices, [leaves[i] for i in members])
+        found = _device_sums(devices, [leaves[i] for i in members], [orders[i] for i in members])
         for i, part in zip(members, found, strict=True):
             parts[i] = part
     return parts
 
 
+def _rows(order: Order, pieces: Sequence[slice]) -> np.ndarray | None:
+    """Returns the places of the rows of pieces, one piece after the other."""
+    if order is None:
+        return None
+    places = np.asarray(order, np.uint32)
+    return np.concatenate([places[p] for p in pieces])
+
+
 def _device_sums(
-    devices: tuple[jax.Device, ...], leaves: Sequence[jax.Array]
+    devices: tuple[jax.Device, ...], leaves: Sequence[jax.Array], orders: Orders
 ) -> list[list[tuple[int, Any]]]:
     """Returns, for each leaf, [(replica, sums)] of its shards on these devices."""
     mesh = Mesh(np.array(devices), ("d",))
@@ -241,7 +269,11 @@ def _device_sums(
         )
         start = np.array([[i.start or 0 for i in s.index] for s in shards], np.uint32)
         starts.append(start.reshape(len(shards), x.ndim))
-    sums = _program(devices, tuple(x.ndim == 0 for x in leaves))(beside, starts)
+    rows = [
+        _rows(order, [s.index[0] for s in shards if s.index])
+        for order, shards in zip(orders, ordered, strict=True)
+    ]
+    sums = _program(devices, tuple(x.ndim == 0 for x in leaves))(beside, starts, rows)
     parts = [{part.device: part.data for part in s.addressable_shards} for s in sums]
     return [
         [(s.replica_id, p[s.device]) for s in shards]

@@ -81,11 +81,13 @@ class FileSum:
 
 @dataclass(frozen=True)
 class LeafSum:
-    """What a leaf must be. fingerprint: checkpoint/fingerprint.py."""
+    """What a leaf must be. fingerprint: checkpoint/fingerprint.py. order: the row of the model at
+    each place of the first dimension; empty: each row is at its own place."""
 
     shape: list[int]
     dtype: str
     fingerprint: list[int]
+    order: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class Record:
         for file in found["files"].values():
             if not file["sha256"]:
                 del file["sha256"]
+        for leaf in found["leaves"].values():
+            if not leaf["order"]:
+                del leaf["order"]
         return json.dumps(found, separators=(",", ":"))
 
 
@@ -184,6 +189,7 @@ def read_record(folder: Path, keys: Keys | None = None) -> Record:
 
 
 HEAD = re.compile(r'\{"crc32": "[0-9a-f]{8}", (?:"hmac": "([0-9a-f]{64})", )?"record": ')
+ORDERED = 2  # version of a record with leaves in another order: readers before it refuse the step
 COPY = "copy-"  # what the name of a record's home begins with
 HOME = re.compile(rf"{COPY}[0-9a-f]{{8}}")
 
@@ -208,7 +214,7 @@ def _inside(name: str) -> str:
 
 def _check_record(record: Record) -> Record:
     """Returns a record whose every member is of its type. Raises: ValueError."""
-    if type(record.step) is not int or record.version != 1:
+    if type(record.step) is not int or record.version not in (1, ORDERED):
         raise ValueError(f"step {record.step!r:.40}, version {record.version!r:.40}")
     if record.home != "" and not HOME.fullmatch(record.home):
         raise ValueError(f"{record.home!r:.40} is no home of files")
@@ -226,6 +232,9 @@ def _check_record(record: Record) -> Record:
         if _naturals(leaf.shape, 2**62) > 64:
             raise ValueError(f"leaf {name[:200]} has {len(leaf.shape)} dimensions")
         _naturals(leaf.fingerprint, 2**64)
+        rows = _naturals(leaf.order, 2**62)
+        if rows and sorted(leaf.order) != list(range(leaf.shape[0] if leaf.shape else 0)):
+            raise ValueError(f"leaf {name[:200]} has an order that is none of its rows")
     return record
 
 

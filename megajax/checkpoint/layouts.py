@@ -6,7 +6,7 @@ there and `back`, and back after there changes no bit. Arrays are NumPy arrays (
 jax arrays; what can be a view is one.
 
 Legend: L layers, P stages, D model width, H query heads, G key-value heads, K head width. Stacked,
-(L, ...), in the model's order, is how checkpoints hold layers (`TrainStep.natural`).
+(L, ...), in the model's order, is how readers give layers (`offline.StoredLeaves`).
 """
 
 import math

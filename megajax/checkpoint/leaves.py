@@ -8,6 +8,7 @@ is not stored: `like` must have the one that was saved.
 
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from megajax.checkpoint.integrity import Record
 from megajax.checkpoint.store import CheckpointError
+from megajax.core.boxes import stored_rows
 from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
 
@@ -25,6 +27,9 @@ NUMBERS = (
     "bfloat16 complex64 complex128 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn "
     "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 ).split()
+
+# {leaf: the row of the model at each place of its first dimension}, of leaves in another order.
+Order = Mapping[str, Sequence[int]]
 
 NUMBER: Any = (bool, int, float, complex, np.generic)  # a leaf of the host without dimensions
 
@@ -195,3 +200,33 @@ def check_fits(step: int, folder: Path, like: Tree, record: Record, partial: boo
             )
     if problems:
         raise CheckpointError(f"cannot restore step {step} of {folder}: {'; '.join(problems[:5])}")
+
+
+def orders_of(tree: Tree, order: Order | None) -> list[list[int]]:
+    """Returns the order of the rows of each leaf, [] for one in the model's order.
+
+    Raises: CheckpointError when `order` names no leaf, or is no order of its rows.
+    """
+    given, found = dict(order or {}), []
+    for name, x in named_leaves(tree):
+        rows = [int(row) for row in given.pop(name, ())]
+        if rows and sorted(rows) != list(range(x.shape[0] if x.shape else 0)):
+            raise CheckpointError(
+                f"order of leaf {name} must hold each of its {x.shape[:1]} rows once, found {rows}"
+            )
+        found.append([] if rows == sorted(rows) else rows)
+    if given:
+        raise CheckpointError(f"order names {next(iter(given))}, which is no leaf of the state")
+    return found
+
+
+def rows_of(record: Record | None, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Returns {leaf: the stored row of each wanted one}, of leaves that are stored in another order
+    than wanted. record: None: all are stored in the model's order. wanted: [] stands for it."""
+    known = {} if record is None else record.leaves
+    found = {}
+    for name, order in wanted.items():
+        rows = stored_rows(known[name].order if name in known else (), order)
+        if rows is not None:
+            found[name] = rows
+    return found

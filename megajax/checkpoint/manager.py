@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,14 +30,13 @@ from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, Record
 from megajax.checkpoint.lease import Attempt, SupersededError
+from megajax.checkpoint.leaves import Order
 from megajax.checkpoint.object_folder import open_steps
-from megajax.checkpoint.sealing import Job, Sealer
+from megajax.checkpoint.sealing import Job, Sealer, Verify, check_settings
 from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.storage import Compression, ReadBackError, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
 from megajax.core.tree import Tree, named_leaves
-
-Verify = Literal["full", "fast"] | None
 
 
 class CheckpointManager:
@@ -70,7 +69,7 @@ class CheckpointManager:
         signed it (signature.py). None: who wrote a step is not asked.
         Raises: CheckpointError for a folder, a setting or an attempt that cannot be.
         """
-        _check_settings(keep, best, compression, verify)
+        check_settings(keep, best, compression, verify)
         if key_file is not None and verify != "full":
             raise CheckpointError(
                 f"verify={verify!r} must be full where steps are signed (key_file)"
@@ -121,12 +120,15 @@ class CheckpointManager:
         *,
         data_state: dict[str, Any] | None = None,
         metric: float | None = None,
+        order: Order | None = None,
     ) -> SaveHandle:
         """Starts saving; waits until the save before counts. The state may be donated, and its
         arrays of the host changed, when this returns.
 
         state: any tree of arrays. data_state: JSON values, the position of the data pipeline.
         metric: what `best` ranks by, the lower the better; NaN is not ranked.
+        order: of leaves whose rows are not held in the model's order: the model's row at each
+        place. They are stored as they are held, and every reader puts them in order.
         Returns: a handle; a failure of storage shows there, not here.
         Raises: CheckpointError for arguments that could not be restored (leaves.py).
         """
@@ -136,12 +138,13 @@ class CheckpointManager:
             raise CheckpointError(f"data_state must be a dict without the key {OURS}")
         leaves.check_json(data_state)
         leaves.check(state)
+        orders = leaves.orders_of(state, order)
         with self._turn:
             former, handle = self._pending, SaveHandle(step)
             if former is not None:
                 _warn(former.result)  # what it still reads back it reads beside this save
             self._pending = handle
-            self._start(handle, former, state, data_state or {}, metric)
+            self._start(handle, former, state, data_state or {}, metric, orders)
         handle.blocking_s = time.perf_counter() - began
         return handle
 
@@ -152,6 +155,7 @@ class CheckpointManager:
         state: Tree,
         data_state: dict[str, Any],
         metric: float | None,
+        orders: list[list[int]],
     ) -> None:
         """The first stage: copies the state, and starts the second, or the report of a failure."""
         step, number = handle.step, next(_save_numbers())
@@ -164,11 +168,13 @@ class CheckpointManager:
         try:
             state = leaves.storable(state)
             arrays = named_leaves(state)
-            prints = Fingerprints(x for _, x in arrays)
+            prints = Fingerprints((x for _, x in arrays), orders=[o or None for o in orders])
             compress = storage.compresses(self._compression, state)
             where, file_bytes = self._steps.saving(step), self._steps.file_bytes
             response = storage.write(where, state, data_state | {OURS: 1}, compress, file_bytes)
-            table = [(n, x.shape, str(x.dtype)) for n, x in arrays]
+            table = [
+                (n, x.shape, str(x.dtype), o) for (n, x), o in zip(arrays, orders, strict=True)
+            ]
         except Exception as error:
             response = storage.Failed(error)  # the others have begun, and must hear of it
         job = Job(step, number, response, table, prints, metric, former, unread)
@@ -228,12 +234,20 @@ class CheckpointManager:
             handle, self._pending = self._pending, None
             handle.finish()
 
-    def restore(self, step: int | None = None, *, like: Tree, partial: bool = False) -> Tree:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        like: Tree,
+        partial: bool = False,
+        order: Order | None = None,
+    ) -> Tree:
         """Returns the state of a step, placed as `like` says.
 
         step: None: the newest good one; a damaged one is reported once and the one before it is
         taken (`latest` says afterwards which it was). like: arrays or ShapeDtypeStructs with
-        shardings. partial: `like` may leave parts of the stored tree out.
+        shardings. partial: `like` may leave parts of the stored tree out. order: in which the rows
+        of leaves are wanted, as `save` has it; each row is read straight to its place.
         Raises: CheckpointError when there is no such step or it does not fit `like`; DamagedError
         when it is not what was saved, after which `latest` passes it over.
         """
@@ -241,18 +255,18 @@ class CheckpointManager:
         if step is not None:
             step = self._existing(step)
             try:
-                return self._restore(step, like, partial)
+                return self._restore(step, like, partial, order)
             except DamagedError:
                 self._bad.add(step)
                 raise
         while (newest := self.latest()) is not None:
             try:
-                return self._restore(newest, like, partial)
+                return self._restore(newest, like, partial, order)
             except DamagedError as error:
                 self._report(newest, error)
         raise no_step(self.folder, None, self.steps(), self._bad)
 
-    def _restore(self, step: int, like: Tree, partial: bool) -> Tree:
+    def _restore(self, step: int, like: Tree, partial: bool, order: Order | None) -> Tree:
         folder = self._steps.step(step)
         problem: Exception | None = None
         record, state, prints = None, None, None
@@ -263,10 +277,13 @@ class CheckpointManager:
                 if damage := self._find_damage(folder, record):
                     raise integrity.damaged(folder, damage, home=record.home)
                 leaves.check_fits(step, self.folder, asked, record, partial)
+            names, orders = [n for n, _ in named_leaves(asked)], leaves.orders_of(asked, order)
             if record is not None and self._verify == "full":
-                prints = Fingerprints(at_once=True)
-            home = self._steps.home(step) if record is None else folder / record.home
-            state = storage.load(home, asked, partial, prints.add if prints else None)
+                prints = Fingerprints(at_once=True, orders=[o or None for o in orders])
+            known = record or self._steps.unchecked(step)
+            home = folder if known is None else folder / known.home
+            rows = leaves.rows_of(known, dict(zip(names, orders, strict=True)))
+            state = storage.load(home, asked, partial, prints.add if prints else None, rows)
         except Exception as error:
             problem = self._explain(step, error, record)
             problem.__cause__ = error
@@ -370,20 +387,6 @@ def _warn(call: Callable[[], None]) -> None:
         pass
     except SaveError as error:
         logging.warning("%s", error)
-
-
-def _check_settings(keep: int, best: int, compression: str, verify: str | None) -> None:
-    for name, value, flag in (("keep", keep, " (--checkpoint.keep)"), ("best", best, "")):
-        if type(value) is not int or value < 0:
-            raise CheckpointError(
-                f"{name}={value!r} must be a whole number from 0 on; nearest: 0{flag}"
-            )
-    for name, word, words in (
-        ("compression", compression, get_args(Compression)),
-        ("verify", verify, (None, "fast", "full")),
-    ):
-        if word not in words:
-            raise CheckpointError(f"{name}={word!r} must be one of {', '.join(map(str, words))}")
 
 
 @functools.cache

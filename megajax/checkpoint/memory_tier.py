@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ import ml_dtypes
 import numpy as np
 
 from megajax.checkpoint.integrity import CheckpointError
-from megajax.core.boxes import Box, intersect
+from megajax.core.boxes import Box, intersect, stored_rows, targets
 
 Tree = Any  # core.tree has it, and jax
+Order = Mapping[str, Sequence[int]]  # as leaves.Order
 PAGE = 4096
 ALIGN = 64
 HEADER = struct.Struct("<8sQQQQI")  # magic, turn, step, bytes of the table, of all, their CRC-32
 MAGIC = b"megajax1"
-ATTEMPT = "attempt"  # a member of data_state
+ATTEMPT, ORDER = "attempt", "order_of_rows"  # members of data_state
 NONE = (-1, -1)
 
 
@@ -221,8 +222,13 @@ class MemoryTier:
         """Returns the one of this process; None where no agent would keep it."""
         return None if path is None else cls(path, attempt)
 
-    def put(self, step: int, state: Tree, data_state: dict[str, Any]) -> None:
+    def put(
+        self, step: int, state: Tree, data_state: dict[str, Any], order: Order | None = None
+    ) -> None:
         """Copies what this process's devices hold of a state, each box once.
+
+        order: of leaves whose rows are not held in the model's order, as CheckpointManager.save
+        has it.
 
         The checksum is made in the background; a process killed before it is done has the copy
         before this one. Where there is no memory, that is said once and the run goes on without.
@@ -230,7 +236,8 @@ class MemoryTier:
         if self._is_off:
             return
         self.wait()
-        pieces, data_state = _held(state), data_state | {ATTEMPT: self._attempt}
+        rows = {name: list(map(int, own)) for name, own in (order or {}).items()}
+        pieces, data_state = _held(state), data_state | {ATTEMPT: self._attempt, ORDER: rows}
         total = _lay_out(pieces, data_state)[-1]
         try:
             if self._segment is not None and self._segment.capacity < total:
@@ -254,11 +261,14 @@ class MemoryTier:
             self._sealing.join()
             self._sealing = None
 
-    def take(self, like: Tree, at_least: int | None) -> tuple[int, Tree, dict[str, Any]] | None:
+    def take(
+        self, like: Tree, at_least: int | None, order: Order | None = None
+    ) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, the state placed as `like` says, its data_state); None: see storage.
 
         The step is the newest that all processes hold whole. at_least: the newest of storage; what
-        is older than it is not taken. A collective: all processes get the same answer.
+        is older than it is not taken. order: in which the rows are wanted. A collective: all
+        processes get the same answer.
         """
         held = {} if self._segment is None else {_key(s): s for s in self._segment.snapshots()}
         rows = _gather([*held, NONE, NONE][:2])
@@ -269,14 +279,14 @@ class MemoryTier:
             return None
         state = None
         try:
-            state = _place(held[newest], like)
+            state = _place(held[newest], like, order or {})
         except CheckpointError as error:
             from absl import logging
 
             logging.warning("%s", error)
         if not _gather([state is not None]).all():  # another mesh: a host lacks what it now wants
             return None
-        data_state = {k: v for k, v in held[newest].data_state.items() if k != ATTEMPT}
+        data_state = {k: v for k, v in held[newest].data_state.items() if k not in (ATTEMPT, ORDER)}
         return newest[0], state, data_state
 
 
@@ -331,8 +341,11 @@ def _held(state: Tree) -> list[Piece]:
     return pieces
 
 
-def _place(snapshot: Snapshot, like: Tree) -> Tree:
-    """Returns the state placed as `like` says. Raises: CheckpointError when a part is not here."""
+def _place(snapshot: Snapshot, like: Tree, order: Order) -> Tree:
+    """Returns the state placed as `like` says, its rows in an order.
+
+    Raises: CheckpointError when a part is not here.
+    """
     import jax
 
     from megajax.core.tree import named_leaves
@@ -341,9 +354,16 @@ def _place(snapshot: Snapshot, like: Tree) -> Tree:
     for piece in snapshot.pieces:
         pieces.setdefault(piece.name, []).append(piece)
 
+    stored = snapshot.data_state.get(ORDER, {})
+
     def leaf(name: str, wanted: Any) -> Any:
+        rows = stored_rows(stored.get(name, ()), order.get(name, ()))
+
         def fill(index: Any) -> np.ndarray:
-            return _assemble(snapshot.step, name, pieces.get(name, []), index, wanted)
+            out = np.empty(Box.of(index, wanted.shape).shape, wanted.dtype)
+            for place, view in targets(Box.of(index, wanted.shape), out, rows):
+                _assemble(snapshot.step, name, pieces.get(name, []), place, view, wanted.shape)
+            return out
 
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, fill)
 
@@ -352,10 +372,11 @@ def _place(snapshot: Snapshot, like: Tree) -> Tree:
     return jax.tree.unflatten(tree, leaves)
 
 
-def _assemble(step: int, name: str, pieces: list[Piece], index: Any, wanted: Any) -> np.ndarray:
-    box = Box.of(index, wanted.shape)
-    out = np.empty(box.shape, wanted.dtype)
-    held = [p for p in pieces if p.shape == tuple(wanted.shape) and p.array.dtype == wanted.dtype]
+def _assemble(
+    step: int, name: str, pieces: list[Piece], box: Box, out: np.ndarray, shape: tuple[int, ...]
+) -> None:
+    """Fills the memory of a box. Raises: CheckpointError when a part is not here."""
+    held = [p for p in pieces if p.shape == tuple(shape) and p.array.dtype == out.dtype]
     copied = 0
     for copy in intersect([p.box for p in held], [box]):
         piece = held[copy.source]
@@ -364,6 +385,5 @@ def _assemble(step: int, name: str, pieces: list[Piece], index: Any, wanted: Any
     if copied != math.prod(box.shape):
         raise CheckpointError(
             f"step {step} in memory lacks part of leaf {name}, {box.start}..{box.stop} of "
-            f"{tuple(wanted.shape)}; restore from storage"
+            f"{tuple(shape)}; restore from storage"
         )
-    return out

@@ -90,7 +90,8 @@ def verify(steps: StepFolder, step: int) -> Record:
 
 
 class StoredLeaves(Mapping[str, np.ndarray]):
-    """{dotted name: array} of a step; each is read when it is asked for."""
+    """{dotted name: array} of a step, its rows in the model's order; each is read when it is asked
+    for."""
 
     def __init__(self, folder: Path, record: Record):
         """folder: of the step."""
@@ -107,6 +108,8 @@ class StoredLeaves(Mapping[str, np.ndarray]):
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         try:
             array: Any = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+            if leaf.order:  # the index is sorted out while reading: no second copy
+                array = array[np.argsort(leaf.order)]
             return array.read().result()
         except Exception as error:  # tensorstore raises many kinds
             reason = str(error).splitlines()[0][:200]

@@ -24,7 +24,8 @@ import tensorstore as ts
 from megajax.checkpoint import marks, offline, reads, store
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.fingerprint import STRIDES, WORD_STRIDE, Print, host_words, place_hashes
-from megajax.checkpoint.integrity import Record, find_damage
+from megajax.checkpoint.integrity import LeafSum, Record, find_damage
+from megajax.core.boxes import runs
 from megajax.core.errors import UserError
 
 SLAB = 2**25  # bytes of a leaf read at once (chosen)
@@ -46,7 +47,10 @@ def fingerprints(
     Raises: what tensorstore does; ValueError for a leaf of another shape.
     """
     context, memory = reads.index_context(), _Memory()
-    return {name: _fingerprint(folder, name, shape, context, memory) for name, shape, _ in leaves}
+    return {
+        name: _fingerprint(folder, name, LeafSum(list(shape), dtype, []), context, memory)
+        for name, shape, dtype in leaves
+    }
 
 
 def verify(steps: StepFolder, step: int) -> Record:
@@ -72,7 +76,7 @@ def wrong_parts(folder: Path, record: Record, part: int = 0, parts: int = 1) -> 
     context, memory, folder = reads.index_context(), _Memory(), folder / record.home
     for leaf in share(table, part, parts):
         try:
-            found = _fingerprint(folder, leaf[0], leaf[1], context, memory)
+            found = _fingerprint(folder, leaf[0], record.leaves[leaf[0]], context, memory)
         except Exception as error:  # tensorstore raises many kinds
             why = store.explained(folder, error)
             text = str(error).partition("\n")[0][:200]
@@ -112,9 +116,8 @@ class _Memory:
         return self._raw[self._turn][:nbytes].view(dtype).reshape(shape)
 
 
-def _fingerprint(
-    folder: Path, name: str, shape: tuple[int, ...], context: Any, memory: _Memory
-) -> Print:
+def _fingerprint(folder: Path, name: str, leaf: LeafSum, context: Any, memory: _Memory) -> Print:
+    shape = tuple(leaf.shape)
     if 0 in shape:
         return 0, 0
     stored = reads.open_leaf(folder, name, context).result(timeout=store.PATIENCE_S)
@@ -123,11 +126,21 @@ def _fingerprint(
     sums = np.zeros(2, np.uint32)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for start, slab in _slabs(stored, memory):
-            words = host_words(slab)
-            places = _places(slab.shape, words.shape[slab.ndim :])
-            shift = np.uint32(start * STRIDES[0] & 0xFFFFFFFF)
-            sums += _sum(words.reshape(-1), places, shift)
+            for first, rows in _in_order(leaf, start, slab):
+                words = host_words(rows)
+                places = _places(rows.shape, words.shape[rows.ndim :])
+                shift = np.uint32(first * STRIDES[0] & 0xFFFFFFFF)
+                sums += _sum(words.reshape(-1), places, shift)
     return int(sums[0]), int(sums[1])
+
+
+def _in_order(leaf: LeafSum, start: int, slab: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (place of the first row in the model's order, rows that follow it there)."""
+    if not leaf.order:
+        yield start, slab
+        return
+    for run in runs(leaf.order[start : start + len(slab)]):
+        yield run.source, slab[run.place : run.place + run.count]
 
 
 def _slabs(stored: Any, memory: _Memory) -> Iterator[tuple[int, np.ndarray]]:

@@ -12,7 +12,7 @@ done. Besides, SHARE of the state's bytes are on their way at most (or one piece
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,23 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from megajax.checkpoint import store
 from megajax.core.boxes import Box
+from megajax.core.boxes import targets as targets_of
 from megajax.core.files import parse_json
+from megajax.core.tree import Tree
 
 TOLERANCE = 1.05  # bytes read for each byte that is there, up to which nothing is done (chosen)
 SHARE = 0.25  # of the state's bytes that may be under way (chosen)
 WINDOW = 2**28  # bytes under way at most, in however large a state (chosen)
 PIECE = 2**22  # bytes asked for at once, if chunks are not larger (chosen)
 ALIGNMENT = 64  # bytes: memory that begins so needs no copy to become an array on the CPU
+# What has been read is checked beside what is being read, in so many parts of at least so many
+# bytes: each is a program to compile (chosen).
+GROUPS, MIN_GROUP = 4, 2**25
 INDEX_CACHE = 10**8  # bytes of OCDBT's index that are kept, or every chunk would read it again
+
+# {leaf: the stored row of each of its rows}, where a leaf is wanted in another order than stored.
+Rows = Mapping[str, Sequence[int]]
+AS_STORED: Rows = {}
 
 
 def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -117,8 +126,19 @@ def pieces(
 class Target:
     """A leaf that is being read: the memory of its shards, and what has been asked for."""
 
-    def __init__(self, like: Any, stored: Any, chunk: Sequence[int], sharding: Any):
-        """like: as the leaf is wanted. stored: its array. sharding: to read in; None: NumPy."""
+    def __init__(
+        self,
+        like: Any,
+        stored: Any,
+        chunk: Sequence[int],
+        sharding: Any,
+        rows: Sequence[int] | None = None,
+    ):
+        """like: as the leaf is wanted. stored: its array. sharding: to read in; None: NumPy.
+
+        rows: the stored row of each wanted one; None: the same.
+        """
+        self._rows = rows
         self._like, self._stored, self._sharding = like, stored, sharding
         self._chunk = tuple(chunk)
         shape = tuple(like.shape)
@@ -133,29 +153,17 @@ class Target:
         self._buffers = {box: buffer(box.shape, dtype) for box in boxes}
         if 0 in shape:
             return
-        for box, wanted in pieces(shape, self._chunk, boxes, PIECE // dtype.itemsize):
-            targets = [boxes[i] for i in wanted]
+        places = [t for own in self._buffers.items() for t in targets_of(*own, self._rows)]
+        limit = PIECE // dtype.itemsize
+        for box, wanted in pieces(shape, self._chunk, [p for p, _ in places], limit):
+            targets = [places[i] for i in wanted]
             alone = len(targets) == 1
-            memory = (
-                self._buffers[targets[0]][*box.index(targets[0]), ...]  # a view of a scalar too
-                if alone
-                else buffer(box.shape, dtype)
-            )
+            place, view = targets[0]
+            # An index with an ellipsis: a view of a scalar too.
+            memory = view[*box.index(place), ...] if alone else buffer(box.shape, dtype)
             source = self._stored[box.index()].translate_to[(0,) * len(shape)]
             future = ts.array(memory).write(source)
-            yield box.size * dtype.itemsize, self._deal(future, box, memory, targets, alone)
-
-    def _deal(
-        self, future: Any, box: Box, memory: np.ndarray, targets: list[Box], alone: bool
-    ) -> Callable[[], None]:
-        def wait() -> None:
-            future.result(timeout=store.PATIENCE_S)
-            for target in () if alone else targets:
-                both = box & target
-                assert both is not None
-                self._buffers[target][*both.index(target), ...] = memory[both.index(box)]
-
-        return wait
+            yield box.size * dtype.itemsize, _deal(future, box, memory, () if alone else targets)
 
     def finish(self) -> Any:
         """Returns the leaf, where it is wanted."""
@@ -181,6 +189,21 @@ class Target:
         return jax.block_until_ready(jax.device_put(x, self._like.sharding, donate=True))
 
 
+def _deal(
+    future: Any, box: Box, memory: np.ndarray, targets: Sequence[tuple[Box, np.ndarray]]
+) -> Callable[[], None]:
+    """Returns what waits for a piece and copies it to the targets that want some of it."""
+
+    def wait() -> None:
+        future.result(timeout=store.PATIENCE_S)
+        for place, view in targets:
+            both = box & place
+            assert both is not None
+            view[*both.index(place), ...] = memory[both.index(box)]
+
+    return wait
+
+
 class Votes:
     """Before each exchange the processes agree that all could read: one alone waits for ever."""
 
@@ -202,17 +225,18 @@ class Votes:
             multihost_utils.process_allgather(np.array(True))
 
 
-def read(folder: Path, leaves: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+def read(folder: Path, leaves: Sequence[tuple[str, Any]], rows: Rows = AS_STORED) -> Iterator[Any]:
     """Yields the arrays of the leaves (name, like) of a step that our manager wrote, in order.
 
-    like: a NumPy array, or a ShapeDtypeStruct with a sharding. Raises: what tensorstore does;
+    like: a NumPy array, or a ShapeDtypeStruct with a sharding. rows: of leaves whose rows are
+    wanted in another order; each row is read straight to its place. Raises: what tensorstore does;
     StoreError for an object store that fails; ValueError for a leaf of another shape or dtype.
     """
     chunks = stored_chunks(folder)
     ways = [_way(like, chunks.get(name)) for name, like in leaves]
     votes = Votes(sum(way is not None for way in ways))
     try:
-        yield from _read(folder, leaves, chunks, ways, votes)
+        yield from _read(folder, leaves, chunks, ways, votes, rows)
     except Exception as error:  # tensorstore raises many kinds
         votes.give_up()
         raise store.explained(folder, error) from error
@@ -224,6 +248,7 @@ def _read(
     chunks: dict[str, tuple[int, ...]],
     ways: Sequence[NamedSharding | None],
     votes: Votes,
+    rows: Rows,
 ) -> Iterator[Any]:
     context = index_context()
     arrays = [open_leaf(folder, name, context) for name, _ in leaves]
@@ -233,7 +258,7 @@ def _read(
     flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
     for (name, like), array, way in zip(leaves, arrays, ways, strict=True):
         stored = array.result(timeout=store.PATIENCE_S)
-        target = _target(name, like, stored, chunks.get(name), way)
+        target = _target(name, like, stored, chunks.get(name), way, rows.get(name))
         for nbytes, wait in target.start():
             flying.append((nbytes, wait, False))
             yield from _land(flying, room)
@@ -258,7 +283,12 @@ def _way(like: Any, chunk: Sequence[int] | None) -> NamedSharding | None:
 
 
 def _target(
-    name: str, like: Any, stored: Any, chunk: Sequence[int] | None, way: NamedSharding | None
+    name: str,
+    like: Any,
+    stored: Any,
+    chunk: Sequence[int] | None,
+    way: NamedSharding | None,
+    rows: Sequence[int] | None,
 ) -> Target:
     there = (tuple(stored.shape), stored.dtype.numpy_dtype)
     shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
@@ -268,7 +298,30 @@ def _target(
         )
     chunk = tuple(stored.chunk_layout.read_chunk.shape or ()) if chunk is None else chunk
     wanted = None if isinstance(like, np.ndarray) else like.sharding
-    return Target(like, stored, chunk, way or wanted)
+    return Target(like, stored, chunk, way or wanted, rows)
+
+
+def take(x: Any, rows: Sequence[int] | None) -> Any:
+    """Returns an array with its rows in another order, where it lies; rows: None: as it is."""
+    if rows is None or isinstance(x, np.ndarray):
+        return x if rows is None else x[np.asarray(rows)]
+    return x.at[np.asarray(rows)].get(out_sharding=x.sharding)
+
+
+def landing(
+    arrays: Iterator[Any], landed: Callable[[list[Any]], None] | None, like: Tree
+) -> list[Any]:
+    """Returns the arrays, having told `landed` of each GROUPS-th of the bytes."""
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like)]
+    enough = max(sum(sizes) / GROUPS, MIN_GROUP)
+    found, told, filled = [], 0, 0
+    for x, size in zip(arrays, sizes, strict=True):
+        found.append(x)
+        filled += size
+        if landed is not None and (filled >= enough or len(found) == len(sizes)):
+            landed(found[told:])
+            told, filled = len(found), 0
+    return found
 
 
 def index_context() -> ts.Context:

@@ -15,7 +15,7 @@ service: what each found, and from process 0, what follows.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 from absl import logging
@@ -24,9 +24,10 @@ from megajax.checkpoint import fingerprint, integrity, marks, read_back, storage
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, LeafSum, Record
-from megajax.checkpoint.storage import ReadBackError, SaveHandle
+from megajax.checkpoint.storage import Compression, ReadBackError, SaveHandle
 
-Table = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
+Table = list[tuple[str, tuple[int, ...], str, list[int]]]  # name, shape, dtype, order of its rows
+Verify = Literal["full", "fast"] | None  # what a restore checks
 Found = dict[str, Any]  # what one process read back: {"wrong": [...]} or {"unknown": "why"}
 
 
@@ -46,6 +47,21 @@ class Job:
     metric: float | None
     former: SaveHandle | None
     unread: int | None
+
+
+def check_settings(keep: int, best: int, compression: str, verify: str | None) -> None:
+    """Raises CheckpointError for a setting of a manager that cannot be."""
+    for name, value, flag in (("keep", keep, " (--checkpoint.keep)"), ("best", best, "")):
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"{name}={value!r} must be a whole number from 0 on; nearest: 0{flag}"
+            )
+    for name, word, words in (
+        ("compression", compression, get_args(Compression)),
+        ("verify", verify, (None, "fast", "full")),
+    ):
+        if word not in words:
+            raise CheckpointError(f"{name}={word!r} must be one of {', '.join(map(str, words))}")
 
 
 class Sealer:
@@ -111,8 +127,8 @@ class Sealer:
             fingerprint.add(own) for own in zip(*(p["fingerprints"] for p in parts), strict=True)
         ]
         found = {
-            name: LeafSum(list(shape), dtype, list(total))
-            for (name, shape, dtype), total in zip(job.table, sums, strict=True)
+            name: LeafSum(list(shape), dtype, list(total), order)
+            for (name, shape, dtype, order), total in zip(job.table, sums, strict=True)
         }
         if job.unread is not None:
             self._judge(job.unread, [part["unread"] for part in parts])
@@ -120,7 +136,8 @@ class Sealer:
             self._let_go(job.step, counts=False)
         for path in paths:
             path.unlink()
-        record = Record(job.step, files, found, job.metric)
+        version = integrity.ORDERED if any(x.order for x in found.values()) else 1
+        record = Record(job.step, files, found, job.metric, version)
         integrity.write_record(saving, record, self._steps.keys)
         self._steps.commit(job.step)
 

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import thread as pools
 from pathlib import Path
 from typing import Any, Literal
@@ -30,15 +30,12 @@ from megajax.checkpoint import reads
 from megajax.checkpoint.integrity import RECORD
 from megajax.checkpoint.lease import SupersededError
 from megajax.checkpoint.store import SaveError
-from megajax.core.tree import Tree, named_leaves
+from megajax.core.tree import Tree, name, named_leaves
 
 # A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
 # need much memory to read (reads.py).
 CHUNKS = 64  # of a leaf, at least, of which each has
 MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
-# What has been read is checked beside what is being read, in so many parts of at least so many
-# bytes: each is a program to compile (chosen).
-GROUPS, MIN_GROUP = 4, 2**25
 LEAVE_S = 2.0  # for a thread that waits for a failed process to end at the exit (chosen)
 POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
 GONE = 3  # looks in a row after which a folder counts as removed (chosen)
@@ -135,37 +132,27 @@ def write(
 
 
 def load(
-    folder: Path, like: Tree, partial: bool, landed: Callable[[list[Any]], None] | None = None
+    folder: Path,
+    like: Tree,
+    partial: bool,
+    landed: Callable[[list[Any]], None] | None = None,
+    rows: reads.Rows = reads.AS_STORED,
 ) -> Tree:
     """Returns the arrays of a step, placed as `like` says, every byte read about once.
 
     landed: is given the leaves in order, some at a time, while others are still being read.
+    rows: of leaves that are wanted in another order.
     Raises: what tensorstore or Orbax does.
     """
     like = jax.tree.map(_placed, like)
     if any((place / RECORD).exists() for place in (folder, folder.parent)):  # parent: a copy's
-        found = _landing(reads.read(folder, named_leaves(like)), landed, like)
+        found = reads.landing(reads.read(folder, named_leaves(like), rows), landed, like)
         return jax.tree.unflatten(jax.tree.structure(like), found)
     context = _context(False)  # plain Orbax wrote it, in one of its formats
     context.pytree.loading.partial_load = partial
     with context:
-        return ocp.load(str(folder), like)
-
-
-def _landing(
-    arrays: Iterator[Any], landed: Callable[[list[Any]], None] | None, like: Tree
-) -> list[Any]:
-    """Returns the arrays, having told `landed` of each GROUPS-th of the bytes."""
-    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like)]
-    enough = max(sum(sizes) / GROUPS, MIN_GROUP)
-    found, told, filled = [], 0, 0
-    for x, size in zip(arrays, sizes, strict=True):
-        found.append(x)
-        filled += size
-        if landed is not None and (filled >= enough or len(found) == len(sizes)):
-            landed(found[told:])
-            told, filled = len(found), 0
-    return found
+        found = ocp.load(str(folder), like)
+    return jax.tree_util.tree_map_with_path(lambda p, x: reads.take(x, rows.get(name(p))), found)
 
 
 def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:

@@ -9,6 +9,7 @@ be stored (ByteCheckpoint section 3, irregular tensors). No jax: a planner and a
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -131,3 +132,51 @@ def flat_boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
     if full * row < end:
         for inner in flat_boxes(0, end - full * row, shape[1:]):
             yield Box((full, *inner.start), (full + 1, *inner.stop))
+
+
+class Run(NamedTuple):
+    """Rows that follow one another in both of two orders: `count` from `place`, from `source`."""
+
+    place: int
+    source: int
+    count: int
+
+
+def runs(sources: Sequence[int]) -> list[Run]:
+    """Returns the runs of a map of rows: row i is row sources[i] of another array."""
+    found: list[Run] = []
+    for place, source in enumerate(sources):
+        last = found[-1] if found else None
+        if last is not None and last.source + last.count == source:
+            found[-1] = last._replace(count=last.count + 1)
+        else:
+            found.append(Run(place, source, 1))
+    return found
+
+
+def stored_rows(stored: Sequence[int], wanted: Sequence[int]) -> list[int] | None:
+    """Returns the stored row of each wanted one; None: the same.
+
+    Both are orders: the model's row at each place; an empty one is the model's own order.
+    """
+    if list(stored) == list(wanted):
+        return None
+    count = len(stored) or len(wanted)
+    place = {int(row): i for i, row in enumerate(stored if len(stored) else range(count))}
+    return [place[int(row)] for row in (wanted if len(wanted) else range(count))]
+
+
+def targets(
+    box: Box, memory: np.ndarray, rows: Sequence[int] | None
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yields (a box of what is stored, the part of a wanted box's memory that it goes to).
+
+    rows: the stored row of each wanted one; None: the same.
+    """
+    if rows is None:
+        yield box, memory
+        return
+    for run in runs(rows[box.start[0] : box.stop[0]]):
+        start = (run.source, *box.start[1:])
+        stop = (run.source + run.count, *box.stop[1:])
+        yield Box(start, stop), memory[run.place : run.place + run.count]

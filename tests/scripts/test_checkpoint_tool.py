@@ -36,11 +36,16 @@ def state(step):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder with steps 1 and 2."""
+    """A run's folder with steps 1 and 2, whose layers were held as two stages of two chunks."""
     folder = tmp_path_factory.mktemp("run")
     manager = CheckpointManager(folder / "checkpoints")
+    held = np.array([0, 2, 1, 3])
     for step in (1, 2):
-        manager.save(step, state(step), data_state={"rows": 16 * step}).result()
+        whole = state(step)
+        heads = whole["params"]["blocks"]["attention"]
+        order = {f"params.blocks.attention.{name}": held for name in heads}
+        heads |= {name: x[held] for name, x in heads.items()}
+        manager.save(step, whole, data_state={"rows": 16 * step}, order=order).result()
     return folder
 
 
