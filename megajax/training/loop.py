@@ -142,11 +142,11 @@ def _due(step: int, every: int) -> bool:
 def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
     """Saves the state to storage, or copies it into memory, or both."""
     run.faults.delay("save", step)
-    natural = run.train_step.natural(run.state)
+    rows = run.train_step.rows
     if copies and run.memory is not None:
-        run.memory.put(step, natural, data_state(run))
+        run.memory.put(step, run.state, data_state(run), rows)
     if saves:
-        run.checkpoints.save(step, natural, data_state=data_state(run))
+        run.checkpoints.save(step, run.state, data_state=data_state(run), order=rows)
         if refuted := run.checkpoints.refuted():  # an error in the log too, when it was found
             run.recorder.emit(step, {"checkpoint_refuted": refuted[-1]})
 

@@ -50,13 +50,13 @@ def begin(
       has more steps than are asked for.
     """
     if memory is not None:
-        found = memory.take(vars(train_step.abstract_state), checkpoints.latest())
+        like, rows = vars(train_step.abstract_state), train_step.rows
+        found = memory.take(like, checkpoints.latest(), rows)
         if found is not None:
             step, state, data = found
             _check_data(identity, data, "the copy in memory")
             how = _resumed(step, cfg, "the copy in memory", ", from memory")
-            state = train_step.arranged(TrainState(**state))
-            return Start(state, data["rows"], how)
+            return Start(TrainState(**state), data["rows"], how)
     while (latest := checkpoints.latest()) is not None:
         try:
             return _go_on(cfg, train_step, checkpoints, identity, latest)
@@ -83,15 +83,16 @@ def _go_on(
 ) -> Start:
     data = checkpoints.data_state(step)
     if imported := data.get("imported"):
-        restored = checkpoints.restore(step, like={"params": train_step.abstract_state.params})
-        state = train_step.init(cfg.train.seed)
-        state = dataclasses.replace(state, **train_step.arranged(restored))
+        like = {"params": train_step.abstract_state.params}
+        rows = {n: own for n, own in train_step.rows.items() if n.startswith("params.")}
+        restored = checkpoints.restore(step, like=like, order=rows)
+        state = dataclasses.replace(train_step.init(cfg.train.seed), **restored)
         return Start(state, 0, f"weights imported from {imported}")
     how = _resumed(step, cfg, str(checkpoints.folder))
-    restored = checkpoints.restore(step, like=vars(train_step.abstract_state))
+    like = vars(train_step.abstract_state)
+    restored = checkpoints.restore(step, like=like, order=train_step.rows)
     _check_data(identity, data, str(checkpoints.folder))
-    state = train_step.arranged(TrainState(**restored))
-    return Start(state, data["rows"], how)
+    return Start(TrainState(**restored), data["rows"], how)
 
 
 def _resumed(step: int, cfg: JobConfig, where: str, note: str = "") -> str:

@@ -11,7 +11,7 @@ Legend: A micro-batches, B rows of one, S positions.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.layout import Layout, Words
-from megajax.core.tree import Tree, is_words, named_leaves, owner
+from megajax.core.tree import Tree, is_words, name, named_leaves, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor
@@ -40,8 +40,9 @@ class TrainStep:
     evaluate(params, batch) -> LossSums. abstract_state and abstract_batch: ShapeDtypeStructs with
     shardings. order: which token of a row lies at each of its places, for whoever places a batch;
     None: as they come. leaf_names: of metrics['leaf_norms'], in its order. natural(tree),
-    arranged(tree): a state or parameters with the layers in the model's order, as checkpoints hold
-    them, and in the order in which interleaved pipeline stages hold them; else the same.
+    arranged(tree): a state or parameters with the layers in the model's order, and in the order in
+    which interleaved pipeline stages hold them; else the same. rows: of the leaves of a state whose
+    layers are not held in the model's order, the model's layer at each place.
     """
 
     init: Callable[[int], TrainState]
@@ -56,6 +57,7 @@ class TrainStep:
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
     order: np.ndarray | None
     leaf_names: tuple[str, ...]
+    rows: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 def make_train_step(
@@ -110,6 +112,7 @@ def make_train_step(
         abstract_eval_batch=_abstract_batch(cfg, task.batch, layout, pieces, stages > 1),
         order=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
         leaf_names=tuple(n for n, _ in named_leaves(abstract.params)),
+        rows=_rows(order, parts.axes, abstract),
     )
 
 
@@ -155,18 +158,33 @@ def _init(
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def _reorder(order: np.ndarray, axes: Tree) -> Callable[[Any], Any]:
-    """Returns tree -> the tree with its stacked layers in another order, cut as before.
+def _rows(order: np.ndarray, axes: Tree, state: Tree) -> dict[str, list[int]]:
+    """Returns {leaf: order} of the leaves that stack layers; {} in the model's order."""
+    if (order == np.arange(order.size)).all():
+        return {}
+    stacked = _stacked(order, axes)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {name(path): order.tolist() for path, x in leaves if stacked(path, x)}
+
+
+def _stacked(order: np.ndarray, axes: Tree) -> Callable[[tuple, Any], bool]:
+    """Returns (path, leaf) -> whether the leaf stacks the layers that are ordered.
 
     axes: the words of the parameters, which say what is stacked; what belongs to a parameter (a
     moment, a mask) ends in its name.
     """
+    layered = {leaf for leaf, words in named_leaves(axes, is_words) if is_layered(words)}
+    return lambda path, x: owner(path, layered) is not None and x.shape[:1] == order.shape
+
+
+def _reorder(order: np.ndarray, axes: Tree) -> Callable[[Any], Any]:
+    """Returns tree -> the tree with its stacked layers in another order, cut as before."""
     if (order == np.arange(order.size)).all():
         return lambda tree: tree
-    layered = {name for name, words in named_leaves(axes, is_words) if is_layered(words)}
+    stacked = _stacked(order, axes)
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
-        if owner(path, layered) is None or x.shape[:1] != order.shape:
+        if not stacked(path, x):
             return x
         return x.at[order].get(out_sharding=jax.typeof(x).sharding.spec)
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.parallel import tick
 from megajax.parallel.pipeline import layer_order
@@ -149,19 +150,25 @@ def test_branches_run_once_a_microbatch(table, by_chunk):
         assert sum(taken[scope, loop.ticks] for loop in loops) == table.microbatches
 
 
-def test_interleaved_stages_hold_their_groups():
+def test_interleaved_stages_hold_their_groups_and_checkpoints_know_it(tmp_path):
     assert layer_order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     train_step = make(
         DEEP, mesh__pipe=2, mesh__data=4, pipeline__schedule="interleaved", pipeline__chunks=2
     )
-    plain = make(DEEP, mesh__data=1).init(0)
-    state = train_step.init(0)
+    one = make(DEEP, mesh__data=1)
+    plain, state = one.init(0), train_step.init(0)
     key = state.params["blocks"]["attention"]["key"]
     assert key.sharding.spec[0] == "pipe"
     natural = train_step.natural(state)
     assert distance(natural.params, plain.params) == 0.0
     assert distance(train_step.arranged(natural).params, state.params) == 0.0
     assert (np.asarray(key)[2] == np.asarray(natural.params["blocks"]["attention"]["key"])[4]).all()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, order=train_step.rows).result()
+    found = manager.restore(1, like=vars(one.abstract_state))
+    assert distance(found["params"], plain.params) == 0.0
+    found = manager.restore(1, like=vars(train_step.abstract_state), order=train_step.rows)
+    assert distance(found["params"], state.params) == 0.0
 
 
 @pytest.mark.parametrize(
