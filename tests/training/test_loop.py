@@ -109,6 +109,6 @@ def test_a_signal_saves_and_calls_no_hook():
             signal.raise_signal(signal.SIGINT)
             return {}
 
-    run.loader = Told()
+    run.loader, run.hooks = Told(), [Hook("a", 1, 10, seen)]
     assert train(run) == "signal"
     assert [x for x in seen if x[0] not in ("row", "start")] == [("save", 1, 1.0)]
