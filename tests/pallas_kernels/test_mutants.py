@@ -6,7 +6,6 @@ import pathlib
 import pytest
 
 import pallas_kernels
-from tests.collective_protocol import MUTANTS
 from tests.kernel_mutants import sites
 from tests.pallas_kernels.attention import test_hopper_mutants as attention
 from tests.pallas_kernels.collective import test_collective_mutants as collective
@@ -17,29 +16,14 @@ from tests.pallas_kernels.hopper import test_engine_mutants as engine
 from tests.pallas_kernels.norm import test_norm_mutants as norm
 
 TESTS = [attention, collective, engine, expert, gemm, grouped, norm]
-# What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers.
+# What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers:
+# test_communication_mutants.py.
 UNREACHED = {
     "collective.gemm_all_reduce": ["_body.send.wait_smem_to_gmem(0)"],
     "expert.dispatch_gemm": [
         "_body.compute.barrier_wait(begun)",
         "_body.produce.barrier_wait(begun)",
     ],
-}
-# Each wait for a flag, and the mutant of tests/collective_protocol.py or expert_protocol.py for it.
-LOCAL = "none: it is for warpgroups of the same GPU, of which a protocol has only one"
-WAIT, DRAIN = "dropped wait", "no final drain"
-FLAGS = {
-    "collective.all_gather_gemm: _body.begin.wait(flags, flag, 1)": WAIT,
-    "collective.all_gather_gemm: pull.wait(flags, chunks, (R - 1) * comm)": DRAIN,
-    "collective.gemm_all_reduce: _body.reduce.wait("
-    "flags, i, R * tile.cluster * tile.warpgroups)": WAIT,
-    "collective.gemm_reduce_scatter: _body.computed.wait("
-    "flags, chunk.flag, schedule.chunk_tiles(chunk, split, columns) * parts)": LOCAL,
-    "collective.gemm_reduce_scatter: _body.reduce._.wait(flags, chunks + c, R - 1)": WAIT,
-    "expert.dispatch_gemm: _body.begin._.wait(flags, flag, 1)": WAIT,
-    "expert.gemm_combine: _body.computed.wait("
-    "flags, b, count * across * (tile.cluster * tile.warpgroups))": LOCAL,
-    "expert.gemm_combine: _body.add_up._.wait(flags, blocks + b, number(totals, ARRIVALS))": WAIT,
 }
 
 
@@ -61,14 +45,6 @@ def test_every_kernel_that_waits_has_runs():
                 left.setdefault(name, []).append(site.name)
     assert left == UNREACHED
     assert kernels <= waiting
-
-
-def test_every_wait_for_a_flag_is_in_a_protocol():
-    found = set()
-    for name, module in modules():
-        found |= {f"{name}: {site.name}" for site in sites(module, "peers", ["wait"])}
-    assert found == set(FLAGS)
-    assert set(FLAGS.values()) - {LOCAL} <= set(MUTANTS)
 
 
 @pytest.mark.parametrize("test", TESTS, ids=lambda test: test.__name__.split(".")[-1])

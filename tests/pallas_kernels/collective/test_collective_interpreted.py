@@ -1,7 +1,7 @@
 """The products inside the fused kernels, in Mosaic GPU's interpreter with race detection.
 
 It knows no flags, so all rows are there already: which tile goes where, for every rank, with ragged
-rows, several weights, clusters, epilogues. Who waits for whom: test_collective_protocol.py.
+rows, several weights, clusters, epilogues. Who waits for whom: test_collective_threads.py.
 """
 
 import jax

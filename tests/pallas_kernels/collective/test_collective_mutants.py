@@ -1,6 +1,6 @@
 """Each wait of the fused kernels, deleted, is missed by the interpreter; others are the engine's.
 
-The waits for flags are those of the protocols: test_collective_protocol.py.
+The waits for flags: tests/pallas_kernels/test_communication_mutants.py.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 It knows no flags, so all rows are there already: which rows of which expert a tile reads, and
 which it stores, for ragged and empty experts, clusters, activations. Who waits for whom:
-test_expert_protocol.py.
+test_expert_threads.py.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Each wait of the experts' copies, deleted, is missed by the interpreter.
 
-The waits for flags are those of the protocols: test_expert_protocol.py. The product's own waits are
+The waits for flags: tests/pallas_kernels/test_communication_mutants.py. The product's own waits are
 those of tests/pallas_kernels/hopper/test_engine_mutants.py.
 """
 
