@@ -5,7 +5,7 @@ the names jnp, lax, pl and plgpu: a kernel's calls are collected, one for each r
 carries out their bodies. Peers are the real ones, and so are the engine, the relays and the
 epilogues. Layouts, swizzles, registers and alignment are not emulated.
 
-A Mutant changes what one call in the source does; see tests/kernel_calls.py.
+A mutant changes what one call in the source does: tests/kernel_calls.py.
 """
 
 import contextlib
