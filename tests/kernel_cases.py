@@ -109,7 +109,7 @@ def reduce(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1):
     x, w = whole(random, R, 1, rows, K), whole(random, R, 1, K, N)
     x *= large(R)[:, None, None, None]
     bias, residual = whole(random, 1, N), whole(random, 1, rows, N)
-    plan = Plan(Tile(64 * warpgroups, 128, 64, 2, warpgroups, cluster), 0, 8)
+    plan = Plan(Tile(64 * warpgroups, 128, 64, 3, warpgroups, cluster), 0, 8)
     found = gpu.run(*(
         functools.partial(
             gemm_all_reduce, x[r], w[r], bias, residual, rows=rows,
