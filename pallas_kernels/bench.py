@@ -1,10 +1,16 @@
-"""Timing kernels on a GPU: device time only, inputs in rotation, the machine's peaks beside them.
+"""Timing kernels on a GPU: device time only, L2 cold, the machine's peaks beside them.
 
-A time says little without its ceiling, and data sheets are not reached: a plain matrix product and
-a copy are timed in the same process. Never used on a CPU, save to rehearse with another clock.
+One jitted program calls a function on several distinct inputs, one after another, and is launched
+many times; a sample is the time of one launch over the number of calls. The inputs and results of
+one launch are larger than L2 together, so that no call finds its operands there. The clock is
+CUPTI's sum of kernel times, in one session for all launches; where CUPTI does not work, the host's
+clock around each launch, which counts the gaps between kernels too: a row says which it was (jax
+gives no access to CUDA events). A time says little without its ceiling, and data sheets are not
+reached: a plain matrix product and a copy are timed in the same process.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,36 +18,99 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.experimental.mosaic.gpu import profiler
 
-Clock = Callable[..., float]
+CUPTI, WALL = "cupti", "wall"
+Samples = tuple[str, list[float]]  # which clock, and the seconds of each launch
+Clock = Callable[[Callable[..., Any], Sequence[Any], int], Samples]
 Side = tuple[Callable[..., Any], list[Any]]  # what is timed, its abstract arguments
-Add = Callable[[dict[str, Any]], None]
+COLD_BYTES = 128e6  # (chosen: twice the L2 of an H200, and more)
+SETS, MOST_SETS, ROOM_BYTES = 3, 16, 20e9  # inputs of one launch (chosen), and what they may take
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: median, 10th and 90th percentile of `runs`."""
+    """Seconds of one call: median, 10th and 90th percentile over launches; `runs` calls in all."""
 
     median_s: float
     p10_s: float
     p90_s: float
     runs: int
+    clock: str
 
 
-def device_clock(function: Callable[..., Any], *args: Any) -> float:
-    """Returns the seconds that the GPU spends in the kernels of one call (CUPTI)."""
-    _, milliseconds = profiler.measure(function)(*args)
-    if milliseconds is None:
-        raise NotImplementedError("no kernel ran on a GPU: there is nothing to time")
-    return milliseconds / 1e3
+def device_clock(program: Callable[..., Any], args: Sequence[Any], launches: int) -> Samples:
+    """Returns the seconds that the GPU spends in the kernels of each launch, by CUPTI if it can."""
+    jax.block_until_ready(program(*args))
+    try:
+        found = _kernel_seconds(program, args, launches)
+    except Exception as error:
+        if "CUDA_ERROR" in str(error):  # the program's own; this process cannot go on
+            raise
+        _warn_once(f"CUPTI does not work here, so the wall clock is used: {error}")
+        return wall_clock(program, args, launches)
+    per_launch, rest = divmod(len(found), launches)
+    if not found or rest:
+        _warn_once(f"CUPTI saw {len(found)} kernels in {launches} launches: the wall clock is used")
+        return wall_clock(program, args, launches)
+    sums = np.asarray(found).reshape(launches, per_launch).sum(1)
+    return CUPTI, sums.tolist()
 
 
-def wall_clock(function: Callable[..., Any], *args: Any) -> float:
-    """Returns the seconds of one call by this process's clock: for rehearsals."""
-    began = time.perf_counter()
-    jax.block_until_ready(function(*args))
-    return time.perf_counter() - began
+def _kernel_seconds(program: Callable[..., Any], args: Sequence[Any], launches: int) -> list[float]:
+    """Of all kernels of all launches, in order; results are freed as they come."""
+    if profiler.mosaic_gpu_lib is None:
+        raise NotImplementedError("jax's CUDA plugin is not installed")
+    extension = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # profiler.Cupti would keep all results
+    extension._cupti_init()
+    try:
+        for _ in range(launches):
+            jax.block_until_ready(program(*args))
+    finally:
+        found = extension._cupti_get_timings(False)
+    return [milliseconds / 1e3 for _, milliseconds in found]
+
+
+def wall_clock(program: Callable[..., Any], args: Sequence[Any], launches: int) -> Samples:
+    """Returns the seconds of each launch by this process's clock."""
+    times = []
+    for _ in range(launches):
+        began = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        times.append(time.perf_counter() - began)
+    return WALL, times
+
+
+def _warn_once(text: str) -> None:
+    logging.log_first_n(logging.WARNING, text, 1)
+
+
+def chained(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Returns a program that calls a function on each of its arguments, a tuple, in turn.
+
+    A call waits for the one before: XLA neither merges them nor runs them side by side.
+    """
+    once = jax.jit(function)  # lowered once, however often it is called
+
+    def program(*sets: tuple[Any, ...]) -> list[Any]:
+        found: list[Any] = []
+        for args in sets:
+            if found:
+                args, _ = jax.lax.optimization_barrier((args, found[-1]))
+            found.append(once(*args))
+        return found
+
+    return program
+
+
+def sets_of(function: Callable[..., Any], like: Sequence[Any]) -> int:
+    """Returns how many inputs make the L2 cold, given one's shapes."""
+    leaves = jax.tree.leaves((like, jax.eval_shape(function, *like)))
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    if SETS * nbytes > ROOM_BYTES:
+        return 1
+    return min(max(math.ceil(COLD_BYTES / nbytes), SETS), MOST_SETS)
 
 
 def measure(
@@ -51,31 +120,45 @@ def measure(
     warmup: int = 10,
     clock: Clock = device_clock,
 ) -> Timing:
-    """Times a jitted function on each of several equal inputs in turn, so that L2 holds none."""
-    times = [clock(function, *inputs[i % len(inputs)]) for i in range(warmup + runs)][warmup:]
-    p10, median, p90 = (float(x) for x in np.percentile(times, (10, 50, 90)))
-    return Timing(median, p10, p90, runs)
+    """Times a function on several equal inputs; runs, warmup: calls at least."""
+    return measure_program(jax.jit(chained(function)), inputs, runs, warmup, clock)
 
 
-def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, float]:
+def measure_program(
+    program: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    runs: int = 50,
+    warmup: int = 10,
+    clock: Clock = device_clock,
+) -> Timing:
+    """Times a function through its `chained` program, jitted or compiled for these inputs."""
+    calls = len(inputs)
+    launches = math.ceil(runs / calls)
+    for _ in range(math.ceil(warmup / calls)):
+        jax.block_until_ready(program(*inputs))
+    name, times = clock(program, inputs, launches)
+    p10, median, p90 = (float(x) / calls for x in np.percentile(times, (10, 50, 90)))
+    return Timing(median, p10, p90, launches * calls, name)
+
+
+def normal(key: jax.Array, shapes: Any) -> Any:
+    """Returns a tree of random arrays, normally distributed."""
+    leaves, form = jax.tree.flatten(shapes)
+    keys = jax.random.split(key, len(leaves))
+    drawn = (jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True))
+    return form.unflatten(drawn)
+
+
+def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, Any]:
     """Returns flops_per_s of a bf16 product (n, n) and bytes_per_s of a copy of 8 n n bytes."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    inputs = [(jax.random.normal(key, (n, n), jnp.bfloat16),) for key in keys]
-    product = measure(jax.jit(lambda x: x @ x), inputs, 20, 5, clock)
+    square = jax.ShapeDtypeStruct((n, n), jnp.bfloat16)
+    inputs = [normal(key, (square,)) for key in jax.random.split(jax.random.key(0), 3)]
+    product = measure(lambda x: x @ x, inputs, 20, 5, clock)
     wide = [(jnp.concatenate([x, x], 1),) for (x,) in inputs]
     # Adding 1 reads and writes everything; a plain copy could be elided.
-    copy = measure(jax.jit(lambda x: x + jnp.ones((), x.dtype)), wide, 20, 5, clock)
+    copy = measure(lambda x: x + jnp.ones((), x.dtype), wide, 20, 5, clock)
     return {
         "matmul_flops_per_s": 2 * n**3 / product.median_s,
         "copy_bytes_per_s": 2 * wide[0][0].nbytes / copy.median_s,
+        "clock": product.clock,
     }
-
-
-def attempt(add: Add, about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
-    """Adds a row; one that fails must not lose the others."""
-    began = time.perf_counter()
-    try:
-        row = about | measure()
-    except Exception as error:
-        row = about | {"note": f"{type(error).__name__}: {str(error)[:300]}"}
-    add(row | {"took_s": time.perf_counter() - began})

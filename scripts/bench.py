@@ -1,13 +1,11 @@
-"""Benchmarks: ours beside the best rival, interleaved in one process.
+"""Benchmark of the trainer: ours beside the best rival, interleaved in one process.
 
     uv run scripts/bench.py train [--preset=nano] [--mesh.data=4 --mesh.tensor=2]
-    uv run scripts/bench.py kernels              # on a GPU
 
 train: the trainer's step (data, step, record) over a minimal hand-written JAX loop of the same
 model, mesh, stored shardings and remat (scripts/plain_train.py), A/B/A/B, median of --rounds pairs.
 Writes bench_train.json into --out. On a CPU the ratio counts, not the times.
-kernels: every case of every kernel folder beside its rivals, device time, and this machine's peaks.
-Writes bench_kernels.json into --out. `gpu_check.py kernels rehearse` runs the same lines on a CPU.
+Kernels are timed by scripts/gpu_check.py.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -21,13 +19,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import plain_train
-from gpu_kernels import time_cases
 from jax.sharding import NamedSharding
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
@@ -124,32 +121,13 @@ def bench_train(cfg: Config) -> None:
     results.write(expand(cfg.out, "out") / "bench_train.json", about, found)
 
 
-def bench_kernels(cfg: Config) -> None:
-    """Times every case of pallas_kernels/*/cases.py."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        raise UserError(f"kernels are timed on a GPU only; jax found {device.device_kind}")
-    about: dict = results.facts(device.device_kind, f"measured on {device.device_kind}")
-    rows: list[dict] = []
-
-    def add(row: dict) -> None:
-        rows.append(row)
-        print({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        results.write(expand(cfg.out, "out") / "bench_kernels.json", about, rows)
-
-    time_cases(add, about, float("inf"), rehearsal=False)
-
-
 def main(what: str) -> int:
     """Runs one benchmark."""
     cfg, _ = config.from_flags(PRESETS)
-    benches = {"train": bench_train, "kernels": bench_kernels}
-    if what not in benches:
-        raise UserError(
-            f"{what!r} must be one of {', '.join(benches)}.{did_you_mean(what, benches)}"
-        )
+    if what != "train":
+        raise UserError(f"{what!r} must be train; kernels are timed by scripts/gpu_check.py")
     results.writable_folder(cfg.out)
-    benches[what](cfg)
+    bench_train(cfg)
     return 0
 
 

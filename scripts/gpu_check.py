@@ -1,291 +1,182 @@
-"""Everything that waits for a GPU, in order of worth, one JSON.
+"""Everything that waits for a GPU, in order of worth, inside ten minutes; called again it goes on.
 
-    PYTHONPATH=. python3 scripts/gpu_check.py            # all parts, inside 8 minutes
-    PYTHONPATH=. python3 scripts/gpu_check.py kernels    # one part; or train, plan, ...
-    PYTHONPATH=. python3 scripts/gpu_check.py tile_sparse    # one folder of kernels; or gemm, ...
-    PYTHONPATH=. python3 scripts/gpu_check.py kernels rehearse   # on a CPU, tiny, interpreted
-    PYTHONPATH=. python3 scripts/gpu_check.py collective rehearse   # on a CPU, compiled only
-    PYTHONPATH=. python3 scripts/gpu_check.py expert rehearse   # likewise
+    PYTHONPATH=. python3 scripts/gpu_check.py                   # all parts, at most 9 minutes
+    PYTHONPATH=. python3 scripts/gpu_check.py attention gemm    # parts with one of these words
+    PYTHONPATH=. python3 scripts/gpu_check.py --again expert    # measure these parts again
+    PYTHONPATH=. python3 scripts/gpu_check.py --rehearse        # on a CPU, tiny, in up to an hour
 
-train: correctness first (losses of a small model on the GPU against this machine's CPU, the cuDNN
-attention against XLA's), then the step time and MFU of a 1.2B decoder in bf16 on one GPU, against a
-plain bf16 matmul's rate in the same run. Results are written after every row, so a run that is
-cut off still counts: runs/gpu_check/gpu_train.json (or under $OUT, where that is set; documents
-quote what lies in experiments/results).
-kernels: of every folder a sample of the correctness matrix, times beside rivals and a BERT forward
-in order of worth, then the rest of the matrix (gpu_kernels.json; of one folder
-gpu_kernels_<folder>.json).
-plan: the cost model's estimate of such steps, and its memory bound, beside their measurement
-(gpu_plan.json).
-collective: the fused products on virtual ranks, exact, then timed beside a ghost whose link is
-emulated (gpu_collective.json). expert: the same of a mixture's products (gpu_expert.json).
-Needs jax with CUDA, flax, optax and absl only.
+This process never touches the GPU: each part is a process of its own (gpu_worker.py) with a limit
+for every stage (workers.py), so a kernel that hangs costs its limit, a crash costs its part, and
+the rest is measured. Results are right first, then fast: smoke and peaks of the machine, the checks
+of every kernel folder, then times beside rivals, training, tunings of the keys that matter first,
+and products with communication behind an emulated link.
+
+Into --out go at most eight files, named by device: DEVICE_kernels.json (times), DEVICE_checks.json,
+DEVICE_train.json (steps beside the cost model's estimates), DEVICE_overlap.json, DEVICE.json (a
+table for pallas_kernels/tuned), DEVICE_verdicts.json and log.txt. Each is replaced as a whole after
+every row. Compiled programs are kept in runs/gpu_cache, which does not travel: a program must be
+lowered before it is found there, and finished rows are what a second call saves.
+Needs jax with CUDA, flax, optax and absl only. The exit code is 1 when something failed.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
-import functools
+import ctypes
 import os
+import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from absl import logging
-from gpu_kernels import FOLDERS, check_kernels
+from absl import flags
+from workers import TUNED, Part, Session, Store
 
-from megajax.core import config, script
-from megajax.core.hardware import find_card, parse_cluster
-from megajax.core.mesh import MeshSpec
-from megajax.cost import memory
-from megajax.cost.flops import train_flops_per_token
-from megajax.models.decoder_config import PRESETS, DecoderConfig
+from megajax.core import script
+from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import results
-from megajax.systems import aot
-from megajax.training.config import Config, TrainConfig
-from megajax.training.optim import OptimConfig
-from megajax.training.step import TrainStep, make_train_step
-from pallas_kernels.collective.bench import check_collective
-from pallas_kernels.expert.bench import check_expert
 
-FOLDER = Path(os.environ.get("OUT", "runs/gpu_check"))
-BUDGET_S, RESERVE_S = 8 * 60, 40  # in all, and for what has begun by the deadline
-SMALL = Config(
-    model=DecoderConfig(), train=TrainConfig(steps=20, global_batch=8), optim=OptimConfig(lr=1e-3)
+ROOT = Path(__file__).parent.parent
+WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_worker.py")]
+REHEARSAL_SCALE, REHEARSAL_MINUTES = 10, 60  # of limits on a CPU that interprets; of the time
+SMOKE = Part("smoke", "kernels", {"do": "smoke"})
+FOLDERS = ("attention", "gemm", "grouped", "norm", "tile_sparse")
+FORWARD, BOTH = "forward", "forward+backward"
+FUSED = ("collective", "expert")
+SAMPLE = 6  # checks of a folder before any times
+# Names of scripts/gpu_train.py:VARIANTS, the goals first.
+TRAIN_FIRST = ("cudnn, remat outputs", "varlen, remat outputs")
+TRAIN_REST = (
+    "cudnn, remat full", "cudnn, remat dots", "cudnn, batch 16", "cudnn, parallel block",
+    "xla, batch 2",
+)  # fmt: skip
+# Of scripts/tune.py's tunings, by their whole names: long attention, packed attention, the products
+# of a large decoder layer, its norm, experts, and a product behind a link.
+TUNE_FIRST = (
+    "attention varlen attention forward dtype bfloat16 width 128 group 1 longest 16384"
+    " tokens 16384",
+    "attention varlen attention forward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768",
+    "attention varlen attention backward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768"
+    " deterministic False",
+    "attention varlen attention forward dtype bfloat16 width 64 group 1 longest 1000 tokens 9880",
+    "gemm fused gemm kind forward activation silu residual False M 8192 N 14336 K 4096",
+    "gemm fused gemm kind forward activation none residual True M 8192 N 4096 K 14336",
+    "grouped grouped matmul kind forward G 8 M 16384 N 14336 K 4096",
+    "norm fused layer norm dtype bfloat16 centred False added True unpacks False width 4096"
+    " rows 16384",
+    "tile_sparse tile sparse matmul kind forward activation none format 128x64 M 12800 K 4096"
+    " P 16384 slots 2048",
+    "collective all gather matmul ranks 8 rows 512 K 12288 N 6144",
 )
+ALIASES = {"kernels": (*FOLDERS, "bert"), "train": ("losses", "step"), "plan": ("step",)}
+
+OUT = flags.DEFINE_string("out", None, "folder of the results; none: $OUT, else the script's own")
+MINUTES = flags.DEFINE_float("minutes", None, "time in all; none: 9, of a rehearsal 60", 0)
+AGAIN = flags.DEFINE_boolean("again", False, "forget what the folder holds of these parts")
+REHEARSE = flags.DEFINE_boolean("rehearse", False, "run every part on a CPU, tiny")
+COMMIT = flags.DEFINE_string("commit", None, "what results say they ran; none: git is asked")
 
 
-def batch_of(train_step: TrainStep, number: int, vocab: int, pieces: int) -> dict[str, jax.Array]:
-    """A random packed batch; `pieces` segments a row."""
-    random = np.random.default_rng(number)
-    shape = train_step.abstract_batch["tokens"].shape
-    S = shape[-1]
-    walk = (random.integers(0, 17, (*shape[:-1], S + 1)).cumsum(-1) % vocab).astype(np.int32)
-    length = S // pieces
-    segments = np.broadcast_to(np.arange(S) // length + 1, shape).astype(np.int32)
-    host = {
-        "tokens": walk[..., :-1],
-        "targets": walk[..., 1:],
-        "segments": segments,
-        "positions": np.broadcast_to(np.arange(S) % length, shape).astype(np.int32),
-    }
-    return {k: jax.device_put(v, train_step.abstract_batch[k].sharding) for k, v in host.items()}
+def parts() -> list[Part]:
+    """All parts behind the first, in order of worth."""
+
+    def checks(folder: str, more: bool) -> Part:
+        span = [SAMPLE, None] if more else [0, SAMPLE]
+        name = f"{folder} checks{' more' if more else ''}"
+        args = {"do": "checks", "folder": folder, "span": span}
+        return Part(name, "checks", args, slice_s=120, alone=False)
+
+    def times(folder: str, direction: str, slice_s: float = 30) -> Part:
+        args = {"do": "times", "folder": folder, "direction": direction}
+        return Part(f"{folder} {direction}", "kernels", args, slice_s)
+
+    def step(variant: str) -> Part:
+        return Part(f"step {variant}", "train", {"do": "step", "variant": variant})
+
+    return [
+        *(checks(folder, False) for folder in FOLDERS),
+        *(Part(f"{name} exact", "checks", {"do": "exact", "folder": name}, 90, False)
+          for name in FUSED),
+        Part("losses", "checks", {"do": "losses"}, 90, False),
+        times("attention", FORWARD, 60),
+        times("gemm", FORWARD),
+        times("attention", BOTH, 45),
+        *(step(variant) for variant in TRAIN_FIRST),
+        *(times(folder, FORWARD) for folder in ("grouped", "norm", "tile_sparse")),
+        *(tuning(name) for name in TUNE_FIRST[:4]),
+        Part("bert", "kernels", {"do": "bert"}, 30),
+        *(times(folder, BOTH, 20) for folder in FOLDERS if folder != "attention"),
+        *(tuning(name) for name in TUNE_FIRST[4:]),
+        *(Part(f"{name} times", "overlap", {"do": "hidden", "folder": name}, 60) for name in FUSED),
+        *(step(variant) for variant in TRAIN_REST),
+        *(checks(folder, True) for folder in FOLDERS),
+    ]  # fmt: skip
 
 
-def losses(cfg: Config, device: jax.Device, steps: int) -> list[float]:
-    """Trains on one device."""
-    train_step = make_train_step(cfg, MeshSpec(data=1).build([device]))
-    state, found = train_step.init(0), []
-    for i in range(steps):
-        state, metrics = train_step.step(state, batch_of(train_step, i, cfg.model.vocab, 2))
-        found.append(float(metrics["loss"]))
-    return found
+def tuning(name: str) -> Part:
+    """The part that measures one row of the table."""
+    return Part(f"tune {name}", TUNED, {"do": "tune", "tuning": name}, slice_s=60)
 
 
-def check_losses(report: Callable) -> None:
-    """The GPU's float32 and bf16 losses against the CPU's float32."""
-    cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
-    with jax.default_matmul_precision("highest"):
-        want = losses(SMALL, cpu, 20)
-        exact = losses(SMALL, gpu, 20)
-    difference = float(np.abs(np.subtract(want, exact)).max())
-    report("float32 losses, GPU against CPU, 20 steps", difference, 1e-3)
-    for attention in ("xla", "cudnn", "varlen"):
-        cfg = config.override(SMALL, {"train.dtype": "bfloat16", "train.attention": attention})
-        try:
-            short = losses(cfg, gpu, 20)
-        except Exception as error:  # a kernel that this machine lacks is a finding, not a crash
-            report(f"bf16 losses, {attention} attention", None, None, note=str(error)[:300])
-            continue
-        relative = abs(short[-1] - want[-1]) / want[-1]
-        report(f"bf16 last loss, {attention} attention, relative to float32", relative, 0.02)
+def chosen(all_parts: list[Part], words: list[str]) -> list[Part]:
+    """Those whose name has one of the words. Raises: SystemExit for a word that none has."""
+    known = {word for part in all_parts for word in part.name.split()} | ALIASES.keys()
+    for word in words:
+        if word not in known:
+            names = ", ".join([*ALIASES, *(part.name for part in all_parts)])
+            near = did_you_mean(word, known)
+            sys.exit(f"error: {word!r} is not a word of a part;{near} The parts are {names}")
+    wanted = {each for word in words for each in ALIASES.get(word, (word,))}
+    return [part for part in all_parts if not words or wanted & set(part.name.split())]
 
 
-def time_step(cfg: Config, steps: int, pieces: int) -> dict[str, Any]:
-    """Median step time of the trainer's own step, three batches in rotation, after 5 of warm-up."""
-    train_step = make_train_step(cfg, MeshSpec().build())
-    state = train_step.init(0)
-    batches = [batch_of(train_step, i, cfg.model.vocab, pieces) for i in range(3)]
-    times, began = [], 0.0
-    for i in range(steps + 5):
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        state, metrics = train_step.step(state, batches[i % 3])
-        jax.block_until_ready(metrics["loss"])
-        times.append(time.perf_counter() - began)
-    kept = sorted(times[5:])
-    median = kept[len(kept) // 2]
-    tokens = cfg.train.global_batch * cfg.train.seq_len
-    card = find_card(jax.devices()[0].device_kind)
-    peak = card.flops["bfloat16"] * jax.device_count() if card else None
-    rate = tokens / median
-    row: dict[str, Any] = {
-        "median_s": median, "p10_s": kept[len(kept) // 10], "p90_s": kept[-1 - len(kept) // 10],
-        "n": len(kept), "tokens_per_s": rate, "loss": float(metrics["loss"]),
-    }  # fmt: skip
-    load = cfg.model.workload(1, cfg.train.seq_len)
-    for convention in ("megatron", "causal"):
-        flops = train_flops_per_token(load, convention)
-        row[f"flops_per_token_{convention}"] = flops
-        row[f"mfu_{convention}"] = rate * flops / peak if peak else None
-    stats = jax.devices()[0].memory_stats() or {}
-    row["memory_gib"] = stats.get("peak_bytes_in_use", 0) / 2**30
-    return row
+def has_driver() -> bool:
+    """Whether there may be a GPU; jax decides."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return os.environ.get("JAX_PLATFORMS", "cuda") != "cpu"
 
 
-def matmul_rate() -> float:
-    """FLOP/s of a plain bf16 matmul, the practical ceiling of this run."""
-    n = 8192
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
-    product = jax.jit(lambda a, b: a @ b)
-    product(a, b).block_until_ready()
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        product(a, b).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return 2 * n**3 / sorted(times)[10]
-
-
-def large(**changes: Any) -> Config:
-    """The 1.2B Llama 3.2 shape, 32,768 tokens a step."""
-    base = Config(
-        model=PRESETS["llama3_1b"](),
-        train=TrainConfig(
-            steps=1000, global_batch=8, seq_len=4096, dtype="bfloat16", loss_chunks=8
-        ),
-    )
-    return config.override(base, {k.replace("__", "."): v for k, v in changes.items()})
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "cudnn, remat outputs": {},
-    "varlen, remat outputs": {"train__attention": "varlen"},
-    "cudnn, remat full": {"train__remat": "full"},
-    "cudnn, remat dots": {"train__remat": "dots"},
-    "cudnn, batch 16": {"train__global_batch": 16},
-    "cudnn, parallel block": {"model__block": "parallel"},
-    "xla attention, batch 2": {"train__attention": "xla", "train__global_batch": 2},
-}
-
-
-class Report:
-    """Rows of one part, written and printed as they come."""
-
-    def __init__(self, part: str):
-        """part: names the file."""
-        kind = jax.devices()[0].device_kind
-        self.about: dict[str, Any] = results.facts(kind, f"measured on {kind}")
-        self._path, self._rows = FOLDER / f"gpu_{part}.json", []
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Adds a row."""
-        self._rows.append(row)
-        results.write(self._path, self.about, self._rows)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-
-    def each(self, wanted: Iterable[str], deadline: float, measure: Callable) -> None:
-        """Adds measure(configuration) for each variant: one that fails must not lose the others."""
-        for name in wanted:
-            if time.perf_counter() > deadline:
-                self.add({"variant": name, "note": "not run: out of time"})
-                continue
-            try:
-                self.add({"variant": name} | measure(large(**VARIANTS[name])))
-            except Exception as error:
-                self.add({"variant": name, "note": f"{type(error).__name__}: {str(error)[:300]}"})
-
-
-def check_train(deadline: float) -> None:
-    """Correctness, then times."""
-    rows = Report("train")
-
-    def report(check: str, value: float | None, bound: float | None, note: str = "") -> None:
-        passed = value is not None and bound is not None and value <= bound
-        rows.add({"check": check, "value": value, "bound": bound, "passed": passed, "note": note})
-
-    check_losses(report)
-    rows.about["matmul_tflops"] = matmul_rate() / 1e12
-    rows.each(VARIANTS, deadline, lambda cfg: time_step(cfg, 30, pieces=4))
-
-
-def estimated(cfg: Config, kind: str) -> dict[str, float]:
-    """Returns what the plan of one GPU says of a step: estimate_s and bound_gib."""
-    fused = cfg.train.attention != "xla"
-    planned = aot.outline(cfg, parse_cluster(f"{kind}:1x1"), fused_attention=fused)
+def environment(rehearsal: bool) -> dict[str, str]:
+    """Of workers: several processes share the GPU's memory."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    more = {"JAX_PLATFORMS": "cpu"} if rehearsal else {}
     return {
-        "estimate_s": planned.estimate.step_s,
-        "bound_gib": memory.bound(planned.terms) / 2**30,
-    }
+        **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **more,
+    }  # fmt: skip
 
 
-def check_plan(deadline: float) -> None:
-    """Estimate over measurement; the aim is within 15 percent."""
-    rows = Report("plan")
-    card = find_card(jax.devices()[0].device_kind)
-    if card is None:
-        sys.exit(f"error: no hardware card for {jax.devices()[0].device_kind}")
-
-    def measure(cfg: Config) -> dict[str, Any]:
-        row = estimated(cfg, card.name) | time_step(cfg, 20, pieces=4)
-        return row | {"estimate_over_measured": row["estimate_s"] / row["median_s"]}
-
-    rows.each(VARIANTS, deadline, measure)
-
-
-def check_folders(deadline: float, rehearsal: bool = False, only: str | None = None) -> None:
-    """Correctness and times of the kernels, of all folders or of one."""
-    rows = Report("_".join(filter(None, ["kernels", only, rehearsal and "rehearsal"])))
-    check_kernels(rows.add, rows.about, deadline, rehearsal, only)
-
-
-def check_fused(name: str, deadline: float, rehearsal: bool = False) -> None:
-    """Products with their communication inside, on one GPU."""
-    rows = Report(f"{name}_rehearsal" if rehearsal else name)
-    FUSED[name](rows.add, rows.about, deadline, rehearsal)
-
-
-FUSED = {"collective": check_collective, "expert": check_expert}
-PARTS = {
-    "train": check_train, "plan": check_plan, "kernels": check_folders,
-    **{name: functools.partial(check_fused, name) for name in FUSED},
-}  # fmt: skip
-
-
-def stop() -> None:
-    """Ends the process at its limit, whatever compiles: all finished rows are on disk."""
-    print(f"stopped: {BUDGET_S} s are over", flush=True)
-    os._exit(0)
-
-
-def main(argv: list[str]) -> None:
-    """Runs the parts that are named, or all."""
-    logging.set_verbosity(logging.WARNING)
-    if argv[2:] == ["rehearse"] and argv[1] in ("kernels", *FOLDERS):
-        jax.config.update("jax_num_cpu_devices", 8)  # the interpreter needs as many threads
-        jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of its time
-        only = argv[1] if argv[1] in FOLDERS else None
-        return check_folders(time.perf_counter() + BUDGET_S, rehearsal=True, only=only)
-    if argv[2:] == ["rehearse"] and argv[1] in FUSED:
-        return check_fused(argv[1], time.perf_counter() + BUDGET_S, rehearsal=True)
-    parts = PARTS | {name: functools.partial(check_folders, only=name) for name in FOLDERS}
-    wanted = argv[1:] or list(PARTS)
-    unknown = [w for w in wanted if w not in parts]
-    if unknown:
-        sys.exit(f"error: {unknown[0]!r} is not a part; there are {', '.join(parts)}")
-    if jax.devices()[0].platform == "cpu":
+def need_driver() -> None:
+    """Raises: SystemExit without a GPU, before anything begins."""
+    if not has_driver():
         sys.exit("error: jax finds no GPU (is the CUDA plugin installed: uv sync --extra gpu?)")
-    watch = threading.Timer(BUDGET_S, stop)
-    watch.daemon = True
-    watch.start()
-    deadline = time.perf_counter() + BUDGET_S - RESERVE_S
-    for name in wanted:
-        parts[name](deadline)
+
+
+def run(first: Part, wanted: list[Part], default_folder: str) -> int:
+    """Runs the first part and those that are wanted, as the flags say. Returns: the exit code."""
+    rehearsal = REHEARSE.value
+    if not rehearsal:
+        need_driver()
+    try:
+        folder = results.writable_folder(OUT.value or default_folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers are ended on the way out
+    minutes = MINUTES.value or (REHEARSAL_MINUTES if rehearsal else 9)
+    layer = "rehearsed on a CPU: times mean nothing" if rehearsal else "measured on {}"
+    store = Store(folder, results.commit() if COMMIT.value is None else COMMIT.value, layer)
+    spec = {"rehearsal": rehearsal, "limit_scale": REHEARSAL_SCALE if rehearsal else 1}
+    end = time.monotonic() + 60 * minutes
+    session = Session(WORKER, store, end, env=environment(rehearsal), spec=spec, again=AGAIN.value)
+    return session.run(first, wanted)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the parts that are named, or all."""
+    return run(SMOKE, chosen(parts(), argv[1:]), os.environ.get("OUT", "runs/gpu_check"))
 
 
 if __name__ == "__main__":

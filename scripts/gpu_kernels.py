@@ -1,200 +1,155 @@
-"""The kernels part of gpu_check.py: is it right, and how fast, in order of worth.
+"""The kernels' parts of gpu_check.py: are they right, and how fast beside their rivals.
 
-A sample of every folder's correctness matrix comes first. Then times, of the goals that matter
-most first: device time of forward and of forward with backward on useful FLOPs, ours beside rivals
-on the same inputs in the same process, and a BERT forward (ByteTransformer's workload). What is
-left of the matrix comes last. A rehearsal runs the same lines on a CPU through the interpreter, on
-tiny shapes; its times mean nothing. A kernel folder's bench.py has CASES, TINY_CASES,
-checks(rehearsal) and sides(case, implementation).
+Times are device times of forward and of forward with backward on useful FLOPs, ours beside rivals
+on the same inputs in the same process, the floor of the card that is there beside them. A rehearsal
+runs the same lines on a CPU through the interpreter, on tiny shapes; its times mean nothing. A
+kernel folder's bench.py has CASES, TINY_CASES, checks(rehearsal) and sides(case, implementation);
+those of products with communication have checks(), times() and rehearsals().
 """
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
+from worker_channel import Item
 
-from experiments.reports import padding as padding_report
-from experiments.reports import padding_free
-from megajax.models.encoder_config import PRESETS as ENCODERS
-from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import bench
-from pallas_kernels.attention import bench as attention
-from pallas_kernels.bench import Add, attempt
-from pallas_kernels.gemm import bench as gemm
-from pallas_kernels.grouped import bench as grouped
-from pallas_kernels.norm import bench as norm
-from pallas_kernels.tile_sparse import bench as tile_sparse
+from pallas_kernels.hopper import cards
 
 FORWARD, BOTH = "forward", "forward+backward"
-SIDE_S = 2.0  # of timed calls (chosen: 50 calls of anything below 40 ms)
-FOLDERS = {
-    "attention": attention,
-    "norm": norm,
-    "gemm": gemm,
-    "grouped": grouped,
-    "tile_sparse": tile_sparse,
-}
-TINY_BERT = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
+SIDE_S, RUNS = 0.4, 50  # of timed calls (chosen: 50 calls of anything below 8 ms)
+RUN_S = 45  # limit of what runs (chosen: drawing inputs, and SIDE_S many times over)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """One case of a folder in one direction, with all its sides."""
-
-    folder: str
-    case: Any
-    direction: str
-
-    @property
-    def worth(self) -> int:
-        """Its place in the queue: the goals first, in their order."""
-        name, backward = self.case.name, self.direction == BOTH
-        goals = (
-            self.folder == "attention" and name.startswith("d128 16k") and not backward,
-            self.folder == "attention" and name.startswith("varlen"),
-            self.folder == "attention" and name.startswith("d128"),
-            self.folder != "attention" and not backward,
-            True,
-        )
-        return goals.index(True)
+def bench_of(folder: str) -> Any:
+    """A kernel folder's bench.py; the others may be broken."""
+    return importlib.import_module(f"pallas_kernels.{folder}.bench")
 
 
-def queue(rehearsal: bool) -> list[Bench]:
-    """All cases, forward and with backward, in order of worth; a rehearsal needs the larger."""
-    found = [
-        Bench(name, case, direction)
-        for name, folder in FOLDERS.items()
-        for case in (folder.TINY_CASES if rehearsal else folder.CASES)
-        for direction in ((BOTH,) if rehearsal else (FORWARD, BOTH))
+def checks(folder: str, span: Sequence[int | None], rehearsal: bool) -> list[Item]:
+    """A stretch of a folder's correctness matrix."""
+
+    def measure(errors: Callable[[], dict[str, float]]) -> dict[str, Any]:
+        found = errors()
+        return {"errors": found, "passed": max(found.values()) <= 1}
+
+    about = {"folder": folder}
+    return [
+        Item(name, lambda errors=errors: measure(errors), about=about, limit_s=120)
+        for name, errors in bench_of(folder).checks(rehearsal)[slice(*span)]
     ]
-    return sorted(found, key=lambda each: each.worth)
 
 
-def time_side(
-    each: Bench, function: Callable, like: list[Any], clock: bench.Clock, runs: int
-) -> dict[str, Any]:
-    """Times one side; its row says how much of the H200's floor that is."""
-
-    def normal(key: jax.Array, shapes: Any) -> Any:
-        leaves, form = jax.tree.flatten(shapes)
-        keys = jax.random.split(key, len(leaves))
-        drawn = (jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True))
-        return form.unflatten(drawn)
-
-    def both(cotangents, *args):
-        out, pull = jax.vjp(function, *args)
-        return out, pull(cotangents)
-
-    run, shapes = function, tuple(like)
-    case, passes = each.case, (False,)
-    if each.direction == BOTH:
-        run, passes = both, (False, True)
-        shapes = (jax.eval_shape(function, *like), *like)
-    inputs = [normal(key, shapes) for key in jax.random.split(jax.random.key(0), 3)]
-    compiled = jax.jit(run)
-    clock(compiled, *inputs[0])
-    # What takes long is run less often: the whole has minutes.
-    runs = max(1, min(runs, int(SIDE_S / clock(compiled, *inputs[1]))))
-    timing = bench.measure(compiled, inputs, runs, min(10, runs), clock)
-    flops, nbytes, floor = (
-        sum(count(part) for part in passes) for count in (case.flops, case.bytes, case.floor_s)
-    )
-    return {
-        **asdict(timing), "tflops": flops / timing.median_s / 1e12,
-        "gbytes_per_s": nbytes / timing.median_s / 1e9, "of_floor": floor / timing.median_s,
-    }  # fmt: skip
+def worth(case: Any) -> int:
+    """A case's place in the queue of its folder: what papers report first."""
+    order = ("d128 16k", "varlen", "d128", "llama 8k", "gqa")
+    return next((i for i, word in enumerate(order) if case.name.startswith(word)), len(order))
 
 
-def check(add: Add, checks: list, deadline: float) -> None:
-    """Adds a row for each check, until the deadline."""
-    for name, errors in checks:
-        if time.perf_counter() > deadline:
-            return add({"check": name, "note": "not run: out of time, nor what follows it"})
+class Timed:
+    """One side of a case in one direction."""
 
-        def measure(errors: Callable = errors) -> dict[str, Any]:
-            found = errors()
-            return found | {"passed": max(found.values()) <= 1}
+    def __init__(self, case: Any, direction: str, build: Callable[[], bench.Side], tiny: bool):
+        """tiny: a rehearsal's, which is timed by the wall clock."""
+        self._case, self._direction, self._build, self._tiny = case, direction, build, tiny
+        self._program: Any = None
+        self._shapes: tuple[Any, ...] = ()
+        self._sets = 0
 
-        attempt(add, {"check": name}, measure)
+    def prepare(self) -> None:
+        """Traces and compiles the program; nothing runs."""
+        function, like = self._build()
+
+        def both(cotangents: Any, *args: Any) -> Any:
+            out, pull = jax.vjp(function, *args)
+            return out, pull(cotangents)
+
+        run, self._shapes = function, tuple(like)
+        if self._direction == BOTH:
+            run, self._shapes = both, (jax.eval_shape(function, *like), *like)
+        self._sets = 1 if self._tiny else bench.sets_of(run, self._shapes)
+        program = jax.jit(bench.chained(run))
+        self._program = program.lower(*[self._shapes] * self._sets).compile()
+
+    def run(self) -> dict[str, Any]:
+        """Times it. Raises: what the program raises."""
+        program, self._program = self._program, None  # its memory is free for the next
+        keys = jax.random.split(jax.random.key(0), self._sets)
+        inputs = [bench.normal(key, self._shapes) for key in keys]
+        runs = RUNS
+        _, (_, once) = bench.wall_clock(program, inputs, 2)
+        runs = max(3, min(RUNS, int(SIDE_S / once * self._sets)))
+        if self._tiny:
+            timing = bench.measure_program(program, inputs, 1, 1, bench.wall_clock)
+        else:
+            timing = bench.measure_program(program, inputs, runs, min(10, runs))
+        case, rate = self._case, cards.memory_rate(jax.devices()[0].device_kind)
+        passes = (False, True) if self._direction == BOTH else (False,)
+        flops, nbytes = (sum(count(p) for p in passes) for count in (case.flops, case.bytes))
+        floor = sum(case.floor_s(p, rate) for p in passes)
+        return {
+            **asdict(timing), "sets": self._sets, "tflops": flops / timing.median_s / 1e12,
+            "gbytes_per_s": nbytes / timing.median_s / 1e9, "floor_s": floor,
+            "of_floor": floor / timing.median_s,
+        }  # fmt: skip
 
 
-def time_cases(
-    add: Add, about: dict[str, Any], deadline: float, rehearsal: bool, wanted: Any = None
-) -> None:
-    """Adds the peaks of this machine to `about`, and the times of every case on every side.
-
-    wanted: of a Bench, whether it is run; None: all.
-    """
-    implementation = "interpret" if rehearsal else "hopper"
-    clock = bench.wall_clock if rehearsal else bench.device_clock
-    if "matmul_flops_per_s" not in about:
-        about |= bench.peaks(256 if rehearsal else 8192, clock)
-    for each in queue(rehearsal):
-        if wanted is not None and not wanted(each):
-            continue
-        sides = FOLDERS[each.folder].sides(each.case, implementation)
+def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
+    """Every case of a folder on every side, ours first, in order of worth."""
+    module, found = bench_of(folder), []
+    for case in sorted(module.TINY_CASES if rehearsal else module.CASES, key=worth):
+        sides = module.sides(case, "interpret" if rehearsal else "hopper")
         for name, build in sides.items():
-            row = {
-                "folder": each.folder, "case": each.case.name, "direction": each.direction,
+            timed = Timed(case, direction, build, rehearsal)
+            about = {
+                "folder": folder, "case": case.name, "direction": direction,
                 "implementation": name,
             }  # fmt: skip
-            if time.perf_counter() > deadline:
-                add(row | {"note": "not run: out of time"})
-                continue
-
-            def measure(each: Bench = each, build: Callable = build) -> dict[str, Any]:
-                return time_side(each, *build(), clock, 1 if rehearsal else 50)
-
-            attempt(add, row, measure)
+            found.append(
+                Item(f"{case.name}, {name}", timed.run, timed.prepare, about, RUN_S, name != "ours")
+            )
+    return found
 
 
-def bert(rehearsal: bool) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+def bert(rehearsal: bool) -> list[Item]:
     """ByteTransformer's workload at batch 16, length 1024: the stack, then attention alone."""
-    cfg = TINY_BERT if rehearsal else ENCODERS["bert_base"]()
+    from experiments.reports import padding, padding_free
+    from megajax.models.encoder_config import PRESETS, EncoderConfig
+
+    tiny = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
+    cfg = tiny if rehearsal else PRESETS["bert_base"]()
     dtype, batch, longest = ("float32", 2, 16) if rehearsal else ("bfloat16", 16, 1024)
-    clock = bench.wall_clock if rehearsal else bench.device_clock
+    clock, runs = (bench.wall_clock, 1) if rehearsal else (bench.device_clock, RUNS)
     ours, forced = padding_free.OURS, None if rehearsal else "hopper"
     steps = (
         dataclasses.replace(ours, name=f"{ours.name}, all kernels", implementation=forced),
         ours, padding_free.CUDNN, padding_free.PADDED,
     )  # fmt: skip
-    for timed in (padding_report.timed, padding_report.timed_attention):
-        for step in steps:
-            measure = functools.partial(
-                timed, cfg, step, dtype, batch, longest, clock, 1 if rehearsal else 50
-            )
-            yield {"bert": timed.__name__, "step": step.name}, measure
+    return [
+        Item(
+            f"{what}, {step.name}",
+            functools.partial(timed, cfg, step, dtype, batch, longest, clock, runs),
+            about={"bert": what}, limit_s=120, optional=step in steps[2:],
+        )
+        for what, timed in (("stack", padding.timed), ("attention", padding.timed_attention))
+        for step in steps
+    ]  # fmt: skip
 
 
-def check_kernels(
-    add: Add, about: dict[str, Any], deadline: float, rehearsal: bool, only: str | None = None
-) -> None:
-    """Adds the rows: a sample of checks, the goals' times, BERT, all other times, all checks.
-
-    only: a folder, whose checks and times alone are added.
-    """
-    began = time.perf_counter()
-    folders = [name for name in FOLDERS if only in (None, name)]
-    checks = {name: FOLDERS[name].checks(rehearsal) for name in folders}
-    sample = [each for found in checks.values() for each in found[:4]]
-    rest = [each for found in checks.values() for each in found[4:]]
-    check(add, sample, began + (deadline - began) / 3)
-
-    def time_those(first: bool) -> None:
-        def wanted(each: Bench) -> bool:
-            return each.folder in folders and (each.worth < 3) == first
-
-        time_cases(add, about, deadline, rehearsal, wanted)
-
-    time_those(True)
-    for row, measure in bert(rehearsal) if only is None else ():
-        if time.perf_counter() > deadline:
-            add(row | {"note": "not run: out of time"})
-        else:
-            attempt(add, row, measure)
-    time_those(False)
-    check(add, rest, deadline)
+def fused(folder: str, exact: bool, rehearsal: bool) -> list[Item]:
+    """Products with communication inside, on virtual ranks, or beside an emulated link."""
+    module = bench_of(folder)
+    if rehearsal:
+        found = module.rehearsals()
+        found = [each for each in found if (each[0] in {c.name for c in module.CHECKS}) == exact]
+    else:
+        found = module.checks() if exact else module.times()
+    about = {"folder": folder} | (
+        {} if exact else {"links": "emulated: copies held back by a clock"}
+    )
+    limit_s = 90 if exact else 240  # of times: a dozen programs are compiled
+    return [Item(name, run, about=about | more, limit_s=limit_s) for name, more, run in found]

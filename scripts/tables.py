@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments.reports import kernel_tables, overlap_tables, pruning_tables
+from experiments.reports import gpu_tables, kernel_tables, overlap_tables, pruning_tables
 from experiments.storm import account
 from megajax.core import config
 from megajax.core.hardware import CARDS
@@ -257,6 +257,22 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap_repository": functools.partial(
         overlap_tables.repository, RESULTS / "comet_simulated.json"
     ),
+    **{
+        f"gpu_{table.__name__}": functools.partial(table, RESULTS)
+        for table in (
+            gpu_tables.machines,
+            gpu_tables.peaks,
+            gpu_tables.checks,
+            gpu_tables.verdicts,
+            gpu_tables.training,
+            gpu_tables.bert,
+        )
+    },
+    **{
+        f"{folder}_overlap": functools.partial(gpu_tables.overlap, RESULTS, folder)
+        for folder in ("collective", "expert")
+    },
+    "gpu_tuned": functools.partial(gpu_tables.tuned, ROOT / "pallas_kernels" / "tuned"),
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,

@@ -1,15 +1,16 @@
 """Markdown tables of the kernels' own documents: what a compiler said, floors, measured times."""
 
 import importlib
-import json
 from pathlib import Path
 
+from experiments.reports import gpu_tables
 from megajax.monitor.results import table
 from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.hopper import cards
 
 REPORTED = ("attention", "tile_sparse", "norm", "gemm", "grouped", "collective", "expert")
-# What stands beside our times of a folder: heading -> implementation in gpu_kernels.json.
+# What stands beside our times of a folder: heading -> implementation in a DEVICE_kernels.json.
 SIDES = {
     "attention": {
         "ours, us": "ours", "cuDNN padded, us": "cudnn padded", "cuDNN packed, us": "cudnn packed",
@@ -39,19 +40,25 @@ def compiled(results: Path, folder: str) -> str:
 
 
 def floors(results: Path, folder: str) -> str:
-    """The roofline of every case of a folder, and what a GPU took where one was there."""
+    """The roofline of every case of a folder, and what each GPU took; one table a device."""
+    files = gpu_tables.measured(results, "kernels")
+    files = [file for file in files if any(row.get("folder") == folder for row in file["rows"])]
+    return "\n\n".join(_floors(file, folder) for file in files or [{"rows": []}])
+
+
+def _floors(measured: dict, folder: str) -> str:
     cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
-    # What was measured of this folder alone is newer.
-    paths = (results / f"gpu_kernels_{folder}.json", results / "gpu_kernels.json")
-    path = next((path for path in paths if path.exists()), None)
-    measured = json.loads(path.read_text()) if path else {"rows": []}
+    rate = cards.memory_rate(measured.get("device", "H200"))
 
     def took(case: str, direction: str, implementation: str) -> str:
-        wanted = {"case": case, "direction": direction, "implementation": implementation}
+        wanted = {
+            "folder": folder, "case": case, "direction": direction,
+            "implementation": implementation,
+        }  # fmt: skip
         found = [
             row["median_s"]
             for row in measured["rows"]
-            if wanted.items() <= row.items() and row["folder"] == folder and "median_s" in row
+            if wanted.items() <= row.items() and "median_s" in row
         ]
         return f"{1e6 * found[0]:.0f}" if found else ""
 
@@ -59,17 +66,15 @@ def floors(results: Path, folder: str) -> str:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for case in cases:
         for direction, parts in (("forward", (False,)), ("forward+backward", (False, True))):
-            flops, nbytes, floor = (
-                sum(f(part) for part in parts) for f in (case.flops, case.bytes, case.floor_s)
-            )
+            flops, nbytes = (sum(f(part) for part in parts) for f in (case.flops, case.bytes))
+            floor = sum(case.floor_s(part, rate) for part in parts)
             cells = [
                 case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
                 f"{1e6 * floor:.{0 if floor > 1e-4 else 1}f}",
                 *(took(case.name, direction, side) for side in SIDES[folder].values()),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    source = ", ".join(str(measured[k]) for k in ("layer", "date", "commit") if measured.get(k))
-    return "\n".join([*lines, *(["", f"*{source}*"] if source else [])])
+    return "\n".join([*lines, *(["", gpu_tables.source(measured)] if measured["rows"] else [])])
 
 
 def visited() -> str:

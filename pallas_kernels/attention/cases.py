@@ -43,9 +43,9 @@ class Case:
         wide = self.tokens * self.width * 2
         return wide * (2 * H + 2 * G) * (2 if backward else 1) + 4 * self.tokens * H
 
-    def floor_s(self, backward: bool = False) -> float:
-        """No kernel is faster on an H200."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
+        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 def paper_lengths(

@@ -1,4 +1,4 @@
-"""The collective part of gpu_check.py: the fused products on one GPU, exact and timed.
+"""The fused products on one GPU, exact and timed: what scripts/gpu_check.py runs of them.
 
 Correctness first: eight virtual ranks share the GPU, each on its share of the thread blocks, with
 every signal, pull and push between them. Buffers are full of NaN before each run, every rank starts
@@ -6,7 +6,7 @@ up to 200 us late, a hundred times over; values are small integers, so that the 
 
 Then times of one rank of full size, whose peers are a ghost: copies are held back to a link's rate
 and latency (an EMULATED link: no NVLink is crossed). All that overlap is judged by is measured in
-the same rounds, each function once a round:
+the same rounds, each function for a few calls a round:
 
     gemm     the best of our kernel and cuBLAS on all SMs, nothing travels
     copy     the same throttled copies alone
@@ -22,8 +22,7 @@ Rehearsed without a GPU: all that would run is compiled for one (aot), nothing i
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, bench
-from pallas_kernels.bench import Add, attempt
 from pallas_kernels.collective import api, plans
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.cases import DENSE
@@ -49,7 +47,8 @@ from pallas_kernels.hopper.tiles import Tile
 R = 8
 DELAY_NS, SEEDS = 200_000, 100
 LINKS = (400e9, 200e9, 25e9)  # bytes/s in one direction: NVLink 4, H800's, PCIe's
-ROUNDS, WARMUP = 20, 3
+ROUNDS, LAUNCHES = 4, 2  # (chosen: the clock of a GPU drifts slower than a round)
+CLOSE = 0.02  # relative to the exact result's size (chosen: 16-bit results differ by under 0.01)
 PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")
 
 
@@ -190,15 +189,19 @@ def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., j
 
 
 def interleaved(
-    functions: dict[str, Callable[..., Any]], inputs: list[tuple[Any, ...]], clock: bench.Clock
-) -> dict[str, float]:
-    """Returns the median seconds of each function; in every round each runs once."""
-    compiled = {name: jax.jit(function) for name, function in functions.items()}
-    times: dict[str, list[float]] = {name: [] for name in compiled}
-    for i in range(WARMUP + ROUNDS):
-        for name, function in compiled.items():
-            times[name].append(clock(function, *inputs[i % len(inputs)]))
-    return {name: float(np.median(found[WARMUP:])) for name, found in times.items()}
+    functions: dict[str, Callable[..., Any]],
+    inputs: Sequence[tuple[Any, ...]],
+    clock: bench.Clock,
+) -> tuple[str, dict[str, float]]:
+    """Returns which clock, and the median seconds of each function; all run in every round."""
+    programs = {name: jax.jit(bench.chained(function)) for name, function in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    used = ""
+    for _ in range(ROUNDS):
+        for name, program in programs.items():
+            used, found = clock(program, inputs, LAUNCHES)
+            times[name] += found
+    return used, {name: float(np.median(t)) / len(inputs) for name, t in times.items()}
 
 
 def apart(function: Callable[..., Any], exact: Callable[..., Any], args: tuple[Any, ...]) -> float:
@@ -212,8 +215,10 @@ def apart(function: Callable[..., Any], exact: Callable[..., Any], args: tuple[A
     return float(jnp.linalg.norm(found - want) / jnp.linalg.norm(want))
 
 
-def efficiencies(case: Case, links: tuple[float, ...], clock: bench.Clock) -> Iterator[dict]:
-    """Yields a row for each link, from one series of rounds."""
+def efficiencies(
+    case: Case, links: tuple[float, ...] = LINKS, clock: bench.Clock = bench.device_clock
+) -> list[dict[str, Any]]:
+    """Returns a row for each link, from one series of rounds."""
     keys, like = jax.random.split(jax.random.key(0), 3), arguments(case)
     draw = jax.jit(
         lambda key: tuple(
@@ -224,13 +229,12 @@ def efficiencies(case: Case, links: tuple[float, ...], clock: bench.Clock) -> It
     inputs: list[tuple[Any, ...]] = [draw(key) for key in keys]
     timed = functions(case, links)
     wrong = apart(timed[f"fused {links[0] / 1e9:.0f}"], lambda x, w, _: case.exact(x, w), inputs[0])
-    seconds = interleaved(timed, inputs, clock)
+    used, seconds = interleaved(timed, inputs, clock)
     gemm = min(seconds["ours"], seconds["cublas"])
     controls = "ours", "cublas", "ready", "free", f"unrotated {links[0] / 1e9:.0f}"
-    for rate in links:
-        row = link_row(rate, case.plans()[0], gemm, seconds, "efficiency")
-        kept = {name: value for name, value in seconds.items() if name in controls}
-        yield row | {"relative_error": wrong, "controls_s": kept}
+    kept = {name: value for name, value in seconds.items() if name in controls}
+    rest = {"relative_error": wrong, "passed": wrong <= CLOSE, "controls_s": kept, "clock": used}
+    return [link_row(r, case.plans()[0], gemm, seconds, "efficiency") | rest for r in links]
 
 
 def link_row(
@@ -242,49 +246,55 @@ def link_row(
     )
     return {
         "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-        "plan": dataclasses.asdict(plan), "rounds": ROUNDS, "gemm_s": gemm,
+        "plan": dataclasses.asdict(plan), "runs": ROUNDS * LAUNCHES, "gemm_s": gemm,
         "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
         hidden: 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
     }  # fmt: skip
 
 
-def compile_all(add: Add) -> None:
-    """The rehearsal: everything of the first cases, for an H100 that is not there."""
+Work = tuple[str, dict[str, Any], Callable[[], Any]]  # a name, members of its rows, what makes them
+
+
+def checks() -> list[Work]:
+    """Virtual ranks: each gives a row."""
+    return [(check.name, {}, functools.partial(exact, check)) for check in CHECKS]
+
+
+def times() -> list[Work]:
+    """Products beside ghosts: each gives a row for every link."""
+    return [
+        (f"{case.op} m={case.m}", {"case": f"gpt3_175b {case.op}", "m": case.m},
+         functools.partial(efficiencies, case))
+        for case in cases()
+    ]  # fmt: skip
+
+
+def rehearsals() -> list[Work]:
+    """Everything of the first cases, compiled for an H100 that is not there."""
     device = NamedSharding(Mesh(np.array(aot.devices(1, 1)), ("x",)), PartitionSpec())
 
-    def row(name: str, function: Callable, like: Any) -> None:
+    def one(name: str, function: Callable, like: Any) -> Work:
         args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for x in like]
+        return name, {}, functools.partial(compiled, function, args)
 
-        def measure() -> dict[str, Any]:
-            aot.compile(jax.jit(function).lower(*args))
-            return {"compiled": True}
-
-        attempt(add, {"rehearsal": name}, measure)
-
+    found = []
     for check in CHECKS[:3]:
         x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in check.shapes[:2])
-        row(check.name, check.run, (x, w, jax.ShapeDtypeStruct((R,), jnp.int32)))
+        found.append(one(check.name, check.run, (x, w, jax.ShapeDtypeStruct((R,), jnp.int32))))
     for case in (*cases()[:2], cases()[4]):
         for name, function in functions(case, LINKS[:1]).items():
-            row(f"{case.op} m={case.m}, {name}", function, arguments(case))
+            found.append(one(f"{case.op} m={case.m}, {name}", function, arguments(case)))
+    return found
 
 
-def check_collective(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
-    """Adds the rows: virtual ranks, then efficiencies on emulated links."""
-    about["links"] = "emulated: one GPU, copies held back by its clock"
-    if rehearsal:
-        return compile_all(add)
+def compiled(function: Callable, args: Sequence[Any]) -> dict[str, Any]:
+    """A rehearsal's row. Raises: what the compiler raises."""
+    aot.compile(jax.jit(function).lower(*args))
+    return {"compiled": True}
+
+
+def fits() -> str:
+    """Why this GPU cannot run such kernels; '' if it can."""
     if jax.devices()[0].core_count < SMS:
-        return add({"note": f"needs {SMS} SMs: thread blocks must all run at one time"})
-    for check in CHECKS:
-        if time.perf_counter() > deadline:
-            return add({"check": check.name, "note": "not run: out of time, nor what follows it"})
-        attempt(add, {"check": check.name}, functools.partial(exact, check))
-    for case in cases():
-        row = {"case": f"gpt3_175b {case.op}", "m": case.m}
-        if time.perf_counter() > deadline:
-            add(row | {"note": "not run: out of time"})
-            continue
-        rows = efficiencies(case, LINKS, bench.device_clock)
-        for _ in LINKS:
-            attempt(add, row, functools.partial(next, rows))
+        return f"needs {SMS} SMs: thread blocks must all run at one time"
+    return ""

@@ -1,4 +1,4 @@
-"""The expert part of gpu_check.py: a mixture's fused products on one GPU, exact and timed.
+"""A mixture's fused products on one GPU, exact and timed: what scripts/gpu_check.py runs.
 
 As collective/bench.py: eight virtual ranks first, each on its share of the thread blocks, buffers
 full of NaN, every rank up to 200 us late, a hundred times; values are small integers, so that the
@@ -20,8 +20,7 @@ Rehearsed without a GPU: all that would run is compiled for one (aot), nothing i
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,8 +29,18 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import aot, bench
-from pallas_kernels.bench import Add, attempt
-from pallas_kernels.collective.bench import DELAY_NS, LINKS, SEEDS, R, apart, interleaved, link_row
+from pallas_kernels.collective.bench import (
+    CLOSE,
+    DELAY_NS,
+    LINKS,
+    SEEDS,
+    R,
+    Work,
+    apart,
+    compiled,
+    interleaved,
+    link_row,
+)
 from pallas_kernels.collective.cases import MIXTURES
 from pallas_kernels.collective.peers import VirtualPeer
 from pallas_kernels.collective.plans import fitted
@@ -43,7 +52,6 @@ from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import cut, route
 from pallas_kernels.expert.tunings import Case, of_model
 from pallas_kernels.hopper.activations import Spec
-from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
 
 PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")
@@ -221,66 +229,61 @@ def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., A
 CASES = tuple((model, op) for model in MIXTURES for op in (DISPATCH, COMBINE))
 
 
-def hidden(case: Case, links: tuple[float, ...], clock: bench.Clock) -> Iterator[dict[str, Any]]:
-    """Yields a row for each link, from one series of rounds."""
+def hidden(
+    case: Case, links: tuple[float, ...] = LINKS, clock: bench.Clock = bench.device_clock
+) -> list[dict[str, Any]]:
+    """Returns a row for each link, from one series of rounds."""
     draw = jax.jit(functools.partial(arguments, case))
     inputs: list[tuple[Any, ...]] = [draw(key) for key in jax.random.split(jax.random.key(0), 2)]
     timed, best = functions(case, links), f"{links[0] / 1e9:.0f}"
     wrong = apart(timed[f"fused {best}"], lambda given, *_: case.exact(*given), inputs[0])
-    seconds = interleaved(timed, inputs, clock)
+    used, seconds = interleaved(timed, inputs, clock)
     controls = "ready", "free", f"blocks {best}", f"unstaged {best}"
-    for rate in links:
-        row = link_row(rate, case.plans()[0], seconds["gemm"], seconds, "hidden")
-        kept = {name: value for name, value in seconds.items() if name.endswith(controls)}
-        yield row | {"relative_error": wrong, "controls_s": kept}
+    kept = {name: value for name, value in seconds.items() if name.endswith(controls)}
+    rest = {"relative_error": wrong, "passed": wrong <= CLOSE, "controls_s": kept, "clock": used}
+    gemm, plan = seconds["gemm"], case.plans()[0]
+    return [link_row(rate, plan, gemm, seconds, "hidden") | rest for rate in links]
 
 
-def compile_all(add: Add) -> None:
-    """The rehearsal: everything of the first cases, for an H100 that is not there."""
+def checks() -> list[Work]:
+    """Virtual ranks: each gives a row."""
+    return [(check.name, {}, functools.partial(exact, check)) for check in CHECKS]
+
+
+def times() -> list[Work]:
+    """Products beside ghosts: each gives a row for every link."""
+
+    def measure(model: str, op: str) -> list[dict[str, Any]]:
+        return hidden(of_model(op, model, TOKENS, ROOM))
+
+    return [
+        (f"{model} {op}", {"case": model, "op": op}, functools.partial(measure, model, op))
+        for model, op in CASES
+    ]
+
+
+def rehearsals() -> list[Work]:
+    """Everything of the first cases, compiled for an H100 that is not there."""
     device = SingleDeviceSharding(aot.devices(1, 1)[0])  # as on a GPU: no mesh
 
-    def row(name: str, function: Callable, like: Any) -> None:
+    def one(name: str, function: Callable, like: Any) -> Work:
         args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tuple(like)
         )
+        return name, {}, functools.partial(compiled, function, args)
 
-        def measure() -> dict[str, Any]:
-            aot.compile(jax.jit(function).lower(*args))
-            return {"compiled": True}
-
-        attempt(add, {"rehearsal": name}, measure)
-
+    found = []
     for check in CHECKS[:4]:
         *arrays, experts = check.draw(np.random.default_rng(0))
         x, w, weights = (a.astype(float) for a in arrays)
         check.want(x, w, weights, experts)
         like = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
-        more = (experts.shape, (R,))
-        row(check.name, check.run, [*like, *(jax.ShapeDtypeStruct(s, jnp.int32) for s in more)])
+        like += [jax.ShapeDtypeStruct(s, jnp.int32) for s in (experts.shape, (R,))]
+        found.append(one(check.name, check.run, like))
     for model, op in CASES[:2]:
-        one = of_model(op, model, TOKENS, ROOM)
-        like = jax.eval_shape(functools.partial(arguments, one), jax.random.key(0))
-        for name, function in functions(one, LINKS[:1]).items():
+        case = of_model(op, model, TOKENS, ROOM)
+        like = jax.eval_shape(functools.partial(arguments, case), jax.random.key(0))
+        for name, function in functions(case, LINKS[:1]).items():
             if "blocks" not in name:  # the same kernel
-                row(f"{model} {op}, {name}", function, like)
-
-
-def check_expert(add: Add, about: dict[str, Any], deadline: float, rehearsal: bool) -> None:
-    """Adds the rows: virtual ranks, then what is hidden on emulated links."""
-    about["links"] = "emulated: one GPU, copies held back by its clock"
-    if rehearsal:
-        return compile_all(add)
-    if jax.devices()[0].core_count < SMS:
-        return add({"note": f"needs {SMS} SMs: thread blocks must all run at one time"})
-    for check in CHECKS:
-        if time.perf_counter() > deadline:
-            return add({"check": check.name, "note": "not run: out of time, nor what follows it"})
-        attempt(add, {"check": check.name}, functools.partial(exact, check))
-    for model, op in CASES:
-        row = {"case": model, "op": op}
-        if time.perf_counter() > deadline:
-            add(row | {"note": "not run: out of time"})
-            continue
-        found = hidden(of_model(op, model, TOKENS, ROOM), LINKS, bench.device_clock)
-        for _ in LINKS:
-            attempt(add, row, functools.partial(next, found))
+                found.append(one(f"{model} {op}, {name}", function, like))
+    return found

@@ -35,9 +35,9 @@ class Case:
         wide = 2 * (x + w) + y * (1 + (self.activation is not None))
         return 2 * (wide if backward else x + w + y * (1 + self.residual)) + 4 * self.N * self.bias
 
-    def floor_s(self, backward: bool = False) -> float:
-        """No kernel is faster on an H200."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
+        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 def bert(longest: int) -> tuple[Case, ...]:

@@ -43,9 +43,9 @@ class Case:
         lhs, rhs, y = self.M * self.K, self.G * self.K * self.N, self.M * self.N
         return 2 * ((2 * lhs + 2 * rhs + y) if backward else lhs + rhs + y)
 
-    def floor_s(self, backward: bool = False) -> float:
-        """No kernel is faster on an H200."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
+        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 def experts(model: str, G: int, top_k: int, width: int, hidden: int) -> tuple[Case, ...]:

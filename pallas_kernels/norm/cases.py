@@ -43,9 +43,9 @@ class Case:
             rows = self.rows * (1 + self.added + kept) + (self.padded_rows or self.rows)
         return 2.0 * rows * self.width
 
-    def floor_s(self, backward: bool = False) -> float:
-        """No kernel is faster on an H200."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
+        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 PAPER_TOKENS = -(-sum(paper_lengths(1024)) // 128) * 128

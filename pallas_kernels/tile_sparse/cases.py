@@ -97,9 +97,9 @@ class Case:
             return 2 * (x + 2 * w + dy + self.M * self.K)
         return 2 * (x + w + self.M * self.N)
 
-    def floor_s(self, backward: bool = False) -> float:
-        """No kernel is faster on an H200."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / PEAK_BYTES)
+    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
+        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 @functools.lru_cache(maxsize=2)

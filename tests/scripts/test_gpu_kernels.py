@@ -1,12 +1,12 @@
-"""The GPU script's kernels part, on a CPU."""
+"""The GPU script's parts of kernels, on a CPU."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import gpu_check
 import gpu_kernels
 
 sys.path.pop(0)
@@ -24,48 +24,51 @@ def test_the_matrix_is_whole_and_begins_with_every_width():
     assert all(sum(each) <= capacity and len(each) == 5 for each in lengths)
 
 
-def test_the_goals_come_first():
-    """Head width 128 forward, variable lengths, its backward; then everything, each once."""
-    found = gpu_kernels.queue(rehearsal=False)
-    assert len(set(found)) == len(found) >= 2 * len(attention.CASES)
-    assert [(b.case.name, b.direction) for b in found[:2]] == [
-        ("d128 16k full", "forward"), ("d128 16k causal", "forward"),
-    ]  # fmt: skip
-    assert all(b.case.name.startswith("varlen") for b in found[2:6])
-    assert found[6].case.name == "d128 16k full" and found[6].direction == "forward+backward"
-
-
-def test_a_side_that_fails_is_a_row_and_time_is_kept(monkeypatch):
-    """Rivals that are not there say why; past the deadline nothing runs; the floor is beside."""
-    case = attention.TINY_CASE
-    monkeypatch.setattr(
-        gpu_kernels, "queue", lambda _: [gpu_kernels.Bench("attention", case, "forward")]
+@pytest.mark.parametrize("folder", gpu_check.FOLDERS)
+def test_every_case_is_timed_once_and_ours_is_no_rival(folder):
+    """Names are what a second call goes by, so they differ."""
+    items = gpu_kernels.times(folder, gpu_check.FORWARD, rehearsal=False)
+    names = [item.name for item in items]
+    cases = gpu_kernels.bench_of(folder).CASES
+    assert len(set(names)) == len(names)
+    assert [i.about["case"] for i in items if not i.optional] == sorted(
+        (case.name for case in cases), key=[i.about["case"] for i in items].index
     )
-    sides = dict(attention.sides(case, "reference"))
-    sides = {name: sides[name] for name in ("reference", "tokamax packed", "cudnn packed")}
-    monkeypatch.setattr(attention, "sides", lambda *_: sides)
-    rows, about = [], {"matmul_flops_per_s": 1.0}
-    gpu_kernels.time_cases(rows.append, about, time.perf_counter() + 100, rehearsal=True)
-    timed, *failed = rows
-    assert timed["of_floor"] == pytest.approx(case.floor_s() / timed["median_s"])
-    assert "No module named 'tokamax'" in failed[0]["note"] and "cuDNN" in failed[1]["note"]
-    late = []
-    gpu_kernels.time_cases(late.append, about, time.perf_counter() - 1, rehearsal=True)
-    assert [row["note"] for row in late] == ["not run: out of time"] * 3
+    assert all(item.optional == (item.about["implementation"] != "ours") for item in items)
+    checks = gpu_kernels.checks(folder, [0, None], rehearsal=False)
+    assert len({check.name for check in checks}) == len(checks)
 
 
-@pytest.mark.slow
-def test_a_rehearsal_runs_every_line():
-    rows, about = [], {}
-    gpu_kernels.check_kernels(rows.append, about, time.perf_counter() + 1000, rehearsal=True)
-    assert rows[0]["passed"], rows[0]
-    ours = [row for row in rows if row.get("implementation") == "ours"]
-    assert [row["direction"] for row in ours][:1] == ["forward+backward"]
-    assert all("median_s" in row for row in ours), ours
-    assert [row["step"] for row in rows if "bert" in row and "median_ms" in row]
-    assert about["matmul_flops_per_s"] > 0 and about["copy_bytes_per_s"] > 0
-    rivals = [row for row in rows if "cudnn" in row.get("implementation", "")]
-    assert rivals and all("note" in row for row in rivals)  # a CPU has none: no crash
+def test_the_goals_come_first():
+    """Head width 128 at full length, then variable lengths; ours before its rivals."""
+    found = gpu_kernels.times("attention", gpu_check.FORWARD, rehearsal=False)
+    abouts = [(i.about["case"], i.about["implementation"]) for i in found]
+    assert abouts[:2] == [("d128 16k full", "ours"), ("d128 16k full", "cudnn padded")]
+    ours = [case for case, side in abouts if side == "ours"]
+    assert ours[:2] == ["d128 16k full", "d128 16k causal"]
+    assert all(case.startswith("varlen") for case in ours[2:4])
+
+
+def test_a_side_is_timed_beside_the_floor_of_the_card(monkeypatch):
+    case = attention.TINY_CASE
+    sides = attention.sides(case, "reference")
+    timed = gpu_kernels.Timed(case, gpu_check.FORWARD, sides["reference"], True)
+    timed.prepare()
+    monkeypatch.setattr(gpu_kernels.cards, "memory_rate", lambda kind: 1e9)
+    row = timed.run()
+    assert row["floor_s"] == case.bytes() / 1e9 and row["clock"] == "wall"
+    assert row["of_floor"] == pytest.approx(row["floor_s"] / row["median_s"])
+    for name, words in (("tokamax packed", "No module named 'tokamax'"), ("cudnn packed", "cuDNN")):
+        with pytest.raises(Exception, match=words):
+            gpu_kernels.Timed(case, gpu_check.FORWARD, sides[name], True).prepare()
+
+
+def test_an_h100_has_the_memory_of_an_h100():
+    assert gpu_kernels.cards.memory_rate("NVIDIA H100 80GB HBM3") == pytest.approx(
+        3.35e12, rel=1e-3
+    )
+    assert gpu_kernels.cards.memory_rate("NVIDIA H200") == 4.8e12
+    assert attention.CASES[-1].floor_s(bytes_per_s=1e9) == attention.CASES[-1].bytes() / 1e9
 
 
 @pytest.mark.slow

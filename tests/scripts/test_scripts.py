@@ -136,4 +136,4 @@ def test_gpu_check_without_a_gpu_says_so():
     done = call("gpu_check.py", "train")
     assert done.returncode == 1 and "jax finds no GPU" in done.stderr
     done = call("gpu_check.py", "trian")
-    assert done.returncode == 1 and "is not a part; there are train" in done.stderr
+    assert done.returncode == 1 and "is not a word of a part; Did you mean train?" in done.stderr

@@ -1,9 +1,8 @@
-"""The tuner on tilings that are made up, with a clock that is made up."""
+"""The tuner on tilings that are made up, with programs and a clock that are made up."""
 
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -13,7 +12,10 @@ import pytest
 from pallas_kernels import tuned
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import tune
+import gpu_check
+import gpu_tune
+import worker_channel
+import workers
 
 sys.path.pop(0)
 
@@ -53,83 +55,125 @@ def tuning(tiles=TILES, reference=plain, **key):
     return tuned.Tuning("double", {"width": 8} | key, tiles, function, inputs, reference)
 
 
-def clock(jitted, *args):
-    return jitted.__wrapped__.seconds
+class Program:
+    """In the place of a compiled one."""
+
+    def __init__(self, function, like, sets):
+        jax.eval_shape(function, *like)
+        self.function, self.sets, self.seconds = function, sets, sets * function.seconds
+
+    def __call__(self, *sets):
+        assert len(sets) == self.sets
+        return [self.function(*args) for args in sets]
 
 
-def run(wanted, path, deadline=100.0, **options):
-    return tune.tune(
-        [("folder", each) for each in wanted], path, clock, time.perf_counter() + deadline,
-        runs=3, **options,
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch):
+    monkeypatch.setattr(gpu_tune, "compiled", Program)
+    monkeypatch.setattr(gpu_tune.bench, "COLD_BYTES", 1)
+
+
+def clock(program, args, launches):
+    return "made up", [program.seconds] * launches
+
+
+class Parent:
+    """Keeps what it is told."""
+
+    def __init__(self, skip=()):
+        self.spec, self.stages = {"skip": list(skip)}, []
+
+    def stage(self, name, limit_s, item=None, skip=""):
+        self.stages.append((name, skip))
+
+
+def measure(wanted, parent=None):
+    """Returns the row."""
+    measurement = gpu_tune.Measurement("it", wanted, parent or Parent(), clock)
+    measurement.prepare()
+    return measurement.run()
 
 
 def test_the_fastest_right_tile_wins(tmp_path):
-    path = tmp_path / "gpu.json"
-    assert run([tuning()], path) == 0
-    (row,) = json.loads(path.read_text())["rows"]
+    row = measure(tuning())
     assert row["tile"] == {"name": "good", "seconds": 2.0} and row["fastest"] == "hopper"
     assert row["median_us"] == 2e6 and row["rivals"] == {"reference": 3e6}
-    assert row["heuristic_us"] == 5e6 and row["date"] and "commit" in row
-    assert [reason.split(",")[0] for reason in row["failed"]] == [
-        "Tile(name='wrong'", "Tile(name='breaks'",
+    assert row["heuristic_us"] == 5e6 and row["clock"] == "made up" and row["candidates"] == 4
+    assert sorted(reason.split(",")[0] for reason in row["failed"]) == [
+        "Tile(name='breaks'", "Tile(name='wrong'",
     ]  # fmt: skip
-    # It is what the kernels find.
+    # It is what the kernels find, once the parent has written it.
+    store = workers.Store(tmp_path, "abc")
+    store.open("GPU", "gpu")
+    store.add(gpu_check.tuning("it"), "it", [row])
     found = tuned.find("double", {"width": 8}, kind="gpu", folder=tmp_path)
     assert found is not None and found["tile"] == row["tile"]
+    assert json.loads((tmp_path / "gpu.json").read_text())["commit"] == "abc"
 
 
-def test_plain_jax_may_be_the_fastest(tmp_path):
-    path = tmp_path / "gpu.json"
-    run([tuning(tiles=TILES[:1])], path)
-    (row,) = json.loads(path.read_text())["rows"]
+def test_plain_jax_may_be_the_fastest():
+    row = measure(tuning(tiles=TILES[:1]))
     assert row["fastest"] == "reference" and row["tile"]["name"] == "slow"
     # A rival that gives something else, and other words for the two.
     apart = dataclasses.replace(tuning(reference=scaled), want=plain, words=("fused", "xla"))
-    run([apart], path, again=True)
-    (row,) = json.loads(path.read_text())["rows"]
+    row = measure(apart)
     assert row["fastest"] == "fused" and row["rivals"] == {"reference": 4e6}
 
 
-def test_a_second_call_measures_what_is_missing(tmp_path, capsys):
-    path = tmp_path / "gpu.json"
-    assert run([tuning()], path, deadline=-1.0) == 0 and not path.exists()
-    assert "out of time; call again" in capsys.readouterr().out
-    run([tuning()], path)
-    capsys.readouterr()
-    run([tuning(), tuning(longest=64)], path)
-    assert capsys.readouterr().out.count("is faster") == 1
-    assert len(json.loads(path.read_text())["rows"]) == 2
-    run([tuning(tiles=TILES[:1])], path, again=True)
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 and rows[-1]["tile"]["name"] == "slow"
+def test_each_candidate_is_a_stage_and_one_that_hung_is_left_out():
+    parent = Parent(skip=[str(TILES[3])])
+    row = measure(tuning(), parent)
+    assert row["tile"]["name"] == "slow" and f"{TILES[3]}: was killed" in row["failed"]
+    assert {skip for _, skip in parent.stages} == {"", *map(str, TILES[:3])}
+    assert (f"run {TILES[0]}", str(TILES[0])) in parent.stages
 
 
-def test_what_cannot_be_measured_says_why(tmp_path, capsys):
-    path = tmp_path / "gpu.json"
-    assert run([tuning(tiles=TILES[1:3])], path) == 1 and not path.exists()
-    out = capsys.readouterr().out
-    assert "differs from the reference by" in out and "does not fit" in out
+def test_what_cannot_be_measured_says_why():
+    with pytest.raises(RuntimeError, match="does not fit.*differs from the reference by"):
+        measure(tuning(tiles=TILES[1:3]))
 
 
-def test_other_rivals_are_timed_and_may_be_missing(tmp_path):
+def test_a_cuda_error_ends_the_process():
+    def poisoned(tile, interpret):
+        def run(x):
+            if isinstance(x, jax.core.Tracer):
+                return x
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        run.seconds = 1.0
+        return run
+
+    with pytest.raises(RuntimeError) as error:
+        measure(dataclasses.replace(tuning(), function=poisoned))
+    assert worker_channel.is_poison(error.value)
+
+
+def test_other_rivals_are_timed_and_may_be_missing():
     def other(x, y):
         return x + y
 
     other.seconds = 1.0
     inputs = lambda key: (jnp.ones(4), jnp.ones(4))  # noqa: E731
     others = {"cudnn": (other, inputs), "absent": (lambda x: x, inputs)}
-    path = tmp_path / "gpu.json"
-    assert run([dataclasses.replace(tuning(), others=others)], path) == 0
-    (row,) = json.loads(path.read_text())["rows"]
+    row = measure(dataclasses.replace(tuning(), others=others))
     assert row["rivals"] == {"reference": 3e6, "cudnn": 1e6} and row["fastest"] == "hopper"
     assert row["failed"][-1].startswith("absent: ")
 
 
-def test_every_tuning_has_a_reference_of_its_kernels_results():
+@pytest.fixture(scope="module")
+def tunings():
+    return gpu_tune.tunings()
+
+
+def test_the_tunings_that_come_first_are_there(tunings):
+    names = {gpu_tune.name_of(*each) for each in tunings}
+    assert set(gpu_check.TUNE_FIRST) <= names and len(set(gpu_check.TUNE_FIRST)) == 10
+
+
+def test_every_tuning_has_a_reference_of_its_kernels_results(tunings):
     """One of each op: shapes and types of the kernel and of plain JAX agree."""
     seen = set()
-    for _, each in tune.tunings():
+    for _, each in tunings:
         if each.op in seen:
             continue
         seen.add(each.op)
@@ -145,20 +189,5 @@ def test_every_tuning_has_a_reference_of_its_kernels_results():
 
 def test_results_that_are_not_finite_are_wrong():
     want = (jnp.array([1.0, -jnp.inf]), jnp.array([2.0]))
-    assert tune.wrong(want, want) is None
-    assert "not finite" in (tune.wrong((want[0], jnp.array([jnp.nan])), want) or "")
-
-
-@pytest.mark.slow
-def test_a_rehearsal_times_the_real_kernel(tmp_path):
-    """Through the interpreter, against the plain reference."""
-    from pallas_kernels import bench
-
-    path = tmp_path / "cpu.json"
-    deadline = time.perf_counter() + 100
-    assert (
-        tune.tune([("tiny", tune.tiny())], path, bench.wall_clock, deadline, runs=1, interpret=True)
-        == 0
-    )
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["tile"]["block_k"] == 64 and not row["failed"]
+    assert gpu_tune.wrong(want, want) is None
+    assert "not finite" in (gpu_tune.wrong((want[0], jnp.array([jnp.nan])), want) or "")

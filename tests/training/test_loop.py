@@ -16,15 +16,12 @@ from tests.tiny import run_config
 class Step:
     """Adds 1 to the only parameter."""
 
-    leaf_names = ("w",)
+    leaf_names, rows = ("w",), {}
 
     def step(self, state, batch):
         new = TrainState({"w": state.params["w"] + 1}, {}, state.step + 1)
         metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "targets": 4, "leaf_norms": [1.0]}
         return new, {k: np.asarray(v) for k, v in metrics.items()}
-
-    def natural(self, state):
-        return state
 
 
 class Loader:
