@@ -27,6 +27,7 @@ MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when
 PRETRAIN = "pretrain.py"  # these launchers hand it the flags that are not theirs
 ADDS = ("add", "add_argument")  # how scripts call argparse's method
 LAUNCHERS = ("launch_ray.py", "launch_slurm.sh")
+SHARED = {"tune.py": "scripts/gpu_check.py"}  # a script with the flags of another that it imports
 # Words of other programs and formats that documents mention in backticks.
 FOREIGN = {
     "aws", "s3", "sync", "sbatch", "scancel", "srun", "kubectl", "mpirun", "nvidia", "git", "pip",
@@ -278,6 +279,8 @@ class Checker:
         found: set[str] = set()
         if name in LAUNCHERS:
             found |= self.flags_of(f"experiments/{PRETRAIN}")
+        if name in SHARED:
+            found |= self.flags_of(SHARED[name])
         if not name.endswith(".py"):
             return frozenset(found)
         tree = parse(self.root / file)

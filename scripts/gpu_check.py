@@ -37,7 +37,7 @@ from megajax.monitor import results
 
 ROOT = Path(__file__).parent.parent
 WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_worker.py")]
-REHEARSAL_SCALE, REHEARSAL_MINUTES = 10, 60  # of limits on a CPU that interprets; of the time
+REHEARSAL_SCALE, REHEARSAL_MINUTES = 30, 60  # of limits on a CPU that interprets; of the time
 SMOKE = Part("smoke", "kernels", {"do": "smoke"})
 FOLDERS = ("attention", "gemm", "grouped", "norm", "tile_sparse")
 FORWARD, BOTH = "forward", "forward+backward"
@@ -118,15 +118,15 @@ def tuning(name: str) -> Part:
 
 
 def chosen(all_parts: list[Part], words: list[str]) -> list[Part]:
-    """Those whose name has one of the words. Raises: SystemExit for a word that none has."""
-    known = {word for part in all_parts for word in part.name.split()} | ALIASES.keys()
+    """Those whose name is or has one of the words. Raises: SystemExit for a word that none has."""
+    known = {word for p in all_parts for word in (p.name, *p.name.split())} | ALIASES.keys()
     for word in words:
         if word not in known:
             names = ", ".join([*ALIASES, *(part.name for part in all_parts)])
             near = did_you_mean(word, known)
             sys.exit(f"error: {word!r} is not a word of a part;{near} The parts are {names}")
     wanted = {each for word in words for each in ALIASES.get(word, (word,))}
-    return [part for part in all_parts if not words or wanted & set(part.name.split())]
+    return [part for part in all_parts if not words or wanted & {part.name, *part.name.split()}]
 
 
 def has_driver() -> bool:

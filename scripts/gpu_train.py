@@ -122,9 +122,9 @@ def losses_items(rehearsal: bool) -> list[Item]:
 
 
 def configuration(variant: str, rehearsal: bool) -> Config:
-    """Of a variant; a rehearsal's has the small model."""
+    """Of a variant; a rehearsal's has the small model, and the attention that a CPU has."""
     if rehearsal:
-        return config.override(SMALL, TINY)
+        return config.override(SMALL, VARIANTS[variant] | TINY)
     return config.override(Config(model=PRESETS["llama3_1b"]()), LARGE | VARIANTS[variant])
 
 

@@ -13,8 +13,10 @@ that the first argument names, so that what a library prints cannot be mistaken 
 """
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from typing import Any
 
 Row = dict[str, Any]
 PREPARE_S = 200  # of one program (chosen: the largest kernel takes less on two slow cores)
+ORPHAN_S = 60  # behind a stage's limit, when the parent should have killed this process
 AHEAD = 8  # programs that a waiting worker prepares (chosen: they stay in memory)
 
 
@@ -66,7 +69,8 @@ class Channel:
     def _listen(self, lines: Iterator[str]) -> None:
         for line in lines:
             {"go": self._going, "stop": self._stopping}[line].set()
-        os._exit(1)  # the parent is gone
+        # The parent is gone. With this process ends what it started, a compiler for example.
+        os.killpg(0, signal.SIGKILL) if os.getpgrp() == os.getpid() else os._exit(1)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with self._lock:
@@ -85,6 +89,7 @@ class Channel:
     def wait(self) -> None:
         """Blocks until the GPU is free for this part."""
         if not self.going:
+            faulthandler.cancel_dump_traceback_later()
             self._send({"stage": "wait", "item": None, "limit_s": None})
             self._going.wait()
 
@@ -99,6 +104,8 @@ class Channel:
         the same item again; empty: it leaves out the item.
         """
         limit_s *= self._scale
+        # Without a parent that kills it, and whatever C++ keeps Python's threads from running.
+        faulthandler.dump_traceback_later(limit_s + ORPHAN_S, exit=True)
         self._send({"stage": name, "item": item, "limit_s": limit_s, "skip": skip})
 
     def rows(self, item: str, rows: Sequence[Row]) -> None:

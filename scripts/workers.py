@@ -12,7 +12,6 @@ with the same folder leaves out what was measured, and what was found faulty.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -30,12 +29,10 @@ from megajax.monitor import results
 
 AHEAD = 3  # parts that lower their programs while another one measures
 TRIES = 3  # processes of one part that may be killed or die in one call
-IMPORT_S = 150  # until a worker says its first stage
+IMPORT_S, EXIT_S = 150, 20  # until a worker says its first stage, and behind its last word
 GRACE_S = 10  # between the request to stop at the end of the time and the kill
 LOG_BYTES = 20_000  # of what one worker printed, its end
 TUNED, VERDICTS = "tuned", "verdicts"
-DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG (linux/prctl.h)
-LIBC = ctypes.CDLL(None)
 
 Row = dict[str, Any]
 
@@ -118,13 +115,6 @@ class Store:
         return [r["item"] for r in rows if r.get("part") == part.name and r.get("passed") is False]
 
 
-def _tied_to(parent: int) -> None:
-    """In a new process: the kernel kills it when its parent ends, even by SIGKILL."""
-    LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 class Worker:
     """One process of a part."""
 
@@ -138,11 +128,10 @@ class Worker:
         self.log: IO[bytes] = tempfile.TemporaryFile()
         self.pipe, theirs = os.pipe()
         os.set_blocking(self.pipe, False)
-        self._rest, parent = b"", os.getpid()
+        self._rest = b""
         self.process = subprocess.Popen(
             [*command, str(theirs)], stdin=subprocess.PIPE, stdout=self.log, stderr=self.log,
             pass_fds=[theirs], start_new_session=True, env=dict(env),
-            preexec_fn=lambda: _tied_to(parent),
         )  # fmt: skip
         os.close(theirs)
         self.say(json.dumps(spec))
@@ -178,6 +167,11 @@ class Worker:
         self.limit_s, self.skip = message["limit_s"], message.get("skip", "")
         self.stage_began = time.monotonic()
 
+    def note_end(self, message: Row) -> None:
+        """It has said all; whatever its exit does is nobody's fault."""
+        self.how, self.why = message["end"], message["why"]
+        self.note_stage({"stage": "exit", "item": None, "limit_s": EXIT_S})
+
     def overdue(self) -> bool:
         """Whether the present stage takes longer than its limit."""
         return self.limit_s is not None and time.monotonic() - self.stage_began > self.limit_s
@@ -207,10 +201,10 @@ class Worker:
 
     def failure(self) -> str:
         """Says what went wrong with the process; '' if it ended as it said or was not to blame."""
-        if self.killed:
-            return self.killed if self.blamed else ""
         if self.how:
             return ""
+        if self.killed:
+            return self.killed if self.blamed else ""
         code = self.process.returncode
         ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return f"its process ended {ended} in the stage {self.stage!r}"
@@ -312,7 +306,7 @@ class Session:
             elif "fault" in message:
                 self._fault(part, message["item"], message["fault"])
             else:
-                worker.how, worker.why = message["end"], message["why"]
+                worker.note_end(message)
 
     def _fault(self, part: Part, item: str, why: str) -> None:
         verdict = self._store.verdict(part)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import bench
+from pallas_kernels import aot, bench
 
 
 def test_inputs_are_distinct_in_one_program_and_warmup_does_not_count():
@@ -87,3 +88,14 @@ def test_a_cuda_error_is_not_taken_for_a_missing_clock(monkeypatch):
 
     with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
         bench.device_clock(kernel, [1.0], 2)
+
+
+@pytest.mark.aot
+def test_a_program_has_nothing_beside_its_calls():
+    """Compiled for an H100: a fusion for each call, not merged, and no copies between them."""
+    device = SingleDeviceSharding(aot.devices(1, 1)[0])
+    like = (jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=device),)
+    program = bench.chained(lambda x: x + jnp.ones((), x.dtype))
+    text = aot.compile(jax.jit(program).lower(*[like] * 3)).as_text()
+    entry = text[text.index("ENTRY") :]
+    assert entry.count(" fusion(") == 3 and " copy(" not in entry

@@ -1,5 +1,6 @@
 """A worker without jax for tests of the parent: each item does what the specification says."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -61,6 +62,8 @@ channel.hello(device="Fake GPU 1", slug="fake_gpu_1")
 if channel.spec.get("stuck"):
     channel.stage("build", 0.3)
     time.sleep(1000)
+if "slow to exit" in channel.spec["items"]:
+    atexit.register(time.sleep, 1000)
 work(
     channel,
     [

@@ -48,8 +48,9 @@ def alive(pid):
         return False
 
 
-def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys):
+def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys, monkeypatch):
     """One that hangs, dies, leaves, is poisoned, lies, misses a package; each has its verdict."""
+    monkeypatch.setattr(workers, "EXIT_S", 1)
     parts = [
         part("hangs", before="ok", bad="hang", after="ok"),
         part("dies", before="ok", bad="die", after="ok"),
@@ -61,6 +62,7 @@ def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys):
         part("tiles", bad="hang in tile 1"),
         part("rival", rival="error", after="ok"),
         part("good", alone=True, one="ok", two="ok"),
+        workers.Part("late", "kernels", {"items": {"slow to exit": "ok"}}, alone=False),
     ]
     code, rows, verdicts = session(tmp_path, parts)
     assert code == 1
@@ -78,7 +80,7 @@ def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys):
     assert "in the stage 'build'" in words["stuck"] and verdicts["stuck"]["finished"]
     assert rows["tiles"]["bad"]["left_out"] == ["tile 1"] and not verdicts["tiles"]["failed"]
     assert rows["rival"]["rival"]["note"] == "ValueError: no such shape"
-    assert words["rival"] == words["good"] == "2 items"
+    assert words["rival"] == words["good"] == "2 items" and words["late"] == "1 items"
     log = (tmp_path / "log.txt").read_text()
     assert "said before it left" in log
     child = int(log.split("hanging with ")[1].split()[0])
