@@ -48,6 +48,18 @@ def alive(pid):
         return False
 
 
+def group_alive(leader):
+    """Whether a process of a group runs."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(group) == leader and state != "Z":
+            return True
+    return False
+
+
 def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys, monkeypatch):
     """One that hangs, dies, leaves, is poisoned, lies, misses a package; each has its verdict."""
     monkeypatch.setattr(workers, "EXIT_S", 1)
@@ -144,7 +156,7 @@ workers.Session({COMMAND!r}, store, time.monotonic() + 60).run(first, parts)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     worker = json.loads(kernels.read_text())["rows"][-1]["pid"]
-    while alive(worker):
+    while group_alive(worker):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     code, rows, verdicts = session(tmp_path, [part("p", a="ok", b="ok")])
