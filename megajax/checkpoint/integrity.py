@@ -48,9 +48,9 @@ class UnreadableError(CheckpointError):
 
 
 # What says nothing of the bytes: they may be whole.
-_CLOSED = (
-    errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
-)  # fmt: skip
+_CLOSED = frozenset(
+    getattr(errno, name) for name in "EACCES EPERM ESTALE ETIMEDOUT EMFILE ENFILE".split()
+)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 

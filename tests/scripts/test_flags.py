@@ -115,6 +115,8 @@ def test_every_script_answers_help_and_refuses_unknown_flags():
     folders = SCRIPTS, SCRIPTS.parent / "experiments"
     sources = {p.name: p.read_text() for f in folders for p in f.glob("*.py")}
     mains = {name: text for name, text in sources.items() if 'if __name__ == "__main__"' in text}
+    for worker in ("gpu_worker.py", "gpu_tune.py"):  # processes of gpu_check.py and tune.py
+        assert "config.run(main" not in mains.pop(worker)
     ways = "config.run(main", "script.start(main", "argparse.ArgumentParser"
     assert len(mains) > 20
     assert not [name for name, text in mains.items() if not any(way in text for way in ways)]

@@ -57,8 +57,8 @@ def test_the_mfu_counts_attention_inside_segments():
     """Of four segments a row, a quarter of the attention is needed."""
     cfg = gpu_train.configuration("cudnn, remat outputs", rehearsal=False)
     one, four = (gpu_train.mfu_of(cfg, 1.0, pieces) for pieces in (1, 4))
-    work, S = cfg.model.work, cfg.train.seq_len
-    fewer = 12 * work.layers * work.attention_width * (S - S // 4)
+    model, S = cfg.model, cfg.train.seq_len
+    fewer = 12 * model.layers * model.heads * model.head_width * (S - S // 4)
     difference = one["flops_per_token_megatron"] - four["flops_per_token_megatron"]
     assert difference == pytest.approx(fewer)
 

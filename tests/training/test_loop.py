@@ -61,7 +61,7 @@ class Sink:
     def emit(self, step, row):
         self.seen.append(("row", step))
 
-    def save(self, step, state, *, data_state):
+    def save(self, step, state, *, data_state, order):
         self.seen.append(("save", step, float(state.params["w"])))
 
     def refuted(self):
