@@ -21,6 +21,8 @@ import numpy as np
 from absl import logging
 from jax.experimental.mosaic.gpu import profiler
 
+from pallas_kernels.hopper.cards import CHIPS
+
 CUPTI, WALL = "cupti", "wall"
 Samples = tuple[str, list[float]]  # which clock, and the seconds of each launch
 Clock = Callable[[Callable[..., Any], Sequence[Any], int], Samples]
@@ -162,3 +164,9 @@ def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, Any]:
         "copy_bytes_per_s": 2 * wide[0][0].nbytes / copy.median_s,
         "clock": product.clock,
     }
+
+
+def memory_rate(device_kind: str) -> float:
+    """Returns the HBM bytes a second of a Hopper GPU by jax's name for it, of others an H200's."""
+    chip = next((chip for chip in CHIPS if chip in device_kind.lower()), "h200")
+    return CHIPS[chip][8]

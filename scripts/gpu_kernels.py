@@ -18,7 +18,6 @@ import jax
 from worker_channel import Item
 
 from pallas_kernels import bench
-from pallas_kernels.hopper import cards
 
 FORWARD, BOTH = "forward", "forward+backward"
 SIDE_S, RUNS = 0.4, 50  # of timed calls (chosen: 50 calls of anything below 8 ms)
@@ -87,7 +86,7 @@ class Timed:
             timing = bench.measure_program(program, inputs, 1, 1, bench.wall_clock)
         else:
             timing = bench.measure_program(program, inputs, runs, min(10, runs))
-        case, rate = self._case, cards.memory_rate(jax.devices()[0].device_kind)
+        case, rate = self._case, bench.memory_rate(jax.devices()[0].device_kind)
         passes = (False, True) if self._direction == BOTH else (False,)
         flops, nbytes = (sum(count(p) for p in passes) for count in (case.flops, case.bytes))
         floor = sum(case.floor_s(p, rate) for p in passes)

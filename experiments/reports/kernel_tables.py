@@ -5,9 +5,9 @@ from pathlib import Path
 
 from experiments.reports import gpu_tables
 from megajax.monitor.results import table
+from pallas_kernels import bench
 from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import paper_lengths
-from pallas_kernels.hopper import cards
 
 REPORTED = ("attention", "tile_sparse", "norm", "gemm", "grouped", "collective", "expert")
 # What stands beside our times of a folder: heading -> implementation in a DEVICE_kernels.json.
@@ -48,7 +48,7 @@ def floors(results: Path, folder: str) -> str:
 
 def _floors(measured: dict, folder: str) -> str:
     cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
-    rate = cards.memory_rate(measured.get("device", "H200"))
+    rate = bench.memory_rate(measured.get("device", "H200"))
 
     def took(case: str, direction: str, implementation: str) -> str:
         wanted = {

@@ -32,12 +32,6 @@ SM_FLOPS, SM_L2_BYTES = 0.8 * 989.5e12 / SMS, 5.5e12 / SMS
 SM_EPILOGUE = (32 * 1.755e9, 8 * 1.755e9)
 
 
-def memory_rate(device_kind: str) -> float:
-    """Returns the HBM bytes a second of a Hopper GPU by jax's name for it, of others an H200's."""
-    chip = next((chip for chip in CHIPS if chip in device_kind.lower()), "h200")
-    return CHIPS[chip][8]
-
-
 def resident_blocks() -> int:
     """Returns the thread blocks that run at one time, one an SM, on the mesh that is in use.
 

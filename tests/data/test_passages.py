@@ -39,7 +39,7 @@ def test_held_out_passages_are_of_held_out_files_in_turn(opened):
     root = Path(sysconfig.get_paths()["stdlib"])
     files = {p: sorted(f for f in (root / p).rglob("*.py") if "test" not in f.parts) for p in SMALL}
     held = {
-        p: "\0".join(f.read_bytes().decode("latin-1") for f in passages._held_out(files[p]))
+        p: "\0".join(f.read_bytes().decode("latin-1") for f in passages._held_out(files[p], 0.2))
         for p in SMALL
     }
     tokens, labels = opened.held_out(30)
@@ -54,9 +54,9 @@ def test_a_fifth_of_the_bytes_is_held_out_in_whole_files(tmp_path):
     files = [tmp_path / f"{i}.py" for i in range(50)]
     for file in files:
         file.write_text("x" * 10)
-    chosen = passages._held_out(files)
+    chosen = passages._held_out(files, 0.2)
     assert len(chosen) == 10
-    assert chosen == passages._held_out(files[::-1])
+    assert chosen == passages._held_out(files[::-1], 0.2)
 
 
 def test_copies_of_held_out_files_are_held_out_under_every_label(tmp_path):

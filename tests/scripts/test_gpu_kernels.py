@@ -54,7 +54,7 @@ def test_a_side_is_timed_beside_the_floor_of_the_card(monkeypatch):
     sides = attention.sides(case, "reference")
     timed = gpu_kernels.Timed(case, gpu_check.FORWARD, sides["reference"], True)
     timed.prepare()
-    monkeypatch.setattr(gpu_kernels.cards, "memory_rate", lambda kind: 1e9)
+    monkeypatch.setattr(gpu_kernels.bench, "memory_rate", lambda kind: 1e9)
     row = timed.run()
     assert row["floor_s"] == case.bytes() / 1e9 and row["clock"] == "wall"
     assert row["of_floor"] == pytest.approx(row["floor_s"] / row["median_s"])
@@ -64,10 +64,10 @@ def test_a_side_is_timed_beside_the_floor_of_the_card(monkeypatch):
 
 
 def test_an_h100_has_the_memory_of_an_h100():
-    assert gpu_kernels.cards.memory_rate("NVIDIA H100 80GB HBM3") == pytest.approx(
+    assert gpu_kernels.bench.memory_rate("NVIDIA H100 80GB HBM3") == pytest.approx(
         3.35e12, rel=1e-3
     )
-    assert gpu_kernels.cards.memory_rate("NVIDIA H200") == 4.8e12
+    assert gpu_kernels.bench.memory_rate("NVIDIA H200") == 4.8e12
     assert attention.CASES[-1].floor_s(bytes_per_s=1e9) == attention.CASES[-1].bytes() / 1e9
 
 
