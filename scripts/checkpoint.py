@@ -255,7 +255,7 @@ def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -
 
 def export(cfg: Config, path: str, target: str) -> int:
     """Writes a step as safetensors, leaf by leaf."""
-    from megajax.checkpoint.safetensors import write_folder
+    from megajax.checkpoint.formats.safetensors import write_folder
 
     steps, step = chosen(cfg, path)
     record = offline.verify(steps, step)

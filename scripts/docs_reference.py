@@ -188,8 +188,8 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "<!-- Made by scripts/docs.py from docstrings; do not edit. -->",
         "# API reference",
         "The public names of each package, with their signatures and docstrings. Names that "
-        "are not listed here are meant for use inside the project. `uv run scripts/docs.py` makes "
-        "these pages anew.",
+        "are not listed here may change at any time, except those that a page of docs/ uses. "
+        "`uv run scripts/docs.py` makes these pages anew.",
         "\n".join(lines),
     ])  # fmt: skip
     named = {f"{FOLDER}/{package}.md": text for package, text in found.items()}

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint import foreign, integrity, pickles, safetensors
-from megajax.checkpoint.torch_files import Plain, tensors
+from megajax.checkpoint import foreign, integrity
+from megajax.checkpoint.formats import pickles, safetensors
+from megajax.checkpoint.formats.torch_files import Plain, tensors
 from megajax.data.config import DataConfig
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.source import open_source
@@ -224,7 +225,7 @@ def _dcp(data: bytes, folder: Path) -> None:
 
 
 def _megatron_seeds(folder: Path) -> list[bytes]:
-    import megajax.checkpoint.megatron  # noqa: F401  # it takes jax, which takes long, and memory
+    import megajax.checkpoint.formats.megatron  # noqa: F401  # it takes jax, which takes long, and memory
 
     homes = [GOLDEN / "megatron_core" / "iter_0000007", GOLDEN / "megatron_dist" / "iter_0000007"]
     return [

@@ -14,10 +14,16 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from megajax.checkpoint.formats.safetensors import (
+    INDEX,
+    SHARD_BYTES,
+    SINGLE,
+    TensorFolder,
+    write_folder,
+)
+from megajax.checkpoint.formats.torch_dcp import METADATA, DcpFolder
+from megajax.checkpoint.formats.torch_files import Plain, Tensor, TorchFile, tensors
 from megajax.checkpoint.offline import CODES
-from megajax.checkpoint.safetensors import INDEX, SHARD_BYTES, SINGLE, TensorFolder, write_folder
-from megajax.checkpoint.torch_dcp import METADATA, DcpFolder
-from megajax.checkpoint.torch_files import Plain, Tensor, TorchFile, tensors
 from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -104,7 +110,9 @@ def _is_megatrons(folder: Path) -> bool:
 
 
 def _megatron(path: Path, step: int | None, vocab: int | None, config: str | None) -> Foreign:
-    from megajax.checkpoint.megatron import MegatronFolder  # here: it knows models, which need jax
+    from megajax.checkpoint.formats.megatron import (
+        MegatronFolder,  # here: it knows models, which need jax
+    )
 
     given = None
     if config is not None:

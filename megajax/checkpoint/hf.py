@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.checkpoint.safetensors import SHARD_BYTES, TensorFolder, write_folder
+from megajax.checkpoint.formats.safetensors import SHARD_BYTES, TensorFolder, write_folder
 from megajax.core import config as config_
 from megajax.core import files as files_
 from megajax.core.errors import UserError

@@ -17,9 +17,9 @@ import numpy as np
 
 from megajax.checkpoint import integrity, store
 from megajax.checkpoint.directory import StepFolder, is_step_name
+from megajax.checkpoint.formats.safetensors import DTYPES
 from megajax.checkpoint.integrity import CheckpointError, Record
 from megajax.checkpoint.object_folder import open_steps
-from megajax.checkpoint.safetensors import DTYPES
 from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.stored_index import stored_values
 from megajax.core.errors import UserError

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = public(
         "base": ("CostModel", "Op", "Workload"),
         "estimate": ("Estimate",),
         "flops": ("mfu",),
+        "kernels": ("Attention", "Embedding", "Experts", "Matmul", "Rowwise"),
         "roofline": ("Roofline",),
         "step": ("StepShape",),
         "transformer": ("Routed", "Stack"),

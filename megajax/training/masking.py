@@ -44,7 +44,7 @@ class PruneConfig(Checked, section="prune"):
     start: int = option(0, "steps of training before the first stage", "steps", at_least=0)
     tile: int = option(128, "columns of a tile", "columns", at_least=1)
     chunk: int = option(
-        1, "rows that are kept or pruned together; kernels take 32 and 64", "rows", at_least=1
+        1, "rows that are kept or pruned together; kernels take 8 to 64", "rows", at_least=1
     )
     score: Literal["taylor", "magnitude"] = option(
         "taylor", "rank by: (w dL/dw)^2 summed over a stage's steps, or |w|"

@@ -178,7 +178,7 @@ class TileSparse:
           w_KN: floating. mask_KN: bool, concrete, true where a weight is kept.
           tile, chunk: columns and rows of a slot. A slot is stored if the mask keeps any of it, so
             masks that keep whole chunks of whole tiles are stored best. The Hopper kernels take
-            tiles of 64 to 256 columns and chunks of 32 or 64 rows.
+            tiles of 64 to 256 columns and chunks of 8, 16, 32 or 64 rows.
           residual_mask_KN: bool, single elements that are kept besides (TEW, section 4.3), none of
             which the mask keeps.
           capacity: of an earlier weight: a program compiled for that one takes this one too. None:

@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign, hf, megatron_files
-from megajax.checkpoint.megatron import MegatronFolder, to_hf_config
+from megajax.checkpoint import foreign, hf
+from megajax.checkpoint.formats import megatron_files
+from megajax.checkpoint.formats.megatron import MegatronFolder, to_hf_config
 from megajax.core.errors import UserError
 from megajax.models import decoder, names
 from tests.foreign_writer import Name, Object, Raw, tensor, torch_zip

@@ -9,8 +9,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from megajax.checkpoint import pickles
-from megajax.checkpoint.pickles import Global, Record
+from megajax.checkpoint.formats import pickles
+from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.core.errors import UserError
 from tests.foreign_writer import Name, Object, Raw, code, dumps
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint.safetensors import INDEX, SINGLE, TensorFolder, write_folder
+from megajax.checkpoint.formats.safetensors import INDEX, SINGLE, TensorFolder, write_folder
 from megajax.core.errors import UserError
 
 TENSORS = {

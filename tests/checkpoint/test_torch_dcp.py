@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign, torch_dcp
-from megajax.checkpoint.safetensors import TensorFolder
-from megajax.checkpoint.torch_dcp import DcpFolder
+from megajax.checkpoint import foreign
+from megajax.checkpoint.formats import torch_dcp
+from megajax.checkpoint.formats.safetensors import TensorFolder
+from megajax.checkpoint.formats.torch_dcp import DcpFolder
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
 from tests.foreign_writer import Name, Object, Pairs, Raw, code, dumps, tensor, torch_zip

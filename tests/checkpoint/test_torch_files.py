@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import torch_files
-from megajax.checkpoint.pickles import Global, Record
-from megajax.checkpoint.torch_files import Tensor, TorchFile, plain, tensors
+from megajax.checkpoint.formats import torch_files
+from megajax.checkpoint.formats.pickles import Global, Record
+from megajax.checkpoint.formats.torch_files import Tensor, TorchFile, plain, tensors
 from megajax.core.errors import UserError
 from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
 

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megajax.checkpoint import foreign, hf, megatron_files, object_folder
+from megajax.checkpoint import foreign, hf, object_folder
+from megajax.checkpoint.formats import megatron_files
 from megajax.core import config_file
 from megajax.core.errors import UserError
 from megajax.core.paths import expand

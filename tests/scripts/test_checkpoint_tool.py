@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from megajax.checkpoint.formats.megatron import MegatronFolder
 from megajax.checkpoint.integrity import list_files
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.megatron import MegatronFolder
 from megajax.checkpoint.offline import StoredLeaves
 from megajax.core.tree import named_leaves
 from tests.foreign_writer import Name, Object, torch_zip

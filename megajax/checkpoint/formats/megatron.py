@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.megatron_files import find_step, open_step
-from megajax.checkpoint.torch_files import show
+from megajax.checkpoint.formats.megatron_files import find_step, open_step
+from megajax.checkpoint.formats.torch_files import show
 from megajax.core.errors import UserError
 from megajax.models import names
 from megajax.models.decoder_config import DecoderConfig

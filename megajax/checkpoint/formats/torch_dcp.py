@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint import pickles
-from megajax.checkpoint.pickles import Record
-from megajax.checkpoint.torch_files import (
+from megajax.checkpoint.formats import pickles
+from megajax.checkpoint.formats.pickles import Record
+from megajax.checkpoint.formats.torch_files import (
     MAX_RANK,
     Tensor,
     TorchFile,

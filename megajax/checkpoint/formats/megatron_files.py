@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.pickles import Global, Record
-from megajax.checkpoint.torch_dcp import METADATA, DcpFolder
-from megajax.checkpoint.torch_files import Plain, Tensor, TorchFile, show, tensors, word
+from megajax.checkpoint.formats.pickles import Global, Record
+from megajax.checkpoint.formats.torch_dcp import METADATA, DcpFolder
+from megajax.checkpoint.formats.torch_files import Plain, Tensor, TorchFile, show, tensors, word
 from megajax.core import files
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError

@@ -21,8 +21,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from megajax.checkpoint import pickles
-from megajax.checkpoint.pickles import Global, Record
+from megajax.checkpoint.formats import pickles
+from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.core import files
 from megajax.core.errors import UserError
 
