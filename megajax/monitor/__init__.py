@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "alerts": ("Action", "Alert"),
-        "detectors": ("DETECTORS", "Detector", "Rule"),
+        "detectors": ("Detector", "Rule"),
         "heartbeat": ("Heartbeat",),
         "job": ("Job", "Limits"),
         "meter": ("Meter", "Work"),

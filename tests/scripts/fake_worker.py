@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # python -S knows no installed package
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from worker_channel import Channel, Item, work
 
