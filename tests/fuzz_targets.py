@@ -110,7 +110,10 @@ def _hear(line: wire.Line) -> None:
 
 def _record_seeds(folder: Path) -> list[bytes]:
     files = {"state/a": integrity.FileSum(5, [907060870]), "b": integrity.FileSum(0, [])}
-    leaves = {"params.w": integrity.LeafSum([2, 3], "float32", [1, 2])}
+    leaves = {
+        "params.w": integrity.LeafSum([2, 3], "float32", [1, 2]),
+        "params.layers": integrity.LeafSum([4, 3], "float32", [1, 2], [0, 2, 1, 3]),
+    }
     many = {f"leaf{i}": integrity.LeafSum([i], "int8", [i, i]) for i in range(50)}
     records = [integrity.Record(3, files, leaves, 0.5), integrity.Record(4, files, many)]
     return [r.text().encode() for r in records]

@@ -110,9 +110,8 @@ def _is_megatrons(folder: Path) -> bool:
 
 
 def _megatron(path: Path, step: int | None, vocab: int | None, config: str | None) -> Foreign:
-    from megajax.checkpoint.formats.megatron import (
-        MegatronFolder,  # here: it knows models, which need jax
-    )
+    # Here: it knows models, which need jax.
+    from megajax.checkpoint.formats.megatron import MegatronFolder
 
     given = None
     if config is not None:

@@ -170,3 +170,10 @@ def test_a_record_whose_order_is_none_is_damaged(stored, tmp_path, order):
     integrity.write_record(tmp_path, dataclasses.replace(record, leaves=leaves))
     with pytest.raises(DamagedError):
         integrity.read_record(tmp_path)
+
+
+def test_an_order_of_too_many_rows_takes_no_memory(tmp_path):
+    leaf = integrity.LeafSum([2**55, 4], "float32", [1, 2], [1, 0])
+    integrity.write_record(tmp_path, integrity.Record(1, {}, {NAME: leaf}))
+    with pytest.raises(DamagedError, match="order"):
+        integrity.read_record(tmp_path)
