@@ -21,7 +21,7 @@ from typing import Any
 from experiments.storm.relay import Relay
 from megajax.core.errors import UserError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SUPERVISE = str(ROOT / "scripts" / "supervise.py")
 DISK = "256m"  # (chosen) bytes of each of the two disks
 AGAIN_S = 2.0  # (chosen) until what has ended is started again

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from experiments.storm import account
-from experiments.storm.cluster import Cluster
+from experiments.storm.cluster import ROOT, SUPERVISE, Cluster
 from experiments.storm.deeds import Deeds
 from experiments.storm.plan import KINDS, strikes
 from experiments.storm.storm import Storm
@@ -21,7 +21,6 @@ from megajax.core.errors import UserError
 from megajax.monitor import ettr, results
 from megajax.monitor.sinks import read_jsonl
 
-ROOT = Path(__file__).parent.parent.parent
 SMALLEST = (
     "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
     "--model.head_width=16", "--model.mlp=64", "--train.global_batch=4", "--train.seq_len=32",
@@ -149,7 +148,7 @@ class Job:
             wrong["left behind"] = left
         quiet = self._folder / "undisturbed"
         quiet.mkdir()
-        words = [sys.executable, str(ROOT / "scripts" / "supervise.py"), *self.flags,
+        words = [sys.executable, SUPERVISE, *self.flags,
                  f"--out={quiet}/watch", "--", *self.command(quiet / "run")]  # fmt: skip
         with open(quiet / "output.txt", "w") as out:
             job = subprocess.Popen(words, stdout=out, stderr=out, env=self.cluster.environment())

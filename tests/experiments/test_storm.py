@@ -9,7 +9,7 @@ import time
 import pytest
 
 from experiments.storm import account
-from experiments.storm.cluster import Cluster, Tail
+from experiments.storm.cluster import SUPERVISE, Cluster, Tail
 from experiments.storm.deeds import Deeds, Hit
 from experiments.storm.plan import BY_MAIL, FEW, KINDS, Strike, strikes
 from experiments.storm.storm import Case, Storm
@@ -31,6 +31,10 @@ def test_every_kind_has_a_deed_and_a_place_in_each_round():
         assert {s.kind for s in found} == set(KINDS)
         assert found == [next(again) for _ in KINDS]
     assert set(FEW) < set(KINDS)
+
+
+def test_the_driver_that_a_storm_starts_is_there():
+    assert pathlib.Path(SUPERVISE).is_file()
 
 
 def test_the_lines_of_a_file_that_somebody_removes(tmp_path):
