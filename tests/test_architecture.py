@@ -40,6 +40,7 @@ SAME_FLOOR: set[tuple[str, str]] = {("scripts", "tests")}
 
 # A driver starts these in a tenth of a second and never touches a device.
 JAX_FREE = (
+    "megajax.checkpoint.agreement",
     "megajax.checkpoint.directory",
     "megajax.checkpoint.foreign",
     "megajax.checkpoint.integrity",

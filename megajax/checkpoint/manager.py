@@ -10,6 +10,7 @@ Layout: <folder>/<step>/state/..., integrity.json, and the data position in Orba
 Sources: ByteCheckpoint section 4 (two stages, integrity), MegaScale section 4.4.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -23,9 +24,8 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
-from megajax.checkpoint import integrity, leaves, read_back, storage
+from megajax.checkpoint import agreement, integrity, leaves, read_back, storage
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.integrity import CheckpointError, DamagedError, Record
@@ -197,18 +197,16 @@ class CheckpointManager:
                 if self._verify_saves:
                     but = {step} if former is None else {step, former.step}
                     unread = self._steps.unread(max(self._keep, 1), but)
-                    if unread is not None and unread >= 2**31:
-                        unread = None  # what is told below has 32 bits
             except (OSError, CheckpointError) as error:
                 problem = error
         if jax.process_count() > 1:
-            told = np.array([problem is not None, -1 if unread is None else unread], np.int32)
-            failed, older = multihost_utils.broadcast_one_to_all(told).tolist()
+            told = agreement.tell([problem is not None, -1 if unread is None else unread])
+            failed, older = told[0].tolist()
             unread = None if older < 0 else older
             if failed and problem is None:
                 problem = OSError("process 0 cannot write there")
             place = self._steps.saving(step).parent
-            blind = np.flatnonzero(multihost_utils.process_allgather(np.array(not place.is_dir())))
+            blind = np.flatnonzero(agreement.tell(not place.is_dir()))
             if blind.size and not failed:
                 problem = OSError(f"process {blind[0]} does not see {place}, which all must share")
         if problem is not None:
@@ -253,24 +251,34 @@ class CheckpointManager:
         """
         self.wait()
         if step is not None:
-            step = self._existing(step)
+            step = leaves.step_number(step)
             try:
                 return self._restore(step, like, partial, order)
             except DamagedError:
                 self._bad.add(step)
                 raise
-        while (newest := self.latest()) is not None:
+        while (newest := self.agreed_latest()) is not None:
             try:
                 return self._restore(newest, like, partial, order)
             except DamagedError as error:
                 self._report(newest, error)
         raise no_step(self.folder, None, self.steps(), self._bad)
 
+    def agreed_latest(self) -> int | None:
+        """Returns process 0's `latest`, which counts on all: listings of a store may differ.
+
+        A collective. Newer steps that this process sees and process 0 does not are passed over.
+        """
+        own = self.latest()
+        newest = agreement.first(own)
+        if newest != own:
+            self._bad |= {s for s in self.steps() if newest is None or s > newest}
+        return newest
+
     def _restore(self, step: int, like: Tree, partial: bool, order: Order | None) -> Tree:
         folder = self._steps.step(step)
-        problem: Exception | None = None
-        record, state, prints = None, None, None
-        try:
+        with self.together(step):
+            self._existing(step)
             record = self._steps.record(step) if self._verify else None
             asked = leaves.wanted(like)
             if record is not None:
@@ -278,32 +286,28 @@ class CheckpointManager:
                     raise integrity.damaged(folder, damage, home=record.home)
                 leaves.check_fits(step, self.folder, asked, record, partial)
             names, orders = [n for n, _ in named_leaves(asked)], leaves.orders_of(asked, order)
-            if record is not None and self._verify == "full":
-                prints = Fingerprints(at_once=True, orders=[o or None for o in orders])
             known = record or self._steps.unchecked(step)
-            home = folder if known is None else folder / known.home
             rows = leaves.rows_of(known, dict(zip(names, orders, strict=True)))
+        prints = None
+        if record is not None and self._verify == "full":
+            prints = Fingerprints(at_once=True, orders=[o or None for o in orders])
+        with self.together(step):
+            home = folder if known is None else folder / known.home
             state = storage.load(home, asked, partial, prints.add if prints else None, rows)
-        except Exception as error:
-            problem = self._explain(step, error, record)
-            problem.__cause__ = error
-        if jax.process_count() > 1:  # all or none, and of one kind, or some would wait for others
-            kind = 0 if problem is None else 1 if isinstance(problem, DamagedError) else 2
-            worst = int(multihost_utils.process_allgather(np.array(kind)).max())
-            if worst > kind:
-                kinds = {1: DamagedError, 2: CheckpointError}
-                what = problem or f"step {step} of {self.folder} failed on another process"
-                problem = kinds[worst](str(what))
-        if problem is not None:
-            raise problem
         if prints is not None and record is not None:
-            names = [n for n, _ in named_leaves(state)]
-            wrong = prints.wrong([record.leaves[n].fingerprint for n in names])
-            if wrong:
-                damage = integrity.find_damage(folder, record)
-                wrong = [names[i] for i in wrong]
-                raise integrity.damaged(folder, damage, wrong, record.home)
+            with self.together(step):
+                names = [n for n, _ in named_leaves(state)]
+                wrong = prints.wrong([record.leaves[n].fingerprint for n in names])
+                if wrong:
+                    damage = integrity.find_damage(folder, record)
+                    wrong = [names[i] for i in wrong]
+                    raise integrity.damaged(folder, damage, wrong, record.home)
         return leaves.returned(state, like)
+
+    def together(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Returns what to read a step in: `agreement.together`. Errors tell what is wrong in it."""
+        what = f"step {step} of {self.folder}"
+        return agreement.together(what, functools.partial(self._explain, step))
 
     def _find_damage(self, folder: Path, record: Record) -> list[integrity.Damage]:
         """Returns what is wrong with the files of a step, before its arrays are read.
@@ -314,27 +318,16 @@ class CheckpointManager:
             return integrity.find_damage(folder, record, fast=True)
         part, parts = jax.process_index(), jax.process_count()
         mine = dict(list(record.files.items())[part::parts])
-        problem, damage = None, []
-        try:
-            damage = integrity.find_damage(folder, dataclasses.replace(record, files=mine))
-            damage = damage or integrity.strangers(folder, record)
-        except Exception as error:
-            problem = error
-        if parts > 1:  # or those who found nothing would wait, reading, for those who did
-            ill = multihost_utils.process_allgather(np.array(bool(problem or damage)))
-            if ill.any() and not (problem or damage):
-                problem = DamagedError(
-                    f"step {folder.name} of {folder.parent}: process {ill.argmax()} found damage"
-                )
-        if problem is not None:
-            raise problem
-        return damage
+        damage = integrity.find_damage(folder, dataclasses.replace(record, files=mine))
+        return damage or integrity.strangers(folder, record)
 
-    def _explain(self, step: int, error: Exception, record: Record | None) -> CheckpointError:
+    def _explain(self, step: int, error: Exception) -> CheckpointError:
         """Returns the error to raise: damage if there is any, else what storage said."""
         if isinstance(error, CheckpointError):
             return error
-        folder = self._steps.step(step)
+        folder, record = self._steps.step(step), None
+        with contextlib.suppress(Exception):  # it was read before, or cannot be
+            record = self._steps.record(step) if self._verify else None
         if record is not None and (damage := integrity.find_damage(folder, record)):
             return integrity.damaged(folder, damage, home=record.home)
         text = f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"

@@ -25,6 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from megajax.checkpoint import agreement
 from megajax.checkpoint.integrity import CheckpointError
 from megajax.core.boxes import Box, intersect, stored_rows, targets
 
@@ -271,8 +272,8 @@ class MemoryTier:
         processes get the same answer.
         """
         held = {} if self._segment is None else {_key(s): s for s in self._segment.snapshots()}
-        rows = _gather([*held, NONE, NONE][:2])
-        stored = _gather([-1 if at_least is None else at_least]).max()
+        rows = agreement.tell([*held, NONE, NONE][:2])
+        stored = agreement.tell(-1 if at_least is None else at_least).max()
         common = set.intersection(*({tuple(k) for k in own} for own in rows.tolist())) - {NONE}
         newest = max(common, default=NONE)
         if newest == NONE or newest[0] < stored:
@@ -284,7 +285,9 @@ class MemoryTier:
             from absl import logging
 
             logging.warning("%s", error)
-        if not _gather([state is not None]).all():  # another mesh: a host lacks what it now wants
+        if not agreement.tell(
+            [state is not None]
+        ).all():  # another mesh: a host lacks what it now wants
             return None
         data_state = {k: v for k, v in held[newest].data_state.items() if k not in (ATTEMPT, ORDER)}
         return newest[0], state, data_state
@@ -308,19 +311,6 @@ def _left(path: Path) -> Segment | None:
 
 def _key(snapshot: Snapshot) -> tuple[int, int]:
     return snapshot.step, snapshot.data_state[ATTEMPT]
-
-
-def _gather(values: list) -> np.ndarray:
-    """Returns what every process says, one row a process."""
-    from jax.experimental import multihost_utils
-
-    # As words of 32 bits: devices have no int64 without jax_enable_x64.
-    words = np.ascontiguousarray(np.array(values, np.int64)).view(np.int32)
-    return (
-        np.asarray(multihost_utils.process_allgather(words))
-        .view(np.int64)
-        .reshape(-1, *np.shape(values))
-    )
 
 
 def _held(state: Tree) -> list[Piece]:

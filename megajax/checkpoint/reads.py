@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from megajax.checkpoint import store
+from megajax.checkpoint import agreement, store
 from megajax.core.boxes import Box
 from megajax.core.boxes import targets as targets_of
 from megajax.core.files import parse_json
@@ -214,7 +213,7 @@ class Votes:
     def go_on(self) -> None:
         """Raises: OSError when another process gave up."""
         self._left -= 1
-        if multihost_utils.process_allgather(np.array(False)).any():
+        if agreement.tell(False).any():
             self._left = 0
             raise OSError("another process could not read")
 
@@ -222,7 +221,7 @@ class Votes:
         """Tells those who wait for the next exchange, if there is one."""
         if self._left:
             self._left = 0
-            multihost_utils.process_allgather(np.array(True))
+            agreement.tell(True)
 
 
 def read(folder: Path, leaves: Sequence[tuple[str, Any]], rows: Rows = AS_STORED) -> Iterator[Any]:

@@ -57,7 +57,7 @@ def begin(
             _check_data(identity, data, "the copy in memory")
             how = _resumed(step, cfg, "the copy in memory", ", from memory")
             return Start(TrainState(**state), data["rows"], how)
-    while (latest := checkpoints.latest()) is not None:
+    while (latest := checkpoints.agreed_latest()) is not None:
         try:
             return _go_on(cfg, train_step, checkpoints, identity, latest)
         except DamagedError as error:  # the manager forgets the step
@@ -81,7 +81,8 @@ def _go_on(
     identity: dict[str, Any],
     step: int,
 ) -> Start:
-    data = checkpoints.data_state(step)
+    with checkpoints.together(step):
+        data = checkpoints.data_state(step)
     if imported := data.get("imported"):
         like = {"params": train_step.abstract_state.params}
         rows = {n: own for n, own in train_step.rows.items() if n.startswith("params.")}

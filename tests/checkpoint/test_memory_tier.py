@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import memory_tier
+from megajax.checkpoint import agreement
 from megajax.checkpoint.integrity import CheckpointError
 from megajax.checkpoint.memory_tier import PAGE, MemoryTier, Piece, Segment
 from megajax.core.boxes import Box
@@ -206,7 +206,7 @@ def test_what_all_processes_hold_is_taken(tmp_path, monkeypatch):
         theirs = np.array(other, np.int32) if mine.ndim == 2 else mine
         return np.stack([mine, theirs])
 
-    monkeypatch.setattr(memory_tier, "_gather", gather)
+    monkeypatch.setattr(agreement, "tell", gather)
     state = on_one({"x": np.arange(6, dtype=np.float32)})
     none = (-1, -1)
     cases = [  # own (step, attempt), the other's, what is taken

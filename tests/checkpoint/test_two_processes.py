@@ -20,15 +20,15 @@ SHAPES = {"w": (64, 96), "deep": (8, 16, 32), "odd": (3, 5), "row": (4096,), "on
 SAVED = {"w": P("a", "b"), "deep": P("b"), "odd": P(), "row": P(("a", "b")), "one": P()}
 OTHER = {"w": P("b", "a"), "deep": P(None, None, ("a", "b")), "odd": P(), "row": P("b"), "one": P()}
 
-WORKER = """
-    import shutil, sys
+SET_UP = """
+    import os, shutil, signal, sys, threading, time
     from pathlib import Path
 
     import jax
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType
 
-    from megajax.checkpoint import integrity, reads
+    from megajax.checkpoint import integrity, reads, storage
     from megajax.checkpoint.integrity import MARK, RECORD, CheckpointError, DamagedError
     from megajax.checkpoint.manager import CheckpointManager
     from megajax.checkpoint.storage import SaveError
@@ -44,7 +44,9 @@ WORKER = """
         data = bytearray(path.read_bytes())
         data[int(len(data) * place)] ^= 4
         path.write_bytes(data)
+"""
 
+WORKER = """
     manager = CheckpointManager(folder)
     for specs in (SAVED, OTHER):  # OTHER: each process wants some of every chunk
         check(manager.restore(1, like=wanted(mesh, specs)), 1)
@@ -133,22 +135,6 @@ WORKER = """
 
 
 WIPED = """
-    import os, shutil, sys, threading, time
-    from pathlib import Path
-
-    import jax
-    from jax.sharding import AxisType
-
-    from megajax.checkpoint import storage
-    from megajax.checkpoint.manager import CheckpointManager
-    from megajax.checkpoint.storage import SaveError
-    from tests.checkpoint.test_two_processes import SAVED, place
-
-    folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, rank)
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     manager = CheckpointManager(folder)
     manager.save(1, place(mesh, SAVED, 1)).result()
     write, over = storage.write, time.monotonic() + 3
@@ -179,14 +165,14 @@ WIPED = """
     print("saved again", flush=True)
 """
 
-LOST = (  # process 0 fails and never gives the signals that Orbax's threads of process 1 await
-    WIPED.replace(
-        """        response = write(*args)
+# Process 0 fails and never gives the signals that Orbax's threads of process 1 await.
+LOST = "    from orbax.checkpoint._src.futures import future\n\n" + WIPED.replace(
+    """        response = write(*args)
         if rank == 0:
             threading.Thread(target=remove).start()
         return response
 """,
-        """        if rank == 1:
+    """        if rank == 1:
             return write(*args)
         kept, future.set_signals = future.set_signals, silent
         response = write(*args)
@@ -200,31 +186,65 @@ LOST = (  # process 0 fails and never gives the signals that Orbax's threads of 
     def silent(*_, **__):
         raise OSError("no signal")
 """,
-    )
-    .replace("manager.steps() == [3]", "manager.steps() == [1, 3]")
-    .replace(
-        "    import jax\n", "    import jax\n    from orbax.checkpoint._src.futures import future\n"
-    )
-)
+).replace("manager.steps() == [3]", "manager.steps() == [1, 3]")
+
+KEYED = """
+    import dataclasses
+
+    key, other = spare / "key", spare / "other"
+    manager = CheckpointManager(folder, key_file=key)
+    for step in (1, 2):
+        manager.save(step, place(mesh, SAVED, step)).result()
+    check(manager.restore(like=wanted(mesh, OTHER)), 2)
+    manager.close()
+    multihost_utils.sync_global_devices("saved")
+    if rank == 1:  # as one who can write there and has no key would
+        record = dataclasses.replace(integrity.read_record(folder / "2"), signature="")
+        (folder / "2" / RECORD).write_text(integrity._sealed(record.text()))
+    multihost_utils.sync_global_devices("stripped")
+    again = CheckpointManager(folder, key_file=key)
+    try:
+        again.restore(2, like=wanted(mesh, OTHER))
+        raise SystemExit("no error")
+    except DamagedError as error:
+        assert "it is not signed" in str(error), error
+    assert again.latest() == 1
+    check(again.restore(like=wanted(mesh, OTHER)), 1)
+    try:  # a process with another key than its neighbour's
+        wrong = CheckpointManager(folder, key_file=key if rank else other)
+        wrong.restore(1, like=wanted(mesh, OTHER))
+        raise SystemExit("no error")
+    except CheckpointError as error:
+        print("refused:", error, flush=True)
+"""
+
+UNSEEN = """
+    manager = CheckpointManager(folder)
+    for step in (1, 2, 3):
+        manager.save(step, place(mesh, SAVED, step)).result()
+    manager.close()
+    multihost_utils.sync_global_devices("saved")
+    manager = CheckpointManager(folder)
+    listed = manager._steps.steps
+    if rank == 0:
+        manager._steps.steps = lambda: listed()[:-1]
+    check(manager.restore(like=wanted(mesh, OTHER)), 2)
+    assert manager.latest() == 2, manager.latest()
+    print("process 0 decided", flush=True)
+    manager = CheckpointManager(folder)
+    if rank == 1:
+        manager._steps.steps = lambda: listed()[:-1]
+    try:
+        manager.restore(like=wanted(mesh, OTHER))
+        raise SystemExit("no error")
+    except CheckpointError as error:  # the step is good: nobody falls back, nobody waits
+        assert not isinstance(error, DamagedError) and "step 3" in str(error), error
+    print("one error for both", flush=True)
+"""
 
 TOLD = """
-    import os, shutil, signal, sys, threading, time
-    from pathlib import Path
-
-    import jax
-    from jax.sharding import AxisType
-
-    from megajax.checkpoint import storage
-    from megajax.checkpoint.manager import CheckpointManager
-    from megajax.checkpoint.storage import SaveError
     from megajax.training.interrupts import Interrupts
-    from tests.checkpoint.test_two_processes import SAVED, place
 
-    folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, rank)
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     manager = CheckpointManager(folder)
     write, told = storage.write, []
 
@@ -284,15 +304,15 @@ def check(state, step):
             assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), (step, name)
 
 
-def run_job(worker, folder, *more):
+def run_job(worker, folder, spare):
     """Returns (exit codes, outputs) of two processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     job = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(worker)]
-            + [str(a) for a in (folder, *more, rank, port)],
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SET_UP + worker)]
+            + [str(a) for a in (folder, spare, rank, port)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -309,7 +329,7 @@ def run_job(worker, folder, *more):
 def test_a_save_that_fails_in_one_process_is_an_error_for_both_and_no_hang(tmp_path, worker):
     """Not at the exit either."""
     began = time.monotonic()
-    codes, outputs = run_job(worker, tmp_path / "c")
+    codes, outputs = run_job(worker, tmp_path / "c", tmp_path)
     assert codes == [0, 0], "\n".join(outputs)
     assert time.monotonic() - began < 140
     assert all("refused: step 2 was not saved" in text for text in outputs), outputs
@@ -317,10 +337,26 @@ def test_a_save_that_fails_in_one_process_is_an_error_for_both_and_no_hang(tmp_p
 
 
 def test_sigterm_while_a_folder_goes_ends_both_within_seconds(tmp_path):
-    codes, outputs = run_job(TOLD, tmp_path / "c")
+    codes, outputs = run_job(TOLD, tmp_path / "c", tmp_path)
     assert codes == [0, 0], "\n".join(outputs)
     ends = [text[text.index("ends after step") :].split(",")[0] for text in outputs]
     assert len(set(ends)) == 1, outputs
+
+
+def test_a_step_that_one_process_does_not_see(tmp_path):
+    codes, outputs = run_job(UNSEEN, tmp_path / "c", tmp_path)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert all("process 0 decided" in text for text in outputs), outputs
+    assert all("one error for both" in text for text in outputs), outputs
+
+
+def test_keyed_steps_of_two_processes_count_by_their_signature_only(tmp_path):
+    for name, digit in (("key", "1"), ("other", "2")):
+        (tmp_path / name).write_text(digit * 64)
+        (tmp_path / name).chmod(0o600)
+    codes, outputs = run_job(KEYED, tmp_path / "c", tmp_path)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert all("refused: step 1" in text for text in outputs), outputs
 
 
 def test_one_step_one_answer(tmp_path):

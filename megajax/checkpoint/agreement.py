@@ -1,0 +1,61 @@
+"""What the processes of a job tell one another before they go on together.
+
+Each function is a collective: all processes must call it, in the same order. A process that is
+alone needs no device for it, and this module loads jax on first use.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.integrity import CheckpointError, DamagedError
+
+
+def tell(values: Any) -> np.ndarray:
+    """Returns (processes, *shape) int64: the integers that every process says, by its index.
+
+    values: a number or nested lists of numbers, of one shape on all processes.
+    """
+    import jax
+
+    own = np.array(values, np.int64)
+    if jax.process_count() == 1:
+        return own[None]
+    from jax.experimental import multihost_utils
+
+    # As words of 32 bits: devices have no int64 without jax_enable_x64.
+    words = multihost_utils.process_allgather(own.reshape(-1).view(np.int32))
+    return np.asarray(words).view(np.int64).reshape(-1, *own.shape)
+
+
+def first(value: int | None) -> int | None:
+    """Returns what process 0 says: a natural number, or None."""
+    told = int(tell(-1 if value is None else value)[0])
+    return None if told < 0 else told
+
+
+@contextlib.contextmanager
+def together(what: str, explain: Callable[[Exception], CheckpointError]) -> Iterator[None]:
+    """Lets all processes come through what is inside, or none, with errors of one kind.
+
+    For what can fail on one process before a collective that all must reach. Inside may be
+    collectives that any process reaches only if all do. what: is read, for messages. explain: makes
+    an error of this process what it raises.
+    Raises: CheckpointError if any process has one that is no DamagedError, else DamagedError if any
+      has one.
+    """
+    problem: CheckpointError | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = explain(error)
+        problem.__cause__ = error
+    kinds = (CheckpointError, DamagedError, CheckpointError)
+    kind = 0 if problem is None else 1 if isinstance(problem, DamagedError) else 2
+    worst = int(tell(kind).max())
+    if worst > kind:
+        problem = kinds[worst](str(problem or f"{what} failed on another process"))
+    if problem is not None:
+        raise problem
