@@ -23,6 +23,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from megajax.core.errors import UserError
+
 # In the order in which a step passes through them: of two ranks in the same step, the one in the
 # earlier section is behind. The last four are the end of a process; 'told': it saved and stopped
 # because a signal told it to, before its last step.
@@ -84,11 +86,22 @@ class Heartbeat:
     """The writer. One per process; the only caller of `write`."""
 
     def __init__(self, path: Path):
-        """Makes the file, or takes over one of the same size."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b") as file:
-            file.truncate(SIZE)
-            self._memory = mmap.mmap(file.fileno(), SIZE)
+        """Makes the file, or takes over one of the same size.
+
+        Raises: UserError when its folder has no room: the pages are taken here, because a page that
+          is missing later would end the process by SIGBUS, and nobody can watch without them.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a+b") as file:
+                os.posix_fallocate(file.fileno(), 0, SIZE)
+                file.truncate(SIZE)
+                self._memory = mmap.mmap(file.fileno(), SIZE)
+        except OSError as error:
+            raise UserError(
+                f"cannot keep {SIZE:,} bytes of progress in {path}: {error.strerror}; make room "
+                f"in {path.parent}, which the agent on this host reads"
+            ) from None
         self._pid = os.getpid()
         self._beat = 0
 

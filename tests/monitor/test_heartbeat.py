@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from megajax.core.errors import UserError
 from megajax.core.mesh import find_supervisor
 from megajax.monitor import heartbeat
 from megajax.monitor.heartbeat import CODES, Heartbeat, read, read_spans, stacks_file
@@ -38,6 +39,16 @@ def test_a_record_comes_back(tmp_path):
     assert not found.has_bad_loss
     beat.write(13.0, 8, CODES["failed"], math.nan, 0.5, 1.5)
     assert read(path).has_bad_loss
+
+
+def test_its_pages_are_there_before_they_are_written(tmp_path, monkeypatch):
+    """A page that full shared memory cannot give later would end the process by SIGBUS."""
+    Heartbeat(tmp_path / "p")
+    assert os.stat(tmp_path / "p").st_blocks * 512 >= heartbeat.SIZE
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(UserError, match=r"cannot keep [\d,]+ bytes of progress in .*No space left"):
+        Heartbeat(tmp_path / "q")
 
 
 @pytest.mark.parametrize("side", ["front", "back"])
