@@ -173,6 +173,7 @@ def save(folder: Path, seed: int, number: int, data: bytes, reason: str) -> None
 
 def main() -> int:
     """Feeds the chosen targets, one after the other."""
+    os.environ["RUST_BACKTRACE"] = "0"  # the trace of a panic takes more memory than an input may
     cfg, _ = config.from_flags(PRESETS)
     names = list(TARGETS) if cfg.targets == "all" else cfg.targets.split(",")
     if unknown := [n for n in names if n not in TARGETS]:

@@ -4,10 +4,11 @@ A document becomes [begin] tokens [end] with the tokenizer's special ids, where 
 never becomes a special id: '<|eos|>' in a document is seven characters like any others.
 """
 
+import contextlib
 import hashlib
 import reprlib
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from megajax.core.paths import expand
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
+MAX_ID = 2**31 - 1
 CONFIG = "tokenizer_config.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
@@ -70,12 +72,10 @@ class FileTokenizer:
         """Raises: UserError when the file is not a tokenizer."""
         import tokenizers  # here, so that runs on bytes need not load it
 
-        try:
+        with _errors_of(f"{path} is not a tokenizer.json"):
             raw = files.read_bytes(path, MAX_BYTES)
             found = files.parse_json(raw)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        except Exception as error:  # the package raises bare Exception
-            raise UserError(f"{path} is not a tokenizer.json: {error} (--data.tokenizer)") from None
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
         self._tokenizer.no_padding()
@@ -86,6 +86,11 @@ class FileTokenizer:
             raise UserError(f"{path} has no tokens (--data.tokenizer)")
         self.name, self.path = name, path
         self.vocab = max(ids) + 1  # ids may have gaps
+        if self.vocab > MAX_ID + 1:
+            raise UserError(
+                f"{path} has the id {max(ids)}; ids are stored in 32 bits, so the largest legal "
+                f"one is {MAX_ID} (--data.tokenizer)"
+            )
         declared = _special_tokens(path.parent)
         self.begin = self._special(declared.get("bos_token"), BEGIN_NAMES)
         self.end = self._special(declared.get("eos_token"), END_NAMES)
@@ -110,15 +115,13 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of each text. Raises: UserError when it has none for a text."""
-        try:
+        with _errors_of(f"{self.path} cannot encode"):
             batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             found = [np.array(e.ids, np.int32) for e in batch]
             return [
                 self._without_special(text) if np.isin(ids, self._forbidden).any() else ids
                 for text, ids in zip(texts, found, strict=True)
             ]
-        except Exception as error:  # the package raises bare Exception
-            raise UserError(f"{self.path} cannot encode: {error} (--data.tokenizer)") from None
 
     def _without_special(self, text: str) -> np.ndarray:
         """Returns the ids of a text, cut inside what its tokenizer makes a special token of.
@@ -145,7 +148,20 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _errors_of(f"{self.path} cannot decode"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def _errors_of(what: str) -> Iterator[None]:
+    """Makes a UserError of what the package raises: Exception itself, and PanicException, which is
+    none, where its Rust code meets what it does not expect of a file."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {error} (--data.tokenizer)") from None
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

@@ -176,6 +176,28 @@ def test_a_broken_tokenizer_is_named(tmp_path, content):
         open_tokenizer(str(tmp_path))
 
 
+def test_a_file_that_the_package_panics_over_is_refused(bpe, tmp_path, capfd):
+    """Its exception is none that `except Exception` catches. The fuzzer found it."""
+    found = json.loads(bpe.read_text())
+    found["model"] |= {"continuing_subword_prefix": "#", "merges": [["h", ""]]}
+    found["model"]["vocab"][""] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="is not a tokenizer.json: slice index"):
+        open_tokenizer(str(tmp_path))
+    assert "panicked" in capfd.readouterr().err
+
+
+def test_ids_of_more_than_31_bits_are_refused(bpe, tmp_path):
+    found = json.loads(bpe.read_text())
+    for largest in (2**31 - 1, 2**31):
+        found["model"]["vocab"]["wide"] = largest
+        (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+        if largest == 2**31 - 1:
+            assert open_tokenizer(str(tmp_path)).vocab == 2**31
+    with pytest.raises(UserError, match=f"the id {2**31}; .*largest legal one is {2**31 - 1} "):
+        open_tokenizer(str(tmp_path))
+
+
 def test_a_tokenizer_without_tokens_or_for_other_text_is_refused(tmp_path):
     save(tmp_path, models.WordLevel({}, "a"))
     with pytest.raises(UserError, match="has no tokens"):
