@@ -33,8 +33,8 @@ class Op:
     operation. An 'input' product reads the residual stream of a block, which several of its weights
     share; an 'output' product writes to that stream. weights: different sets of parameters among
     the executions; None: each execution has its own; 0: the parameters belong to another operation.
-    dtypes: of each operand and of the result; one name stands for all of them. whole, ways: what
-    `cut` was called on, and how many devices share it.
+    dtypes: of each operand and of the result; one name stands for all of them. whole: what
+    `cut` was called on, whose parameters all devices have together.
     """
 
     part: Part
@@ -43,7 +43,6 @@ class Op:
     weights: float | None = None
     dtypes: tuple[str, ...] = ("bfloat16",)
     whole: Kernel | None = None
-    ways: float = 1
 
     @property
     def key(self) -> tuple[str, tuple, tuple[str, ...]]:
@@ -64,12 +63,10 @@ class Op:
     def nbytes(self) -> float:
         """Bytes that one execution moves to or from memory on one device.
 
-        (assumed) Devices that share an operation spread the traffic of the whole evenly, although
-        each of them reads operands that are not cut. A dense block's products over a batch are
-        bound by arithmetic, where this changes nothing; `alone` takes it back.
+        Operands that a mesh does not cut, such as the weight of a product over cut rows, are read
+        by every device.
         """
-        sizes = (self.whole or self.kernel).sizes
-        return sum(n * ITEMSIZE[d] for n, d in zip(sizes, self._dtypes, strict=True)) / self.ways
+        return sum(n * ITEMSIZE[d] for n, d in zip(self.kernel.sizes, self._dtypes, strict=True))
 
     @property
     def params(self) -> float:
@@ -81,10 +78,6 @@ class Op:
     def _dtypes(self) -> tuple[str, ...]:
         return self.dtypes * len(self.kernel.sizes) if len(self.dtypes) == 1 else self.dtypes
 
-    def alone(self) -> "Op":
-        """Returns the operation as that of a single device, which reads all its operands."""
-        return dataclasses.replace(self, whole=None, ways=1)
-
     def cast(self, dtype: str) -> "Op":
         """Returns the operation with all operands and the result in one data type."""
         return dataclasses.replace(self, dtypes=(dtype,))
@@ -95,8 +88,7 @@ class Op:
             return self
         cut = {dim: getattr(self.kernel, dim) / ways for dim in dims}
         kernel = dataclasses.replace(self.kernel, **cut)
-        whole = self.whole or self.kernel
-        return dataclasses.replace(self, kernel=kernel, whole=whole, ways=self.ways * ways)
+        return dataclasses.replace(self, kernel=kernel, whole=self.whole or self.kernel)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,12 +174,10 @@ class StepShape:
 
         Layers are cut over pipe and tensor, tokens over the batch axes and context; copies of a
         key-value head are computed on every rank that has one. The head is counted once a step and
-        spread over the stages. In generation, which memory traffic bounds, every device reads all
-        operands of its own; in training the traffic is spread (see `Op.nbytes`).
+        spread over the stages.
         """
         ways = (self.pieces, self.ways("context"), self.ways("tensor"), self.ways("expert"))
-        found = _forward(self.used, ways, self.pipeline.stages, self.micro_steps)
-        return found if self.trains else _alone(found)
+        return _forward(self.used, ways, self.pipeline.stages, self.micro_steps)
 
     @functools.cached_property
     def counts(self) -> dict[str, tuple[float, float]]:
@@ -235,11 +233,6 @@ def _forward(
         return dataclasses.replace(found, count=op.count * micro_steps / runs)
 
     return dataclasses.replace(load, ops=tuple(share(op) for op in load.ops))
-
-
-@functools.cache
-def _alone(load: Workload) -> Workload:
-    return dataclasses.replace(load, ops=tuple(op.alone() for op in load.ops))
 
 
 def _tensor_dims(op: Op) -> tuple[str, ...]:

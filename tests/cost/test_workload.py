@@ -205,6 +205,13 @@ def test_weights_of_four_bits_are_read_as_such_and_multiplied_in_the_wider_type(
     assert op.cast("int8").nbytes == 2 * 4096 + 4096**2
 
 
+def test_a_device_reads_all_of_an_operand_that_is_not_cut():
+    op = Op("input", Matmul(64, 40, 24)).cut(8, "m")
+    assert op.nbytes == 2 * (8 * 40 + 40 * 24 + 8 * 24) and op.params == 40 * 24
+    both = op.cut(2, "n")
+    assert both.nbytes == 2 * (8 * 40 + 40 * 12 + 8 * 12) and both.params == 40 * 24
+
+
 def test_a_table_of_measured_times_is_a_backend():
     """A model that knows some kernels and leaves the others, collectives too, to the roofline."""
 
