@@ -21,6 +21,7 @@ from megajax.core.paths import expand
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
 MAX_ID = 2**31 - 1
+LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
 CONFIG = "tokenizer_config.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
@@ -75,6 +76,7 @@ class FileTokenizer:
         with _errors_of(f"{path} is not a tokenizer.json"):
             raw = files.read_bytes(path, MAX_BYTES)
             found = files.parse_json(raw)
+            _check_lengths(found)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
@@ -150,6 +152,25 @@ class FileTokenizer:
         """Returns the text of token ids."""
         with _errors_of(f"{self.path} cannot decode"):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def _check_lengths(found: Any) -> None:
+    """Raises: ValueError for a token of more than LONGEST bytes.
+
+    The package keeps the tokens of a Unigram model in a tree, a byte a level, and frees it by a
+    recursion that overflows the stack.
+    """
+    model = found.get("model") if isinstance(found, dict) else None
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    tokens = vocab if isinstance(vocab, dict) else ()
+    if isinstance(vocab, list):  # pieces with their scores
+        tokens = [piece[0] for piece in vocab if isinstance(piece, list) and piece]
+    for token in tokens:
+        if isinstance(token, str) and len(token.encode(errors="replace")) > LONGEST:
+            raise ValueError(
+                f"the token {token[:20]!r}... has {len(token):,} letters; at most {LONGEST:,} "
+                "bytes are read"
+            )
 
 
 @contextlib.contextmanager

@@ -187,6 +187,19 @@ def test_a_file_that_the_package_panics_over_is_refused(bpe, tmp_path, capfd):
     assert "panicked" in capfd.readouterr().err
 
 
+def test_a_token_without_end_is_refused(tmp_path):
+    """The package overflows its stack when it frees one of 172,000 letters. The fuzzer found it."""
+    save(tmp_path, models.Unigram([("<unk>", 0.0), ("a" * 4096, -1.0)], 0))
+    assert open_tokenizer(str(tmp_path)).vocab == 2
+    for token in ("a" * 4097, "\u00e9" * 2049):
+        save(tmp_path, models.Unigram([("<unk>", 0.0), (token, -1.0)], 0))
+        with pytest.raises(UserError, match=f"has {len(token):,} letters; at most 4,096"):
+            open_tokenizer(str(tmp_path))
+    save(tmp_path, models.WordLevel({"b" * 5000: 0}, "a"))
+    with pytest.raises(UserError, match="has 5,000 letters"):
+        open_tokenizer(str(tmp_path))
+
+
 def test_ids_of_more_than_31_bits_are_refused(bpe, tmp_path):
     found = json.loads(bpe.read_text())
     for largest in (2**31 - 1, 2**31):
