@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.core.axes import BATCH_AXES
-from megajax.core.errors import UserError, nearest_divisors, nearest_multiples
+from megajax.core.errors import UserError, divisors, nearest_divisors, nearest_multiples
 from megajax.core.rules import Rules
 
 
@@ -58,7 +58,7 @@ def _unshared(model: Any, word: str, axis: str, ways: int) -> str:
     """Returns why ranks can neither cut a dimension nor share it. The query heads, which `ways`
     divides, are a legal number of key-value heads."""
     (size, flag), (heads, _) = model.sizes[word], model.sizes["heads"]
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and not (n % ways and ways % n)]
+    legal = [n for n in divisors(heads) if not (n % ways and ways % n)]
     near = [n for n in legal if n < size][-1:] + [n for n in legal if n > size][:1]
     return (
         f"{flag}={size} must be divisible by {axis} {ways}, or divide it; change {flag} (nearest: "

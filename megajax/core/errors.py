@@ -7,6 +7,7 @@ newer start of the same job has taken its place.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable
 
@@ -32,11 +33,17 @@ def nearest_multiples(value: int, factor: int) -> str:
     return f"nearest: {low}, {low + factor}" if low > 0 else f"nearest: {factor}"
 
 
+def divisors(value: int) -> list[int]:
+    """Returns the divisors of a number, ascending, in the time of its square root; of 0 none."""
+    low = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return low + [value // d for d in reversed(low) if d * d != value]
+
+
 def nearest_divisors(value: int, wanted: int) -> str:
     """Returns the divisors of `value` around `wanted`, e.g. 'nearest: 4, 6' for (12, 5)."""
-    divisors = [d for d in range(1, value + 1) if value % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
+    found = divisors(value)
+    below = [d for d in found if d < wanted][-1:]
+    above = [d for d in found if d > wanted][:1]
     return "nearest: " + ", ".join(str(d) for d in below + above)
 
 

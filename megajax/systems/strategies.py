@@ -15,7 +15,7 @@ import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, divisors
 from megajax.core.hardware import Cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory, traffic
@@ -95,15 +95,15 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     something, with hybrid sharding. What the schedule adds to a mesh only adds conditions, so a
     mesh is legal if one micro-batch in one piece is.
     """
-    experts = _divisors(cfg.model.moe.experts) or [1]
-    nodes = _divisors(cluster.hosts) if cfg.shard.zero == "hybrid" else [1]
+    experts = divisors(cfg.model.moe.experts) or [1]
+    nodes = divisors(cluster.hosts) if cfg.shard.zero == "hybrid" else [1]
     found = []
-    for pipe in _divisors(cfg.model.layers):
+    for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
         for node in nodes:
             for expert in experts:
                 for context in _powers(MOST_CONTEXT):
-                    for tensor in _divisors(cluster.gpus_per_host):
+                    for tensor in divisors(cluster.gpus_per_host):
                         mesh = MeshSpec(
                             pipe=pipe, node=node, expert=expert, context=context, tensor=tensor
                         )
@@ -126,7 +126,7 @@ def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator
     cfg = dataclasses.replace(cfg, mesh=mesh)
     for remat in typing.get_args(Remat):
         if pipe == 1:
-            for pieces in _divisors(rows):
+            for pieces in divisors(rows):
                 train = dataclasses.replace(cfg.train, remat=remat, accumulate=pieces)
                 yield dataclasses.replace(_schedule(cfg, "1f1b", 1, None), train=train)
             continue
@@ -136,9 +136,9 @@ def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator
 
 
 def _pipelines(pipe: int, rows: int, layers: int) -> Iterator[PipelineConfig]:
-    for microbatches in _divisors(rows):
+    for microbatches in divisors(rows):
         for schedule in typing.get_args(Schedule)[::-1]:  # of equals gpipe comes last
-            for chunks in _divisors(layers):
+            for chunks in divisors(layers):
                 if microbatches < pipe or not _has(schedule, chunks, microbatches, pipe):
                     continue
                 for stash in ("input", "residuals"):
@@ -233,10 +233,6 @@ def _schedule(cfg: Config, schedule: Schedule, chunks: int, microbatches: int | 
         pipeline=PipelineConfig(schedule, microbatches, chunks),
         train=dataclasses.replace(cfg.train, accumulate=1),
     )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _powers(most: int) -> list[int]:

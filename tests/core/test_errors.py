@@ -1,6 +1,6 @@
 import pytest
 
-from megajax.core.errors import respell
+from megajax.core.errors import divisors, nearest_divisors, respell
 
 BENCH = ["rounds", "mesh.tensor", "run.train.steps", "run.model.kv_heads", "run.mesh.tensor"]
 GENERATE = ["hf", "run_dir", "tokenizer", "prompt", "new_tokens", "mesh.tensor", "emulate"]
@@ -27,3 +27,11 @@ PRETRAIN = ["train.steps", "eval.prompt", "run_dir", "data.tokenizer", "mesh.ten
 )  # fmt: skip
 def test_a_message_names_the_flags_of_the_script_that_shows_it(flags, message, shown):
     assert respell(message, flags) == shown
+
+
+def test_divisors_of_large_numbers_take_no_time():
+    """A config.json with a width of 2^31 - 1 took minutes. The fuzzer found it."""
+    for n in range(200):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+    assert nearest_divisors(2**31 - 1, 4) == "nearest: 1, 2147483647"
+    assert nearest_divisors(12, 5) == "nearest: 4, 6" and nearest_divisors(9, 2) == "nearest: 1, 3"
