@@ -1,7 +1,7 @@
 """Members of a Hugging Face config.json that name maps read, and of what kind each must be."""
 
-import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +29,9 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "id2label")
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    # A comparison, which is False for NaN and takes whole numbers that no float holds.
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return is_number and abs(x) <= sys.float_info.max
 
 
 def _is_whole(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -288,6 +289,8 @@ def test_members_of_a_wrong_kind_are_named(name, members, kind, tmp_path):
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": "8"}}, "factor is '8'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"factor": 10**400}}, "it must be a finite number above 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, it must be a finite number above 0"),
         ({"rope_parameters": {"rope_type": 3}}, "rope_type is 3, it must be a string"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', it must be true or false"),
         ({"model_type": ["llama"]}, "model_type is ['llama'], it must be a string"),

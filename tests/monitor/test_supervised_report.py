@@ -25,6 +25,8 @@ def test_lines_that_are_no_events_and_no_rows_are_left_out(tmp_path):
         {"step_time_s": 1},
         {"step": 3, "step_time_s": 1, "time_compile_s": []},
         {"step": 4, "step_time_s": 1e999},
+        {"step": 5, "step_time_s": 10**400},
+        {"step": 6, "step_time_s": float("nan")},
     ]
     leave(tmp_path, [EVENTS[0], *strange, EVENTS[1]], rows)  # fmt: skip
     found = supervised.figures(tmp_path, tmp_path)
