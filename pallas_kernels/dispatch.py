@@ -1,18 +1,24 @@
-"""Which implementation of a kernel runs, and why not another.
+"""Which implementation of an operation runs, and why not another: the one rule of all kernels.
 
 'hopper' is the Mosaic GPU kernel, 'interpret' the same kernel in Pallas' interpreter (tests),
-'reference' plain JAX on any device. An explicit choice runs or raises. None takes the kernel where
-it can run and says once, in the log, what kept it from running elsewhere.
+'reference' plain JAX on any device. An explicit choice runs or raises an error.
+
+None launches a kernel only where a row of a committed table (tuned.py) says that the kernel was
+right and faster than its rivals on the kind of GPU that the program is for. Otherwise a GPU gets
+the best library path (cuBLAS, cuDNN, XLA), and other devices get plain JAX. `choose` decides this
+for every operation, and the log says once what was chosen and why; docs/kernels.md has a table.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
 from absl import logging
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+
+from pallas_kernels import tuned
 
 Implementation = Literal["hopper", "reference", "interpret"]
 CHOICES = (None, "hopper", "reference", "interpret")
@@ -21,20 +27,14 @@ NEEDS = "needs compute capability 9.0 (Hopper)"
 
 
 def device_reasons() -> tuple[str, ...]:
-    """Returns what keeps the program's GPUs from running a Hopper kernel.
+    """Returns what keeps the GPUs that a program is for (`tuned.target`) from running the kernels.
 
-    The mesh that it is traced under says which they are, be they here or not (`aot.devices`);
-    without one they are this process's. Without any GPU there is no reason: the program may still
-    be compiled for one.
+    Without any GPU there is no reason: the program may still be compiled for one.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform in ("gpu", "cuda"):
-        return () if is_hopper(device.device_kind) else (f"{NEEDS}, found {device.device_kind}",)
-    if jax.default_backend() != "gpu":
+    kind = tuned.target()
+    if kind is None or is_hopper(kind):
         return ()
-    found = {str(getattr(d, "compute_capability", "unknown")) for d in jax.local_devices()}
-    wrong = sorted(found - {"9.0"})
-    return tuple(f"{NEEDS}, found {c}" for c in wrong)
+    return (f"{NEEDS}, found {kind}",)
 
 
 def is_hopper(kind: str) -> bool:
@@ -42,11 +42,19 @@ def is_hopper(kind: str) -> bool:
     return any(word in kind for word in HOPPER)
 
 
-def choose(op: str, implementation: str | None, reasons: Sequence[str]) -> str:
-    """Returns 'hopper', 'reference', 'interpret', or 'auto': by the platform compiled for.
+def choose(
+    op: str,
+    implementation: str | None,
+    reasons: Sequence[str],
+    rows: Iterable[dict | None],
+) -> str:
+    """Returns what `run` takes: 'hopper', 'reference', 'interpret', 'measured' or 'library'.
+
+    'measured' is the kernel on CUDA because of a table's row, 'library' the library path on CUDA;
+    both are plain JAX on other platforms.
 
     Args: op: public name, for messages. reasons: why the kernel cannot take these inputs; empty
-      when it can.
+      when it can. rows: what `tuned.find` returned for each kernel of this choice.
     Raises: ValueError for an unknown word; NotImplementedError, with every reason, for an explicit
       choice that cannot run.
     """
@@ -61,18 +69,17 @@ def choose(op: str, implementation: str | None, reasons: Sequence[str]) -> str:
     if implementation == "hopper":
         _refuse(op, "hopper", reasons)
         return "hopper"
-    for reason in reasons:
-        _log_once(op, reason)
-    return "reference" if reasons else "auto"
+    reasons = reasons or tuple(dict.fromkeys(why for row in rows if (why := tuned.against(row))))
+    _log_once(op, tuned.target(), reasons)
+    return "library" if reasons else "measured"
 
 
 def choose_fused(
-    op: str, implementation: str | None, reasons: Sequence[str], find: Callable[[], Any]
+    op: str, implementation: str | None, reasons: Sequence[str], row: dict | None
 ) -> str:
-    """Returns 'xla' or 'fused', for a product with its collective.
+    """Returns 'xla' or 'fused', for a product with its collective; the rule is that of `choose`.
 
-    reasons: why the kernel cannot run; empty when it can. find(): the row of a table, or None; None
-    takes the kernel only where one says that it is faster.
+    reasons: why the kernel cannot run, or must not by default. row: what `tuned.find` returned.
     Raises: as `choose`.
     """
     if implementation not in (None, "xla", "fused"):
@@ -82,10 +89,11 @@ def choose_fused(
             f"{op}: implementation='fused' cannot run here: {'; '.join(reasons)}; use "
             "implementation='xla', or None to let it choose"
         )
-    if implementation is None and not reasons:
-        row = find()
-        return "fused" if row and row["fastest"] == "fused" else "xla"
-    return implementation or "xla"
+    if implementation is not None:
+        return implementation
+    why = tuple(reasons) or tuple(filter(None, (tuned.against(row, "fused"),)))
+    _log_once(op, tuned.target(), why)
+    return "xla" if why else "fused"
 
 
 def run(
@@ -94,18 +102,22 @@ def run(
     reference: Callable[..., Any],
     *args: Any,
     op: str = "this kernel",
+    library: Callable[..., Any] | None = None,
 ) -> Any:
     """Calls what `choose` chose; hopper also takes `interpret=`.
 
-    'auto' leaves both in the program, and the platform that it is lowered for takes one; 'hopper'
-    leaves the kernel only.
+    library: the best path on CUDA that is no kernel of ours; None: the reference is. 'measured' and
+    'library' leave two paths in the program, and the platform that it is lowered for takes one;
+    'hopper' leaves the kernel only.
 
     Raises: NotImplementedError, when 'hopper' is lowered for anything but CUDA.
     """
     kernel = functools.partial(hopper, interpret=choice == "interpret")
     match choice:
-        case "auto":
+        case "measured":
             return jax.lax.platform_dependent(*args, cuda=kernel, default=reference)
+        case "library" if library is not None:
+            return jax.lax.platform_dependent(*args, cuda=library, default=reference)
         case "hopper":
 
             def refused(*args: Any) -> Any:
@@ -159,5 +171,10 @@ def _refuse(op: str, implementation: str, reasons: Sequence[str]) -> None:
 
 
 @functools.cache
-def _log_once(op: str, reason: str) -> None:
-    logging.warning("%s runs its reference implementation: %s", op, reason)
+def _log_once(op: str, kind: str | None, against: tuple[str, ...]) -> None:
+    if kind is None:
+        return  # no GPU is known of, so there was nothing to choose
+    if against:
+        logging.warning("%s runs without our kernel on %s: %s", op, kind, "; ".join(against))
+    else:
+        logging.info("%s runs our kernel on %s: measured right and faster", op, kind)

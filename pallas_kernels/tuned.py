@@ -1,12 +1,21 @@
-"""Which tile, and which implementation, was fastest on a device, as scripts/tune.py measured.
+"""What was measured on a device: the fastest tile, and whether a kernel may be the default there.
 
-One JSON a device kind, in tuned/: {"rows": [{"op", "key", "tile", "median_us", "fastest", ...}]},
-fastest: 'hopper', or 'reference' where plain JAX was faster than the best tile; of products that
-span ranks 'fused', or 'xla'.
-A key has words, which must agree (type, causal order), and sizes (head width, longest segment, M,
-N, K), of which the nearest row by the sum of their distances in octaves is taken; a size that is
-not one of the table's is said once in the log. Without a table a kernel's own heuristic decides,
-which is a pure function: a program compiled without a GPU is the same everywhere.
+scripts/tune.py writes one JSON a device kind, tuned/KIND.json: {"rows": [...]}. A row has
+
+    op, key       what was measured
+    tile          the fastest of the tiles whose result was right
+    correct       true where that tile's result was compared with plain JAX and agreed
+    median_us     of that tile; rivals: the same of each rival, by name
+    fastest       'hopper', or 'reference' where plain JAX was faster; of products that span ranks
+                  'fused', or 'xla'
+    link          of products that span ranks: 'real' where the bytes crossed the link between GPUs,
+                  'emulated' where one GPU stood for all of them
+
+A key has words, which must agree (type, causal order, head width), and sizes (longest segment, M,
+N, K), of which the nearest row by the sum of their distances in octaves is found. Its tile is used
+at any distance, and the log says so once; it makes a kernel the default only nearby (`against`).
+Without a table a kernel's heuristic gives the tile. That is a pure function of the shapes, so a
+program that is compiled without a GPU is the same on every machine.
 """
 
 import dataclasses
@@ -22,6 +31,9 @@ import jax
 from absl import logging
 
 FOLDER = pathlib.Path(__file__).parent / "tuned"
+# Octaves over all sizes within which a row says what is faster (chosen: twice the rows is the same
+# problem, four times is another).
+NEAR = 1.0
 Key = Mapping[str, str | bool | int]
 
 
@@ -35,7 +47,8 @@ class Tuning:
     rival that the default falls back on. others: further rivals by name, (function, its inputs),
     which a caller may choose instead; one that cannot run is left out. want: what results are
     compared with, but where it is not finite; None: what the reference gives. words: what 'fastest'
-    says when a candidate is, and when the reference is.
+    says when a candidate is, and when the reference is. link: of a product that spans ranks, as in
+    its row.
     """
 
     op: str
@@ -49,13 +62,21 @@ class Tuning:
     )
     want: Callable[..., Any] | None = None
     words: tuple[str, str] = ("hopper", "reference")
+    link: str | None = None
 
 
-def device_kind() -> str | None:
-    """Returns this process's GPU as a table is named ('nvidia_h200'), None without one."""
+def target() -> str | None:
+    """Returns the kind of GPU that a program is for, None where it is for none that is known.
+
+    The mesh that the program is traced under names its devices, whether they are here or not
+    (`aot.devices`); without a mesh they are this process's.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind if device.platform in ("gpu", "cuda") else None
     if jax.default_backend() != "gpu":
         return None
-    return slug(jax.local_devices()[0].device_kind)
+    return jax.local_devices()[0].device_kind
 
 
 def slug(kind: str) -> str:
@@ -63,38 +84,50 @@ def slug(kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")
 
 
-def find(
-    op: str, key: Key, *, kind: str | None = None, folder: pathlib.Path = FOLDER
-) -> dict | None:
-    """Returns the nearest row that was measured, None where no row's words agree.
+def find(op: str, key: Key, *, kind: str | None = None) -> dict | None:
+    """Returns the nearest row with its distance from the key as 'octaves'; None without any.
 
-    kind: a table's name; None: this process's GPU, without one there is no row.
+    kind: of GPU; None: `target()`.
     """
-    kind = kind or device_kind()
+    kind = kind or target()
     if kind is None:
         return None
-    rows = [row for row in _rows(kind, folder) if row["op"] == op]
-    apart = [distance(key, row["key"]) for row in rows]
-    if not apart or min(apart) == math.inf:
+    kind = slug(kind)
+    rows = [row | {"octaves": distance(key, row["key"])} for row in _rows(kind, FOLDER, op)]
+    # Of two that are as near, the one that failed counts.
+    nearest = min(rows, key=lambda row: (row["octaves"], row.get("correct", False)), default=None)
+    if nearest is None or nearest["octaves"] == math.inf:
         return None
-    nearest = rows[apart.index(min(apart))]
-    if min(apart) > 0:
+    if nearest["octaves"] > 0:
         _log_once(op, tuple(sorted(key.items())), tuple(sorted(nearest["key"].items())), kind)
     return nearest
 
 
-def slower(rows: Sequence[dict | None], needed: bool) -> list[str]:
-    """Returns why plain JAX is taken where nobody chose: a row says so, or there is none.
+def tile(row: dict | None) -> dict[str, Any] | None:
+    """Returns the fields of a row's tile; None without a row, or where its result was wrong."""
+    return row["tile"] if row and row.get("correct") else None
 
-    needed: whether the kernel waits for a row that says that it is faster.
+
+def against(row: dict | None, word: str = "hopper") -> str | None:
+    """Returns why a row does not make a kernel the default; None: it does.
+
+    This is the only place that says what a measurement must show: right, at this size, faster than
+    every rival, and over a real link if it spans ranks. word: the kernel's in 'fastest'.
     """
-    if needed and None in rows:
-        return ["no measurement for this device says that the kernel is faster than XLA's product"]
-    return [
-        f"{row['fastest']} was the fastest when it was measured for {row['key']}"
-        for row in rows
-        if row and row["fastest"] != "hopper"
-    ]
+    if row is None:
+        return "no measurement on this kind of GPU says that the kernel is right and faster"
+    if not row.get("correct"):
+        return f"the kernel failed where it was measured, {row['key']}"
+    if row["octaves"] > NEAR:
+        return f"the nearest measurement is of another size, {row['key']}"
+    if word == "fused" and row.get("link") != "real":
+        return f"it was measured over an emulated link only, {row['key']}"
+    if row["fastest"] != word:
+        return f"{row['fastest']} was the fastest at {row['key']}"
+    best = min(row["rivals"], key=row["rivals"].__getitem__, default=None)
+    if best is None or row["rivals"][best] < row["median_us"]:
+        return f"{best or 'no rival'} was faster at {row['key']}"
+    return None
 
 
 def distance(one: Key, other: Key) -> float:
@@ -113,9 +146,10 @@ def distance(one: Key, other: Key) -> float:
 
 
 @functools.cache
-def _rows(kind: str, folder: pathlib.Path) -> list[dict]:
+def _rows(kind: str, folder: pathlib.Path, op: str) -> tuple[dict, ...]:
     path = folder / f"{kind}.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return tuple(row for row in rows if row["op"] == op)
 
 
 @functools.cache

@@ -152,7 +152,9 @@ class Measurement:
         first = short.get(tuning.candidates[0])
         return {
             "op": tuning.op, "key": dict(tuning.key), "tile": dataclasses.asdict(best),
+            "correct": True,  # only candidates that `_race` found right are timed
             "median_us": 1e6 * times[best].median_s, "fastest": fastest, "rivals": rivals,
+            **({} if tuning.link is None else {"link": tuning.link}),
             "heuristic_us": None if first is None else 1e6 * first,
             "candidates": len(tuning.candidates), "failed": self._reasons,
             "clock": times[best].clock,

@@ -159,7 +159,7 @@ def _attend(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec) -> tuple[Array, Array
 def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
     if not q_THK.shape[0] * k_SGK.shape[0]:  # nobody sees anything
         return _nothing(q_THK), (q_THK, k_SGK, v_SGK, rows, slopes, *_nothing(q_THK))
-    static, choice, tile, _ = spec
+    static, choice, _, tile, _ = spec
     k_SGK, v_SGK = guard.keys(k_SGK, v_SGK)
     out_THK, lse_HT = dispatch.run(
         choice,
@@ -184,7 +184,7 @@ def _backward(spec, saved, cotangents):
     q_THK, dout_THK, *sums_TH = guard.queries(q_THK, dout_THK, *sums_TH)
     lse_HT, delta_HT = (x.T for x in sums_TH)
     k_SGK = guard.finite(k_SGK)
-    static, choice, _, tile = spec
+    static, _, choice, _, tile = spec
     grads = dispatch.run(
         choice,
         functools.partial(hopper_backward.backward, spec=static, tile=tile),
@@ -227,8 +227,8 @@ def _choose(
     implementation: str | None,
     max_seqlen: int | None,
     deterministic: bool,
-) -> tuple[str, hopper_forward.Tile, hopper_backward.Tile]:
-    """Returns (which implementation, the kernels' tiles), measured ones where a table has them."""
+) -> tuple[str, str, hopper_forward.Tile, hopper_backward.Tile]:
+    """Returns (how each pass runs, the kernels' tiles), measured ones where a table has them."""
     (T, H, K), G = q.shape, k.shape[1]
     if max_seqlen is not None:
         max_seqlen = arguments.whole(op, "max_seqlen", max_seqlen, 0)
@@ -237,10 +237,9 @@ def _choose(
         reasons.append(f"needs bfloat16 or float16, found {q.dtype}")
     if K not in WIDTHS:
         reasons.append(f"needs a head width of {WIDTHS}, found {K}: pad it with zeros, set scale=")
-    measured, forward, backward = tiling.choose(q.dtype, K, H // G, T, max_seqlen, deterministic)
-    if implementation is None:
-        reasons += measured
-    return dispatch.choose(op, implementation, reasons), forward, backward
+    rows, *tiles = tiling.choose(q.dtype, K, H // G, T, max_seqlen, deterministic)
+    forward, backward = (dispatch.choose(op, implementation, reasons, [row]) for row in rows)
+    return forward, backward, *tiles
 
 
 def _slopes(op: str, slopes: Array | Sequence[float] | None, heads: int) -> Array | None:

@@ -22,11 +22,12 @@ BLOCKS, STAGES = (32, 64, 128), (8, 6, 4, 3, 2)
 def key(dtype: Any, width: int, group: int, tokens: int, longest: int | None) -> dict[str, Any]:
     """Of FORWARD's rows; BACKWARD's have `deterministic` as well.
 
-    group: query heads of a key-value head. tokens: T. longest: rows of the longest segment.
+    group: query heads of a key-value head. tokens: T. longest: rows of the longest segment. The
+    width is a word: a kernel of another head width is another program.
     """
     return {
         "dtype": jnp.dtype(dtype).name,
-        "width": width,
+        "width": str(width),
         "group": group,
         "longest": longest or tokens,
         "tokens": tokens,
@@ -35,32 +36,30 @@ def key(dtype: Any, width: int, group: int, tokens: int, longest: int | None) ->
 
 def choose(
     dtype: Any, width: int, group: int, tokens: int, longest: int | None, deterministic: bool
-) -> tuple[list[str], hopper_forward.Tile, hopper_backward.Tile]:
-    """Returns (what was measured to be faster than the kernels, their tiles).
+) -> tuple[list[dict | None], hopper_forward.Tile, hopper_backward.Tile]:
+    """Returns (the rows of both passes for `dispatch.choose`, the kernels' tiles).
 
-    A row's tile that does not fit here (the nearest row may be of another width) is passed over.
+    A row's tile that does not fit here (the nearest row may be of another group) is passed over.
     """
     about = key(dtype, width, group, tokens, longest)
-    reasons = []
+    rows = [
+        tuned.find(FORWARD, about),
+        tuned.find(BACKWARD, about | {"deterministic": deterministic}),
+    ]
 
-    def measured(op: str, about: dict[str, Any], make: Callable[..., Any], check: Callable) -> Any:
-        row = tuned.find(op, about)
-        if row is None:
-            return None
-        if row["fastest"] != "hopper":
-            reasons.append(f"{row['fastest']} was measured to be faster at {row['key']} ({op})")
-        return _legal(make(**row["tile"]), check)
+    def measured(row: dict | None, make: Callable[..., Any], check: Callable) -> Any:
+        tile = tuned.tile(row)
+        return _legal(make(**tile), check) if tile else None
 
     forward = measured(
-        FORWARD, about, hopper_forward.Tile,
+        rows[0], hopper_forward.Tile,
         lambda tile: hopper_forward.check(tile, width, group, dtype),
     )  # fmt: skip
     backward = measured(
-        BACKWARD, about | {"deterministic": deterministic}, hopper_backward.Tile,
-        lambda tile: hopper_backward.check(tile, width, dtype),
-    )  # fmt: skip
+        rows[1], hopper_backward.Tile, lambda tile: hopper_backward.check(tile, width, dtype)
+    )
     return (
-        reasons,
+        rows,
         forward or hopper_forward.heuristic(width, group, longest),
         backward or hopper_backward.heuristic(width, longest, deterministic),
     )

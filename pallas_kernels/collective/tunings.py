@@ -42,7 +42,7 @@ WORDS = ("fused", "xla")
 
 def link() -> float:
     """Bytes/s of this GPU's link in one direction."""
-    return LINKS.get(tuned.device_kind() or "", plans.LINK_BYTES)
+    return LINKS.get(tuned.slug(tuned.target() or ""), plans.LINK_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,5 +210,6 @@ def tuning(case: Case) -> tuned.Tuning:
 
     key = api.key(case.op, case.ranks, case.rows, case.K, case.N)
     return tuned.Tuning(
-        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS
-    )
+        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS,
+        link="emulated",
+    )  # fmt: skip

@@ -301,5 +301,6 @@ def tuning(case: Case) -> tuned.Tuning:
 
     key = plans.key(case.op, case.ranks, case.S, case.experts, case.K, sum(case.widths))
     return tuned.Tuning(
-        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS
-    )
+        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS,
+        link="emulated",
+    )  # fmt: skip

@@ -1,8 +1,7 @@
 """A matrix product with bias, activation and residual in one kernel, differentiable.
 
 Source: ByteTransformer (arXiv 2210.03052) section 3.2, which puts bias and GELU into the product's
-epilogue; on Hopper as a persistent, warp-specialised kernel (hopper.py). XLA's own product is good,
-so None takes the kernel only where a table of measurements says that it is faster.
+epilogue; on Hopper as a persistent, warp-specialised kernel (hopper.py).
 
 Legend: x any leading dimensions, M their product, K contracted, N columns.
 Not here: second derivatives, scales of 8-bit operands, several products with one input.
@@ -46,8 +45,7 @@ def fused_gemm(
       out_dtype: bf16|f16|f32; None: x's.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and
         N and K of 64, spare it copies of its operands. Under a mesh it runs inside a shard_map
-        only. None: the reference, unless pallas_kernels/tuned has a table for this GPU whose
-        nearest row says that the kernel was faster there.
+        only.
     Returns: y_xN in out_dtype; differentiable in all arrays.
     Raises: ValueError for shapes, types and words that break the above; NotImplementedError with
       all reasons where the implementation asked for cannot run.
@@ -156,16 +154,11 @@ def _plan(
     )
     rows = [tuned.find(OP, k) for k in keys]
     tile, tile_dx, tile_dw = (
-        hopper.Tile(**row["tile"]) if row else guess
+        hopper.Tile(**tile) if (tile := tuned.tile(row)) else guess
         for row, guess in zip(rows, guesses, strict=True)
     )
     forward, backward = (
-        dispatch.choose(
-            OP,
-            implementation,
-            reasons + ([] if implementation else tuned.slower(found, needed=True)),
-        )
-        for found in (rows[:1], rows[1:])
+        dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
     )
     bias = bias_N is not None
     return Plan(

@@ -1,8 +1,7 @@
 """A product of groups of rows with weights of their own, differentiable.
 
 The experts of a mixture: rows sorted by expert meet their expert's weights (MegaBlocks, arXiv
-2211.15841; COMET, arXiv 2502.19811, section 2, layer 0 and layer 1). XLA's `lax.ragged_dot` makes a
-masked copy of the rows for each group on a GPU, and multiplies them all: G times the FLOPs.
+2211.15841; COMET, arXiv 2502.19811, section 2, layer 0 and layer 1).
 
 Legend: M rows, G groups, K contracted, N columns.
 Not here: second derivatives, fusion with an activation, 8-bit operands.
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.grouped import hopper, hopper_weights, reference
+from pallas_kernels.grouped import hopper, hopper_weights, library, reference
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
@@ -75,6 +74,7 @@ def _product(choice: str, tile: hopper.Tile, transpose: bool, *args: Array) -> A
         functools.partial(reference.product, transpose=transpose),
         *args,
         op=OP,
+        library=functools.partial(library.product, transpose=transpose),
     )
 
 
@@ -97,6 +97,7 @@ def _backward(plan, saved, dy_MN):
         *((dy_MN, lhs_MK) if plan.transpose else (lhs_MK, dy_MN)),
         sizes_G,
         op=OP,
+        library=library.weights,
     )
     return dlhs_MK, drhs, None
 
@@ -125,16 +126,13 @@ def _plan(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -
     )
     rows = [tuned.find(OP, key(kind, G, M, n, k)) for _, kind, n, k in jobs]
     tile, tile_lhs, tile_rhs = (
-        hopper.Tile(**row["tile"]) if row else heuristic(max(M, 1), max(n, 1), max(k, 1), G)
+        hopper.Tile(**tile)
+        if (tile := tuned.tile(row))
+        else heuristic(max(M, 1), max(n, 1), max(k, 1), G)
         for row, (heuristic, _, n, k) in zip(rows, jobs, strict=True)
     )
     forward, backward = (
-        dispatch.choose(
-            OP,
-            implementation,
-            reasons + ([] if implementation else tuned.slower(measured, needed=False)),
-        )
-        for measured in (rows[:1], rows[1:])
+        dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
     )
     return Plan(forward, backward, transpose, tile, tile_lhs, tile_rhs)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, tuned
-from pallas_kernels.grouped import api, hopper, hopper_weights, reference
+from pallas_kernels.grouped import api, hopper, hopper_weights, library, reference
 from pallas_kernels.grouped.cases import CASES, Case
 from pallas_kernels.hopper import FILES
 from pallas_kernels.hopper.tiles import BLOCKS, Tile, fitted
@@ -91,5 +91,10 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
         if kind == "weights"
         else functools.partial(reference.product, transpose=kind == "transposed")
     )
-    function = functools.partial(kernel, kind)
-    return tuned.Tuning(api.OP, api.key(kind, G, M, N, K), tiles, function, inputs, plain)
+    best = (
+        library.weights
+        if kind == "weights"
+        else functools.partial(library.product, transpose=kind == "transposed")
+    )
+    function, others = functools.partial(kernel, kind), {"library": (best, inputs)}
+    return tuned.Tuning(api.OP, api.key(kind, G, M, N, K), tiles, function, inputs, plain, others)

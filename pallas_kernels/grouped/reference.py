@@ -16,16 +16,17 @@ Array = jax.Array
 ROWS = 128  # of a step (chosen: products large enough for a CPU's cores, few wasted rows)
 
 
-def product(a_MK: Array, b: Array, sizes_G: Array, *, transpose: bool) -> Array:
+def product(a_MK: Array, b: Array, sizes_G: Array, *, transpose: bool, size: int = ROWS) -> Array:
     """y_MN, row by row a times its group's b (K, N), of (G, K, N), or transposed (G, N, K).
 
-    Summed in float32, in a's type; rows at or past sum(sizes_G) are 0, whatever lies in a.
+    Summed in float32, in a's type; rows at or past sum(sizes_G) are 0, whatever lies in a. size:
+    rows of a step.
     """
     M, N = a_MK.shape[0], b.shape[1 if transpose else 2]
     empty_MN = like(jnp.zeros((M, N), a_MK.dtype), a_MK)
     if not a_MK.size * N:
         return empty_MN
-    steps, rows = _steps(a_MK, sizes_G)
+    steps, rows = _steps(a_MK, sizes_G, size)
     contract = (((1,), (1 if transpose else 0,)), ((), ()))
 
     def step(i: Array, y_MN: Array) -> Array:
@@ -41,16 +42,17 @@ def product(a_MK: Array, b: Array, sizes_G: Array, *, transpose: bool) -> Array:
     return lax.fori_loop(0, steps.count, step, empty_MN)
 
 
-def weights(a_MK: Array, b_MN: Array, sizes_G: Array) -> Array:
+def weights(a_MK: Array, b_MN: Array, sizes_G: Array, *, size: int = ROWS) -> Array:
     """w_GKN, of each group's rows a^T b; exactly 0 for a group without rows.
 
     Summed in float32, in a's type; rows at or past sum(sizes_G) count nothing, whatever lies there.
+    size: rows of a step.
     """
     (M, K), N, G = a_MK.shape, b_MN.shape[1], sizes_G.shape[0]
     empty_GKN = like(jnp.zeros((G, K, N), a_MK.dtype), a_MK)
     if not M * K * N:
         return empty_GKN
-    steps, rows = _steps(a_MK, sizes_G)
+    steps, rows = _steps(a_MK, sizes_G, size)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         w_GKN, sum_KN, last = carry
@@ -71,10 +73,10 @@ def weights(a_MK: Array, b_MN: Array, sizes_G: Array) -> Array:
     return lax.fori_loop(0, steps.count, step, (empty_GKN, *first))[0]
 
 
-def _steps(a_MK: Array, sizes_G: Array):
+def _steps(a_MK: Array, sizes_G: Array, size: int):
     """The visits, and of one: where R rows are read, and which of them (R, 1) it visits."""
     M = a_MK.shape[0]
-    R = min(ROWS, M)
+    R = min(size, M)
 
     def rows(lo: Array, hi: Array) -> tuple[Array, Array]:
         at = jnp.minimum(lo, M - R)

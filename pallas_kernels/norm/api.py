@@ -3,9 +3,6 @@
 ByteTransformer (arXiv 2210.03052) section 3.2 fuses the sum with the norm for BERT, and the last of
 a network with the way back to padded rows; RMSNorm: arXiv 1910.07467.
 
-XLA fuses a norm well by itself, so by default the kernel runs only where it was measured to be
-faster on this kind of GPU (`tuned`); elsewhere plain JAX does.
-
 Legend: x any leading dimensions, T packed tokens, D model width, B sequences, S padded length.
 """
 
@@ -44,9 +41,9 @@ def fused_layer_norm(
     'layer': (h - mean) / sqrt(variance + eps). 'rms': h / sqrt(mean(h ** 2) + eps).
 
     Args: x_xD, residual: one floating type and shape. bias, scale, offset: (D,), any floating type.
-      eps: above 0. implementation: see `dispatch`; None takes the kernel only where it was measured
-      to be the fastest. 'hopper' takes bf16, f16 and f32, rows of whole 16 bytes, D up to what fits
-      in a thread block (norm/README.md); under a mesh it runs inside a shard_map only.
+      eps: above 0. implementation: see `dispatch`. 'hopper' takes bf16, f16 and f32, rows of whole
+      16 bytes, D up to what fits in a thread block (norm/README.md); under a mesh it runs inside a
+      shard_map only.
     Returns: (y_xD, h_xD), both in x's type; h is rounded to it after the statistics were taken of
       the float32 sum. Both differentiable.
     Raises: ValueError for shapes, types, kind and eps that break the above; NotImplementedError,
@@ -171,19 +168,12 @@ def _choose(
 ) -> tuple[str, hopper.Tile]:
     """Returns what runs, and the kernel's tile."""
     row = tuned.find(op, key(problem, spec, added))
-    tile = hopper.fit(problem, hopper.Tile(**row["tile"]) if row else None)
-    if implementation is None and tuned.device_kind() is None:
-        return "reference", tile
+    measured = tuned.tile(row)
+    tile = hopper.fit(problem, hopper.Tile(**measured) if measured else None)
     reasons = hopper.misfits(problem, tile)
     if jnp.dtype(problem.dtype).name not in DTYPES:
         reasons.append(f"needs one of {', '.join(DTYPES)}, found {problem.dtype}")
-    if implementation is None:
-        fastest = row.get("fastest", "hopper") if row else None
-        if fastest is None:
-            reasons.append("it was not measured on this GPU, and XLA fuses a norm by itself")
-        elif fastest != "hopper":
-            reasons.append(f"{fastest} was faster on this GPU")
-    return dispatch.choose(op, implementation, reasons), tile
+    return dispatch.choose(op, implementation, reasons, [row]), tile
 
 
 def _check(op: str, x, residual, bias, scale, offset, kind: str, eps: float) -> None:

@@ -196,11 +196,7 @@ def _plan(
         tile_dx = _tile(rows[1], pattern) or hopper.heuristic(M, of_dx, C, S, plain)
         tile_dw = _tile(rows[2], pattern) or hopper_weights.heuristic(M, pattern)
     forward, backward = (
-        dispatch.choose(
-            OP,
-            implementation,
-            reasons + ([] if implementation else tuned.slower(found, needed=True)),
-        )
+        dispatch.choose(OP, implementation, reasons, found)
         for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
     )
     return Plan(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
@@ -208,7 +204,8 @@ def _plan(
 
 def _tile(row: dict | None, pattern: Pattern) -> Tile | None:
     """What was measured, if it was; its columns are the format's."""
-    return Tile(**{"block_n": pattern.tile} | row["tile"]) if row else None
+    tile = tuned.tile(row)
+    return Tile(**{"block_n": pattern.tile} | tile) if tile else None
 
 
 def _reasons(x: Array, pattern: Pattern) -> list[str]:

@@ -94,7 +94,7 @@ def measure(wanted, parent=None):
     return measurement.run()
 
 
-def test_the_fastest_right_tile_wins(tmp_path):
+def test_the_fastest_right_tile_wins(tmp_path, monkeypatch):
     row = measure(tuning())
     assert row["tile"] == {"name": "good", "seconds": 2.0} and row["fastest"] == "hopper"
     assert row["median_us"] == 2e6 and row["rivals"] == {"reference": 3e6}
@@ -106,8 +106,12 @@ def test_the_fastest_right_tile_wins(tmp_path):
     store = workers.Store(tmp_path, "abc")
     store.open("GPU", "gpu")
     store.add(gpu_check.tuning("it"), "it", [row])
-    found = tuned.find("double", {"width": 8}, kind="gpu", folder=tmp_path)
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    found = tuned.find("double", {"width": 8}, kind="gpu")
     assert found is not None and found["tile"] == row["tile"]
+    assert tuned.against(found) is None and "link" not in row
+    emulated = measure(dataclasses.replace(tuning(), words=("fused", "xla"), link="emulated"))
+    assert "emulated" in tuned.against(emulated | {"octaves": 0.0}, "fused")
     assert json.loads((tmp_path / "gpu.json").read_text())["commit"] == "abc"
 
 

@@ -14,6 +14,7 @@ import pallas_kernels
 from pallas_kernels import fused_gemm
 from pallas_kernels.gemm import api, reference
 from pallas_kernels.hopper import activations
+from tests import tables
 from tests.gemm_oracle import ACTIVATIONS, arrays, oracle, relative
 
 
@@ -185,26 +186,28 @@ def test_what_cannot_run_says_why():
         fused_gemm(X[:0], W, implementation="interpret")
 
 
-def table(monkeypatch, rows):
-    """As if those were measured, or nothing, on this process's device."""
-    found = {kind: row and {"key": kind} | row for kind, row in rows.items()}
-    monkeypatch.setattr(api.tuned, "find", lambda op, key: found[key["kind"]])
-
-
-def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch):
+def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, tmp_path):
     def ways():
-        plan = api._plan(X, W, None, None, None, "bfloat16", None)
+        with tables.on(tables.H100):
+            plan = api._plan(X, W, None, None, None, "bfloat16", None)
         return plan.forward, plan.backward, plan.tile.stages
 
-    assert ways()[:2] == ("reference", "reference")
-    best = {"tile": dict(block_m=64, block_n=64, block_k=64, stages=3, warpgroups=1)}
-    ours, theirs = best | {"fastest": "hopper"}, best | {"fastest": "xla"}
-    table(monkeypatch, {"forward": ours, "dx": ours, "dw": theirs})
-    assert ways() == ("auto", "reference", 3)
-    table(monkeypatch, {"forward": theirs, "dx": ours, "dw": ours})
-    assert ways() == ("reference", "auto", 3)
-    grad = jax.jit(jax.grad(lambda x: fused_gemm(x, W + 1).astype("float32").sum()))
-    assert (grad(X) == 8).all()  # compiled for a CPU; sums of 8 ones
+    assert ways()[:2] == ("library", "library")
+    tile = dict(block_m=64, block_n=64, block_k=64, stages=3, warpgroups=1)
+    (M, K), N = X.shape, W.shape[1]
+    sizes = {"forward": (M, N, K), "dx": (M, K, N), "dw": (K, N, M)}
+    forward, dx, dw = (
+        tables.row(api.OP, api.key(kind, None, False, *sizes[kind]), tile=tile) for kind in sizes
+    )
+    slow = {"fastest": "reference"}
+    tables.write(monkeypatch, tmp_path, forward, dx, dw | slow)
+    assert ways() == ("measured", "library", 3)
+    tables.write(monkeypatch, tmp_path, forward | slow, dx, dw)
+    assert ways() == ("library", "measured", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(api.tuned, "target", lambda: tables.H100)
+        grad = jax.jit(jax.grad(lambda x: fused_gemm(x, W + 1).astype("float32").sum()))
+        assert (grad(X) == 8).all()  # compiled for a CPU; sums of 8 ones
 
 
 def test_one_compile_for_equal_shapes():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import grouped_matmul
-from pallas_kernels.grouped import reference
+from pallas_kernels.grouped import library, reference
 from tests.gemm_oracle import relative
 from tests.grouped_oracle import arrays, oracle, split
 
@@ -59,6 +59,28 @@ def test_float32_equals_float64(name, seed):
     y, dlhs, drhs = (np.asarray(x) for x in found)
     assert not y[end:].any() and not dlhs[end:].any()
     assert not drhs[np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("name", ["one hot", "all empty", "below the sum", "past the rows"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_library_path_equals_float64(name, transpose, seed):
+    """By ragged_dot, and in a GPU's larger steps; what a GPU runs without our kernel."""
+    M, K, N, sizes = CASES[name]
+    lhs, rhs, dy = arrays(seed, M, len(sizes), K, N, transpose)
+    y, _, drhs = oracle(lhs, rhs, sizes, dy, transpose)
+    lhs[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
+    lhs, rhs, dy = (jnp.asarray(x, jnp.float32) for x in (lhs, rhs, dy))
+    assert library.takes_ragged_dot(M, len(sizes))
+    found = library.product(lhs, rhs, jnp.array(sizes), transpose=transpose)
+    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-4)
+    found = library.weights(*((dy, lhs) if transpose else (lhs, dy)), jnp.array(sizes))
+    np.testing.assert_allclose(found, drhs, rtol=1e-5, atol=1e-4)
+
+
+def test_ragged_dot_is_for_few_rows():
+    """It multiplies all rows for each group, the loop at most a step more for each."""
+    assert library.takes_ragged_dot(64, 8) and library.takes_ragged_dot(10**6, 1)
+    assert not library.takes_ragged_dot(1024, 8) and not library.takes_ragged_dot(16384, 8)
 
 
 def test_bfloat16_is_summed_in_float32(seed):

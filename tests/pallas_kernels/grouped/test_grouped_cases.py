@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.grouped import api, configs, hopper
 from pallas_kernels.grouped.cases import CASES, Case
+from tests import tables
 
 
 def test_floors():
@@ -49,22 +50,24 @@ def test_what_is_timed_has_the_shapes_of_its_key(kind):
     assert jax.eval_shape(tuning.reference, *args).shape == found.shape
 
 
-def test_the_default_is_the_kernel_unless_a_table_says_otherwise(monkeypatch):
+def test_the_default_is_the_kernel_where_a_table_says_so(monkeypatch, tmp_path):
     lhs, rhs = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
 
-    def ways(**named):
-        plan = api._plan(lhs, rhs, False, None)
+    def ways():
+        with tables.on(tables.H100):
+            plan = api._plan(lhs, rhs, False, None)
         return plan.forward, plan.backward, plan.tile.stages
 
-    assert ways()[:2] == ("auto", "auto")
-    best = {"tile": dict(block_m=64, block_n=64, stages=3), "fastest": "hopper"}
-    rows = {
-        "forward": best,
-        "transposed": best,
-        "weights": best | {"fastest": "reference", "key": "w"},
-    }
-    monkeypatch.setattr(api.tuned, "find", lambda op, key: rows[key["kind"]])
-    assert ways() == ("auto", "reference", 3)
+    assert ways()[:2] == ("library", "library")
+    tile = dict(block_m=64, block_n=64, stages=3)
+    rows = [
+        tables.row(api.OP, api.key(kind, 2, 64, *sizes), tile=tile)
+        for kind, *sizes in (("forward", 128, 64), ("transposed", 64, 128), ("weights", 128, 64))
+    ]
+    tables.write(monkeypatch, tmp_path, *rows)
+    assert ways() == ("measured", "measured", 3)
+    tables.write(monkeypatch, tmp_path, *rows[:2], rows[2] | {"fastest": "reference"})
+    assert ways() == ("measured", "library", 3)
 
 
 def test_what_cannot_run_says_why():

@@ -183,7 +183,7 @@ def test_other_gpus_run_plain_jax(kind):
     args = [jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, P())) for t, s in like]
     step = jax.shard_map(grouped_matmul, mesh=mesh, in_specs=P(), out_specs=P())
     text = aot.compile(jax.jit(step).lower(*args)).as_text()
-    assert "mosaic_gpu" not in text and " while(" in text
+    assert "mosaic_gpu" not in text and "ragged_dot" in text
 
 
 def test_the_heuristics_give_legal_tiles():

@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import fused_layer_norm, norm_unpack, pack, tuned, unpack
+from pallas_kernels import fused_layer_norm, norm_unpack, pack, unpack
 from pallas_kernels.norm import api, hopper
 from pallas_kernels.norm.reference import Spec
+from tests import tables
 
 SHAPE, D = (5, 3, 24), 24
 
@@ -127,26 +128,22 @@ def test_unpacked_is_the_norm_unpacked(seed):
         norm_unpack(x[:4], info, scale=given["scale"])
 
 
-def test_the_default_is_what_was_measured(monkeypatch, caplog):
-    """On a GPU: the kernel where a table says so, else the reference, and why is logged."""
+def test_the_default_is_what_was_measured(monkeypatch, tmp_path):
     x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
     spec = Spec(True, 1e-5, False, False, False)
     problem = hopper.forward_problem(x, None, None, x, None, spec)
-    choose = functools.partial(api._choose, spec=spec, added=False)
 
-    def chosen(implementation, rows):
-        monkeypatch.setattr(tuned, "find", lambda op, key: rows)
-        return choose(f"norm {rows}", implementation, problem)
+    def chosen(implementation, *rows):
+        tables.write(monkeypatch, tmp_path, *rows)
+        with tables.on(tables.H100):
+            return api._choose("norm", implementation, problem, spec, added=False)
 
-    assert chosen(None, None)[0] == "reference"  # there is no GPU here
-    monkeypatch.setattr(tuned, "device_kind", lambda: "chip")
-    assert chosen(None, None)[0] == "reference"
+    assert chosen(None)[0] == "library"
     tile = {"rows": 8, "stages": 2, "blocks": 4, "resident": True}
-    assert chosen(None, {"tile": tile, "fastest": "hopper"}) == ("auto", hopper.Tile(**tile))
-    assert chosen(None, {"tile": tile, "fastest": "reference"})[0] == "reference"
-    assert chosen("hopper", {"tile": tile, "fastest": "reference"})[0] == "hopper"
-    text = caplog.text
-    assert "not measured on this GPU" in text and "reference was faster on this GPU" in text
+    best = tables.row("norm", api.key(problem, spec, False), tile=tile)
+    assert chosen(None, best) == ("measured", hopper.Tile(**tile))
+    assert chosen(None, best | {"fastest": "reference"})[0] == "library"
+    assert chosen("hopper", best | {"fastest": "reference"})[0] == "hopper"
 
 
 def test_a_measured_tile_is_made_to_fit():

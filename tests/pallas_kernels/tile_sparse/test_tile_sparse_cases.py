@@ -11,6 +11,7 @@ from pallas_kernels import TileSparse
 from pallas_kernels.hopper import tiles
 from pallas_kernels.tile_sparse import api, cases, configs, hopper, hopper_weights
 from pallas_kernels.tile_sparse.cases import CASES, Case
+from tests import tables
 
 SMALL = Case(256, 128, 192, 50, tile=64)
 
@@ -68,19 +69,25 @@ def test_what_is_timed_gives_what_the_reference_gives(kind):
     assert found == jax.eval_shape(tuning.reference, *args)
 
 
-def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch):
+def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, tmp_path):
     weight = TileSparse.from_dense(jnp.zeros((128, 192), jnp.bfloat16), SMALL.mask, tile=64)
     x = jnp.zeros((256, 128), jnp.bfloat16)
 
     def ways():
-        plan = api._plan(x, weight, "gelu", None)
+        with tables.on(tables.H100):
+            plan = api._plan(x, weight, "gelu", None)
         return plan.forward, plan.backward, plan.tile.stages
 
-    assert ways()[:2] == ("reference", "reference")
-    best = {"tile": dict(block_m=128, stages=3), "fastest": "hopper"}
-    rows = {"forward": best, "dx": best, "dw": best | {"fastest": "reference", "key": "w"}}
-    monkeypatch.setattr(api.tuned, "find", lambda op, key: rows[key["kind"]])
-    assert ways() == ("auto", "reference", 3)
+    assert ways()[:2] == ("library", "library")
+    rows = [
+        tables.row(api.OP, api.key(kind, word, weight.pattern, 256), tile=tile)
+        for kind, word in (("forward", "gelu"), ("dx", None), ("dw", None))
+        for tile in (dict(block_m=128, stages=3),)
+    ]
+    tables.write(monkeypatch, tmp_path, *rows)
+    assert ways() == ("measured", "measured", 3)
+    tables.write(monkeypatch, tmp_path, *rows[:2], rows[2] | {"fastest": "reference"})
+    assert ways() == ("measured", "library", 3)
 
 
 def test_what_cannot_run_says_why():
