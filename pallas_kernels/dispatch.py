@@ -5,8 +5,9 @@
 
 None launches a kernel only where a row of a committed table (tuned.py) says that the kernel was
 right and faster than its rivals on the kind of GPU that the program is for. Otherwise a GPU gets
-the best library path (cuBLAS, cuDNN, XLA), and other devices get plain JAX. `choose` decides this
-for every operation, and the log says once what was chosen and why; docs/kernels.md has a table.
+the best library path (cuBLAS, cuDNN, XLA); where no GPU is known of, plain JAX runs. `choose`
+decides this for every operation, and the log says once what was chosen and why; docs/kernels.md has
+a table.
 """
 
 import functools
@@ -69,8 +70,10 @@ def choose(
     if implementation == "hopper":
         _refuse(op, "hopper", reasons)
         return "hopper"
+    if (kind := tuned.target()) is None:
+        return "reference"
     reasons = reasons or tuple(dict.fromkeys(why for row in rows if (why := tuned.against(row))))
-    _log_once(op, tuned.target(), reasons)
+    _log_once(op, kind, reasons)
     return "library" if reasons else "measured"
 
 
@@ -91,8 +94,10 @@ def choose_fused(
         )
     if implementation is not None:
         return implementation
+    if (kind := tuned.target()) is None:
+        return "xla"
     why = tuple(reasons) or tuple(filter(None, (tuned.against(row, "fused"),)))
-    _log_once(op, tuned.target(), why)
+    _log_once(op, kind, why)
     return "xla" if why else "fused"
 
 
@@ -171,9 +176,7 @@ def _refuse(op: str, implementation: str, reasons: Sequence[str]) -> None:
 
 
 @functools.cache
-def _log_once(op: str, kind: str | None, against: tuple[str, ...]) -> None:
-    if kind is None:
-        return  # no GPU is known of, so there was nothing to choose
+def _log_once(op: str, kind: str, against: tuple[str, ...]) -> None:
     if against:
         logging.warning("%s runs without our kernel on %s: %s", op, kind, "; ".join(against))
     else:

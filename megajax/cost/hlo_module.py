@@ -24,6 +24,8 @@ _GROUPED = re.compile(
     r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?)\}, api_version.*"
     r'op_name="[^"]*/grouped_(matmul|weights)/'
 )
+# Its library path, a loop whose trip count depends on the groups: steps when they hold all rows.
+_STEPS = re.compile(r'op_name="[^"]*/grouped_steps_(\d+)/')
 _DOT = re.compile(r" dot\(%?([\w.\-]+),.*lhs_contracting_dims=\{([\d,]*)\}")
 
 
@@ -93,7 +95,7 @@ class Module:
         lines = self.computations.get(name, [])
         for index, line in enumerate(lines):
             yield Place(name, lines, index, loops, bodies)
-            if loop := _loop(line):
+            if loop := self._loop(line):
                 yield from self._visit(loop[0], (*loops, loop[1]), (*bodies, loop[0]))
             elif _CALL.search(line):
                 for called in _CALLED.findall(line):
@@ -103,7 +105,7 @@ class Module:
         """Returns the matmul FLOPs of some lines of a computation, calls and loops included."""
         total = 0
         for line in lines:
-            if loop := _loop(line):
+            if loop := self._loop(line):
                 total += loop[1] * self.flops_of(loop[0])
             elif _CALL.search(line):
                 total += sum(self.flops_of(called) for called in _CALLED.findall(line))
@@ -112,6 +114,15 @@ class Module:
             elif match := _GROUPED.search(line):
                 total += round(self._live_rows * _grouped(*match.groups()))
         return total
+
+    def _loop(self, line: str) -> tuple[str, int] | None:
+        """Returns (body, trip count) of a while; a count that nobody knows is 1."""
+        if " while(" not in line or (body := re.search(r"body=%?([\w.\-]+)", line)) is None:
+            return None
+        if count := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
+            return body[1], int(count[1])
+        steps = _STEPS.search(line)
+        return body[1], max(round(self._live_rows * int(steps[1])), 1) if steps else 1
 
     def _flops_of(self, computation: str) -> int:
         return self.flops(self.computations.get(computation, []), computation)
@@ -133,11 +144,3 @@ def _grouped(result: str, operands: str, kind: str) -> int:
     dims = ints(made[2]) if made else []
     left, *_ = (ints(d) for t, d in ARRAY.findall(operands) if t != "s32")
     return 2 * math.prod(dims) * left[1] if kind == "matmul" else 2 * left[0] * math.prod(dims[1:])
-
-
-def _loop(line: str) -> tuple[str, int] | None:
-    """Returns (body, trip count) of a while; a count that XLA does not know is 1."""
-    if " while(" not in line or (body := re.search(r"body=%?([\w.\-]+)", line)) is None:
-        return None
-    count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-    return body[1], int(count[1]) if count else 1

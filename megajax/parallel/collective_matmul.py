@@ -83,10 +83,9 @@ def all_gather_matmul(
         raise ValueError(f"{GATHER}: 'swiglu' takes weights (gate, up) of one shape, got {shapes}")
     acc = overlap.sum_dtype(GATHER, acc_dtype)
     shape = (math.prod(x.shape[:-1]) * R, x.shape[-1], tuple(w.shape[1] for w in ws))
-    word = overlap.choose(GATHER, implementation, shape, R, x.dtype)
+    word = overlap.choose(GATHER, implementation, shape, axis, x.dtype)
     static = Static(axis, word, acc, both_ways, activation, keep=return_gathered)
-    with arguments.reverse_only(GATHER):
-        ys, gathered = collective_vjp.gather_matmul(*_varying(axis, (x, ws, biases)), static)
+    ys, gathered = run_gather(x, ws, biases, static)
     found = ys[0] if single or activation == "swiglu" else ys
     return (found, gathered) if return_gathered else found
 
@@ -127,10 +126,9 @@ def matmul_reduce_scatter(
         )
     _check_residual(SCATTER, residual, (*lead, m // R, n), xs[0].dtype)
     shape = (math.prod(lead) * m, n, tuple(x.shape[-1] for x in xs))
-    word = overlap.choose(SCATTER, implementation, shape, R, xs[0].dtype)
+    word = overlap.choose(SCATTER, implementation, shape, axis, xs[0].dtype)
     static = Static(axis, word, acc, both_ways, residual=residual is not None)
-    with arguments.reverse_only(SCATTER):
-        return collective_vjp.matmul_scatter(*_varying(axis, (xs, ws, bias, residual)), static)
+    return run_scatter(xs, ws, bias, residual, static)
 
 
 def matmul_all_reduce(
@@ -147,27 +145,46 @@ def matmul_all_reduce(
 
     Args: as matmul_reduce_scatter, for any m; residual: (..., m, n), the same on all ranks.
       implementation: 'xla', 'fused'; no 'ring': so few rows leave nothing to hide its hops behind.
-        None: 'xla'.
+        None: 'xla', or 'fused' where it was measured.
     Returns: (..., m, n) in x's type, the same on all ranks. Its gradient is what each rank has: no
       kernel is needed, and 'fused' takes that of 'xla'.
     Raises: as all_gather_matmul.
     """
-    R = kernels.ranks_of(REDUCE, axis)
+    kernels.ranks_of(REDUCE, axis)
     xs, ws = _pairs(REDUCE, x, w)
     _check(REDUCE, xs, ws, (bias,) * len(ws))
     acc = overlap.sum_dtype(REDUCE, acc_dtype)
     rows, n = xs[0].shape[:-1], ws[0].shape[1]
     _check_residual(REDUCE, residual, (*rows, n), xs[0].dtype)
     shape = (math.prod(rows), n, tuple(x.shape[-1] for x in xs))
-    overlap.check(REDUCE, implementation, shape, R, xs[0].dtype)
-    if implementation == "ring":
-        raise NotImplementedError(
-            f"{REDUCE}: implementation='ring': rows that are not cut leave a ring nothing to hide "
-            "its hops behind; use 'xla', or matmul_reduce_scatter"
-        )
-    function = _fused_sums if implementation == "fused" else _all_sums
+    word = overlap.choose(REDUCE, implementation, shape, axis, xs[0].dtype)
+    return run_reduce(xs, ws, bias, residual, Static(axis, word, acc, False))
+
+
+def run_gather(
+    x: Array, ws: Arrays, biases: tuple[Array | None, ...], static: Static
+) -> tuple[Arrays, Array | None]:
+    """`all_gather_matmul` of several weights; the caller has checked and chosen."""
+    with arguments.reverse_only(GATHER):
+        return collective_vjp.gather_matmul(*_varying(static.axis, (x, ws, biases)), static)
+
+
+def run_scatter(
+    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, static: Static
+) -> Array:
+    """`matmul_reduce_scatter` of several pairs; the caller has checked and chosen."""
+    with arguments.reverse_only(SCATTER):
+        arrays = _varying(static.axis, (xs, ws, bias, residual))
+        return collective_vjp.matmul_scatter(*arrays, static)
+
+
+def run_reduce(
+    xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, static: Static
+) -> Array:
+    """`matmul_all_reduce` of several pairs; the caller has checked and chosen."""
+    function = _fused_sums if static.implementation == "fused" else _all_sums
     with arguments.reverse_only(REDUCE):
-        return function((xs, ws, bias, residual), axis, acc)
+        return function((xs, ws, bias, residual), static.axis, static.acc_dtype)
 
 
 def _all_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
@@ -184,8 +201,7 @@ def _all_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
 def _fused_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
     xs, ws, bias, residual = operands
     x, w = jnp.concatenate(xs, -1), jnp.concatenate(ws, 0)
-    rest = {"bias": bias, "residual": residual, "acc_dtype": acc}
-    return kernels.matmul_all_reduce(x, w, axis=axis, implementation="fused", **rest)
+    return kernels.fused_reduce(x, w, bias, residual, axis=axis, acc=acc)
 
 
 def _fused_forward(operands: tuple[Any, ...], axis: str, acc: str) -> tuple[Array, tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from megajax.parallel import ring
 from megajax.parallel.overlap import Implementation
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import reference as plain
-from pallas_kernels.hopper.activations import activate
+from pallas_kernels.hopper.activations import Spec, activate
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -79,10 +79,8 @@ def _gather_fused(
 ) -> tuple[Arrays, Array | None, Arrays]:
     """As _gather_run; what an activation outside the kernel takes was rounded to x's type."""
     inside: Any = None if keep_z or static.activation == "swiglu" else static.activation
-    zs, gathered = kernels.all_gather_matmul(
-        x, ws, axis=static.axis, bias=biases, activation=inside, return_gathered=True,
-        implementation="fused",
-    )  # fmt: skip
+    spec = Spec(inside, x.dtype.name)
+    zs, gathered = kernels.fused_gather(x, ws, biases, axis=static.axis, spec=spec, keep=True)
     ys = zs
     if inside != static.activation:
         wide = tuple(z.astype(jnp.float32) for z in zs)
@@ -146,10 +144,8 @@ def _scatter_run(xs, ws, bias, residual, static):
 def _scatter_fused(
     xs: Arrays, ws: Arrays, bias: Array | None, residual: Array | None, static: Static
 ) -> Array:
-    return kernels.matmul_reduce_scatter(
-        xs, ws, axis=static.axis, bias=bias, residual=residual, acc_dtype=static.acc_dtype,
-        implementation="fused",
-    )  # fmt: skip
+    acc = static.acc_dtype
+    return kernels.fused_scatter(xs, ws, bias, residual, axis=static.axis, acc=acc)
 
 
 def _scatter_forward(xs: Any, ws: Any, bias: Any, residual: Any, static: Static) -> tuple:
@@ -169,8 +165,9 @@ def _scatter_backward(static: Static, saved: tuple, dy: Any) -> tuple:
         return dxs if xs is None else (*dxs, dy)
 
     if static.implementation == "fused":
-        dxs, whole = kernels.all_gather_matmul(
-            dy, ws, axis=static.axis, return_gathered=True, transpose_w=True, implementation="fused"
+        none, spec = (None,) * len(ws), Spec(None, dy.dtype.name)
+        dxs, whole = kernels.fused_gather(
+            dy, ws, none, axis=static.axis, spec=spec, keep=True, turned=True
         )
         found = (*dxs, whole)
     else:

@@ -45,11 +45,12 @@ from megajax.layers.ops import matmul
 from megajax.parallel import expert_overlap as overlaps
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.expert_matmul import dispatch_grouped_matmul as dispatch_grouped_matmul
+from megajax.parallel.expert_matmul import first_half, second_half
 from megajax.parallel.expert_matmul import grouped_matmul_combine as grouped_matmul_combine
 from megajax.parallel.expert_overlap import COMBINE, DISPATCH
 from megajax.parallel.expert_rows import Dispatch as Dispatch
 from megajax.parallel.expert_rows import Routing as Routing
-from megajax.parallel.overlap import Implementation, Overlap, log_once
+from megajax.parallel.overlap import Implementation, Overlap
 from pallas_kernels import grouped_matmul
 
 Array = jax.Array
@@ -151,15 +152,8 @@ def choose_overlap(
         )
     E, widths = weights.down.shape[0], tuple(w.shape[2] for w in weights.inputs)
     halves = _halves(layout, tokens, E, widths, dtype)
-    device = layout.mesh.abstract_mesh.abstract_device
-    if wanted != "auto":
-        for op, half in halves.items():
-            overlaps.check(op, wanted, half, device)
-        return wanted
-    far = overlaps.crosses_nodes(layout.mesh.shape, _axes(layout))
-    word, why = overlaps.best(halves, device, far)
-    log_once("experts", tuple(halves[DISPATCH]), halves[DISPATCH].ranks, word, why)
-    return word
+    implementation = None if wanted == "auto" else wanted
+    return overlaps.choose_all(halves, implementation, _axes(layout), layout.mesh.abstract_mesh)
 
 
 def explain_overlap(
@@ -177,9 +171,8 @@ def explain_overlap(
     each = tokens // layout.ways(rules["batch"] + rules["seq"]), moe.top_k, mlp.width
     widths = (mlp.hidden // layout.ways(TENSOR),) * (2 if mlp.activation == "swiglu" else 1)
     halves = _halves(layout, each, moe.experts // layout.ways(EXPERT), widths, dtype)
-    device = layout.mesh.abstract_mesh.abstract_device
-    far = overlaps.crosses_nodes(layout.mesh.shape, _axes(layout))
-    return "{} ({})".format(*overlaps.best(halves, device, far))
+    found = overlaps.best(halves, _axes(layout), layout.mesh.abstract_mesh)
+    return "{} ({})".format(*found)
 
 
 def _halves(
@@ -207,15 +200,10 @@ def _hidden(
     """Dropless by the two halves that bring their communication."""
     T, A = math.prod(x_BSD.shape[:2]), dispatch.experts_BSA.shape[2]
     chosen = Routing(dispatch.experts_BSA.reshape(T, A), dispatch.weights_BSA.reshape(T, A))
-    expert_axis, tensor_axis = _axes(layout)
-    h, sent = dispatch_grouped_matmul(
-        x_BSD.reshape(T, -1), weights.inputs, chosen, expert_axis=expert_axis,
-        tensor_axis=tensor_axis, implementation=implementation,
-    )  # fmt: skip
-    y_TD = grouped_matmul_combine(
-        weights.activate(h), weights.down, sent, weights=chosen.weight,
-        implementation=implementation,
-    )  # fmt: skip
+    x_TD = x_BSD.reshape(T, -1)
+    hs, sent = first_half(x_TD, tuple(weights.inputs), chosen, _axes(layout), implementation)
+    h = weights.activate(hs)
+    y_TD = second_half(h, weights.down, chosen.weight, sent, implementation)
     return y_TD.reshape(x_BSD.shape)
 
 

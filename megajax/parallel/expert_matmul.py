@@ -79,10 +79,7 @@ def dispatch_grouped_matmul(
         )
     tokens = (x.shape[0], routing.expert_index.shape[1], x.shape[1])
     word = expert_overlap.choose(DISPATCH, implementation, tokens, weights, axes)
-    experts = weights[0].shape[0]
-    dispatch = expert_rows.make_dispatch(routing.expert_index, experts, axes, capacity, word)
-    static = expert_vjp.Static(word, acc)
-    products = expert_vjp.first_products(*alike((x, weights, dispatch)), static)
+    products, dispatch = first_half(x, weights, routing, axes, word, acc, capacity)
     if activation == "swiglu":
         gate_NF, up_NF = (z.astype(jnp.float32) for z in products)
         return (activate("silu", gate_NF) * up_NF).astype(x.dtype), dispatch
@@ -136,7 +133,37 @@ def grouped_matmul_combine(
     word = expert_overlap.choose(COMBINE, implementation, tokens, (w,), dispatch.axes)
     if dispatch.lanes is not None:
         word = "xla"
-    static = expert_vjp.Static(word, acc)
+    return second_half(h, w, weights, dispatch, word, acc)
+
+
+def first_half(
+    x: Array,
+    weights: tuple[Array, ...],
+    routing: Routing,
+    axes: tuple[str, str | None],
+    implementation: Implementation,
+    acc_dtype: str = "float32",
+    capacity: int | None = None,
+) -> tuple[tuple[Array, ...], Dispatch]:
+    """`dispatch_grouped_matmul` without an activation; the caller has checked and chosen."""
+    experts = weights[0].shape[0]
+    dispatch = expert_rows.make_dispatch(
+        routing.expert_index, experts, axes, capacity, implementation
+    )
+    static = expert_vjp.Static(implementation, acc_dtype)
+    return expert_vjp.first_products(*alike((x, weights, dispatch)), static), dispatch
+
+
+def second_half(
+    h: Array,
+    w: Array,
+    weights: Array,
+    dispatch: Dispatch,
+    implementation: Implementation,
+    acc_dtype: str = "float32",
+) -> Array:
+    """`grouped_matmul_combine`; the caller has checked and chosen."""
+    static = expert_vjp.Static(implementation, acc_dtype)
     return expert_vjp.second_product(*alike((h, w, weights, dispatch)), static)
 
 

@@ -1,8 +1,9 @@
 """Which implementation of an expert layer's two halves runs, and why; see overlap.py.
 
-A table that was measured on this kind of GPU decides; without one, the cost model (cost/rings.py)
-says what a ring would take beside plain XLA, and only a clear gain counts; the fused kernels are
-taken where they were measured, never by simulation.
+A row that was measured across real ranks of this kind of GPU decides; without one, the cost model
+(cost/rings.py) compares a ring with plain XLA, and only a clear gain counts; the fused kernels are
+taken where they were measured, never by simulation, and never where another axis of the mesh may
+communicate beside them (pallas_kernels/collective/clique.py).
 Where experts lie on several nodes XLA's collectives are left alone: a ring would send every token
 over the slow links as often as there are ranks behind them.
 
@@ -19,12 +20,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh
 
 from megajax.core.hardware import DeviceCard, find_card
 from megajax.cost import rings
 from megajax.parallel import overlap
 from megajax.parallel.overlap import Implementation
 from pallas_kernels import tuned
+from pallas_kernels.collective import clique
 from pallas_kernels.expert import api as kernels
 from pallas_kernels.expert import plans
 
@@ -70,13 +73,32 @@ def choose(
     mesh, (E, dtype) = jax.sharding.get_abstract_mesh(), (weights[0].shape[0], weights[0].dtype)
     hidden = tuple(w.shape[2 if op == DISPATCH else 1] for w in weights)
     layer = describe(mesh.shape, tokens, E, hidden, axes, dtype.name, lanes=True)
-    device = mesh.abstract_device
-    check(op, implementation, layer, device)
+    return choose_all({op: layer}, implementation, axes, mesh)
+
+
+def choose_all(
+    halves: Mapping[str, Layer],
+    implementation: str | None,
+    axes: tuple[str, str | None],
+    mesh: AbstractMesh,
+) -> Implementation:
+    """As `choose`, for one half or for both: the one place that checks and chooses."""
+    name = " and ".join(halves)
+    if implementation not in overlap.IMPLEMENTATIONS:
+        words = overlap.IMPLEMENTATIONS
+        raise ValueError(f"{name}: implementation={implementation!r}; there are {words}")
+    if implementation == "fused":
+        for op, layer in halves.items():
+            if why := fused_reasons(op, layer, mesh):
+                raise NotImplementedError(
+                    f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use 'ring', "
+                    "'xla', or None to let it choose (--overlap=auto)"
+                )
     if implementation is not None:
         return implementation  # type: ignore[return-value]
-    far = crosses_nodes(mesh.shape, axes)
-    word, why = best({op: layer}, device, far)
-    overlap.log_once(op, tuple(layer), layer.ranks, word, why)
+    word, why = best(halves, axes, mesh)
+    layer = next(iter(halves.values()))
+    overlap.log_once(name, tuple(layer), layer.ranks, word, why)
     return word
 
 
@@ -98,26 +120,14 @@ def describe(
     return Layer(*tokens, experts, hidden, groups * beside, groups, dtype, reached)
 
 
-def check(op: str, implementation: str | None, layer: Layer, device: overlap.Device) -> None:
-    """Raises: as `choose`."""
-    if implementation not in overlap.IMPLEMENTATIONS:
-        words = overlap.IMPLEMENTATIONS
-        raise ValueError(f"{op}: implementation={implementation!r}; there are {words}")
-    if implementation == "fused" and (why := fused_reasons(op, layer, device)):
-        raise NotImplementedError(
-            f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use 'ring', 'xla', "
-            "or None to let it choose (--overlap=auto)"
-        )
-
-
-def fused_reasons(op: str, layer: Layer, device: overlap.Device) -> tuple[str, ...]:
+def fused_reasons(op: str, layer: Layer, mesh: AbstractMesh) -> tuple[str, ...]:
     """Returns what keeps the kernel of `op`, or that of its backward pass, from running."""
     wide, deep = [layer.width] * len(layer.hidden), list(layer.hidden)
     other = COMBINE if op == DISPATCH else DISPATCH
     found = []
     for which in (op, other):
         contracted, widths = (wide, deep) if which == DISPATCH else (deep, wide)
-        why = kernels.reasons(which, contracted, widths, layer.ranks, layer.dtype, device)
+        why = kernels.reasons(which, contracted, widths, layer.ranks, layer.dtype, mesh)
         found += [reason for reason in why if reason not in found]
     return tuple(found)
 
@@ -130,21 +140,21 @@ def crosses_nodes(sizes: Any, axes: tuple[str, str | None]) -> bool:
     names = list(sizes)
     cut = [names.index(axis) for axis in axes if axis is not None and sizes[axis] > 1]
     block = math.prod(sizes[name] for name in names[min(cut, default=len(names)) :])
-    return block > overlap.NODE or overlap.NODE % block > 0
+    return block > clique.NODE or clique.NODE % block > 0
 
 
 def best(
-    halves: Mapping[str, Layer], device: overlap.Device, far: bool
+    halves: Mapping[str, Layer], axes: tuple[str, str | None], mesh: AbstractMesh
 ) -> tuple[Implementation, str]:
-    """Returns (what to take for one half or for both, why). far: as crosses_nodes said."""
-    layer = next(iter(halves.values()))
+    """Returns (what to take for one half or for both, why)."""
+    layer, device = next(iter(halves.values())), mesh.abstract_device
     if layer.ranks == 1:
         return "xla", "one rank: nothing travels"
     if device is None or device.platform == "cpu":
         return "xla", "a CPU has nothing to hide"
-    if far:
+    if crosses_nodes(mesh.shape, axes):
         return "xla", "experts on several nodes: XLA's collectives"
-    if word := measured(halves, device):
+    if word := measured(halves, axes, mesh):
         return word, overlap.MEASURED
     card = find_card(device.device_kind)
     if card is None or not device.num_cores:
@@ -160,18 +170,23 @@ def best(
     )
 
 
-def measured(halves: Mapping[str, Layer], device: overlap.Device) -> Implementation | None:
-    """Returns what a table found fastest for all of these; None where it has not all of them.
+def measured(
+    halves: Mapping[str, Layer], axes: tuple[str, str | None], mesh: AbstractMesh
+) -> Implementation | None:
+    """Returns what was the fastest for all of these; None where not all of them were measured.
 
     Tables are of experts that are whole on a rank.
     """
     if any(half.ranks > half.groups for half in halves.values()):
         return None
-    words = {overlap.measured(op, key(op, layer)) for op, layer in halves.items()}
+    device = mesh.abstract_device
+    words = {overlap.measured(op, key(op, layer), device) for op, layer in halves.items()}
     (word,) = words if len(words) == 1 else (None,)
-    if word == "fused" and any(fused_reasons(op, half, device) for op, half in halves.items()):
-        return None
-    return word  # type: ignore[return-value]
+    if word == "fused":
+        names = [axis for axis in axes if axis is not None]
+        found = [why for op, half in halves.items() for why in fused_reasons(op, half, mesh)]
+        return None if found or clique.beside(mesh.shape, names) else word
+    return word
 
 
 def key(op: str, layer: Layer) -> tuned.Key:

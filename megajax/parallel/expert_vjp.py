@@ -22,6 +22,7 @@ from megajax.parallel.expert_rows import Dispatch
 from megajax.parallel.overlap import Implementation
 from pallas_kernels import grouped_matmul
 from pallas_kernels.expert import api as kernels
+from pallas_kernels.hopper.activations import Spec
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -115,11 +116,11 @@ def _spread(
     """Returns (x w of every row with each w; the rows x_ND, if kept). turned: w^T."""
     if static.implementation == "fused":
         assert dispatch.routes is not None
-        found = kernels.dispatch_grouped_matmul(
-            x_TD, ws, dispatch.routes, axis=expert_rows.live(dispatch.axes), return_rows=keep,
-            transpose_w=turned, implementation="fused",
+        hs, x_ND = kernels.fused_dispatch(
+            x_TD, ws, dispatch.routes, axis=expert_rows.live(dispatch.axes),
+            spec=Spec(None, x_TD.dtype.name), turned=turned,
         )  # fmt: skip
-        return found if keep else (found, None)
+        return hs, x_ND if keep else None
     if static.implementation == "ring":
         hs, x_PD = expert_ring.spread(x_TD, ws, dispatch, turned, keep)
         return hs, None if x_PD is None else x_PD[dispatch.source_N]
@@ -145,10 +146,9 @@ def _collect(
         weight_TA = jnp.ones(dispatch.choices, jnp.float32) if weight_TA is None else weight_TA
         # A choice's weight is that of all its expert's parts.
         parts = routes.expert_TA.shape[1] // weight_TA.shape[1]
-        return kernels.grouped_matmul_combine(
+        return kernels.fused_combine(
             hs, ws, routes, jnp.repeat(weight_TA, parts, axis=1),
-            axis=expert_rows.live(dispatch.axes), acc_dtype=static.acc_dtype,
-            transpose_w=turned, implementation="fused",
+            axis=expert_rows.live(dispatch.axes), acc=static.acc_dtype, turned=turned,
         )  # fmt: skip
     weight_PA = None if weight_TA is None else expert_rows.weights_of(weight_TA, dispatch)
     if static.implementation == "ring":

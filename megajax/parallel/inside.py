@@ -28,10 +28,11 @@ from megajax.parallel.collective_matmul import (
     GATHER,
     REDUCE,
     SCATTER,
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
+    run_gather,
+    run_reduce,
+    run_scatter,
 )
+from megajax.parallel.collective_vjp import Static
 from megajax.parallel.heads import share_inside
 from megajax.parallel.overlap import Implementation, Overlap
 from pallas_kernels.collective import reference as plain
@@ -70,7 +71,8 @@ def up(
     else:
         arrays: Any = weights
         flat = [w.reshape(w.shape[0], -1) for w in arrays]
-        ys = all_gather_matmul(x_BSD, flat, axis=TENSOR, implementation=implementation)
+        none = (None,) * len(flat)
+        ys, _ = run_gather(x_BSD, tuple(flat), none, _static(implementation))
     return tuple(y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(ys, weights, strict=True))
 
 
@@ -91,10 +93,15 @@ def down(
     if any_packed(weights):
         return _ring_down(*alike((tuple(xs), tuple(weights))))
     arrays: Any = weights
-    flat_xs = [x.reshape(*x.shape[:2], -1) for x in xs]
-    flat_ws = [w.reshape(-1, w.shape[-1]) for w in arrays]
-    function = matmul_reduce_scatter if cut else matmul_all_reduce
-    return function(flat_xs, flat_ws, axis=TENSOR, implementation=implementation)
+    flat_xs = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
+    flat_ws = tuple(w.reshape(-1, w.shape[-1]) for w in arrays)
+    function = run_scatter if cut else run_reduce
+    return function(flat_xs, flat_ws, None, None, _static(implementation))
+
+
+def _static(implementation: Implementation) -> Static:
+    """Sums cross ranks in float32, rings turn in one direction."""
+    return Static(TENSOR, implementation, "float32", both_ways=False)
 
 
 def add_up(y_BSD: Array, cut: bool) -> Array:
@@ -194,8 +201,9 @@ def choose_overlap(
             f"overlap='fused': the kernel of {op} multiplies arrays, and a weight here is packed; "
             "use 'ring', 'xla' or 'auto' (--overlap=ring)"
         )
-    device = layout.mesh.abstract_mesh.abstract_device
-    return overlap_.choose(op, None if wanted == "auto" else wanted, shape, R, dtype, device)
+    implementation = None if wanted == "auto" else wanted
+    mesh = layout.mesh.abstract_mesh
+    return overlap_.choose(op, implementation, shape, TENSOR, dtype, mesh)
 
 
 def explain_overlap(
@@ -207,9 +215,9 @@ def explain_overlap(
     R = layout.ways((TENSOR,))
     rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
     one, ups = mlp.hidden // R, 2 if mlp.activation == "swiglu" else 1
-    device = layout.mesh.abstract_mesh.abstract_device
+    mesh = layout.mesh.abstract_mesh
     found = (
-        overlap_.best(op, (rows, mlp.width, (one,) * count), R, dtype, device)
+        overlap_.best(op, (rows, mlp.width, (one,) * count), TENSOR, dtype, mesh)
         for op, count in ((GATHER, ups), (SCATTER, 1))
     )
     return ", ".join(

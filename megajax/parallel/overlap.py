@@ -1,9 +1,13 @@
-"""Which implementation of a collective matmul runs, and why.
+"""Which implementation of a collective matmul runs, and why: the one place that chooses and checks.
 
-A table that was measured on this kind of GPU decides (pallas_kernels/tuned: one rank beside ghosts,
-pallas_kernels/collective/tunings.py); without one, the cost model (cost/rings.py) says what a ring
-would take beside plain XLA, and only a clear gain counts, so that nothing is lost where nothing was
+A row that was measured across real ranks of this kind of GPU decides (pallas_kernels/tuned.py says
+what a row must show; scripts/tune.py measures one GPU beside an emulated link, and such a row gives
+an explicit 'fused' its tile and decides nothing). Otherwise the cost model (cost/rings.py) compares
+a ring with plain XLA, and only a clear gain counts, so that nothing is lost where nothing was
 measured. Reasons say which of the two it was.
+
+A fused kernel needs its GPUs for itself (pallas_kernels/collective/clique.py). `refuse_mesh`
+refuses --overlap=fused on other meshes when a job is configured; 'auto' never takes it there.
 
 Legend: R ranks.
 """
@@ -14,12 +18,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.sharding import AbstractMesh
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard, find_card
 from megajax.cost import rings
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import tuned
 from pallas_kernels.collective import api as kernels
+from pallas_kernels.collective import clique
 
 Implementation = Literal["xla", "ring", "fused"]
 Overlap = Literal["auto", "xla", "ring", "fused"]
@@ -27,52 +33,49 @@ IMPLEMENTATIONS = (None, "xla", "ring", "fused")
 SUMS = ("float32", "bfloat16", "float16")
 # Rows of all ranks; the width of what travels; the other width of each product that shares it.
 Shape = tuple[int, int, tuple[int, ...]]
-# jax.sharding.AbstractDevice: platform, device_kind, num_cores; None of a mesh that has none.
+# jax.Device or jax.sharding.AbstractDevice: platform, device_kind.
 Device = Any
 
 # A ring is taken when the model gives it at most this part of plain XLA's time, its steps counted
 # twice (chosen: the model knows no clocks and no contention), with at least so many rows a rank
-# (chosen: below, GPT-3's products lose) and at most so many ranks (an NVLink domain).
-GAIN, ROWS, NODE = 0.95, 512, 8
-# Octaves over all sizes within which a measured row speaks for a shape (chosen: a quarter of the
-# rows is another problem).
-NEAR = 1.0
-MEASURED = "measured on one GPU of this kind, its link emulated"
+# (chosen: below, GPT-3's products lose) and at most the ranks of a node.
+GAIN, ROWS = 0.95, 512
+MEASURED = "measured across ranks of this kind"
 
 
 def choose(
     op: str,
     implementation: str | None,
     shape: Shape,
-    R: int,
+    axis: str,
     dtype: Any,
-    device: Device = None,
+    mesh: AbstractMesh | None = None,
 ) -> Implementation:
     """Returns what runs. None is chosen here, and its reason is in the log once.
 
-    device: what the program is for; None, inside a shard_map: its mesh's.
-    Raises: as `check`.
+    op: 'all_gather_matmul', 'matmul_reduce_scatter' or 'matmul_all_reduce'. mesh: what the program
+    is for; None: the one that it is traced under.
+    Raises: ValueError for an unknown word; NotImplementedError where what was asked for cannot run.
     """
-    check(op, implementation, shape, R, dtype, device)
-    if implementation is not None:
-        return implementation  # type: ignore[return-value]
-    word, why = best(op, shape, R, jnp.dtype(dtype).name, device or _device())
-    log_once(op, shape, R, word, why)
-    return word
-
-
-def check(
-    op: str, implementation: str | None, shape: Shape, R: int, dtype: Any, device: Device = None
-) -> None:
-    """Raises: ValueError for an unknown word; NotImplementedError where 'fused' cannot run."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation={implementation!r}; there are {IMPLEMENTATIONS}")
-    if implementation == "fused" and (why := fused_reasons(op, shape, R, dtype, device)):
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    if implementation == "ring" and op == kernels.REDUCE:
+        raise NotImplementedError(
+            f"{op}: implementation='ring': rows that are not cut leave a ring nothing to hide "
+            "its hops behind; use 'xla', or matmul_reduce_scatter"
+        )
+    if implementation == "fused" and (why := fused_reasons(op, shape, axis, dtype, mesh)):
         others = "'xla'" if op == kernels.REDUCE else "'ring', 'xla'"
         raise NotImplementedError(
             f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use {others}, or "
             "None to let it choose (--overlap=auto)"
         )
+    if implementation is not None:
+        return implementation  # type: ignore[return-value]
+    word, why = best(op, shape, axis, jnp.dtype(dtype).name, mesh)
+    log_once(op, shape, mesh.shape[axis], word, why)
+    return word
 
 
 def sum_dtype(op: str, acc_dtype: Any) -> str:
@@ -92,24 +95,42 @@ def sum_dtype(op: str, acc_dtype: Any) -> str:
 
 
 def fused_reasons(
-    op: str, shape: Shape, R: int, dtype: Any, device: Device = None
+    op: str, shape: Shape, axis: str, dtype: Any, mesh: AbstractMesh
 ) -> tuple[str, ...]:
-    """Returns what keeps the kernel of `op` from running. Empty: it runs. device: see `choose`."""
+    """Returns what keeps the kernel of `op` from running. Empty: it runs."""
     _, contracted, widths = _problem(op, shape)
-    return kernels.reasons(op, contracted, widths, R, dtype, device)
-
-
-def device_reason(device: Device) -> str | None:
-    """Returns what keeps any fused kernel from running on a device, whatever the shape."""
-    kind = "cpu" if device is None or device.platform == "cpu" else device.device_kind
-    return None if dispatch.is_hopper(kind) else f"needs Hopper GPUs, found {kind}"
+    return kernels.reasons(op, contracted, widths, mesh.shape[axis], dtype, mesh)
 
 
 def refuse_fused(overlap: Overlap, device: Device) -> None:
     """Refuses fused kernels on a device that has none, whatever the shape. Raises: UserError."""
-    why = device_reason(device)
-    if overlap == "fused" and why:
-        raise UserError(f"overlap=fused: {why}; use auto, ring or xla (--overlap)")
+    if overlap == "fused" and (why := kernels.device_reasons(device)):
+        raise UserError(f"overlap=fused: {why[0]}; use auto, ring or xla (--overlap)")
+
+
+def refuse_mesh(overlap: Overlap, sizes: clique.Sizes) -> None:
+    """Refuses fused kernels on a mesh of these {axis: size} on which they could wait for ever.
+
+    Products of tensor parallelism have the ranks of `tensor`, those of experts the ranks of
+    `expert` and `tensor`.
+    Raises: UserError.
+    """
+    if overlap != "fused":
+        return
+    tensor, expert = sizes.get("tensor", 1), sizes.get("expert", 1)
+    why = clique.out_of_reach(sizes)
+    if tensor > 1:
+        why += clique.beside(sizes, ("tensor",))
+    elif expert > 1:
+        why += clique.beside(sizes, ("expert",))
+    if not why:
+        return
+    given = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
+    axis, size = ("tensor", tensor) if tensor > 1 else ("expert", expert)
+    raise UserError(
+        f"overlap=fused with {given}: {'; '.join(why)}; nearest: overlap=auto, or a mesh of "
+        f"mesh.{axis}={min(size, clique.NODE)} and no other axis (--overlap, --mesh.{axis})"
+    )
 
 
 def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -118,16 +139,14 @@ def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ..
     return (rows, (width,), parts) if op == kernels.GATHER else (rows, parts, (width,))
 
 
-def _device() -> Device:
-    """Inside a shard_map: what the program is compiled for, be it there or not."""
-    return jax.sharding.get_abstract_mesh().abstract_device
-
-
-def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Implementation, str]:
+def best(
+    op: str, shape: Shape, axis: str, dtype: str, mesh: AbstractMesh
+) -> tuple[Implementation, str]:
     """Returns (what to take, why) for a product whose gradients are wanted too.
 
-    op: 'all_gather_matmul' or 'matmul_reduce_scatter'; or 'matmul_all_reduce', forward only.
+    op: as in `choose`; 'matmul_all_reduce' has no gradient of interest.
     """
+    R, device = mesh.shape[axis], mesh.abstract_device
     if R == 1:
         return "xla", "one rank: nothing travels"
     if device is None or device.platform == "cpu":
@@ -135,13 +154,14 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     rows, width, parts = shape
     _, contracted, widths = _problem(op, shape)
     each = rows if op == kernels.REDUCE else rows // R
-    word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)))
-    if word and (word != "fused" or not fused_reasons(op, shape, R, dtype, device)):
+    word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)), device)
+    alone = not (fused_reasons(op, shape, axis, dtype, mesh) + clique.beside(mesh.shape, (axis,)))
+    if word and (word != "fused" or alone):
         return word, MEASURED
     if op == kernels.REDUCE:
         return "xla", "so few rows have nothing to hide behind, and no kernel was measured"
     card = find_card(device.device_kind)
-    if card is None or not device.num_cores or R > NODE:
+    if card is None or not device.num_cores or R > clique.NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
     plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)
     gains = rows >= ROWS * R and ring + R * rings.STEP_S <= GAIN * plain
@@ -151,12 +171,12 @@ def best(op: str, shape: Shape, R: int, dtype: str, device: Device) -> tuple[Imp
     )
 
 
-def measured(op: str, key: tuned.Key) -> Implementation | None:
-    """Returns what a table found fastest; None without a row, or where the nearest is far off."""
-    row = tuned.find(op, key)
-    if row is None or tuned.distance(key, row["key"]) > NEAR:
-        return None
-    return row["fastest"]
+def measured(op: str, key: tuned.Key, device: Device) -> Implementation | None:
+    """Returns what was the fastest across real ranks; None where nobody measured that."""
+    row = tuned.find(op, key, kind=device.device_kind)
+    if tuned.against(row, "fused") is None:
+        return "fused"
+    return "xla" if tuned.against(row, "xla") is None else None
 
 
 def simulate(

@@ -56,6 +56,7 @@ def ops(
     Raises: UserError for an overlap that cannot run on this mesh.
     """
     overlap_.refuse_fused(overlap, layout.mesh.abstract_mesh.abstract_device)
+    overlap_.refuse_mesh(overlap, layout.mesh.shape)
     used = functools.partial(whole, codec=codec)
     return Ops(
         gather=functools.partial(gather, layout),

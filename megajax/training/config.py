@@ -21,7 +21,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
 from megajax.monitor import faults
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.overlap import Overlap
+from megajax.parallel.overlap import Overlap, refuse_mesh
 from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, rules
 from megajax.training.masking import PruneConfig, chosen, mask_optimizer
@@ -193,6 +193,7 @@ class JobConfig(Checked):
         Raises: UserError with the value, the rule, the nearest legal value and the flag.
         """
         faults.parse(self.fault)
+        refuse_mesh(self.overlap, sizes)
         check.check(self, sizes, rules(self.shard.zero))
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)

@@ -5,8 +5,9 @@ rows leave when their tiles are done (reduce-scatter, all-reduce). No gradients 
 the rule, as the backward pass of each is made of the others.
 
 'fused' is the Mosaic GPU kernel, for one node of Hopper GPUs; 'xla' plain collectives around whole
-products, on any device, the specification. None takes the kernel only where a table of measurements
-(pallas_kernels/tuned) says that it is faster.
+products, on any device, the specification. None takes the kernel only where a row of
+pallas_kernels/tuned that was measured over a real link says so, on a mesh without other axes.
+Nothing that communicates may run beside the kernel (clique.py): who asks for 'fused' sees to that.
 
 Legend: R ranks of the axis, m rows of all ranks, K contracted, N columns. Leading dimensions are
 rows too, which every rank has for itself.
@@ -19,9 +20,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.collective import core, plans, reference
+from pallas_kernels.collective import clique, core, plans, reference
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
@@ -35,7 +37,6 @@ Implementation = Literal["xla", "fused"]
 DTYPES = ("bfloat16", "float16", "float32")
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 MULTIPLE = {GATHER: 64, SCATTER: 128, REDUCE: 128}  # of N: what TMA and the sums' vectors take
-NODE = 8  # GPUs that reach each other's memory
 
 
 def all_gather_matmul(
@@ -72,9 +73,8 @@ def all_gather_matmul(
     rows, widths = math.prod(x.shape[:-1]), [w.shape[1 - transpose_w] for w in weights]
     if _choose(GATHER, implementation, axis, rows, (x,), widths) == "fused":
         spec = Spec(activation, x.dtype.name)
-        arrays = dispatch.alike((x, weights, biases))
         static = {"spec": spec, "keep": return_gathered, "turned": transpose_w}
-        ys, gathered = _gather(*arrays, axis=axis, **static)
+        ys, gathered = fused_gather(x, weights, biases, axis=axis, **static)
     else:
         weights = _upright(weights, transpose_w)
         ys, gathered = reference.all_gather_matmul(x, weights, biases, axis, activation)
@@ -119,9 +119,8 @@ def matmul_reduce_scatter(
     rows, widths = math.prod(xs[0].shape[:-1]) // R, [ws[0].shape[1 - transpose_w]]
     _check_residual(SCATTER, residual, (*xs[0].shape[:-2], m // R, *widths))
     if _choose(SCATTER, implementation, axis, rows, xs, widths) == "fused":
-        arrays = dispatch.alike((xs, ws, bias, residual))
-        static = {"acc": acc, "turned": transpose_w}
-        return _scatter(*arrays, axis=axis, **static)
+        static = {"axis": axis, "acc": acc, "turned": transpose_w}
+        return fused_scatter(xs, ws, bias, residual, **static)
     ws = _upright(ws, transpose_w)
     return reference.matmul_reduce_scatter(xs, ws, bias, residual, axis, acc)
 
@@ -150,9 +149,8 @@ def matmul_all_reduce(
     rows, widths = math.prod(x.shape[:-1]), [w.shape[1 - transpose_w]]
     _check_residual(REDUCE, residual, (*x.shape[:-1], *widths))
     if _choose(REDUCE, implementation, axis, rows, (x,), widths) == "fused":
-        arrays = dispatch.alike((x, w, bias, residual))
-        static = {"acc": acc, "turned": transpose_w}
-        return _reduce(*arrays, axis=axis, **static)
+        static = {"axis": axis, "acc": acc, "turned": transpose_w}
+        return fused_reduce(x, w, bias, residual, **static)
     (w,) = _upright((w,), transpose_w)
     return reference.matmul_all_reduce(x, w, bias, residual, axis, acc)
 
@@ -188,14 +186,26 @@ def reasons(
     widths: Sequence[int],
     ranks: int,
     dtype: Any,
-    device: Any = None,
+    mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
     """Returns what keeps the kernel of `op` from running, for a caller that chooses; none: it runs.
 
     op: 'all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce'. contracted: K of each x.
-    widths: N of each w. device: what the program is for; None, inside a shard_map: its mesh's.
+    widths: N of each w. mesh: what the program is for; None: the one that it is traced under.
     """
-    return limits(MULTIPLE[op], contracted, widths, ranks, dtype, device)
+    return limits(MULTIPLE[op], contracted, widths, ranks, dtype, mesh)
+
+
+def device_reasons(device: Any) -> tuple[str, ...]:
+    """Returns what keeps any fused kernel from running on a mesh's device, whatever the shape.
+
+    device: jax.sharding.AbstractDevice or jax.Device; None: this process's.
+    """
+    device = device or jax.local_devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return (f"needs Hopper GPUs, found {device.platform}",)
+    kind = device.device_kind
+    return () if dispatch.is_hopper(kind) else (f"{dispatch.NEEDS}, found {kind}",)
 
 
 def limits(
@@ -204,20 +214,17 @@ def limits(
     widths: Sequence[int],
     ranks: int,
     dtype: Any,
-    device: Any = None,
+    mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
     """As `reasons`, of any fused kernel; multiple: that the columns of w must be of."""
-    found = []
-    device = device or jax.sharding.get_abstract_mesh().abstract_device
-    platform, kind = (device.platform, device.device_kind) if device else _live()
-    if platform not in ("gpu", "cuda"):
-        found.append(f"needs Hopper GPUs, found {platform}")
-    elif not dispatch.is_hopper(kind):
-        found.append(f"{dispatch.NEEDS}, found {kind}")
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    found = list(device_reasons(mesh.abstract_device))
     if jnp.dtype(dtype).name not in DTYPES[:2]:
         found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
-    if not 2 <= ranks <= NODE:
-        found.append(f"needs 2 to {NODE} ranks, those of a node, found {ranks}")
+    if not 2 <= ranks <= clique.NODE:
+        found.append(f"needs 2 to {clique.NODE} ranks, those of a node, found {ranks}")
+    else:
+        found += clique.out_of_reach(mesh.shape)
     found += [
         f"needs a multiple of 64 columns of x, found {K}" for K in contracted if K < 64 or K % 64
     ]
@@ -234,17 +241,15 @@ def key(op: str, ranks: int, rows: int, K: int, N: int) -> tuned.Key:
     return {"ranks": ranks, "rows": rows, "K": K, "N": N}
 
 
-def _live() -> tuple[str, str]:
-    return jax.default_backend(), jax.local_devices()[0].device_kind
-
-
 def _choose(
     op: str, implementation: str | None, axis: str, rows: int, xs: tuple, widths: Sequence[int]
 ) -> str:
     ranks, contracted = lax.axis_size(axis), [x.shape[-1] for x in xs]
     why = reasons(op, contracted, widths, ranks, xs[0].dtype) + (() if rows else ("finds no rows",))
-    about = key(op, ranks, rows, sum(contracted), sum(widths))
-    return dispatch.choose_fused(op, implementation, why, lambda: tuned.find(op, about))
+    row = tuned.find(op, key(op, ranks, rows, sum(contracted), sum(widths)))
+    if implementation is None:
+        why += clique.beside(jax.sharding.get_abstract_mesh().shape, (axis,))
+    return dispatch.choose_fused(op, implementation, why, row)
 
 
 def _check(
@@ -291,9 +296,8 @@ def _upright(weights: tuple, turned: bool) -> tuple:
 
 def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> core.Plan:
     """Of the nearest row of a table, else the heuristic's."""
-    row = tuned.find(op, key(op, ranks, rows, K, sum(widths)))
-    if row and row["fastest"] == "fused":
-        return plans.load(row["tile"])
+    if tile := tuned.tile(tuned.find(op, key(op, ranks, rows, K, sum(widths)))):
+        return plans.load(tile)
     return plans.heuristic(op, ranks, rows, K, widths, out_dtype, resident_blocks())
 
 
@@ -309,7 +313,12 @@ def _whole(rows: int, plan: core.Plan) -> tuple[int, int]:
     return live, max(live, plan.tile.block_m)
 
 
-def _gather(x, weights, biases, *, axis, spec, keep, turned):
+def fused_gather(x, weights, biases, *, axis, spec, keep, turned=False):
+    """`all_gather_matmul` by the kernel; the caller has checked and chosen.
+
+    Returns: (products of all weights, gathered x, of use with `keep` only).
+    """
+    x, weights, biases = dispatch.alike((x, weights, biases))
     R, K, lead = lax.axis_size(axis), x.shape[-1], x.shape[:-2]
     rows = x.size // K
     widths = [w.shape[1 - turned] for w in weights]
@@ -337,7 +346,9 @@ def _gather(x, weights, biases, *, axis, spec, keep, turned):
     return varying_as(x, (tuple(map(unpage, ys)), unpage(gathered)))
 
 
-def _scatter(xs, ws, bias, residual, *, axis, acc, turned):
+def fused_scatter(xs, ws, bias, residual, *, axis, acc, turned=False):
+    """`matmul_reduce_scatter` by the kernel; the caller has checked and chosen."""
+    xs, ws, bias, residual = dispatch.alike((xs, ws, bias, residual))
     R, (*lead, m, _), N = lax.axis_size(axis), xs[0].shape, ws[0].shape[1 - turned]
     rows = xs[0].size // xs[0].shape[-1] // R
     plan = _plan(SCATTER, R, rows, sum(x.shape[-1] for x in xs), [N], acc)
@@ -353,7 +364,9 @@ def _scatter(xs, ws, bias, residual, *, axis, acc, turned):
     return varying_as(xs[0], y[0, :rows].reshape(*lead, m // R, N))
 
 
-def _reduce(x, w, bias, residual, *, axis, acc, turned):
+def fused_reduce(x, w, bias, residual, *, axis, acc, turned=False):
+    """`matmul_all_reduce` by the kernel; the caller has checked and chosen."""
+    x, w, bias, residual = dispatch.alike((x, w, bias, residual))
     R, K, N = lax.axis_size(axis), x.shape[-1], w.shape[1 - turned]
     rows = x.size // K
     plan = _plan(REDUCE, R, rows, K, [N], acc)

@@ -4,8 +4,9 @@ Expert e of the model lives on rank e // E of the axis. `route` says where every
 goes; `dispatch_grouped_matmul` takes tokens to their experts' first products, and
 `grouped_matmul_combine` the second products back to the tokens, weighted and added up (COMET, arXiv
 2502.19811, section 3: layer 0 and layer 1). Implementations: 'fused', one kernel each (Hopper GPUs
-that reach each other's memory); 'xla', plain collectives, on any device, the specification. None
-takes the kernel only where a table of measurements (pallas_kernels/tuned) says that it is faster.
+that reach each other's memory, and nothing beside it: collective/clique.py); 'xla', plain
+collectives, on any device, the specification. None takes the kernel only where a row of
+pallas_kernels/tuned that was measured over a real link says so, on a mesh without other axes.
 
 No gradients here, but each is what the other's gradient needs, its weights read transposed
 (`transpose_w`). With x_NK the rows that a dispatch keeps and g any answers' gradient:
@@ -34,8 +35,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from pallas_kernels import arguments, dispatch, tuned
+from pallas_kernels.collective import clique
 from pallas_kernels.collective.api import DTYPES, check_each, limits, ranks_of
 from pallas_kernels.collective.peers import Axis, RemotePeer
 from pallas_kernels.expert import plans, reference, tables
@@ -88,12 +91,11 @@ def dispatch_grouped_matmul(
     ranks_of(DISPATCH, axis)
     if x.shape[0] != routes.dest_TA.shape[0]:
         raise ValueError(f"{DISPATCH}: x has {x.shape[0]} tokens, routes {len(routes.dest_TA)}")
-    how = _choose(DISPATCH, implementation, (x,), weights, routes, transpose_w)
-    x, weights, routes = dispatch.alike((x, weights, routes))
-    if how == "fused":
+    if _choose(DISPATCH, implementation, axis, (x,), weights, routes, transpose_w) == "fused":
         spec = Spec(activation, x.dtype.name)
-        ys, x_NK = _dispatch(x, weights, routes, axis=axis, spec=spec, turned=transpose_w)
+        ys, x_NK = fused_dispatch(x, weights, routes, axis=axis, spec=spec, turned=transpose_w)
     else:
+        x, weights, routes = dispatch.alike((x, weights, routes))
         ys, x_NK = reference.dispatch_grouped_matmul(
             x, weights, routes, axis, activation, transpose_w
         )
@@ -138,10 +140,9 @@ def grouped_matmul_combine(
             f"{COMBINE}: weights {weights.dtype}{weights.shape} must be float32 "
             f"{routes.dest_TA.shape}, as the routes' choices"
         )
-    how = _choose(COMBINE, implementation, hs, ws, routes, transpose_w)
+    if _choose(COMBINE, implementation, axis, hs, ws, routes, transpose_w) == "fused":
+        return fused_combine(hs, ws, routes, weights, axis=axis, acc=acc, turned=transpose_w)
     hs, ws, routes, weights = dispatch.alike((hs, ws, routes, weights))
-    if how == "fused":
-        return _combine(hs, ws, routes, weights, axis=axis, acc=acc, turned=transpose_w)
     return reference.grouped_matmul_combine(hs, ws, routes, weights, axis, acc, transpose_w)
 
 
@@ -151,24 +152,33 @@ def reasons(
     widths: Sequence[int],
     ranks: int,
     dtype: Any,
-    device: Any = None,
+    mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
     """Returns what keeps the kernel of `op` from running, for a caller that chooses; none: it runs.
 
-    op: DISPATCH or COMBINE. contracted: K of each x or h. widths: columns of each w. device: what
-    the program is for; None, inside a shard_map: its mesh's.
+    op: DISPATCH or COMBINE. contracted: K of each x or h. widths: columns of each w. mesh: what the
+    program is for; None: the one that it is traced under.
     """
-    return limits(MULTIPLE[op], contracted, widths, ranks, dtype, device)
+    return limits(MULTIPLE[op], contracted, widths, ranks, dtype, mesh)
 
 
 def _choose(
-    op: str, implementation: str | None, xs: tuple, ws: tuple, routes: Routes, turned: bool
+    op: str,
+    implementation: str | None,
+    axis: Axis,
+    xs: tuple,
+    ws: tuple,
+    routes: Routes,
+    turned: bool,
 ) -> str:
     contracted, widths = [x.shape[1] for x in xs], [w.shape[2 - turned] for w in ws]
     why = reasons(op, contracted, widths, routes.ranks, xs[0].dtype)
     why += () if routes.rows else ("finds no rows",)
-    about = _key(op, routes, sum(contracted), sum(widths))
-    return dispatch.choose_fused(op, implementation, why, lambda: tuned.find(op, about))
+    if implementation is None:
+        axes = (axis,) if isinstance(axis, str) else axis
+        why += clique.beside(jax.sharding.get_abstract_mesh().shape, axes)
+    row = tuned.find(op, _key(op, routes, sum(contracted), sum(widths)))
+    return dispatch.choose_fused(op, implementation, why, row)
 
 
 def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> None:
@@ -205,9 +215,8 @@ def _key(op: str, routes: Routes, K: int, N: int) -> tuned.Key:
 
 def _plan(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) -> Plan:
     """Of the nearest row of a table, else the heuristic's."""
-    row = tuned.find(op, _key(op, routes, K, sum(widths)))
-    if row and row["fastest"] == "fused":
-        return plans.load(row["tile"])
+    if tile := tuned.tile(tuned.find(op, _key(op, routes, K, sum(widths)))):
+        return plans.load(tile)
     choices = routes.expert_TA.size
     return plans.heuristic(
         op, routes.ranks, choices, routes.experts, K, widths, out_dtype, resident_blocks()
@@ -219,7 +228,12 @@ def _page(tree: Any) -> Any:
     return jax.tree.map(lambda a: a[None], tree)
 
 
-def _dispatch(x, weights, routes, *, axis, spec, turned):
+def fused_dispatch(x, weights, routes, *, axis, spec, turned=False):
+    """`dispatch_grouped_matmul` by the kernel; the caller has checked and chosen.
+
+    Returns: (h of all weights, x_NK).
+    """
+    x, weights, routes = dispatch.alike((x, weights, routes))
     widths = [w.shape[2 - turned] for w in weights]
     plan = _plan(DISPATCH, routes, x.shape[1], widths, x.dtype)
     tile, chunk = plan.tile, plan.chunk
@@ -234,7 +248,9 @@ def _dispatch(x, weights, routes, *, axis, spec, turned):
     return varying_as(x, (tuple(y[0] for y in ys), rows[0, : routes.rows]))
 
 
-def _combine(hs, ws, routes, weights, *, axis, acc, turned):
+def fused_combine(hs, ws, routes, weights, *, axis, acc, turned=False):
+    """`grouped_matmul_combine` by the kernel; the caller has checked and chosen."""
+    hs, ws, routes, weights = dispatch.alike((hs, ws, routes, weights))
     widths, K = [ws[0].shape[2 - turned]], sum(h.shape[1] for h in hs)
     plan = _plan(COMBINE, routes, K, widths, acc)
     work = tables.combine(routes, chunk=plan.chunk, block=plan.tile.block_m * plan.tile.cluster)

@@ -1,4 +1,4 @@
-"""The grouped product on a GPU without a kernel of ours: XLA's products, in the better of two forms.
+"""The grouped product on a GPU without a kernel of ours: XLA's, in the better of two forms.
 
 `lax.ragged_dot` is one product, but XLA's GPU compiler gives it a masked copy of all rows for each
 group (compiled for H100, jax 0.11.2: bf16[M, G, K] and G times the FLOPs). The loop of reference.py
@@ -7,6 +7,8 @@ and training takes the loop in steps that are large enough for a GPU.
 
 Legend: M rows, G groups, K contracted, N columns.
 """
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,8 @@ def product(a_MK: Array, b: Array, sizes_G: Array, *, transpose: bool) -> Array:
     """
     M, G = a_MK.shape[0], b.shape[0]
     if not takes_ragged_dot(M, G) or not a_MK.size * b.size:
-        return reference.product(a_MK, b, sizes_G, transpose=transpose, size=ROWS)
+        with _named(M):
+            return reference.product(a_MK, b, sizes_G, transpose=transpose, size=ROWS)
     starts_G, ends_G = visits.bounds(sizes_G, M)
     live_M1 = (jnp.arange(M, dtype=jnp.int32) < ends_G[-1])[:, None]
     y_MN = (_ragged_turned if transpose else _ragged)(a_MK, b, ends_G - starts_G)
@@ -56,4 +59,10 @@ def _ragged_turned(a_MK: Array, b_GNK: Array, sizes_G: Array) -> Array:
 
 def weights(a_MK: Array, b_MN: Array, sizes_G: Array) -> Array:
     """As reference.weights, by the loop: a masked copy would carry NaN from group to group."""
-    return reference.weights(a_MK, b_MN, sizes_G, size=ROWS)
+    with _named(a_MK.shape[0]):
+        return reference.weights(a_MK, b_MN, sizes_G, size=ROWS)
+
+
+def _named(M: int) -> contextlib.AbstractContextManager:
+    """Tells who reads a compiled program how many steps the loop has when groups hold all rows."""
+    return jax.named_scope(f"grouped_steps_{-(-M // ROWS)}")

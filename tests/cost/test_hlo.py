@@ -118,3 +118,22 @@ def test_grouped_kernels_are_matmuls_of_the_rows_in_groups():
     for live, times in ((1.0, 2), (0.5, 1)):
         module = Module(GROUPED, live)
         assert module.flops_of(module.entry) == times * 2 * 48 * 7 * 5
+
+
+STEPS = """
+%step (p: (bf16[512,7])) -> (bf16[512,7]) {
+  %a = bf16[512,7]{1,0} parameter(0)
+  %dot.1 = bf16[512,5]{1,0} dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (p: bf16[2000,7]) -> bf16[2000,5] {
+  %loop = (bf16[512,7]) while(%t), condition=%c, body=%step, metadata={op_name="jit(f)/cond/branch_0_fun/grouped_steps_4/while" id=1}
+}
+"""  # noqa: E501
+
+
+def test_the_loop_of_a_grouped_product_runs_for_the_rows_in_groups():
+    """XLA knows no trip count: it depends on the groups' sizes."""
+    for live, times in ((1.0, 4), (0.5, 2), (0.01, 1)):
+        module = Module(STEPS, live)
+        assert module.flops_of(module.entry) == times * 2 * 512 * 7 * 5

@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from unittest import mock
 
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from megajax.core.hardware import CARDS
 from megajax.parallel import expert_overlap, overlap
@@ -76,7 +76,8 @@ def experts_by_hand(op, layer, card):
 @pytest.mark.parametrize("card", CORES)
 def test_rings_are_chosen_as_the_kernels_simulator_has_it(card):
     """The times to rounding, and so the choice, over rows, widths, columns, ranks and types."""
-    gpu = mock.Mock(platform="gpu", device_kind=f"NVIDIA {card}", num_cores=CORES[card])
+    device = AbstractDevice(f"NVIDIA {card}", CORES[card], platform="gpu")
+    meshes = {R: AbstractMesh((R,), ("tensor",), abstract_device=device) for R in (2, 8)}
     words = set()
     for rows, width, parts, R, dtype, op in itertools.product(
         (1024, 8192, 32768), (1024, 12288), ((512,), (1792, 1792), (6144,), (256,) * 4),
@@ -86,14 +87,14 @@ def test_rings_are_chosen_as_the_kernels_simulator_has_it(card):
         found = overlap.simulate(op, (rows, width, parts), R, dtype, CARDS[card], CORES[card])
         assert found == pytest.approx((plain, ring), rel=1e-12)
         gains = rows >= 512 * R and ring + R * 6e-6 <= 0.95 * plain
-        word, why = overlap.best(op, (rows, width, parts), R, dtype, gpu)
+        word, why = overlap.best(op, (rows, width, parts), "tensor", dtype, meshes[R])
         assert word == ("ring" if gains else "xla") or why == overlap.MEASURED
         words.add(word)
     assert words == {"ring", "xla"}
 
 
 def test_rings_of_experts_are_chosen_as_the_kernels_simulator_has_it():
-    gpu = mock.Mock(platform="gpu", device_kind="NVIDIA H100", num_cores=132)
+    device = AbstractDevice("NVIDIA H100", 132, platform="gpu")
     words = set()
     for tokens, top, width, experts, hidden, ranks, dtype in itertools.product(
         (1024, 8192), (2, 8), (4096,), (1, 8), ((768, 768), (14336,)),
@@ -111,7 +112,9 @@ def test_rings_of_experts_are_chosen_as_the_kernels_simulator_has_it():
         plain, ring = (math.fsum(side) for side in zip(*times, strict=True))
         gains = layer.rows >= 512 and ring + 3 * ranks[0] * 6e-6 <= 0.95 * plain
         both = dict.fromkeys(expert_overlap.HALVES, layer)
-        word, why = expert_overlap.best(both, gpu, False)
+        sizes = ranks[1], ranks[0] // ranks[1]
+        mesh = AbstractMesh(sizes, ("expert", "tensor"), abstract_device=device)
+        word, why = expert_overlap.best(both, ("expert", "tensor"), mesh)
         assert word == ("ring" if gains else "xla") or why == overlap.MEASURED
         words.add(word)
     assert words >= {"ring", "xla"}

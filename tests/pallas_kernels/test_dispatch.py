@@ -28,7 +28,7 @@ def test_a_default_without_our_kernel_says_so_once(caplog):
         "of GPU says that the kernel is right and faster",
     ]
     with caplog.at_level(logging.WARNING):
-        dispatch.choose("on a CPU", None, [], [None])
+        assert dispatch.choose("on a CPU", None, [], [None]) == "reference"
     assert "on a CPU" not in caplog.text
 
 

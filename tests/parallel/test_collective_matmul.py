@@ -200,12 +200,11 @@ def test_multiply_then_scatter(name, seed, monkeypatch):
     close(gradients, (dxs, dws, dy.sum((0, 1)), dy))
 
 
-PLAIN = kernels.matmul_all_reduce
-
-
-def stand_in(x, w, **options):
+def stand_in(x, w, bias, residual, *, axis, acc):
     """The kernel's values, without a gradient."""
-    return jax.lax.stop_gradient(PLAIN(x, w, **options | {"implementation": "xla"}))
+    options = {"axis": axis, "acc_dtype": acc, "implementation": "xla"}
+    y = kernels.matmul_all_reduce(x, w, bias=bias, residual=residual, **options)
+    return jax.lax.stop_gradient(y)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
@@ -213,7 +212,7 @@ def stand_in(x, w, **options):
 def test_multiply_then_reduce(implementation, check_vma, seed, monkeypatch):
     """Three rows on four ranks: nothing to scatter."""
     if implementation == "fused":
-        monkeypatch.setattr(kernels, "matmul_all_reduce", stand_in)
+        monkeypatch.setattr(kernels, "fused_reduce", stand_in)
         monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
     mesh = make_mesh({"data": 2, "tensor": 4})
     x, w, bias, residual, dy = arrays(seed, (2, 3, 8), (8, 5), (5,), (2, 3, 5), (2, 3, 5))

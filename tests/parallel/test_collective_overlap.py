@@ -3,7 +3,6 @@
 import collections
 import functools
 import types
-from unittest import mock
 
 import chex
 import jax
@@ -18,15 +17,23 @@ from megajax.core.hardware import CARDS
 from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo
 from megajax.layers.mlp import MlpConfig
-from megajax.parallel import collective_vjp, inside, overlap, ring, sharding, tensor
+from megajax.parallel import (
+    collective_vjp,
+    expert_overlap,
+    inside,
+    overlap,
+    ring,
+    sharding,
+    tensor,
+)
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from megajax.systems.aot import QUICK
-from pallas_kernels import aot, tuned
+from pallas_kernels import aot
 from pallas_kernels.collective import api
+from tests import tables
 
 LARGE, SMALL = (8192, 12288, (6144,)), (2048, 12288, (6144,))
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-H100 = mock.Mock(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", num_cores=132)
 
 
 def test_the_model_of_gpt3s_first_product():
@@ -38,9 +45,10 @@ def test_the_model_of_gpt3s_first_product():
         assert [t * 1e6 for t in found] == pytest.approx([plain[m], turned[m]], abs=1)
 
 
-def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch):
-    def best(op, shape, R=8, dtype="bfloat16", device=H100):
-        return overlap.best(op, shape, R, dtype, device)
+def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch, tmp_path):
+    def best(op, shape, dtype="bfloat16", kind=tables.H100, tensor=8, **others):
+        mesh = tables.mesh(kind, **others, tensor=tensor)
+        return overlap.best(op, shape, "tensor", dtype, mesh)
 
     large, small = LARGE, SMALL
     word, why = best(GATHER, large)
@@ -49,21 +57,35 @@ def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch):
     assert best(GATHER, small)[0] == best(SCATTER, small)[0] == "xla"
     # The same columns as 24 products, whose chunks fill the GPU badly.
     assert best(GATHER, (8192, 12288, (256,) * 24))[0] == "xla"
-    assert best(GATHER, large, R=1) == ("xla", "one rank: nothing travels")
-    assert best(GATHER, large, R=16)[0] == "xla"  # beyond a node nothing is known of the links
-    cpu = mock.Mock(platform="cpu", device_kind="cpu", num_cores=None)
-    assert best(GATHER, large, device=cpu) == ("xla", "a CPU has nothing to hide")
-    unknown = mock.Mock(platform="gpu", device_kind="NVIDIA X1", num_cores=100)
-    assert "nothing is known" in best(GATHER, large, device=unknown)[1]
-    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused", "key": key})
+    assert best(GATHER, large, tensor=1) == ("xla", "one rank: nothing travels")
+    assert best(GATHER, large, tensor=16)[0] == "xla"  # beyond a node nothing is known of the links
+    assert best(GATHER, large, kind=tables.CPU) == ("xla", "a CPU has nothing to hide")
+    monkeypatch.setitem(tables.CORES, "NVIDIA X1", 100)
+    assert "nothing is known" in best(GATHER, large, kind="NVIDIA X1")[1]
+    assert "so few rows" in best("matmul_all_reduce", small)[1]
+
+    def table(**changes):
+        rows = [
+            tables.row(op, api.key(op, 8, *sizes), **{"fastest": "fused"} | changes)
+            for op, *sizes in (
+                (GATHER, 160, 12288, 6144),  # of 256 rows; far off 1024
+                ("matmul_all_reduce", 2048, 6144, 12288),
+            )
+        ]
+        tables.write(monkeypatch, tmp_path, *rows)
+
+    table(link="real")
     assert best(GATHER, small) == ("fused", overlap.MEASURED)
     assert best("matmul_all_reduce", small)[0] == "fused"
-    near = {"ranks": 8, "rows": 160, "K": 12288, "N": 6144}  # of 256; far off 1024
-    monkeypatch.setattr(tuned, "find", lambda op, key: {"fastest": "fused", "key": near})
-    assert best(GATHER, small)[0] == "fused"
     assert best(GATHER, large) == (word, why)
-    monkeypatch.setattr(tuned, "find", lambda op, key: None)
-    assert "so few rows" in best("matmul_all_reduce", small)[1]
+    # Not where something may communicate beside the kernel, or its clique would leave the node.
+    assert best(GATHER, small, data=2, tensor=4)[0] == "xla"
+    assert best(GATHER, small, node=2)[0] == "xla" and best(GATHER, small, "float32")[0] == "xla"
+    for changes in ({"link": "emulated"}, {}, {"link": "real", "correct": False}):
+        table(**changes)
+        assert best(GATHER, small)[0] == "xla" and best(GATHER, large) == (word, why)
+    table(link="real", fastest="xla", rivals={"fused": 2.0})
+    assert best(GATHER, small) == ("xla", overlap.MEASURED)
 
 
 def test_a_gain_is_not_lost_in_the_backward_pass():
@@ -74,13 +96,47 @@ def test_a_gain_is_not_lost_in_the_backward_pass():
         shape = rows, width, tuple(parts)
         op, R = random.choice([GATHER, SCATTER]), int(random.choice([2, 4, 8]))
         plain, turned = overlap.simulate(op, shape, R, "bfloat16", CARDS["H100"], 132)
-        word = overlap.best(op, shape, R, "bfloat16", H100)[0]
+        mesh = tables.mesh(tables.H100, tensor=R)
+        word = overlap.best(op, shape, "tensor", "bfloat16", mesh)[0]
         assert plain > 0 and turned > 0
         assert word == "xla" or (turned < 0.95 * plain and shape[0] >= 512 * R)
         assert word == "ring" or turned > 0.85 * plain or shape[0] < 1024 * R or plain < 1e-3
 
 
-def test_what_cannot_run_is_refused_or_left_to_xla():
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tensor": 8}, None),
+        ({"data": 1, "expert": 4}, None),
+        ({"data": 2, "tensor": 4}, "data 2 may hold SMs.*nearest: overlap=auto, or .*tensor=4"),
+        ({"expert": 2, "tensor": 4}, "its tensor ranks alone: collectives over expert 2"),
+        ({"pipe": 2, "context": 2, "tensor": 2}, "collectives over pipe 2, context 2"),
+        ({"tensor": 16}, "at most 8 GPUs, those of a node, found 16.*mesh.tensor=8"),
+        ({"node": 2, "expert": 8}, "at most 8 GPUs.*needs the GPUs for its expert ranks alone"),
+    ],
+)
+def test_fused_kernels_are_refused_where_they_could_wait_for_ever(sizes, words):
+    for overlap_word in ("auto", "ring", "xla", "fused"):
+        if words is None or overlap_word != "fused":
+            overlap.refuse_mesh(overlap_word, sizes)
+        else:
+            with pytest.raises(UserError, match=words + r".*\(--overlap, --mesh"):
+                overlap.refuse_mesh(overlap_word, sizes)
+
+
+def test_one_function_knows_the_clique_of_a_kernel():
+    """An axis of 4 ranks on 8 GPUs is asked for by hand only; on two nodes by nobody."""
+    limits = functools.partial(api.reasons, GATHER, (64,), (64,), 4, "bfloat16")
+    assert limits(tables.mesh(tables.H100, other=2, x=4)) == ()
+    (why,) = limits(tables.mesh(tables.H100, other=4, x=4))
+    assert why == "needs a whole mesh of at most 8 GPUs, those of a node, found 16"
+    layer = expert_overlap.Layer(8192, 2, 4096, 1, (1792,), 4, 4, "bfloat16", 3)
+    for sizes, found in (({"data": 2, "expert": 4}, 0), ({"data": 4, "expert": 4}, 1)):
+        mesh = tables.mesh(tables.H100, **sizes)
+        assert len(expert_overlap.fused_reasons("dispatch_grouped_matmul", layer, mesh)) == found
+
+
+def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
     choose = functools.partial(inside.choose_overlap, op=GATHER, shape=SMALL, dtype="float32")
     lo, alone = (sharding.layout(MeshSpec(tensor=n, data=1).build()) for n in (2, 1))
     decode = sharding.layout(lo.mesh, decode=True)
@@ -92,6 +148,11 @@ def test_what_cannot_run_is_refused_or_left_to_xla():
         reduce(decode, "fused")
     with pytest.raises(UserError, match="Hopper GPUs, found cpu.*--overlap"):
         tensor.ops(lo, overlap="fused")
+    monkeypatch.setattr(overlap, "refuse_fused", lambda *_: None)
+    wide = sharding.layout(MeshSpec(tensor=2, data=4).build())
+    tensor.ops(lo, overlap="fused")
+    with pytest.raises(UserError, match="mesh.data=4, mesh.tensor=2.*data 4 may hold SMs"):
+        tensor.ops(wide, overlap="fused")
 
     def own(x, w):
         raise AssertionError("not called")
@@ -111,15 +172,18 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
     monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
     calls = []
 
-    def plain(op):
-        def run(*args, implementation, **options):
-            assert implementation == "fused"
-            calls.append(op)
-            return getattr(api, op)(*args, implementation="xla", **options)
+    def gather(x, ws, biases, *, axis, spec, keep, turned=False):
+        calls.append(GATHER)
+        assert keep
+        options = {"activation": spec.activation, "return_gathered": keep, "transpose_w": turned}
+        return api.all_gather_matmul(x, ws, axis=axis, bias=biases, implementation="xla", **options)
 
-        return run
+    def scatter(xs, ws, bias, residual, *, axis, acc):
+        calls.append(SCATTER)
+        options = {"bias": bias, "residual": residual, "acc_dtype": acc}
+        return api.matmul_reduce_scatter(xs, ws, axis=axis, implementation="xla", **options)
 
-    stand_in = types.SimpleNamespace(**{op: plain(op) for op in (GATHER, SCATTER)})
+    stand_in = types.SimpleNamespace(fused_gather=gather, fused_scatter=scatter)
     monkeypatch.setattr(collective_vjp, "kernels", stand_in)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
     random = np.random.default_rng(0)

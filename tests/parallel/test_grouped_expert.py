@@ -4,7 +4,6 @@ import functools
 import re
 import types
 from dataclasses import dataclass
-from unittest import mock
 
 import chex
 import jax
@@ -17,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.core.errors import UserError
 from megajax.parallel import expert_overlap, expert_vjp
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
-from pallas_kernels import aot, tuned
+from pallas_kernels import aot
 from pallas_kernels.expert import api as kernels
+from pallas_kernels.expert import plans
+from tests import tables
 
 D, F = 8, 8
 ROWS = P(("data", "expert", "tensor"))
@@ -243,16 +244,22 @@ def test_fused_gradients_equal_the_loop(case, seed, monkeypatch):
     monkeypatch.setattr(expert_overlap, "fused_reasons", lambda *_: ())
     calls = []
 
-    def plain(op):
-        def run(*args, implementation, **options):
-            assert implementation == "fused"
-            calls.append(op)
-            return getattr(kernels, op)(*args, implementation="xla", **options)
-
-        return run
-
     ops = "dispatch_grouped_matmul", "grouped_matmul_combine"
-    stand_in = types.SimpleNamespace(**{op: plain(op) for op in ops})
+
+    def there(x, ws, routes, *, axis, spec, turned):
+        calls.append(ops[0])
+        assert spec.activation is None
+        options = {"axis": axis, "return_rows": True, "transpose_w": turned}
+        return kernels.dispatch_grouped_matmul(x, ws, routes, implementation="xla", **options)
+
+    def back(hs, ws, routes, weights, *, axis, acc, turned):
+        calls.append(ops[1])
+        options = {"axis": axis, "acc_dtype": acc, "transpose_w": turned}
+        return kernels.grouped_matmul_combine(
+            hs, ws, routes, weights, implementation="xla", **options
+        )
+
+    stand_in = types.SimpleNamespace(fused_dispatch=there, fused_combine=back)
     monkeypatch.setattr(expert_vjp, "kernels", stand_in)
     check(case, seed, ("as it comes", "an empty rank"))
     assert calls == [*ops, *ops]  # the way back is a dispatch, then a combine
@@ -424,54 +431,57 @@ def test_nodes_keep_their_own_collectives():
         assert expert_overlap.crosses_nodes(sizes, axes) == far
 
 
-H100 = mock.Mock(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", num_cores=132)
-
-
-def test_a_choice_has_a_reason(monkeypatch):
+def test_a_choice_has_a_reason(monkeypatch, tmp_path):
     """Wide experts of many tokens gain by a ring; narrow ones, few tokens, other nodes do not."""
     dispatch, combine = expert_overlap.HALVES
 
-    def best(far=False, device=H100, halves=(dispatch, combine), **changes):
+    def best(halves=(dispatch, combine), mesh=(), kind=tables.H100, **changes):
         layer = expert_overlap.Layer(8192, 2, 4096, 1, (14336, 14336), 8, 8, "bfloat16", 7)
         layer = layer._replace(**changes)
         both = {dispatch: layer, combine: layer._replace(hidden=layer.hidden[:1])}
-        return expert_overlap.best({op: both[op] for op in halves}, device, far)
+        sizes = {"expert": layer.groups, "tensor": layer.ranks // layer.groups} | dict(mesh)
+        found = {op: both[op] for op in halves}
+        return expert_overlap.best(found, ("expert", "tensor"), tables.mesh(kind, **sizes))
 
     word, why = best()
     assert word == "ring" and why.startswith("simulated, not measured")
     assert best(tokens=64)[0] == best(hidden=(128, 128), width=2048)[0] == "xla"
     assert best(reached=2)[0] == "xla"  # lanes send less than a ring
-    assert best(far=True) == ("xla", "experts on several nodes: XLA's collectives")
-    assert best(ranks=1)[1] == "one rank: nothing travels"
-    cpu = mock.Mock(platform="cpu")
-    assert best(device=cpu) == ("xla", "a CPU has nothing to hide")
+    assert best(mesh={"tensor": 2}) == ("xla", "experts on several nodes: XLA's collectives")
+    assert best(ranks=1, groups=1)[1] == "one rank: nothing travels"
+    assert best(kind=tables.CPU) == ("xla", "a CPU has nothing to hide")
 
-    def table(**fastest):
-        def find(op, key):
-            return {"key": key, "fastest": fastest[op]} if op in fastest else None
+    def table(first, second, link="real", choices=2 * 8192):
+        sizes = (dispatch, first, 4096, 28672), (combine, second, 14336, 4096)
+        rows = [
+            tables.row(op, plans.key(op, 8, choices, 1, K, N), fastest=fastest, link=link)
+            for op, fastest, K, N in sizes
+        ]
+        tables.write(monkeypatch, tmp_path, *rows)
 
-        monkeypatch.setattr(tuned, "find", find)
-
-    table(**{dispatch: "fused", combine: "fused"})
-    assert best() == ("fused", "measured on one GPU of this kind, its link emulated")
+    table("fused", "fused")
+    assert best() == ("fused", "measured across ranks of this kind")
     assert best(dtype="float32")[0] != "fused"
     assert best(groups=4)[1].startswith("simulated")  # cut over tensor: nobody measured that
-    table(**{dispatch: "fused", combine: "xla"})
+    assert best(mesh={"data": 2})[0] == "ring"  # data may communicate beside the kernel
+    table("fused", "fused", link="emulated")
+    assert best()[0] == "ring"
+    table("fused", "xla")
     assert best()[0] == "ring"  # no word for the whole layer
     assert best(halves=(dispatch,))[0] == "fused"
-    few = {"ranks": 8, "choices": 64, "experts": 1, "K": 4096, "N": 28672}
-    monkeypatch.setattr(tuned, "find", lambda op, key: {"key": few, "fastest": "fused"})
+    table("fused", "fused", choices=64)
     assert best()[0] == "ring"  # another problem was measured
 
 
 def test_kernels_run_over_the_ranks_of_both_axes():
     """With the columns of a rank, to which every choice of its group of ranks comes."""
     layer = expert_overlap.Layer(8192, 2, 4096, 1, (1792, 1792), 8, 1, "bfloat16", 7)
+    node = tables.mesh(tables.H100, expert=1, tensor=8)
     for op in expert_overlap.HALVES:
-        assert not expert_overlap.fused_reasons(op, layer, H100)
-        (why,) = expert_overlap.fused_reasons(op, layer._replace(ranks=16, groups=8), H100)
+        assert not expert_overlap.fused_reasons(op, layer, node)
+        (why,) = expert_overlap.fused_reasons(op, layer._replace(ranks=16, groups=8), node)
         assert why == "needs 2 to 8 ranks, those of a node, found 16"
-        (why,) = expert_overlap.fused_reasons(op, layer._replace(hidden=(1440,)), H100)[:1]
+        (why,) = expert_overlap.fused_reasons(op, layer._replace(hidden=(1440,)), node)[:1]
         assert why.startswith("needs a multiple of 64 columns of") and why.endswith("found 1440")
     key = {"ranks": 8, "choices": 8192 * 2 * 8, "experts": 1, "K": 4096, "N": 2 * 1792}
     assert expert_overlap.key(expert_overlap.DISPATCH, layer) == key

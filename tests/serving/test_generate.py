@@ -100,16 +100,16 @@ def test_sums_in_the_products_kernel_give_the_same_tokens(cfg, monkeypatch):
     """Around the kernel, which is for GPUs: each product of a step that ends on tensor ranks."""
     calls = []
 
-    def kernel(x, w, *, implementation, **options):
-        assert implementation == "fused"
+    def kernel(x, w, bias, residual, *, axis, acc):
         calls.append(x.shape[1])
-        return api.matmul_all_reduce(x, w, implementation="xla", **options)
+        options = {"bias": bias, "residual": residual, "acc_dtype": acc}
+        return api.matmul_all_reduce(x, w, axis=axis, implementation="xla", **options)
 
     def best(op, shape, *_):
         return ("fused", "measured") if op == api.REDUCE else ("xla", "")
 
     stand_in = types.SimpleNamespace(
-        matmul_all_reduce=kernel, ranks_of=api.ranks_of, check_each=api.check_each
+        fused_reduce=kernel, ranks_of=api.ranks_of, check_each=api.check_each
     )
     monkeypatch.setattr(collective_matmul, "kernels", stand_in)
     monkeypatch.setattr(overlap, "best", best)

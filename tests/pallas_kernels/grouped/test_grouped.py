@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, tuned
 from pallas_kernels.grouped import library, reference
+from tests import tables
 from tests.gemm_oracle import relative
 from tests.grouped_oracle import arrays, oracle, split
 
@@ -106,7 +107,10 @@ def test_nothing_grows_with_the_number_of_groups():
 
 
 @pytest.mark.slow
-def test_vmap_remat_scan_and_shard_map_agree(seed):
+@pytest.mark.parametrize("kind", [None, tables.H100])
+def test_vmap_remat_scan_and_shard_map_agree(kind, seed, monkeypatch):
+    """The program for a GPU has XLA's path in it too, where this CPU takes the reference."""
+    monkeypatch.setattr(tuned, "target", lambda: kind)
     M, K, sizes = 40, 8, jnp.array([[9, 0, 20], [40, 0, 0]])
     random = np.random.default_rng(seed)
     x, w = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((2, M, K), (3, K, K)))

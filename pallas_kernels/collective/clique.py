@@ -1,0 +1,39 @@
+"""Which GPUs a fused kernel ties together, and what must not run beside it.
+
+A kernel whose ranks are those of one mesh axis still ties ALL devices of its mesh together: JAX
+makes the whole mesh its clique (jax/experimental/mosaic/gpu/core.py: xla_replica_ids), and XLA
+exchanges the addresses of their memory before the kernel starts. So the whole mesh must reach each
+other's memory, whatever the axis.
+
+The kernel's thread blocks fill all SMs and wait for peers. A collective that XLA runs at the same
+time, over another axis, holds SMs of its own and waits for its peers. If one GPU starts the kernel
+first and another GPU the collective, each waits for the other for ever.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+NODE = 8  # GPUs that reach each other's memory
+Sizes = Mapping[str, int]  # of all axes of a mesh
+
+
+def out_of_reach(sizes: Sizes) -> tuple[str, ...]:
+    """Returns what keeps the devices of a mesh from reaching each other's memory; empty: they do.
+
+    Devices are numbered node by node.
+    """
+    devices = math.prod(sizes.values())
+    if devices <= NODE:
+        return ()
+    return (f"needs a whole mesh of at most {NODE} GPUs, those of a node, found {devices}",)
+
+
+def beside(sizes: Sizes, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns what may communicate while a kernel over `axes` waits; empty: nothing."""
+    others = [f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in axes]
+    if not others:
+        return ()
+    return (
+        f"needs the GPUs for its {' x '.join(axes)} ranks alone: collectives over "
+        f"{', '.join(others)} may hold SMs, and each would wait for the other for ever",
+    )
