@@ -1,0 +1,414 @@
+"""Packed attention by cuDNN: segments are given by their offsets, not by a mask or a bias.
+
+cuDNN takes a ragged batch: each slot has the offset of its first token and its length, and causal
+order counts from there. Its work is that of the segments' own pairs, and no (S, S) array exists. A
+dense mask would become a bias that cuDNN reads for all pairs, without causal order.
+
+JAX 0.11.2 has these arguments in a private module only. What is called here are its primitives,
+not its function: that one asks the cuDNN library and the GPU at trace time, and so could not be
+lowered on a machine without them. `reasons` asks where there is a GPU.
+
+NOT RUN ON A GPU YET. Proved on a CPU: the lowered custom call, its mask, operands and shapes; and
+everything around the call, with the call replaced by one of the same arguments' meaning
+(tests/pallas_kernels/attention/test_library.py). On other platforms `reference` runs in its place.
+
+Legend: B rows, T query tokens and S key tokens of a row, H query heads, G key-value heads, K head
+width, N slots.
+Not here: softcap, ALiBi, windows without causal order, a gradient of the log-sum-exp.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import arguments, dispatch
+from pallas_kernels.attention import guard, reference
+from pallas_kernels.attention.names import SAVED, named
+from pallas_kernels.attention.ranges import FARTHEST, Rows, Window, packed_rows, segment_rows
+
+Array = jax.Array
+__all__ = ["SAVED", "packed_attention", "reasons", "varlen_attention"]
+CUDNN = 90600  # the first whose packed offsets JAX 0.11.2 tests
+WIDEST = 256  # head width on Hopper (JAX 0.11.2, check_is_flash_attention)
+ABSENT = 1e30  # log-sum-exp of positions that hold no query: their weights are exp(-1e30) = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The ragged batch, in tokens of the flattened (B, T) and (B, S).
+
+    starts and lengths: int32 (N,), over queries and over keys; unused slots have the length 0.
+    slot, place: int32 (B, T), each live query's slot and its position there. fits: bool scalar,
+    whether every segment has a slot; None: always.
+    """
+
+    q_starts: Array
+    q_lengths: Array
+    k_starts: Array
+    k_lengths: Array
+    slot: Array
+    place: Array
+    fits: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is static of a call. left: keys before a query's own that it sees; None: all."""
+
+    scale: float
+    causal: bool
+    left: int | None
+
+
+def reasons(
+    q: Any, k: Any, causal: bool, window: Window | None, softcap: Any = None, alibi: Any = None
+) -> list[str]:
+    """Returns why cuDNN cannot take a call; empty when it can. q, k: (..., tokens, heads, K)."""
+    found = []
+    if q.dtype.name not in ("bfloat16", "float16"):
+        found.append(f"needs bfloat16 or float16, found {q.dtype}")
+    if q.shape[-1] % 8 or q.shape[-1] > WIDEST:
+        found.append(f"needs a head width of 8 to {WIDEST} in steps of 8, found {q.shape[-1]}")
+    if softcap is not None or alibi is not None:
+        found.append("has no softcap and no ALiBi slopes")
+    if _limits(window) != (None, None) and not (causal and _limits(window)[1] in (None, 0)):
+        found.append("has windows in causal order only, (left, 0)")
+    if any(x.size >= 2**31 for x in (q, k)):
+        found.append("counts offsets in int32: q and k must have fewer than 2**31 elements")
+    if jax.default_backend() == "gpu":
+        found += _library_reasons()
+    return found
+
+
+def varlen_attention(
+    q_THK: Array,
+    k_SGK: Array,
+    v_SGK: Array,
+    *,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+) -> Array:
+    """`api.varlen_attention` by cuDNN: the same segments, dead tokens and values not finite.
+
+    Raises: NotImplementedError with all `reasons`; causal with other key segments is one, for
+      cuDNN aligns the order at the segments' starts.
+    """
+    op = "varlen_attention by cuDNN"
+    cu_q = jnp.asarray(arguments.integers(op, "cu_seqlens_q", cu_seqlens_q, ndim=1))
+    cu_k = cu_q
+    more = []
+    if cu_seqlens_k is not None:
+        cu_k = jnp.asarray(arguments.integers(op, "cu_seqlens_k", cu_seqlens_k, ndim=1))
+        if causal and cu_seqlens_k is not cu_seqlens_q:
+            more = ["has causal order of equal query and key segments only"]
+    static = _static(op, q_THK, k_SGK, causal, window, scale, more)
+    rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
+    slots = _slots_of_sums(cu_q, cu_k, rows)
+    q, k, v, rows = jax.tree.map(lambda x: x[None], (q_THK, k_SGK, v_SGK, rows))
+    return _differentiable(op, q, k, v, rows, slots, static)[0]
+
+
+def packed_attention(
+    q_BSHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    *,
+    segment_ids: Array | None,
+    segments: int = 2,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+) -> Array:
+    """`api.packed_attention` by cuDNN, with room for `segments` segments a row.
+
+    Args: segment_ids: None: every row is one segment, and no offsets are needed. segments: static.
+      There are B x segments slots, which the rows share. A batch with more segments is as right
+      and much slower: `reference` computes it. A slot costs an (H, S) float32 array while the call
+      runs and launches blocks that find no work: take the least that usually holds all.
+    Raises: NotImplementedError with all `reasons`.
+    """
+    op = "packed_attention by cuDNN"
+    static = _static(op, q_BSHK, k_BSGK, causal, window, scale)
+    if segment_ids is None:
+        ids_BS, slots = jnp.zeros(q_BSHK.shape[:2], jnp.int32), None
+    else:
+        ids_BS = jnp.asarray(arguments.integers(op, "segment_ids", segment_ids, ndim=2))
+        segments = max(arguments.whole(op, "segments", segments, 1), 2)
+        slots = _slots_of_ids(ids_BS, segments)
+    rows = jax.vmap(lambda ids_S: segment_rows(ids_S, causal, window))(ids_BS)
+    return _differentiable(op, q_BSHK, k_BSGK, v_BSGK, rows, slots, static)
+
+
+def _static(
+    op: str, q: Array, k: Array, causal: bool, window: Window | None, scale: float | None,
+    more: list[str] | None = None,
+) -> Static:  # fmt: skip
+    found = reasons(q, k, causal, window) + (more or [])
+    if found:
+        raise NotImplementedError(f"{op}: {'; '.join(found)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else arguments.positive(op, "scale", scale, "None")
+    return Static(scale, causal, _limits(window)[0])
+
+
+def _limits(window: Window | None) -> tuple[int | None, int | None]:
+    left, right = (w if w is None or w < FARTHEST else None for w in window or (None, None))
+    return left, right
+
+
+def _library_reasons() -> list[str]:
+    from jax._src.lib import cuda_versions
+
+    found = list(dispatch.device_reasons())
+    version = cuda_versions.cudnn_get_version() if cuda_versions else 0
+    if version < CUDNN:
+        found.append(f"needs cuDNN {CUDNN} or newer, found {version}")
+    return found
+
+
+# ---- slots
+
+
+def _slots_of_ids(ids_BS: Array, segments: int) -> Slots:
+    """Of rows whose runs of equal ids are segments; ids below 0 are dead."""
+    B, S = ids_BS.shape
+    N = B * segments
+    live_BS = ids_BS >= 0
+    # The first token of a row begins a segment, whatever the row before ends with.
+    changes_BS = jnp.concatenate([live_BS[:, :1], ids_BS[:, 1:] != ids_BS[:, :-1]], 1)
+    begins_T = (changes_BS & live_BS).reshape(-1)
+    # Dead tokens count as of the segment before them. Comparing with all slots is one fused pass.
+    segment_T = begins_T.cumsum(dtype=jnp.int32) - 1
+    slot_1N = jnp.arange(N, dtype=jnp.int32)[None]
+    starts_N = (segment_T[:, None] < slot_1N).sum(0, dtype=jnp.int32)
+    held_TN = (segment_T[:, None] == slot_1N) & live_BS.reshape(-1, 1)
+    lengths_N = held_TN.sum(0, dtype=jnp.int32)
+    slot_T = jnp.clip(segment_T, 0, N - 1)
+    place_BS = (jnp.arange(B * S, dtype=jnp.int32) - starts_N[slot_T]).reshape(B, S)
+    slot_BS, place_BS = slot_T.reshape(B, S), jnp.clip(place_BS, 0, S - 1)
+    fits = begins_T.sum(dtype=jnp.int32) <= N
+    return Slots(starts_N, lengths_N, starts_N, lengths_N, slot_BS, place_BS, fits)
+
+
+def _slots_of_sums(cu_q: Array, cu_k: Array, rows: Rows) -> Slots:
+    """Of prefix sums (segments + 1,); one row. Slots without a query or without a key are empty."""
+    short = max(3 - cu_q.shape[0], 0)  # cuDNN's packed form begins at two slots
+    cu_q, cu_k = (jnp.pad(x, (0, short), mode="edge") for x in (cu_q, cu_k))
+    t_T = jnp.arange(rows.lo.shape[0], dtype=jnp.int32)
+    slot_T = jnp.clip((t_T[:, None] >= cu_q[None, 1:]).sum(1, dtype=jnp.int32), 0, len(cu_q) - 2)
+    used_N = (jnp.diff(cu_q) > 0) & (jnp.diff(cu_k) > 0)
+    lengths = (jnp.where(used_N, jnp.diff(x), 0) for x in (cu_q, cu_k))
+    q_lengths, k_lengths = lengths
+    place_T = jnp.clip(t_T - cu_q[slot_T], 0, len(t_T) - 1)
+    return Slots(cu_q[:-1], q_lengths, cu_k[:-1], k_lengths, slot_T[None], place_T[None], None)
+
+
+# ---- the derivative
+
+
+def _differentiable(
+    op: str, q: Array, k: Array, v: Array, rows: Rows, slots: Slots | None, static: Static
+) -> Array:
+    if not q.size * k.size:
+        return jnp.zeros_like(q)
+    with arguments.reverse_only(op):
+        return _attend(*dispatch.alike((q, k, v, rows, slots)), static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q: Array, k: Array, v: Array, rows: Rows, slots: Slots | None, static: Static) -> Array:
+    return _forward(q, k, v, rows, slots, static)[0]
+
+
+def _forward(q, k, v, rows: Rows, slots: Slots | None, static: Static) -> tuple:
+    """Finite values go in; rows that see another become NaN after."""
+    live_BT = rows.lo < rows.hi
+    bad_BSG = ~(jnp.isfinite(k) & jnp.isfinite(v)).all(-1)
+    bad_BTH = _over_heads(_sees(rows, bad_BSG), q) | ~jnp.isfinite(q).all(-1)
+    inputs = tuple(map(guard.finite, (q, k, v)))
+    out, lse_BTH = _either(_cudnn_forward, _plain_forward, *inputs, rows, slots, static)
+    out = jnp.where(bad_BTH[..., None], jnp.full((), jnp.nan, out.dtype), out)
+    out = jnp.where(live_BT[..., None, None], out, jnp.zeros((), out.dtype))
+    out, lse_BTH = named(out, lse_BTH)
+    return out, (q, k, v, rows, slots, out, lse_BTH)
+
+
+def _backward(static: Static, saved: tuple, dout: Array) -> tuple:
+    """A bad row gives 0 to every product; its dq, and dk and dv of the keys it sees, become NaN."""
+    q, k, v, rows, slots, out, lse_BTH = saved
+    live_BT1 = (rows.lo < rows.hi)[..., None]
+    fine_BTH = (jnp.isfinite(out) & jnp.isfinite(dout)).all(-1)
+    kept_BTH1 = (fine_BTH & live_BT1)[..., None]
+    out, dout = (jnp.where(kept_BTH1, x, jnp.zeros((), x.dtype)) for x in (out, dout))
+    lse_BTH = jnp.where(kept_BTH1[..., 0], lse_BTH, ABSENT)
+    inputs = tuple(map(guard.finite, (q, k, v)))
+    grads = _either(
+        _cudnn_backward, _plain_backward, *inputs, out, lse_BTH, dout, rows, slots, static
+    )
+    # cuDNN writes the rows of its segments only; what lies in the others is not defined.
+    B, T, H, _ = q.shape
+    S, G = k.shape[1:3]
+    bad_BTG = (~fine_BTH & live_BT1).reshape(B, T, G, H // G).any(-1)
+    seen_BS1, bad_BSG = _seen_by(rows, live_BT1, S), _seen_by(rows, bad_BTG, S)
+    states = (live_BT1, ~fine_BTH), (seen_BS1, bad_BSG), (seen_BS1, bad_BSG)
+    marked = [_settle(x, *state) for x, state in zip(grads, states, strict=True)]
+    return *marked, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _settle(x: Array, live: Array, bad: Array) -> Array:
+    x = jnp.where(bad[..., None], jnp.full((), jnp.nan, x.dtype), x)
+    return jnp.where(live[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _over_heads(x_BTG: Array, q: Array) -> Array:
+    return jnp.repeat(x_BTG, q.shape[2] // x_BTG.shape[2], axis=2)
+
+
+def _sees(rows: Rows, bad_BSG: Array) -> Array:
+    """Whether any marked key lies in each query's interval, by counts of those before its ends."""
+    before_BSG = jnp.pad(bad_BSG.cumsum(1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    take = functools.partial(jnp.take_along_axis, before_BSG, axis=1)
+    return take(rows.hi[..., None]) > take(rows.lo[..., None])
+
+
+def _seen_by(rows: Rows, marked_BTG: Array, S: int) -> Array:
+    """Whether any marked query sees each key: each adds 1 where its interval begins."""
+    B, _, G = marked_BTG.shape
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    marked_BTG = marked_BTG.astype(jnp.int32)
+    steps_BSG = jnp.zeros((B, S + 1, G), jnp.int32).at[row_B1, rows.lo].add(marked_BTG)
+    steps_BSG = steps_BSG.at[row_B1, rows.hi].add(-marked_BTG)
+    return steps_BSG.cumsum(1)[:, :S] > 0
+
+
+# ---- the call
+
+
+def _either(cudnn: Callable, plain: Callable, *args: Any) -> Any:
+    """cuDNN where the program is lowered for CUDA and all segments have slots, else `reference`."""
+    *arrays, slots, static = args
+    plain = functools.partial(plain, static=static)
+
+    def fitting(*arrays_and_slots: Any) -> Any:
+        slots = arrays_and_slots[-1]
+        call = functools.partial(cudnn, static=static)
+        if slots is None or slots.fits is None:
+            return call(*arrays_and_slots)
+        return jax.lax.cond(slots.fits, call, plain, *arrays_and_slots)
+
+    return jax.lax.platform_dependent(*arrays, slots, cuda=fitting, default=plain)
+
+
+def _cudnn_forward(q, k, v, rows: Rows, slots: Slots | None, *, static: Static):
+    if slots is None:
+        out, lse_BHT = call_forward(q, k, v, *_NO_SIZES, static)
+        return out, lse_BHT.transpose(0, 2, 1)
+    out, stats_NHT = call_forward(q, k, v, *_operands(q, k, slots), static)
+    # One number a query and head is kept; cuDNN's own array has a row of them for each slot.
+    return out, stats_NHT[slots.slot, :, slots.place]
+
+
+def _cudnn_backward(
+    q, k, v, out, lse_BTH, dout, rows: Rows, slots: Slots | None, *, static: Static
+):
+    if slots is None:
+        stats_BHT = lse_BTH.transpose(0, 2, 1)
+        return call_backward(q, k, v, stats_BHT, out, dout, *_NO_SIZES, static)
+    B, T, H, _ = q.shape
+    place_1T = jnp.arange(T, dtype=jnp.int32)[None]
+    token_NT = jnp.minimum(slots.q_starts[:, None] + place_1T, B * T - 1)
+    stats_NTH = lse_BTH.reshape(B * T, H)[token_NT]
+    held_NT1 = (place_1T < slots.q_lengths[:, None])[..., None]
+    stats_NHT = jnp.where(held_NT1, stats_NTH, ABSENT).transpose(0, 2, 1)
+    return call_backward(q, k, v, stats_NHT, out, dout, *_operands(q, k, slots), static)
+
+
+_NO_SIZES = (None,) * 4  # every row is one segment
+
+
+def _operands(q: Array, k: Array, slots: Slots) -> tuple[Array, ...]:
+    """Returns lengths (B, N / B) and offsets in elements (B, N / B + 1), over queries and keys."""
+    B, N = q.shape[0], slots.q_starts.shape[0]
+    lengths = (x.reshape(B, N // B) for x in (slots.q_lengths, slots.k_lengths))
+
+    def offsets(starts_N: Array, x: Array) -> Array:
+        tokens, heads, width = x.shape[0] * x.shape[1], *x.shape[2:]
+        ends_B = jnp.full((B,), tokens, jnp.int32)
+        return (jnp.concatenate([starts_N, ends_B]) * (heads * width)).reshape(B, N // B + 1)
+
+    return *lengths, offsets(slots.q_starts, q), offsets(slots.k_starts, k)
+
+
+def call_forward(q, k, v, q_lengths, k_lengths, q_offsets, k_offsets, static: Static):
+    """Returns (out, log-sum-exp (N, H, T) float32, natural) of JAX's primitive for cuDNN."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    unused = jnp.zeros(0, q.dtype)
+    given = (q_lengths, k_lengths, q_offsets, k_offsets)
+    sizes = [unused if x is None else x for x in given]
+    found = cudnn._dot_product_attention_fwd_p.bind(
+        *dispatch.alike((q, k, v, unused, *sizes, unused, unused)),
+        is_training=True, **_parameters(cudnn, static, q_lengths is not None),
+    )  # fmt: skip
+    return tuple(found)
+
+
+def call_backward(q, k, v, stats, out, dout, q_lengths, k_lengths, q_offsets, k_offsets, static):
+    """Returns (dq, dk, dv) of JAX's primitive for cuDNN."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    unused = jnp.zeros(0, q.dtype)
+    given = (q_lengths, k_lengths, q_offsets, k_offsets)
+    sizes = [unused if x is None else x for x in given]
+    grads = cudnn._dot_product_attention_bwd_p.bind(
+        *dispatch.alike((q, k, v, unused, *sizes, unused, unused, stats, out, dout)),
+        **_parameters(cudnn, static, q_lengths is not None),
+    )
+    return tuple(grads)
+
+
+def _parameters(cudnn: Any, static: Static, packed: bool) -> dict[str, Any]:
+    masks = cudnn.MaskType
+    if packed:
+        mask = masks.PADDING_CAUSAL if static.causal else masks.PADDING
+    else:
+        mask = masks.CAUSAL if static.causal else masks.NO_MASK
+    return {
+        "scale": static.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": mask, "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None if static.left is None else static.left + 1,
+    }  # fmt: skip
+
+
+def _plain_forward(
+    q, k, v, rows: Rows, slots: Slots | None, *, static: Static
+) -> tuple[Array, Array]:
+    spec = reference.Spec(static.scale)
+    one = functools.partial(reference.forward, slopes_H=None, spec=spec)
+    out, lse_BHT = jax.vmap(lambda *x: one(*x))(q, k, v, rows)
+    return out, lse_BHT.transpose(0, 2, 1)
+
+
+def _plain_backward(
+    q, k, v, out, lse_BTH, dout, rows: Rows, slots: Slots | None, *, static: Static
+):
+    spec = reference.Spec(static.scale)
+    delta_BHT, lse_BHT = (
+        x.transpose(0, 2, 1)
+        for x in ((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), lse_BTH)
+    )
+
+    def one(q, k, v, rows, lse, delta, dout):
+        return reference.backward(q, k, v, rows, None, lse, delta, dout, spec=spec)
+
+    return jax.vmap(one)(q, k, v, rows, lse_BHT, delta_BHT, dout)
