@@ -15,7 +15,10 @@ BUCKET = 128  # (chosen: capacities of packed tokens are multiples of it)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One product with its epilogue; 16-bit operands and results, a float32 bias."""
+    """One product with its epilogue; 16-bit operands and results, a float32 bias.
+
+    trained: whether its gradients are worth tuning.
+    """
 
     name: str
     M: int
@@ -24,6 +27,7 @@ class Case:
     activation: Activation | None = None
     bias: bool = False
     residual: bool = False
+    trained: bool = True
 
     def flops(self, backward: bool = False) -> float:
         """Of the forward product, or of the two backward ones."""
@@ -59,4 +63,8 @@ CASES = (
     Case("llama 8k gate", 8192, 14336, 4096, "silu"),
     Case("llama 8k down", 8192, 4096, 14336, residual=True),
     Case("square 8192", 8192, 8192, 8192),
+    # Decoding: the weight's bytes are all of the time, and there are fewer tiles than SMs.
+    Case("llama decode 16 qkv", 16, 6144, 4096, trained=False),
+    Case("llama decode 16 down", 16, 4096, 14336, residual=True, trained=False),
+    Case("llama decode 128 out", 128, 4096, 4096, residual=True, trained=False),
 )

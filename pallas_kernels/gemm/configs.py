@@ -1,8 +1,8 @@
 """Every tile of the Hopper product that is shipped: its deviceless compile, and what to time.
 
-All that `hopper.heuristic` can give: each block size with the lightest and the heaviest epilogue
-and with either operand transposed, and the largest, whose registers are nearly all taken, with
-every epilogue.
+All that `hopper.heuristic` can give: each block size with the lightest and the heaviest epilogue,
+in splits, and with either operand transposed, and the largest, whose registers are nearly all
+taken, with every epilogue.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ CONFIGS = (
     *(f"{kind} {block}" for block in SMALLER for kind in ("dx", "dw")),
     *(f"forward {IN_TURN} pingpong {epilogue}" for epilogue in ("plain", "bias gelu", HEAVIEST)),
     *(f"{kind} {IN_TURN} pingpong" for kind in ("dx", "dw")),
+    *(f"forward {block} split" for block in (LARGEST, *SMALLER)),
+    *(f"{kind} {LARGEST} split" for kind in ("dx", "dw")),
 )
 FOLDER = pathlib.Path(__file__).parent
 
@@ -62,7 +64,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     block_m, block_n = map(int, block.split("x"))
     pingpong, cluster = "pingpong" in words, 1 if "alone" in words else 2
     warpgroups = 2 if pingpong else block_m // 64
-    tile = Tile(block_m, block_n, 64, 6, warpgroups, cluster, pingpong=pingpong)
+    splits = 2 if "split" in words else 1
+    tile = Tile(block_m, block_n, 64, 6, warpgroups, cluster, pingpong=pingpong, splits=splits)
     tile = hopper.fitted(tile, spec, "residual" in words)
     a, b = array(*(K, M) if stored.a else (M, K)), array(*(N, K) if stored.b else (K, N))
     bias = array(N, dtype=jnp.float32) if "bias" in words else None
@@ -77,8 +80,10 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
-    """For every named shape y as for inference, dx and dw."""
-    return tuple(tuning(case, kind) for case in CASES for kind in STORED)
+    """For every named shape y as for inference, and dx and dw of those that are trained."""
+    return tuple(
+        tuning(case, kind) for case in CASES for kind in STORED if kind == "forward" or case.trained
+    )
 
 
 def tuning(case: Case, kind: str) -> tuned.Tuning:
@@ -110,7 +115,7 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
         return a, b, bias, normal(3, M, N) if residual else None
 
     first = hopper.heuristic(M, N, K, spec=spec, residual=residual)
-    others = hopper.candidates(spec, residual)
+    others = hopper.candidates(spec, residual) + hopper.split_candidates(M, N, K)
     wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
     key = api.key(kind, spec.activation, residual, M, N, K)
     tiles = tuple(dict.fromkeys((first, *others, *wider)))

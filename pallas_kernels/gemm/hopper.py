@@ -8,7 +8,13 @@ together share rows and columns in L2. The epilogue of each piece:
 Operands may be stored transposed, so x w, dz w^T and x^T dz are one kernel. Where a tile reaches
 over an edge TMA reads zeros and writes nothing (PTX ISA, tensor copies: out-of-bound access). That
 counts in whole pieces of the swizzled tiling, 8 rows of 128 bytes: other sizes are copied first.
-Absent: split-K, stream-K.
+
+Where there are fewer tiles than SMs (a few rows, or a small weight's gradient), K is cut into
+splits (`Tile.splits`). A split's sums are stored in float32 to a page of their own, without an
+epilogue; `summed` adds the pages up in the order of the splits and then computes the epilogue, as
+one fusion of XLA. So no thread block waits for another, there is no flag that could be left over
+from a run before, and every run gives the same bits.
+Absent: stream-K.
 
 Legend: M rows, N columns, K contracted; a, b the operands as they are stored.
 """
@@ -23,9 +29,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gemm import reference
 from pallas_kernels.hopper import engine, tiles
 from pallas_kernels.hopper.activations import Spec, activate_tile
-from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.cards import CHIPS, SM_L2_BYTES, SMS
 from pallas_kernels.hopper.epilogue import Staging, add_bias, staging_shape
 from pallas_kernels.hopper.memory import PIECE, SWIZZLE, pad, span, up, varying_as
 from pallas_kernels.hopper.tiles import BLOCKS, Tile
@@ -33,6 +40,11 @@ from pallas_kernels.hopper.tiles import BLOCKS, Tile
 OP = "fused_gemm"
 RESIDUALS = 2  # pieces of the residual on their way
 PINGPONG = (128, 128)
+SPLITS = (2, 3, 4, 6, 8, 12, 16)
+SHORTEST = 4  # steps of a split, at least (chosen: what fills a ring once)
+SUM_S = 2e-6  # that the sum of splits takes at least (chosen: a launch beside a graph's others)
+HBM_BYTES = CHIPS["h100"][8]  # a second; H200's is faster
+PARTIAL = Spec(None, "float32")  # what the kernel computes of a split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +63,28 @@ def heuristic(
     spec, residual: what the epilogue computes and keeps in shared memory.
     """
 
+    read_s = 2 * K * (M + N) / HBM_BYTES  # both operands, once
+
     def seconds(tile: Tile) -> float:
-        count = pl.cdiv(M, tile.block_m * tile.cluster) * tile.cluster * pl.cdiv(N, tile.block_n)
-        waves = pl.cdiv(count, SMS)
-        product, finish = tile.seconds(up(K, tile.block_k), spec.activation is not None)
+        waves = pl.cdiv(tile_count(tile, M, N) * tile.splits, SMS)
+        part = pl.cdiv(pl.cdiv(K, tile.block_k), tile.splits) * tile.block_k
+        activation = spec.activation is not None and tile.splits == 1
+        product, finish = tile.seconds(part, activation)
         if tile.pingpong:
             return waves * max(product, (product + finish) / 2) + finish
-        return waves * (product + finish)
+        if tile.splits == 1:
+            return waves * (product + finish)
+        added = 4 * (tile.splits + 1) * M * N / (SMS * SM_L2_BYTES)
+        return max(product, read_s) + finish + SUM_S + added
 
     # The second block of a cluster has rows of its own.
-    legal = (t for t in candidates(spec, residual) if t.cluster == 1 or M > t.block_m)
-    return min(legal, key=seconds)
+    found = candidates(spec, residual) + split_candidates(M, N, K)
+    return min((t for t in found if t.cluster == 1 or M > t.block_m), key=seconds)
+
+
+def tile_count(tile: Tile, M: int, N: int) -> int:
+    """Of one split, with those of a cluster that lie beyond the last row."""
+    return pl.cdiv(M, tile.block_m * tile.cluster) * tile.cluster * pl.cdiv(N, tile.block_n)
 
 
 def candidates(spec: Spec, residual: bool) -> list[Tile]:
@@ -74,6 +97,23 @@ def candidates(spec: Spec, residual: bool) -> list[Tile]:
     return [tile for tile in found if tile.buffers > 2]
 
 
+def split_candidates(M: int, N: int, K: int) -> list[Tile]:
+    """The same in splits, which all run at one time; none where there are tiles for half the SMs.
+
+    Of all splits of a tile those with the same number of steps are one candidate.
+    """
+    steps = pl.cdiv(K, 64)
+    return [
+        dataclasses.replace(tile, splits=splits)
+        for tile in candidates(PARTIAL, False)
+        for splits in sorted({pl.cdiv(steps, pl.cdiv(steps, n)) for n in SPLITS})
+        if not tile.pingpong
+        and splits > 1
+        and tile_count(tile, M, N) * splits <= SMS
+        and pl.cdiv(steps, splits) >= SHORTEST
+    ]
+
+
 def fitted(tile: Tile, spec: Spec, residual: bool) -> Tile:
     """The same tile with no more stages than its epilogue's buffers leave room for."""
     return tiles.fitted(tile, lambda tile: buffers(tile, Stored(), spec, residual))
@@ -83,6 +123,8 @@ def buffers(
     tile: Tile, stored: Stored, spec: Spec, residual: bool, dtype: Any = jnp.bfloat16
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shared memory, as (shape, type)."""
+    if tile.splits > 1:
+        spec, residual = PARTIAL, False
     a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
     shape, out_dtype = staging_shape(tile.warpgroups, (tile.rows, tile.block_n), spec.out_dtype)
     found: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -149,7 +191,36 @@ def multiply(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """One kernel: (activate(z) + residual, z if kept, in a's type), z = a b + bias; both (M, N)."""
+    """One kernel: (activate(z) + residual, z if kept, in a's type), z = a b + bias; both (M, N).
+
+    Of a tile with splits the kernel computes the sums of each, and `summed` the rest.
+    """
+    static = {"stored": stored, "interpret": interpret, "blocks": blocks}
+    tiles.check(OP, tile)
+    if tile.splits == 1:
+        found = _launch(a, b, bias_N, residual_MN, spec=spec, tile=tile, **static)
+        return found["y"], found.get("z")
+    if tile.pingpong:
+        raise ValueError(f"{OP}: {tile} is in splits; ping-pong is not for those")
+    sums_SMN = _launch(a, b, None, None, spec=PARTIAL, tile=tile, **static)["y"]
+    return summed(sums_SMN, bias_N, residual_MN, spec=spec, dtype=a.dtype)
+
+
+def summed(
+    sums_SMN: jax.Array,
+    bias_N: jax.Array | None,
+    residual_MN: jax.Array | None,
+    *,
+    spec: Spec,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The sum of splits, the first one first, and the epilogue. dtype: of z."""
+    z_MN = functools.reduce(jnp.add, list(sums_SMN))
+    return reference.finish(z_MN, bias_N, residual_MN, spec=spec, dtype=dtype)
+
+
+def _launch(a, b, bias_N, residual_MN, *, spec, tile, stored, interpret, blocks):
+    """Returns the kernel's results by name: (M, N), or (splits, M, N) where there are some."""
     M, K = a.shape[::-1] if stored.a else a.shape
     N = b.shape[0] if stored.b else b.shape[1]
     # What an operand must have so that its tiles may reach over its edge.
@@ -164,30 +235,31 @@ def multiply(
         "residual": None if residual_MN is None else pad(residual_MN, (whole_M, whole_N)),
     }
     outputs = ({"z": a.dtype} if spec.keep else {}) | {"y": jnp.dtype(spec.out_dtype)}
-    tiles.check(OP, tile)
     shared = buffers(tile, stored, spec, residual_MN is not None, a.dtype)
     tiles.check_shared(OP, shared)
     scratch = engine.scratch(shared) | engine.barriers(tile)
     if residual_MN is not None:
         scratch["residual_ready"] = plgpu.Barrier(num_barriers=tile.warpgroups * RESIDUALS)
     grid = (pl.cdiv(whole_M, tile.block_m * tile.cluster), pl.cdiv(whole_N, tile.block_n))
-    clusters = min(blocks // tile.cluster, grid[0] * grid[1])
+    clusters = min(blocks // tile.cluster, grid[0] * grid[1] * tile.splits)
+    shape = *((tile.splits,) if tile.splits > 1 else ()), whole_M, whole_N
     found = engine.launch(
         functools.partial(_body, spec=spec, tile=tile, stored=stored, grid=grid, clusters=clusters),
         inputs,
-        {name: jax.ShapeDtypeStruct((whole_M, whole_N), dtype) for name, dtype in outputs.items()},
+        {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in outputs.items()},
         scratch,
         name=OP,
         tile=tile,
         clusters=clusters,
         interpret=interpret,
     )
-    found = varying_as(a, {name: x[:M, :N] for name, x in found.items()})
-    return found["y"], found.get("z")
+    return varying_as(a, {name: x[..., :M, :N] for name, x in found.items()})
 
 
 def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, ready, free, **kept):
-    steps = pl.cdiv(gmem["a"].shape[0 if stored.a else 1], tile.block_k)
+    # The last split's last steps may lie beyond K: TMA brings zeros.
+    steps = pl.cdiv(pl.cdiv(gmem["a"].shape[0 if stored.a else 1], tile.block_k), tile.splits)
+    count = grid[0] * grid[1]
     product = engine.Product(tile, ready, free, steps, lax.axis_index("block"), clusters)
     results = {"z": kept["z_smem"]} if spec.keep else {}
     results["y"] = y_smem
@@ -195,14 +267,17 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     pieces = staging.pieces((tile.rows, tile.block_n))
     height, width = y_smem.shape[2:]
 
+    def split(i):
+        return lax.div(i, jnp.int32(count)) if tile.splits > 1 else 0
+
     def corner(i):
-        m, n = plgpu.planar_snake(i, grid, 0, tile.snake)
+        m, n = plgpu.planar_snake(i - split(i) * count, grid, 0, tile.snake)
         m = (m * tile.cluster + lax.axis_index("cluster")) * tile.block_m
         return pl.multiple_of(m, tile.block_m), pl.multiple_of(n * tile.block_n, tile.block_n)
 
-    def load(corner, s, buffer, barrier):
-        m, n = pl.ds(corner[0], tile.block_m), pl.ds(corner[1], tile.block_n)
-        k = span(s, tile.block_k)
+    def load(place, s, buffer, barrier):
+        first, (m, n) = place
+        m, n, k = pl.ds(m, tile.block_m), pl.ds(n, tile.block_n), span(first + s, tile.block_k)
         left = gmem["a"].at[(k, m) if stored.a else (m, k)]
         right = gmem["b"].at[(n, k) if stored.b else (k, n)]
         plgpu.copy_gmem_to_smem(left, a_smem.at[buffer], barrier)
@@ -246,15 +321,16 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
 
             def copy(*staged, p=p):
                 for name, piece in zip(results, staged, strict=True):
-                    target = gmem[name].at[here(i, p)]
+                    page = gmem[name].at[split(i)] if tile.splits > 1 else gmem[name]
+                    target = page.at[here(i, p)]
                     plgpu.copy_smem_to_gmem(piece, target, commit_group=name == "y")
 
             staging.put(p, (z, y) if spec.keep else (y,), copy)
             fetch(i, p + RESIDUALS)
 
-    total = grid[0] * grid[1]
+    total = count * tile.splits
     sums = [(tile.rows, tile.block_n)]
     product.specialise(
         lambda: product.compute(total, multiply, finish, sums=sums, begin=begin),
-        lambda: product.produce(total, corner, load),
+        lambda: product.produce(total, lambda i: (split(i) * steps, corner(i)), load),
     )

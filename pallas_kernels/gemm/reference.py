@@ -3,6 +3,8 @@
 Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, N columns.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,12 +20,19 @@ def forward(
     z_xN = jax.lax.dot_general(
         x_xK, w_KN, (((x_xK.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
+    return finish(z_xN, bias_N, residual_xN, spec=spec, dtype=x_xK.dtype)
+
+
+def finish(
+    z_xN: Array, bias_N: Array | None, residual_xN: Array | None, *, spec: Spec, dtype: Any
+) -> tuple[Array, Array | None]:
+    """The epilogue of sums in float32. dtype: of z."""
     if bias_N is not None:
-        z_xN += bias_N.astype(jnp.float32).reshape((1,) * (x_xK.ndim - 1) + bias_N.shape)
+        z_xN += bias_N.astype(jnp.float32).reshape((1,) * (z_xN.ndim - 1) + bias_N.shape)
     y_xN = activate(spec.activation, z_xN)
     if residual_xN is not None:
         y_xN += residual_xN.astype(jnp.float32)
-    return y_xN.astype(spec.out_dtype), z_xN.astype(x_xK.dtype) if spec.keep else None
+    return y_xN.astype(spec.out_dtype), z_xN.astype(dtype) if spec.keep else None
 
 
 def backward(x_xK: Array, w_KN: Array, dz_xN: Array) -> tuple[Array, Array]:

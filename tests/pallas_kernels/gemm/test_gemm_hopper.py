@@ -13,7 +13,7 @@ from pallas_kernels import aot, fused_gemm, interpret
 from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.cases import CASES
 from pallas_kernels.gemm.hopper import Stored
-from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper import cards, tiles
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.tiles import Tile
 from tests.gemm_oracle import PARTS, activate, arrays, relative
@@ -43,6 +43,15 @@ CASES_FORWARD = [
         ((264, 128, 136), Tile(64, 64, 64, 2, 2, 2, pingpong=True), X, PLAIN, PARTS, 2), marks=SLOW
     ),
     pytest.param(((64, 192, 130), Tile(64, 192, 64, 3, 1), X, KEPT, PARTS, 1), marks=SLOW),
+    # In splits: two steps each, the second split's last one beyond K; two tiles for each block.
+    ((40, 72, 136), Tile(64, 64, 64, 2, 1, splits=2), X, KEPT, PARTS, 2),
+    # The third split has nothing; a cluster whose second block has a few rows.
+    pytest.param(
+        ((72, 64, 200), Tile(64, 64, 64, 2, 1, 2, splits=3), X, KEPT, PARTS, 4), marks=SLOW
+    ),
+    pytest.param(
+        ((136, 64, 328), Tile(128, 64, 64, 2, 2, splits=4), X, PLAIN, ("bias",), 1), marks=SLOW
+    ),
 ]
 CASES_BACKWARD = [
     pytest.param(((72, 64, 200), SMALL, DZ_W, PLAIN, (), 1), marks=SLOW),
@@ -53,6 +62,8 @@ CASES_BACKWARD = [
     pytest.param(((136, 128, 200), TURNS, X_DZ, PLAIN, (), 1), marks=SLOW),
     pytest.param(((136, 128, 136), TURNS, DZ_W, PLAIN, (), 1), marks=SLOW),
     pytest.param(((256, 128, 64), Tile(256, 128, 64, 2, 2), X_DZ, PLAIN, (), 1), marks=SLOW),
+    pytest.param(((72, 64, 264), Tile(64, 64, 64, 2, 1, splits=2), X_DZ, PLAIN, (), 2), marks=SLOW),
+    pytest.param(((72, 64, 264), Tile(64, 64, 64, 2, 1, splits=3), DZ_W, PLAIN, (), 1), marks=SLOW),
 ]
 
 
@@ -171,7 +182,42 @@ def test_the_heuristic_by_hand():
     assert (few.block_m, few.cluster) == (64, 1)
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "splits"),
+    [
+        (1, 4096, 4096, True),  # decoding
+        (128, 4096, 14336, True),
+        (768, 768, 9856, True),  # the gradient of a small weight
+        (16, 64, 192, False),  # three steps of K
+        (16, 132 * 256, 4096, False),  # a tile for each SM
+        (8192, 8192, 8192, False),
+    ],
+)
+def test_splits_where_there_are_fewer_tiles_than_sms(M, N, K, splits):
+    tile = hopper.heuristic(M, N, K)
+    assert (tile.splits > 1) == splits
+    for other in [tile] * splits + hopper.split_candidates(M, N, K):
+        steps = -(-K // other.block_k)
+        each = -(-steps // other.splits)
+        # All run at one time, none is empty.
+        assert hopper.tile_count(other, M, N) * other.splits <= cards.SMS
+        assert each >= 4 and (other.splits - 1) * each < steps
+        tiles.check("x", other)
+        tiles.check_shared("x", hopper.buffers(other, X, hopper.PARTIAL, False))
+
+
+def test_splits_are_added_in_their_order():
+    """Float32 that has no room for 1 beside 2**24 tells the orders apart."""
+    large = 2.0**25
+    for pages, want in (((1.0, large, -large), 0.0), ((large, -large, 1.0), 1.0)):
+        sums = jnp.asarray(pages, jnp.float32)[:, None, None]
+        add = functools.partial(hopper.summed, spec=Spec(None, "float32"), dtype=jnp.bfloat16)
+        y, z = jax.jit(add)(sums, None, None)
+        assert float(y[0, 0]) == want and z is None
+
+
 BAD = {
+    "ping-pong is not for those": Tile(64, 64, 64, 2, 2, pingpong=True, splits=2),
     "block_m=96 must be a multiple of 128; nearest: 128": Tile(96, 128, 64, 2, 2),
     "block_n=200 .* nearest: 192, 256": Tile(64, 200, 64, 2, 1),
     "block_k=32 .* nearest: 64": Tile(64, 64, 32, 2, 1),
