@@ -278,6 +278,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("expert.py", "expert"),
     # Kernels: operands and options of one launch.
     ("hopper.py", "multiply"),
+    ("hopper.py", "multiply_scaled"),
     ("hopper.py", "forward"),
     ("hopper.py", "backward"),
     ("hopper_backward.py", "backward"),

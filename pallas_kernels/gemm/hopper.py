@@ -14,13 +14,15 @@ splits (`Tile.splits`). A split's sums are stored in float32 to a page of their 
 epilogue; `summed` adds the pages up in the order of the splits and then computes the epilogue, as
 one fusion of XLA. So no thread block waits for another, there is no flag that could be left over
 from a run before, and every run gives the same bits.
-Absent: stream-K.
+8-bit operands: promotion.py; their scales, of a row and of a column, are part of the epilogue.
+Absent: stream-K, scales of blocks of K.
 
 Legend: M rows, N columns, K contracted; a, b the operands as they are stored.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,11 +31,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gemm import reference
+from pallas_kernels.gemm import promotion, reference
 from pallas_kernels.hopper import engine, tiles
 from pallas_kernels.hopper.activations import Spec, activate_tile
 from pallas_kernels.hopper.cards import CHIPS, SM_L2_BYTES, SMS
-from pallas_kernels.hopper.epilogue import Staging, add_bias, staging_shape
+from pallas_kernels.hopper.epilogue import WGMMA, Staging, add_bias, staging_shape
 from pallas_kernels.hopper.memory import PIECE, SWIZZLE, pad, span, up, varying_as
 from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
@@ -44,7 +46,6 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16)
 SHORTEST = 4  # steps of a split, at least (chosen: what fills a ring once)
 SUM_S = 2e-6  # that the sum of splits takes at least (chosen: a launch beside a graph's others)
 HBM_BYTES = CHIPS["h100"][8]  # a second; H200's is faster
-PARTIAL = Spec(None, "float32")  # what the kernel computes of a split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,23 +64,26 @@ def heuristic(
     spec, residual: what the epilogue computes and keeps in shared memory.
     """
 
-    read_s = 2 * K * (M + N) / HBM_BYTES  # both operands, once
-
-    def seconds(tile: Tile) -> float:
-        waves = pl.cdiv(tile_count(tile, M, N) * tile.splits, SMS)
-        part = pl.cdiv(pl.cdiv(K, tile.block_k), tile.splits) * tile.block_k
-        activation = spec.activation is not None and tile.splits == 1
-        product, finish = tile.seconds(part, activation)
-        if tile.pingpong:
-            return waves * max(product, (product + finish) / 2) + finish
-        if tile.splits == 1:
-            return waves * (product + finish)
-        added = 4 * (tile.splits + 1) * M * N / (SMS * SM_L2_BYTES)
-        return max(product, read_s) + finish + SUM_S + added
-
     # The second block of a cluster has rows of its own.
     found = candidates(spec, residual) + split_candidates(M, N, K)
-    return min((t for t in found if t.cluster == 1 or M > t.block_m), key=seconds)
+    legal = (tile for tile in found if tile.cluster == 1 or M > tile.block_m)
+    return min(legal, key=functools.partial(seconds, (M, N, K), spec))
+
+
+def seconds(sizes: tuple[int, int, int], spec: Spec, tile: Tile) -> float:
+    """An estimate of a product of 16-bit operands, by waves, tensor cores, L2, and sums."""
+    M, N, K = sizes
+    waves = pl.cdiv(tile_count(tile, M, N) * tile.splits, SMS)
+    part = pl.cdiv(pl.cdiv(K, tile.block_k), tile.splits) * tile.block_k
+    activation = spec.activation is not None and tile.splits == 1
+    product, finish = tile.seconds(part, activation)
+    if tile.pingpong:
+        return waves * max(product, (product + finish) / 2) + finish
+    if tile.splits == 1:
+        return waves * (product + finish)
+    read = 2 * K * (M + N) / HBM_BYTES  # both operands, once
+    added = 4 * (tile.splits + 1) * M * N / (SMS * SM_L2_BYTES)
+    return max(product, read) + finish + SUM_S + added
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
@@ -97,15 +101,18 @@ def candidates(spec: Spec, residual: bool) -> list[Tile]:
     return [tile for tile in found if tile.buffers > 2]
 
 
-def split_candidates(M: int, N: int, K: int) -> list[Tile]:
+def split_candidates(M: int, N: int, K: int, whole: Sequence[Tile] = ()) -> list[Tile]:
     """The same in splits, which all run at one time; none where there are tiles for half the SMs.
 
-    Of all splits of a tile those with the same number of steps are one candidate.
+    Of all splits of a tile those with the same number of steps are one candidate. whole: the tiles
+    to split; empty: those of 16-bit operands.
     """
-    steps = pl.cdiv(K, 64)
+    found = whole or candidates(partial(jnp.bfloat16), False)
+    step = found[0].block_k
+    steps = max(pl.cdiv(K, step), 1)
     return [
         dataclasses.replace(tile, splits=splits)
-        for tile in candidates(PARTIAL, False)
+        for tile in found
         for splits in sorted({pl.cdiv(steps, pl.cdiv(steps, n)) for n in SPLITS})
         if not tile.pingpong
         and splits > 1
@@ -114,9 +121,33 @@ def split_candidates(M: int, N: int, K: int) -> list[Tile]:
     ]
 
 
-def fitted(tile: Tile, spec: Spec, residual: bool) -> Tile:
+def heuristic_scaled(M: int, N: int, K: int, *, spec: Spec, residual: bool) -> Tile:
+    """As `heuristic`, for 8-bit operands."""
+    found = candidates_scaled(M, N, K, spec, residual)
+    legal = (tile for tile in found if tile.cluster == 1 or M > tile.block_m)
+    # A byte is half of what `seconds` counts, in the tensor core and on the way there.
+    return min(legal, key=functools.partial(seconds, (M, N, pl.cdiv(K, 2)), spec))
+
+
+def candidates_scaled(M: int, N: int, K: int, spec: Spec, residual: bool) -> list[Tile]:
+    """As `candidates` and `split_candidates`, for 8-bit operands."""
+
+    def fitting(spec: Spec, residual: bool) -> list[Tile]:
+        return [
+            fitted(
+                Tile(m, n, promotion.STEP, 6, m // 64, cluster), spec, residual, promotion.OPERAND
+            )
+            for m, n in promotion.BLOCKS
+            for cluster in (2, 1)
+        ]
+
+    whole = fitting(partial(promotion.OPERAND), False)
+    return fitting(spec, residual) + split_candidates(M, N, K, whole)
+
+
+def fitted(tile: Tile, spec: Spec, residual: bool, dtype: Any = jnp.bfloat16) -> Tile:
     """The same tile with no more stages than its epilogue's buffers leave room for."""
-    return tiles.fitted(tile, lambda tile: buffers(tile, Stored(), spec, residual))
+    return tiles.fitted(tile, lambda tile: buffers(tile, Stored(), spec, residual, dtype))
 
 
 def buffers(
@@ -124,7 +155,7 @@ def buffers(
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shared memory, as (shape, type)."""
     if tile.splits > 1:
-        spec, residual = PARTIAL, False
+        spec, residual = partial(dtype), False
     a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
     shape, out_dtype = staging_shape(tile.warpgroups, (tile.rows, tile.block_n), spec.out_dtype)
     found: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -195,15 +226,44 @@ def multiply(
 
     Of a tile with splits the kernel computes the sums of each, and `summed` the rest.
     """
-    static = {"stored": stored, "interpret": interpret, "blocks": blocks}
+    given = {"a": a, "b": b}
+    rest = {"bias": bias_N, "residual": residual_MN}
+    static = {"tile": tile, "stored": stored, "interpret": interpret, "blocks": blocks}
     tiles.check(OP, tile)
     if tile.splits == 1:
-        found = _launch(a, b, bias_N, residual_MN, spec=spec, tile=tile, **static)
+        found = _launch(given | rest, spec=spec, **static)
         return found["y"], found.get("z")
     if tile.pingpong:
         raise ValueError(f"{OP}: {tile} is in splits; ping-pong is not for those")
-    sums_SMN = _launch(a, b, None, None, spec=PARTIAL, tile=tile, **static)["y"]
+    sums_SMN = _launch(given, spec=partial(a.dtype), **static)["y"]
     return summed(sums_SMN, bias_N, residual_MN, spec=spec, dtype=a.dtype)
+
+
+def multiply_scaled(
+    x_MK: jax.Array,
+    w_KN: jax.Array,
+    scales: reference.Scales,
+    bias_N: jax.Array | None = None,
+    residual_MN: jax.Array | None = None,
+    *,
+    spec: Spec,
+    tile: Tile,
+    interpret: bool = False,
+    blocks: int = SMS,
+) -> jax.Array:
+    """As reference.scaled, of 8-bit operands. w is read transposed: made from w^T, it is free."""
+    tiles.check(OP, tile)
+    promotion.check(OP, tile)
+    if tile.pingpong:
+        raise ValueError(f"{OP}: {tile} is ping-pong, which 8-bit operands have none of")
+    given = {"a": x_MK, "b": w_KN.T}
+    rest = {"bias": bias_N, "residual": residual_MN, "down": scales.x_M, "across": scales.w_N}
+    static = {"tile": tile, "stored": Stored(b=True), "interpret": interpret, "blocks": blocks}
+    if tile.splits == 1:
+        return _launch(given | rest, spec=spec, **static)["y"]
+    sums_SMN = _launch(given, spec=partial(x_MK.dtype), **static)["y"]
+    dtype = jnp.dtype(spec.out_dtype)
+    return summed(sums_SMN, bias_N, residual_MN, spec=spec, dtype=dtype, scales=scales)[0]
 
 
 def summed(
@@ -213,34 +273,53 @@ def summed(
     *,
     spec: Spec,
     dtype: Any,
+    scales: reference.Scales = reference.Scales(),
 ) -> tuple[jax.Array, jax.Array | None]:
     """The sum of splits, the first one first, and the epilogue. dtype: of z."""
-    z_MN = functools.reduce(jnp.add, list(sums_SMN))
+    z_MN = reference.scale(functools.reduce(jnp.add, list(sums_SMN)), scales)
     return reference.finish(z_MN, bias_N, residual_MN, spec=spec, dtype=dtype)
 
 
-def _launch(a, b, bias_N, residual_MN, *, spec, tile, stored, interpret, blocks):
-    """Returns the kernel's results by name: (M, N), or (splits, M, N) where there are some."""
+def partial(dtype: Any) -> Spec:
+    """What the kernel computes of a split: sums in their own type, of operands of `dtype`."""
+    return Spec(None, jnp.dtype(promotion.sum_dtype(dtype)).name)
+
+
+def _launch(given, *, spec, tile, stored, interpret, blocks):
+    """Returns the kernel's results by name: (M, N), or (splits, M, N) where there are some.
+
+    given: a and b, and what the epilogue takes: bias, residual, scales.
+    """
+    a, b = given["a"], given["b"]
     M, K = a.shape[::-1] if stored.a else a.shape
     N = b.shape[0] if stored.b else b.shape[1]
-    # What an operand must have so that its tiles may reach over its edge.
+    # What an operand must have so that its tiles may reach over its edge; 16-bit results too.
     piece = SWIZZLE // a.dtype.itemsize
     whole_M = max(tile.block_m, up(M, piece if stored.a else PIECE))
-    whole_N = max(tile.block_n, up(N, piece))
+    whole_N = max(tile.block_n, up(N, SWIZZLE // 2))
     whole_K = max(tile.block_k, up(K, PIECE if stored.a and not stored.b else piece))
+    grid = (pl.cdiv(whole_M, tile.block_m * tile.cluster), pl.cdiv(whole_N, tile.block_n))
+    sizes = {
+        "a": (whole_K, whole_M) if stored.a else (whole_M, whole_K),
+        "b": (whole_N, whole_K) if stored.b else (whole_K, whole_N),
+        "residual": (whole_M, whole_N),
+        # Vectors are read by threads, past the edge as well.
+        "bias": (grid[1] * tile.block_n,),
+        "across": (grid[1] * tile.block_n,),
+        "down": (grid[0] * tile.block_m * tile.cluster,),
+    }
     inputs = {
-        "a": pad(a, (whole_K, whole_M) if stored.a else (whole_M, whole_K)),
-        "b": pad(b, (whole_N, whole_K) if stored.b else (whole_K, whole_N)),
-        "bias": None if bias_N is None else pad(bias_N.astype(jnp.float32), (up(N, tile.block_n),)),
-        "residual": None if residual_MN is None else pad(residual_MN, (whole_M, whole_N)),
+        name: pad(x.astype(jnp.float32) if x.ndim == 1 else x, sizes[name])
+        for name, x in given.items()
+        if x is not None
     }
     outputs = ({"z": a.dtype} if spec.keep else {}) | {"y": jnp.dtype(spec.out_dtype)}
-    shared = buffers(tile, stored, spec, residual_MN is not None, a.dtype)
+    shared = buffers(tile, stored, spec, "residual" in inputs, a.dtype)
+    shared["b_smem"] = shared["b_smem"][0], b.dtype  # float8 has two
     tiles.check_shared(OP, shared)
     scratch = engine.scratch(shared) | engine.barriers(tile)
-    if residual_MN is not None:
+    if "residual" in inputs:
         scratch["residual_ready"] = plgpu.Barrier(num_barriers=tile.warpgroups * RESIDUALS)
-    grid = (pl.cdiv(whole_M, tile.block_m * tile.cluster), pl.cdiv(whole_N, tile.block_n))
     clusters = min(blocks // tile.cluster, grid[0] * grid[1] * tile.splits)
     shape = *((tile.splits,) if tile.splits > 1 else ()), whole_M, whole_N
     found = engine.launch(
@@ -260,7 +339,14 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     # The last split's last steps may lie beyond K: TMA brings zeros.
     steps = pl.cdiv(pl.cdiv(gmem["a"].shape[0 if stored.a else 1], tile.block_k), tile.splits)
     count = grid[0] * grid[1]
-    product = engine.Product(tile, ready, free, steps, lax.axis_index("block"), clusters)
+    # The roles of this block, and the accumulators in the tensor core.
+    block = lax.axis_index("block")
+    if gmem["a"].dtype.itemsize > 1:
+        product = engine.Product(tile, ready, free, steps, block, clusters)
+        sums = [(tile.rows, tile.block_n)]
+    else:
+        dtype, sums = promotion.sum_dtype(gmem["a"].dtype), promotion.UNUSED
+        product = promotion.Promoted(tile, ready, free, steps, block, clusters, dtype)
     results = {"z": kept["z_smem"]} if spec.keep else {}
     results["y"] = y_smem
     staging = Staging(tuple(results.values()), product.warpgroup)
@@ -311,6 +397,11 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     def finish(i, sums):
         for p, (_, _, down, right) in enumerate(pieces):
             z = sums[down, right]
+            if z.dtype != jnp.dtype(spec.out_dtype):
+                z = z.astype(jnp.float32)
+            for axis, name in enumerate(("down", "across")):
+                if name in gmem:
+                    z = scale(z, gmem[name], here(i, p)[axis], axis)
             if "bias" in gmem:
                 z = add_bias(z, gmem["bias"], here(i, p)[1])
             y = activate_tile(spec.activation, z)
@@ -329,8 +420,13 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
             fetch(i, p + RESIDUALS)
 
     total = count * tile.splits
-    sums = [(tile.rows, tile.block_n)]
     product.specialise(
         lambda: product.compute(total, multiply, finish, sums=sums, begin=begin),
         lambda: product.produce(total, lambda i: (split(i) * steps, corner(i)), load),
     )
+
+
+def scale(z, scales, part, axis: int):
+    """z times a scale of each row (axis 0) or column (1); scales are in memory."""
+    found = plgpu.load(scales.at[part], layout=WGMMA.reduce(1 - axis), optimized=False)
+    return z * lax.broadcast_in_dim(found, z.shape, [axis])

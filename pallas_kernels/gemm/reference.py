@@ -3,7 +3,7 @@
 Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, N columns.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,45 @@ def forward(
         x_xK, w_KN, (((x_xK.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     return finish(z_xN, bias_N, residual_xN, spec=spec, dtype=x_xK.dtype)
+
+
+class Scales(NamedTuple):
+    """Of 8-bit operands: what each row of x, and each column of w, was divided by; None: 1."""
+
+    x_M: Array | None = None
+    w_N: Array | None = None
+
+
+def scaled(
+    x_MK: Array,
+    w_KN: Array,
+    scales: Scales,
+    bias_N: Array | None = None,
+    residual_MN: Array | None = None,
+    *,
+    spec: Spec,
+) -> Array:
+    """activate(z) + residual with z = (x w) scales + bias, of 8-bit x and w.
+
+    int8 is summed in int32, which is exact for K up to 2^17; float8 (e4m3 or e5m2, whose products
+    float32 holds exactly) in float32. The sum is then float32.
+    """
+    whole = jnp.issubdtype(x_MK.dtype, jnp.integer)
+    # bfloat16 holds each float8, and every device multiplies it.
+    x_MK, w_KN = (x if whole else x.astype(jnp.bfloat16) for x in (x_MK, w_KN))
+    sums_MN = jnp.dot(x_MK, w_KN, preferred_element_type=jnp.int32 if whole else jnp.float32)
+    z_MN = scale(sums_MN, scales)
+    return finish(z_MN, bias_N, residual_MN, spec=spec, dtype=z_MN.dtype)[0]
+
+
+def scale(sums_MN: Array, scales: Scales) -> Array:
+    """Sums in float32, times their rows' and columns' scales, in this order."""
+    z_MN = sums_MN.astype(jnp.float32)
+    if scales.x_M is not None:
+        z_MN *= scales.x_M.astype(jnp.float32)[:, None]
+    if scales.w_N is not None:
+        z_MN *= scales.w_N.astype(jnp.float32)[None, :]
+    return z_MN
 
 
 def finish(

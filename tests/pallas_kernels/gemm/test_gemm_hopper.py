@@ -203,7 +203,7 @@ def test_splits_where_there_are_fewer_tiles_than_sms(M, N, K, splits):
         assert hopper.tile_count(other, M, N) * other.splits <= cards.SMS
         assert each >= 4 and (other.splits - 1) * each < steps
         tiles.check("x", other)
-        tiles.check_shared("x", hopper.buffers(other, X, hopper.PARTIAL, False))
+        tiles.check_shared("x", hopper.buffers(other, X, PLAIN, False))
 
 
 def test_splits_are_added_in_their_order():

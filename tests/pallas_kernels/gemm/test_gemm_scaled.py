@@ -1,0 +1,129 @@
+"""Products of 8-bit operands: the kernel in the interpreter, and the reference, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import interpret
+from pallas_kernels.gemm import hopper, promotion, reference
+from pallas_kernels.gemm.reference import Scales
+from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.tiles import Tile
+from tests.gemm_oracle import activate
+
+SLOW = pytest.mark.slow
+E4M3, E5M2, INT8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+SMALL = Tile(64, 64, 128, 2, 1)
+FULL = Spec("gelu", "bfloat16")
+ALL = ("scales", "bias", "residual")
+# (M, N, K), types of x and w, tile, what is computed and with what, blocks.
+CASES = [
+    # Tails in all three sizes, three steps in two stages, two tiles.
+    ((72, 40, 264), (E4M3, E4M3), SMALL, FULL, ALL, 1),
+    pytest.param(((72, 64, 264), (INT8, INT8), SMALL, FULL, ALL, 2), marks=SLOW),
+    pytest.param(
+        ((40, 72, 520), (E4M3, E5M2), Tile(64, 64, 128, 2, 1, splits=2), FULL, ALL, 2), marks=SLOW
+    ),
+    ((40, 72, 264), (INT8, INT8), Tile(64, 64, 128, 2, 1, splits=2), FULL, ALL, 2),
+    pytest.param(
+        ((136, 128, 128), (INT8, INT8), Tile(128, 128, 128, 2, 2, 2), Spec(None, "float32"), (), 2),
+        marks=SLOW,
+    ),
+]
+
+
+def arrays(shape, dtypes, parts, out_dtype, seed):
+    """x, w, scales, bias and residual, as far as they are wanted; values of a few units."""
+    (M, N, K), random = shape, np.random.default_rng(seed)
+
+    def operand(dtype, *shape):
+        if dtype == INT8:
+            return jnp.asarray(random.integers(-128, 128, shape), dtype)
+        return jnp.asarray(random.standard_normal(shape), dtype)
+
+    spread = 75 if dtypes[0] == INT8 else 1  # so that z has a variance of about 1
+    scales = Scales(
+        jnp.asarray(random.uniform(0.5, 1.5, M) / spread, jnp.float32),
+        jnp.asarray(random.uniform(0.5, 1.5, N) / spread / np.sqrt(K), jnp.float32),
+    )
+    return (
+        operand(dtypes[0], M, K),
+        operand(dtypes[1], K, N),
+        scales if "scales" in parts else Scales(),
+        jnp.asarray(random.standard_normal(N), jnp.float32) if "bias" in parts else None,
+        jnp.asarray(random.standard_normal((M, N)), out_dtype) if "residual" in parts else None,
+    )
+
+
+def oracle(given, spec):
+    x, w, scales, bias, residual = jax.tree.map(lambda v: np.asarray(v, np.float64), given)
+    z = x @ w
+    for vector, place in ((scales.x_M, np.s_[:, None]), (scales.w_N, np.s_[None, :])):
+        z = z if vector is None else z * vector[place]
+    y = activate(spec.activation, z if bias is None else z + bias)[0]
+    return y if residual is None else y + residual
+
+
+def close(found, given, spec):
+    """One rounding of the result; plain sums of integers are exact in float32."""
+    want = oracle(given, spec)
+    assert found.dtype == spec.out_dtype and found.shape == want.shape
+    error = np.abs(np.asarray(found, np.float64) - want) / np.maximum(np.abs(want), 1)
+    assert error.max() <= (2**-8 if spec.out_dtype == "bfloat16" else 0), error.max()
+
+
+def product(case, seed):
+    shape, dtypes, tile, spec, parts, blocks = case
+    given = arrays(shape, dtypes, parts, spec.out_dtype, seed)
+    call = functools.partial(
+        hopper.multiply_scaled, spec=spec, tile=tile, interpret=True, blocks=blocks
+    )
+    with interpret.checked():
+        found = jax.block_until_ready(jax.jit(call)(*given))
+    close(found, given, spec)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[0])))
+def test_kernel(case, seed):
+    product(case, seed)
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (INT8, INT8)], ids=str)
+def test_reference(dtypes, seed):
+    given = arrays((24, 40, 264), dtypes, ALL, "bfloat16", seed)
+    close(jax.jit(functools.partial(reference.scaled, spec=FULL))(*given), given, FULL)
+
+
+def test_a_sum_of_many_bytes_is_exact():
+    """2^17 products of -128 and -128: the largest sum that int32 is promised for."""
+    x = jnp.full((1, 2**17 - 1), -128, INT8)
+    y = reference.scaled(x, x.T, Scales(), spec=Spec(None, "float32"))
+    assert float(y[0, 0]) == np.float32((2**17 - 1) * 2**14)
+
+
+@pytest.mark.parametrize(
+    ("message", "tile"),
+    [
+        ("block_k=64 .* nearest: 128", Tile(64, 64, 64, 2, 1)),
+        ("smaller tiles or fewer warpgroups", Tile(128, 256, 128, 2, 2)),
+        ("ping-pong, which 8-bit", Tile(64, 64, 128, 2, 2, pingpong=True)),
+    ],
+)
+def test_an_illegal_tile_is_refused(message, tile):
+    x = jnp.zeros((64, 128), INT8)
+    with pytest.raises(ValueError, match=message):
+        hopper.multiply_scaled(x, x.T, Scales(), spec=FULL, tile=tile)
+
+
+def test_tiles_of_the_heuristic_are_legal():
+    for M, N, K in ((1, 4096, 4096), (128, 4096, 14336), (8192, 8192, 8192), (8, 64, 64)):
+        for tile in hopper.candidates_scaled(M, N, K, FULL, True):
+            tiles.check("x", tile)
+            promotion.check("x", tile)
+            tiles.check_shared("x", hopper.buffers(tile, hopper.Stored(b=True), FULL, True, INT8))
+        chosen = hopper.heuristic_scaled(M, N, K, spec=FULL, residual=True)
+        assert (chosen.splits > 1) == (M <= 128 and K > 64)
