@@ -42,20 +42,30 @@ class Timing:
     clock: str
 
 
-def device_clock(program: Callable[..., Any], args: Sequence[Any], launches: int) -> Samples:
-    """Returns the seconds that the GPU spends in the kernels of each launch, by CUPTI if it can."""
+def device_clock(
+    program: Callable[..., Any],
+    args: Sequence[Any],
+    launches: int,
+    fallback: Clock | None = None,
+) -> Samples:
+    """Returns the seconds that the GPU spends in the kernels of each launch, by CUPTI if it can.
+
+    fallback: the clock where CUPTI does not work; None: `wall_clock`.
+    """
     jax.block_until_ready(program(*args))
+    fallback = fallback or wall_clock
     try:
         found = _kernel_seconds(program, args, launches)
     except Exception as error:
-        if "CUDA_ERROR" in str(error):  # the program's own; this process cannot go on
+        # The program's own, as JAX or as PyTorch says it: this process cannot go on.
+        if "CUDA_ERROR" in str(error) or "CUDA error" in str(error):
             raise
-        _warn_once(f"CUPTI does not work here, so the wall clock is used: {error}")
-        return wall_clock(program, args, launches)
+        _warn_once(f"CUPTI does not work here, so another clock is used: {error}")
+        return fallback(program, args, launches)
     per_launch, rest = divmod(len(found), launches)
     if not found or rest:
-        _warn_once(f"CUPTI saw {len(found)} kernels in {launches} launches: the wall clock is used")
-        return wall_clock(program, args, launches)
+        _warn_once(f"CUPTI saw {len(found)} kernels in {launches} launches: it is not used")
+        return fallback(program, args, launches)
     sums = np.asarray(found).reshape(launches, per_launch).sum(1)
     return CUPTI, sums.tolist()
 

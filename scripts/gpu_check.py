@@ -40,6 +40,7 @@ WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_worker.py")]
 REHEARSAL_SCALE, REHEARSAL_MINUTES = 30, 60  # of limits on a CPU that interprets; of the time
 SMOKE = Part("smoke", "kernels", {"do": "smoke"})
 FOLDERS = ("attention", "gemm", "grouped", "norm", "tile_sparse")
+TORCH = ("attention", "gemm", "grouped", "norm")  # where PyTorch has a rival
 FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
 SAMPLE = 6  # checks of a folder before any times
@@ -89,6 +90,11 @@ def parts() -> list[Part]:
         args = {"do": "times", "folder": folder, "direction": direction}
         return Part(f"{folder} {direction}", "kernels", args, slice_s)
 
+    def beside(folder: str, direction: str) -> list[Part]:
+        args = {"do": "torch", "folder": folder, "direction": direction}
+        name = f"{folder} {direction} torch"
+        return [Part(name, "kernels", args, 20)] if folder in TORCH else []
+
     def step(variant: str) -> Part:
         return Part(f"step {variant}", "train", {"do": "step", "variant": variant})
 
@@ -98,13 +104,18 @@ def parts() -> list[Part]:
           for name in FUSED),
         Part("losses", "checks", {"do": "losses"}, 90, False),
         times("attention", FORWARD, 60),
+        *beside("attention", FORWARD),
         times("gemm", FORWARD),
+        *beside("gemm", FORWARD),
         times("attention", BOTH, 45),
+        *beside("attention", BOTH),
         *(step(variant) for variant in TRAIN_FIRST),
-        *(times(folder, FORWARD) for folder in ("grouped", "norm", "tile_sparse")),
+        *(part for folder in ("grouped", "norm", "tile_sparse")
+          for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
         *(tuning(name) for name in TUNE_FIRST[:4]),
         Part("bert", "kernels", {"do": "bert"}, 30),
-        *(times(folder, BOTH, 20) for folder in FOLDERS if folder != "attention"),
+        *(part for folder in FOLDERS if folder != "attention"
+          for part in (times(folder, BOTH, 20), *beside(folder, BOTH))),
         *(tuning(name) for name in TUNE_FIRST[4:]),
         *(Part(f"{name} times", "overlap", {"do": "hidden", "folder": name}, 60) for name in FUSED),
         *(step(variant) for variant in TRAIN_REST),
@@ -139,7 +150,7 @@ def has_driver() -> bool:
 
 
 def environment(rehearsal: bool) -> dict[str, str]:
-    """Of workers: several processes share the GPU's memory."""
+    """Of workers: several processes, and in some of them PyTorch, share the GPU's memory."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     more = {"JAX_PLATFORMS": "cpu"} if rehearsal else {}
     return {

@@ -3,8 +3,13 @@
 Times are device times of forward and of forward with backward on useful FLOPs, ours beside rivals
 on the same inputs in the same process, the floor of the card that is there beside them. A rehearsal
 runs the same lines on a CPU through the interpreter, on tiny shapes; its times mean nothing. A
-kernel folder's bench.py has CASES, TINY_CASES, checks(rehearsal) and sides(case, implementation);
-those of products with communication have checks(), times() and rehearsals().
+kernel folder's bench.py has CASES, TINY_CASES, checks(rehearsal), sides(case, implementation) and,
+where PyTorch has a rival, torch_sides(case); those of products with communication have checks(),
+times() and rehearsals().
+
+PyTorch's rivals have a process of their own, which draws the same inputs: the libraries that
+PyTorch brings along, a crash or a hang cannot harm the rows of our kernels. That process times our
+kernel on its first case once more, so that a table can say how far the two processes agree.
 """
 
 import dataclasses
@@ -17,9 +22,10 @@ from typing import Any
 import jax
 from worker_channel import Item
 
-from pallas_kernels import bench
+from pallas_kernels import bench, rivals
 
 FORWARD, BOTH = "forward", "forward+backward"
+CONTROL = "ours, in PyTorch's process"
 SIDE_S, RUNS = 0.4, 50  # of timed calls (chosen: 50 calls of anything below 8 ms)
 RUN_S = 45  # limit of what runs (chosen: drawing inputs, and SIDE_S many times over)
 
@@ -49,6 +55,29 @@ def worth(case: Any) -> int:
     return next((i for i, word in enumerate(order) if case.name.startswith(word)), len(order))
 
 
+def differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns (cotangents, arguments) -> results and gradients."""
+
+    def both(cotangents: Any, *args: Any) -> Any:
+        out, pull = jax.vjp(function, *args)
+        return out, pull(cotangents)
+
+    return both
+
+
+def calls_of(once_s: float) -> int:
+    """How often something is called that takes so long: RUNS, or what SIDE_S has room for."""
+    return max(3, min(RUNS, int(SIDE_S / once_s)))
+
+
+def row_of(case: Any, direction: str, timing: bench.Timing, sets: int) -> dict[str, Any]:
+    """A time beside the floor of the GPU that is there."""
+    rate = bench.memory_rate(jax.devices()[0].device_kind)
+    passes = (False, True) if direction == BOTH else (False,)
+    floor = sum(case.floor_s(p, rate) for p in passes)
+    return {**asdict(timing), "sets": sets, "floor_s": floor, "of_floor": floor / timing.median_s}
+
+
 class Timed:
     """One side of a case in one direction."""
 
@@ -62,14 +91,10 @@ class Timed:
     def prepare(self) -> None:
         """Traces and compiles the program; nothing runs."""
         function, like = self._build()
-
-        def both(cotangents: Any, *args: Any) -> Any:
-            out, pull = jax.vjp(function, *args)
-            return out, pull(cotangents)
-
         run, self._shapes = function, tuple(like)
         if self._direction == BOTH:
-            run, self._shapes = both, (jax.eval_shape(function, *like), *like)
+            run = differentiated(function)
+            self._shapes = (jax.eval_shape(function, *like), *like)
         self._sets = 1 if self._tiny else bench.sets_of(run, self._shapes)
         program = jax.jit(bench.chained(run))
         self._program = program.lower(*[self._shapes] * self._sets).compile()
@@ -79,22 +104,67 @@ class Timed:
         program, self._program = self._program, None  # its memory is free for the next
         keys = jax.random.split(jax.random.key(0), self._sets)
         inputs = [bench.normal(key, self._shapes) for key in keys]
-        runs = RUNS
         _, (_, once) = bench.wall_clock(program, inputs, 2)
-        runs = max(3, min(RUNS, int(SIDE_S / once * self._sets)))
+        runs = calls_of(once / self._sets)
         if self._tiny:
             timing = bench.measure_program(program, inputs, 1, 1, bench.wall_clock)
         else:
             timing = bench.measure_program(program, inputs, runs, min(10, runs))
-        case, rate = self._case, bench.memory_rate(jax.devices()[0].device_kind)
-        passes = (False, True) if self._direction == BOTH else (False,)
-        flops, nbytes = (sum(count(p) for p in passes) for count in (case.flops, case.bytes))
-        floor = sum(case.floor_s(p, rate) for p in passes)
-        return {
-            **asdict(timing), "sets": self._sets, "tflops": flops / timing.median_s / 1e12,
-            "gbytes_per_s": nbytes / timing.median_s / 1e9, "floor_s": floor,
-            "of_floor": floor / timing.median_s,
-        }  # fmt: skip
+        return row_of(self._case, self._direction, timing, self._sets)
+
+
+class TorchTimed:
+    """One of PyTorch's rivals of a case in one direction."""
+
+    def __init__(self, case: Any, direction: str, build: Callable[[], rivals.Rival], tiny: bool):
+        """tiny: a rehearsal's, on a CPU."""
+        self._case, self._direction, self._build, self._tiny = case, direction, build, tiny
+        self._function: Any = None
+        self._twin: Any = None
+        self._shapes: tuple[Any, ...] = ()
+        self._sets = 0
+
+    def prepare(self) -> None:
+        """Imports PyTorch, and compiles what its results are compared with; nothing runs."""
+        rivals.version()
+        rival = self._build()
+        self._function, twin, self._shapes = rival.function, rival.twin, tuple(rival.like)
+        if self._direction == BOTH:
+            self._function = rivals.with_gradients(rival.function)
+            twin = differentiated(rival.twin)
+            self._shapes = (jax.eval_shape(rival.twin, *rival.like), *rival.like)
+        self._sets = 1 if self._tiny else bench.sets_of(twin, self._shapes)
+        self._twin = jax.jit(twin).lower(*self._shapes).compile()
+
+    def run(self) -> dict[str, Any]:
+        """Compares one result with plain JAX's, then times PyTorch's program.
+
+        Raises: ValueError when PyTorch computes something else; what PyTorch raises.
+        """
+        try:
+            keys = jax.random.split(jax.random.key(0), self._sets)
+            drawn = [bench.normal(key, self._shapes) for key in keys]
+            inputs = [rivals.tensors(each) for each in drawn]
+            found = rivals.arrays(self._function(*inputs[0]))
+            error = rivals.compare(found, self._twin(*drawn[0]))
+            del found
+            return {"torch": rivals.version(), "relative_error": error, **self._time(inputs)}
+        finally:
+            self._twin = None
+            rivals.release()
+
+    def _time(self, inputs: list[tuple[Any, ...]]) -> dict[str, Any]:
+        program, events = rivals.program(self._function, inputs), {}
+        _, (_, once) = bench.wall_clock(program, (), 2)
+        runs = calls_of(once / self._sets)
+        if self._tiny:
+            timing = bench.measure_program(program, inputs, 1, 1, bench.wall_clock)
+        else:
+            timing = bench.measure_program(program, inputs, runs, min(10, runs), rivals.clock)
+            again = bench.measure_program(program, inputs, runs, 0, rivals.events)
+            events = {"events_s": again.median_s}
+        row = row_of(self._case, self._direction, timing, self._sets)
+        return row | {"launch": program.how, **events}
 
 
 def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
@@ -114,6 +184,26 @@ def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
     return found
 
 
+def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
+    """Every case of a folder on PyTorch's sides; and ours once, behind those of the first case."""
+    module, found = bench_of(folder), []
+    cases = sorted(module.TINY_CASES if rehearsal else module.CASES, key=worth)
+
+    def item(case: Any, name: str, timed: Timed | TorchTimed) -> Item:
+        about = {
+            "folder": folder, "case": case.name, "direction": direction, "implementation": name,
+        }  # fmt: skip
+        return Item(f"{case.name}, {name}", timed.run, timed.prepare, about, RUN_S, True)
+
+    for case in cases:
+        for name, build in module.torch_sides(case).items():
+            found.append(item(case, name, TorchTimed(case, direction, build, rehearsal)))
+        if case is cases[0]:
+            build = module.sides(case, "interpret" if rehearsal else "hopper")["ours"]
+            found.append(item(case, CONTROL, Timed(case, direction, build, rehearsal)))
+    return found
+
+
 def bert(rehearsal: bool) -> list[Item]:
     """ByteTransformer's workload at batch 16, length 1024: the stack, then attention alone."""
     from experiments.reports import padding, padding_free
@@ -125,14 +215,15 @@ def bert(rehearsal: bool) -> list[Item]:
     clock, runs = (bench.wall_clock, 1) if rehearsal else (bench.device_clock, RUNS)
     ours, forced = padding_free.OURS, None if rehearsal else "hopper"
     steps = (
-        dataclasses.replace(ours, name=f"{ours.name}, all kernels", implementation=forced),
-        ours, padding_free.CUDNN, padding_free.PADDED,
+        dataclasses.replace(ours, name=f"{ours.name}, our kernels", implementation=forced),
+        dataclasses.replace(ours, name=f"{ours.name}, this GPU's defaults"),
+        padding_free.CUDNN, padding_free.PADDED,
     )  # fmt: skip
     return [
         Item(
             f"{what}, {step.name}",
             functools.partial(timed, cfg, step, dtype, batch, longest, clock, runs),
-            about={"bert": what}, limit_s=120, optional=step in steps[2:],
+            about={"bert": what, "step": step.name}, limit_s=120, optional=step in steps[2:],
         )
         for what, timed in (("stack", padding.timed), ("attention", padding.timed_attention))
         for step in steps

@@ -6,7 +6,8 @@ however it ends, standard input closes and the worker exits. JSON lines go to th
 that the first argument names, so that what a library prints cannot be mistaken for a message:
 
     {"hello": {"device": "NVIDIA H200", "slug": "nvidia_h200"}}
-    {"stage": "run", "item": "forward d128", "limit_s": 30}   the parent kills the worker later
+    {"stage": "run", "item": "forward d128", "limit_s": 30}   the parent kills the worker later;
+                                    with "rival": {...}, members of the row that says so then
     {"item": "forward d128", "rows": [{...}]}                 what was measured
     {"item": "forward d128", "fault": "ValueError: ..."}      why it could not be
     {"end": "complete"}    or "stopped", "poisoned", "missing", "refused", each with "why"
@@ -36,7 +37,7 @@ class Item:
     prepare: makes the program; a worker that waits for its turn does it ahead, so it must not start
     a kernel. run: returns the rows, or one row; limit_s: of run. about: members of each row.
     optional: a rival, which may be missing; a failure is then a row that says why, and no fault of
-    the part.
+    the part, be it an exception, a crash or a hang.
     """
 
     name: str
@@ -97,16 +98,21 @@ class Channel:
         """Says which device this is."""
         self._send({"hello": facts})
 
-    def stage(self, name: str, limit_s: float, item: str | None = None, skip: str = "") -> None:
+    def stage(
+        self, name: str, limit_s: float, item: str | None = None, skip: str = "",
+        rival: Row | None = None,
+    ) -> None:  # fmt: skip
         """Says what comes next; when it takes longer than limit_s the parent kills this process.
 
         skip: what the next worker of this part should leave out then (spec["skip"]) when it does
-        the same item again; empty: it leaves out the item.
+        the same item again; empty: it leaves out the item. rival: of an optional item, members of
+        the row that says how this process ended, if it ends in this stage.
         """
         limit_s *= self._scale
         # Without a parent that kills it, and whatever C++ keeps Python's threads from running.
         faulthandler.dump_traceback_later(limit_s + ORPHAN_S, exit=True)
-        self._send({"stage": name, "item": item, "limit_s": limit_s, "skip": skip})
+        more = {} if rival is None else {"rival": rival}
+        self._send({"stage": name, "item": item, "limit_s": limit_s, "skip": skip, **more})
 
     def rows(self, item: str, rows: Sequence[Row]) -> None:
         """Hands over what was measured."""
@@ -141,9 +147,12 @@ def work(channel: Channel, items: Sequence[Item], probe: Callable[[], object] = 
     left = [item for item in items if item.name not in done]
     prepared: set[str] = set()
 
+    def spare(item: Item) -> Row | None:
+        return dict(item.about or {}) if item.optional else None
+
     def prepare(item: Item) -> None:
         if item.prepare is not None and item.name not in prepared:
-            channel.stage("prepare", PREPARE_S, item.name)
+            channel.stage("prepare", PREPARE_S, item.name, rival=spare(item))
             item.prepare()
             prepared.add(item.name)
 
@@ -159,16 +168,16 @@ def work(channel: Channel, items: Sequence[Item], probe: Callable[[], object] = 
         about = dict(item.about or {})
         try:
             prepare(item)
-            channel.stage("run", item.limit_s, item.name)
+            channel.stage("run", item.limit_s, item.name, rival=spare(item))
             found = item.run()
             rows = [found] if isinstance(found, dict) else found
             channel.rows(item.name, [about | row for row in rows])
         except Exception as error:
             poisoned = is_poison(error) or not _works(probe)
-            if item.optional and not poisoned:
+            if item.optional:
                 channel.rows(item.name, [about | {"note": reason(error)}])
-                continue
-            channel.fault(item.name, reason(error))
+            else:
+                channel.fault(item.name, reason(error))
             if poisoned:
                 return channel.end("poisoned", reason(error))
     channel.end("complete")

@@ -122,6 +122,7 @@ class Worker:
         """command: the worker's; spec: what it reads first."""
         self.part, self.began, self.going_s, self.stopping = part, time.monotonic(), None, False
         self.stage, self.item, self.skip = "import", None, ""
+        self.rival: Row | None = None
         self.limit_s: float | None = IMPORT_S * spec.get("limit_scale", 1)
         self.stage_began, self.how, self.why = self.began, "", ""
         self.killed, self.blamed, self.silent = "", False, False
@@ -165,6 +166,7 @@ class Worker:
         """Its limit counts from now on."""
         self.stage, self.item = message["stage"], message["item"]
         self.limit_s, self.skip = message["limit_s"], message.get("skip", "")
+        self.rival = message.get("rival")
         self.stage_began = time.monotonic()
 
     def note_end(self, message: Row) -> None:
@@ -329,12 +331,16 @@ class Session:
             if failure and worker.skip:
                 verdict = self._store.verdict(part)
                 self._store.judge(part, verdict | {"skip": [*verdict["skip"], worker.skip]})
+            elif failure and worker.rival is not None:  # the part is not to blame
+                self._store.add(part, worker.item or "", [worker.rival | {"note": failure}])
+                failure = ""
             elif failure and worker.item is not None:
                 self._fault(part, worker.item, failure)
             self._tries[part.name] = self._tries.get(part.name, 0) + 1
             finished = self._tries[part.name] == TRIES
             if not finished:
                 self._queue.insert(0, part)
+            failure = failure or ("given up: its third process failed" if finished else "")
         verdict = self._store.verdict(part)
         seconds = verdict["seconds"] + (time.monotonic() - (worker.going_s or time.monotonic()))
         why = (worker.why or failure) if worker.how in ("missing", "refused") or failure else ""

@@ -168,7 +168,10 @@ def test_names_of_test_files_differ():
 
 
 # Rivals that a folder's benchmark times, where they are installed: imported inside functions.
-RIVALS = {"pallas_kernels/attention/bench.py": {"tokamax"}}
+RIVALS = {
+    "pallas_kernels/attention/bench.py": {"tokamax"},
+    "pallas_kernels/rivals.py": {"torch"},
+}
 
 
 def test_kernels_stand_alone():

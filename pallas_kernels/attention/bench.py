@@ -3,7 +3,8 @@
 Correct: the error against float32 attention is at most twice that of plain bf16 attention, plus
 1e-3 (gradients: 2e-3). Rivals work on the same tokens: cuDNN on rows padded to the longest, cuDNN
 on packed tokens (private to jax), tokamax on packed tokens (by its kernel's own mask; where it is
-installed), and our plain JAX reference. What a rival cannot do is a row that says why.
+installed), our plain JAX reference, and PyTorch's FlashAttention and cuDNN on rows of one length
+and its FlashAttention on packed tokens. What a rival cannot do is a row that says why.
 """
 
 import functools
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import varlen_attention
+from pallas_kernels import rivals, varlen_attention
 from pallas_kernels.attention.cases import CASES as CASES
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.ranges import packed_rows
@@ -132,6 +133,41 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
         "tokamax packed": lambda: tokamax_packed(case),
         "reference": lambda: ours(case, "reference"),
     }
+
+
+def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
+    """PyTorch's attention of a case, each built when its turn comes."""
+    return {
+        "torch flash padded": lambda: torch_padded(case, "FLASH_ATTENTION"),
+        "torch cudnn padded": lambda: torch_padded(case, "CUDNN_ATTENTION"),
+        "torch flash packed": lambda: torch_packed(case),
+    }
+
+
+def torch_padded(case: Case, backend: str) -> rivals.Rival:
+    """scaled_dot_product_attention of rows, which knows no lengths.
+
+    Raises: NotImplementedError for segments of several lengths.
+    """
+    B, S = len(case.lengths), max(case.lengths)
+    if min(case.lengths) != S:
+        raise NotImplementedError("segments of several lengths: see 'torch flash packed'")
+    attend, _ = ours(case, "reference")
+
+    def twin(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def tall(x: jax.Array) -> jax.Array:
+            rows = x.reshape(B * S, *x.shape[2:])
+            return jnp.pad(rows, ((0, -B * S % 128), (0, 0), (0, 0)))
+
+        return attend(*map(tall, (q, k, v)))[: B * S].reshape(q.shape)
+
+    return rivals.Rival(rivals.sdpa(backend, case.causal), twin, arguments(case, B, S))
+
+
+def torch_packed(case: Case) -> rivals.Rival:
+    """FlashAttention of packed tokens; its prefix sums are made beforehand, as ours are."""
+    function = rivals.varlen(case.lengths, case.causal)
+    return rivals.Rival(function, *ours(case, "reference"))
 
 
 def arguments(case: Case, *rows: int) -> list[jax.ShapeDtypeStruct]:

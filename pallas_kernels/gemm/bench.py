@@ -1,6 +1,7 @@
-"""Matrix products with epilogues on a GPU: correctness, and every case beside XLA's product.
+"""Matrix products with epilogues on a GPU: correctness, and every case beside its rivals.
 
 Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3.
+Rivals: XLA's program of the same, and PyTorch's, whose product is cuBLAS's as well.
 """
 
 import functools
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import rivals
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gemm.cases import CASES as CASES
@@ -53,6 +55,13 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
         "ours": lambda: (product(case, implementation), arguments(case)),
         "xla": lambda: (product(case, "reference"), arguments(case)),
     }
+
+
+def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
+    """torch.matmul, with torch.compile where there is something behind it."""
+    alone = case.activation is None and not case.bias and not case.residual
+    function = rivals.matmul if alone else rivals.gemm(case.activation, case.bias, case.residual)
+    return {"torch": lambda: rivals.Rival(function, product(case, "reference"), arguments(case))}
 
 
 def errors(case: Case, implementation: Implementation) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3.
 Rivals: JAX's own kernels (jax.experimental.pallas.ops.gpu, few groups only), XLA's ragged_dot where
-its copies of the rows fit, and one dense product of the same FLOPs, which no grouped one can beat.
+its copies of the rows fit, one dense product of the same FLOPs, which no grouped one can beat, and
+torch._grouped_mm. What a rival cannot do is a row that says why.
 """
 
 import functools
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import rivals
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped.cases import CASES as CASES
@@ -55,7 +57,12 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
 
 
 def theirs(case: Case) -> Callable[..., jax.Array]:
-    """JAX's kernels, with the gradients that they can compute."""
+    """JAX's kernels, with the gradients that they can compute.
+
+    Raises: NotImplementedError for more groups than compile in reasonable time.
+    """
+    if case.G > UNROLLED:
+        raise NotImplementedError(f"{case.G} groups: compiling takes minutes (at most {UNROLLED})")
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
     def dot(lhs, rhs, transpose):
@@ -78,23 +85,30 @@ def theirs(case: Case) -> Callable[..., jax.Array]:
     return run
 
 
+def ragged(case: Case) -> Callable[..., jax.Array]:
+    """XLA's ragged_dot. Raises: NotImplementedError where a GPU has no room for its copies."""
+    nbytes = 2 * case.M * case.G * max(case.K, case.N)
+    if nbytes >= COPIES:
+        raise NotImplementedError(f"it would copy the rows for each group: {nbytes / 1e9:.0f} GB")
+    return lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, sizes(case))
+
+
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours and the rivals that a GPU has room for."""
+    """Ours and its rivals, each built when its turn comes."""
     like = arguments(case)
-    found: dict[str, Callable[[], Side]] = {
+    square = [like[0], jax.ShapeDtypeStruct((case.K, case.N), "bfloat16")]
+    return {
         "ours": lambda: (product(case, implementation), like),
-        "dense": lambda: (
-            jnp.matmul,
-            [like[0], jax.ShapeDtypeStruct((case.K, case.N), "bfloat16")],
-        ),
+        "dense": lambda: (jnp.matmul, square),
+        "ragged_dot_mgpu": lambda: (theirs(case), like),
+        "ragged_dot": lambda: (ragged(case), like),
     }
-    if case.G <= UNROLLED:
-        found["ragged_dot_mgpu"] = lambda: (theirs(case), like)
-    if 2 * case.M * case.G * max(case.K, case.N) < COPIES:
-        found["ragged_dot"] = lambda: (
-            lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, sizes(case)), like
-        )  # fmt: skip
-    return found
+
+
+def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
+    """PyTorch's grouped product, compared with ours in plain JAX."""
+    function, twin = rivals.grouped(case.sizes), product(case, "reference")
+    return {"torch grouped": lambda: rivals.Rival(function, twin, arguments(case))}
 
 
 def errors(case: Case, implementation: Implementation) -> dict[str, float]:

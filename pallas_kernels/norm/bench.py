@@ -1,7 +1,8 @@
-"""Norms with bias and residual on a GPU: correctness, and every case beside what XLA makes of it.
+"""Norms with bias and residual on a GPU: correctness, and every case beside its rivals.
 
 Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3
 (gradients: 2e-3).
+Rivals: what XLA makes of the plain program, and what torch.compile makes of PyTorch's norms.
 """
 
 import functools
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import PackInfo
+from pallas_kernels import PackInfo, rivals
 from pallas_kernels.attention.cases import paper_lengths
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.norm.cases import CASES as CASES
 from pallas_kernels.norm.cases import Case
 
+EPS = 1e-5  # of fused_layer_norm, if it is given none
 TINY_CASES = (Case("tiny", 64, 128, bias=True),)
 CHECKED = (
     Case("1000 x 1024", 1000, 1024, bias=True),
@@ -36,6 +38,11 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(s, jnp.float32 if len(s) == 1 else jnp.bfloat16) for s in shapes]
 
 
+def lengths_of(case: Case) -> tuple[int, ...]:
+    """Of the sequences that a case unpacks."""
+    return paper_lengths(case.padded_rows // 16)
+
+
 def norm(case: Case, implementation: Implementation) -> Callable:
     """fused_layer_norm of the arguments, or norm_unpack into the paper's padded rows."""
 
@@ -47,12 +54,12 @@ def norm(case: Case, implementation: Implementation) -> Callable:
             "offset": left.pop(0) if case.centred else None,
             "bias": left.pop(0) if case.bias else None,
             "kind": "layer" if case.centred else "rms",
+            "eps": EPS,
             "implementation": implementation,
         }
         if not case.padded_rows:
             return pallas_kernels.fused_layer_norm(x, **options)
-        lengths = paper_lengths(case.padded_rows // 16)
-        cu = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+        cu = jnp.asarray(np.concatenate([[0], np.cumsum(lengths_of(case))]), jnp.int32)
         info = PackInfo(cu, case.rows, case.padded_rows // 16)
         return pallas_kernels.norm_unpack(x, info, **options)
 
@@ -65,6 +72,25 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
         "ours": lambda: (norm(case, implementation), arguments(case)),
         "xla": lambda: (norm(case, "reference"), arguments(case)),
     }
+
+
+def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
+    """PyTorch's norm, compiled; where y is unpacked, with a copy to the places of the tokens."""
+    places = None
+    if case.padded_rows:
+        longest = case.padded_rows // 16
+        places = np.concatenate(
+            [i * longest + np.arange(n) for i, n in enumerate(lengths_of(case))]
+        )
+
+    def unpacked(*args: jax.Array) -> jax.Array:
+        return norm(case, "reference")(*args).reshape(case.padded_rows, case.width)
+
+    twin = unpacked if case.padded_rows else norm(case, "reference")
+    function = rivals.norm(
+        case.centred, case.added, case.bias, EPS, places, case.padded_rows
+    )  # fmt: skip
+    return {"torch compiled": lambda: rivals.Rival(function, twin, arguments(case))}
 
 
 def errors(case: Case, implementation: Implementation) -> dict[str, float]:
