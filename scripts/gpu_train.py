@@ -58,7 +58,7 @@ def train_step_of(cfg: Config, device: jax.Device | None = None) -> TrainStep:
 
 @contextlib.contextmanager
 def our_kernel(cfg: Config) -> Iterator[None]:
-    """While a step is traced, attention 'varlen' is our kernel, also where it is not the default."""
+    """While a step is traced, attention 'varlen' is our kernel, be it the default or not."""
     default = pallas_kernels.packed_attention
     if cfg.train.attention == "varlen":
         forced = functools.partial(default, implementation="hopper")

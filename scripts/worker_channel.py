@@ -138,6 +138,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
+def shown(row: Row) -> str:
+    """A row for people."""
+    return str({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})[:400]
+
+
 def work(channel: Channel, items: Sequence[Item], probe: Callable[[], object] = bool) -> None:
     """Prepares some items while the GPU is busy, then measures all that were not measured before.
 

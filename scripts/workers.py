@@ -25,15 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from worker_channel import shown
+
 from megajax.monitor import results
 
 AHEAD = 3  # parts that lower their programs while another one measures
 TRIES = 3  # processes of one part that may be killed or die in one call
 IMPORT_S, EXIT_S = 150, 20  # until a worker says its first stage, and behind its last word
 GRACE_S = 10  # between the request to stop at the end of the time and the kill
-LOG_BYTES = 20_000  # of what one worker printed, its end
+LOG_BYTES, LOG_MOST = 20_000, 8 << 20  # of one worker, the end; of log.txt, then half is dropped
 TUNED, VERDICTS = "tuned", "verdicts"
-
 Row = dict[str, Any]
 
 
@@ -64,6 +65,8 @@ class Store:
         self.slug = slug
         self._about = results.facts(device, self._layer.format(device)) | {"commit": self._commit}
         self._rows = {}
+        for path in self.folder.glob(f"{slug}*.json.part"):  # a killed call left it
+            path.unlink()
 
     def path(self, file: str) -> Path:
         """Where a file of this device lies."""
@@ -121,8 +124,7 @@ class Worker:
     def __init__(self, command: Sequence[str], part: Part, spec: Row, env: Mapping[str, str]):
         """command: the worker's; spec: what it reads first."""
         self.part, self.began, self.going_s, self.stopping = part, time.monotonic(), None, False
-        self.stage, self.item, self.skip = "import", None, ""
-        self.rival: Row | None = None
+        self.stage, self.item, self.skip, self.rival = "import", None, "", None
         self.limit_s: float | None = IMPORT_S * spec.get("limit_scale", 1)
         self.stage_began, self.how, self.why = self.began, "", ""
         self.killed, self.blamed, self.silent = "", False, False
@@ -338,9 +340,10 @@ class Session:
                 self._fault(part, worker.item, failure)
             self._tries[part.name] = self._tries.get(part.name, 0) + 1
             finished = self._tries[part.name] == TRIES
-            if not finished:
+            if finished:
+                failure, worker.why = failure or "given up: its third process failed", ""
+            else:
                 self._queue.insert(0, part)
-            failure = failure or ("given up: its third process failed" if finished else "")
         verdict = self._store.verdict(part)
         seconds = verdict["seconds"] + (time.monotonic() - (worker.going_s or time.monotonic()))
         why = (worker.why or failure) if worker.how in ("missing", "refused") or failure else ""
@@ -362,7 +365,10 @@ class Session:
 
     def _log(self, head: str, printed: str) -> None:
         self._store.folder.mkdir(parents=True, exist_ok=True)
-        with (self._store.folder / "log.txt").open("a") as file:
+        path = self._store.folder / "log.txt"
+        if path.exists() and path.stat().st_size > LOG_MOST:
+            path.write_bytes(path.read_bytes()[-LOG_MOST // 2 :])
+        with path.open("a") as file:
             file.write(f"---- {head}\n{printed}\n")
 
     def _summary(self, parts: Sequence[Part]) -> int:
@@ -373,8 +379,3 @@ class Session:
         again = f"; {left} parts are unfinished, call again" if left else ""
         print(f"{self._store.folder}/{self._store.slug}*.json are written{again}")
         return int(any(verdict.get("failed") for verdict in verdicts))
-
-
-def shown(row: Row) -> str:
-    """A row for people."""
-    return str({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})[:400]

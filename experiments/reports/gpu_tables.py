@@ -12,6 +12,7 @@ from typing import Any
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], Any]]
 NOTHING = "*Not measured yet.*"
+RUNS = 50  # calls that a time should have (scripts/gpu_kernels.py)
 
 
 def measured(folder: Path, file: str) -> list[dict[str, Any]]:
@@ -57,12 +58,23 @@ def peaks(folder: Path) -> str:
 
 
 def machines(folder: Path) -> str:
-    """What each machine was."""
+    """What each machine was, and whether the first small kernel was right there."""
+    files = measured(folder, "kernels")
+    for file in files:
+        about: Row = {}
+        for row in file["rows"]:
+            about |= row if row.get("part") == "smoke" else {}
+        file["rows"] = [about]
     columns: Columns = {
         "nvidia-smi": lambda r: r["nvidia_smi"], "SMs": lambda r: r["sms"],
         "jax": lambda r: r["jax"], "CPU cores": lambda r: r["cores"],
+        "first kernel": lambda r: _right(r.get("passed")),
     }  # fmt: skip
-    return tables(measured(folder, "kernels"), columns, lambda r: "nvidia_smi" in r)
+    return tables(files, columns, lambda r: "nvidia_smi" in r)
+
+
+def _right(passed: bool | None) -> str | None:
+    return None if passed is None else "right" if passed else "wrong"
 
 
 def checks(folder: Path) -> str:
@@ -120,21 +132,34 @@ def training(folder: Path) -> str:
         both = "estimate_s" in row and "median_s" in row
         return row["estimate_s"] / row["median_s"] if both else None
 
-    def percent(row: Row) -> str | None:
-        return f"{100 * row['mfu_causal']:.1f} %" if row.get("mfu_causal") else None
-
-    def spread(row: Row) -> str:
-        return f"{row['p10_s']:.3f} to {row['p90_s']:.3f}" if "p10_s" in row else "-"
+    def percent(name: str) -> Callable[[Row], str | None]:
+        return lambda row: f"{100 * row[name]:.1f} %" if row.get(name) else None
 
     columns: Columns = {
         "variant": lambda r: r["variant"],
+        "what ran": lambda r: f"attention {r['attention']}, remat {r['remat']}",
         "rows x tokens": lambda r: f"{r['batch']} x {r['seq_len']}",
         "segments a row": lambda r: r["segments"], "a step, s": lambda r: r.get("median_s"),
-        "p10 to p90": spread, "tokens/s": lambda r: r.get("tokens_per_s"),
-        "MFU, attention inside segments": percent, "peak GiB": lambda r: r.get("memory_gib"),
+        "p10 to p90": lambda r: spread(r, "s"), "steps": lambda r: r.get("n"),
+        "tokens/s": lambda r: r.get("tokens_per_s"),
+        "GFLOP a token": lambda r: _scaled(r, "flops_per_token_causal", 1e-9),
+        "MFU, visible pairs inside segments": percent("mfu_causal"),
+        "MFU, all pairs inside segments": percent("mfu_megatron"),
+        "last loss": lambda r: r.get("loss"), "peak GiB": lambda r: r.get("memory_gib"),
         "bound GiB": lambda r: r.get("bound_gib"), "estimate over measured": ratio,
     }  # fmt: skip
     return tables(files, columns, lambda r: True)
+
+
+def spread(row: Row, unit: str) -> str | None:
+    """The 10th and the 90th percentile of a row's times, where it has any."""
+    if f"p10_{unit}" not in row:
+        return None
+    return f"{row[f'p10_{unit}']:.4g} to {row[f'p90_{unit}']:.4g}"
+
+
+def _scaled(row: Row, name: str, scale: float) -> float | None:
+    return scale * row[name] if row.get(name) is not None else None
 
 
 def overlap(folder: Path, kernels: str) -> str:
@@ -144,11 +169,16 @@ def overlap(folder: Path, kernels: str) -> str:
     def us(name: str) -> Callable[[Row], float]:
         return lambda row: 1e6 * row[name]
 
+    def controls(row: Row) -> str:
+        return ", ".join(f"{name} {1e6 * s:.4g}" for name, s in row["controls_s"].items())
+
     columns: Columns = {
-        "case": lambda r: r["item"], "link, GB/s": lambda r: r["link_gbytes_per_s"],
+        "case": lambda r: r["item"], "emulated link, GB/s": lambda r: r["link_gbytes_per_s"],
         "product, us": us("gemm_s"), "copies, us": us("copy_s"),
         "one after the other, us": us("serial_s"), "fused, us": us("fused_s"),
-        "communication hidden": lambda r: r[word],
+        "no less than, us": us("floor_s"), "communication hidden": lambda r: r[word],
+        "result": lambda r: f"{_right(r['passed'])} (off by {r['relative_error']:.2g})",
+        "controls, us": controls, "launches": lambda r: r["runs"], "clock": lambda r: r["clock"],
     }  # fmt: skip
     wanted = lambda r: r["folder"] == kernels and "fused_s" in r  # noqa: E731
     return tables(measured(folder, "overlap"), columns, wanted)
@@ -158,7 +188,9 @@ def bert(folder: Path) -> str:
     """BERT-base at batch 16 and length 1024, all layers and one attention."""
     columns: Columns = {
         "what": lambda r: r["bert"], "step": lambda r: r.get("step", r["item"]),
-        "ms": lambda r: r.get("median_ms", r.get("note")), "clock": lambda r: r.get("clock"),
+        "ms": lambda r: r.get("median_ms", r.get("note")), "p10 to p90": lambda r: spread(r, "ms"),
+        "calls": lambda r: r.get("n"), "clock": lambda r: r.get("clock"),
+        "host's ms": lambda r: r.get("wall_ms"),
         "useful TFLOP/s": lambda r: r.get("useful_tflops"),
     }  # fmt: skip
     return tables(measured(folder, "kernels"), columns, lambda r: "bert" in r)
@@ -168,7 +200,10 @@ def tuned(folder: Path) -> str:
     """The tables of tiles."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     columns: Columns = {
-        "tuning": lambda r: r["item"], "ours, us": lambda r: r["median_us"],
+        "tuning": lambda r: r["item"],
+        "fastest tile": lambda r: ", ".join(f"{k} {v}" for k, v in r["tile"].items()),
+        "candidates left out": lambda r: f"{len(r['failed'])} of {r['candidates']}",
+        "clock": lambda r: r["clock"], "ours, us": lambda r: r["median_us"],
         "heuristic's tile, us": lambda r: r["heuristic_us"],
         "others, us": lambda r: ", ".join(f"{k} {v:.4g}" for k, v in r["rivals"].items()),
         "fastest": lambda r: r["fastest"],

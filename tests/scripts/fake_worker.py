@@ -34,6 +34,7 @@ def cuda_error():
 
 
 def behave(what, channel, name):
+    what = what.removeprefix("rival ")
     if what == "hang in tile 1":
         for tile in ("tile 0", "tile 1"):
             if tile not in channel.spec["skip"]:
@@ -70,7 +71,9 @@ work(
     [
         Item(
             name, lambda what=what, name=name: behave(what, channel, name),
-            limit_s=0.5 if what == "hang" else 100, optional=what == "error",
+            limit_s=0.5 if what.endswith("hang") else 100,
+            about={"side": 1} if "rival" in what else None,
+            optional=what == "error" or "rival" in what,
         )
         for name, what in channel.spec.get("items", {}).items()
     ],

@@ -73,6 +73,7 @@ def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys, monkeypa
         part("stuck", stuck=True, never="ok"),
         part("tiles", bad="hang in tile 1"),
         part("rival", rival="error", after="ok"),
+        part("bad rivals", hung="rival hang", dead="rival die", poison="rival cuda", after="ok"),
         part("good", alone=True, one="ok", two="ok"),
         workers.Part("late", "kernels", {"items": {"slow to exit": "ok"}}, alone=False),
     ]
@@ -93,6 +94,14 @@ def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys, monkeypa
     assert rows["tiles"]["bad"]["left_out"] == ["tile 1"] and not verdicts["tiles"]["failed"]
     assert rows["rival"]["rival"]["note"] == "ValueError: no such shape"
     assert words["rival"] == words["good"] == "2 items" and words["late"] == "1 items"
+    # Three processes ended: what is left is given up, and the verdict says so.
+    notes = {name: row["note"] for name, row in rows["bad rivals"].items()}
+    assert notes.keys() == {"hung", "dead", "poison"} and rows["bad rivals"]["hung"]["side"] == 1
+    assert notes["hung"] == "killed after 0.5 s in the stage 'run'"
+    assert notes["dead"].startswith("its process ended by signal 11")
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in notes["poison"]
+    assert not verdicts["bad rivals"]["faults"]
+    assert words["bad rivals"] == "failed (3 items): given up: its third process failed"
     log = (tmp_path / "log.txt").read_text()
     assert "said before it left" in log
     child = int(log.split("hanging with ")[1].split()[0])
