@@ -218,6 +218,7 @@ def pytorch(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", loop)
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's own
 @pytest.mark.parametrize("direction", [gpu_kernels.FORWARD, gpu_kernels.BOTH])
 @pytest.mark.parametrize(("module", "case", "name"), SIDES)
 def test_pytorch_computes_the_same(pytorch, module, case, name, direction):
