@@ -27,14 +27,16 @@ from typing import Any, Literal
 
 from experiments.reports import comet_exact, overlap_models
 from experiments.reports import overlap as report
+from experiments.reports.overlap_simulator import MACHINES
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
-from pallas_kernels.collective.cases import LAYOUTS, MIXTURES, RANKS
-from pallas_kernels.collective.simulator import MACHINES
+from pallas_kernels.collective.cases import RANKS
+from pallas_kernels.expert.cases import MIXTURES
 
+LAYOUTS = ((8, 1), (4, 2), (2, 4), (1, 8))  # (tensor, expert)
 MOST_STD = 0.5  # of shares of at least 2 experts: 1 and 0
 MOST_TOKENS = 64  # of an exact layer: the loop's seconds
 

@@ -26,12 +26,14 @@ from typing import Any, Literal
 
 from experiments.reports import flux_exact, overlap_models
 from experiments.reports import overlap as report
+from experiments.reports.overlap_simulator import MACHINES
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.monitor import results
-from pallas_kernels.collective.cases import DENSE, RANKS, ROWS
-from pallas_kernels.collective.simulator import MACHINES
+from pallas_kernels.collective.cases import DENSE, RANKS
+
+ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from experiments.reports.overlap import Row, draw_routing
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from megajax.parallel.overlap import Implementation
-from pallas_kernels.collective.cases import MIXTURES, RANKS, Mixture
+from pallas_kernels.collective.cases import RANKS
+from pallas_kernels.expert.cases import MIXTURES, Mixture
 
 NARROWER = 16
 WAYS: tuple[Implementation, ...] = ("xla", "ring")

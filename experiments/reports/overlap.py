@@ -1,7 +1,7 @@
 """What flux.py and comet.py claim, as rows of a result file: SIMULATED times, and their figures.
 
 Rows name their part: 'op' is a tensor-parallel product with its collective, 'layer' a mixture of
-experts, both on the simulated GPU of pallas_kernels/collective. What is exact on any device and
+experts, both on the simulated GPU of overlap_simulator.py. What is exact on any device and
 what a GPU takes are other parts, with layers of their own. Papers' figures are those of Flux's and
 COMET's abstracts and of Flux's repository; where only a plot gives one, there is none here.
 
@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from experiments.reports import overlap_experts as experts
+from experiments.reports import overlap_simulator as sim
 from experiments.reports.figure import panels, save
+from experiments.reports.overlap_experts import Load
+from experiments.reports.overlap_schedules import most_comm_blocks
+from experiments.reports.overlap_simulator import Machine
 from megajax.core.errors import UserError, did_you_mean, nearest_multiples
-from pallas_kernels.collective import expert_simulator as experts
-from pallas_kernels.collective import schedule as plans
-from pallas_kernels.collective import simulator as sim
-from pallas_kernels.collective.cases import DENSE, MIXTURES, RANKS, REPOSITORY, Mixture
-from pallas_kernels.collective.expert_simulator import Load
-from pallas_kernels.collective.simulator import Machine, Product
+from pallas_kernels.collective.cases import DENSE, RANKS, Product
+from pallas_kernels.expert.cases import MIXTURES, Mixture
 
 Row = dict[str, Any]
 COMM_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -32,6 +33,11 @@ COMM_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # product, fused.
 FLUX_BEST = 96.0
 FLUX_L20 = {"gather": (16.946, 5.316, 5.903), "scatter": (17.664, 5.389, 5.730)}
+# 8192 tokens of what Flux's repository times on 8 GPUs (docs/performance.md).
+REPOSITORY = {
+    "32 experts": Mixture(8192, 8192, 32, 4, 1),
+    "8 experts": Mixture(8192, 8192, 8, 2, 1),
+}
 # The same document's ms of both products of a mixture, fused, on 8 H100 (elsewhere it says H800):
 # (experts, tensor, expert parallel) -> first, second.
 FLUX_MIXTURES = {
@@ -100,7 +106,7 @@ def _op(product: Product, machine: Machine) -> Row:
         "floor_s": times.floor_s, "fused_efficiency": times.efficiency,
         "ring_efficiency": sim.efficiency(ring, times.gemm_s, times.serial_s),
         "comm_blocks": how.comm_blocks, "tile": "{}x{}".format(*how.tile), "chunk": how.chunk,
-        "most_comm_blocks": plans.most_comm_blocks(product.ranks * shard_tiles, machine.sms),
+        "most_comm_blocks": most_comm_blocks(product.ranks * shard_tiles, machine.sms),
         "fastest": min(ways, key=lambda way: ways[way]),
     }  # fmt: skip
 
@@ -183,7 +189,7 @@ def _layer(case: Mixture, tensor: int, loads: Sequence[Load], machine: Machine) 
     row: Row = {}
     total = dict.fromkeys(("gemm_s", "comm_s", "serial_s", "fused_s"), 0.0)
     for part in ("dispatch", "combine"):
-        product = case.product(part, tensor, sum_bytes=2)
+        product = experts.product_of(case, part, tensor, sum_bytes=2)
         ways = experts.candidates(product, COMM_BLOCKS)
         times, how = experts.simulate(product, loads, machine, ways)
         row |= {f"{part}_{name}": value for name, value in dataclasses.asdict(times).items()}

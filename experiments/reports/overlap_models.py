@@ -2,7 +2,7 @@
 
 Papers report whole systems over others: Flux 1.24 times in training and 1.66 in prefill, COMET 1.71
 times. Here a model is equal blocks, and a block its products with their collectives, one after the
-other or fused (overlap_report.py), attention itself at a product's rate, and in training the
+other or fused (overlap.py), attention itself at a product's rate, and in training the
 weights' gradients. Nothing else costs time (norms, vocabulary, optimizer, other parallelism), and
 what is compared with hides nothing: a real run gains less.
 
@@ -12,10 +12,11 @@ Legend: m tokens of all ranks.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from experiments.reports import overlap_simulator as sim
 from experiments.reports.overlap import COMET_MODEL, COMM_BLOCKS, Row
-from pallas_kernels.collective import simulator as sim
-from pallas_kernels.collective.cases import DENSE, MIXTURES, RANKS
-from pallas_kernels.collective.simulator import Machine, Product
+from experiments.reports.overlap_simulator import Machine
+from pallas_kernels.collective.cases import DENSE, RANKS, Product
+from pallas_kernels.expert.cases import MIXTURES
 
 SEQUENCE = 2048  # positions that attention sees half of (chosen: GPT-3's)
 # Columns of queries, keys and values together (the models' configurations).

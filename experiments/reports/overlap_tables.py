@@ -1,10 +1,10 @@
-"""Markdown tables of what overlap_report.py simulates, for the README of the collective kernels."""
+"""Markdown tables of what overlap.py simulates, for the README of the collective kernels."""
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pallas_kernels.collective import simulator
+from experiments.reports import overlap_simulator as simulator
 from pallas_kernels.collective.cases import DENSE
 
 Columns = Mapping[str, Callable[[dict], str]]  # heading -> what a row's cell says

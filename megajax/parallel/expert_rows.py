@@ -28,7 +28,6 @@ from jax import lax
 
 from megajax.layers import dispatch as dispatch_
 from megajax.parallel.overlap import Implementation
-from pallas_kernels.collective.schedule import sort_rows
 from pallas_kernels.expert.api import Routes, cut, route
 
 Array = jax.Array
@@ -99,6 +98,16 @@ class Dispatch:
         return (P // len(self.splits_RE) if self.lanes is None else self.lanes.place_GT.shape[1], A)
 
 
+def sort_rows(expert_N: Array, source_N: Array, rank: Array, ranks: int) -> Array:
+    """Returns the stable order of rows by (expert, distance of the source after `rank`), (N,).
+
+    expert_N, source_N: int32; rows that are not to be computed have an expert past the last.
+    Source: Flux's repository, AgScatterSortOp; COMET section 3.1.
+    """
+    distance_N = (source_N - rank) % ranks
+    return jnp.argsort(expert_N * ranks + distance_N, stable=True).astype(jnp.int32)
+
+
 def make_dispatch(
     expert_TA: Array,
     experts: int,
@@ -125,7 +134,7 @@ def make_dispatch(
     here_PA = home_PA == lax.axis_index(axes[0])
     own_PA = jnp.where(here_PA, expert_PA % experts, experts)  # rows of other ranks go last
     from_N = jnp.arange(R * T * A, dtype=jnp.int32) // (T * A)
-    order_N = sort_rows(own_PA.reshape(-1), from_N, rank, R, jnp)
+    order_N = sort_rows(own_PA.reshape(-1), from_N, rank, R)
     index_PA = jnp.where(here_PA, jnp.argsort(order_N).reshape(R * T, A).astype(jnp.int32), N)
     hot_RE = own_PA.reshape(R, T * A)[:, :, None] == jnp.arange(experts)[None, None]
     order_N = order_N[:N]

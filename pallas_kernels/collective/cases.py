@@ -1,16 +1,39 @@
-"""Named shapes of the papers, for the simulator, tests and benchmarks; tensor parallel over 8.
+"""Named shapes of Flux (arXiv 2406.06858, section 5), for tests and benchmarks, over 8 ranks.
 
-Flux (arXiv 2406.06858) section 5: the feed-forward layers of GPT-3 175B and Llama-2 70B. COMET
-(arXiv 2502.19811) section 5: Mixtral 8x7B, Qwen2-MoE 2.7B, Phi-3.5-MoE; shapes are those of the
-models' configurations, Qwen2-MoE's experts rounded up from 60 to what 8 ranks divide.
+The feed-forward layers of GPT-3 175B and Llama-2 70B, from the models' configurations.
 """
 
 import dataclasses
-
-from pallas_kernels.collective.expert_simulator import ExpertProduct, Part
-from pallas_kernels.collective.simulator import Product
+from typing import Literal
 
 RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """all_gather(x) @ w or reduce_scatter(x @ w), as one of R ranks does it.
+
+    m: rows of all ranks. n, k: columns and depth of the rank's own product: n_local and k for a
+    gather, n and k_local for a scatter. wire_bytes: of an element that crosses ranks: 2 for a
+    gather of 16-bit values, 4 for partial sums in float32.
+    """
+
+    kind: Literal["gather", "scatter"]
+    m: int
+    n: int
+    k: int
+    ranks: int = 8
+    wire_bytes: int = 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row that travels."""
+        return self.wire_bytes * (self.k if self.kind == "gather" else self.n)
+
+    @property
+    def shard(self) -> int:
+        """Rows of a full rank."""
+        return -(-self.m // self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,36 +53,4 @@ class Dense:
         return Product("scatter", m, self.width, self.hidden // RANKS, RANKS, wire_bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts, `active` of `experts` for a token; inputs: 2 where it is gated."""
-
-    width: int
-    hidden: int
-    experts: int
-    active: int
-    inputs: int = 2
-
-    def product(self, part: Part, tensor: int, sum_bytes: int = 4) -> ExpertProduct:
-        """Returns a rank's product where `tensor` ranks share each expert.
-
-        sum_bytes: of a partial sum that crosses ranks.
-        """
-        if part == "dispatch":
-            return ExpertProduct(part, self.width, self.inputs * self.hidden // tensor, 2)
-        return ExpertProduct(part, self.width, self.hidden // tensor, sum_bytes)
-
-
 DENSE = {"gpt3_175b": Dense(12288, 49152, 1), "llama_70b": Dense(8192, 28672, 2)}
-MIXTURES = {
-    "mixtral_8x7b": Mixture(4096, 14336, 8, 2),
-    "qwen2_moe_2p7b": Mixture(2048, 1408, 64, 4),
-    "phi3p5_moe": Mixture(4096, 6400, 16, 2),
-}
-# 8192 tokens of what Flux's repository times on 8 GPUs (docs/performance.md).
-REPOSITORY = {
-    "32 experts": Mixture(8192, 8192, 32, 4, 1),
-    "8 experts": Mixture(8192, 8192, 8, 2, 1),
-}
-LAYOUTS = ((8, 1), (4, 2), (2, 4), (1, 8))  # (tensor, expert)
-ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -43,10 +43,10 @@ from pallas_kernels.collective.bench import (
     interleaved,
     link_row,
 )
-from pallas_kernels.collective.cases import MIXTURES
 from pallas_kernels.collective.peers import VirtualPeer
 from pallas_kernels.collective.plans import fitted
 from pallas_kernels.expert import plans, tables
+from pallas_kernels.expert.cases import MIXTURES
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.plans import COMBINE, DISPATCH

@@ -26,10 +26,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.collective.all_gather_gemm import all_gather
-from pallas_kernels.collective.cases import MIXTURES, RANKS
+from pallas_kernels.collective.cases import RANKS
 from pallas_kernels.collective.peers import GhostPeer, Peers, ReadyPeer
 from pallas_kernels.collective.tunings import LATENCY_NS, ME, WORDS, link
 from pallas_kernels.expert import plans, reference, tables
+from pallas_kernels.expert.cases import MIXTURES
 from pallas_kernels.expert.copies import send_rows
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine

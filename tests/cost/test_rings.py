@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from experiments.reports.overlap_experts import ExpertProduct, Load
+from experiments.reports.overlap_experts import gemm_s as grouped_s
+from experiments.reports.overlap_simulator import Machine, gemm_s
 from megajax.core.hardware import CARDS
 from megajax.parallel import expert_overlap, overlap
-from pallas_kernels.collective.expert_simulator import ExpertProduct, Load
-from pallas_kernels.collective.expert_simulator import gemm_s as grouped_s
-from pallas_kernels.collective.simulator import Machine, gemm_s
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 CORES = {"H100": 132, "A100": 108}
 
 
 def machine(card, dtype):
-    """The kernels' own simulator of that card, at the rates that the choice assumes."""
+    """The reports' simulator of that card, at the rates that the choice assumes."""
     peak = CARDS[card].flops["tfloat32" if dtype == "float32" else dtype]
     return Machine(
         card, CORES[card], 0.667 * peak, 0.889 * CARDS[card].link_bytes_per_s,

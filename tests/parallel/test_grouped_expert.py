@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
-from megajax.parallel import expert_overlap, expert_vjp
+from megajax.parallel import expert_overlap, expert_rows, expert_vjp
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from pallas_kernels import aot
 from pallas_kernels.expert import api as kernels
@@ -538,3 +538,11 @@ def test_gpus_send_lanes_of_what_is_needed():
     assert sorted(sent) == [(t, "ragged-all-to-all") for t in ("bf16", "bf16", "f32", "f32")]
     gathered = re.findall(r"= (.*) all-gather(?:-start)?\(", text)
     assert gathered and not any("bf16" in result for result in gathered)  # choices and weights
+
+
+def test_rows_are_sorted_by_expert_then_from_the_own_rank_on():
+    expert = jnp.array([1, 0, 1, 0, 2, 1, 0], jnp.int32)
+    source = jnp.array([0, 1, 2, 2, 0, 2, 0], jnp.int32)
+    # Rank 2's order of sources is 2, 0, 1.
+    order = jax.jit(expert_rows.sort_rows, static_argnums=3)(expert, source, jnp.int32(2), 3)
+    assert order.tolist() == [3, 6, 1, 2, 5, 0, 4]

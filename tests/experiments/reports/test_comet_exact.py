@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.reports import comet_exact
-from pallas_kernels.collective.cases import Mixture
+from pallas_kernels.expert.cases import Mixture
 
 
 def test_the_loop_is_what_its_derivatives_say(seed):

@@ -4,9 +4,10 @@ import pytest
 
 from experiments.reports import overlap as report
 from experiments.reports import overlap_models as models
-from pallas_kernels.collective import simulator as sim
-from pallas_kernels.collective.cases import DENSE, MIXTURES
-from pallas_kernels.collective.simulator import H800, Product
+from experiments.reports import overlap_simulator as sim
+from experiments.reports.overlap_simulator import H800
+from pallas_kernels.collective.cases import DENSE, Product
+from pallas_kernels.expert.cases import MIXTURES
 
 
 def test_products_of_a_block_have_its_flops():

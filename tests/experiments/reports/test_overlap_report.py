@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from experiments.reports import overlap as report
+from experiments.reports.overlap_simulator import H800, MACHINES
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
-from pallas_kernels.collective.cases import MIXTURES
-from pallas_kernels.collective.simulator import H800, MACHINES
+from pallas_kernels.expert.cases import MIXTURES
 
 
 def test_machines_are_parts_of_their_cards():

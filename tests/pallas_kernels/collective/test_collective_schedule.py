@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments.reports import overlap_schedules as schedules
 from pallas_kernels import aot
 from pallas_kernels.collective import schedule as s
 from tests import collective_oracle as oracle
@@ -19,7 +20,7 @@ SPLITS = [
     (64, 4, 8, 8), (64, 4, 8, 12), (64, 4, 8, 4), (48, 2, 7, 9), (37, 8, 4, 3), (9, 8, 4, 4),
     (8, 8, 16, 1), (30, 3, 4, 100), (5, 1, 2, 2),
 ]  # fmt: skip
-KINDS = {"gather": s.all_gather_gemm, "scatter": s.gemm_reduce_scatter}
+KINDS = {"gather": schedules.all_gather_gemm, "scatter": schedules.gemm_reduce_scatter}
 
 
 def dense(kind, split, columns, band=1, **options):
@@ -36,28 +37,31 @@ def shape(split):
 def test_every_tile_once_and_every_wait_ends(kind, numbers, seed):
     split, rng = s.Split(*numbers), np.random.default_rng(seed)
     for columns, band, swizzle in ((1, 1, True), (3, 1, True), (3, 2, True), (2, 1, False)):
-        for plan in dense(kind, split, columns, band, swizzle=swizzle):
-            oracle.check(plan, shape(split), columns, split.tile)
-            assert oracle.run(plan, int(rng.integers(1, 9)), int(rng.integers(1, 4)), rng) == 0
+        for schedule in dense(kind, split, columns, band, swizzle=swizzle):
+            oracle.check(schedule, shape(split), columns, split.tile)
+            assert oracle.run(schedule, int(rng.integers(1, 9)), int(rng.integers(1, 4)), rng) == 0
 
 
 def test_one_block_of_each_kind_is_enough():
     for kind, numbers in itertools.product(KINDS, SPLITS):
-        for plan in dense(kind, s.Split(*numbers), 2, 2):
-            assert oracle.run(plan, 1, 1) == 0
+        for schedule in dense(kind, s.Split(*numbers), 2, 2):
+            assert oracle.run(schedule, 1, 1) == 0
 
 
 def test_a_wait_that_nobody_answers_is_seen():
     """The oracle itself: one chunk less, and the tiles that wait for it never run."""
-    plan = s.all_gather_gemm(1, s.Split(64, 4, 8, 8), 2)
-    cut = s.Chunk(*(x[:-1] for x in plan.chunks))
-    assert oracle.run(dataclasses.replace(plan, chunks=cut), 3, 1) > 0
+    schedule = schedules.all_gather_gemm(1, s.Split(64, 4, 8, 8), 2)
+    cut = s.Chunk(*(x[:-1] for x in schedule.chunks))
+    assert oracle.run(dataclasses.replace(schedule, chunks=cut), 3, 1) > 0
 
 
 def planted(name):
     """A schedule with one fault."""
     split = s.Split(37, 4, 4, 3)
-    gather, scatter = s.all_gather_gemm(1, split, 2), s.gemm_reduce_scatter(1, split, 2)
+    gather, scatter = (
+        schedules.all_gather_gemm(1, split, 2),
+        schedules.gemm_reduce_scatter(1, split, 2),
+    )
     tiles, chunks = gather.tiles, gather.chunks
     last = np.array(chunks.rows)
     last[-1] -= 1
@@ -67,8 +71,8 @@ def planted(name):
         "early flag": (scatter, {"need_F": scatter.need_F - 1}),
         "wrong flags": (gather, {"chunks": chunks._replace(flag=np.roll(chunks.flag, -1))}),
     }
-    plan, change = faults[name]
-    return dataclasses.replace(plan, **change)
+    schedule, change = faults[name]
+    return dataclasses.replace(schedule, **change)
 
 
 @pytest.mark.parametrize(
@@ -84,21 +88,21 @@ def test_planted_faults_are_caught(name, seed):
 @pytest.mark.parametrize(("kind", "first"), [("gather", 0), ("scatter", 1)])
 def test_rotation_is_a_permutation_of_the_ranks_at_each_step(kind, first):
     split = s.Split(64, 4, 8, 8)
-    peers = np.array([plan.tiles.peer for plan in dense(kind, split, 3)])
+    peers = np.array([schedule.tiles.peer for schedule in dense(kind, split, 3)])
     assert (np.sort(peers, axis=0) == np.arange(4)[:, None]).all()
     assert peers[:, 0].tolist() == [(r + first) % 4 for r in range(4)]
     assert peers[:, -1].tolist() == [(r + 3 + first) % 4 for r in range(4)]
-    copies = np.array([plan.chunks.peer for plan in dense(kind, split, 3)])
+    copies = np.array([schedule.chunks.peer for schedule in dense(kind, split, 3)])
     assert (np.sort(copies, axis=0) == np.arange(4)[:, None]).all()
-    plain = np.array([plan.tiles.peer for plan in dense(kind, split, 3, swizzle=False)])
+    plain = np.array([schedule.tiles.peer for schedule in dense(kind, split, 3, swizzle=False)])
     assert (plain == plain[0]).all() and (np.diff(plain[0]) >= 0).all()
 
 
 def test_a_gather_takes_tiles_in_the_order_in_which_chunks_come():
-    plan = s.all_gather_gemm(2, s.Split(64, 4, 8, 8), 3, 1)
-    place = {f: i for i, f in enumerate(plan.chunks.flag.tolist())}
-    last = [max([place[f] for f in range(a, b)], default=-1)
-            for a, b in zip(plan.tiles.first_flag, plan.tiles.last_flag, strict=True)]  # fmt: skip
+    schedule = schedules.all_gather_gemm(2, s.Split(64, 4, 8, 8), 3, 1)
+    place = {f: i for i, f in enumerate(schedule.chunks.flag.tolist())}
+    flags = zip(schedule.tiles.first_flag, schedule.tiles.last_flag, strict=True)
+    last = [max([place[f] for f in range(a, b)], default=-1) for a, b in flags]
     assert last == sorted(last)
     assert last.count(-1) == 2 * 3  # own rows: no wait
 
@@ -107,12 +111,12 @@ def test_by_hand():
     """7 rows on 2 ranks (4 and 3), tiles of 2, chunks of 3: rank 0."""
     split = s.Split(7, 2, 2, 3)
     assert (split.shard, split.row_tiles, split.chunks) == (4, 2, 2)
-    gather = s.all_gather_gemm(0, split, 1)
+    gather = schedules.all_gather_gemm(0, split, 1)
     assert oracle.rows_of(gather.tiles) == [
         (0, 0, 0, 2, 0, 0, 0), (0, 0, 2, 2, 0, 0, 0), (1, 0, 0, 2, 0, 2, 3), (1, 0, 2, 1, 0, 2, 3),
     ]  # fmt: skip
     assert oracle.rows_of(gather.chunks) == [(1, 0, 3, 0, 0, 2)]  # the last chunk has no row
-    scatter = s.gemm_reduce_scatter(1, split, 5)
+    scatter = schedules.gemm_reduce_scatter(1, split, 5)
     assert oracle.rows_of(scatter.chunks) == [(0, 0, 3, 0, 5, 0), (0, 3, 1, 0, 5, 1)]
     # Rows 0..2 lie in two tiles of rows, row 3 in the second: 5 columns each.
     assert scatter.need_F.tolist() == [10, 5, 10, 0]
@@ -122,8 +126,10 @@ def test_by_hand():
 @pytest.mark.parametrize("numbers", SPLITS, ids=str)
 def test_the_arrivals_of_a_chunk_in_closed_form(numbers):
     split = s.Split(*numbers)
-    for plan in dense("scatter", split, 3):
-        assert (s.chunk_tiles(plan.chunks, split, 3) == plan.need_F[plan.chunks.flag]).all()
+    for schedule in dense("scatter", split, 3):
+        assert (
+            s.chunk_tiles(schedule.chunks, split, 3) == schedule.need_F[schedule.chunks.flag]
+        ).all()
 
 
 def test_closed_forms_take_ints_and_traced_values():
@@ -162,117 +168,8 @@ def test_raster():
     assert [s.raster(i, 2, 2) for i in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize(
-    ("tiles", "blocks", "most"),
-    [(1536, 132, 4), (96, 132, 36), (132, 132, 0), (133, 132, 65), (768, 132, 4), (3072, 132, 4)],
-)
-def test_most_comm_blocks(tiles, blocks, most):
-    """1536 tiles: 12 waves of 132, and of 128, but 13 of 127."""
-    assert s.most_comm_blocks(tiles, blocks) == most
-    waves = -(-tiles // blocks)
-    assert -(-tiles // (blocks - most)) == waves
-    assert most == blocks - 1 or -(-tiles // (blocks - most - 1)) > waves
-
-
 def test_what_is_refused():
     with pytest.raises(ValueError, match="chunk=0 must be at least 1"):
         s.Split(8, 2, 4, 0)
     with pytest.raises(ValueError, match=r"rank=2 must be one of 0 \.\. 1"):
-        s.all_gather_gemm(2, s.Split(8, 2, 4, 4), 1)
-
-
-# ---- experts
-
-
-def counts_of(rng, ranks, experts):
-    counts = rng.integers(0, 9, (ranks, experts)) * rng.integers(0, 2, (ranks, experts))
-    if rng.random() < 0.3:
-        counts[:, rng.integers(experts)] = 0  # an expert without rows
-    if rng.random() < 0.3:
-        counts[rng.integers(ranks)] = 0  # a source without rows
-    return counts.astype(np.int32)
-
-
-def slow_tiles(counts, tile):
-    """(expert, row, start, rows, stage) of every tile, from a list of the rows' distances."""
-    found, start = [], 0
-    for e in range(counts.shape[1]):
-        distances = [d for d in range(len(counts)) for _ in range(counts[d, e])]
-        for row in range(0, len(distances), tile):
-            part = distances[row : row + tile]
-            found.append((e, row, start, len(part), max(part)))
-        start += len(distances)
-    return found
-
-
-def test_expert_tiles_against_a_loop_and_traced(seed):
-    rng = np.random.default_rng(seed)
-    traced = jax.jit(lambda c, t: s.expert_tiles(c, 4, 40, by_stage=t, xp=jnp), static_argnums=1)
-    for _ in range(40):
-        counts = counts_of(rng, 4, 5)
-        wanted = slow_tiles(counts, 4)
-        staged = sorted(wanted, key=lambda t: (t[4], t[0], t[1]))
-        assert len(wanted) <= s.tile_capacity(int(counts.sum()), 5, 4) <= 46
-        for by_stage, order in ((True, staged), (False, wanted)):
-            found = oracle.rows_of(s.expert_tiles(counts, 4, 40, by_stage=by_stage))
-            assert [t for t in found if t[3]] == order[:40] == found[: len(order)]
-            assert all(t[3] == 0 and t[4] == 4 for t in found[len(order) :])
-            assert oracle.rows_of(traced(counts, by_stage)) == found
-
-
-def test_capacity_is_enough_whatever_the_split(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(200):
-        experts, tile = int(rng.integers(1, 9)), int(rng.integers(1, 6))
-        counts = counts_of(rng, 1, experts)
-        rows = int(counts.sum())
-        assert len(slow_tiles(counts, tile)) <= s.tile_capacity(rows, experts, tile)
-
-
-def test_rows_are_sorted_by_expert_then_from_the_own_rank_on():
-    expert = np.array([1, 0, 1, 0, 2, 1, 0], np.int32)
-    source = np.array([0, 1, 2, 2, 0, 2, 0], np.int32)
-    # Rank 2's order of sources is 2, 0, 1.
-    assert s.sort_rows(expert, source, 2, 3).tolist() == [3, 6, 1, 2, 5, 0, 4]
-    traced = jax.jit(lambda e, p, r: s.sort_rows(e, p, r, 3, xp=jnp))
-    assert traced(expert, source, jnp.int32(2)).tolist() == [3, 6, 1, 2, 5, 0, 4]
-
-
-def test_dispatch_has_every_tile_once_and_waits_for_its_stages(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(20):
-        counts = counts_of(rng, 4, 3)
-        for rank in range(4):
-            plan = s.dispatch_gemm(rank, counts, 4, 2, chunk=5)
-            live = {(rank, e): int(counts[:, e].sum()) for e in range(3)}
-            oracle.check(plan, live, 2, 4)
-            assert oracle.run(plan, 3, 2, rng) == 0
-            # The rows of a tile that waits for nothing are the rank's own.
-            for _, e, row, rows, _, _, last in oracle.rows_of(plan.tiles):
-                own = int(counts[rank, e])
-                assert (last == 1) == (row + rows <= own)
-            assert plan.chunks.rows.sum() == counts.sum() - counts[rank].sum()
-            assert (np.diff(plan.tiles.last_flag) >= 0).all()
-
-
-def test_combine_goes_block_of_columns_by_block_of_columns(seed):
-    rng = np.random.default_rng(seed)
-    for columns, width in ((5, 2), (4, 4), (3, 1), (3, 8)):
-        rows_E, tokens_R = counts_of(rng, 1, 4)[0], rng.integers(0, 9, 3)
-        for rank in range(3):
-            plan = s.gemm_combine(rank, rows_E, tokens_R, 4, columns, width=width, chunk=4)
-            oracle.check(plan, {(rank, e): int(n) for e, n in enumerate(rows_E)}, columns, 4)
-            assert oracle.run(plan, 4, 2, rng, oracle.columns_stored) == 0
-            assert (np.diff(plan.tiles.column // width) >= 0).all()
-            if plan.chunks.peer.size:
-                sent = np.zeros((3, columns), int)
-                for peer, _, rows, column, wide, _ in oracle.rows_of(plan.chunks):
-                    sent[peer, column : column + wide] += rows
-                assert (sent == tokens_R[:, None]).all()
-
-
-def test_no_rows_at_all():
-    plan = s.dispatch_gemm(0, np.zeros((2, 3), np.int32), 4, 2, chunk=5)
-    assert plan.tiles.row.size == plan.chunks.row.size == 0
-    plan = s.gemm_combine(0, np.zeros(3, int), np.zeros(2, int), 4, 2, width=1, chunk=5)
-    assert plan.tiles.row.size == plan.chunks.row.size == 0
+        schedules.all_gather_gemm(2, s.Split(8, 2, 4, 4), 1)

@@ -1,16 +1,16 @@
 """Both products of a mixture of experts with their communication, on the simulated GPU.
 
-SIMULATED times only, from the events of simulator.py. First product (dispatch): tokens come from
-all ranks to the experts, rows sorted by source, tiles stage by stage. Second product (combine): a
-block of columns of all experts at a time; a few blocks add up each token's answers (top-k) and send
-the sums to the token's owner (COMET, arXiv 2502.19811, section 3). The rank with the most work
-decides, as the next collective waits for it.
+SIMULATED times only, from the events of overlap_simulator.py. First product (dispatch): tokens come
+from all ranks to the experts, rows sorted by source, tiles stage by stage. Second product
+(combine): a block of columns of all experts at a time; a few blocks add up each token's answers
+(top-k) and send the sums to the token's owner (COMET, arXiv 2502.19811, section 3). The rank with
+the most work decides, as the next collective waits for it.
 
 Beside each stands what runs one thing after the other: the grouped product, and everything else
 (the pass over memory that adds up, the collective, the owner's last sum).
 
-Not modelled: sorting, the activation between the products, what simulator.py leaves out. A token
-with several experts on a rank travels once, in both directions.
+Not modelled: sorting, the activation between the products, what overlap_simulator.py leaves out. A
+token with several experts on a rank travels once, in both directions.
 
 Legend: E experts of one rank, R ranks.
 """
@@ -23,8 +23,9 @@ from typing import Literal
 
 import numpy as np
 
-from pallas_kernels.collective import schedule as plans
-from pallas_kernels.collective.simulator import TILES, Fused, Machine, Times, run, tile_s
+from experiments.reports import overlap_schedules as schedules
+from experiments.reports.overlap_simulator import TILES, Fused, Machine, Times, run, tile_s
+from pallas_kernels.expert.cases import Mixture
 
 WIDTHS = (1, 2, 4)  # of a block of columns, in tiles
 CHUNK = {"dispatch": 128, "combine": 512}  # rows, tokens of one copy
@@ -74,6 +75,17 @@ class ExpertProduct:
         return self.width if self.part == "dispatch" else self.hidden
 
 
+def product_of(mixture: Mixture, part: Part, tensor: int, sum_bytes: int = 4) -> ExpertProduct:
+    """Returns a rank's product where `tensor` ranks share each expert.
+
+    sum_bytes: of a partial sum that crosses ranks.
+    """
+    if part == "dispatch":
+        hidden = mixture.inputs * mixture.hidden // tensor
+        return ExpertProduct(part, mixture.width, hidden, 2)
+    return ExpertProduct(part, mixture.width, mixture.hidden // tensor, sum_bytes)
+
+
 def gemm_s(product: ExpertProduct, load: Load, machine: Machine) -> float:
     """Returns seconds of the grouped product alone with the best of TILES, in full waves."""
     rows_E = load.counts_RE.sum(axis=0)
@@ -111,23 +123,23 @@ def fused_s(product: ExpertProduct, load: Load, machine: Machine, how: Fused) ->
     duration = tile_s(how.tile, product.k, machine)
     across = math.ceil(product.n / columns)
     if product.part == "dispatch":
-        plan = plans.dispatch_gemm(load.rank, load.counts_RE, rows, across, how.chunk)
+        schedule = schedules.dispatch_gemm(load.rank, load.counts_RE, rows, across, how.chunk)
         sent_R = load.counts_RE.sum(axis=1)
         token_R = product.width * product.wire_bytes * load.tokens_R / np.maximum(sent_R, 1)
-        bytes_C = plan.chunks.rows * token_R[plan.chunks.peer]
-        return run(plan, duration, bytes_C, how.comm_blocks, machine).end_s
+        bytes_C = schedule.chunks.rows * token_R[schedule.chunks.peer]
+        return run(schedule, duration, bytes_C, how.comm_blocks, machine).end_s
     rows_E = load.counts_RE.sum(axis=0)
-    plan = plans.gemm_combine(
+    schedule = schedules.gemm_combine(
         load.rank, rows_E, load.tokens_R, rows, across, width=how.width, chunk=how.chunk
     )
-    chunks = plan.chunks
+    chunks = schedule.chunks
     wide_C = np.minimum(chunks.columns * columns, product.n - chunks.column * columns)
     # A block that reads several answers of a token for each sum is slower by what it reads.
     answers = float(rows_E.sum()) / max(float(load.tokens_R.sum()), 1.0)
     slower = max(1.0, 2 * answers / product.wire_bytes)
     adding = dataclasses.replace(machine, block_bytes_per_s=machine.block_bytes_per_s / slower)
     bytes_C = chunks.rows * wide_C * product.wire_bytes
-    found = run(plan, duration, bytes_C, how.comm_blocks, adding)
+    found = run(schedule, duration, bytes_C, how.comm_blocks, adding)
     return found.end_s + owner_s(product, load, machine)
 
 

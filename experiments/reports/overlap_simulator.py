@@ -2,8 +2,8 @@
 
 SIMULATED times only; nothing here was measured. One rank of many equal ones: its thread blocks take
 tiles in turn and wait for flags, a few blocks move chunks over a link that they share, flags are
-seen a latency later. The same schedules (schedule.py) drive the fused kernels. Beside them: the
-product and its collective one after the other, and XLA's rings, step by step.
+seen a latency later. The same schedules drive the fused kernels (overlap_schedules.py). Beside
+them: the product and its collective one after the other, and XLA's rings, step by step.
 
 Measures (Flux, arXiv 2406.06858, equations 1 and 2): the effective communication time of a way to
 do it is ECT = T - T_gemm, with the best product that is not split, on all SMs, in both terms; its
@@ -22,12 +22,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 
-from pallas_kernels.collective import schedule as plans
-from pallas_kernels.collective.schedule import Schedule, Split
+from experiments.reports import overlap_schedules as schedules
+from experiments.reports.overlap_schedules import Schedule
+from pallas_kernels.collective.cases import Product
+from pallas_kernels.collective.schedule import Split
 
 TILES = ((128, 256), (256, 128), (128, 192), (128, 128))  # rows x columns
 CHUNKS = (32, 64, 128, 256, 512)  # rows under one flag
@@ -185,7 +186,7 @@ class Run:
 
 
 def run(
-    plan: Schedule, tile_s: float, bytes_C: np.ndarray, comm_blocks: int, machine: Machine
+    schedule: Schedule, tile_s: float, bytes_C: np.ndarray, comm_blocks: int, machine: Machine
 ) -> Run:
     """Returns the events of one rank.
 
@@ -196,13 +197,13 @@ def run(
     blocks = machine.sms - comm_blocks
     if blocks < 1:
         raise ValueError(f"comm_blocks={comm_blocks} must be at most {machine.sms - 1}")
-    tiles, chunks = plan.tiles, plan.chunks
-    linked_C = chunks.peer != plan.rank
-    flag_F = np.zeros(len(plan.need_F))
+    tiles, chunks = schedule.tiles, schedule.chunks
+    linked_C = chunks.peer != schedule.rank
+    flag_F = np.zeros(len(schedule.need_F))
     spans = int((tiles.last_flag - tiles.first_flag).max(initial=0))
     spanned = [(tiles.first_flag + f, tiles.first_flag + f < tiles.last_flag) for f in range(spans)]
     ready_T, ready_C = np.zeros(len(tiles.row)), np.zeros(len(chunks.row))
-    if plan.kind == "gather":
+    if schedule.kind == "gather":
         end_C = run_copies(bytes_C, ready_C, linked_C, comm_blocks, machine) + machine.latency_s
         np.maximum.at(flag_F, chunks.flag, end_C)
         for flag_T, in_T in spanned:
@@ -217,33 +218,6 @@ def run(
 
 
 # ---- one matrix
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """all_gather(x) @ w or reduce_scatter(x @ w), as one of R ranks does it.
-
-    m: rows of all ranks. n, k: columns and depth of the rank's own product: n_local and k for a
-    gather, n and k_local for a scatter. wire_bytes: of an element that crosses ranks: 2 for a
-    gather of 16-bit values, 4 for partial sums in float32.
-    """
-
-    kind: Literal["gather", "scatter"]
-    m: int
-    n: int
-    k: int
-    ranks: int = 8
-    wire_bytes: int = 2
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one row that travels."""
-        return self.wire_bytes * (self.k if self.kind == "gather" else self.n)
-
-    @property
-    def shard(self) -> int:
-        """Rows of a full rank."""
-        return -(-self.m // self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,13 +293,15 @@ def fused_s(product: Product, machine: Machine, how: Fused) -> float:
     """
     split = Split(product.m, product.ranks, how.tile[0], min(how.chunk, product.shard))
     columns, rank = math.ceil(product.n / how.tile[1]), min(3, product.ranks - 1)
-    make = plans.all_gather_gemm if product.kind == "gather" else plans.gemm_reduce_scatter
-    plan = make(rank, split, columns, swizzle=how.swizzle)
+    make = schedules.all_gather_gemm if product.kind == "gather" else schedules.gemm_reduce_scatter
+    schedule = make(rank, split, columns, swizzle=how.swizzle)
     if product.kind == "scatter" and not how.swizzle:
         shared = machine.link_bytes_per_s / max(product.ranks - 1, 1)
         machine = dataclasses.replace(machine, link_bytes_per_s=shared)
     duration = tile_s(how.tile, product.k, machine)
-    found = run(plan, duration, plan.chunks.rows * product.row_bytes, how.comm_blocks, machine)
+    found = run(
+        schedule, duration, schedule.chunks.rows * product.row_bytes, how.comm_blocks, machine
+    )
     return found.end_s + (reduce_s(product, machine) if product.kind == "scatter" else 0.0)
 
 

@@ -6,10 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from pallas_kernels.collective import expert_simulator as experts
-from pallas_kernels.collective import schedule as plans
-from pallas_kernels.collective import simulator as sim
-from pallas_kernels.collective.simulator import Fused, Machine, Product
+from experiments.reports import overlap_experts as experts
+from experiments.reports import overlap_schedules as schedules
+from experiments.reports import overlap_simulator as sim
+from experiments.reports.overlap_simulator import Fused, Machine
+from pallas_kernels.collective.cases import Product
+from pallas_kernels.collective.schedule import Split
 from tests.collective_oracle import columns_stored, landed, rows_of, rows_stored
 
 # Unlimited blocks and one link: the machine of the known figures below.
@@ -17,13 +19,13 @@ IDEAL = dataclasses.replace(sim.H100, block_bytes_per_s=math.inf)
 SMALL = Machine("small", 4, 8.0, 2.0, 100.0, block_bytes_per_s=1.5, latency_s=0.5)
 
 
-def steps(plan, tile_s, bytes_C, comm_blocks, machine, dt, needs=rows_stored):
+def steps(schedule, tile_s, bytes_C, comm_blocks, machine, dt, needs=rows_stored):
     """The last event, by steps of dt: a block asks at each for the rows or tiles that it needs.
 
     Knows no flags: a tile looks for chunks that hold its rows, a chunk for tiles that hold its
     elements.
     """
-    tiles, chunks = rows_of(plan.tiles), rows_of(plan.chunks)
+    tiles, chunks = rows_of(schedule.tiles), rows_of(schedule.chunks)
     blocks = machine.sms - comm_blocks
     queues = [list(range(j, len(tiles), blocks)) for j in range(blocks)]
     lanes = max(comm_blocks, 1)
@@ -39,15 +41,15 @@ def steps(plan, tile_s, bytes_C, comm_blocks, machine, dt, needs=rows_stored):
         for j, queue in enumerate(queues):
             if j not in working and queue:
                 tile = tiles[queue[0]]
-                free = plan.kind == "scatter" or tile[0] == plan.rank
+                free = schedule.kind == "scatter" or tile[0] == schedule.rank
                 if free or landed(tile, done_chunks):
                     working[j] = [queue.pop(0), tile_s]
         for j, queue in enumerate(copies):
             if j not in moving and queue:
                 chunk = chunks[queue[0]]
-                if plan.kind == "gather" or set(needs(chunk, tiles)) <= done_tiles:
+                if schedule.kind == "gather" or set(needs(chunk, tiles)) <= done_tiles:
                     moving[j] = [queue[0], float(bytes_C[queue.pop(0)])]
-        linked = sum(chunks[c][0] != plan.rank for c, _ in moving.values())
+        linked = sum(chunks[c][0] != schedule.rank for c, _ in moving.values())
         now += dt
         for j, job in list(working.items()):
             job[1] -= dt
@@ -56,7 +58,7 @@ def steps(plan, tile_s, bytes_C, comm_blocks, machine, dt, needs=rows_stored):
                 end = max(end, now)
                 del working[j]
         for j, job in list(moving.items()):
-            own = chunks[job[0]][0] == plan.rank
+            own = chunks[job[0]][0] == schedule.rank
             job[1] -= dt * (most if own else min(most, machine.link_bytes_per_s / linked))
             if job[1] <= 1e-9:
                 late = 0.0 if own else machine.latency_s
@@ -71,14 +73,14 @@ def test_agrees_with_time_steps_on_random_cases(kind, seed):
     rng, dt = np.random.default_rng(seed), 1 / 64
     for _ in range(25):
         m, ranks = int(rng.integers(4, 30)), int(rng.integers(2, 5))
-        split = plans.Split(m, ranks, int(rng.integers(1, 5)), int(rng.integers(1, 6)))
-        make = plans.all_gather_gemm if kind == "gather" else plans.gemm_reduce_scatter
+        split = Split(m, ranks, int(rng.integers(1, 5)), int(rng.integers(1, 6)))
+        make = schedules.all_gather_gemm if kind == "gather" else schedules.gemm_reduce_scatter
         swizzle = bool(rng.integers(2))
-        plan = make(int(rng.integers(ranks)), split, int(rng.integers(1, 4)), swizzle=swizzle)
-        bytes_C = plan.chunks.rows * float(rng.choice([0.25, 1.0]))
+        schedule = make(int(rng.integers(ranks)), split, int(rng.integers(1, 4)), swizzle=swizzle)
+        bytes_C = schedule.chunks.rows * float(rng.choice([0.25, 1.0]))
         blocks, tile_s = int(rng.integers(0, 3)), float(rng.choice([0.25, 1.0]))
-        ours = sim.run(plan, tile_s, bytes_C, blocks, SMALL).end_s
-        slow = steps(plan, tile_s, bytes_C, blocks, SMALL, dt)
+        ours = sim.run(schedule, tile_s, bytes_C, blocks, SMALL).end_s
+        slow = steps(schedule, tile_s, bytes_C, blocks, SMALL, dt)
         assert abs(ours - slow) <= dt * (len(bytes_C) + 4), (m, ranks, split, blocks)
 
 
@@ -86,10 +88,10 @@ def test_experts_agree_with_time_steps(seed):
     rng, dt = np.random.default_rng(seed), 1 / 64
     for _ in range(12):
         rows_E, tokens_R = rng.integers(0, 6, 3), rng.integers(0, 5, 3)
-        plan = plans.gemm_combine(1, rows_E, tokens_R, 2, 3, width=2, chunk=3)
-        bytes_C = plan.chunks.rows * plan.chunks.columns * 0.5
-        ours = sim.run(plan, 0.5, bytes_C, 2, SMALL).end_s
-        slow = steps(plan, 0.5, bytes_C, 2, SMALL, dt, columns_stored)
+        schedule = schedules.gemm_combine(1, rows_E, tokens_R, 2, 3, width=2, chunk=3)
+        bytes_C = schedule.chunks.rows * schedule.chunks.columns * 0.5
+        ours = sim.run(schedule, 0.5, bytes_C, 2, SMALL).end_s
+        slow = steps(schedule, 0.5, bytes_C, 2, SMALL, dt, columns_stored)
         assert abs(ours - slow) <= dt * (len(bytes_C) + 4)
 
 
@@ -117,8 +119,8 @@ def test_copies_by_hand():
 def test_one_gather_by_hand():
     """2 ranks, 2 tiles a rank, one SM copies: own tiles 0..2 and the peer's when its rows came."""
     machine = Machine("", 2, 4.0, 1.0, 1.0, latency_s=0.25)
-    plan = plans.all_gather_gemm(0, plans.Split(4, 2, 1, 1), 1)
-    found = sim.run(plan, 1.0, plan.chunks.rows * 3.0, 1, machine)
+    schedule = schedules.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
+    found = sim.run(schedule, 1.0, schedule.chunks.rows * 3.0, 1, machine)
     assert found.copy_end_C.tolist() == [3.25, 6.25]
     assert found.tile_end_T.tolist() == [1, 2, 4.25, 7.25]
 
@@ -225,9 +227,9 @@ def test_ring_by_hand():
 
 
 def test_too_many_blocks_are_refused():
-    plan = plans.all_gather_gemm(0, plans.Split(4, 2, 1, 1), 1)
+    schedule = schedules.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
     with pytest.raises(ValueError, match="comm_blocks=4 must be at most 3"):
-        sim.run(plan, 1.0, plan.chunks.rows, 4, SMALL)
+        sim.run(schedule, 1.0, schedule.chunks.rows, 4, SMALL)
 
 
 # ---- experts
@@ -272,12 +274,12 @@ def test_stages_hide_more_than_waiting_for_everything():
     """The order by stage is the point of the first product's schedule."""
     product, load = experts.ExpertProduct("dispatch", 4096, 3584, 2), even_loads(rows=512)[3]
     tile, k = (128, 256), product.k
-    plan = plans.dispatch_gemm(3, load.counts_RE, 128, 14, 128)
-    late = plan.tiles._replace(last_flag=np.full_like(plan.tiles.row, 8))
-    bytes_C = plan.chunks.rows * float(product.width * 2)
+    schedule = schedules.dispatch_gemm(3, load.counts_RE, 128, 14, 128)
+    late = schedule.tiles._replace(last_flag=np.full_like(schedule.tiles.row, 8))
+    bytes_C = schedule.chunks.rows * float(product.width * 2)
     ends = [
         sim.run(p, sim.tile_s(tile, k, sim.H800), bytes_C, 4, sim.H800).end_s
-        for p in (plan, dataclasses.replace(plan, tiles=late))
+        for p in (schedule, dataclasses.replace(schedule, tiles=late))
     ]
     assert ends[0] < 0.8 * ends[1]
 
