@@ -2,7 +2,7 @@
 
     python3 scripts/gpu_tune.py attention forward    # prints the names of tunings with all words
 
-A kernel folder's configs.tunings() say what is measured. Each candidate must give what plain JAX
+tunings/ has what is measured of each folder of kernels. Each candidate must give what plain JAX
 gives, and is then timed beside it: all shortly, the best few in full. Each has a limit of its own:
 the parent kills this process when one hangs, and the next process leaves it out.
 """
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunings import FOLDERS
 from worker_channel import PREPARE_S, Item, is_poison, reason
 
-from pallas_kernels import bench, report, tuned
+from pallas_kernels import bench, tuned
 from pallas_kernels.attention import hopper_forward, reference
 from pallas_kernels.attention.ranges import packed_rows
 
@@ -44,11 +45,10 @@ class Parent(Protocol):
 def tunings(words: Iterable[str] = ()) -> list[tuple[str, tuned.Tuning]]:
     """(folder, what to measure), those whose folder, op and key have all words, each name once."""
     words = set(words)
-    folders = report.FOLDERS.keys() & words or report.FOLDERS  # building is slow
+    folders = FOLDERS.keys() & words or FOLDERS  # building is slow
     found: dict[str, tuple[str, tuned.Tuning]] = {}
     for folder in sorted(folders):
-        module = report.FOLDERS[folder]
-        for tuning in module.tunings() if hasattr(module, "tunings") else ():
+        for tuning in FOLDERS[folder].tunings():
             found.setdefault(name_of(folder, tuning), (folder, tuning))
     return [each for name, each in found.items() if words <= set(name.split())]
 

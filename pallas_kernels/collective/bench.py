@@ -5,7 +5,8 @@ every signal, pull and push between them. Buffers are full of NaN before each ru
 up to 200 us late, a hundred times over; values are small integers, so that the result is exact.
 
 Then times of one rank of full size, whose peers are a ghost: copies are held back to a link's rate
-and latency (an EMULATED link: no NVLink is crossed). All that overlap is judged by is measured in
+and latency (an EMULATED link: tiles, waves and communication blocks are the real ones, but no
+NVLink is crossed). All that overlap is judged by is measured in
 the same rounds, each function for a few calls a round:
 
     gemm     the best of our kernel and cuBLAS on all SMs, nothing travels
@@ -31,22 +32,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import aot, bench
+from pallas_kernels import aot, bench, tuned
 from pallas_kernels.collective import api, plans
-from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
+from pallas_kernels.collective.all_gather_gemm import all_gather, all_gather_gemm
 from pallas_kernels.collective.cases import DENSE
 from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import Peers, VirtualPeer
-from pallas_kernels.collective.tunings import LATENCY_NS, Case
+from pallas_kernels.collective.peers import GhostPeer, Peers, ReadyPeer, VirtualPeer
 from pallas_kernels.gemm import hopper
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
 
-R = 8
+R, ME = 8, 3
 DELAY_NS, SEEDS = 200_000, 100
+LATENCY_NS = 2000  # (chosen: a signal over NVLink takes 1 to 2 us)
+CUT = {"nvidia_h800": 178e9}  # bytes/s usable of an NVLink that is cut; else plans.LINK_BYTES
+BEST = 8  # plans that are timed, best first by the model (chosen)
 LINKS = (400e9, 200e9, 25e9)  # bytes/s in one direction: NVLink 4, H800's, PCIe's
 ROUNDS, LAUNCHES = 4, 2  # (chosen: the clock of a GPU drifts slower than a round)
 CLOSE = 0.02  # relative to the exact result's size (chosen: 16-bit results differ by under 0.01)
@@ -135,6 +138,148 @@ def exact(check: Check) -> dict[str, Any]:
 
 
 # ---- one rank of full size beside ghosts
+
+
+def link() -> float:
+    """Bytes/s of this GPU's link in one direction."""
+    return CUT.get(tuned.slug(tuned.target() or ""), plans.LINK_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product of rank ME of R, as it is timed here and by a tuner.
+
+    m: rows of all. K, N: of the rank.
+    """
+
+    op: str
+    m: int
+    K: int
+    N: int
+    ranks: int = R
+
+    @property
+    def spec(self) -> Spec:
+        """Partial sums cross ranks in float32."""
+        return Spec(None, "bfloat16" if self.op == api.GATHER else "float32")
+
+    @property
+    def rows(self) -> int:
+        """Of a page."""
+        return self.m if self.op == api.REDUCE else self.m // self.ranks
+
+    @property
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """x, of a scatter by owners, and w."""
+        pages = self.ranks if self.op == api.SCATTER else 1
+        x, w = (pages, self.rows, self.K), (1, self.K, self.N)
+        return jax.ShapeDtypeStruct(x, jnp.bfloat16), jax.ShapeDtypeStruct(w, jnp.bfloat16)
+
+    def inputs(self, key: jax.Array) -> tuple[jax.Array, ...]:
+        """Normal values."""
+        keys = jax.random.split(key)
+        pairs = zip(keys, self.arguments, strict=True)
+        return tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in pairs)
+
+    def plans(self) -> tuple[Plan, ...]:
+        """The heuristic's, then the next best by its model."""
+        legal = plans.candidates(self.op, self.rows, [self.N], self.spec.out_dtype)
+        rest = (self.ranks, self.rows, self.K, [self.N], self.spec.out_dtype)
+        return tuple(sorted(legal, key=lambda p: plans.seconds(self.op, p, *rest))[:BEST])
+
+    @property
+    def me(self) -> int:
+        """The rank."""
+        return ME % self.ranks
+
+    def ghost(self, plan: Plan, rate: float) -> GhostPeer:
+        """Peers behind a link of `rate` bytes/s; 0: as fast as memory."""
+        tile, senders = plan.tile, plan.comm
+        if not senders:  # all blocks that compute
+            rows = -(-self.rows // (tile.block_m * tile.cluster)) * tile.cluster
+            senders = min(rows * -(-self.N // tile.block_n), SMS)
+        return GhostPeer(self.ranks, self.me, rate / senders, LATENCY_NS if rate else 0)
+
+    def fused(self, peers: Peers, plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The kernel, its pages padded to a tile: (R, m / R, N) of a gather, else (1, rows, N)."""
+        static: dict[str, Any] = {"peers": peers, "plan": plan, "spec": self.spec}
+        static |= {"rows": self.rows}
+        x = jnp.pad(x, ((0, 0), (0, max(0, plan.tile.block_m - self.rows)), (0, 0)))
+        if self.op == api.GATHER:
+            y = all_gather_gemm(x, (w,), **static)[0][0]
+        elif self.op == api.SCATTER:
+            y = gemm_reduce_scatter((x,), (w,), **static)[0]
+        else:
+            y = gemm_all_reduce(x, w, **static)
+        return y[:, : self.rows]
+
+    def ready(
+        self, plan: Plan, x: jax.Array, w: jax.Array, interpret: bool = False
+    ) -> tuple[jax.Array, ...]:
+        """The kernel where nothing travels and nobody waits, which the interpreter can run.
+
+        x: pages of all ranks. Returns: as `fused`; of a scatter the sums of gemm_reduce_scatter.
+        Raises: NotImplementedError for an all-reduce, whose every tile waits for all ranks.
+        """
+        plan = dataclasses.replace(plan, comm=0)
+        static: dict[str, Any] = {"peers": ReadyPeer(self.ranks, self.me), "plan": plan}
+        static |= {"rows": self.rows, "spec": self.spec}
+        if interpret:
+            static |= {"blocks": 2 * plan.tile.cluster, "interpret": True}
+        if self.op == api.GATHER:
+            return tuple(all_gather_gemm(x, (w,), **static)[0])
+        if self.op == api.SCATTER:
+            return tuple(gemm_reduce_scatter((x,), (w,), **static)[1:])
+        raise NotImplementedError(f"{api.REDUCE}: nothing of it can run without flags, as on a GPU")
+
+    def product(self, x: jax.Array, w: jax.Array, dtype: str) -> jax.Array:
+        """XLA's, of the pages that are there."""
+        y = jnp.einsum("pmk,kn->pmn", x, w[0], preferred_element_type=jnp.float32)
+        return y.astype(dtype)
+
+    def copy(self, peers: Peers, plan: Plan, sent: jax.Array) -> jax.Array:
+        """The copies alone, pulled for either kind: as many and as large. sent: x, or sums."""
+        if self.op != api.REDUCE:
+            return all_gather(sent, peers=peers, comm=plan.comm, chunk=plan.chunk)
+        static: dict[str, Any] = {"peers": peers, "comm": self.ranks - 1, "chunk": 8}
+        parts = sent.reshape(self.ranks, 8, -1)
+        mine = all_gather(parts, **static).sum(0, keepdims=True)
+        return all_gather(mine, **static).reshape(sent.shape)
+
+    def serial(
+        self, peers: Peers, plan: Plan, x: jax.Array, w: jax.Array, wire: str | None = None
+    ) -> jax.Array:
+        """Copies, then XLA's product; or product, copies, sum.
+
+        wire: type of the sums that travel; None: the kernel's.
+        """
+        if self.op == api.GATHER:
+            return self.product(self.copy(peers, plan, x), w, self.spec.out_dtype)
+        came = self.copy(peers, plan, self.product(x, w, wire or self.spec.out_dtype))
+        return came.sum(0, keepdims=True, dtype=jnp.float32).astype(x.dtype)
+
+    def alone(self, plan: Plan, rate: float) -> GhostPeer:
+        """Peers of `copy` and `serial`, whose blocks share the link; an all-reduce has its own."""
+        if self.op == api.REDUCE:
+            return GhostPeer(self.ranks, self.me, rate / (self.ranks - 1), LATENCY_NS)
+        return self.ghost(plan, rate)
+
+    def alike(self, plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The result of `fused` by the interpreter."""
+        if self.op == api.GATHER:
+            return self.ready(plan, jnp.repeat(x, self.ranks, 0), w, interpret=True)[0]
+        sums, own = self.ready(plan, x, w, interpret=True)
+        sums = sums.at[self.me].set(own[self.me * (self.ranks + 1)])
+        return sums.sum(0, keepdims=True).astype(x.dtype)
+
+    def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The result of `fused`, where all ranks are alike."""
+        y = jnp.einsum("pmk,kn->pmn", x, w[0], preferred_element_type=jnp.float32)
+        if self.op == api.GATHER:
+            y = jnp.broadcast_to(y, (self.ranks, *y.shape[1:]))
+        else:
+            y = self.ranks // len(x) * y.sum(0, keepdims=True)
+        return y.astype(x.dtype)
 
 
 def cases() -> tuple[Case, ...]:

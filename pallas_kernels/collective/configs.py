@@ -2,7 +2,7 @@
 
 All tiles that `plans.candidates` can give, for eight replicas with remote memory; the largest,
 whose registers are nearly all taken, with every epilogue, on an axis of a mesh, and as what a
-single GPU runs: virtual ranks and the ghost peer. What is timed: tunings.py.
+single GPU runs: virtual ranks and the ghost peer.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.collective.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
-from pallas_kernels.collective.tunings import tunings as tunings
 from pallas_kernels.hopper import FILES
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.tiles import BLOCKS, Tile

@@ -2,7 +2,7 @@
 
 All tiles that `plans.candidates` can give, for eight replicas with remote memory; the largest,
 whose registers are nearly all taken, with every epilogue, on an axis of a mesh and on two as one,
-and as what a single GPU runs: virtual ranks and the ghost peer. What is timed: tunings.py.
+and as what a single GPU runs: virtual ranks and the ghost peer.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.tables import Tables
-from pallas_kernels.expert.tunings import tunings as tunings
 from pallas_kernels.hopper import FILES
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.tiles import BLOCKS, Tile

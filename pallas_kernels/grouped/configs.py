@@ -1,4 +1,4 @@
-"""Every tile of the grouped products that is shipped: its deviceless compile, and what to time.
+"""Every tile of the grouped products that is shipped: its deviceless compile.
 
 All that the heuristics can give: the largest tile with and without a cluster, the others as
 clusters, which need more; y, the rows' gradient (weights read transposed) and the weights'.
@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import aot, tuned
-from pallas_kernels.grouped import api, hopper, hopper_weights, library, reference
-from pallas_kernels.grouped.cases import CASES, Case
+from pallas_kernels import aot
+from pallas_kernels.grouped import hopper, hopper_weights
 from pallas_kernels.hopper import FILES
 from pallas_kernels.hopper.tiles import BLOCKS, Tile, fitted
 
@@ -63,38 +62,3 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     files = ("hopper_weights.py", "hopper.py") if name.startswith("weights") else ("hopper.py",)
     return *(FOLDER / file for file in files), *FILES
-
-
-def tunings() -> tuple[tuned.Tuning, ...]:
-    """For every named shape y, the rows' gradient and the weights'."""
-    return tuple(tuning(case, kind) for case in CASES for kind in KINDS)
-
-
-def tuning(case: Case, kind: str) -> tuned.Tuning:
-    """One product of a case, on rows that fall as the case says."""
-    M, G, K, N = case.M, case.G, case.K, case.N
-    if kind == "transposed":
-        K, N = N, K
-    shape = {"forward": (G, K, N), "transposed": (G, N, K), "weights": (M, N)}[kind]
-
-    def inputs(key: jax.Array) -> tuple[Any, ...]:
-        left, right = jax.random.split(key)
-        a = jax.random.normal(left, (M, K), jnp.bfloat16)
-        return a, jax.random.normal(right, shape, jnp.bfloat16), jnp.asarray(case.sizes)
-
-    make = hopper_weights.heuristic if kind == "weights" else hopper.heuristic
-    first = make(M, N, K, G)
-    wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
-    tiles = tuple(dict.fromkeys((first, *hopper.candidates(), *wider)))
-    plain = (
-        reference.weights
-        if kind == "weights"
-        else functools.partial(reference.product, transpose=kind == "transposed")
-    )
-    best = (
-        library.weights
-        if kind == "weights"
-        else functools.partial(library.product, transpose=kind == "transposed")
-    )
-    function, others = functools.partial(kernel, kind), {"library": (best, inputs)}
-    return tuned.Tuning(api.OP, api.key(kind, G, M, N, K), tiles, function, inputs, plain, others)

@@ -1,4 +1,4 @@
-"""Every tile of the norm's Hopper kernels that is shipped, its deviceless compile, what to tune.
+"""Every tile of the norm's Hopper kernels that is shipped, its deviceless compile.
 
 A configuration is a kernel at a width with the tile that `heuristic` gives, with all that adds
 registers: LayerNorm with bias, residual, offset, and backward a gradient of h.
@@ -7,7 +7,7 @@ registers: LayerNorm with bias, residual, offset, and backward a gradient of h.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import aot, tuned
-from pallas_kernels.norm import api, hopper, reference
-from pallas_kernels.norm.cases import CASES, Case
+from pallas_kernels import aot
+from pallas_kernels.norm import hopper
+from pallas_kernels.norm.cases import Case
 from pallas_kernels.norm.reference import Spec
 
 # 768 and 1024: several rows a group. 1000: rows narrower than their slot. 5120 and more: chunks.
@@ -75,51 +75,3 @@ def kernel(case: Case, backward: bool, dtype: Any = jnp.bfloat16) -> Run:
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernels."""
     return (FOLDER / "hopper.py",)
-
-
-def tunings() -> Iterator[tuned.Tuning]:
-    """What scripts/tune.py measures: each case forward and backward, over tiles that fit."""
-    for case in CASES:
-        for backward in (False, True):
-            problem, run, args = kernel(case, backward)
-            spec = run.keywords["spec"]
-            added = (args[5] if backward else args[1]) is not None
-
-            def function(tile: hopper.Tile, interpret: bool, run=run) -> Callable[..., Any]:
-                return functools.partial(run, tile=tile, interpret=interpret)
-
-            def inputs(key: jax.Array, args=args, case=case) -> tuple[Any, ...]:
-                return tuple(_values(key, i, x, case) for i, x in enumerate(args))
-
-            yield tuned.Tuning(
-                op="fused_layer_norm_backward" if backward else "fused_layer_norm",
-                key=api.key(problem, spec, added),
-                candidates=candidates(problem),
-                function=function,
-                inputs=inputs,
-                reference=functools.partial(
-                    reference.backward if backward else reference.forward, spec=spec
-                ),
-            )
-
-
-def candidates(problem: hopper.Problem) -> list[hopper.Tile]:
-    """Returns the heuristic's tile, then its neighbours that fit in shared memory."""
-    first = hopper.heuristic(problem)
-    found = [first]
-    for rows in (1, 2, 4, 8):
-        for blocks, stages in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (4, 2), (4, 3)):
-            tile = hopper.Tile(rows, stages, hopper.SMS * blocks, first.resident)
-            fitted = hopper.fit(problem, tile)
-            if rows * problem.padded <= 2 * hopper.ELEMENTS and fitted == tile:
-                found.append(tile)
-    return list(dict.fromkeys(found))
-
-
-def _values(key: jax.Array, place: int, like: Any, case: Case) -> Any:
-    if like is None:
-        return None
-    if like.dtype == jnp.int32:  # equal sequences
-        return jnp.arange(17, dtype=jnp.int32) * (case.rows // 16)
-    values = jax.random.normal(jax.random.fold_in(key, place), like.shape, jnp.float32)
-    return values.astype(like.dtype)

@@ -1,4 +1,4 @@
-"""Every tile of the tile-sparse kernels that is shipped: its deviceless compile, what to time.
+"""Every tile of the tile-sparse kernels that is shipped: its deviceless compile.
 
 The usual format in all tiles that the heuristics can give, the others in their largest; y with the
 least and the most that an epilogue does, dx, and dw whole and in splits.
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import aot, tuned
+from pallas_kernels import aot
 from pallas_kernels.hopper import FILES
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.tiles import Tile
-from pallas_kernels.tile_sparse import api, cases, hopper, hopper_weights, reference
-from pallas_kernels.tile_sparse.cases import CASES, Case
+from pallas_kernels.tile_sparse import hopper, hopper_weights
+from pallas_kernels.tile_sparse.cases import Case
 from pallas_kernels.tile_sparse.format import Pattern
 
 KINDS = ("forward", "dx", "dw")
@@ -76,7 +76,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     spec = Spec(activation, "float32" if "float32" in words else "bfloat16", "kept" in words)
     tile = _tile(kind, int(rows), words, case.abstract, spec)
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
-    args = _arguments(kind, case, case.abstract, "bias" in words)
+    args = arguments(kind, case, case.abstract, "bias" in words)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
@@ -92,7 +92,7 @@ def _tile(kind: str, rows: int, words: list[str], pattern: Pattern, spec: Spec) 
     return hopper.fitted(tile, hopper.shape_of(pattern, kind == "dx"), spec)
 
 
-def _arguments(kind: str, case: Case, pattern: Pattern, bias: bool = False) -> tuple[Any, ...]:
+def arguments(kind: str, case: Case, pattern: Pattern, bias: bool = False) -> tuple[Any, ...]:
     """Shapes of a kernel's operands, and the pattern."""
     P, S = pattern.columns.size, pattern.chunks.size
     x = jax.ShapeDtypeStruct((case.M, case.K), jnp.bfloat16)
@@ -105,7 +105,7 @@ def _arguments(kind: str, case: Case, pattern: Pattern, bias: bool = False) -> t
 
 
 def kernel(kind: str, tile: Any, spec: Spec, interpret: bool = False) -> Callable[..., Any]:
-    """Of the operands of _arguments."""
+    """Of the operands of arguments."""
     named = {"tile": tile, "interpret": interpret}
     if kind == "forward":
         return functools.partial(hopper.forward, spec=spec, **named)
@@ -116,53 +116,3 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     files = ("hopper_weights.py", "hopper.py") if name.startswith("dw") else ("hopper.py",)
     return *(FOLDER / file for file in files), *FILES
-
-
-def tunings() -> tuple[tuned.Tuning, ...]:
-    """For every named shape y as for inference, dx (where a kernel makes it) and dw."""
-    return tuple(
-        tuning(case, kind)
-        for case in CASES
-        for kind in KINDS
-        if kind != "dx" or case.abstract.together == 1
-    )
-
-
-def tuning(case: Case, kind: str) -> tuned.Tuning:
-    """One product of a case; x w, dz w^T or x^T dz of what is kept."""
-    pattern, spec = case.abstract, Spec(None, "bfloat16")
-
-    def inputs(key: jax.Array) -> tuple[Any, ...]:
-        # Also what the mask does not keep is drawn: in these cases it keeps whole slots.
-        (left, right), (a, b) = jax.random.split(key), _arguments(kind, case, pattern)[:2]
-        drawn = (jax.random.normal(k, x.shape, x.dtype) for k, x in ((left, a), (right, b)))
-        rest = (None,) if kind == "forward" else ()
-        return *drawn, *rest, cases.pattern(case)
-
-    if kind == "dw":
-        first = hopper_weights.heuristic(case.M, pattern)
-        tiles = (first, *hopper_weights.candidates(pattern.unit, case.tile))
-    else:
-        shape = hopper.shape_of(pattern, kind == "dx")
-        blocks = pattern.grid[0 if kind == "dx" else 1]
-        first = hopper.heuristic(case.M, shape, blocks, pattern.chunks.size, spec)
-        wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
-        tiles = (first, *hopper.candidates(shape, spec), *wider)
-    key = api.key(kind, None, pattern, case.M)
-    function = functools.partial(_timed, kind, spec)
-    plain = functools.partial(_plain, kind, spec)
-    return tuned.Tuning(api.OP, key, tuple(dict.fromkeys(tiles)), function, inputs, plain)
-
-
-def _timed(kind: str, spec: Spec, tile: Any, interpret: bool) -> Callable[..., Any]:
-    return kernel(kind, tile, spec, interpret)
-
-
-def _plain(kind: str, spec: Spec, *args: Any) -> Any:
-    """What the reference makes of the same operands."""
-    if kind == "forward":
-        return reference.forward(*args, spec=spec)
-    pattern = args[2]
-    if kind == "dx":
-        return reference.gradient(args[0], args[1], pattern)
-    return pattern.collect(args[0].T @ args[1])

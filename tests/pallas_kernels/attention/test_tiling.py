@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels.attention import api, configs, hopper_backward, hopper_forward, tiling
+from pallas_kernels.attention import api, hopper_backward, hopper_forward, tiling
 from pallas_kernels.attention.cases import CASES, Case
+from scripts.tunings import attention as tunings
 from tests import tables
 
 SHAPE = ("bfloat16", 64, 2, 256, 128)  # type, width, group, tokens, longest
@@ -95,7 +96,7 @@ def test_the_public_function_hands_the_measured_tiles_to_the_kernels(table, monk
 
 
 def test_what_is_to_be_tuned():
-    found = list(configs.tunings())
+    found = list(tunings.tunings())
     assert len({(t.op, *t.key.items()) for t in found}) == len(found) == 3 * (len(CASES) - 3)
     for tuning in found:
         width, longest = int(tuning.key["width"]), tuning.key["longest"]
@@ -111,7 +112,7 @@ def test_what_is_to_be_tuned():
 
 
 def test_what_is_timed_takes_its_inputs():
-    for tuning in configs.tunings([Case("tiny", (60, 68), (2, 1), 64, True)]):
+    for tuning in tunings.tunings([Case("tiny", (60, 68), (2, 1), 64, True)]):
         function = tuning.function(tuning.candidates[0], True)
         shapes = jax.eval_shape(function, *jax.eval_shape(tuning.inputs, jax.random.key(0)))
         assert shapes[0].shape == (128, 2, 64)

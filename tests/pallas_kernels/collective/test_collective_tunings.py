@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective import api, core, plans, tunings
+from pallas_kernels.collective import api, core, plans
+from pallas_kernels.collective.bench import Case
 from pallas_kernels.collective.cases import RANKS
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
+from scripts.tunings import collective as tunings
 
 R = 2
 
@@ -28,7 +30,7 @@ SELDOM = pytest.param("all_gather_matmul", marks=pytest.mark.slow)
 @pytest.mark.parametrize("op", [SELDOM, "matmul_reduce_scatter"])
 def test_what_a_tuner_measures_is_right(op, seed):
     """A tuning of two ranks, interpreted: its kernel gives what it is compared with."""
-    case = tunings.Case(op, 2 * 64, 64, 128, R)
+    case = Case(op, 2 * 64, 64, 128, R)
     tuning = tunings.tuning(case)
     first = dataclasses.replace(tuning.candidates[0], tile=Tile(64, 128, 64, 2, 1, 1), chunk=64)
     pages = 1 if op == "all_gather_matmul" else R
@@ -57,7 +59,7 @@ def test_tunings_are_legal_and_differ():
 @pytest.mark.parametrize("op", [api.SCATTER, api.REDUCE])
 def test_a_rivals_sums_travel_in_16_bits(op):
     """As a model's own do; those that fused kernels are judged beside, in float32 as theirs."""
-    case = tunings.Case(op, 64, 64, 128, 8)
+    case = Case(op, 64, 64, 128, 8)
     plan = case.plans()[0]
     alike = functools.partial(case.serial, case.alone(plan, 1e9), plan)
     for function, wire in ((tunings.tuning(case).reference, "bfloat16"), (alike, "float32")):

@@ -11,18 +11,20 @@ import pytest
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import core
 from pallas_kernels.collective.cases import RANKS
-from pallas_kernels.expert import plans, tables, tunings
+from pallas_kernels.expert import plans, tables
+from pallas_kernels.expert.bench import Case, Inputs
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
+from scripts.tunings import expert as tunings
 
 R, T, A, E = 4, 8, 2, 3
 CHUNK = 4
 
 
 def small(op, widths=(128,)):
-    return tunings.Case(op, T, A, E, 64, widths, ranks=R, room=R)
+    return Case(op, T, A, E, 64, widths, ranks=R, room=R)
 
 
 @functools.cache
@@ -42,7 +44,7 @@ def integers(case, seed):
 
     assert jax.tree.map(jnp.shape, given.routes) == jax.tree.map(jnp.shape, routes())
     ws = tuple(map(draw, given.ws))
-    return tunings.Inputs(draw(given.x), ws, draw(given.weight_TA), routes())
+    return Inputs(draw(given.x), ws, draw(given.weight_TA), routes())
 
 
 def by_hand(case, given):

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from pallas_kernels.gemm import configs
 from pallas_kernels.gemm.cases import CASES, Case
 from pallas_kernels.hopper import tiles
+from scripts.tunings import gemm as tunings
 
 
 def test_floors():
@@ -24,11 +24,11 @@ def test_the_papers_tokens():
 
 
 def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
-    tunings = configs.tunings()
+    found = tunings.tunings()
     trained = sum(case.trained for case in CASES)
-    assert 0 < trained < len(CASES) and len(tunings) == 2 * trained + len(CASES)
-    assert len({tuple(t.key.items()) for t in tunings}) >= len(tunings) - 6  # equal dx, dw
-    for tuning in tunings:
+    assert 0 < trained < len(CASES) and len(found) == 2 * trained + len(CASES)
+    assert len({tuple(t.key.items()) for t in found}) >= len(found) - 6  # equal dx, dw
+    for tuning in found:
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 10
         for tile in tuning.candidates:
             tiles.check("x", tile)
@@ -38,7 +38,7 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
 
 @pytest.mark.parametrize("kind", ["forward", "dx", "dw"])
 def test_what_is_timed_has_the_shapes_of_its_key(kind):
-    tuning = configs.tuning(Case("x", 256, 128, 64, bias=True, residual=True), kind)
+    tuning = tunings.tuning(Case("x", 256, 128, 64, bias=True, residual=True), kind)
     args = jax.eval_shape(tuning.inputs, jax.random.key(0))
     call = tuning.function(tuning.candidates[0], True)
     y, z = jax.eval_shape(call, *args)

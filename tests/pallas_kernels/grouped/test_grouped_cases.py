@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.grouped import api, configs, hopper
 from pallas_kernels.grouped.cases import CASES, Case
+from scripts.tunings import grouped as tunings
 from tests import tables
 
 
@@ -29,11 +30,11 @@ def test_sizes_add_up_and_fit_no_tile():
 
 
 def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
-    tunings = configs.tunings()
-    keys = {tuple(t.key.items()) for t in tunings}
+    found = tunings.tunings()
+    keys = {tuple(t.key.items()) for t in found}
     # A hot group has the shape of equal ones: the table's row is of the first.
-    assert len(tunings) == 3 * len(CASES) and len(keys) == len(tunings) - 3
-    for tuning in tunings:
+    assert len(found) == 3 * len(CASES) and len(keys) == len(found) - 3
+    for tuning in found:
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 10
         for tile in tuning.candidates:
             hopper.check(tile)
@@ -41,7 +42,7 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
 
 @pytest.mark.parametrize("kind", configs.KINDS)
 def test_what_is_timed_has_the_shapes_of_its_key(kind):
-    tuning = configs.tuning(Case("x", 256, 4, 64, 128), kind)
+    tuning = tunings.tuning(Case("x", 256, 4, 64, 128), kind)
     args = jax.eval_shape(tuning.inputs, jax.random.key(0))
     found = jax.eval_shape(tuning.function(tuning.candidates[0], True), *args)
     key = tuning.key

@@ -5,6 +5,7 @@ import pytest
 
 from pallas_kernels.norm import configs, hopper
 from pallas_kernels.norm.cases import CASES, Case
+from scripts.tunings import norm as tunings
 
 
 def test_floors():
@@ -20,12 +21,12 @@ def test_floors():
 
 
 def test_what_is_tuned_fits():
-    found = list(configs.tunings())
+    found = list(tunings.tunings())
     assert len(found) == 2 * len(CASES)
     assert {t.op for t in found} == {"fused_layer_norm", "fused_layer_norm_backward"}
     for case, backward in ((case, b) for case in CASES for b in (False, True)):
         problem, _, args = configs.kernel(case, backward)
-        tiles = configs.candidates(problem)
+        tiles = tunings.candidates(problem)
         assert tiles[0] == hopper.heuristic(problem) and len(tiles) == len(set(tiles))
         assert not [reason for tile in tiles for reason in hopper.misfits(problem, tile)]
         assert args[0].shape == (case.rows, case.width) and args[0].dtype == jnp.bfloat16

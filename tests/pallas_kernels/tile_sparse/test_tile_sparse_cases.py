@@ -11,6 +11,7 @@ from pallas_kernels import TileSparse
 from pallas_kernels.hopper import tiles
 from pallas_kernels.tile_sparse import api, cases, configs, hopper, hopper_weights
 from pallas_kernels.tile_sparse.cases import CASES, Case
+from scripts.tunings import tile_sparse as tunings
 from tests import tables
 
 SMALL = Case(256, 128, 192, 50, tile=64)
@@ -47,10 +48,10 @@ def test_what_is_known_without_a_mask_is_what_the_mask_gives():
 
 
 def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
-    tunings = configs.tunings()
+    found = tunings.tunings()
     products = [(c, k) for c in CASES for k in configs.KINDS if k != "dx" or c.chunk >= 32]
-    assert len({tuple(t.key.items()) for t in tunings}) == len(tunings)
-    for tuning, (case, kind) in zip(tunings, products, strict=True):
+    assert len({tuple(t.key.items()) for t in found}) == len(found)
+    for tuning, (case, kind) in zip(found, products, strict=True):
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= 6
         for tile in tuning.candidates:
             if kind == "dw":
@@ -63,7 +64,7 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
 
 @pytest.mark.parametrize("kind", configs.KINDS)
 def test_what_is_timed_gives_what_the_reference_gives(kind):
-    tuning = configs.tuning(SMALL, kind)
+    tuning = tunings.tuning(SMALL, kind)
     args = jax.eval_shape(tuning.inputs, jax.random.key(0))
     found = jax.eval_shape(tuning.function(tuning.candidates[0], True), *args)
     assert found == jax.eval_shape(tuning.reference, *args)
