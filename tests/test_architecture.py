@@ -277,6 +277,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("api.py", "varlen_attention"),
     ("api.py", "packed_attention"),
     ("api.py", "norm_unpack"),
+    ("api.py", "fused_gemm"),
     ("tensor.py", "attend"),
     ("local.py", "attend"),
     ("expert.py", "expert"),

@@ -4,7 +4,7 @@ Source: ByteTransformer (arXiv 2210.03052) section 3.2, which puts bias and GELU
 epilogue; on Hopper as a persistent, warp-specialised kernel (hopper.py).
 
 Legend: x any leading dimensions, M their product, K contracted, N columns.
-Not here: second derivatives, scales of 8-bit operands, several products with one input.
+Not here: second derivatives, several products with one input.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.gemm import hopper, reference
+from pallas_kernels.gemm import hopper, reference, scaled
 from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
 
 Array = jax.Array
@@ -29,6 +29,8 @@ def fused_gemm(
     bias: Array | None = None,
     activation: Activation | None = None,
     residual: Array | None = None,
+    x_scale: Array | None = None,
+    w_scale: Array | None = None,
     out_dtype: jnp.dtype | str | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Array:
@@ -38,11 +40,18 @@ def fused_gemm(
     back costs less time than computing the product again from K of a few hundred on. A remat policy
     around the call drops it as any other intermediate.
 
+    8-bit operands have scales, and no gradients: z = (x w) x_scale[:, None] w_scale + bias. int8 is
+    summed in int32, float8 in float32. The kernel reads w transposed; a w that was made by
+    transposing an array inside the same program is not copied.
+
     Args:
-      x_xK: bf16|f16|f32. w_KN: the same type.
+      x_xK: bf16|f16|f32, or int8|float8_e4m3fn|float8_e5m2. w_KN: the same type, or the other
+        float8.
       bias: (N,), any floating type. activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'.
       residual: (x, N), of the result's type.
-      out_dtype: bf16|f16|f32; None: x's.
+      x_scale: (x), any floating type: of each row; None: 1. w_scale: (N,), of each column. Both of
+        8-bit operands only.
+      out_dtype: bf16|f16|f32; None: x's, and bf16 of 8-bit operands.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and
         N and K of 64, spare it copies of its operands. Under a mesh it runs inside a shard_map
         only.
@@ -50,13 +59,23 @@ def fused_gemm(
     Raises: ValueError for shapes, types and words that break the above; NotImplementedError with
       all reasons where the implementation asked for cannot run.
     """
-    arguments.check_arrays(OP, x=x_xK, w=w_KN, bias=bias, residual=residual)
+    arguments.check_arrays(
+        OP, x=x_xK, w=w_KN, bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale
+    )
     if out_dtype is not None:
         out_dtype = arguments.dtype_name(OP, "out_dtype", out_dtype, DTYPES)
-    out_dtype = out_dtype or x_xK.dtype.name
+    bits8 = scaled.fits(x_xK, w_KN)
+    out_dtype = out_dtype or ("bfloat16" if bits8 else x_xK.dtype.name)
     _check(x_xK, w_KN, bias, activation, residual, out_dtype)
-    plan = _plan(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
     bias_N = None if bias is None else bias.astype(jnp.float32)
+    if bits8:
+        return scaled.product(
+            x_xK, w_KN, reference.Scales(x_scale, w_scale), bias_N, residual,
+            activation=activation, out_dtype=out_dtype, implementation=implementation,
+        )  # fmt: skip
+    if x_scale is not None or w_scale is not None:
+        raise ValueError(f"{OP}: x_scale and w_scale are for 8-bit operands; x is {x_xK.dtype}")
+    plan = _plan(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
     with arguments.reverse_only(OP):
         return _fused(*dispatch.alike((x_xK, w_KN, bias_N, residual)), plan)
 
@@ -176,9 +195,10 @@ def _check(
 ) -> None:
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"{OP}: x {x.shape} and w {w.shape} must be (..., K) and (K, N)")
-    if x.dtype.name not in DTYPES or w.dtype != x.dtype:
+    if not scaled.fits(x, w) and (x.dtype.name not in DTYPES or w.dtype != x.dtype):
         raise ValueError(
-            f"{OP}: x {x.dtype} and w {w.dtype} must have one type of {', '.join(DTYPES)}"
+            f"{OP}: x {x.dtype} and w {w.dtype} must have one type of "
+            f"{', '.join(DTYPES + scaled.DTYPES)}"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{OP}: activation={activation!r}; there are {ACTIVATIONS}")

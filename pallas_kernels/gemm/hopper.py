@@ -354,16 +354,18 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     height, width = y_smem.shape[2:]
 
     def split(i):
-        return lax.div(i, jnp.int32(count)) if tile.splits > 1 else 0
+        return lax.div(i, jnp.int32(count)) if tile.splits > 1 else None
 
     def corner(i):
-        m, n = plgpu.planar_snake(i - split(i) * count, grid, 0, tile.snake)
+        i = lax.rem(i, jnp.int32(count)) if tile.splits > 1 else i
+        m, n = plgpu.planar_snake(i, grid, 0, tile.snake)
         m = (m * tile.cluster + lax.axis_index("cluster")) * tile.block_m
         return pl.multiple_of(m, tile.block_m), pl.multiple_of(n * tile.block_n, tile.block_n)
 
     def load(place, s, buffer, barrier):
-        first, (m, n) = place
-        m, n, k = pl.ds(m, tile.block_m), pl.ds(n, tile.block_n), span(first + s, tile.block_k)
+        part, (m, n) = place
+        s = s if part is None else part * steps + s
+        m, n, k = pl.ds(m, tile.block_m), pl.ds(n, tile.block_n), span(s, tile.block_k)
         left = gmem["a"].at[(k, m) if stored.a else (m, k)]
         right = gmem["b"].at[(n, k) if stored.b else (k, n)]
         plgpu.copy_gmem_to_smem(left, a_smem.at[buffer], barrier)
@@ -412,7 +414,8 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
 
             def copy(*staged, p=p):
                 for name, piece in zip(results, staged, strict=True):
-                    page = gmem[name].at[split(i)] if tile.splits > 1 else gmem[name]
+                    part = split(i)
+                    page = gmem[name] if part is None else gmem[name].at[part]
                     target = page.at[here(i, p)]
                     plgpu.copy_smem_to_gmem(piece, target, commit_group=name == "y")
 
@@ -422,7 +425,7 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     total = count * tile.splits
     product.specialise(
         lambda: product.compute(total, multiply, finish, sums=sums, begin=begin),
-        lambda: product.produce(total, lambda i: (split(i) * steps, corner(i)), load),
+        lambda: product.produce(total, lambda i: (split(i), corner(i)), load),
     )
 
 

@@ -1,5 +1,6 @@
 """Products of 8-bit operands: the kernel in the interpreter, and the reference, against float64."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import interpret
+from pallas_kernels import fused_gemm, interpret
 from pallas_kernels.gemm import hopper, promotion, reference
 from pallas_kernels.gemm.reference import Scales
 from pallas_kernels.hopper import tiles
@@ -127,3 +128,51 @@ def test_tiles_of_the_heuristic_are_legal():
             tiles.check_shared("x", hopper.buffers(tile, hopper.Stored(b=True), FULL, True, INT8))
         chosen = hopper.heuristic_scaled(M, N, K, spec=FULL, residual=True)
         assert (chosen.splits > 1) == (M <= 128 and K > 64)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", pytest.param("interpret", marks=SLOW)], ids=str
+)
+def test_public_function(implementation, seed):
+    """Two leading dimensions; the type of the result is bfloat16."""
+    given = arrays((6, 40, 136), (E4M3, E5M2), ALL, "bfloat16", seed)
+    x, w, scales, bias, residual = given
+
+    def call(x, w, scales, bias, residual):
+        return fused_gemm(
+            x.reshape(2, 3, -1), w, bias=bias, activation="gelu", implementation=implementation,
+            residual=residual.reshape(2, 3, -1), w_scale=scales.w_N,
+            x_scale=scales.x_M.reshape(2, 3),
+        )  # fmt: skip
+
+    with interpret.checked() if implementation == "interpret" else contextlib.nullcontext():
+        y = jax.block_until_ready(jax.jit(call)(*given))
+    assert y.shape == (2, 3, 40)
+    close(y.reshape(6, 40), given, FULL)
+
+
+X = {name: jnp.ones((4, 8), name) for name in ("int8", "float8_e4m3fn", "bfloat16")}
+BAD = {
+    "both be int8, or both float8": (X["int8"], X["float8_e4m3fn"], {}),
+    "x int8 and w bfloat16": (X["int8"], X["bfloat16"], {}),
+    "for 8-bit operands; x is bfloat16": (X["bfloat16"], X["bfloat16"], {"x_scale": jnp.ones(4)}),
+    "x_scale float32.* must be floating, .4,.: x's rows": (
+        X["int8"], X["int8"], {"x_scale": jnp.ones(8)},
+    ),
+    "w_scale int32.4.* w's columns": (
+        X["int8"], X["int8"], {"w_scale": jnp.ones(4, jnp.int32)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_say_what_is_wrong(message):
+    x, w, options = BAD[message]
+    with pytest.raises(ValueError, match=message):
+        fused_gemm(x, w.T, **options)
+
+
+def test_there_are_no_gradients():
+    x = X["float8_e4m3fn"]
+    with pytest.raises(NotImplementedError, match="has no gradients"):
+        jax.grad(lambda bias: fused_gemm(x, x.T, bias=bias).sum())(jnp.ones(4, jnp.bfloat16))
