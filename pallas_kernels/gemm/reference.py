@@ -41,7 +41,7 @@ def scaled(
 ) -> Array:
     """activate(z) + residual with z = (x w) scales + bias, of 8-bit x and w.
 
-    int8 is summed in int32, which is exact for K up to 2^17; float8 (e4m3 or e5m2, whose products
+    int8 is summed in int32, which is exact for K below 2^17; float8 (e4m3 or e5m2, whose products
     float32 holds exactly) in float32. The sum is then float32.
     """
     whole = jnp.issubdtype(x_MK.dtype, jnp.integer)

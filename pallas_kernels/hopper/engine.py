@@ -53,7 +53,11 @@ OPERANDS = ("a_smem", "b_smem")
 
 
 def barriers(tile: Tile, arrivals: int = 2) -> dict[str, Any]:
-    """Returns the barriers of a tile's rings. arrivals: copies of a step."""
+    """Returns the barriers of a tile's rings. arrivals: copies of a step.
+
+    An arrival is one of each thread of the producer warpgroup, so two copies make 256: Pallas
+    starts no copy without (jax 0.11.2), and its own pipelines count in the same way.
+    """
     free = {"num_arrivals": tile.warpgroups // tile.rings, "num_barriers": tile.buffers}
     return {
         "ready": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.buffers),
