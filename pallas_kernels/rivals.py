@@ -283,7 +283,8 @@ def program(function: Function, inputs: Sequence[tuple[Any, ...]]) -> Program:
     wait()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # JAX's threads use CUDA meanwhile, which would end a capture in the default mode.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             kept = calls()
     except Exception:
         wait()  # raises where the GPU cannot be used any more

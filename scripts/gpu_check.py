@@ -22,11 +22,13 @@ Needs jax with CUDA, flax, optax and absl only. The exit code is 1 when somethin
 import megajax.core.interrupted  # noqa: F401
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from workers import TUNED, Part, Session, Store
@@ -179,7 +181,9 @@ def run(first: Part, wanted: list[Part], default_folder: str) -> int:
     minutes = MINUTES.value or (REHEARSAL_MINUTES if rehearsal else 9)
     layer = "rehearsed on a CPU: times mean nothing" if rehearsal else "measured on {}"
     store = Store(folder, results.commit() if COMMIT.value is None else COMMIT.value, layer)
-    spec = {"rehearsal": rehearsal, "limit_scale": REHEARSAL_SCALE if rehearsal else 1}
+    spec: Any = {"rehearsal": rehearsal, "limit_scale": REHEARSAL_SCALE if rehearsal else 1}
+    scale = spec["limit_scale"]
+    wanted = [dataclasses.replace(part, slice_s=scale * part.slice_s) for part in wanted]
     end = time.monotonic() + 60 * minutes
     session = Session(WORKER, store, end, env=environment(rehearsal), spec=spec, again=AGAIN.value)
     return session.run(first, wanted)

@@ -122,7 +122,8 @@ class Cuda(SimpleNamespace):
             def elapsed_time(self_, other):
                 return other.at - self_.at
 
-        def graph(made):
+        def graph(made, capture_error_mode):
+            assert capture_error_mode == "thread_local"
             if not captures:
                 raise RuntimeError("operation not permitted when stream is capturing")
             return contextlib.nullcontext()
