@@ -1,5 +1,6 @@
 """The parts of a GPU session: which there are; and some on a CPU, with planted faults."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pallas_kernels
 from pallas_kernels import report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -51,6 +53,34 @@ def test_names_of_variants_say_what_runs():
         assert name.split(",")[0] == train.attention
         assert name.partition("remat ")[2] in ("", train.remat)
         assert name.partition("batch ")[2] in ("", str(train.global_batch))
+
+
+def test_pytorch_is_timed_right_behind_our_kernel_in_another_process():
+    """As far as there is anything of PyTorch to time."""
+    parts = gpu_check.parts()
+    times = [p for p in parts if p.args["do"] in ("times", "torch")]
+    for part, behind in zip(times, [*times[1:], None], strict=True):
+        if part.args["do"] == "times":
+            folder = part.args["folder"]
+            has = hasattr(importlib.import_module(f"pallas_kernels.{folder}.bench"), "torch_sides")
+            assert has == (folder in gpu_check.TORCH)
+            assert has == (behind is not None and behind.name == f"{part.name} torch")
+    chosen = gpu_check.chosen(parts, ["torch"])
+    assert {p.args["folder"] for p in chosen} == set(gpu_check.TORCH) and len(chosen) == 8
+    assert gpu_check.environment(False)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+@pytest.mark.parametrize("name", ["varlen, remat outputs", "xla, batch 2"])
+def test_what_is_measured_as_our_attention_is_our_kernel(name):
+    """Not what the library takes by default."""
+    default = pallas_kernels.packed_attention
+    with gpu_train.our_kernel(gpu_train.configuration(name, rehearsal=False)):
+        forced = pallas_kernels.packed_attention
+    assert pallas_kernels.packed_attention is default
+    if name.startswith("varlen"):
+        assert forced.func is default and forced.keywords == {"implementation": "hopper"}
+    else:
+        assert forced is default
 
 
 def test_the_mfu_counts_attention_inside_segments():

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import workers
 
@@ -116,6 +118,17 @@ def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys, monkeypa
     assert all(rows[row["part"]][row["item"]] == row for row in kept)
     code, rows, verdicts = session(tmp_path, [part("hangs", bad="ok")], again=True)
     assert code == 0 and set(rows["hangs"]) == {"bad"}
+
+
+def test_the_log_and_what_a_killed_call_left_do_not_add_up(tmp_path, monkeypatch):
+    """At most 8 files of 16 MiB come back."""
+    monkeypatch.setattr(workers, "LOG_MOST", 1000)
+    (tmp_path / "log.txt").write_text("old " * 300 + "new")
+    (tmp_path / "fake_gpu_1_kernels.json.part").write_text("{")
+    session(tmp_path, [part("good", one="ok")])
+    log = (tmp_path / "log.txt").read_text()
+    assert "new" in log and log.count("old") == pytest.approx(125, abs=2)
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_part_that_had_its_slice_goes_on_behind_the_others(tmp_path):
