@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from pallas_kernels.collective.all_gather_gemm import all_gather, all_gather_gemm
-from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import RemotePeer
 from pallas_kernels.expert import product, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.product import height
 from pallas_kernels.expert.routes import route
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.peers import RemotePeer
 from pallas_kernels.hopper.tiles import Tile
 from tests.expert_oracle import order, routings
 from tests.kernel_calls import Call

@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import lax
 
-from pallas_kernels.collective import peers
+from pallas_kernels.hopper import peers
 from tests.kernel_calls import Call, Calls
 from tests.kernel_memory import GENERIC, GLOBAL, SHARED, Fault, Lost, Memory, Ref
 from tests.kernel_threads import PRODUCTS, READ, STORED, Barrier, Block, Flags, Machine, Thread

@@ -1,7 +1,7 @@
 """What one rank does in order, as tables: the tiles and copies that overlap_simulator.py times.
 
 Flux (arXiv 2406.06858, sections 3 and 4), one matrix: the tiles and chunks that the fused kernels
-compute from a loop index (pallas_kernels/collective/schedule.py), all of them at once, and what
+compute from a loop index (pallas_kernels/hopper/schedule.py), all of them at once, and what
 each flag waits for. COMET (arXiv 2502.19811, section 3), experts:
 
 - First product: the rows of an expert are sorted by source, own rank first, then the rotation; a
@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.collective import schedule
-from pallas_kernels.collective.schedule import Chunk, Split, Tile
+from pallas_kernels.hopper import schedule
+from pallas_kernels.hopper.schedule import Chunk, Split, Tile
 
 
 @dataclasses.dataclass(frozen=True)

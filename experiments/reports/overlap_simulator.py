@@ -28,7 +28,7 @@ import numpy as np
 from experiments.reports import overlap_schedules as schedules
 from experiments.reports.overlap_schedules import Schedule
 from pallas_kernels.collective.cases import Product
-from pallas_kernels.collective.schedule import Split
+from pallas_kernels.hopper.schedule import Split
 
 TILES = ((128, 256), (256, 128), (128, 192), (128, 128))  # rows x columns
 CHUNKS = (32, 64, 128, 256, 512)  # rows under one flag

@@ -24,14 +24,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective import core, schedule
-from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import Peers
-from pallas_kernels.hopper import engine, relay
+from pallas_kernels.hopper import engine, fused, relay, schedule
 from pallas_kernels.hopper.activations import Spec, activate_tile
 from pallas_kernels.hopper.cards import RESERVED_BYTES, SHARED_BYTES, SMS
 from pallas_kernels.hopper.epilogue import add_bias
+from pallas_kernels.hopper.fused import Plan
 from pallas_kernels.hopper.memory import share, span
+from pallas_kernels.hopper.peers import Peers
 
 NAME = "all_gather_gemm"
 
@@ -70,7 +69,7 @@ def all_gather_gemm(
       and so are gathered's own rows without keep.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    clusters = core.clusters_of(NAME, plan, peers, blocks)
+    clusters = fused.clusters_of(NAME, plan, peers, blocks)
     height, K = x.shape[1:]
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
     inputs |= {"bias": bias, "delays": delays, "gathered": into}
@@ -89,14 +88,14 @@ def all_gather_gemm(
             spec=spec,
             split=split,
             keep=keep,
-            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
         ),
         inputs,
         outputs,
-        core.scratch(
+        fused.scratch(
             NAME,
             plan,
-            core.buffers(tile, x.dtype, spec.out_dtype, turned),
+            engine.buffers(tile, x.dtype, spec.out_dtype, turned_b=turned),
             functools.partial(relay.scratch, K, x.dtype),
         ),
         name=NAME,
@@ -113,7 +112,7 @@ def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory)
     peers, plan, tile, rank = worker.peers, worker.plan, worker.tile, worker.rank
     R = peers.ranks
     flags = peers.flags(R * split.chunks + 1)
-    columns = core.Parts([pl.cdiv(N, tile.block_n) for N in widths])
+    columns = fused.Parts([pl.cdiv(N, tile.block_n) for N in widths])
     each_rank = split.row_tiles * columns.total
 
     def place_of(i):

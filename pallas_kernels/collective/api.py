@@ -23,14 +23,15 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.collective import clique, core, plans, reference
+from pallas_kernels.collective import clique, plans, reference
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import RemotePeer
+from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
 from pallas_kernels.hopper.cards import resident_blocks
 from pallas_kernels.hopper.memory import varying_as
+from pallas_kernels.hopper.peers import RemotePeer
 
 Array = jax.Array
 Implementation = Literal["xla", "fused"]
@@ -294,7 +295,7 @@ def _upright(weights: tuple, turned: bool) -> tuple:
 # ---- the kernels' arrays: pages of whole tiles
 
 
-def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> core.Plan:
+def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> fused.Plan:
     """Of the nearest row of a table, else the heuristic's."""
     if tile := tuned.tile(tuned.find(op, key(op, ranks, rows, K, sum(widths)))):
         return plans.load(tile)
@@ -307,7 +308,7 @@ def _pages(x: Array, pages: int, height: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, height - x.shape[1]), (0, 0)))
 
 
-def _whole(rows: int, plan: core.Plan) -> tuple[int, int]:
+def _whole(rows: int, plan: fused.Plan) -> tuple[int, int]:
     """Returns (live rows of a page as the kernels count them, its height)."""
     live = -(-rows // 8) * 8
     return live, max(live, plan.tile.block_m)

@@ -36,19 +36,19 @@ from pallas_kernels import aot, bench, tuned
 from pallas_kernels.collective import api, plans
 from pallas_kernels.collective.all_gather_gemm import all_gather, all_gather_gemm
 from pallas_kernels.collective.cases import DENSE
-from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import GhostPeer, Peers, ReadyPeer, VirtualPeer
 from pallas_kernels.gemm import hopper
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.fused import LINK_BYTES, Plan, fitted
+from pallas_kernels.hopper.peers import GhostPeer, Peers, ReadyPeer, VirtualPeer
 from pallas_kernels.hopper.tiles import Tile
 
 R, ME = 8, 3
 DELAY_NS, SEEDS = 200_000, 100
 LATENCY_NS = 2000  # (chosen: a signal over NVLink takes 1 to 2 us)
-CUT = {"nvidia_h800": 178e9}  # bytes/s usable of an NVLink that is cut; else plans.LINK_BYTES
+CUT = {"nvidia_h800": 178e9}  # bytes/s usable of an NVLink that is cut; else LINK_BYTES
 BEST = 8  # plans that are timed, best first by the model (chosen)
 LINKS = (400e9, 200e9, 25e9)  # bytes/s in one direction: NVLink 4, H800's, PCIe's
 ROUNDS, LAUNCHES = 4, 2  # (chosen: the clock of a GPU drifts slower than a round)
@@ -86,7 +86,7 @@ class Check:
         """Returns (ranks, rows, N) of each kind: for a gather the rows of all ranks."""
         m, n, cluster = self.tile
         spec = PLAIN if self.kind == "gather" else SUMS
-        tile = plans.fitted(Tile(m, n, 64, 6, m // 64, cluster), spec.out_dtype)
+        tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), spec.out_dtype)
         plan = Plan(tile, 0 if self.kind == "reduce" else 2, self.chunk)
         into = jax.new_ref(
             jnp.full(self.shapes[2], jnp.nan, x.dtype if self.kind == "gather" else jnp.float32)
@@ -142,7 +142,7 @@ def exact(check: Check) -> dict[str, Any]:
 
 def link() -> float:
     """Bytes/s of this GPU's link in one direction."""
-    return CUT.get(tuned.slug(tuned.target() or ""), plans.LINK_BYTES)
+    return CUT.get(tuned.slug(tuned.target() or ""), LINK_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,14 +17,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
-from pallas_kernels.collective import plans
 from pallas_kernels.collective.all_gather_gemm import all_gather, all_gather_gemm
-from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
-from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper import FILES, FUSED
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.fused import Plan, fitted
+from pallas_kernels.hopper.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
 from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
@@ -99,7 +98,7 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     kernels = {"scatter": "gemm_reduce_scatter.py", "reduce": "gemm_all_reduce.py"}
     own = kernels.get(name.split()[0], "all_gather_gemm.py")
-    return *(FOLDER / file for file in (own, "core.py", "peers.py", "schedule.py")), *FILES
+    return FOLDER / own, *FUSED, *FILES
 
 
 def _peers(words: list[str], ranks: int) -> Peers:
@@ -115,7 +114,7 @@ def _plan(kind: str, words: list[str], sums: str) -> Plan:
         return Plan(Tile(64, 64, 64, 2, 1), 4, 128)
     m, n = map(int, words[0].split("x"))
     cluster = 1 if kind == "reduce" or "alone" in words else 2
-    tile = plans.fitted(Tile(m, n, 64, 6, m // 64, cluster), sums)
+    tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), sums)
     comm = 0 if kind == "reduce" else 2 if "virtual" in words else 4
     return Plan(tile, comm, 128)
 

@@ -23,13 +23,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective import core
-from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import Peers
-from pallas_kernels.hopper import engine, relay
+from pallas_kernels.hopper import engine, fused, relay
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.fused import Plan
 from pallas_kernels.hopper.memory import span
+from pallas_kernels.hopper.peers import Peers
 
 NAME = "gemm_all_reduce"
 
@@ -66,20 +65,20 @@ def gemm_all_reduce(
     Returns: y (C, height, N); rows past `rows` are undefined.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    clusters = core.clusters_of(NAME, plan, peers, blocks, copying=False)
+    clusters = fused.clusters_of(NAME, plan, peers, blocks, copying=False)
     (_, height, K), N = x.shape, w.shape[2 - turned]
     inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
     sums = jnp.dtype(spec.out_dtype)
     outputs = {"y": jax.ShapeDtypeStruct((copies, height, N), x.dtype)}
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
-    worker = functools.partial(core.Worker, peers, plan, clusters, turned)
-    shared = core.buffers(tile, x.dtype, sums, turned)
+    worker = functools.partial(fused.Worker, peers, plan, clusters, turned)
+    shared = engine.buffers(tile, x.dtype, sums, turned_b=turned)
     return engine.launch(
         functools.partial(_body, steps=pl.cdiv(K, tile.block_k), rows=rows, of=worker),
         inputs,
         outputs,
-        core.scratch(NAME, plan, shared, functools.partial(relay.scratch, N, sums)),
+        fused.scratch(NAME, plan, shared, functools.partial(relay.scratch, N, sums)),
         name=NAME,
         tile=tile,
         clusters=clusters * copies,

@@ -24,13 +24,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective import core, schedule
-from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import Peers
-from pallas_kernels.hopper import engine, relay
+from pallas_kernels.hopper import engine, fused, relay, schedule
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.fused import Plan
 from pallas_kernels.hopper.memory import share, span
+from pallas_kernels.hopper.peers import Peers
 
 NAME = "gemm_reduce_scatter"
 
@@ -70,7 +69,7 @@ def gemm_reduce_scatter(
       ReadyPeer only these.
     """
     copies, R, tile = peers.copies, peers.ranks, plan.tile
-    clusters = core.clusters_of(NAME, plan, peers, blocks)
+    clusters = fused.clusters_of(NAME, plan, peers, blocks)
     (_, height, _), N, dtype = xs[0].shape, ws[0].shape[2 - turned], xs[0].dtype
     inputs = {f"x{i}": x for i, x in enumerate(xs)} | {f"w{i}": w for i, w in enumerate(ws)}
     inputs |= {"bias": bias, "residual": residual, "delays": delays, "inbox": into}
@@ -87,15 +86,15 @@ def gemm_reduce_scatter(
             _body,
             split=split,
             # The products follow each other in the steps of one sum.
-            steps=core.Parts([pl.cdiv(x.shape[2], tile.block_k) for x in xs]),
-            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+            steps=fused.Parts([pl.cdiv(x.shape[2], tile.block_k) for x in xs]),
+            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
         ),
         inputs,
         outputs,
-        core.scratch(
+        fused.scratch(
             NAME,
             plan,
-            core.buffers(tile, dtype, sums, turned),
+            engine.buffers(tile, dtype, sums, turned_b=turned),
             functools.partial(relay.scratch, N, sums),
         ),
         name=NAME,

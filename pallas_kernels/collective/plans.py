@@ -11,16 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.collective.core import Plan, buffers
-from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.fused import BLOCK_BYTES, LINK_BYTES, Plan
 from pallas_kernels.hopper.memory import up
-from pallas_kernels.hopper.tiles import BLOCKS, Tile
+from pallas_kernels.hopper.tiles import Tile
 
 COMM = (2, 4, 8, 16)
-# (chosen: 400 GB/s of an H100's NVLink in one direction, of which a block, with six pieces of
-# 32 KiB on their way for 2 us, moves a quarter; to be replaced by measurements)
-LINK_BYTES, BLOCK_BYTES = 400e9, 100e9
 CHUNK = 128  # rows, at most (chosen: chunks that are in flight together arrive together)
 
 
@@ -29,26 +26,13 @@ def load(row: dict[str, Any]) -> Plan:
     return Plan(Tile(**row["tile"]), row["comm"], row["chunk"])
 
 
-def fitted(tile: Tile, out_dtype: Any, dtype: Any = jnp.bfloat16) -> Tile:
-    """The same tile with no more stages than fit in shared memory."""
-
-    return tiles.fitted(tile, lambda tile: buffers(tile, dtype, out_dtype))
-
-
 def candidates(op: str, rows: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Plan]:
     """What the heuristic and a tuner choose from, legal for these sizes."""
-    for block_m, block_n in BLOCKS:
-        if block_n > min(widths) or (op == "matmul_all_reduce" and block_n % 128):
-            continue
-        for cluster in (2, 1):
-            if block_m * (cluster - 1) >= rows or (block_m > 64 and block_m >= 2 * rows):
-                continue
-            tile = fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), out_dtype)
-            chunk = min(CHUNK, -(-rows // 8) * 8)
-            if op == "matmul_all_reduce":
-                yield Plan(tile, 0, chunk)
-            else:
-                yield from (Plan(tile, comm, chunk) for comm in COMM)
+    reduces = op == "matmul_all_reduce"
+    chunk = min(CHUNK, -(-rows // 8) * 8)
+    for tile in fused.candidates(rows, widths, out_dtype, 128 if reduces else 64):
+        if tile.block_m == 64 or tile.block_m < 2 * rows:
+            yield from (Plan(tile, comm, chunk) for comm in ((0,) if reduces else COMM))
 
 
 def heuristic(

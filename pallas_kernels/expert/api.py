@@ -40,7 +40,6 @@ from jax.sharding import AbstractMesh
 from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.collective import clique
 from pallas_kernels.collective.api import DTYPES, check_each, limits, ranks_of
-from pallas_kernels.collective.peers import Axis, RemotePeer
 from pallas_kernels.expert import plans, reference, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
@@ -52,6 +51,7 @@ from pallas_kernels.expert.routes import route as route
 from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
 from pallas_kernels.hopper.cards import resident_blocks
 from pallas_kernels.hopper.memory import varying_as
+from pallas_kernels.hopper.peers import Axis, RemotePeer
 
 Array = jax.Array
 Implementation = Literal["xla", "fused"]

@@ -47,8 +47,6 @@ from pallas_kernels.collective.bench import (
     interleaved,
     link_row,
 )
-from pallas_kernels.collective.peers import GhostPeer, Peers, ReadyPeer, VirtualPeer
-from pallas_kernels.collective.plans import fitted
 from pallas_kernels.expert import plans, reference, tables
 from pallas_kernels.expert.cases import MIXTURES
 from pallas_kernels.expert.copies import send_rows
@@ -59,6 +57,8 @@ from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import Routes, cut, route
 from pallas_kernels.grouped import hopper as grouped
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.fused import fitted
+from pallas_kernels.hopper.peers import GhostPeer, Peers, ReadyPeer, VirtualPeer
 from pallas_kernels.hopper.tiles import Tile
 
 PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")

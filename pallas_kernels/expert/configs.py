@@ -17,15 +17,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
-from pallas_kernels.collective.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
-from pallas_kernels.collective.plans import fitted
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.tables import Tables
-from pallas_kernels.hopper import FILES
+from pallas_kernels.hopper import FILES, FUSED
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.fused import fitted
+from pallas_kernels.hopper.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
 from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
 LARGEST, *SMALLER = (f"{m}x{n}" for m, n in BLOCKS)
@@ -96,12 +96,7 @@ def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     own = "dispatch_gemm.py" if name.startswith("dispatch") else "gemm_combine.py"
     here = (own, "product.py", "rows.py", "tables.py")
-    below = ("core.py", "peers.py", "schedule.py")
-    return (
-        *(FOLDER / file for file in here),
-        *(FOLDER.parent / "collective" / file for file in below),
-        *FILES,
-    )
+    return *(FOLDER / file for file in here), *FUSED, *FILES
 
 
 def _peers(words: list[str], ranks: int) -> Peers:

@@ -5,11 +5,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import rows
 from pallas_kernels.expert.tables import JOBS, OWN, Tables
 from pallas_kernels.hopper.cards import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.hopper.memory import share, span
+from pallas_kernels.hopper.peers import Peers
 
 
 def send_rows(

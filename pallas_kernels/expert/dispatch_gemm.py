@@ -24,17 +24,16 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.collective import core, schedule
-from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.product import Plan
 from pallas_kernels.expert.tables import FAR, FLAGS, JOBS, NEAR, OWN, Tables
-from pallas_kernels.hopper import engine
+from pallas_kernels.hopper import engine, fused, schedule
 from pallas_kernels.hopper.activations import Spec, activate_tile
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.memory import number, share, span
+from pallas_kernels.hopper.peers import Peers
 
 NAME = "dispatch_gemm"
 
@@ -73,7 +72,7 @@ def dispatch_gemm(
       is undefined.
     """
     C, tile, K = peers.copies, plan.tile, x.shape[2]
-    clusters = core.clusters_of(NAME, plan, peers, blocks)
+    clusters = fused.clusters_of(NAME, plan, peers, blocks)
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
     inputs |= {"visits": work.visits_VW, "jobs": work.jobs_CW, "totals": work.totals}
     inputs |= {"delays": delays, "rows": into}
@@ -84,7 +83,7 @@ def dispatch_gemm(
     if into is None:
         height = shared.height(rows, tile)
         outputs["rows"] = jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype)
-    buffers = core.buffers(tile, x.dtype, spec.out_dtype, turned)
+    buffers = engine.buffers(tile, x.dtype, spec.out_dtype, turned_b=turned)
     found = engine.launch(
         functools.partial(
             _body,
@@ -92,7 +91,7 @@ def dispatch_gemm(
             spec=spec,
             widths=widths,
             count=flags,
-            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
         ),
         inputs,
         outputs,
@@ -114,7 +113,7 @@ def _body(
     peers, plan, tile = worker.peers, worker.plan, worker.tile
     flags = peers.flags(count)
     visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
-    columns = core.Parts([pl.cdiv(F, tile.block_n) for F in widths])
+    columns = fused.Parts([pl.cdiv(F, tile.block_n) for F in widths])
     count_visits = number(totals, tables.VISITS)
     total = count_visits * columns.total
 

@@ -29,17 +29,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective import core, schedule
-from pallas_kernels.collective.peers import Peers
 from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.product import Plan
 from pallas_kernels.expert.tables import ARRIVALS, JOBS, Tables
-from pallas_kernels.hopper import engine
+from pallas_kernels.hopper import engine, fused, schedule
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.memory import number, share, span
+from pallas_kernels.hopper.peers import Peers
 
 NAME = "gemm_combine"
 TOGETHER = 8  # answers of a token that are loaded at one time (tried: of forty some spill)
@@ -80,7 +79,7 @@ def gemm_combine(
       of answers (C, S + N, D), of ReadyPeer those of all ranks.
     """
     C, tile = peers.copies, plan.tile
-    clusters = core.clusters_of(NAME, plan, peers, blocks)
+    clusters = fused.clusters_of(NAME, plan, peers, blocks)
     (_, T, A), D = places.shape, ws[0].shape[3 - turned]
     height = T * A + hs[0].shape[1]
     sums, dtype = jnp.dtype(spec.out_dtype), hs[0].dtype
@@ -91,14 +90,14 @@ def gemm_combine(
     if into is None:
         outputs["page"] = jax.ShapeDtypeStruct((peers.reached, height, D), sums)
     wide = min(plan.width * tile.block_n, D)
-    buffers = core.buffers(tile, dtype, sums, turned)
+    buffers = engine.buffers(tile, dtype, sums, turned_b=turned)
     found = engine.launch(
         functools.partial(
             _body,
             # The products follow each other in the steps of one sum.
-            steps=core.Parts([pl.cdiv(h.shape[2], tile.block_k) for h in hs]),
+            steps=fused.Parts([pl.cdiv(h.shape[2], tile.block_k) for h in hs]),
             wide=wide,
-            of=functools.partial(core.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
         ),
         inputs,
         outputs,

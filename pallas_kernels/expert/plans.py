@@ -12,18 +12,17 @@ Legend: S choices of a rank's tokens, E experts of a rank, K contracted.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pallas_kernels.collective.plans import BLOCK_BYTES, LINK_BYTES, fitted
 from pallas_kernels.expert.product import Plan
-from pallas_kernels.grouped import hopper as grouped
+from pallas_kernels.hopper import fused, visits
 from pallas_kernels.hopper.cards import SMS
-from pallas_kernels.hopper.tiles import BLOCKS, Tile
+from pallas_kernels.hopper.fused import BLOCK_BYTES, LINK_BYTES
+from pallas_kernels.hopper.tiles import Tile
 
 DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 # (chosen: a copy of a row's part has 4 KiB or more, whose own cost is not estimated)
 COMM, WIDTHS = (2, 4, 8, 16, 32), (4, 8)
-CHUNK = (
-    64  # rows of a job (chosen: a tile of 128 waits for two or three, a block sends one in 5 us)
-)
+# Rows of a job (chosen: a tile of 128 waits for two or three, a block sends one in 5 us).
+CHUNK = 64
 
 
 def load(row: dict[str, Any]) -> Plan:
@@ -33,13 +32,7 @@ def load(row: dict[str, Any]) -> Plan:
 
 def candidates(op: str, choices: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Tile]:
     """Tiles that are legal for these sizes, each with the most stages that fit."""
-    for block_m, block_n in BLOCKS:
-        if block_n > min(widths) or (op == COMBINE and block_n % 128):
-            continue
-        for cluster in (2, 1):
-            if block_m * (cluster - 1) >= choices:
-                continue
-            yield fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), out_dtype)
+    return fused.candidates(choices, widths, out_dtype, 128 if op == COMBINE else 64)
 
 
 def heuristic(
@@ -60,8 +53,8 @@ def heuristic(
 
     def seconds(tile: Tile) -> float:
         # As many rows come as go, in groups of one size.
-        count = sum(grouped.visited(tile, choices, width, experts) for width in widths)
-        return grouped.seconds_of(tile, count, K)
+        count = sum(visits.visited(tile, choices, width, experts) for width in widths)
+        return visits.seconds(tile, count, K)
 
     tile = min(candidates(op, choices, widths, out_dtype), key=seconds)
     sizes = ranks, max(1, choices // (ranks * experts)), experts, K, sum(widths), tile

@@ -12,16 +12,15 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.collective import core
 from pallas_kernels.expert import rows
 from pallas_kernels.expert.tables import ALIGN, GROUP, HI, LO, ROW
-from pallas_kernels.hopper import epilogue, tiles
+from pallas_kernels.hopper import epilogue, fused, tiles
 from pallas_kernels.hopper.memory import Int, by_row, number
 from pallas_kernels.hopper.tiles import Tile
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(core.Plan):
+class Plan(fused.Plan):
     """How an expert kernel runs; tile, comm as of any fused kernel.
 
     chunk: rows of a job. rotated: tiles are in the order of their farthest source. band: visits
@@ -41,13 +40,13 @@ def height(rows: int, tile: Tile) -> int:
 def scratch(
     op: str, plan: Plan, shared: tiles.Buffers, width: int, piece_dtype: Any
 ) -> dict[str, Any]:
-    """As core.scratch, but rows of the epilogue's pieces may be stored from any row on.
+    """As fused.scratch, but rows of the epilogue's pieces may be stored from any row on.
 
     width: of the rows, or parts of rows, that are sent, of piece_dtype.
     """
     columns = rows.part(width, jnp.dtype(piece_dtype).itemsize)
     ring = functools.partial(rows.scratch, columns, piece_dtype, plan.chunk)
-    found = core.scratch(op, plan, shared, ring, by_row)
+    found = fused.scratch(op, plan, shared, ring, by_row)
     if not plan.comm:
         return found
     begun = (

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective.peers import Axis
 from pallas_kernels.expert.routes import Routes
 from pallas_kernels.grouped import reference as grouped
 from pallas_kernels.hopper.activations import Activation, activate
+from pallas_kernels.hopper.peers import Axis
 
 Array = jax.Array
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import arguments
 from pallas_kernels.collective.api import ranks_of
-from pallas_kernels.collective.peers import Axis
+from pallas_kernels.hopper.peers import Axis
 
 Array = jax.Array
 

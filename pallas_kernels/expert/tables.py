@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.expert.routes import Routes, segments
-from pallas_kernels.grouped import visits as grouped
+from pallas_kernels.hopper import visits
 
 Array = jax.Array
 ALIGN = 8  # rows of a piece of a tile's tiling
@@ -92,7 +92,7 @@ def combine(routes: Routes, *, chunk: int, block: int) -> Tables:
         jnp.where(goes_N, index_N, -1), (S + row_N, routes.choice_N % S), counts_DE.sum(1), peer_D,
         jnp.zeros_like(peer_D), chunk,
     )  # fmt: skip
-    steps = grouped.visits(routes.sizes_E, N, block, ALIGN)
+    steps = visits.visits(routes.sizes_E, N, block, ALIGN)
     sent_R = routes.counts_RX[rank].reshape(R, E).sum(1)
     arrivals = jnp.where(jnp.arange(R) == rank, 0, -(-sent_R // chunk)).sum()
     totals = jnp.stack([steps.count, steps.end, 0 * steps.end, jobs_D.sum(), arrivals])
@@ -144,7 +144,7 @@ def _visits(
 ) -> tuple[Array, Array, Array]:
     """Returns (visits_VW, how many are live, rows that came)."""
     R, rank = routes.ranks, routes.rank
-    steps = grouped.visits(routes.sizes_E, routes.rows, block, ALIGN)
+    steps = visits.visits(routes.sizes_E, routes.rows, block, ALIGN)
     counts_DE = routes.counts_RE[(rank + jnp.arange(R)) % R]
     base_DE = jnp.cumsum(counts_DE, axis=1) - counts_DE  # in the list that a source sends here
     group_V, _, lo_V, hi_V = steps.table.T

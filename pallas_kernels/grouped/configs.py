@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
-from pallas_kernels.grouped import hopper, hopper_weights
+from pallas_kernels.grouped import hopper, hopper_weights, tiling
 from pallas_kernels.hopper import FILES
 from pallas_kernels.hopper.tiles import BLOCKS, Tile, fitted
 
@@ -44,7 +44,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 
     block_m, block_n = map(int, block.split("x"))
     cluster = 1 if "alone" in words else 2
-    tile = fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), hopper.buffers)
+    tile = fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), tiling.buffers)
     right = {"forward": (G, K, N), "transposed": (G, N, K), "weights": (M, N)}[kind]
     args = array(M, K), array(*right), array(G, dtype=jnp.int32)
     return kernel(kind, tile), args, dataclasses.asdict(tile)
@@ -60,5 +60,5 @@ def kernel(kind: str, tile: Tile, interpret: bool = False) -> Callable[..., Any]
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    files = ("hopper_weights.py", "hopper.py") if name.startswith("weights") else ("hopper.py",)
-    return *(FOLDER / file for file in files), *FILES
+    own = "hopper_weights.py" if name.startswith("weights") else "hopper.py"
+    return FOLDER / own, FOLDER / "tiling.py", *FILES

@@ -15,7 +15,6 @@ Legend: M rows, G groups, K contracted, N columns; a, b the operands as they are
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,69 +22,23 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped import visits
-from pallas_kernels.hopper import engine, tiles
+from pallas_kernels.grouped.tiling import OP, PIECE, candidates, check
+from pallas_kernels.hopper import engine, visits
 from pallas_kernels.hopper.cards import ROWS, SMS
-from pallas_kernels.hopper.epilogue import Staging, staging_shape, store_rows
+from pallas_kernels.hopper.epilogue import Staging, store_rows
 from pallas_kernels.hopper.memory import PIECE as ALIGN
 from pallas_kernels.hopper.memory import by_row, number, pad, span, up, varying_as
-from pallas_kernels.hopper.tiles import BLOCKS, Tile
-
-OP = "grouped_matmul"
-PIECE = 64  # 16-bit columns of a piece of the tiling: 128 bytes
-GROUP, ROW, LO, HI = range(4)  # columns of a table of visits
+from pallas_kernels.hopper.tiles import Tile
+from pallas_kernels.hopper.visits import GROUP, HI, LO, ROW
 
 
 def heuristic(M: int, N: int, K: int, groups: int) -> Tile:
     """The tile where nothing was measured: the least time when the groups are equally large."""
 
     def seconds(tile: Tile) -> float:
-        return seconds_of(tile, visited(tile, M, N, groups), K)
+        return visits.seconds(tile, visits.visited(tile, M, N, groups), K)
 
     return min(candidates(), key=seconds)
-
-
-def visited(tile: Tile, rows: int, columns: int, groups: int) -> float:
-    """An estimate of the output tiles of equally large groups.
-
-    A group begins anywhere: half a tile of it is another's, on average.
-    """
-    steps = groups * (-(-rows // groups) / (tile.block_m * tile.cluster) + 0.5)
-    return max(steps, 1) * tile.cluster * pl.cdiv(columns, tile.block_n)
-
-
-def seconds_of(tile: Tile, count: float, contracted: float) -> float:
-    """An estimate of `count` output tiles; as they end at different times, waves are not whole."""
-    return max(count / SMS, 1) * sum(tile.seconds(contracted))
-
-
-def candidates() -> list[Tile]:
-    """What the heuristic and the tuner choose from, each with the most stages that fit."""
-    every = (Tile(m, n, warpgroups=m // ROWS, cluster=c) for m, n in BLOCKS for c in (2, 1))
-    return [tiles.fitted(tile, buffers) for tile in every]
-
-
-def check(tile: Tile) -> None:
-    """Raises: ValueError where a tile breaks the rules of wgmma, of registers or of memory."""
-    most = ROWS * tile.warpgroups  # a piece of the epilogue has all rows of a warpgroup
-    tiles.check_multiple(OP, "block_m", tile.block_m, most, most)
-    tiles.check(OP, tile)
-    tiles.check_shared(OP, buffers(tile))
-
-
-def buffers(
-    tile: Tile, turned_a: bool = False, turned_b: bool = False, dtype: Any = jnp.bfloat16
-) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shared memory of 16-bit operands and results, as (shape, type).
-
-    turned_a: a is stored (K, M). turned_b: b is stored (N, K).
-    """
-    a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
-    return {
-        "a_smem": ((tile.buffers, *(a[::-1] if turned_a else a)), dtype),
-        "b_smem": ((tile.buffers, *(b[::-1] if turned_b else b)), dtype),
-        "y_smem": staging_shape(tile.warpgroups, (tile.rows, tile.block_n), dtype),
-    }
 
 
 def product(
@@ -106,7 +59,7 @@ def product(
     steps = visits.visits(sizes_G, M, tile.block_m * tile.cluster, ALIGN)
     clusters = min(blocks // tile.cluster, steps.table.shape[0] * pl.cdiv(whole_N, tile.block_n))
     right = (whole_N, whole_K) if transpose else (whole_K, whole_N)
-    shared = buffers(tile, turned_b=transpose, dtype=a_MK.dtype)
+    shared = engine.buffers(tile, a_MK.dtype, a_MK.dtype, turned_b=transpose)
     found = engine.launch(
         functools.partial(_body, transpose=transpose, tile=tile, clusters=clusters),
         {

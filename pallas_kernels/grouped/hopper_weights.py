@@ -25,11 +25,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped import visits
-from pallas_kernels.grouped.hopper import ALIGN, PIECE, buffers, candidates, check, seconds_of
-from pallas_kernels.hopper import engine
+from pallas_kernels.grouped.tiling import PIECE, candidates, check
+from pallas_kernels.hopper import engine, visits
 from pallas_kernels.hopper.cards import ROWS, SMS
 from pallas_kernels.hopper.epilogue import WGMMA, Staging
+from pallas_kernels.hopper.memory import PIECE as ALIGN
 from pallas_kernels.hopper.memory import by_row, number, pad, up, varying_as
 from pallas_kernels.hopper.tiles import Tile
 
@@ -54,7 +54,7 @@ def heuristic(M: int, N: int, K: int, groups: int) -> Tile:
     def seconds(tile: Tile) -> float:
         count = pl.cdiv(K, tile.block_m * tile.cluster) * tile.cluster * pl.cdiv(N, tile.block_n)
         # A group begins anywhere: half a step of it is another's, on average.
-        return seconds_of(tile, groups * count, M / groups + 0.5 * tile.block_k)
+        return visits.seconds(tile, groups * count, M / groups + 0.5 * tile.block_k)
 
     return min(candidates(), key=seconds)
 
@@ -76,7 +76,7 @@ def weights(
     lo_G, hi_G = visits.bounds(sizes_G, M)
     grid = (pl.cdiv(whole_K, tile.block_m * tile.cluster), pl.cdiv(whole_N, tile.block_n))
     clusters = min(blocks // tile.cluster, G * grid[0] * grid[1])
-    shared = buffers(tile, turned_a=True, dtype=a_MK.dtype)
+    shared = engine.buffers(tile, a_MK.dtype, a_MK.dtype, turned_a=True)
     found = engine.launch(
         functools.partial(_body, tile=tile, grid=grid, clusters=clusters),
         {

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped import visits
+from pallas_kernels.hopper import visits
 
 Array = jax.Array
 ROWS = 128  # of a step (chosen: products large enough for a CPU's cores, few wasted rows)

@@ -2,5 +2,8 @@
 
 import pathlib
 
-# What makes the kernel of every product, for the hash of its sources.
-FILES = tuple(sorted(pathlib.Path(__file__).parent.glob("*.py")))
+_ALL = tuple(sorted(pathlib.Path(__file__).parent.glob("*.py")))
+# What makes the kernel of every product, for the hash of its sources; and, of products that
+# communicate, what they share besides.
+FUSED = tuple(f for f in _ALL if f.name in ("fused.py", "peers.py", "schedule.py"))
+FILES = tuple(f for f in _ALL if f not in FUSED)

@@ -43,6 +43,7 @@ from jax import lax
 
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper.epilogue import staging_shape
 from pallas_kernels.hopper.memory import Int, share, swizzled
 from pallas_kernels.hopper.tiles import Tile
 
@@ -64,6 +65,21 @@ def barriers(tile: Tile, arrivals: int = 2) -> dict[str, Any]:
         "free": plgpu.ClusterBarrier(collective_axes=("cluster",), **free)
         if tile.cluster > 1
         else plgpu.Barrier(**free),
+    }
+
+
+def buffers(
+    tile: Tile, dtype: Any, out_dtype: Any, turned_a: bool = False, turned_b: bool = False
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Returns the shared memory of operands and results, as (shape, type).
+
+    turned_a: a is stored (K, M). turned_b: b is stored (N, K).
+    """
+    a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
+    return {
+        "a_smem": ((tile.buffers, *(a[::-1] if turned_a else a)), dtype),
+        "b_smem": ((tile.buffers, *(b[::-1] if turned_b else b)), dtype),
+        "y_smem": staging_shape(tile.warpgroups, (tile.rows, tile.block_n), out_dtype),
     }
 
 

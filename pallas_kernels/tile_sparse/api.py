@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec, activate
 from pallas_kernels.hopper.tiles import Tile
-from pallas_kernels.tile_sparse import hopper, hopper_weights, reference
+from pallas_kernels.tile_sparse import gradients, hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.format import Pattern, TileSparse
 
 Array = jax.Array
@@ -153,7 +153,7 @@ def _backward(plan, saved, dy_xP):
     dbias_P = dz_xP.sum(range(dz_xP.ndim - 1)) if biased else None
     dx_xK, dslots_Skn = dispatch.run(
         plan.backward,
-        functools.partial(hopper_weights.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
+        functools.partial(gradients.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
         reference.backward,
         x_xK, slots_Skn, dz_xP.astype(x_xK.dtype), pattern,
         op=OP,

@@ -114,5 +114,5 @@ def kernel(kind: str, tile: Any, spec: Spec, interpret: bool = False) -> Callabl
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    files = ("hopper_weights.py", "hopper.py") if name.startswith("dw") else ("hopper.py",)
-    return *(FOLDER / file for file in files), *FILES
+    own = "hopper_weights.py" if name.startswith("dw") else "hopper.py"
+    return FOLDER / own, *FILES

@@ -25,6 +25,7 @@ import numpy as np
 
 from pallas_kernels import arguments
 
+OP = "tile_sparse_matmul"
 Array = jax.Array
 
 

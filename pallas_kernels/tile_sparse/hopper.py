@@ -29,13 +29,12 @@ from jax import lax
 from pallas_kernels.hopper import engine, tiles
 from pallas_kernels.hopper.activations import Activation, Spec, activate_tile
 from pallas_kernels.hopper.cards import SMS
-from pallas_kernels.hopper.epilogue import Staging, add_bias, staging_shape
+from pallas_kernels.hopper.epilogue import Staging, add_bias
 from pallas_kernels.hopper.memory import PIECE as ALIGN
 from pallas_kernels.hopper.memory import number, pad, up, varying_as
 from pallas_kernels.hopper.tiles import Tile
-from pallas_kernels.tile_sparse.format import Pattern
+from pallas_kernels.tile_sparse.format import OP, Pattern
 
-OP = "tile_sparse_matmul"
 STEP = 64  # 16-bit columns of a piece of the tiling, 128 bytes: contracted at a time
 GRAIN = 32  # of which a block's columns, and what is contracted at a time, are multiples
 TILES, CHUNKS = (64, 128, 256), (8, 16, 32, 64)  # that the kernels take
@@ -113,14 +112,8 @@ def buffers(
     tile: Tile, shape: Shape, spec: Spec, dtype: Any = jnp.bfloat16
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shared memory, as (shape, type)."""
-    a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
-    staged, out_dtype = staging_shape(tile.warpgroups, (tile.rows, tile.block_n), spec.out_dtype)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
-        "a_smem": ((tile.buffers, *(a[::-1] if shape.together > 1 else a)), dtype),
-        "b_smem": ((tile.buffers, *(b[::-1] if shape.transpose else b)), dtype),
-        "y_smem": (staged, out_dtype),
-    }
-    return found | ({"z_smem": (staged, dtype)} if spec.keep else {})
+    found = engine.buffers(tile, dtype, spec.out_dtype, shape.together > 1, shape.transpose)
+    return found | ({"z_smem": (found["y_smem"][0], dtype)} if spec.keep else {})
 
 
 def forward(

@@ -2,7 +2,7 @@
 
 On the engine of pallas_kernels/hopper. A job is up to block_m rows of consecutive slots of ONE tile
 (their chunks of x beside each other, against the tile's columns of dy) over one of `splits` parts
-of the rows of x; grouped/visits.py makes the list from the lengths of the tiles. Small weights have
+of the rows of x; hopper/visits.py makes the list from the lengths of the tiles. Small weights have
 few jobs: splits give every SM one, in float32, and XLA adds them up, each time in the same order.
 Each job has one owner, and a compute warpgroup half of its slots.
 
@@ -22,16 +22,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped import visits
-from pallas_kernels.hopper import engine, tiles
+from pallas_kernels.hopper import engine, tiles, visits
 from pallas_kernels.hopper.cards import ROWS, SMS
 from pallas_kernels.hopper.epilogue import Staging, staging_shape
 from pallas_kernels.hopper.memory import PIECE as ALIGN
 from pallas_kernels.hopper.memory import number, pad, span, up, varying_as
 from pallas_kernels.hopper.tiles import Tile
-from pallas_kernels.tile_sparse import hopper, reference
-from pallas_kernels.tile_sparse.format import Pattern
-from pallas_kernels.tile_sparse.hopper import OP
+from pallas_kernels.tile_sparse.format import OP, Pattern
 
 BLOCK_K = 64  # rows of x and dy contracted at a time
 BLOCKS = (256, 128)
@@ -94,29 +91,6 @@ def check(tile: Tile, unit: int) -> None:
     tiles.check_multiple(OP, "block_m", tile.block_m, ROWS * tile.warpgroups, max(BLOCKS))
     tiles.check(OP, tile)
     tiles.check_shared(OP, buffers(tile, unit))
-
-
-def backward(
-    x_xK: jax.Array,
-    slots_Skn: jax.Array,
-    dz_xP: jax.Array,
-    pattern: Pattern,
-    *,
-    tile_dx: Tile,
-    tile_dw: Tile,
-    interpret: bool = False,
-    blocks: int = SMS,
-) -> tuple[jax.Array, jax.Array]:
-    """As reference.backward, for bf16 and f16. blocks: thread blocks, one an SM.
-
-    A result of 8 or 16 columns is too narrow for wgmma: with such chunks dx is one dense product.
-    """
-    static = {"interpret": interpret, "blocks": blocks}
-    if pattern.together > 1:
-        dx_xK = reference.gradient(dz_xP, slots_Skn, pattern)
-    else:
-        dx_xK = hopper.gradient(dz_xP, slots_Skn, pattern, tile=tile_dx, **static)
-    return dx_xK, weights(x_xK, dz_xP, pattern, tile=tile_dw, **static)
 
 
 def weights(

@@ -14,7 +14,7 @@ from pallas_kernels.collective import api
 from pallas_kernels.collective.api import GATHER, REDUCE, SCATTER
 from pallas_kernels.collective.bench import Case, link
 from pallas_kernels.collective.cases import DENSE
-from pallas_kernels.collective.core import Plan
+from pallas_kernels.hopper.fused import Plan
 
 ROWS = (1024, 2048, 4096, 8192)  # m (chosen: smaller products have nothing to hide behind)
 DECODING = (8, 16, 32, 64, 128)  # m of the all-reduce

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.grouped import api, hopper, hopper_weights, library, reference
+from pallas_kernels.grouped import api, hopper, hopper_weights, library, reference, tiling
 from pallas_kernels.grouped.cases import CASES, Case
 from pallas_kernels.grouped.configs import KINDS, kernel
 
@@ -33,7 +33,7 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
     make = hopper_weights.heuristic if kind == "weights" else hopper.heuristic
     first = make(M, N, K, G)
     wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
-    tiles = tuple(dict.fromkeys((first, *hopper.candidates(), *wider)))
+    tiles = tuple(dict.fromkeys((first, *tiling.candidates(), *wider)))
     plain = (
         reference.weights
         if kind == "weights"

@@ -21,7 +21,7 @@ MODULES = {
     "dispatch_gemm": ["expert.dispatch_gemm", "expert.rows"],
     "gemm_combine": ["expert.gemm_combine", "expert.rows"],
 }
-COMMON = ["collective.core", "collective.peers", "hopper.engine", "hopper.epilogue"]
+COMMON = ["hopper.fused", "hopper.peers", "hopper.engine", "hopper.epilogue"]
 # Changes that do no harm, and why; of one kernel.
 HARMLESS: dict[tuple[str, str], str] = {
     **{

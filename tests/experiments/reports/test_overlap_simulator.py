@@ -11,7 +11,7 @@ from experiments.reports import overlap_schedules as schedules
 from experiments.reports import overlap_simulator as sim
 from experiments.reports.overlap_simulator import Fused, Machine
 from pallas_kernels.collective.cases import Product
-from pallas_kernels.collective.schedule import Split
+from pallas_kernels.hopper.schedule import Split
 from tests.collective_oracle import columns_stored, landed, rows_of, rows_stored
 
 # Unlimited blocks and one link: the machine of the known figures below.

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.collective import api
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
-from pallas_kernels.collective.core import Plan
-from pallas_kernels.collective.peers import ReadyPeer
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.peers import ReadyPeer
 from pallas_kernels.hopper.tiles import Tile
 
 MESHES = {(4,): ("x",), (2, 4): ("d", "x"), (1,): ("x",)}

@@ -11,10 +11,10 @@ import pytest
 
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
-from pallas_kernels.collective.core import Plan
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
-from pallas_kernels.collective.peers import ReadyPeer
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.peers import ReadyPeer
 from pallas_kernels.hopper.tiles import Tile
 
 R = 2

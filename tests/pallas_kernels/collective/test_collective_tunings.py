@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective import api, core, plans
+from pallas_kernels.collective import api, plans
 from pallas_kernels.collective.bench import Case
 from pallas_kernels.collective.cases import RANKS
+from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
 from scripts.tunings import collective as tunings
@@ -52,7 +53,7 @@ def test_tunings_are_legal_and_differ():
         assert tuning.candidates[0] == plans.heuristic(case.op, *sizes)
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 1
         for plan in tuning.candidates:
-            core.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS, case.op != api.REDUCE)
+            fused.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS, case.op != api.REDUCE)
             assert plans.load(dataclasses.asdict(plan)) == plan
 
 

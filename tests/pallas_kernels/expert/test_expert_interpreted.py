@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective.peers import Peers, ReadyPeer
 from pallas_kernels.expert import gemm_combine as combine
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.product import Plan, height
 from pallas_kernels.expert.routes import route
 from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.hopper.peers import Peers, ReadyPeer
 from pallas_kernels.hopper.tiles import Tile
 
 R, ME, E, T, A, K = 2, 1, 3, 50, 2, 64

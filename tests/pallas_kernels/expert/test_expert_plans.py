@@ -8,11 +8,11 @@ import pytest
 
 from experiments.reports import overlap_experts
 from experiments.reports.overlap_simulator import H100, Fused
-from pallas_kernels.collective import core
-from pallas_kernels.collective.peers import RemotePeer
 from pallas_kernels.expert import plans
 from pallas_kernels.expert.cases import MIXTURES
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
+from pallas_kernels.hopper import fused
+from pallas_kernels.hopper.peers import RemotePeer
 
 # Choices of a rank, experts of a rank, contracted, columns.
 SHAPES = [(4096, 1, 4096, [14336, 14336]), (2048, 8, 1408, [2048]), (1, 64, 64, [128]),
@@ -25,7 +25,7 @@ def test_a_plan_is_legal(op, choices, experts, K, widths):
     if op == COMBINE and len(widths) > 1:
         widths = [384]
     plan = plans.heuristic(op, 8, choices, experts, K, widths, "float32")
-    clusters = core.clusters_of(op, plan, RemotePeer(8, "x"), 132)
+    clusters = fused.clusters_of(op, plan, RemotePeer(8, "x"), 132)
     assert clusters * plan.tile.cluster <= 132
     assert plan.tile.block_n <= min(widths) and 0 < plan.chunk <= max(choices + 7, 64)
     assert plans.load(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan

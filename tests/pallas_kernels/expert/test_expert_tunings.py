@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective import core
 from pallas_kernels.collective.cases import RANKS
 from pallas_kernels.expert import plans, tables
 from pallas_kernels.expert.bench import Case, Inputs
 from pallas_kernels.expert.plans import COMBINE, DISPATCH
 from pallas_kernels.expert.product import Plan
+from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
 from scripts.tunings import expert as tunings
@@ -149,5 +149,5 @@ def test_tunings_are_legal_and_differ():
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= len(plans.COMM)
         assert {plan.comm for plan in tuning.candidates} == set(plans.COMM)
         for plan in tuning.candidates:
-            core.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS)
+            fused.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS)
             assert plans.load(dataclasses.asdict(plan)) == plan

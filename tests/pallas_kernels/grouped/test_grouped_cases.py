@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped import api, configs, hopper
+from pallas_kernels.grouped import api, configs, tiling
 from pallas_kernels.grouped.cases import CASES, Case
 from scripts.tunings import grouped as tunings
 from tests import tables
@@ -37,7 +37,7 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
     for tuning in found:
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 10
         for tile in tuning.candidates:
-            hopper.check(tile)
+            tiling.check(tile)
 
 
 @pytest.mark.parametrize("kind", configs.KINDS)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import aot, grouped_matmul, interpret
-from pallas_kernels.grouped import hopper, hopper_weights
+from pallas_kernels.grouped import hopper, hopper_weights, tiling
 from pallas_kernels.hopper import tiles
 from pallas_kernels.hopper.tiles import Tile
 from tests.gemm_oracle import relative
@@ -191,7 +191,7 @@ def test_the_heuristics_give_legal_tiles():
         for M in (1, 100, 65536):
             for G in (1, 8, 512):
                 tile = make(M, 1408, 2048, G)
-                hopper.check(tile)
+                tiling.check(tile)
                 tiles.check_registers("x", tile.warpgroups, (tile.rows, tile.block_n))
                 assert tile.stages >= 3
 

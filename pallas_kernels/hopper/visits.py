@@ -14,6 +14,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.tiles import Tile
+
+GROUP, ROW, LO, HI = range(4)  # columns of a table
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +71,17 @@ def visits(sizes_G: jax.Array, rows: int, block: int, align: int) -> Visits:
     hi_V = jnp.minimum(row_V + block, ends_G[group_V])
     table = jnp.stack([group_V, row_V, lo_V, hi_V], axis=1)
     return Visits(jnp.where(live_V[:, None], table, 0), after_G[-1], ends_G[-1])
+
+
+def visited(tile: Tile, rows: int, columns: int, groups: int) -> float:
+    """An estimate of the output tiles of equally large groups.
+
+    A group begins anywhere: half a tile of it is another's, on average.
+    """
+    steps = groups * (-(-rows // groups) / (tile.block_m * tile.cluster) + 0.5)
+    return max(steps, 1) * tile.cluster * -(-columns // tile.block_n)
+
+
+def seconds(tile: Tile, count: float, contracted: float) -> float:
+    """An estimate of `count` output tiles; as they end at different times, waves are not whole."""
+    return max(count / SMS, 1) * sum(tile.seconds(contracted))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped import visits
+from pallas_kernels.hopper import visits
 from tests.grouped_oracle import split
 
 SIZES = {

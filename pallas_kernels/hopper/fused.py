@@ -1,13 +1,13 @@
 """What the fused kernels share: how they run, and what their thread blocks are for.
 
-Most thread blocks compute, on the engine of pallas_kernels/hopper: tiles come in the order of
+Most thread blocks compute (engine.py): tiles come in the order of
 schedule.py, and a kernel names its operands and results tile by tile. Some may only copy
-(pallas_kernels/hopper/relay.py), with flags that say what is there.
+(relay.py), with flags that say what is there.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -15,11 +15,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective.peers import Peers, clock, spin
 from pallas_kernels.hopper import engine, tiles
-from pallas_kernels.hopper.epilogue import Staging, staging_shape
+from pallas_kernels.hopper.epilogue import Staging
 from pallas_kernels.hopper.memory import PIECE, Int, swizzled
-from pallas_kernels.hopper.tiles import Tile
+from pallas_kernels.hopper.peers import Peers, clock, spin
+from pallas_kernels.hopper.tiles import BLOCKS, Tile
+
+# (chosen: 400 GB/s of an H100's NVLink in one direction, of which a block, with six pieces of
+# 32 KiB on their way for 2 us, moves a quarter; to be replaced by measurements)
+LINK_BYTES, BLOCK_BYTES = 400e9, 100e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,24 @@ class Plan:
         return rank * each + lax.rem(i, jnp.int32(each))
 
 
+def candidates(rows: int, widths: Sequence[int], out_dtype: Any, grain: int = 64) -> Iterator[Tile]:
+    """Tiles that are legal for these sizes, of which each has the most stages that fit.
+
+    grain: that a tile's columns are a multiple of.
+    """
+    for block_m, block_n in BLOCKS:
+        if block_n > min(widths) or block_n % grain:
+            continue
+        for cluster in (2, 1):
+            if block_m * (cluster - 1) < rows:
+                yield fitted(Tile(block_m, block_n, 64, 6, block_m // 64, cluster), out_dtype)
+
+
+def fitted(tile: Tile, out_dtype: Any, dtype: Any = jnp.bfloat16) -> Tile:
+    """The same tile with no more stages than fit in shared memory."""
+    return tiles.fitted(tile, lambda tile: engine.buffers(tile, dtype, out_dtype))
+
+
 def clusters_of(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = True) -> int:
     """Returns the clusters of one rank's thread blocks, of which all run at one time.
 
@@ -66,16 +88,6 @@ def clusters_of(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = 
         )
     tiles.check_multiple(op, "chunk", plan.chunk, PIECE)
     return clusters
-
-
-def buffers(tile: Tile, dtype: Any, out_dtype: Any, turned: bool = False) -> tiles.Buffers:
-    """Returns the shared memory of the product, as (shape, type). turned: b is stored (N, K)."""
-    b = (tile.block_n, tile.block_k) if turned else (tile.block_k, tile.block_n)
-    return {
-        "a_smem": ((tile.stages, tile.block_m, tile.block_k), dtype),
-        "b_smem": ((tile.stages, *b), dtype),
-        "y_smem": staging_shape(tile.warpgroups, (tile.rows, tile.block_n), out_dtype),
-    }
 
 
 def scratch(

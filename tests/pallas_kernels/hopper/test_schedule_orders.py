@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.reports import overlap_schedules as schedules
 from pallas_kernels import aot
-from pallas_kernels.collective import schedule as s
+from pallas_kernels.hopper import schedule as s
 from tests import collective_oracle as oracle
 
 # (m, ranks, tile, chunk): divides, ragged last chunk, chunk < tile, ragged ranks, empty last ranks.
