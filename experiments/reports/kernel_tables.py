@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.reports import attention_area as area
 from experiments.reports import gpu_tables
 from megajax.monitor.results import table
 from pallas_kernels import bench
-from pallas_kernels.attention import area
 from pallas_kernels.attention.cases import paper_lengths
 
 REPORTED = ("attention", "tile_sparse", "norm", "gemm", "grouped", "collective", "expert")

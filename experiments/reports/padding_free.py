@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.reports import attention_area as area
 from megajax.core.hardware import CARDS
 from megajax.core.packing import PackInfo, bucket, pack, unpack
 from megajax.core.tree import Tree, named_leaves, nest
@@ -31,7 +32,6 @@ from megajax.layers.ops import Ops
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import packed_attention
-from pallas_kernels.attention import area
 from pallas_kernels.dispatch import Implementation
 
 Array = jax.Array

@@ -1,8 +1,8 @@
 """The grouped product for Hopper: one kernel, whatever the number of groups.
 
 On the engine of pallas_kernels/hopper. A tile is a visit (up to block_m rows a block, of one group;
-visits.py made the table from the sizes) and block_n columns, in an order that snakes so that what
-runs together shares rows and weights in L2. A compute warpgroup of whose 64 rows none is the
+hopper/visits.py made the table from the sizes) and block_n columns, in an order that snakes so that
+what runs together shares rows and weights in L2. A compute warpgroup of whose 64 rows none is the
 visit's multiplies nothing. What is stored are those of the 64 rows that are the visit's, by TMA in
 copies of 64, 32, .., 1 rows.
 

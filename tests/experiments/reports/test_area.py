@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import area
+from experiments.reports import attention_area as area
 from pallas_kernels.attention.cases import paper_lengths
 
 
