@@ -1,4 +1,4 @@
-"""How many pairs of rows the attention kernels visit beside the useful ones, from the tables they read.
+"""How many pairs of rows attention's kernels visit beside the useful ones, from their own tables.
 
 A warpgroup computes the tiles that hold a live pair of its own rows; which pairs of such a tile
 live is a mask. And it passes, for it shares them, the tiles that the other warpgroup of its thread

@@ -1,7 +1,7 @@
 """The grouped product and its gradient of the weights in plain JAX: specification and oracle.
 
-Both go through the rows step by step (hopper/visits.py), so they compute what the groups need and keep
-nothing that grows with their number: XLA's ragged_dot makes a copy of the rows for each group.
+Both go through the rows step by step (hopper/visits.py), so they compute what the groups need and
+keep nothing that grows with their number: XLA's ragged_dot makes a copy of the rows for each group.
 
 Legend: M rows, G groups, K contracted, N columns; of `weights`, K and N are the widths of a and b.
 """
