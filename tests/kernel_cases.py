@@ -20,7 +20,7 @@ from pallas_kernels.expert.gemm_combine import gemm_combine
 from pallas_kernels.expert.product import height
 from pallas_kernels.expert.routes import route
 from pallas_kernels.hopper.activations import Spec
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.peers import RemotePeer
 from pallas_kernels.hopper.tiles import Tile
 from tests.expert_oracle import order, routings
@@ -41,11 +41,11 @@ def gather(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1, comm=1, keep=
     R, K, widths = ranks, 128, (64, 128)
     x, bias = whole(random, R, 1, rows, K), whole(random, 1, sum(widths))
     ws = [whole(random, R, 1, K, N) for N in widths]
-    plan = Plan(Tile(64 * warpgroups, 64, 64, 3, warpgroups, cluster), comm * cluster, 40)
+    fusion = Fusion(Tile(64 * warpgroups, 64, 64, 3, warpgroups, cluster), comm * cluster, 40)
     found = gpu.run(*(
         functools.partial(
             all_gather_gemm, x[r], tuple(w[r] for w in ws), bias, rows=rows, keep=keep,
-            peers=RemotePeer(R, gpu.axis), plan=plan, spec=SPEC, blocks=(comm + 2) * cluster,
+            peers=RemotePeer(R, gpu.axis), fusion=fusion, spec=SPEC, blocks=(comm + 2) * cluster,
         )
         for r in range(R)
     ))  # fmt: skip
@@ -89,11 +89,11 @@ def scatter(
     ws = [whole(random, R, 1, N, K) for K in depths]
     bias, residual = whole(random, 1, N), whole(random, R, 1, rows, N)
     tile = Tile(64 * warpgroups, N // 2, 64, 2, warpgroups, cluster)
-    plan = Plan(tile, comm * cluster, chunk)
+    fusion = Fusion(tile, comm * cluster, chunk)
     found = gpu.run(*(
         functools.partial(
             gemm_reduce_scatter, tuple(x[r] for x in xs), tuple(w[r] for w in ws), bias,
-            residual[r], rows=rows, peers=RemotePeer(R, gpu.axis), plan=plan, spec=SPEC,
+            residual[r], rows=rows, peers=RemotePeer(R, gpu.axis), fusion=fusion, spec=SPEC,
             turned=True, blocks=(comm + 2) * cluster,
         )
         for r in range(R)
@@ -109,11 +109,11 @@ def reduce(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1):
     x, w = whole(random, R, 1, rows, K), whole(random, R, 1, K, N)
     x *= large(R)[:, None, None, None]
     bias, residual = whole(random, 1, N), whole(random, 1, rows, N)
-    plan = Plan(Tile(64 * warpgroups, 128, 64, 3, warpgroups, cluster), 0, 8)
+    fusion = Fusion(Tile(64 * warpgroups, 128, 64, 3, warpgroups, cluster), 0, 8)
     found = gpu.run(*(
         functools.partial(
             gemm_all_reduce, x[r], w[r], bias, residual, rows=rows,
-            peers=RemotePeer(R, gpu.axis), plan=plan, spec=SPEC, blocks=2 * cluster,
+            peers=RemotePeer(R, gpu.axis), fusion=fusion, spec=SPEC, blocks=2 * cluster,
         )
         for r in range(R)
     ))  # fmt: skip
@@ -166,11 +166,11 @@ def dispatch(
     x = whole(random, R, 1, TOKENS, K)
     ws = [whole(random, R, 1, EXPERTS, K, F) for F in widths]
     tile = Tile(64 * warpgroups, 64, 64, 2, warpgroups, cluster)
-    plan = product.Plan(tile, comm * cluster, CHUNK, band=2)
+    fusion = product.ExpertFusion(tile, comm * cluster, CHUNK, band=2)
     found = gpu.run(*(
         functools.partial(
             dispatch_gemm, x[r], tuple(w[r] for w in ws), _pages(work, r), rows=N,
-            flags=R * -(-TOKENS * CHOICES // CHUNK), peers=RemotePeer(R, gpu.axis), plan=plan,
+            flags=R * -(-TOKENS * CHOICES // CHUNK), peers=RemotePeer(R, gpu.axis), fusion=fusion,
             spec=SPEC, blocks=(comm + 2) * cluster,
         )
         for r in range(R)
@@ -194,7 +194,7 @@ def combine(
     R, depths, D, N = ranks, (64, 128), 256, ranks * TOKENS * CHOICES
     experts, (_, work, places), rows = _routed(random, R, routing, cluster, warpgroups)
     tile = Tile(64 * warpgroups, 128, 64, 2, warpgroups, cluster)
-    plan = product.Plan(tile, comm * cluster, CHUNK, width=widths)
+    fusion = product.ExpertFusion(tile, comm * cluster, CHUNK, width=widths)
     hs = [whole(random, R, 1, height(N, tile), K) for K in depths]
     for r, here in enumerate(rows):
         for h in hs:
@@ -204,7 +204,7 @@ def combine(
     found = gpu.run(*(
         functools.partial(
             gemm_combine, tuple(h[r] for h in hs), tuple(w[r] for w in ws), _pages(work, r),
-            places[r][None], weights[r][None], peers=RemotePeer(R, gpu.axis), plan=plan,
+            places[r][None], weights[r][None], peers=RemotePeer(R, gpu.axis), fusion=fusion,
             spec=SPEC, turned=True, blocks=(comm + 2) * cluster,
         )
         for r in range(R)

@@ -29,7 +29,7 @@ from megajax.parallel.overlap import Implementation
 from pallas_kernels import tuned
 from pallas_kernels.collective import clique
 from pallas_kernels.expert import api as kernels
-from pallas_kernels.expert import plans
+from pallas_kernels.expert import fusions
 
 DISPATCH, COMBINE = kernels.DISPATCH, kernels.COMBINE
 HALVES = (DISPATCH, COMBINE)
@@ -194,7 +194,7 @@ def key(op: str, layer: Layer) -> tuned.Key:
     hidden = sum(layer.hidden)
     choices = layer.tokens * layer.top * (layer.ranks // layer.groups)
     K, N = (layer.width, hidden) if op == DISPATCH else (hidden, layer.width)
-    return plans.key(op, layer.ranks, choices, layer.experts, K, N)
+    return fusions.key(op, layer.ranks, choices, layer.experts, K, N)
 
 
 def simulate(op: str, layer: Layer, card: DeviceCard, cores: int) -> tuple[float, float]:

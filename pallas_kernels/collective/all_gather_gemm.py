@@ -28,7 +28,7 @@ from pallas_kernels.hopper import engine, fused, relay, schedule
 from pallas_kernels.hopper.activations import Spec, activate_tile
 from pallas_kernels.hopper.cards import RESERVED_BYTES, SHARED_BYTES, SMS
 from pallas_kernels.hopper.epilogue import add_bias
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.memory import share, span
 from pallas_kernels.hopper.peers import Peers
 
@@ -44,7 +44,7 @@ def all_gather_gemm(
     *,
     rows: int,
     peers: Peers,
-    plan: Plan,
+    fusion: Fusion,
     spec: Spec,
     keep: bool = False,
     turned: bool = False,
@@ -68,8 +68,8 @@ def all_gather_gemm(
     Returns: ys, (C R, height, N) each; gathered (C R, height, K). Rows past `rows` are undefined,
       and so are gathered's own rows without keep.
     """
-    copies, R, tile = peers.copies, peers.ranks, plan.tile
-    clusters = fused.clusters_of(NAME, plan, peers, blocks)
+    copies, R, tile = peers.copies, peers.ranks, fusion.tile
+    clusters = fused.clusters_of(NAME, fusion, peers, blocks)
     height, K = x.shape[1:]
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
     inputs |= {"bias": bias, "delays": delays, "gathered": into}
@@ -79,7 +79,7 @@ def all_gather_gemm(
     }
     if into is None:
         outputs["gathered"] = jax.ShapeDtypeStruct((copies * R, height, K), x.dtype)
-    split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk)
+    split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, fusion.chunk)
     found = engine.launch(
         functools.partial(
             _body,
@@ -88,13 +88,13 @@ def all_gather_gemm(
             spec=spec,
             split=split,
             keep=keep,
-            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, fusion, clusters, turned),
         ),
         inputs,
         outputs,
         fused.scratch(
             NAME,
-            plan,
+            fusion,
             engine.buffers(tile, x.dtype, spec.out_dtype, turned_b=turned),
             functools.partial(relay.scratch, K, x.dtype),
         ),
@@ -109,15 +109,17 @@ def all_gather_gemm(
 
 def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory):
     worker = of(steps, memory, gmem.get("delays"))
-    peers, plan, tile, rank = worker.peers, worker.plan, worker.tile, worker.rank
+    peers, fusion, tile, rank = worker.peers, worker.fusion, worker.tile, worker.rank
     R = peers.ranks
     flags = peers.flags(R * split.chunks + 1)
     columns = fused.Parts([pl.cdiv(N, tile.block_n) for N in widths])
     each_rank = split.row_tiles * columns.total
 
     def place_of(i):
-        i = plan.step(i, rank, R, each_rank)
-        return schedule.gather_tile(i, rank, split, columns.total, max(1, plan.chunk // split.tile))
+        i = fusion.step(i, rank, R, each_rank)
+        return schedule.gather_tile(
+            i, rank, split, columns.total, max(1, fusion.chunk // split.tile)
+        )
 
     def begin(i):
         place = place_of(i)
@@ -177,7 +179,7 @@ def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory)
                 peers=peers,
                 split=split,
                 me=worker.number,
-                comm=plan.comm,
+                comm=fusion.comm,
                 keep=keep,
             )
         )

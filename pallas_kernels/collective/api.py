@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.collective import clique, plans, reference
+from pallas_kernels.collective import clique, fusions, reference
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
@@ -295,11 +295,13 @@ def _upright(weights: tuple, turned: bool) -> tuple:
 # ---- the kernels' arrays: pages of whole tiles
 
 
-def _plan(op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any) -> fused.Plan:
+def _fusion(
+    op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any
+) -> fused.Fusion:
     """Of the nearest row of a table, else the heuristic's."""
     if tile := tuned.tile(tuned.find(op, key(op, ranks, rows, K, sum(widths)))):
-        return plans.load(tile)
-    return plans.heuristic(op, ranks, rows, K, widths, out_dtype, resident_blocks())
+        return fusions.load(tile)
+    return fusions.heuristic(op, ranks, rows, K, widths, out_dtype, resident_blocks())
 
 
 def _pages(x: Array, pages: int, height: int) -> Array:
@@ -308,10 +310,10 @@ def _pages(x: Array, pages: int, height: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, height - x.shape[1]), (0, 0)))
 
 
-def _whole(rows: int, plan: fused.Plan) -> tuple[int, int]:
+def _whole(rows: int, fusion: fused.Fusion) -> tuple[int, int]:
     """Returns (live rows of a page as the kernels count them, its height)."""
     live = -(-rows // 8) * 8
-    return live, max(live, plan.tile.block_m)
+    return live, max(live, fusion.tile.block_m)
 
 
 def fused_gather(x, weights, biases, *, axis, spec, keep, turned=False):
@@ -323,11 +325,11 @@ def fused_gather(x, weights, biases, *, axis, spec, keep, turned=False):
     R, K, lead = lax.axis_size(axis), x.shape[-1], x.shape[:-2]
     rows = x.size // K
     widths = [w.shape[1 - turned] for w in weights]
-    plan = _plan(GATHER, R, rows, K, widths, x.dtype)
-    live, height = _whole(rows, plan)
+    fusion = _fusion(GATHER, R, rows, K, widths, x.dtype)
+    live, height = _whole(rows, fusion)
     bias = None
     if any(b is not None for b in biases):
-        whole = [-(-N // plan.tile.block_n) * plan.tile.block_n for N in widths]
+        whole = [-(-N // fusion.tile.block_n) * fusion.tile.block_n for N in widths]
         filled = [
             jnp.zeros(N, jnp.float32) if b is None else b.astype(jnp.float32)
             for N, b in zip(widths, biases, strict=True)
@@ -336,7 +338,7 @@ def fused_gather(x, weights, biases, *, axis, spec, keep, turned=False):
         bias = jnp.concatenate(padded)[None]
     ys, gathered = all_gather_gemm(
         _pages(x, 1, height), tuple(w[None] for w in weights), bias,
-        rows=live, peers=RemotePeer(R, axis), plan=plan, spec=spec, keep=keep,
+        rows=live, peers=RemotePeer(R, axis), fusion=fusion, spec=spec, keep=keep,
         turned=turned, blocks=resident_blocks(),
     )  # fmt: skip
 
@@ -352,14 +354,14 @@ def fused_scatter(xs, ws, bias, residual, *, axis, acc, turned=False):
     xs, ws, bias, residual = dispatch.alike((xs, ws, bias, residual))
     R, (*lead, m, _), N = lax.axis_size(axis), xs[0].shape, ws[0].shape[1 - turned]
     rows = xs[0].size // xs[0].shape[-1] // R
-    plan = _plan(SCATTER, R, rows, sum(x.shape[-1] for x in xs), [N], acc)
-    live, height = _whole(rows, plan)
+    fusion = _fusion(SCATTER, R, rows, sum(x.shape[-1] for x in xs), [N], acc)
+    live, height = _whole(rows, fusion)
     owners = (jnp.moveaxis(x.reshape(*lead, R, m // R, x.shape[-1]), -3, 0) for x in xs)
     y, *_ = gemm_reduce_scatter(
         tuple(_pages(x, R, height) for x in owners), tuple(w[None] for w in ws),
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
-        rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
+        rows=live, peers=RemotePeer(R, axis), fusion=fusion, spec=Spec(None, acc),
         turned=turned, blocks=resident_blocks(),
     )  # fmt: skip
     return varying_as(xs[0], y[0, :rows].reshape(*lead, m // R, N))
@@ -370,13 +372,13 @@ def fused_reduce(x, w, bias, residual, *, axis, acc, turned=False):
     x, w, bias, residual = dispatch.alike((x, w, bias, residual))
     R, K, N = lax.axis_size(axis), x.shape[-1], w.shape[1 - turned]
     rows = x.size // K
-    plan = _plan(REDUCE, R, rows, K, [N], acc)
-    live, height = _whole(rows, plan)
+    fusion = _fusion(REDUCE, R, rows, K, [N], acc)
+    live, height = _whole(rows, fusion)
     y = gemm_all_reduce(
         _pages(x, 1, height), w[None],
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
-        rows=live, peers=RemotePeer(R, axis), plan=plan, spec=Spec(None, acc),
+        rows=live, peers=RemotePeer(R, axis), fusion=fusion, spec=Spec(None, acc),
         turned=turned, blocks=resident_blocks(),
     )  # fmt: skip
     y = y[0, :rows].reshape(*x.shape[:-1], N)

@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot, bench, tuned
-from pallas_kernels.collective import api, plans
+from pallas_kernels.collective import api, fusions
 from pallas_kernels.collective.all_gather_gemm import all_gather, all_gather_gemm
 from pallas_kernels.collective.cases import DENSE
 from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
@@ -41,7 +41,7 @@ from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.gemm import hopper
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
-from pallas_kernels.hopper.fused import LINK_BYTES, Plan, fitted
+from pallas_kernels.hopper.fused import LINK_BYTES, Fusion, fitted
 from pallas_kernels.hopper.peers import GhostPeer, Peers, ReadyPeer, VirtualPeer
 from pallas_kernels.hopper.tiles import Tile
 
@@ -49,7 +49,7 @@ R, ME = 8, 3
 DELAY_NS, SEEDS = 200_000, 100
 LATENCY_NS = 2000  # (chosen: a signal over NVLink takes 1 to 2 us)
 CUT = {"nvidia_h800": 178e9}  # bytes/s usable of an NVLink that is cut; else LINK_BYTES
-BEST = 8  # plans that are timed, best first by the model (chosen)
+BEST = 8  # fusions that are timed, best first by the model (chosen)
 LINKS = (400e9, 200e9, 25e9)  # bytes/s in one direction: NVLink 4, H800's, PCIe's
 ROUNDS, LAUNCHES = 4, 2  # (chosen: the clock of a GPU drifts slower than a round)
 CLOSE = 0.02  # relative to the exact result's size (chosen: 16-bit results differ by under 0.01)
@@ -87,12 +87,12 @@ class Check:
         m, n, cluster = self.tile
         spec = PLAIN if self.kind == "gather" else SUMS
         tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), spec.out_dtype)
-        plan = Plan(tile, 0 if self.kind == "reduce" else 2, self.chunk)
+        fusion = Fusion(tile, 0 if self.kind == "reduce" else 2, self.chunk)
         into = jax.new_ref(
             jnp.full(self.shapes[2], jnp.nan, x.dtype if self.kind == "gather" else jnp.float32)
         )
         static: dict[str, Any] = {
-            "rows": self.rows, "peers": VirtualPeer(R), "plan": plan, "spec": spec,
+            "rows": self.rows, "peers": VirtualPeer(R), "fusion": fusion, "spec": spec,
         }  # fmt: skip
         if self.kind == "gather":
             ys, _ = all_gather_gemm(x, (w,), None, delays, into, keep=True, **static)
@@ -181,30 +181,30 @@ class Case:
         pairs = zip(keys, self.arguments, strict=True)
         return tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in pairs)
 
-    def plans(self) -> tuple[Plan, ...]:
+    def fusions(self) -> tuple[Fusion, ...]:
         """The heuristic's, then the next best by its model."""
-        legal = plans.candidates(self.op, self.rows, [self.N], self.spec.out_dtype)
+        legal = fusions.candidates(self.op, self.rows, [self.N], self.spec.out_dtype)
         rest = (self.ranks, self.rows, self.K, [self.N], self.spec.out_dtype)
-        return tuple(sorted(legal, key=lambda p: plans.seconds(self.op, p, *rest))[:BEST])
+        return tuple(sorted(legal, key=lambda p: fusions.seconds(self.op, p, *rest))[:BEST])
 
     @property
     def me(self) -> int:
         """The rank."""
         return ME % self.ranks
 
-    def ghost(self, plan: Plan, rate: float) -> GhostPeer:
+    def ghost(self, fusion: Fusion, rate: float) -> GhostPeer:
         """Peers behind a link of `rate` bytes/s; 0: as fast as memory."""
-        tile, senders = plan.tile, plan.comm
+        tile, senders = fusion.tile, fusion.comm
         if not senders:  # all blocks that compute
             rows = -(-self.rows // (tile.block_m * tile.cluster)) * tile.cluster
             senders = min(rows * -(-self.N // tile.block_n), SMS)
         return GhostPeer(self.ranks, self.me, rate / senders, LATENCY_NS if rate else 0)
 
-    def fused(self, peers: Peers, plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
+    def fused(self, peers: Peers, fusion: Fusion, x: jax.Array, w: jax.Array) -> jax.Array:
         """The kernel, its pages padded to a tile: (R, m / R, N) of a gather, else (1, rows, N)."""
-        static: dict[str, Any] = {"peers": peers, "plan": plan, "spec": self.spec}
+        static: dict[str, Any] = {"peers": peers, "fusion": fusion, "spec": self.spec}
         static |= {"rows": self.rows}
-        x = jnp.pad(x, ((0, 0), (0, max(0, plan.tile.block_m - self.rows)), (0, 0)))
+        x = jnp.pad(x, ((0, 0), (0, max(0, fusion.tile.block_m - self.rows)), (0, 0)))
         if self.op == api.GATHER:
             y = all_gather_gemm(x, (w,), **static)[0][0]
         elif self.op == api.SCATTER:
@@ -214,18 +214,18 @@ class Case:
         return y[:, : self.rows]
 
     def ready(
-        self, plan: Plan, x: jax.Array, w: jax.Array, interpret: bool = False
+        self, fusion: Fusion, x: jax.Array, w: jax.Array, interpret: bool = False
     ) -> tuple[jax.Array, ...]:
         """The kernel where nothing travels and nobody waits, which the interpreter can run.
 
         x: pages of all ranks. Returns: as `fused`; of a scatter the sums of gemm_reduce_scatter.
         Raises: NotImplementedError for an all-reduce, whose every tile waits for all ranks.
         """
-        plan = dataclasses.replace(plan, comm=0)
-        static: dict[str, Any] = {"peers": ReadyPeer(self.ranks, self.me), "plan": plan}
+        fusion = dataclasses.replace(fusion, comm=0)
+        static: dict[str, Any] = {"peers": ReadyPeer(self.ranks, self.me), "fusion": fusion}
         static |= {"rows": self.rows, "spec": self.spec}
         if interpret:
-            static |= {"blocks": 2 * plan.tile.cluster, "interpret": True}
+            static |= {"blocks": 2 * fusion.tile.cluster, "interpret": True}
         if self.op == api.GATHER:
             return tuple(all_gather_gemm(x, (w,), **static)[0])
         if self.op == api.SCATTER:
@@ -237,38 +237,38 @@ class Case:
         y = jnp.einsum("pmk,kn->pmn", x, w[0], preferred_element_type=jnp.float32)
         return y.astype(dtype)
 
-    def copy(self, peers: Peers, plan: Plan, sent: jax.Array) -> jax.Array:
+    def copy(self, peers: Peers, fusion: Fusion, sent: jax.Array) -> jax.Array:
         """The copies alone, pulled for either kind: as many and as large. sent: x, or sums."""
         if self.op != api.REDUCE:
-            return all_gather(sent, peers=peers, comm=plan.comm, chunk=plan.chunk)
+            return all_gather(sent, peers=peers, comm=fusion.comm, chunk=fusion.chunk)
         static: dict[str, Any] = {"peers": peers, "comm": self.ranks - 1, "chunk": 8}
         parts = sent.reshape(self.ranks, 8, -1)
         mine = all_gather(parts, **static).sum(0, keepdims=True)
         return all_gather(mine, **static).reshape(sent.shape)
 
     def serial(
-        self, peers: Peers, plan: Plan, x: jax.Array, w: jax.Array, wire: str | None = None
+        self, peers: Peers, fusion: Fusion, x: jax.Array, w: jax.Array, wire: str | None = None
     ) -> jax.Array:
         """Copies, then XLA's product; or product, copies, sum.
 
         wire: type of the sums that travel; None: the kernel's.
         """
         if self.op == api.GATHER:
-            return self.product(self.copy(peers, plan, x), w, self.spec.out_dtype)
-        came = self.copy(peers, plan, self.product(x, w, wire or self.spec.out_dtype))
+            return self.product(self.copy(peers, fusion, x), w, self.spec.out_dtype)
+        came = self.copy(peers, fusion, self.product(x, w, wire or self.spec.out_dtype))
         return came.sum(0, keepdims=True, dtype=jnp.float32).astype(x.dtype)
 
-    def alone(self, plan: Plan, rate: float) -> GhostPeer:
+    def alone(self, fusion: Fusion, rate: float) -> GhostPeer:
         """Peers of `copy` and `serial`, whose blocks share the link; an all-reduce has its own."""
         if self.op == api.REDUCE:
             return GhostPeer(self.ranks, self.me, rate / (self.ranks - 1), LATENCY_NS)
-        return self.ghost(plan, rate)
+        return self.ghost(fusion, rate)
 
-    def alike(self, plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
+    def alike(self, fusion: Fusion, x: jax.Array, w: jax.Array) -> jax.Array:
         """The result of `fused` by the interpreter."""
         if self.op == api.GATHER:
-            return self.ready(plan, jnp.repeat(x, self.ranks, 0), w, interpret=True)[0]
-        sums, own = self.ready(plan, x, w, interpret=True)
+            return self.ready(fusion, jnp.repeat(x, self.ranks, 0), w, interpret=True)[0]
+        sums, own = self.ready(fusion, x, w, interpret=True)
         sums = sums.at[self.me].set(own[self.me * (self.ranks + 1)])
         return sums.sum(0, keepdims=True).astype(x.dtype)
 
@@ -306,31 +306,31 @@ def arguments(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., jax.Array]]:
     """All that is timed together, by name; of `arguments`."""
-    plan, gathers = case.plans()[0], case.op == api.GATHER
+    fusion, gathers = case.fusions()[0], case.op == api.GATHER
     tile = hopper.heuristic(case.m, case.N, case.K, spec=PLAIN)
 
     def whole(x: jax.Array, every: jax.Array) -> jax.Array:
         return (every if gathers else x).reshape(case.m, case.K)
 
-    def fused(peers: Peers, plan: Plan) -> Callable[..., jax.Array]:
-        return lambda x, w, _: case.fused(peers, plan, x, w)
+    def fused(peers: Peers, fusion: Fusion) -> Callable[..., jax.Array]:
+        return lambda x, w, _: case.fused(peers, fusion, x, w)
 
     found: dict[str, Callable[..., Any]] = {
         "ours": lambda x, w, e: hopper.multiply(whole(x, e), w[0], spec=PLAIN, tile=tile)[0],
         "cublas": lambda x, w, e: whole(x, e) @ w[0],
-        "free": fused(case.ghost(plan, 0), plan),
+        "free": fused(case.ghost(fusion, 0), fusion),
     }
     for rate in links:
-        alone, word = case.alone(plan, rate), f"{rate / 1e9:.0f}"
+        alone, word = case.alone(fusion, rate), f"{rate / 1e9:.0f}"
         found |= {
-            f"fused {word}": fused(case.ghost(plan, rate), plan),
-            f"copy {word}": lambda x, w, e, p=alone: case.copy(p, plan, x if gathers else e),
-            f"serial {word}": lambda x, w, _, p=alone: case.serial(p, plan, x, w),
+            f"fused {word}": fused(case.ghost(fusion, rate), fusion),
+            f"copy {word}": lambda x, w, e, p=alone: case.copy(p, fusion, x if gathers else e),
+            f"serial {word}": lambda x, w, _, p=alone: case.serial(p, fusion, x, w),
         }
     if case.op != api.REDUCE:  # whose tiles need nobody else's rows
-        unrotated, best = dataclasses.replace(plan, rotated=False), f"{links[0] / 1e9:.0f}"
+        unrotated, best = dataclasses.replace(fusion, rotated=False), f"{links[0] / 1e9:.0f}"
         found[f"unrotated {best}"] = fused(case.ghost(unrotated, links[0]), unrotated)
-        found["ready"] = lambda x, w, e: case.ready(plan, e if gathers else x, w)
+        found["ready"] = lambda x, w, e: case.ready(fusion, e if gathers else x, w)
     return found
 
 
@@ -380,11 +380,11 @@ def efficiencies(
     controls = "ours", "cublas", "ready", "free", f"unrotated {links[0] / 1e9:.0f}"
     kept = {name: value for name, value in seconds.items() if name in controls}
     rest = {"relative_error": wrong, "passed": wrong <= CLOSE, "controls_s": kept, "clock": used}
-    return [link_row(r, case.plans()[0], gemm, seconds, "efficiency") | rest for r in links]
+    return [link_row(r, case.fusions()[0], gemm, seconds, "efficiency") | rest for r in links]
 
 
 def link_row(
-    rate: float, plan: Plan, gemm: float, seconds: Mapping[str, float], hidden: str
+    rate: float, fusion: Fusion, gemm: float, seconds: Mapping[str, float], hidden: str
 ) -> dict[str, Any]:
     """Returns what the papers judge by, behind one link; hidden: the name of the share hidden."""
     fused, copy, serial = (
@@ -392,7 +392,7 @@ def link_row(
     )
     return {
         "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-        "plan": dataclasses.asdict(plan), "runs": ROUNDS * LAUNCHES, "gemm_s": gemm,
+        "fusion": dataclasses.asdict(fusion), "runs": ROUNDS * LAUNCHES, "gemm_s": gemm,
         "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
         hidden: 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Every tile of the fused kernels that is shipped: its deviceless compile.
 
-All tiles that `plans.candidates` can give, for eight replicas with remote memory; the largest,
+All tiles that `fusions.candidates` can give, for eight replicas with remote memory; the largest,
 whose registers are nearly all taken, with every epilogue, on an axis of a mesh, and as what a
 single GPU runs: virtual ranks and the ghost peer.
 """
@@ -22,7 +22,7 @@ from pallas_kernels.collective.gemm_all_reduce import gemm_all_reduce
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.hopper import FILES, FUSED
 from pallas_kernels.hopper.activations import Spec
-from pallas_kernels.hopper.fused import Plan, fitted
+from pallas_kernels.hopper.fused import Fusion, fitted
 from pallas_kernels.hopper.peers import GhostPeer, Peers, RemotePeer, VirtualPeer
 from pallas_kernels.hopper.tiles import BLOCKS, Tile
 
@@ -46,7 +46,7 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Returns (function, its abstract arguments on H100s, the plan) of a configuration.
+    """Returns (function, its abstract arguments on H100s, the fusion) of a configuration.
 
     'axis': one of a mesh of 2 x 4; 'alone': without a cluster; 'narrow': bf16 sums cross ranks.
     'turned': w is stored (N, K); 'pairs': two products are added.
@@ -60,9 +60,9 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
         mesh = Mesh(devices[:1].reshape(1, 1), ("other", "x"))
     rows, K, N = 512, 1024, 1536
     sums = "float32" if kind in ("scatter", "reduce") and "narrow" not in words else "bfloat16"
-    plan = _plan(kind, words, sums)
+    fusion = _fusion(kind, words, sums)
     gelu: Any = "gelu" if "gelu" in words else None
-    static = {"peers": peers, "plan": plan, "rows": rows, "spec": Spec(gelu, sums)}
+    static = {"peers": peers, "fusion": fusion, "rows": rows, "spec": Spec(gelu, sums)}
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -77,8 +77,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     )
     residual = array(C, rows, N) if "residual" in words else None
     if kind == "copy":
-        copy = functools.partial(all_gather, peers=peers, comm=plan.comm, chunk=plan.chunk)
-        return _mapped(copy, mesh), (array(8, rows, N, dtype=jnp.float32),), {"comm": plan.comm}
+        copy = functools.partial(all_gather, peers=peers, comm=fusion.comm, chunk=fusion.chunk)
+        return _mapped(copy, mesh), (array(8, rows, N, dtype=jnp.float32),), {"comm": fusion.comm}
     if kind == "gather":
         static |= {"keep": "kept" in words}
         ws = (w, array(C, K, 2 * N)) if "several" in words else (w,)
@@ -91,7 +91,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     else:
         args = (array(C, rows, K), w, bias, residual)
         run = functools.partial(gemm_all_reduce, **static)
-    return _mapped(run, mesh), args, dataclasses.asdict(plan)
+    return _mapped(run, mesh), args, dataclasses.asdict(fusion)
 
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
@@ -109,14 +109,14 @@ def _peers(words: list[str], ranks: int) -> Peers:
     return RemotePeer(ranks, "x")
 
 
-def _plan(kind: str, words: list[str], sums: str) -> Plan:
+def _fusion(kind: str, words: list[str], sums: str) -> Fusion:
     if kind == "copy":
-        return Plan(Tile(64, 64, 64, 2, 1), 4, 128)
+        return Fusion(Tile(64, 64, 64, 2, 1), 4, 128)
     m, n = map(int, words[0].split("x"))
     cluster = 1 if kind == "reduce" or "alone" in words else 2
     tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), sums)
     comm = 0 if kind == "reduce" else 2 if "virtual" in words else 4
-    return Plan(tile, comm, 128)
+    return Fusion(tile, comm, 128)
 
 
 def _mapped(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

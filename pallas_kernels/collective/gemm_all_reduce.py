@@ -26,7 +26,7 @@ from jax import lax
 from pallas_kernels.hopper import engine, fused, relay
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.memory import span
 from pallas_kernels.hopper.peers import Peers
 
@@ -43,7 +43,7 @@ def gemm_all_reduce(
     *,
     rows: int,
     peers: Peers,
-    plan: Plan,
+    fusion: Fusion,
     spec: Spec,
     turned: bool = False,
     blocks: int = SMS,
@@ -59,26 +59,26 @@ def gemm_all_reduce(
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref of (C R, height, N) sums, for what arrives (tests: full of NaN).
       rows: that are live.
-      plan: without communication blocks; its chunk is not used.
+      fusion: without communication blocks; its chunk is not used.
       spec: out_dtype is that of the sums that cross ranks; the result has x's.
       blocks: thread blocks, at most what the GPU runs at once.
     Returns: y (C, height, N); rows past `rows` are undefined.
     """
-    copies, R, tile = peers.copies, peers.ranks, plan.tile
-    clusters = fused.clusters_of(NAME, plan, peers, blocks, copying=False)
+    copies, R, tile = peers.copies, peers.ranks, fusion.tile
+    clusters = fused.clusters_of(NAME, fusion, peers, blocks, copying=False)
     (_, height, K), N = x.shape, w.shape[2 - turned]
     inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "delays": delays, "inbox": into}
     sums = jnp.dtype(spec.out_dtype)
     outputs = {"y": jax.ShapeDtypeStruct((copies, height, N), x.dtype)}
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
-    worker = functools.partial(fused.Worker, peers, plan, clusters, turned)
+    worker = functools.partial(fused.Worker, peers, fusion, clusters, turned)
     shared = engine.buffers(tile, x.dtype, sums, turned_b=turned)
     return engine.launch(
         functools.partial(_body, steps=pl.cdiv(K, tile.block_k), rows=rows, of=worker),
         inputs,
         outputs,
-        fused.scratch(NAME, plan, shared, functools.partial(relay.scratch, N, sums)),
+        fused.scratch(NAME, fusion, shared, functools.partial(relay.scratch, N, sums)),
         name=NAME,
         tile=tile,
         clusters=clusters * copies,

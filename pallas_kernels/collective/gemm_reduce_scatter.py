@@ -27,7 +27,7 @@ from jax import lax
 from pallas_kernels.hopper import engine, fused, relay, schedule
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.memory import share, span
 from pallas_kernels.hopper.peers import Peers
 
@@ -44,7 +44,7 @@ def gemm_reduce_scatter(
     *,
     rows: int,
     peers: Peers,
-    plan: Plan,
+    fusion: Fusion,
     spec: Spec,
     turned: bool = False,
     blocks: int = SMS,
@@ -68,8 +68,8 @@ def gemm_reduce_scatter(
       owner (C R, height, N) and, where it is the owner itself, as a page of (C R, height, N); with
       ReadyPeer only these.
     """
-    copies, R, tile = peers.copies, peers.ranks, plan.tile
-    clusters = fused.clusters_of(NAME, plan, peers, blocks)
+    copies, R, tile = peers.copies, peers.ranks, fusion.tile
+    clusters = fused.clusters_of(NAME, fusion, peers, blocks)
     (_, height, _), N, dtype = xs[0].shape, ws[0].shape[2 - turned], xs[0].dtype
     inputs = {f"x{i}": x for i, x in enumerate(xs)} | {f"w{i}": w for i, w in enumerate(ws)}
     inputs |= {"bias": bias, "residual": residual, "delays": delays, "inbox": into}
@@ -80,20 +80,20 @@ def gemm_reduce_scatter(
     }
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
-    split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, plan.chunk)
+    split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, fusion.chunk)
     found = engine.launch(
         functools.partial(
             _body,
             split=split,
             # The products follow each other in the steps of one sum.
             steps=fused.Parts([pl.cdiv(x.shape[2], tile.block_k) for x in xs]),
-            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, fusion, clusters, turned),
         ),
         inputs,
         outputs,
         fused.scratch(
             NAME,
-            plan,
+            fusion,
             engine.buffers(tile, dtype, sums, turned_b=turned),
             functools.partial(relay.scratch, N, sums),
         ),
@@ -107,7 +107,7 @@ def gemm_reduce_scatter(
 
 def _body(gmem, *, split, steps, of, arrived=None, **memory):
     worker = of(steps.total, memory, gmem.get("delays"))
-    peers, plan, tile, rank = worker.peers, worker.plan, worker.tile, worker.rank
+    peers, fusion, tile, rank = worker.peers, worker.fusion, worker.tile, worker.rank
     R, N = peers.ranks, gmem["y"].shape[2]
     # A page of flags for each rank: tiles of each chunk of each owner, then what came of my chunks.
     chunks = R * split.chunks
@@ -116,8 +116,8 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
     total = R * split.row_tiles * columns
 
     def place_of(i):
-        i = plan.step(i, lax.rem(rank + 1, R), R, split.row_tiles * columns)
-        return schedule.scatter_tile(i, rank, split, columns, max(1, plan.chunk // split.tile))
+        i = fusion.step(i, lax.rem(rank + 1, R), R, split.row_tiles * columns)
+        return schedule.scatter_tile(i, rank, split, columns, max(1, fusion.chunk // split.tile))
 
     def load(place, s, buffer, barrier):
         m, n = worker.rows(place.row), span(place.column, tile.block_n)
@@ -164,9 +164,9 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
         pieces = split.chunk // down * wide
         moved, began = down * across * jnp.dtype(ring.dtype).itemsize, peers.now()
 
-        @pl.loop(0, share((R - 1) * split.chunks, worker.number, plan.comm))
+        @pl.loop(0, share((R - 1) * split.chunks, worker.number, fusion.comm))
         def _(n):
-            chunk = schedule.scatter_chunk(worker.number + n * plan.comm, rank, split, columns)
+            chunk = schedule.scatter_chunk(worker.number + n * fusion.comm, rank, split, columns)
             computed(chunk)
 
             def here(q):

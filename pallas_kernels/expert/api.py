@@ -40,11 +40,11 @@ from jax.sharding import AbstractMesh
 from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.collective import clique
 from pallas_kernels.collective.api import DTYPES, check_each, limits, ranks_of
-from pallas_kernels.expert import plans, reference, tables
+from pallas_kernels.expert import fusions, reference, tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
+from pallas_kernels.expert.fusions import COMBINE, DISPATCH
 from pallas_kernels.expert.gemm_combine import gemm_combine
-from pallas_kernels.expert.plans import COMBINE, DISPATCH
-from pallas_kernels.expert.product import Plan, height
+from pallas_kernels.expert.product import ExpertFusion, height
 from pallas_kernels.expert.routes import Routes as Routes
 from pallas_kernels.expert.routes import cut as cut
 from pallas_kernels.expert.routes import route as route
@@ -210,15 +210,15 @@ def _check(op: str, xs: tuple, weights: tuple, routes: Routes, turned: bool) -> 
 
 def _key(op: str, routes: Routes, K: int, N: int) -> tuned.Key:
     choices = routes.expert_TA.size
-    return plans.key(op, routes.ranks, choices, routes.experts, K, N)
+    return fusions.key(op, routes.ranks, choices, routes.experts, K, N)
 
 
-def _plan(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) -> Plan:
+def _fusion(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) -> ExpertFusion:
     """Of the nearest row of a table, else the heuristic's."""
     if tile := tuned.tile(tuned.find(op, _key(op, routes, K, sum(widths)))):
-        return plans.load(tile)
+        return fusions.load(tile)
     choices = routes.expert_TA.size
-    return plans.heuristic(
+    return fusions.heuristic(
         op, routes.ranks, choices, routes.experts, K, widths, out_dtype, resident_blocks()
     )
 
@@ -235,14 +235,14 @@ def fused_dispatch(x, weights, routes, *, axis, spec, turned=False):
     """
     x, weights, routes = dispatch.alike((x, weights, routes))
     widths = [w.shape[2 - turned] for w in weights]
-    plan = _plan(DISPATCH, routes, x.shape[1], widths, x.dtype)
-    tile, chunk = plan.tile, plan.chunk
+    fusion = _fusion(DISPATCH, routes, x.shape[1], widths, x.dtype)
+    tile, chunk = fusion.tile, fusion.chunk
     work = tables.dispatch(
-        routes, chunk=chunk, block=tile.block_m * tile.cluster, staged=plan.rotated
+        routes, chunk=chunk, block=tile.block_m * tile.cluster, staged=fusion.rotated
     )
     ys, rows = dispatch_gemm(
         *_page((x, weights, work)), rows=routes.rows, flags=tables.flags(routes, chunk),
-        peers=RemotePeer(routes.ranks, axis), plan=plan, spec=spec, turned=turned,
+        peers=RemotePeer(routes.ranks, axis), fusion=fusion, spec=spec, turned=turned,
         blocks=resident_blocks(),
     )  # fmt: skip
     return varying_as(x, (tuple(y[0] for y in ys), rows[0, : routes.rows]))
@@ -252,13 +252,15 @@ def fused_combine(hs, ws, routes, weights, *, axis, acc, turned=False):
     """`grouped_matmul_combine` by the kernel; the caller has checked and chosen."""
     hs, ws, routes, weights = dispatch.alike((hs, ws, routes, weights))
     widths, K = [ws[0].shape[2 - turned]], sum(h.shape[1] for h in hs)
-    plan = _plan(COMBINE, routes, K, widths, acc)
-    work = tables.combine(routes, chunk=plan.chunk, block=plan.tile.block_m * plan.tile.cluster)
-    below = height(routes.rows, plan.tile) - routes.rows
+    fusion = _fusion(COMBINE, routes, K, widths, acc)
+    work = tables.combine(
+        routes, chunk=fusion.chunk, block=fusion.tile.block_m * fusion.tile.cluster
+    )
+    below = height(routes.rows, fusion.tile) - routes.rows
     hs = tuple(jnp.pad(h, ((0, below), (0, 0))) for h in hs)
     y, _ = gemm_combine(
         *_page((hs, ws, work, tables.places(routes), weights)),
-        peers=RemotePeer(routes.ranks, axis), plan=plan, spec=Spec(None, acc), turned=turned,
+        peers=RemotePeer(routes.ranks, axis), fusion=fusion, spec=Spec(None, acc), turned=turned,
         blocks=resident_blocks(),
     )  # fmt: skip
     return varying_as(hs[0], y[0])

@@ -14,7 +14,7 @@ rank further on: so what a rank sends is what comes to it, and a ghost's results
 
 and the controls: `ready`, the kernel without communication; `unstaged`, tiles in the order of
 their rows, must be worse; `free`, a link as fast as memory; other numbers of communication blocks
-than the plan's, of which the fastest is what a table should hold.
+than the fusion's, of which the fastest is what a table should hold.
 
 Rehearsed without a GPU: the first check and the first case are compiled for one (aot); nothing is
 timed.
@@ -47,13 +47,13 @@ from pallas_kernels.collective.bench import (
     interleaved,
     link_row,
 )
-from pallas_kernels.expert import plans, reference, tables
+from pallas_kernels.expert import fusions, reference, tables
 from pallas_kernels.expert.cases import MIXTURES
 from pallas_kernels.expert.copies import send_rows
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
+from pallas_kernels.expert.fusions import COMBINE, DISPATCH
 from pallas_kernels.expert.gemm_combine import gemm_combine
-from pallas_kernels.expert.plans import COMBINE, DISPATCH
-from pallas_kernels.expert.product import Plan, height
+from pallas_kernels.expert.product import ExpertFusion, height
 from pallas_kernels.expert.routes import Routes, cut, route
 from pallas_kernels.grouped import hopper as grouped
 from pallas_kernels.hopper.activations import Spec
@@ -93,11 +93,13 @@ class Check:
         return R * self.tokens * self.choices
 
     @property
-    def plan(self) -> Plan:
+    def fusion(self) -> ExpertFusion:
         """Two blocks of sixteen communicate."""
         m, n, cluster = self.tile
         sums = "bfloat16" if self.kind == "dispatch" else "float32"
-        return Plan(fitted(Tile(m, n, 64, 6, m // 64, cluster), sums), 2, 16, band=2, width=1)
+        return ExpertFusion(
+            fitted(Tile(m, n, 64, 6, m // 64, cluster), sums), 2, 16, band=2, width=1
+        )
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, ...]:
         """Rows, w and weights of small integers, and choices: (ranks, ...) each."""
@@ -118,22 +120,22 @@ class Check:
     def run(self, x: jax.Array, w: jax.Array, weights: jax.Array, experts: jax.Array,
             delays: jax.Array) -> jax.Array:  # fmt: skip
         """Returns y of all ranks: (ranks, rows or tokens, N)."""
-        plan, peers, S = self.plan, VirtualPeer(R), self.tokens * self.choices
-        block = plan.tile.block_m * plan.tile.cluster
+        fusion, peers, S = self.fusion, VirtualPeer(R), self.tokens * self.choices
+        block = fusion.tile.block_m * fusion.tile.cluster
 
         def made(experts: jax.Array) -> Any:
             routes = route(experts, experts=self.experts, axis="x")
             make = tables.dispatch if self.kind == "dispatch" else tables.combine
-            return make(routes, chunk=plan.chunk, block=block), tables.places(routes)
+            return make(routes, chunk=fusion.chunk, block=block), tables.places(routes)
 
         work, places = jax.vmap(made, axis_name="x")(experts)
-        tall = height(self.rows, plan.tile)
+        tall = height(self.rows, fusion.tile)
         if self.kind == "dispatch":
             into = jax.new_ref(jnp.full((R, tall, self.K), jnp.nan, x.dtype))
-            flags = R * -(-S // plan.chunk)
+            flags = R * -(-S // fusion.chunk)
             (y,), _ = dispatch_gemm(
-                x, (w,), work, delays, into, rows=self.rows, flags=flags, peers=peers, plan=plan,
-                spec=PLAIN,
+                x, (w,), work, delays, into, rows=self.rows, flags=flags, peers=peers,
+                fusion=fusion, spec=PLAIN,
             )  # fmt: skip
             return y
         into = jax.new_ref(jnp.full((R, S + tall, self.N), jnp.nan, jnp.float32))
@@ -141,7 +143,7 @@ class Check:
         x = jnp.where(came, jnp.pad(x, ((0, 0), (0, tall - self.rows), (0, 0))), jnp.nan)
         weights = weights.astype(jnp.float32)
         return gemm_combine(
-            (x,), (w,), work, places, weights, delays, into, peers=peers, plan=plan, spec=SUMS
+            (x,), (w,), work, places, weights, delays, into, peers=peers, fusion=fusion, spec=SUMS
         )[0]
 
     def want(self, x: np.ndarray, w: np.ndarray, weights: np.ndarray, experts: np.ndarray
@@ -272,64 +274,64 @@ class Case:
         """The rank."""
         return ME % self.ranks
 
-    def plans(self) -> tuple[Plan, ...]:
+    def fusions(self) -> tuple[ExpertFusion, ...]:
         """The heuristic's; others with its tile; a few with other tiles."""
         sizes, out = (self.S, list(self.widths)), self.sums.out_dtype
-        first = plans.heuristic(
+        first = fusions.heuristic(
             self.op, self.ranks, self.S, self.experts, self.K, list(self.widths), out
         )
-        wide = plans.WIDTHS if self.op == COMBINE else (first.width,)
-        found = [dataclasses.replace(first, comm=c, width=w) for c in plans.COMM for w in wide]
-        tiles = [tile for tile in plans.candidates(self.op, *sizes, out) if tile != first.tile]
+        wide = fusions.WIDTHS if self.op == COMBINE else (first.width,)
+        found = [dataclasses.replace(first, comm=c, width=w) for c in fusions.COMM for w in wide]
+        tiles = [tile for tile in fusions.candidates(self.op, *sizes, out) if tile != first.tile]
         found += [dataclasses.replace(first, tile=tile) for tile in tiles[:OTHERS]]
-        legal = (plan for plan in found if plan.comm % plan.tile.cluster == 0)
+        legal = (fusion for fusion in found if fusion.comm % fusion.tile.cluster == 0)
         return tuple(dict.fromkeys((first, *legal)))
 
-    def ghost(self, plan: Plan, rate: float) -> GhostPeer:
+    def ghost(self, fusion: ExpertFusion, rate: float) -> GhostPeer:
         """Peers behind a link of `rate` bytes/s; 0: as fast as memory."""
-        return GhostPeer(self.ranks, self.me, rate / plan.comm, LATENCY_NS if rate else 0)
+        return GhostPeer(self.ranks, self.me, rate / fusion.comm, LATENCY_NS if rate else 0)
 
-    def work(self, plan: Plan, routes: Routes) -> tables.Tables:
+    def work(self, fusion: ExpertFusion, routes: Routes) -> tables.Tables:
         """The tables, as a page."""
-        block = plan.tile.block_m * plan.tile.cluster
+        block = fusion.tile.block_m * fusion.tile.cluster
         if self.op == DISPATCH:
-            made = tables.dispatch(routes, chunk=plan.chunk, block=block, staged=plan.rotated)
+            made = tables.dispatch(routes, chunk=fusion.chunk, block=block, staged=fusion.rotated)
         else:
-            made = tables.combine(routes, chunk=plan.chunk, block=block)
+            made = tables.combine(routes, chunk=fusion.chunk, block=block)
         return jax.tree.map(lambda a: a[None], made)
 
-    def fused(self, peers: Peers, plan: Plan, *args: Any) -> tuple[jax.Array, ...]:
+    def fused(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """The kernel: of each w (N, columns); of a combine (T, D)."""
-        return self._kernel(peers, plan, Inputs(*args))[0]
+        return self._kernel(peers, fusion, Inputs(*args))[0]
 
     def ready(
-        self, plan: Plan, pages: jax.Array | None, *args: Any, interpret: bool = False
+        self, fusion: ExpertFusion, pages: jax.Array | None, *args: Any, interpret: bool = False
     ) -> tuple[jax.Array, ...]:
         """The kernel where nothing travels and nobody waits, which the interpreter can run.
 
         pages: of a dispatch, `pages`. Returns: as `fused`, of a combine the answers (N, D).
         """
-        plan = dataclasses.replace(plan, comm=0)
+        fusion = dataclasses.replace(fusion, comm=0)
         more: dict[str, Any] = {} if pages is None else {"into": pages}
         if interpret:
-            more |= {"blocks": 2 * plan.tile.cluster, "interpret": True}
+            more |= {"blocks": 2 * fusion.tile.cluster, "interpret": True}
         peers = ReadyPeer(self.ranks, self.me)
-        found, page = self._kernel(peers, plan, Inputs(*args), **more)
+        found, page = self._kernel(peers, fusion, Inputs(*args), **more)
         if self.op == DISPATCH:
             return found
         return (page[self.me, self.S : self.S + self.rows],)
 
     def _kernel(
-        self, peers: Peers, plan: Plan, given: Inputs, **more: Any
+        self, peers: Peers, fusion: ExpertFusion, given: Inputs, **more: Any
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        routes, work = given.routes, self.work(plan, given.routes)
+        routes, work = given.routes, self.work(fusion, given.routes)
         ws = tuple(w[None] for w in given.ws)
-        more |= {"peers": peers, "plan": plan, "spec": self.sums}
+        more |= {"peers": peers, "fusion": fusion, "spec": self.sums}
         if self.op == DISPATCH:
-            more |= {"rows": self.rows, "flags": tables.flags(routes, plan.chunk)}
+            more |= {"rows": self.rows, "flags": tables.flags(routes, fusion.chunk)}
             ys, rows = dispatch_gemm(given.x[None], ws, work, **more)
             return tuple(y[0] for y in ys), rows
-        below = height(self.rows, plan.tile) - self.rows
+        below = height(self.rows, fusion.tile) - self.rows
         x = jnp.pad(given.x, ((0, below), (0, 0)))[None]
         places, weights = tables.places(routes)[None], given.weight_TA[None]
         y, page = gemm_combine((x,), ws, work, places, weights, **more)
@@ -339,9 +341,9 @@ class Case:
         """x_NK: the tokens as the experts' rows; past those that came any token."""
         return given.x[given.routes.choice_N % self.S // self.choices]
 
-    def pages(self, plan: Plan, given: Inputs) -> jax.Array:
+    def pages(self, fusion: ExpertFusion, given: Inputs) -> jax.Array:
         """(R, height, K): those rows where every rank's are, for `ready`."""
-        below = height(self.rows, plan.tile) - self.rows
+        below = height(self.rows, fusion.tile) - self.rows
         x_NK = jnp.pad(self.came(given), ((0, below), (0, 0)))
         return jnp.broadcast_to(x_NK, (self.ranks, *x_NK.shape))
 
@@ -351,31 +353,31 @@ class Case:
         sizes_E = given.routes.sizes_E
         return [grouped.product(x_NK, w, sizes_E, transpose=False, tile=tile) for w in given.ws]
 
-    def copy(self, peers: Peers, plan: Plan, *args: Any) -> jax.Array:
+    def copy(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> jax.Array:
         """The kernel's copies alone, of rows or, for a combine, of answers: its page of them."""
-        given, tall = Inputs(*args), height(self.rows, plan.tile)
+        given, tall = Inputs(*args), height(self.rows, fusion.tile)
         x, below = given.x[None], 0
         if self.op == COMBINE:
             below = self.S
             x = jnp.zeros((1, below + tall, self.widths[0]), jnp.float32)
-        static: dict[str, Any] = {"peers": peers, "comm": plan.comm, "chunk": plan.chunk}
-        work = self.work(plan, given.routes)
+        static: dict[str, Any] = {"peers": peers, "comm": fusion.comm, "chunk": fusion.chunk}
+        work = self.work(fusion, given.routes)
         return send_rows(x, work, height=below + tall, **static)[0]
 
-    def serial(self, peers: Peers, plan: Plan, *args: Any) -> tuple[jax.Array, ...]:
+    def serial(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """The kernel's copies, then the products; or product, copies, sum (COMET's baseline)."""
         given = Inputs(*args)
         if self.op == DISPATCH:
-            return tuple(self.products(self.copy(peers, plan, *args)[: self.rows], given))
+            return tuple(self.products(self.copy(peers, fusion, *args)[: self.rows], given))
         (y_ND,) = self.products(given.x, given)
-        tall = height(self.rows, plan.tile) - self.rows
+        tall = height(self.rows, fusion.tile) - self.rows
         page = jnp.pad(y_ND.astype(jnp.float32), ((self.S, tall), (0, 0)))[None]
-        static: dict[str, Any] = {"peers": peers, "comm": plan.comm, "chunk": plan.chunk}
-        came = send_rows(page, self.work(plan, given.routes), height=page.shape[1], **static)[0]
+        static: dict[str, Any] = {"peers": peers, "comm": fusion.comm, "chunk": fusion.chunk}
+        came = send_rows(page, self.work(fusion, given.routes), height=page.shape[1], **static)[0]
         y_TAD = came[: self.S].reshape(self.tokens, self.choices, -1)
         return ((given.weight_TA[..., None] * y_TAD).sum(1).astype(given.x.dtype),)
 
-    def plain(self, peers: Peers, plan: Plan, *args: Any) -> tuple[jax.Array, ...]:
+    def plain(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """What plain XLA does with the fewest bytes, one after the other.
 
         dispatch: copies at the link's rate, tokens to their experts' rows, our grouped products.
@@ -385,9 +387,9 @@ class Case:
         are. Beyond that an all-to-all's bring a row a choice: a few more than are needed.
         """
         if self.ranks > 2 * self.choices:
-            return self.serial(peers, plan, *args)
+            return self.serial(peers, fusion, *args)
         given, R, T = Inputs(*args), self.ranks, self.tokens
-        pull = functools.partial(all_gather, peers=peers, comm=plan.comm, chunk=plan.chunk)
+        pull = functools.partial(all_gather, peers=peers, comm=fusion.comm, chunk=fusion.chunk)
         if self.op == DISPATCH:
             x_PK = pull(given.x[None]).at[self.me].set(given.x).reshape(R * T, self.K)
             return tuple(self.products(x_PK[given.routes.choice_N // self.choices], given))
@@ -411,12 +413,12 @@ class Case:
         (answers_ND,) = (reference.product(given.x, w, given.routes, False) for w in given.ws)
         return self.weighted(answers_ND, given)
 
-    def alike(self, plan: Plan, *args: Any) -> tuple[jax.Array, ...]:
+    def alike(self, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """The result of `fused` by the interpreter."""
         given = Inputs(*args)
         if self.op == DISPATCH:
-            return self.ready(plan, self.pages(plan, given), *args, interpret=True)
-        return self.weighted(self.ready(plan, None, *args, interpret=True)[0], given)
+            return self.ready(fusion, self.pages(fusion, given), *args, interpret=True)
+        return self.weighted(self.ready(fusion, None, *args, interpret=True)[0], given)
 
     def weighted(self, answers_ND: jax.Array, given: Inputs) -> tuple[jax.Array]:
         """y_TD of this rank's answers, which are its tokens' too."""
@@ -440,35 +442,35 @@ def arguments(case: Case, key: jax.Array) -> tuple[Any, ...]:
     given = case.inputs(key)
     if case.op == COMBINE:
         return given, given.x, None
-    return given, case.came(given), case.pages(case.plans()[0], given)
+    return given, case.came(given), case.pages(case.fusions()[0], given)
 
 
 def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., Any]]:
     """All that is timed together, by name; of `arguments`."""
-    plan, best = case.plans()[0], f"{links[0] / 1e9:.0f}"
+    fusion, best = case.fusions()[0], f"{links[0] / 1e9:.0f}"
 
     def timed(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
         return lambda given, *_: function(*static, *given)
 
-    def fused(rate: float, plan: Plan) -> Callable[..., Any]:
-        return timed(case.fused, case.ghost(plan, rate), plan)
+    def fused(rate: float, fusion: ExpertFusion) -> Callable[..., Any]:
+        return timed(case.fused, case.ghost(fusion, rate), fusion)
 
     found: dict[str, Callable[..., Any]] = {
         "gemm": lambda given, rows, _: case.products(rows, given),
-        "ready": lambda given, _, pages: case.ready(plan, pages, *given),
-        "free": fused(0, plan),
+        "ready": lambda given, _, pages: case.ready(fusion, pages, *given),
+        "free": fused(0, fusion),
     }
     for rate in links:
-        peers, word = case.ghost(plan, rate), f"{rate / 1e9:.0f}"
+        peers, word = case.ghost(fusion, rate), f"{rate / 1e9:.0f}"
         found |= {
-            f"fused {word}": fused(rate, plan),
-            f"copy {word}": timed(case.copy, peers, plan),
-            f"serial {word}": timed(case.serial, peers, plan),
+            f"fused {word}": fused(rate, fusion),
+            f"copy {word}": timed(case.copy, peers, fusion),
+            f"serial {word}": timed(case.serial, peers, fusion),
         }
     if case.op == DISPATCH:
-        found[f"unstaged {best}"] = fused(links[0], dataclasses.replace(plan, rotated=False))
-    for comm in plans.COMM:
-        found[f"{comm} blocks {best}"] = fused(links[0], dataclasses.replace(plan, comm=comm))
+        found[f"unstaged {best}"] = fused(links[0], dataclasses.replace(fusion, rotated=False))
+    for comm in fusions.COMM:
+        found[f"{comm} blocks {best}"] = fused(links[0], dataclasses.replace(fusion, comm=comm))
     return found
 
 
@@ -487,8 +489,8 @@ def hidden(
     controls = "ready", "free", f"blocks {best}", f"unstaged {best}"
     kept = {name: value for name, value in seconds.items() if name.endswith(controls)}
     rest = {"relative_error": wrong, "passed": wrong <= CLOSE, "controls_s": kept, "clock": used}
-    gemm, plan = seconds["gemm"], case.plans()[0]
-    return [link_row(rate, plan, gemm, seconds, "hidden") | rest for rate in links]
+    gemm, fusion = seconds["gemm"], case.fusions()[0]
+    return [link_row(rate, fusion, gemm, seconds, "hidden") | rest for rate in links]
 
 
 def checks() -> list[Work]:

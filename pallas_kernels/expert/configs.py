@@ -1,6 +1,6 @@
 """Every tile of the expert kernels that is shipped: its deviceless compile.
 
-All tiles that `plans.candidates` can give, for eight replicas with remote memory; the largest,
+All tiles that `fusions.candidates` can give, for eight replicas with remote memory; the largest,
 whose registers are nearly all taken, with every epilogue, on an axis of a mesh and on two as one,
 and as what a single GPU runs: virtual ranks and the ghost peer.
 """
@@ -20,7 +20,7 @@ from pallas_kernels import aot
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
 from pallas_kernels.expert.gemm_combine import gemm_combine
-from pallas_kernels.expert.product import Plan, height
+from pallas_kernels.expert.product import ExpertFusion, height
 from pallas_kernels.expert.tables import Tables
 from pallas_kernels.hopper import FILES, FUSED
 from pallas_kernels.hopper.activations import Spec
@@ -45,7 +45,7 @@ TOKENS, EXPERTS, K, N, CHUNK = 256, 4, 1024, 1536, 64
 
 
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Returns (function, its abstract arguments on H100s, the plan) of a configuration.
+    """Returns (function, its abstract arguments on H100s, the fusion) of a configuration.
 
     'axis': one of a mesh of 2 x 4; 'joint': both of it, experts over 2, their columns over 4, three
     choices of a token; 'alone': without a cluster; 'narrow': bf16 answers cross ranks. 'turned': w
@@ -59,7 +59,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     else:
         mesh = Mesh(devices[:1].reshape(1, 1), ("other", "x"))
     sums = "float32" if kind == "combine" and "narrow" not in words else "bfloat16"
-    plan, C = _plan(words, sums), peers.copies
+    fusion, C = _fusion(words, sums), peers.copies
     gelu: Any = "gelu" if "gelu" in words else None
     choices = 10 if "ten" in words else 3 * 4 if "joint" in words else 2
     rows = ranks * TOKENS * choices
@@ -76,20 +76,20 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     jobs = integers(C, rows // CHUNK + ranks, tables.PAIRS + 2 * CHUNK)
     work = Tables(integers(C, rows // 64 + EXPERTS, entries), jobs, integers(C, 5))
     w = array(C, EXPERTS, *((N, K) if turned else (K, N)))
-    static = {"peers": peers, "plan": plan, "spec": Spec(gelu, sums), "turned": turned}
+    static = {"peers": peers, "fusion": fusion, "spec": Spec(gelu, sums), "turned": turned}
     if kind == "dispatch":
         args = (array(C, TOKENS, K), (w,) * (1 + ("several" in words)), work)
         static |= {"rows": rows, "flags": rows // CHUNK}
         run = functools.partial(dispatch_gemm, **static)
     else:
         pairs = 1 + ("pairs" in words)
-        hs = (array(C, height(rows, plan.tile), K),) * pairs
+        hs = (array(C, height(rows, fusion.tile), K),) * pairs
         chosen = C, TOKENS, choices
         args = (hs, (w,) * pairs, work, integers(*chosen), array(*chosen, dtype=jnp.float32))
         run = functools.partial(gemm_combine, **static)
     spec = PartitionSpec()
     mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return mapped, args, dataclasses.asdict(plan)
+    return mapped, args, dataclasses.asdict(fusion)
 
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
@@ -107,8 +107,8 @@ def _peers(words: list[str], ranks: int) -> Peers:
     return RemotePeer(ranks, ("other", "x") if "joint" in words else "x")
 
 
-def _plan(words: list[str], sums: str) -> Plan:
+def _fusion(words: list[str], sums: str) -> ExpertFusion:
     m, n = map(int, words[0].split("x"))
     cluster = 1 if "alone" in words else 2
     tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), sums)
-    return Plan(tile, 2 if "virtual" in words else 4, CHUNK)
+    return ExpertFusion(tile, 2 if "virtual" in words else 4, CHUNK)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
-from pallas_kernels.expert.product import Plan
+from pallas_kernels.expert.product import ExpertFusion
 from pallas_kernels.expert.tables import FAR, FLAGS, JOBS, NEAR, OWN, Tables
 from pallas_kernels.hopper import engine, fused, schedule
 from pallas_kernels.hopper.activations import Spec, activate_tile
@@ -48,7 +48,7 @@ def dispatch_gemm(
     rows: int,
     flags: int,
     peers: Peers,
-    plan: Plan,
+    fusion: ExpertFusion,
     spec: Spec,
     turned: bool = False,
     blocks: int = SMS,
@@ -61,7 +61,7 @@ def dispatch_gemm(
       x: (C, T, K), any T.
       weights: (C, E, K, F) each, or (C, E, F, K) where turned; F at least the tile's, K and F
         multiples of 64.
-      work: tables.dispatch of each rank, (C, ...) each, for block_m * cluster and the plan's chunk.
+      work: tables.dispatch of each rank, (C, ...) each, for block_m * cluster and fusion.chunk.
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like the rows, that they go to (tests: full of NaN); for ReadyPeer the rows.
       rows: N. flags: of `tables.flags`.
@@ -71,8 +71,8 @@ def dispatch_gemm(
       those of all ranks; height is N, at least the tile's, in whole pieces of 8; what did not come
       is undefined.
     """
-    C, tile, K = peers.copies, plan.tile, x.shape[2]
-    clusters = fused.clusters_of(NAME, plan, peers, blocks)
+    C, tile, K = peers.copies, fusion.tile, x.shape[2]
+    clusters = fused.clusters_of(NAME, fusion, peers, blocks)
     inputs = {"x": x, **{f"w{i}": w for i, w in enumerate(weights)}}
     inputs |= {"visits": work.visits_VW, "jobs": work.jobs_CW, "totals": work.totals}
     inputs |= {"delays": delays, "rows": into}
@@ -91,11 +91,11 @@ def dispatch_gemm(
             spec=spec,
             widths=widths,
             count=flags,
-            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, fusion, clusters, turned),
         ),
         inputs,
         outputs,
-        shared.scratch(NAME, plan, buffers, K, x.dtype),
+        shared.scratch(NAME, fusion, buffers, K, x.dtype),
         name=NAME,
         tile=tile,
         clusters=clusters * C,
@@ -110,7 +110,7 @@ def _body(
 ):
     K, height = gmem["x"].shape[2], gmem["rows"].shape[1]
     worker = of(steps, memory, gmem.get("delays"))
-    peers, plan, tile = worker.peers, worker.plan, worker.tile
+    peers, fusion, tile = worker.peers, worker.fusion, worker.tile
     flags = peers.flags(count)
     visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
     columns = fused.Parts([pl.cdiv(F, tile.block_n) for F in widths])
@@ -118,7 +118,7 @@ def _body(
     total = count_visits * columns.total
 
     def place_of(i):
-        visit, column = schedule.raster(i, count_visits, columns.total, plan.band)
+        visit, column = schedule.raster(i, count_visits, columns.total, fusion.band)
         return shared.place(visits, visit, column)
 
     def begin(i):
@@ -177,18 +177,18 @@ def _body(
             table=lambda n: jobs.at[first_job + me + n * stride],
             source=lambda n, row, p: piece(peers.own(gmem["x"]), row, p),
             target=lambda n, peer, row, p: piece(peers.peer(gmem["rows"], peer), row, p),
-            pace=lambda n, q: peers.pace(began, (n * plan.chunk * (K // across) + q + 1) * moved),
+            pace=lambda n, q: peers.pace(began, (n * fusion.chunk * (K // across) + q + 1) * moved),
             finish=lambda n, peer, flag: peers.signal(flags, peer, flag),
         )  # fmt: skip
 
     own, every = number(totals, OWN), number(totals, JOBS)
 
     def communicate():
-        me = functools.partial(send, own, every, worker.number, plan.comm)
+        me = functools.partial(send, own, every, worker.number, fusion.comm)
         pl.when(worker.warpgroup == 0)(me)
 
     def compute():
-        if plan.comm:
+        if fusion.comm:
             plgpu.barrier_wait(begun)
         worker.compute(total, finish)
         me, everyone = worker.computing_warpgroup
@@ -196,8 +196,8 @@ def _body(
             worker.staging.clear(peers.own(gmem[f"y{w}"]), number(totals, tables.END), me, everyone)
 
     def produce():
-        if plan.comm:
-            send(jnp.int32(0), own, worker.number - plan.comm, worker.computing * tile.cluster)
+        if fusion.comm:
+            send(jnp.int32(0), own, worker.number - fusion.comm, worker.computing * tile.cluster)
             # The ring lies where tiles come, a cluster's weights for both of its blocks.
             plgpu.barrier_arrive(begun)
             plgpu.barrier_wait(begun)

@@ -32,7 +32,7 @@ from jax import lax
 from pallas_kernels.expert import product as shared
 from pallas_kernels.expert import rows as rows_
 from pallas_kernels.expert import tables
-from pallas_kernels.expert.product import Plan
+from pallas_kernels.expert.product import ExpertFusion
 from pallas_kernels.expert.tables import ARRIVALS, JOBS, Tables
 from pallas_kernels.hopper import engine, fused, schedule
 from pallas_kernels.hopper.activations import Spec
@@ -54,7 +54,7 @@ def gemm_combine(
     into: Any = None,
     *,
     peers: Peers,
-    plan: Plan,
+    fusion: ExpertFusion,
     spec: Spec,
     turned: bool = False,
     blocks: int = SMS,
@@ -68,7 +68,7 @@ def gemm_combine(
         came does not matter.
       ws: (C, E, K, D) each, or (C, E, D, K) where turned; D at least the tile's, a multiple of 128.
         K of its own for each pair, a multiple of 64.
-      work: tables.combine of each rank, (C, ...) each, for block_m * cluster and the plan's chunk.
+      work: tables.combine of each rank, (C, ...) each, for block_m * cluster and fusion.chunk.
       places: int32 (C, T, A), `tables.places`. weights: float32 (C, T, A).
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like the pages of answers (tests: full of NaN).
@@ -78,8 +78,8 @@ def gemm_combine(
     Returns: y (C, T, D), 0 for a token without a choice; with ReadyPeer undefined. Then the pages
       of answers (C, S + N, D), of ReadyPeer those of all ranks.
     """
-    C, tile = peers.copies, plan.tile
-    clusters = fused.clusters_of(NAME, plan, peers, blocks)
+    C, tile = peers.copies, fusion.tile
+    clusters = fused.clusters_of(NAME, fusion, peers, blocks)
     (_, T, A), D = places.shape, ws[0].shape[3 - turned]
     height = T * A + hs[0].shape[1]
     sums, dtype = jnp.dtype(spec.out_dtype), hs[0].dtype
@@ -89,7 +89,7 @@ def gemm_combine(
     outputs = {"y": jax.ShapeDtypeStruct((C, T, D), dtype)}
     if into is None:
         outputs["page"] = jax.ShapeDtypeStruct((peers.reached, height, D), sums)
-    wide = min(plan.width * tile.block_n, D)
+    wide = min(fusion.width * tile.block_n, D)
     buffers = engine.buffers(tile, dtype, sums, turned_b=turned)
     found = engine.launch(
         functools.partial(
@@ -97,11 +97,11 @@ def gemm_combine(
             # The products follow each other in the steps of one sum.
             steps=fused.Parts([pl.cdiv(h.shape[2], tile.block_k) for h in hs]),
             wide=wide,
-            of=functools.partial(fused.Worker, peers, plan, clusters, turned),
+            of=functools.partial(fused.Worker, peers, fusion, clusters, turned),
         ),
         inputs,
         outputs,
-        shared.scratch(NAME, plan, buffers, math.gcd(D, wide), sums),
+        shared.scratch(NAME, fusion, buffers, math.gcd(D, wide), sums),
         name=NAME,
         tile=tile,
         clusters=clusters * C,
@@ -112,7 +112,7 @@ def gemm_combine(
 
 def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **memory):
     worker = of(steps.total, memory, gmem.get("delays"))
-    peers, plan, tile = worker.peers, worker.plan, worker.tile
+    peers, fusion, tile = worker.peers, worker.fusion, worker.tile
     height, D = gmem["x0"].shape[1], gmem["y"].shape[2]
     S = gmem["places"].shape[1] * gmem["places"].shape[2]
     blocks, columns = pl.cdiv(D, wide), pl.cdiv(D, tile.block_n)
@@ -122,7 +122,7 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
     count = number(totals, tables.VISITS)
 
     def place_of(i):
-        column, visit = schedule.raster(i, columns, count, plan.width)
+        column, visit = schedule.raster(i, columns, count, fusion.width)
         return shared.place(visits, visit, column)
 
     def load(place, s, buffer, barrier):
@@ -148,29 +148,29 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
         shared.when_live(place, top, tile, lambda: worker.store(sums, lambda z, _: z, copy))
         plgpu.wait_smem_to_gmem(0)
         if not peers.ready:
-            peers.signal(flags, worker.rank, lax.div(place.column, jnp.int32(plan.width)))
+            peers.signal(flags, worker.rank, lax.div(place.column, jnp.int32(fusion.width)))
 
     def computed(b):
         """Waits for all warpgroups' parts of a block's tiles."""
-        across = jnp.minimum(plan.width, columns - b * plan.width)
+        across = jnp.minimum(fusion.width, columns - b * fusion.width)
         peers.wait(flags, b, count * across * (tile.cluster * tile.warpgroups))
 
     def send():
         me, every = worker.number, jnp.maximum(number(totals, JOBS), 1)
         across = worker.ring[0].shape[2]
         moved, began = across * jnp.dtype(worker.ring[0].dtype).itemsize, peers.now()
-        most = plan.chunk * (wide // across)  # copies of a job
+        most = fusion.chunk * (wide // across)  # copies of a job
 
         def block_of(n):
-            return lax.div(me + n * plan.comm, every)
+            return lax.div(me + n * fusion.comm, every)
 
         def piece(ref, n, row, p):
             return ref.at[pl.ds(row, 1), span(block_of(n) * (wide // across) + p, across)]
 
         rows_.relay(
-            worker.ring, arrived, share(blocks * number(totals, JOBS), me, plan.comm),
+            worker.ring, arrived, share(blocks * number(totals, JOBS), me, fusion.comm),
             parts=lambda n: lax.div(jnp.minimum(wide, D - block_of(n) * wide), jnp.int32(across)),
-            table=lambda n: jobs.at[lax.rem(me + n * plan.comm, every)],
+            table=lambda n: jobs.at[lax.rem(me + n * fusion.comm, every)],
             source=lambda n, row, p: piece(peers.mine(gmem["page"]), n, row, p),
             target=lambda n, peer, row, p: piece(peers.peer(gmem["page"], peer), n, row, p),
             pace=lambda n, q: peers.pace(began, (n * most + q + 1) * moved),

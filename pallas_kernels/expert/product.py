@@ -20,7 +20,7 @@ from pallas_kernels.hopper.tiles import Tile
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(fused.Plan):
+class ExpertFusion(fused.Fusion):
     """How an expert kernel runs; tile, comm as of any fused kernel.
 
     chunk: rows of a job. rotated: tiles are in the order of their farthest source. band: visits
@@ -38,20 +38,20 @@ def height(rows: int, tile: Tile) -> int:
 
 
 def scratch(
-    op: str, plan: Plan, shared: tiles.Buffers, width: int, piece_dtype: Any
+    op: str, fusion: fused.Fusion, shared: tiles.Buffers, width: int, piece_dtype: Any
 ) -> dict[str, Any]:
     """As fused.scratch, but rows of the epilogue's pieces may be stored from any row on.
 
     width: of the rows, or parts of rows, that are sent, of piece_dtype.
     """
     columns = rows.part(width, jnp.dtype(piece_dtype).itemsize)
-    ring = functools.partial(rows.scratch, columns, piece_dtype, plan.chunk)
-    found = fused.scratch(op, plan, shared, ring, by_row)
-    if not plan.comm:
+    ring = functools.partial(rows.scratch, columns, piece_dtype, fusion.chunk)
+    found = fused.scratch(op, fusion, shared, ring, by_row)
+    if not fusion.comm:
         return found
     begun = (
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=1)
-        if plan.tile.cluster > 1
+        if fusion.tile.cluster > 1
         else plgpu.Barrier(num_arrivals=1)
     )
     return found | {"begun": begun}

@@ -27,7 +27,7 @@ LINK_BYTES, BLOCK_BYTES = 400e9, 100e9
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Fusion:
     """How a fused kernel runs.
 
     tile: of the product, as gemm's; not ping-pong. comm: thread blocks that only copy, in whole
@@ -67,32 +67,32 @@ def fitted(tile: Tile, out_dtype: Any, dtype: Any = jnp.bfloat16) -> Tile:
     return tiles.fitted(tile, lambda tile: engine.buffers(tile, dtype, out_dtype))
 
 
-def clusters_of(op: str, plan: Plan, peers: Peers, blocks: int, copying: bool = True) -> int:
+def clusters_of(op: str, fusion: Fusion, peers: Peers, blocks: int, copying: bool = True) -> int:
     """Returns the clusters of one rank's thread blocks, of which all run at one time.
 
     copying: whether the kernel has communication blocks.
-    Raises: ValueError where a plan breaks the rules of the product, leaves no block for it, or has
-      none that communicates where the product would wait for it.
+    Raises: ValueError where a fusion breaks the rules of the product, leaves no block for it, or
+      has none that communicates where the product would wait for it.
     """
-    tile = plan.tile
+    tile = fusion.tile
     tiles.check(op, tile)
     if tile.pingpong:
         raise ValueError(f"{op}: {tile} shares its tiles; ping-pong is not for fused kernels")
     clusters = blocks // tile.cluster // peers.copies
-    if (plan.comm > 0) != (copying and not peers.ready):
-        raise ValueError(f"{op}: comm={plan.comm} of {plan}: some block must copy, or none can")
-    if plan.comm < 0 or plan.comm % tile.cluster or plan.comm // tile.cluster >= clusters:
+    if (fusion.comm > 0) != (copying and not peers.ready):
+        raise ValueError(f"{op}: comm={fusion.comm} of {fusion}: some block must copy, or none can")
+    if fusion.comm < 0 or fusion.comm % tile.cluster or fusion.comm // tile.cluster >= clusters:
         raise ValueError(
-            f"{op}: comm={plan.comm} of {clusters * tile.cluster} thread blocks must be whole "
+            f"{op}: comm={fusion.comm} of {clusters * tile.cluster} thread blocks must be whole "
             f"clusters of {tile.cluster} and leave one for the product"
         )
-    tiles.check_multiple(op, "chunk", plan.chunk, PIECE)
+    tiles.check_multiple(op, "chunk", fusion.chunk, PIECE)
     return clusters
 
 
 def scratch(
     op: str,
-    plan: Plan,
+    fusion: Fusion,
     shared: tiles.Buffers,
     ring: Callable[[int], tuple[tuple[Any, ...], Any]],
     staged: Callable[..., Any] = swizzled,
@@ -103,8 +103,8 @@ def scratch(
     """
     tiles.check_shared(op, shared)
     smem = tuple(engine.scratch(shared, staged=staged).values())
-    found = {"smem": smem} | engine.barriers(plan.tile)
-    if plan.comm:
+    found = {"smem": smem} | engine.barriers(fusion.tile)
+    if fusion.comm:
         copied, arrived = ring(tiles.shared_bytes(shared))
         found |= {"smem": plgpu.RefUnion(smem, copied), "arrived": arrived}
     return found
@@ -139,7 +139,7 @@ class Worker:
     def __init__(
         self,
         peers: Peers,
-        plan: Plan,
+        fusion: Fusion,
         clusters: int,
         turned: bool,
         steps: int,
@@ -151,13 +151,13 @@ class Worker:
         clusters: of a rank. turned: weights are stored (N, K). steps: of a tile's product. memory:
         smem, ready and free of `scratch`. delays: ns that each rank starts late (tests).
         """
-        self.peers, self.plan, self.tile, self.turned = peers, plan, plan.tile, turned
+        self.peers, self.fusion, self.tile, self.turned = peers, fusion, fusion.tile, turned
         smem = memory["smem"]
-        (self.a_smem, self.b_smem, y_smem), *ring = smem if plan.comm else (smem,)
+        (self.a_smem, self.b_smem, y_smem), *ring = smem if fusion.comm else (smem,)
         self.ring = ring[0] if ring else ()
         self.rank, self.cluster = peers.rank(), peers.cluster()
         self.block, self.warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-        self.talking = plan.comm // self.tile.cluster  # clusters that only copy: the first ones
+        self.talking = fusion.comm // self.tile.cluster  # clusters that only copy: the first ones
         self.computing = clusters - self.talking
         self.product = engine.Product(
             self.tile,
@@ -188,7 +188,7 @@ class Worker:
         """The same among those that compute."""
         me, everyone = self.worker
         each = self.tile.warpgroups
-        return me - self.plan.comm * each, everyone - self.plan.comm * each
+        return me - self.fusion.comm * each, everyone - self.fusion.comm * each
 
     def top(self, row: Int) -> Int:
         """The first row of this warpgroup's, of a cluster's tile that begins at `row`."""
@@ -245,7 +245,7 @@ class Worker:
         communicate: Callable[[], None] | None = None,
     ) -> None:
         """Gives each warpgroup its role; communicate: of computing ones, in blocks that copy."""
-        if self.plan.comm and communicate:
+        if self.fusion.comm and communicate:
             copying = self.warpgroup < self.tile.warpgroups
             pl.when((self.cluster < self.talking) & copying)(communicate)
         here = self.cluster >= self.talking

@@ -14,7 +14,7 @@ from pallas_kernels.collective import api
 from pallas_kernels.collective.api import GATHER, REDUCE, SCATTER
 from pallas_kernels.collective.bench import Case, link
 from pallas_kernels.collective.cases import DENSE
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 
 ROWS = (1024, 2048, 4096, 8192)  # m (chosen: smaller products have nothing to hide behind)
 DECODING = (8, 16, 32, 64, 128)  # m of the all-reduce
@@ -40,12 +40,12 @@ def tunings() -> tuple[tuned.Tuning, ...]:
 
 def tuning(case: Case) -> tuned.Tuning:
     """One measurement."""
-    legal = case.plans()
+    legal = case.fusions()
 
-    def function(plan: Plan, interpret: bool) -> Callable[..., jax.Array]:
+    def function(fusion: Fusion, interpret: bool) -> Callable[..., jax.Array]:
         if interpret:
-            return lambda x, w: case.alike(plan, x, w)
-        return lambda x, w: case.fused(case.ghost(plan, link()), plan, x, w)
+            return lambda x, w: case.alike(fusion, x, w)
+        return lambda x, w: case.fused(case.ghost(fusion, link()), fusion, x, w)
 
     def plain(x: jax.Array, w: jax.Array) -> jax.Array:
         return case.serial(case.alone(legal[0], link()), legal[0], x, w, wire="bfloat16")

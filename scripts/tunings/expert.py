@@ -11,11 +11,11 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.collective.bench import link
-from pallas_kernels.expert import plans
+from pallas_kernels.expert import fusions
 from pallas_kernels.expert.bench import Case, of_model
 from pallas_kernels.expert.cases import MIXTURES
-from pallas_kernels.expert.plans import COMBINE, DISPATCH
-from pallas_kernels.expert.product import Plan
+from pallas_kernels.expert.fusions import COMBINE, DISPATCH
+from pallas_kernels.expert.product import ExpertFusion
 
 TOKENS = (4096, 16384)  # of all ranks (COMET, section 5: 2048 to 32768)
 WORDS = ("fused", "xla")
@@ -36,17 +36,17 @@ def tunings() -> tuple[tuned.Tuning, ...]:
 
 def tuning(case: Case) -> tuned.Tuning:
     """One measurement."""
-    legal = case.plans()
+    legal = case.fusions()
 
-    def function(plan: Plan, interpret: bool) -> Callable[..., Any]:
+    def function(fusion: ExpertFusion, interpret: bool) -> Callable[..., Any]:
         if not interpret:
-            return lambda *args: case.fused(case.ghost(plan, link()), plan, *args)
-        return functools.partial(case.alike, plan)
+            return lambda *args: case.fused(case.ghost(fusion, link()), fusion, *args)
+        return functools.partial(case.alike, fusion)
 
     def plain(*args: Any) -> tuple[jax.Array, ...]:
         return case.plain(case.ghost(legal[0], link()), legal[0], *args)
 
-    key = plans.key(case.op, case.ranks, case.S, case.experts, case.K, sum(case.widths))
+    key = fusions.key(case.op, case.ranks, case.S, case.experts, case.K, sum(case.widths))
     return tuned.Tuning(
         case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS,
         link="emulated",

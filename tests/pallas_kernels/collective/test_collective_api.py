@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.collective import api
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.hopper.activations import Spec
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.peers import ReadyPeer
 from pallas_kernels.hopper.tiles import Tile
 
@@ -106,14 +106,14 @@ def test_rows_that_the_ranks_do_not_divide():
         )
 
 
-def test_a_plan_without_blocks_that_copy_is_refused():
+def test_a_fusion_without_blocks_that_copy_is_refused():
     """It would wait for ever."""
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 64), (1, 64, 64))]
-    plan = Plan(Tile(64, 64, 64, 2, 1), 2, 64)
+    fusion = Fusion(Tile(64, 64, 64, 2, 1), 2, 64)
     with pytest.raises(ValueError, match="some block must copy, or none can"):
         jax.eval_shape(
             lambda x, w: all_gather_gemm(
-                x, (w,), rows=64, peers=ReadyPeer(2, 0), plan=plan, spec=Spec(None, "bfloat16")
+                x, (w,), rows=64, peers=ReadyPeer(2, 0), fusion=fusion, spec=Spec(None, "bfloat16")
             ),
             *args,
         )

@@ -13,7 +13,7 @@ from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective.all_gather_gemm import all_gather_gemm
 from pallas_kernels.collective.gemm_reduce_scatter import gemm_reduce_scatter
 from pallas_kernels.hopper.activations import Spec
-from pallas_kernels.hopper.fused import Plan
+from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.peers import ReadyPeer
 from pallas_kernels.hopper.tiles import Tile
 
@@ -39,10 +39,10 @@ def gathered(me, tile, rows, rotated, out_dtype, seed, K=64):
     widths = [64, 128]
     x, w, v = values((R, rows, K), (1, K, widths[0]), (1, K, widths[1]), seed=seed)
     bias = jnp.arange(192, dtype=jnp.float32)[None]
-    plan = Plan(Tile(m, n, 64, 2, warpgroups, cluster), 0, 72, rotated)
+    fusion = Fusion(Tile(m, n, 64, 2, warpgroups, cluster), 0, 72, rotated)
     with interpreter.checked():
         ys, _ = all_gather_gemm(
-            x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), plan=plan,
+            x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), fusion=fusion,
             spec=Spec(None, out_dtype), blocks=2 * cluster, interpret=True,
         )  # fmt: skip
         jax.block_until_ready(ys)
@@ -69,11 +69,11 @@ def test_scattered_product(me, cluster, seed):
     """
     rows, K, N = 72 * cluster, 64, 128
     x, w, v, u = values((R, rows, K), (1, N, K), (R, rows, 2 * K), (1, N, 2 * K), seed=seed)
-    plan = Plan(Tile(64, 128, 64, 2, 1, cluster), 0, 72)
+    fusion = Fusion(Tile(64, 128, 64, 2, 1, cluster), 0, 72)
     with interpreter.checked():
         _, outbox, inbox = jax.block_until_ready(
             gemm_reduce_scatter(
-                (x, v), (w, u), rows=rows, peers=ReadyPeer(R, me), plan=plan,
+                (x, v), (w, u), rows=rows, peers=ReadyPeer(R, me), fusion=fusion,
                 spec=Spec(None, "float32"), blocks=2 * cluster, turned=True, interpret=True,
             )
         )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.collective import api, plans
+from pallas_kernels.collective import api, fusions
 from pallas_kernels.collective.bench import Case
 from pallas_kernels.collective.cases import RANKS
 from pallas_kernels.hopper import fused
@@ -45,24 +45,24 @@ def test_what_a_tuner_measures_is_right(op, seed):
 
 
 def test_tunings_are_legal_and_differ():
-    """Of each the heuristic's plan comes first, and the table's row is read back as it was."""
+    """Of each the heuristic's fusion comes first, and the table's row is read back as it was."""
     found = tunings.tunings()
     assert len({(t.op, *t.key.values()) for t in found}) == len(found) == 26
     for case, tuning in zip(tunings.cases(), found, strict=True):
         sizes = RANKS, case.rows, case.K, [case.N], case.spec.out_dtype
-        assert tuning.candidates[0] == plans.heuristic(case.op, *sizes)
+        assert tuning.candidates[0] == fusions.heuristic(case.op, *sizes)
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 1
-        for plan in tuning.candidates:
-            fused.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS, case.op != api.REDUCE)
-            assert plans.load(dataclasses.asdict(plan)) == plan
+        for fusion in tuning.candidates:
+            fused.clusters_of(case.op, fusion, case.ghost(fusion, 1e9), SMS, case.op != api.REDUCE)
+            assert fusions.load(dataclasses.asdict(fusion)) == fusion
 
 
 @pytest.mark.parametrize("op", [api.SCATTER, api.REDUCE])
 def test_a_rivals_sums_travel_in_16_bits(op):
     """As a model's own do; those that fused kernels are judged beside, in float32 as theirs."""
     case = Case(op, 64, 64, 128, 8)
-    plan = case.plans()[0]
-    alike = functools.partial(case.serial, case.alone(plan, 1e9), plan)
+    fusion = case.fusions()[0]
+    alike = functools.partial(case.serial, case.alone(fusion, 1e9), fusion)
     for function, wire in ((tunings.tuning(case).reference, "bfloat16"), (alike, "float32")):
         jaxpr = jax.make_jaxpr(function)(*case.arguments)
         calls = [eqn for eqn in jaxpr.eqns if "name=all_gather" in str(eqn)]
@@ -72,9 +72,9 @@ def test_a_rivals_sums_travel_in_16_bits(op):
 def test_the_copies_of_an_all_reduce_are_the_fewest():
     """A scatter's and a gather's, of (R - 1) / R of the sums each, whatever the rows."""
     for case in (c for c in tunings.cases() if c.op == api.REDUCE):
-        plan, sums = case.plans()[0], case.m * case.N
-        peers = case.alone(plan, 1e9)
+        fusion, sums = case.fusions()[0], case.m * case.N
+        peers = case.alone(fusion, 1e9)
         parts = jax.ShapeDtypeStruct((1, case.m, case.N), jnp.float32)
-        text = str(jax.make_jaxpr(functools.partial(case.copy, peers, plan))(parts))
+        text = str(jax.make_jaxpr(functools.partial(case.copy, peers, fusion))(parts))
         assert text.count("name=all_gather") == 2 and f"f32[8,8,{sums // 64}]" in text
         assert peers.bytes_per_s * 7 == 1e9

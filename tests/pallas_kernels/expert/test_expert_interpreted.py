@@ -17,7 +17,7 @@ from pallas_kernels import interpret as interpreter
 from pallas_kernels.expert import gemm_combine as combine
 from pallas_kernels.expert import tables
 from pallas_kernels.expert.dispatch_gemm import dispatch_gemm
-from pallas_kernels.expert.product import Plan, height
+from pallas_kernels.expert.product import ExpertFusion, height
 from pallas_kernels.expert.routes import route
 from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.peers import Peers, ReadyPeer
@@ -62,7 +62,7 @@ def pages(work):
 )
 def test_dispatched_product(tile, turned, seed):
     m, n, warpgroups, cluster = tile
-    plan = Plan(Tile(m, n, 64, 2, warpgroups, cluster), 0, 8, band=2)
+    fusion = ExpertFusion(Tile(m, n, 64, 2, warpgroups, cluster), 0, 8, band=2)
 
     def make(routes, block):
         return tables.dispatch(routes, chunk=8, block=block)
@@ -73,10 +73,11 @@ def test_dispatched_product(tile, turned, seed):
     end = int(sizes_E.sum())
     assert 0 < sizes_E[0] < 8 * E and sizes_E[1] == 0 and 64 < end < 168
     rows = jnp.where(jnp.arange(168)[:, None] < end, x, jnp.nan)
-    into = jnp.full((R, height(168, plan.tile), K), jnp.nan, x.dtype).at[ME, :168].set(rows)
+    into = jnp.full((R, height(168, fusion.tile), K), jnp.nan, x.dtype).at[ME, :168].set(rows)
     (y,), _ = dispatch_gemm(
         x[None], (w,), pages(work), None, into, rows=168, flags=1, peers=ReadyPeer(R, ME),
-        plan=plan, spec=Spec(None, "float32"), turned=turned, blocks=2 * cluster, interpret=True,
+        fusion=fusion, spec=Spec(None, "float32"), turned=turned, blocks=2 * cluster,
+        interpret=True,
     )  # fmt: skip
     group_N = np.repeat(np.arange(E), sizes_E)
     w = np.asarray(w[0], np.float64)
@@ -90,12 +91,12 @@ def test_dispatched_product(tile, turned, seed):
 @pytest.mark.parametrize(("warpgroups", "cluster"), [(1, 2), (2, 1)])
 def test_combined_product(warpgroups, cluster, seed):
     """Two products by transposed weights, added; others' answers would arrive above."""
-    plan = Plan(Tile(64 * warpgroups, 128, 64, 2, warpgroups, cluster), 0, 8, width=1)
+    fusion = ExpertFusion(Tile(64 * warpgroups, 128, 64, 2, warpgroups, cluster), 0, 8, width=1)
 
     def make(routes, block):
         return tables.combine(routes, chunk=8, block=block)
 
-    work, sizes_E = tables_of(make, plan.tile.block_m * cluster, seed)
+    work, sizes_E = tables_of(make, fusion.tile.block_m * cluster, seed)
     D, S, end = 256, T * A, int(sizes_E.sum())
     x, w, v, u = values((168, K), (1, E, D, K), (168, 2 * K), (1, E, D, 2 * K), seed=seed)
     into = jnp.full((R, S + 168, D), jnp.nan, jnp.float32)
@@ -103,7 +104,7 @@ def test_combined_product(warpgroups, cluster, seed):
     _, page = combine.gemm_combine(
         tuple(jnp.where(live, h, jnp.nan)[None] for h in (x, v)), (w, u), pages(work),
         jnp.zeros((1, T, A), jnp.int32), jnp.zeros((1, T, A), jnp.float32), None,
-        jax.new_ref(into), peers=ReadyPeer(R, ME), plan=plan, spec=Spec(None, "float32"),
+        jax.new_ref(into), peers=ReadyPeer(R, ME), fusion=fusion, spec=Spec(None, "float32"),
         turned=True, blocks=2 * cluster, interpret=True,
     )  # fmt: skip
     group_N = np.repeat(np.arange(E), sizes_E)

@@ -10,10 +10,10 @@ import pytest
 
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective.cases import RANKS
-from pallas_kernels.expert import plans, tables
+from pallas_kernels.expert import fusions, tables
 from pallas_kernels.expert.bench import Case, Inputs
-from pallas_kernels.expert.plans import COMBINE, DISPATCH
-from pallas_kernels.expert.product import Plan
+from pallas_kernels.expert.fusions import COMBINE, DISPATCH
+from pallas_kernels.expert.product import ExpertFusion
 from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
@@ -70,8 +70,8 @@ def test_what_is_sent_is_what_comes(op, seed):
     """The copies of one rank's tables, all made on its own page, leave nothing out of a result."""
     case = small(op)
     given = integers(case, seed)
-    plan = Plan(Tile(64, 128, 64, 2, 1, 1), 2, CHUNK)
-    work = jax.tree.map(np.asarray, jax.jit(case.work, static_argnums=0)(plan, given.routes))
+    fusion = ExpertFusion(Tile(64, 128, 64, 2, 1, 1), 2, CHUNK)
+    work = jax.tree.map(np.asarray, jax.jit(case.work, static_argnums=0)(fusion, given.routes))
     jobs_CW, totals = work.jobs_CW[0], work.totals[0]
     token_N, row_TA = by_hand(case, given)
     S, x = T * A, np.asarray(given.x, np.float64)
@@ -106,9 +106,9 @@ def test_what_a_tuner_measures_is_right(op, widths, seed):
     """Interpreted: the kernel gives what it is compared with, and that is right."""
     case = small(op, widths)
     given = integers(case, seed)
-    plan = Plan(Tile(64, widths[0], 64, 2, 1, 1), 2, 8)
+    fusion = ExpertFusion(Tile(64, widths[0], 64, 2, 1, 1), 2, 8)
     with interpreter.checked():
-        found = tunings.tuning(case).function(plan, True)(*given)
+        found = tunings.tuning(case).function(fusion, True)(*given)
     want = jax.jit(case.exact)(*given)
     token_N, row_TA = by_hand(case, given)
     S, x = T * A, np.asarray(given.x, np.float64)
@@ -128,7 +128,7 @@ def test_what_a_tuner_measures_is_right(op, widths, seed):
 def test_a_rival_sends_no_more_than_plain_xla(choices):
     """All-gathered where ranks are few; else the rows that are needed."""
     case = dataclasses.replace(small(DISPATCH), choices=choices)
-    plan = dataclasses.replace(case.plans()[0], chunk=CHUNK)
+    fusion = dataclasses.replace(case.fusions()[0], chunk=CHUNK)
     text = str(jax.make_jaxpr(tunings.tuning(case).reference)(*case.arguments))
     assert ("name=all_gather" in text) == (choices == 4) != ("name=send_rows" in text)
     if choices == 4:
@@ -136,18 +136,18 @@ def test_a_rival_sends_no_more_than_plain_xla(choices):
         jaxpr = jax.make_jaxpr(tunings.tuning(case).reference)(*case.arguments)
         (call,) = (eqn for eqn in jaxpr.eqns if "name=all_gather" in str(eqn))
         assert call.outvars[0].aval.dtype == "bfloat16"  # as a model's own sums
-    assert case.ghost(plan, 1e9).bytes_per_s * plan.comm == 1e9
+    assert case.ghost(fusion, 1e9).bytes_per_s * fusion.comm == 1e9
 
 
 def test_tunings_are_legal_and_differ():
-    """Of each the heuristic's plan comes first, and the table's row is read back as it was."""
+    """Of each the heuristic's fusion comes first, and the table's row is read back as it was."""
     found = tunings.tunings()
     assert len({(t.op, *t.key.values()) for t in found}) == len(found) == 12
     for case, tuning in zip(tunings.cases(), found, strict=True):
         sizes = RANKS, case.S, case.experts, case.K, list(case.widths), case.sums.out_dtype
-        assert tuning.candidates[0] == plans.heuristic(case.op, *sizes)
-        assert len(set(tuning.candidates)) == len(tuning.candidates) >= len(plans.COMM)
-        assert {plan.comm for plan in tuning.candidates} == set(plans.COMM)
-        for plan in tuning.candidates:
-            fused.clusters_of(case.op, plan, case.ghost(plan, 1e9), SMS)
-            assert plans.load(dataclasses.asdict(plan)) == plan
+        assert tuning.candidates[0] == fusions.heuristic(case.op, *sizes)
+        assert len(set(tuning.candidates)) == len(tuning.candidates) >= len(fusions.COMM)
+        assert {fusion.comm for fusion in tuning.candidates} == set(fusions.COMM)
+        for fusion in tuning.candidates:
+            fused.clusters_of(case.op, fusion, case.ghost(fusion, 1e9), SMS)
+            assert fusions.load(dataclasses.asdict(fusion)) == fusion

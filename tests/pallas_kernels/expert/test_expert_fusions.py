@@ -1,4 +1,4 @@
-"""Plans where nothing was measured: legal for every shape, and what they are read back from."""
+"""Fusions where nothing was measured: legal for every shape, and what they are read back from."""
 
 import dataclasses
 import json
@@ -8,9 +8,9 @@ import pytest
 
 from experiments.reports import overlap_experts
 from experiments.reports.overlap_simulator import H100, Fused
-from pallas_kernels.expert import plans
+from pallas_kernels.expert import fusions
 from pallas_kernels.expert.cases import MIXTURES
-from pallas_kernels.expert.plans import COMBINE, DISPATCH
+from pallas_kernels.expert.fusions import COMBINE, DISPATCH
 from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.peers import RemotePeer
 
@@ -21,14 +21,14 @@ SHAPES = [(4096, 1, 4096, [14336, 14336]), (2048, 8, 1408, [2048]), (1, 64, 64, 
 
 @pytest.mark.parametrize(("choices", "experts", "K", "widths"), SHAPES)
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
-def test_a_plan_is_legal(op, choices, experts, K, widths):
+def test_a_fusion_is_legal(op, choices, experts, K, widths):
     if op == COMBINE and len(widths) > 1:
         widths = [384]
-    plan = plans.heuristic(op, 8, choices, experts, K, widths, "float32")
-    clusters = fused.clusters_of(op, plan, RemotePeer(8, "x"), 132)
-    assert clusters * plan.tile.cluster <= 132
-    assert plan.tile.block_n <= min(widths) and 0 < plan.chunk <= max(choices + 7, 64)
-    assert plans.load(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
+    fusion = fusions.heuristic(op, 8, choices, experts, K, widths, "float32")
+    clusters = fused.clusters_of(op, fusion, RemotePeer(8, "x"), 132)
+    assert clusters * fusion.tile.cluster <= 132
+    assert fusion.tile.block_n <= min(widths) and 0 < fusion.chunk <= max(choices + 7, 64)
+    assert fusions.load(json.loads(json.dumps(dataclasses.asdict(fusion)))) == fusion
 
 
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
@@ -38,23 +38,23 @@ def test_what_is_picked_is_nearly_the_best_of_a_simulation(op):
         for choices in (512 * mixture.active, 2048 * mixture.active):
             experts, part = mixture.experts // 8, "dispatch" if op == DISPATCH else "combine"
             product = overlap_experts.product_of(mixture, part, 1)
-            plan = plans.heuristic(op, 8, choices, experts, product.k, [product.n], "float32")
+            fusion = fusions.heuristic(op, 8, choices, experts, product.k, [product.n], "float32")
             counts_RE = np.full((8, experts), choices // (8 * experts), np.int32)
             load = overlap_experts.Load(0, counts_RE, counts_RE.sum(1))
-            block = plan.tile.block_m, plan.tile.block_n
+            block = fusion.tile.block_m, fusion.tile.block_n
             seconds = {
                 (comm, width): overlap_experts.fused_s(
-                    product, load, H100, Fused(block, plans.CHUNK, comm, width=width)
+                    product, load, H100, Fused(block, fusions.CHUNK, comm, width=width)
                 )
-                for comm in plans.COMM
-                for width in (plans.WIDTHS if op == COMBINE else plans.WIDTHS[:1])
+                for comm in fusions.COMM
+                for width in (fusions.WIDTHS if op == COMBINE else fusions.WIDTHS[:1])
             }
-            assert seconds[plan.comm, plan.width] <= 1.06 * min(seconds.values())
+            assert seconds[fusion.comm, fusion.width] <= 1.06 * min(seconds.values())
 
 
 def test_more_of_the_link_takes_more_blocks():
     """Short rows of few columns: what is sent outweighs what is computed."""
     wide, narrow = (
-        plans.heuristic(DISPATCH, 8, 4096, 1, 4096, [N], "bfloat16").comm for N in (28672, 512)
+        fusions.heuristic(DISPATCH, 8, 4096, 1, 4096, [N], "bfloat16").comm for N in (28672, 512)
     )
     assert narrow > wide

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.cards import SMS
-from pallas_kernels.hopper.fused import BLOCK_BYTES, LINK_BYTES, Plan
+from pallas_kernels.hopper.fused import BLOCK_BYTES, LINK_BYTES, Fusion
 from pallas_kernels.hopper.memory import up
 from pallas_kernels.hopper.tiles import Tile
 
@@ -21,35 +21,37 @@ COMM = (2, 4, 8, 16)
 CHUNK = 128  # rows, at most (chosen: chunks that are in flight together arrive together)
 
 
-def load(row: dict[str, Any]) -> Plan:
+def load(row: dict[str, Any]) -> Fusion:
     """The inverse of dataclasses.asdict."""
-    return Plan(Tile(**row["tile"]), row["comm"], row["chunk"])
+    return Fusion(Tile(**row["tile"]), row["comm"], row["chunk"])
 
 
-def candidates(op: str, rows: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Plan]:
+def candidates(op: str, rows: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Fusion]:
     """What the heuristic and a tuner choose from, legal for these sizes."""
     reduces = op == "matmul_all_reduce"
     chunk = min(CHUNK, -(-rows // 8) * 8)
     for tile in fused.candidates(rows, widths, out_dtype, 128 if reduces else 64):
         if tile.block_m == 64 or tile.block_m < 2 * rows:
-            yield from (Plan(tile, comm, chunk) for comm in ((0,) if reduces else COMM))
+            yield from (Fusion(tile, comm, chunk) for comm in ((0,) if reduces else COMM))
 
 
 def heuristic(
     op: str, ranks: int, rows: int, K: int, widths: Sequence[int], out_dtype: Any, blocks: int = SMS
-) -> Plan:
-    """Returns the plan where nothing was measured.
+) -> Fusion:
+    """Returns the fusion where nothing was measured.
 
     op: of api.py. rows: of one rank's x (gather), result (scatter), or all (reduce). widths: N of
     each weight. out_dtype: of the result (gather), or of the sums that cross ranks.
     """
     legal = candidates(op, rows, widths, out_dtype)
-    return min(legal, key=lambda plan: seconds(op, plan, ranks, rows, K, widths, out_dtype, blocks))
+    return min(
+        legal, key=lambda fusion: seconds(op, fusion, ranks, rows, K, widths, out_dtype, blocks)
+    )
 
 
 def seconds(
     op: str,
-    plan: Plan,
+    fusion: Fusion,
     ranks: int,
     rows: int,
     K: int,
@@ -57,15 +59,15 @@ def seconds(
     out_dtype: Any,
     blocks: int = SMS,
 ) -> float:
-    """Returns what the model gives for a plan: an estimate to choose by, not a time."""
-    tile = plan.tile
+    """Returns what the model gives for a fusion: an estimate to choose by, not a time."""
+    tile = fusion.tile
     columns = sum(-(-N // tile.block_n) for N in widths)
     row_tiles = -(-rows // (tile.block_m * tile.cluster)) * tile.cluster
     count = row_tiles * columns * (1 if op == "matmul_all_reduce" else ranks)
-    waves = -(-count // (blocks - plan.comm))
+    waves = -(-count // (blocks - fusion.comm))
     computing = waves * sum(tile.seconds(up(K, tile.block_k)))
-    if not plan.comm:
+    if not fusion.comm:
         return computing
     wide = K * 2 if op == "all_gather_matmul" else sum(widths) * jnp.dtype(out_dtype).itemsize
-    link = min(LINK_BYTES, plan.comm * BLOCK_BYTES)
-    return max(computing, (ranks - 1) * rows * wide / link) + plan.chunk * wide / BLOCK_BYTES
+    link = min(LINK_BYTES, fusion.comm * BLOCK_BYTES)
+    return max(computing, (ranks - 1) * rows * wide / link) + fusion.chunk * wide / BLOCK_BYTES

@@ -12,7 +12,7 @@ Legend: S choices of a rank's tokens, E experts of a rank, K contracted.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pallas_kernels.expert.product import Plan
+from pallas_kernels.expert.product import ExpertFusion
 from pallas_kernels.hopper import fused, visits
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.fused import BLOCK_BYTES, LINK_BYTES
@@ -25,9 +25,9 @@ COMM, WIDTHS = (2, 4, 8, 16, 32), (4, 8)
 CHUNK = 64
 
 
-def load(row: dict[str, Any]) -> Plan:
+def load(row: dict[str, Any]) -> ExpertFusion:
     """The inverse of dataclasses.asdict."""
-    return Plan(**row | {"tile": Tile(**row["tile"])})
+    return ExpertFusion(**row | {"tile": Tile(**row["tile"])})
 
 
 def candidates(op: str, choices: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Tile]:
@@ -44,8 +44,8 @@ def heuristic(
     widths: Sequence[int],
     out_dtype: Any,
     blocks: int = SMS,
-) -> Plan:
-    """Returns the plan where nothing was measured.
+) -> ExpertFusion:
+    """Returns the fusion where nothing was measured.
 
     op: DISPATCH or COMBINE. choices: S, of one rank. experts: E. widths: columns of each weight.
     out_dtype: of the result (dispatch), or of the answers that cross ranks.
@@ -65,7 +65,7 @@ def heuristic(
     _, comm, width = min(ways)
     comm = min(comm, (blocks // tile.cluster - 1) * tile.cluster)
     chunk = min(CHUNK, -(-choices // 8) * 8)
-    return Plan(tile, comm, chunk, width=width)
+    return ExpertFusion(tile, comm, chunk, width=width)
 
 
 def dispatch_seconds(
