@@ -75,12 +75,12 @@ def fused_gemm(
         )  # fmt: skip
     if x_scale is not None or w_scale is not None:
         raise ValueError(f"{OP}: x_scale and w_scale are for 8-bit operands; x is {x_xK.dtype}")
-    plan = _plan(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
+    static = _static(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
     with arguments.reverse_only(OP):
-        return _fused(*dispatch.alike((x_xK, w_KN, bias_N, residual)), plan)
+        return _fused(*dispatch.alike((x_xK, w_KN, bias_N, residual)), static)
 
 
-class Plan(NamedTuple):
+class Static(NamedTuple):
     """What is static: how the passes run, the mathematics, the tiles of y, dx and dw."""
 
     forward: str
@@ -95,15 +95,15 @@ class Plan(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _fused(x_xK, w_KN, bias_N, residual_xN, plan: Plan) -> Array:
-    return _product(x_xK, w_KN, bias_N, residual_xN, plan, keep=False)[0]
+def _fused(x_xK, w_KN, bias_N, residual_xN, static: Static) -> Array:
+    return _product(x_xK, w_KN, bias_N, residual_xN, static, keep=False)[0]
 
 
-def _product(x_xK, w_KN, bias_N, residual_xN, plan, keep):
-    spec = Spec(plan.activation, plan.out_dtype, keep)
-    tile = hopper.fitted(plan.tile, spec, residual_xN is not None)
+def _product(x_xK, w_KN, bias_N, residual_xN, static, keep):
+    spec = Spec(static.activation, static.out_dtype, keep)
+    tile = hopper.fitted(static.tile, spec, residual_xN is not None)
     return dispatch.run(
-        plan.forward,
+        static.forward,
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
         x_xK, w_KN, bias_N, residual_xN,
@@ -111,27 +111,27 @@ def _product(x_xK, w_KN, bias_N, residual_xN, plan, keep):
     )  # fmt: skip
 
 
-def _forward(x_xK, w_KN, bias_N, residual_xN, plan):
-    keep = plan.activation is not None
-    y_xN, z_xN = _product(x_xK, w_KN, bias_N, residual_xN, plan, keep)
+def _forward(x_xK, w_KN, bias_N, residual_xN, static):
+    keep = static.activation is not None
+    y_xN, z_xN = _product(x_xK, w_KN, bias_N, residual_xN, static, keep)
     return y_xN, (x_xK, w_KN, z_xN)
 
 
-def _backward(plan, saved, dy_xN):
+def _backward(static, saved, dy_xN):
     x_xK, w_KN, z_xN = saved
     dz_xN = dy_xN.astype(jnp.float32)
     if z_xN is not None:
-        activate = functools.partial(reference.activate, plan.activation)
+        activate = functools.partial(reference.activate, static.activation)
         (dz_xN,) = jax.vjp(activate, z_xN.astype(jnp.float32))[1](dz_xN)
-    dbias_N = dz_xN.sum(range(dz_xN.ndim - 1)) if plan.bias else None
+    dbias_N = dz_xN.sum(range(dz_xN.ndim - 1)) if static.bias else None
     dx_xK, dw_KN = dispatch.run(
-        plan.backward,
-        functools.partial(hopper.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
+        static.backward,
+        functools.partial(hopper.backward, tile_dx=static.tile_dx, tile_dw=static.tile_dw),
         reference.backward,
         x_xK, w_KN, dz_xN.astype(x_xK.dtype),
         op=OP,
     )  # fmt: skip
-    return dx_xK, dw_KN, dbias_N, dy_xN if plan.residual else None
+    return dx_xK, dw_KN, dbias_N, dy_xN if static.residual else None
 
 
 _fused.defvjp(_forward, _backward)
@@ -143,7 +143,7 @@ def key(kind: str, activation: str | None, residual: bool, M: int, N: int, K: in
     return words | {"M": M, "N": N, "K": K}
 
 
-def _plan(
+def _static(
     x_xK: Array,
     w_KN: Array,
     bias_N: Array | None,
@@ -151,7 +151,7 @@ def _plan(
     residual_xN: Array | None,
     out_dtype: str,
     implementation: str | None,
-) -> Plan:
+) -> Static:
     """Everything static, from shapes and types."""
     M, (K, N) = x_xK.size // max(x_xK.shape[-1], 1), w_KN.shape
     residual = residual_xN is not None
@@ -180,7 +180,7 @@ def _plan(
         dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
     )
     bias = bias_N is not None
-    return Plan(
+    return Static(
         forward, backward, activation, bias, residual, out_dtype, tile, tile_dx, tile_dw
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ RESULTS = ("bfloat16", "float16", "float32")
 OP = "fused_gemm"
 
 
-class Plan(NamedTuple):
+class Static(NamedTuple):
     """What is static: who computes, the mathematics, the tile."""
 
     implementation: str
@@ -53,7 +53,7 @@ def product(
     x_M = None if scales.x_M is None else scales.x_M.reshape(M)
     spec = Spec(activation, out_dtype)
     reasons = [] if M * K * N else [f"needs something to compute, found M={M}, N={N}, K={K}"]
-    plan = Plan(
+    static = Static(
         dispatch.choose(
             OP,
             implementation,
@@ -64,23 +64,23 @@ def product(
     )
     with arguments.reverse_only(OP):
         y_MN = _run(
-            *dispatch.alike((x_MK, w_KN, scales._replace(x_M=x_M), bias_N, residual_MN)), plan
+            *dispatch.alike((x_MK, w_KN, scales._replace(x_M=x_M), bias_N, residual_MN)), static
         )
     return y_MN.reshape(*x_xK.shape[:-1], N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _run(x_MK, w_KN, scales, bias_N, residual_MN, plan: Plan) -> Array:
+def _run(x_MK, w_KN, scales, bias_N, residual_MN, static: Static) -> Array:
     return dispatch.run(
-        plan.implementation,
-        functools.partial(hopper.multiply_scaled, spec=plan.spec, tile=plan.tile),
-        functools.partial(reference.scaled, spec=plan.spec),
+        static.implementation,
+        functools.partial(hopper.multiply_scaled, spec=static.spec, tile=static.tile),
+        functools.partial(reference.scaled, spec=static.spec),
         x_MK, w_KN, scales, bias_N, residual_MN,
         op=OP,
     )  # fmt: skip
 
 
-def _refuse(x_MK, w_KN, scales, bias_N, residual_MN, plan):
+def _refuse(x_MK, w_KN, scales, bias_N, residual_MN, static):
     raise NotImplementedError(
         f"{OP}: a product of {x_MK.dtype} and {w_KN.dtype} has no gradients; multiply 16-bit "
         "operands where there are some, or stop them (jax.lax.stop_gradient) before the call"

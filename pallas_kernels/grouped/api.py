@@ -51,12 +51,12 @@ def grouped_matmul(
     arguments.check_arrays(OP, lhs=lhs_MK, rhs=rhs_GKN)
     sizes_G = jnp.asarray(arguments.integers(OP, "group_sizes", group_sizes, ndim=1))
     _check(lhs_MK, rhs_GKN, sizes_G, transpose_rhs)
-    plan = _plan(lhs_MK, rhs_GKN, transpose_rhs, implementation)
+    static = _static(lhs_MK, rhs_GKN, transpose_rhs, implementation)
     with arguments.reverse_only(OP):
-        return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, sizes_G)), plan)
+        return _grouped(*dispatch.alike((lhs_MK, rhs_GKN, sizes_G)), static)
 
 
-class Plan(NamedTuple):
+class Static(NamedTuple):
     """What is static: how the passes run, how rhs is stored, the tiles of y, dlhs and drhs."""
 
     forward: str
@@ -79,22 +79,22 @@ def _product(choice: str, tile: hopper.Tile, transpose: bool, *args: Array) -> A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(lhs_MK: Array, rhs: Array, sizes_G: Array, plan: Plan) -> Array:
-    return _product(plan.forward, plan.tile, plan.transpose, lhs_MK, rhs, sizes_G)
+def _grouped(lhs_MK: Array, rhs: Array, sizes_G: Array, static: Static) -> Array:
+    return _product(static.forward, static.tile, static.transpose, lhs_MK, rhs, sizes_G)
 
 
-def _forward(lhs_MK, rhs, sizes_G, plan):
-    return _grouped(lhs_MK, rhs, sizes_G, plan), (lhs_MK, rhs, sizes_G)
+def _forward(lhs_MK, rhs, sizes_G, static):
+    return _grouped(lhs_MK, rhs, sizes_G, static), (lhs_MK, rhs, sizes_G)
 
 
-def _backward(plan, saved, dy_MN):
+def _backward(static, saved, dy_MN):
     lhs_MK, rhs, sizes_G = saved
-    dlhs_MK = _product(plan.backward, plan.tile_lhs, not plan.transpose, dy_MN, rhs, sizes_G)
+    dlhs_MK = _product(static.backward, static.tile_lhs, not static.transpose, dy_MN, rhs, sizes_G)
     drhs = dispatch.run(
-        plan.backward,
-        functools.partial(hopper_weights.weights, tile=plan.tile_rhs),
+        static.backward,
+        functools.partial(hopper_weights.weights, tile=static.tile_rhs),
         reference.weights,
-        *((dy_MN, lhs_MK) if plan.transpose else (lhs_MK, dy_MN)),
+        *((dy_MN, lhs_MK) if static.transpose else (lhs_MK, dy_MN)),
         sizes_G,
         op=OP,
         library=library.weights,
@@ -110,7 +110,7 @@ def key(kind: str, G: int, M: int, N: int, K: int) -> tuned.Key:
     return {"kind": kind, "G": G, "M": M, "N": N, "K": K}
 
 
-def _plan(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -> Plan:
+def _static(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -> Static:
     """Everything static, from shapes and types."""
     (M, K), G, N = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose else 2]
     reasons = []
@@ -134,7 +134,7 @@ def _plan(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -
     forward, backward = (
         dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
     )
-    return Plan(forward, backward, transpose, tile, tile_lhs, tile_rhs)
+    return Static(forward, backward, transpose, tile, tile_lhs, tile_rhs)
 
 
 def _check(lhs: Array, rhs: Array, sizes: Array, transpose: bool) -> None:

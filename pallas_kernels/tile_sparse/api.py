@@ -51,22 +51,26 @@ def tile_sparse_matmul(
     """
     arguments.check_arrays(OP, x=x_MK, bias=bias)
     _check(x_MK, weight, bias, activation)
-    plan = _plan(x_MK, weight, activation, implementation)
+    static = _static(x_MK, weight, activation, implementation)
     with arguments.reverse_only(OP):
-        return _matmul(x_MK, weight, bias, activation, plan)
+        return _matmul(x_MK, weight, bias, activation, static)
 
 
 def _matmul(
-    x_MK: Array, weight: TileSparse, bias: Array | None, activation: Activation | None, plan: "Plan"
+    x_MK: Array,
+    weight: TileSparse,
+    bias: Array | None,
+    activation: Activation | None,
+    static: "Static",
 ) -> Array:
     x_MK, values, bias, pattern = dispatch.alike((x_MK, weight.values, bias, weight.pattern))
     weight = TileSparse(values, pattern)
     if weight.capacity.residual:
-        z_xN = pattern.unpack_columns(_packed(x_MK, weight.slots, None, pattern, plan))
+        z_xN = pattern.unpack_columns(_packed(x_MK, weight.slots, None, pattern, static))
         z_xN += jnp.matmul(x_MK, weight.residual_dense(), preferred_element_type=jnp.float32)
         return _finish(z_xN, bias, activation).astype(x_MK.dtype)
     bias_P = None if bias is None else pattern.pack_columns(bias.astype(jnp.float32))
-    y_xN = pattern.unpack_columns(_packed(x_MK, values, bias_P, pattern, plan))
+    y_xN = pattern.unpack_columns(_packed(x_MK, values, bias_P, pattern, static))
     if not pattern.gathered or bias is None:
         return y_xN
     # Pruned columns are in no tile.
@@ -108,7 +112,7 @@ def _finish(z_xN: Array, bias_N: Array | None, activation: Activation | None) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Static:
     """What is static: how the passes run, the mathematics, the tiles of y, dx and dw."""
 
     forward: str
@@ -121,16 +125,16 @@ class Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _packed(x_xK: Array, slots_Skn: Array, bias_P, pattern: Pattern, plan: Plan) -> Array:
-    return _product(x_xK, slots_Skn, bias_P, pattern, plan, keep=False)[0]
+def _packed(x_xK: Array, slots_Skn: Array, bias_P, pattern: Pattern, static: Static) -> Array:
+    return _product(x_xK, slots_Skn, bias_P, pattern, static, keep=False)[0]
 
 
-def _product(x_xK, slots_Skn, bias_P, pattern, plan, keep):
-    spec = Spec(plan.activation, plan.out_dtype, keep)
+def _product(x_xK, slots_Skn, bias_P, pattern, static, keep):
+    spec = Spec(static.activation, static.out_dtype, keep)
     shape = hopper.shape_of(pattern, False)
-    tile = hopper.fitted(plan.tile, shape, spec)
+    tile = hopper.fitted(static.tile, shape, spec)
     return dispatch.run(
-        plan.forward,
+        static.forward,
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
         x_xK, slots_Skn, bias_P, pattern,
@@ -138,22 +142,22 @@ def _product(x_xK, slots_Skn, bias_P, pattern, plan, keep):
     )  # fmt: skip
 
 
-def _forward(x_xK, slots_Skn, bias_P, pattern, plan):
-    keep = plan.activation is not None
-    y_xP, z_xP = _product(x_xK, slots_Skn, bias_P, pattern, plan, keep)
+def _forward(x_xK, slots_Skn, bias_P, pattern, static):
+    keep = static.activation is not None
+    y_xP, z_xP = _product(x_xK, slots_Skn, bias_P, pattern, static, keep)
     return y_xP, (x_xK, slots_Skn, bias_P is not None, z_xP, pattern)
 
 
-def _backward(plan, saved, dy_xP):
+def _backward(static, saved, dy_xP):
     x_xK, slots_Skn, biased, z_xP, pattern = saved
     dz_xP = dy_xP.astype(jnp.float32)
     if z_xP is not None:
-        slope = functools.partial(activate, plan.activation)
+        slope = functools.partial(activate, static.activation)
         (dz_xP,) = jax.vjp(slope, z_xP.astype(jnp.float32))[1](dz_xP)
     dbias_P = dz_xP.sum(range(dz_xP.ndim - 1)) if biased else None
     dx_xK, dslots_Skn = dispatch.run(
-        plan.backward,
-        functools.partial(gradients.backward, tile_dx=plan.tile_dx, tile_dw=plan.tile_dw),
+        static.backward,
+        functools.partial(gradients.backward, tile_dx=static.tile_dx, tile_dw=static.tile_dw),
         reference.backward,
         x_xK, slots_Skn, dz_xP.astype(x_xK.dtype), pattern,
         op=OP,
@@ -172,9 +176,9 @@ def key(kind: str, activation: str | None, pattern: Pattern, M: int) -> tuned.Ke
                     "slots": pattern.chunks.size}  # fmt: skip
 
 
-def _plan(
+def _static(
     x: Array, weight: TileSparse, activation: Activation | None, implementation: str | None
-) -> Plan:
+) -> Static:
     """Everything static, from shapes and types."""
     pattern, M = weight.pattern, x.size // max(x.shape[-1], 1)
     reasons = _reasons(x, pattern)
@@ -199,7 +203,7 @@ def _plan(
         dispatch.choose(OP, implementation, reasons, found)
         for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
     )
-    return Plan(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
+    return Static(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
 
 
 def _tile(row: dict | None, pattern: Pattern) -> Tile | None:

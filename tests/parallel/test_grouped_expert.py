@@ -18,7 +18,7 @@ from megajax.parallel import expert_overlap, expert_rows, expert_vjp
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from pallas_kernels import aot
 from pallas_kernels.expert import api as kernels
-from pallas_kernels.expert import plans
+from pallas_kernels.expert import fusions
 from tests import tables
 
 D, F = 8, 8
@@ -454,7 +454,7 @@ def test_a_choice_has_a_reason(monkeypatch, tmp_path):
     def table(first, second, link="real", choices=2 * 8192):
         sizes = (dispatch, first, 4096, 28672), (combine, second, 14336, 4096)
         rows = [
-            tables.row(op, plans.key(op, 8, choices, 1, K, N), fastest=fastest, link=link)
+            tables.row(op, fusions.key(op, 8, choices, 1, K, N), fastest=fastest, link=link)
             for op, fastest, K, N in sizes
         ]
         tables.write(monkeypatch, tmp_path, *rows)

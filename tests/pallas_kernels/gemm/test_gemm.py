@@ -189,8 +189,8 @@ def test_what_cannot_run_says_why():
 def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, tmp_path):
     def ways():
         with tables.on(tables.H100):
-            plan = api._plan(X, W, None, None, None, "bfloat16", None)
-        return plan.forward, plan.backward, plan.tile.stages
+            static = api._static(X, W, None, None, None, "bfloat16", None)
+        return static.forward, static.backward, static.tile.stages
 
     assert ways()[:2] == ("library", "library")
     tile = dict(block_m=64, block_n=64, block_k=64, stages=3, warpgroups=1)

@@ -56,8 +56,8 @@ def test_the_default_is_the_kernel_where_a_table_says_so(monkeypatch, tmp_path):
 
     def ways():
         with tables.on(tables.H100):
-            plan = api._plan(lhs, rhs, False, None)
-        return plan.forward, plan.backward, plan.tile.stages
+            static = api._static(lhs, rhs, False, None)
+        return static.forward, static.backward, static.tile.stages
 
     assert ways()[:2] == ("library", "library")
     tile = dict(block_m=64, block_n=64, stages=3)

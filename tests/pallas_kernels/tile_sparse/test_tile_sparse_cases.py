@@ -76,8 +76,8 @@ def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, 
 
     def ways():
         with tables.on(tables.H100):
-            plan = api._plan(x, weight, "gelu", None)
-        return plan.forward, plan.backward, plan.tile.stages
+            static = api._static(x, weight, "gelu", None)
+        return static.forward, static.backward, static.tile.stages
 
     assert ways()[:2] == ("library", "library")
     rows = [
