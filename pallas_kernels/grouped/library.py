@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels.grouped import reference, visits
+from pallas_kernels.grouped import reference
+from pallas_kernels.hopper import visits
 
 Array = jax.Array
 # Rows of a step (chosen, not measured: with 128 rows most products would leave SMs without a tile).
