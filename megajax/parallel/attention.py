@@ -8,7 +8,6 @@ Legend: B rows, S query positions, M memory positions, H query heads, G key-valu
 width.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from megajax.layers import attend as attend_
 from megajax.layers.mask import Context
 from megajax.parallel import context as context_
 from megajax.parallel.context import ContextSpec
-from pallas_kernels import tuned
+from pallas_kernels import dispatch, tuned
 from pallas_kernels.attention import tiling
 
 Array = jax.Array
@@ -61,9 +60,9 @@ def choose_attention(
 ) -> tuple[attend_.Implementation, str]:
     """Returns (the attention kernel, why).
 
-    'auto' takes cuDNN for 16-bit types on GPUs, which computes all pairs of a packed row under a
-    mask, until a table of tuned tiles (scripts/tune.py, which also compares results) says that ours
-    was right and fast on this kind of GPU: packed rows then take 'varlen'.
+    'auto' takes cuDNN for 16-bit types on GPUs. Packed rows take our kernel, 'varlen', where a
+    table (pallas_kernels/tuned.py) says of both passes that it was right and faster than cuDNN on
+    this kind of GPU. cuDNN takes the segments of packed rows on Hopper GPUs only.
 
     Args: wanted: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
       tokens of a row) where rows hold segments; None: one sequence each, or a cache.
@@ -73,15 +72,18 @@ def choose_attention(
         return "xla", "a ring joins its blocks itself"
     if wanted != "auto":
         return wanted, "asked for"  # type: ignore[return-value]
-    if layout.mesh.devices.flat[0].platform == "cpu":
+    device = layout.mesh.devices.flat[0]
+    if device.platform == "cpu":
         return "xla", "auto: cuDNN needs a GPU"
     if jnp.dtype(dtype).itemsize != 2:
         return "xla", "auto: cuDNN needs a 16-bit type"
     if packed is not None and not (cut and context.kind == "gather"):
+        if not dispatch.is_hopper(device.device_kind):
+            return "xla", "auto: cuDNN takes packed rows on Hopper GPUs only"
         width, group, tokens = packed
-        row = tuned.find(tiling.FORWARD, tiling.key(dtype, width, group, tokens, None))
-        if row is not None and row["key"]["width"] == width and row["fastest"] == "hopper":
-            if row["median_us"] <= row["rivals"].get("cudnn", math.inf):
-                return "varlen", "auto: packed rows, measured on this kind of GPU"
-            return "cudnn", "auto: measured to be faster on this kind of GPU"
+        about = tiling.key(dtype, width, group, tokens, None)
+        passes = (tiling.FORWARD, about), (tiling.BACKWARD, about | {"deterministic": True})
+        rows = [tuned.find(op, key, kind=device.device_kind) for op, key in passes]
+        if not any(map(tuned.against, rows)):
+            return "varlen", "auto: packed rows, measured on this kind of GPU"
     return "cudnn", "auto: fused, 16-bit type on a GPU"

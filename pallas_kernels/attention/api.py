@@ -19,13 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.attention import guard, hopper_backward, hopper_forward, reference, tiling
+from pallas_kernels.attention import (
+    guard,
+    hopper_backward,
+    hopper_forward,
+    library,
+    reference,
+    tiling,
+)
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
 WIDTHS = (64, 96, 128, 256)  # that the Hopper kernels take
+# What cuDNN is given room for: a segment for so many tokens of a row, and at least so many a row
+# (chosen: a batch with more is as right and slower), and bytes of its log-sum-exps (chosen).
+SLOT, LEAST_SLOTS, STATS_BYTES = 256, 8, 2**31
 
 
 def varlen_attention(
@@ -91,6 +101,16 @@ def varlen_attention(
         )
     chosen = _choose(op, q_THK, k_SGK, implementation, max_seqlen, deterministic)
     slopes = _slopes(op, alibi_slopes, q_THK.shape[1])
+    own = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    sides = _sides(causal, window)
+    plain = softcap is None and slopes is None and not return_lse
+    if (own or not causal) and _takes_cudnn(
+        q_THK, k_SGK, cu_q.shape[0] - 1, chosen, causal, sides, plain
+    ):
+        return library.varlen_attention(
+            q_THK, k_SGK, v_SGK, cu_seqlens_q=cu_q, cu_seqlens_k=None if own else cu_k,
+            causal=causal, window=sides, scale=scale,
+        )  # fmt: skip
     rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
     # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
     q_THK = _erase(q_THK, cu_q[-1])
@@ -139,6 +159,13 @@ def packed_attention(
     static = _check(op, q, k, v, scale, softcap, window)
     chosen = _choose(op, q, k, implementation, max_seqlen, deterministic)
     slopes = _slopes(op, alibi_slopes, q_BSHK.shape[2])
+    sides, slots = _sides(causal, window), max(q_BSHK.shape[1] // SLOT, LEAST_SLOTS)
+    plain = softcap is None and slopes is None and not return_lse
+    if _takes_cudnn(q_BSHK, k_BSGK, slots, chosen, causal, sides, plain):
+        return library.packed_attention(
+            q_BSHK, k_BSGK, v_BSGK, segment_ids=ids_BS, segments=slots, causal=causal,
+            window=sides, scale=scale,
+        )  # fmt: skip
 
     def row(q_SHK: Array, k_SGK: Array, v_SGK: Array, ids_S: Array) -> tuple[Array, Array]:
         rows = segment_rows(ids_S, causal, window)
@@ -240,6 +267,24 @@ def _choose(
     rows, *tiles = tiling.choose(q.dtype, K, H // G, T, max_seqlen, deterministic)
     forward, backward = (dispatch.choose(op, implementation, reasons, [row]) for row in rows)
     return forward, backward, *tiles
+
+
+def _takes_cudnn(
+    q: Array, k: Array, slots: int, chosen: tuple, causal: bool, window: Window | None, plain: bool
+) -> bool:
+    """Whether both passes are cuDNN's: not both were measured to be better ours, and cuDNN can.
+
+    slots: segments of a row that it is given room for. plain: no soft cap, no slopes, no lse.
+    """
+    if "library" not in chosen[:2] or not plain or dispatch.device_reasons():
+        return False
+    stats = slots * q.size // q.shape[-1] * 4  # log-sum-exps: of each slot as many as of a row
+    return stats <= STATS_BYTES and not library.reasons(q, k, causal, window)
+
+
+def _sides(causal: bool, window: Window | None) -> Window | None:
+    """The same window as cuDNN takes it: in causal order there is nothing on the right."""
+    return (window[0], 0) if causal and window is not None else window
 
 
 def _slopes(op: str, slopes: Array | Sequence[float] | None, heads: int) -> Array | None:

@@ -66,10 +66,11 @@ def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch, tmp_path):
 
     def table(**changes):
         rows = [
-            tables.row(op, api.key(op, 8, *sizes), **{"fastest": "fused"} | changes)
+            tables.row(op, api.key(op, *sizes), **{"fastest": "fused"} | changes)
             for op, *sizes in (
-                (GATHER, 160, 12288, 6144),  # of 256 rows; far off 1024
-                ("matmul_all_reduce", 2048, 6144, 12288),
+                (GATHER, 8, 160, 12288, 6144),  # of 256 rows; far off 1024
+                (GATHER, 4, 512, 12288, 6144),
+                ("matmul_all_reduce", 8, 2048, 6144, 12288),
             )
         ]
         tables.write(monkeypatch, tmp_path, *rows)
@@ -79,7 +80,7 @@ def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch, tmp_path):
     assert best("matmul_all_reduce", small)[0] == "fused"
     assert best(GATHER, large) == (word, why)
     # Not where something may communicate beside the kernel, or its clique would leave the node.
-    assert best(GATHER, small, data=2, tensor=4)[0] == "xla"
+    assert best(GATHER, small, tensor=4)[0] == "fused" != best(GATHER, small, data=2, tensor=4)[0]
     assert best(GATHER, small, node=2)[0] == "xla" and best(GATHER, small, "float32")[0] == "xla"
     for changes in ({"link": "emulated"}, {}, {"link": "real", "correct": False}):
         table(**changes)

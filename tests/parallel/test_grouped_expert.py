@@ -439,7 +439,8 @@ def test_a_choice_has_a_reason(monkeypatch, tmp_path):
         layer = expert_overlap.Layer(8192, 2, 4096, 1, (14336, 14336), 8, 8, "bfloat16", 7)
         layer = layer._replace(**changes)
         both = {dispatch: layer, combine: layer._replace(hidden=layer.hidden[:1])}
-        sizes = {"expert": layer.groups, "tensor": layer.ranks // layer.groups} | dict(mesh)
+        groups = {"expert": layer.groups, "tensor": layer.ranks // layer.groups}
+        sizes = {"data": 1} | groups | dict(mesh)
         found = {op: both[op] for op in halves}
         return expert_overlap.best(found, ("expert", "tensor"), tables.mesh(kind, **sizes))
 
@@ -463,7 +464,9 @@ def test_a_choice_has_a_reason(monkeypatch, tmp_path):
     assert best() == ("fused", "measured across ranks of this kind")
     assert best(dtype="float32")[0] != "fused"
     assert best(groups=4)[1].startswith("simulated")  # cut over tensor: nobody measured that
-    assert best(mesh={"data": 2})[0] == "ring"  # data may communicate beside the kernel
+    half = {"ranks": 4, "groups": 4}
+    assert best(**half)[0] == "fused"
+    assert best(mesh={"data": 2}, **half)[0] != "fused"  # data may communicate beside the kernel
     table("fused", "fused", link="emulated")
     assert best()[0] == "ring"
     table("fused", "xla")

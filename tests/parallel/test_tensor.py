@@ -14,6 +14,7 @@ from megajax.layers.ops import Ops
 from megajax.parallel import attention, sharding, tensor
 from megajax.parallel.context import ContextSpec
 from megajax.training.step import make_train_step
+from tests import tables
 from tests.tiny import host_batch, on, run_config, step_of
 from tests.tolerances import LOSSES, NORMS
 
@@ -54,7 +55,7 @@ def test_attention_is_chosen_with_a_reason():
     assert choose("cudnn", "bfloat16") == ("cudnn", "asked for")
     from unittest import mock
 
-    device = mock.Mock(platform="gpu")
+    device = mock.Mock(platform="gpu", device_kind=tables.H100)
     gpu = mock.Mock(mesh=mock.Mock(devices=np.array([device])), live=mock.Mock(return_value=()))
     assert attention.choose_attention(gpu, "auto", "float32")[0] == "xla"
     assert attention.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
@@ -67,29 +68,38 @@ def test_attention_is_chosen_with_a_reason():
     assert attention.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
 
 
-def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch):
-    """Nothing measured, or plain JAX was faster: cuDNN; a cache, or keys of others, too."""
+def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
+    """Nothing measured, or another was faster: cuDNN; a cache, or keys of others, too."""
     from unittest import mock
 
-    from pallas_kernels import tuned
+    from pallas_kernels.attention import tiling
 
-    gpu = mock.Mock(live=mock.Mock(return_value=()))
-    gpu.mesh.devices = np.array([mock.Mock(platform="gpu")])
+    gpu, device = mock.Mock(live=mock.Mock(return_value=())), mock.Mock(platform="gpu")
+    device.device_kind = tables.H100
+    gpu.mesh.devices = np.array([device])
     choose = functools.partial(attention.choose_attention, gpu, "auto")
     packed = (128, 4, 4096)
     assert choose("bfloat16", packed=packed)[0] == "cudnn"
-    key = {"dtype": "bfloat16", "width": 128, "group": 4, "longest": 2048, "tokens": 16384}
-    measured = {"key": key, "fastest": "hopper", "median_us": 90.0, "rivals": {"cudnn": 100.0}}
-    for change, wanted in (
-        ({}, "varlen"),
-        ({"fastest": "reference"}, "cudnn"),
-        ({"median_us": 110.0}, "cudnn"),
-        ({"rivals": {"reference": 200.0}}, "varlen"),
+    key = tiling.key("bfloat16", 128, 4, 4096, None)
+    best = {"rivals": {"reference": 9.0, "cudnn": 1.5}}
+    forward = tables.row(tiling.FORWARD, key, **best)
+    backward = tables.row(tiling.BACKWARD, key | {"deterministic": True}, **best)
+    for rows, wanted in (
+        ((forward, backward), "varlen"),
+        ((forward,), "cudnn"),  # the backward pass was not measured
+        ((forward | {"fastest": "reference"}, backward), "cudnn"),
+        ((forward | {"rivals": {"cudnn": 0.5}}, backward), "cudnn"),
+        ((forward, backward | {"correct": False}), "cudnn"),
     ):
-        monkeypatch.setattr(tuned, "find", lambda op, key, row=measured | change: row)
+        tables.write(monkeypatch, tmp_path, *rows)
         assert choose("bfloat16", packed=packed)[0] == wanted
-    monkeypatch.setattr(tuned, "find", lambda op, key: measured | {"key": key})
-    assert choose("bfloat16", packed=packed)[0] == "varlen"
+    tables.write(monkeypatch, tmp_path, forward, backward)
+    assert choose("bfloat16", packed=(64, 4, 4096))[0] == "cudnn"  # of another head width
+    tables.write(monkeypatch, tmp_path, forward, backward, kind=tables.A100)
+    device.device_kind = tables.A100
+    assert choose("bfloat16", packed=packed)[0] == "xla" and choose("bfloat16")[0] == "cudnn"
+    device.device_kind = tables.H100
+    tables.write(monkeypatch, tmp_path, forward, backward)
     assert choose("bfloat16")[0] == "cudnn" and choose("float32", packed=packed)[0] == "xla"
     gpu.live.return_value = ("context",)
     assert choose("bfloat16", ContextSpec("ulysses"), packed)[0] == "varlen"
