@@ -172,12 +172,13 @@ def _unpacked(batch: int, longest: int, q: Array, k: Array, v: Array, query: Con
 def _varlen(
     longest: int, choice: Implementation | None, q: Array, k: Array, v: Array, query: Context, *_
 ) -> Array:
-    """Ours, told how long a sequence can be."""
+    """On packed tokens, told how long a sequence can be."""
     assert query.segments_BS is not None
-    return packed_attention(
-        q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, return_lse=True,
-        implementation=choice,
-    )[0]  # fmt: skip
+    out = packed_attention(
+        q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, implementation=choice
+    )
+    assert not isinstance(out, tuple)
+    return out
 
 
 def _cudnn_rows(q: Array, k: Array, v: Array, query: Context, *_) -> Array:

@@ -168,18 +168,19 @@ def _varlen(
     memory: Context,
     window: int | None,
 ) -> jax.Array:
-    """Our kernel where it runs, its reference elsewhere; segments are runs of equal ids."""
+    """What pallas_kernels.dispatch chooses for this device; segments are runs of equal ids."""
     if memory is not query:
         raise NotImplementedError(
             "attention 'varlen' is among a row's own tokens; use 'xla' with a cache or cut rows"
         )
     ids_BS = query.segments_BS
-    return pallas_kernels.packed_attention(
+    out_BSHK = pallas_kernels.packed_attention(
         q_BSHK,
         k_BMGK,
         v_BMGK,
         segment_ids=jnp.zeros_like(query.positions_BS) if ids_BS is None else ids_BS,
         causal=query.causal,
         window=None if window is None else (window - 1, window - 1),
-        return_lse=True,
-    )[0]
+    )
+    assert not isinstance(out_BSHK, tuple)  # it is where the log-sum-exp is asked for
+    return out_BSHK

@@ -11,6 +11,7 @@ from megajax.cost import hlo
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from megajax.systems.aot import QUICK
 from pallas_kernels import aot
+from tests import tables
 
 
 def compiled_layer(implementation, R, T, D, F, E, A):
@@ -40,9 +41,10 @@ def compiled_layer(implementation, R, T, D, F, E, A):
 
 @pytest.mark.aot
 @pytest.mark.slow
-def test_every_hop_of_a_ring_has_one_sources_product_beside_it():
+def test_every_hop_of_a_ring_has_one_sources_product_beside_it(monkeypatch):
     """Four H100s, both halves and all gradients: x and sums forward, dy back; x again and dx."""
     R, T, D, F, E, A = 4, 256, 256, 512, 2, 2
+    tables.let_kernels_win(monkeypatch)  # a kernel's FLOPs can be read beside a hop
     text, sizes = compiled_layer("ring", R, T, D, F, E, A)
     found = hlo.collectives(text, sizes)
     hops = [c for c in found if c.kind == "collective-permute"]
@@ -56,9 +58,9 @@ def test_every_hop_of_a_ring_has_one_sources_product_beside_it():
 @pytest.mark.aot
 @pytest.mark.slow
 def test_fused_halves_have_their_communication_inside():
-    """A kernel a half each way, both weights' gradients; x again, and what is a number a choice."""
+    """A kernel a half each way; x again, and what is a number a choice."""
     T, D, A = 256, 256, 2
     text, sizes = compiled_layer("fused", 4, T, D, 512, 2, A)
-    assert text.count('custom_call_target="mosaic_gpu') == 6
+    assert text.count('custom_call_target="mosaic_gpu') == 4
     large = [c for c in hlo.collectives(text, sizes) if c.nbytes > 4 * T * A * 8]
     assert [(c.kind, c.nbytes) for c in large] == [("all-gather", 4 * T * D * 2)]
