@@ -264,9 +264,9 @@ def _choose(
         reasons.append(f"needs bfloat16 or float16, found {q.dtype}")
     if K not in WIDTHS:
         reasons.append(f"needs a head width of {WIDTHS}, found {K}: pad it with zeros, set scale=")
-    rows, *tiles = tiling.choose(q.dtype, K, H // G, T, max_seqlen, deterministic)
+    rows, tile, tile_back = tiling.choose(q.dtype, K, H // G, T, max_seqlen, deterministic)
     forward, backward = (dispatch.choose(op, implementation, reasons, [row]) for row in rows)
-    return forward, backward, *tiles
+    return forward, backward, tile, tile_back
 
 
 def _takes_cudnn(
