@@ -232,8 +232,8 @@ def _forward(q, k, v, rows: Rows, slots: Slots | None, static: Static) -> tuple:
     live_BT = rows.lo < rows.hi
     bad_BSG = ~(jnp.isfinite(k) & jnp.isfinite(v)).all(-1)
     bad_BTH = _over_heads(_sees(rows, bad_BSG), q) | ~jnp.isfinite(q).all(-1)
-    inputs = tuple(map(guard.finite, (q, k, v)))
-    out, lse_BTH = _either(_cudnn_forward, _plain_forward, *inputs, rows, slots, static)
+    qkv = tuple(map(guard.finite, (q, k, v)))
+    out, lse_BTH = _either(_cudnn_forward, _plain_forward, qkv, rows, slots, static)
     out = jnp.where(bad_BTH[..., None], jnp.full((), jnp.nan, out.dtype), out)
     out = jnp.where(live_BT[..., None, None], out, jnp.zeros((), out.dtype))
     out, lse_BTH = named(out, lse_BTH)
@@ -248,10 +248,8 @@ def _backward(static: Static, saved: tuple, dout: Array) -> tuple:
     kept_BTH1 = (fine_BTH & live_BT1)[..., None]
     out, dout = (jnp.where(kept_BTH1, x, jnp.zeros((), x.dtype)) for x in (out, dout))
     lse_BTH = jnp.where(kept_BTH1[..., 0], lse_BTH, ABSENT)
-    inputs = tuple(map(guard.finite, (q, k, v)))
-    grads = _either(
-        _cudnn_backward, _plain_backward, *inputs, out, lse_BTH, dout, rows, slots, static
-    )
+    qkv, results = tuple(map(guard.finite, (q, k, v))), (out, lse_BTH, dout)
+    grads = _either(_cudnn_backward, _plain_backward, qkv, results, rows, slots, static)
     # cuDNN writes the rows of its segments only; what lies in the others is not defined.
     B, T, H, _ = q.shape
     S, G = k.shape[1:3]
@@ -309,31 +307,26 @@ def _either(cudnn: Callable, plain: Callable, *args: Any) -> Any:
     return jax.lax.platform_dependent(*arrays, slots, cuda=fitting, default=plain)
 
 
-def _cudnn_forward(q, k, v, rows: Rows, slots: Slots | None, *, static: Static):
+def _cudnn_forward(qkv, rows: Rows, slots: Slots | None, *, static: Static):
     if slots is None:
-        out, lse_BHT = call_forward(q, k, v, *_NO_SIZES, static)
+        out, lse_BHT = call_forward(qkv, None, static)
         return out, lse_BHT.transpose(0, 2, 1)
-    out, stats_NHT = call_forward(q, k, v, *_operands(q, k, slots), static)
+    out, stats_NHT = call_forward(qkv, _operands(*qkv[:2], slots), static)
     # One number a query and head is kept; cuDNN's own array has a row of them for each slot.
     return out, stats_NHT[slots.slot, :, slots.place]
 
 
-def _cudnn_backward(
-    q, k, v, out, lse_BTH, dout, rows: Rows, slots: Slots | None, *, static: Static
-):
+def _cudnn_backward(qkv, results, rows: Rows, slots: Slots | None, *, static: Static):
+    out, lse_BTH, dout = results
     if slots is None:
-        stats_BHT = lse_BTH.transpose(0, 2, 1)
-        return call_backward(q, k, v, stats_BHT, out, dout, *_NO_SIZES, static)
-    B, T, H, _ = q.shape
+        return call_backward(qkv, (lse_BTH.transpose(0, 2, 1), out, dout), None, static)
+    B, T, H = lse_BTH.shape
     place_1T = jnp.arange(T, dtype=jnp.int32)[None]
     token_NT = jnp.minimum(slots.q_starts[:, None] + place_1T, B * T - 1)
     stats_NTH = lse_BTH.reshape(B * T, H)[token_NT]
     held_NT1 = (place_1T < slots.q_lengths[:, None])[..., None]
     stats_NHT = jnp.where(held_NT1, stats_NTH, ABSENT).transpose(0, 2, 1)
-    return call_backward(q, k, v, stats_NHT, out, dout, *_operands(q, k, slots), static)
-
-
-_NO_SIZES = (None,) * 4  # every row is one segment
+    return call_backward(qkv, (stats_NHT, out, dout), _operands(*qkv[:2], slots), static)
 
 
 def _operands(q: Array, k: Array, slots: Slots) -> tuple[Array, ...]:
@@ -349,30 +342,31 @@ def _operands(q: Array, k: Array, slots: Slots) -> tuple[Array, ...]:
     return *lengths, offsets(slots.q_starts, q), offsets(slots.k_starts, k)
 
 
-def call_forward(q, k, v, q_lengths, k_lengths, q_offsets, k_offsets, static: Static):
-    """Returns (out, log-sum-exp (N, H, T) float32, natural) of JAX's primitive for cuDNN."""
+def call_forward(qkv, sizes: tuple[Array, ...] | None, static: Static) -> tuple[Array, ...]:
+    """Returns (out, log-sum-exp (N, H, T) float32, natural) of JAX's primitive for cuDNN.
+
+    sizes: of `_operands`; None: every row is one segment.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    unused = jnp.zeros(0, q.dtype)
-    given = (q_lengths, k_lengths, q_offsets, k_offsets)
-    sizes = [unused if x is None else x for x in given]
+    unused = jnp.zeros(0, qkv[0].dtype)
+    operands = (*qkv, unused, *(sizes or (unused,) * 4), unused, unused)
     found = cudnn._dot_product_attention_fwd_p.bind(
-        *dispatch.alike((q, k, v, unused, *sizes, unused, unused)),
-        is_training=True, **_parameters(cudnn, static, q_lengths is not None),
-    )  # fmt: skip
+        *dispatch.alike(operands),
+        is_training=True,
+        **_parameters(cudnn, static, sizes is not None),
+    )
     return tuple(found)
 
 
-def call_backward(q, k, v, stats, out, dout, q_lengths, k_lengths, q_offsets, k_offsets, static):
-    """Returns (dq, dk, dv) of JAX's primitive for cuDNN."""
+def call_backward(qkv, results, sizes: tuple[Array, ...] | None, static: Static):
+    """Returns (dq, dk, dv) of JAX's primitive for cuDNN. results: (log-sum-exp, out, dout)."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    unused = jnp.zeros(0, q.dtype)
-    given = (q_lengths, k_lengths, q_offsets, k_offsets)
-    sizes = [unused if x is None else x for x in given]
+    unused = jnp.zeros(0, qkv[0].dtype)
+    operands = (*qkv, unused, *(sizes or (unused,) * 4), unused, unused, *results)
     grads = cudnn._dot_product_attention_bwd_p.bind(
-        *dispatch.alike((q, k, v, unused, *sizes, unused, unused, stats, out, dout)),
-        **_parameters(cudnn, static, q_lengths is not None),
+        *dispatch.alike(operands), **_parameters(cudnn, static, sizes is not None)
     )
     return tuple(grads)
 
@@ -390,25 +384,20 @@ def _parameters(cudnn: Any, static: Static, packed: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain_forward(
-    q, k, v, rows: Rows, slots: Slots | None, *, static: Static
-) -> tuple[Array, Array]:
+def _plain_forward(qkv, rows: Rows, slots: Slots | None, *, static: Static):
     spec = reference.Spec(static.scale)
     one = functools.partial(reference.forward, slopes_H=None, spec=spec)
-    out, lse_BHT = jax.vmap(lambda *x: one(*x))(q, k, v, rows)
+    out, lse_BHT = jax.vmap(lambda *x: one(*x))(*qkv, rows)
     return out, lse_BHT.transpose(0, 2, 1)
 
 
-def _plain_backward(
-    q, k, v, out, lse_BTH, dout, rows: Rows, slots: Slots | None, *, static: Static
-):
+def _plain_backward(qkv, results, rows: Rows, slots: Slots | None, *, static: Static):
     spec = reference.Spec(static.scale)
-    delta_BHT, lse_BHT = (
-        x.transpose(0, 2, 1)
-        for x in ((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), lse_BTH)
-    )
+    out, lse_BTH, dout = results
+    delta_BTH = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+    lse_BHT, delta_BHT = (x.transpose(0, 2, 1) for x in (lse_BTH, delta_BTH))
 
     def one(q, k, v, rows, lse, delta, dout):
         return reference.backward(q, k, v, rows, None, lse, delta, dout, spec=spec)
 
-    return jax.vmap(one)(q, k, v, rows, lse_BHT, delta_BHT, dout)
+    return jax.vmap(one)(*qkv, rows, lse_BHT, delta_BHT, dout)

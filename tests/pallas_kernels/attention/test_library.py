@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import library
+from tests.stablehlo import executions
 
 H, G, K = 4, 2, 8
 
 
 def pairs_of(q, k, operands, static):
     """Returns (who sees whom (T, S), each slot's queries (N, T) and keys (N, S)), flattened."""
-    if operands[0] is None:  # every row is one segment
+    if operands is None:  # every row is one segment
         operands = [jnp.full((x.shape[0], 1), x.shape[1]) for x in (q, k)] + [
             jnp.arange(x.shape[0] + 1) * (x.size // x.shape[0]) for x in (q, k)
         ]
@@ -43,9 +44,9 @@ def flattened(*arrays):
     return [jnp.repeat(x, H // x.shape[1], 1) for x in wide]
 
 
-def fake_forward(q, k, v, *operands_and_static):
+def fake_forward(qkv, operands, static):
     """`library.call_forward` in plain JAX."""
-    *operands, static = operands_and_static
+    q, k, v = qkv
     seen, queries, _ = pairs_of(q, k, operands, static)
     q_, k_, v_ = flattened(q, k, v)
     logits = jnp.where(seen, jnp.einsum("thk,shk->hts", q_, k_) * static.scale, -jnp.inf)
@@ -59,9 +60,9 @@ def fake_forward(q, k, v, *operands_and_static):
     return out.reshape(q.shape).astype(q.dtype), stats
 
 
-def fake_backward(q, k, v, stats, out, dout, *operands_and_static):
+def fake_backward(qkv, results, operands, static):
     """`library.call_backward` in plain JAX: from the saved log-sum-exp and output, as cuDNN."""
-    *operands, static = operands_and_static
+    (q, k, v), (stats, out, dout) = qkv, results
     seen, queries, keys = pairs_of(q, k, operands, static)
     q_, k_, v_, out_, dout_ = flattened(q, k, v, out, dout)
     slot = jnp.argmax(queries, 0)
@@ -220,18 +221,18 @@ def test_what_is_not_finite_reaches_those_who_see_it(cudnn, seed):
 
 def test_more_segments_than_slots_are_right(cudnn, seed, monkeypatch):
     """Six slots for seven segments: the reference runs, and cuDNN's answer is not taken."""
-    nothing = lambda q, *_: (q * jnp.nan, jnp.zeros((6, H, 12)))  # noqa: E731
+    nothing = lambda qkv, *_: (qkv[0] * jnp.nan, jnp.zeros((6, H, 12)))  # noqa: E731
     monkeypatch.setattr(library, "call_forward", nothing)
-    monkeypatch.setattr(library, "call_backward", lambda q, k, v, *_: (q, k, v))
+    monkeypatch.setattr(library, "call_backward", lambda qkv, *_: qkv)
     ids = np.repeat(np.array([[0, 1, 2, 3], [4, 5, 6, 6]], np.int32), 3, 1)
     arrays = draw(seed, *ids.shape)
     same(packed(ids, 3)(arrays), arrays, seen_in(ids))
 
 
 def lowered(packed=True, **kinds):
-    """The StableHLO, for CUDA, of the output and gradients of packed rows of 256 tokens."""
-    shapes = [jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (8, 2, 2)]
-    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    """The StableHLO, for CUDA, of the output and gradients of packed rows of 512 tokens."""
+    shapes = [jax.ShapeDtypeStruct((2, 512, n, 64), jnp.bfloat16) for n in (8, 2, 2)]
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
 
     def loss(q, k, v, ids):
         ids = ids if packed else None
@@ -247,17 +248,17 @@ def test_lowered_for_a_gpu_without_one():
     text = lowered(causal=True, window=(31, 0))
     calls = dict(re.findall(r'custom_call @(__cudnn\$\w+)\(.*?backend_config = "(.*?)", op', text))
     assert sorted(calls) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    assert text.count("__cudnn$") == 2 and "256x256x" not in text
+    assert text.count("__cudnn$") == 2 and "512x512" not in text
     for name, config in calls.items():
         fmha = json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]
         assert fmha["mask_type"] == "PADDING_CAUSAL" and fmha["sliding_window_length"] == 32
         assert fmha["max_seg_per_batch"] == 3 and fmha["fmha_scale"] == 0.125, name
-        assert fmha["intermediate_tensor_shape"]["dimensions"] == ["2", "8", "256", "256"]
+        assert fmha["intermediate_tensor_shape"]["dimensions"] == ["2", "8", "512", "512"]
     types = re.findall(r"__cudnn\$fmhaSoftmax\(.*: \((.*?)\) -> \((.*?)\)\n", text)
-    heads = "tensor<2x256x8x64xbf16>", *["tensor<2x256x2x64xbf16>"] * 2
+    heads = "tensor<2x512x8x64xbf16>", *["tensor<2x512x2x64xbf16>"] * 2
     sizes = *["tensor<2x3xi32>"] * 2, *["tensor<2x4xi32>"] * 2
     assert types[0][0].split(", ") == [*heads, *sizes]
-    assert "tensor<6x8x256xf32>" in types[0][1]  # cuDNN's own log-sum-exp, a row of it for a slot
+    assert "tensor<6x8x512xf32>" in types[0][1]  # cuDNN's own log-sum-exp, a row of it for a slot
     assert '"PADDING"' in lowered().replace("\\22", '"')
     assert '"CAUSAL"' in lowered(packed=False, causal=True).replace("\\22", '"')
 
@@ -278,8 +279,13 @@ def test_the_output_and_its_log_sum_exp_are_saved_by_name():
 
             return jax.checkpoint(attend, policy=policy)(q, k, v).astype(jnp.float32).sum()
 
-        text = jax.jit(jax.grad(loss)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-        counts[name] = text.count("@__cudnn$fmhaSoftmax(")
+        text = (
+            jax.jit(jax.value_and_grad(loss))
+            .trace(*shapes)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+        counts[name] = executions(text, "@__cudnn$fmhaSoftmax(")
     assert counts == {"named": 1, "nothing": 2}
 
 
