@@ -17,15 +17,26 @@ Convention = Literal["megatron", "causal"]
 Remat = Literal["none", "full", "outputs", "dots"]
 
 # How often the backward pass makes a forward value again, by what is kept (models/parts.py). An
-# attention whose result is kept makes its weights again: one of its two products. Experts are made
-# again whole, because the gradient of a token's weights needs their answers.
-_AGAIN = {"norm": 1.0, "attention": 1.0, "activation": 1.0, "experts": 1.0}
+# attention whose result is kept makes its weights again, one of its two products, where they are an
+# array; a fused kernel whose log-sum-exp is kept too makes nothing again. Experts are made again
+# whole, because the gradient of a token's weights needs their answers.
+_AGAIN = {"norm": 1.0, "attention": 0.5, "activation": 1.0, "experts": 1.0}
 RECOMPUTED = {
     "none": {},
     "dots": _AGAIN,
-    "outputs": _AGAIN | {"input": 1.0, "attention": 0.5, "router": 1.0},
-    "full": _AGAIN | {"input": 1.0, "output": 1.0, "router": 1.0},
+    "outputs": _AGAIN | {"input": 1.0, "router": 1.0},
+    "full": _AGAIN | {"attention": 1.0, "input": 1.0, "output": 1.0, "router": 1.0},
 }
+
+
+def recomputed(remat: Remat, part: str, keeps_attention: bool) -> float:
+    """Returns how often the backward pass makes a part's values again.
+
+    keeps_attention: whether attention's weights are an array; False: its kernel is fused.
+    """
+    if part == "attention" and not keeps_attention and remat != "full":
+        return 0.0
+    return RECOMPUTED[remat].get(part, 0.0)
 
 
 def keys_per_query(seq_len: int, window: int | None, convention: Convention) -> float:

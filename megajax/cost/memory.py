@@ -120,7 +120,7 @@ def _kept(step: StepShape) -> float:
     more = {
         "full": 0.0,
         "outputs": first + cut * step.tokens * work.attention_width,
-        "dots": first + cut * step.tokens * work.input_width,
+        "dots": first + cut * step.tokens * (work.input_width + work.attention_width),
         "none": first
         + cut * step.tokens * (work.input_width + work.output_width)
         + (layer_weights(step) if step.ways(*step.zero_axes) > 1 else 0.0)

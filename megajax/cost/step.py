@@ -13,7 +13,7 @@ from typing import Literal
 from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
 from megajax.cost.base import ITEMSIZE, Op, Part, Workload
-from megajax.cost.flops import RECOMPUTED, Remat
+from megajax.cost.flops import Remat, recomputed
 from megajax.cost.kernels import Embedding, Experts, Matmul, Rowwise
 from megajax.cost.pipeline import Pipeline
 
@@ -21,13 +21,15 @@ from megajax.cost.pipeline import Pipeline
 _CUT = {"input": ("n",), "head": ("n",), "output": ("k",), "router": ("m",)}
 
 
-def passes(part: Part, remat: Remat, pipeline: Pipeline) -> dict[str, float]:
+def passes(
+    part: Part, remat: Remat, pipeline: Pipeline, keeps_attention: bool = True
+) -> dict[str, float]:
     """Returns {kind: what an op of that kind costs, in forward passes of a part}.
 
     A backward pass is two. Where it is split, B and W both go through the chain of gradients, of
     products with weights the half that W does not add (parallel/tick.py:Tick.pull).
     """
-    again = RECOMPUTED[remat].get(part, 0.0)
+    again = recomputed(remat, part, keeps_attention)
     if pipeline.stages > 1 and pipeline.stash == "input":
         again += 1.0
     if not pipeline.is_split:
@@ -191,7 +193,7 @@ class StepShape:
         idle = {kind: ticks / pipeline.work - 1 for kind, ticks in pipeline.ticks.items()}
         found: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
         for part in {op.part for op in self.forward.ops} - {"head", "embedding"}:
-            cost = passes(part, self.remat, pipeline)
+            cost = passes(part, self.remat, pipeline, self.keeps_attention)
             found[part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
         return found
 

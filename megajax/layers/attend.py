@@ -9,17 +9,20 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 import pallas_kernels
 from megajax.core.errors import UserError
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, reach, visible
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.attention import guard
+from pallas_kernels.attention import guard, library
+from pallas_kernels.attention.names import named
 
 Array = jax.Array
 Implementation = Literal["xla", "cudnn", "varlen"]
+# Tokens of a row for which 'cudnn' has room for one segment, and the least room of a row (chosen:
+# an unused slot costs memory and empty blocks, too few of them the slow path of `library`).
+SLOT, LEAST_SLOTS = 256, 8
 
 
 def attend(
@@ -36,9 +39,10 @@ def attend(
     Args: memory: the keys' positions and segments; None: the query's own. implementation: 'xla'
       keeps the (S, M) logits in memory; 'cudnn' is fused, for 16-bit types on NVIDIA GPUs;
       'varlen' does the work of each segment's own tokens only, and dead tokens get 0.
-    Returns: out_BSHK in q's dtype, named 'attended' for the remat policies. Every query must see a
-      key; itself, where M holds it. Inf or NaN in a key or value makes NaN the queries that see it,
-      and no others; so it is with gradients, except that 'cudnn' leaves those rows out of them.
+    Returns: out_BSHK in q's dtype. What the backward pass needs of it is named 'attended' for the
+      remat policies. Every query must see a key; itself, where M holds it. Inf or NaN in a key or
+      value makes NaN the queries that see it, and no others; so it is with gradients, except that
+      'cudnn' with a memory of its own leaves those rows out of them.
     Raises: NotImplementedError for 'varlen' with a memory of its own; UserError for a window that
       is not a positive integer; TypeError for forward mode (jax.jvp). Second derivatives of 'xla'
       go through jax.grad, and jax.jvp of jax.grad.
@@ -49,8 +53,7 @@ def attend(
     if implementation not in kernels:
         raise UserError(f"attention implementation={implementation!r}; there are {[*kernels]}")
     with arguments.reverse_only(f"attention {implementation!r}"):
-        out_BSHK = kernels[implementation](q_BSHK, k_BMGK, v_BMGK, query, memory, window)
-    return checkpoint_name(out_BSHK, "attended")
+        return kernels[implementation](q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 
 
 def _xla(
@@ -65,7 +68,8 @@ def _xla(
     G = k_BMGK.shape[2]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
     arrays = dispatch.alike((q_BSGRK, k_BMGK, v_BMGK, visible(query, memory, window)))
-    return jnp.moveaxis(_masked(*arrays), 1, 2).reshape(B, S, H, K)
+    (out_BSHK,) = named(jnp.moveaxis(_masked(*arrays), 1, 2).reshape(B, S, H, K))
+    return out_BSHK
 
 
 # A rule of its own, for autodiff's would multiply the zeros of hidden pairs by what other segments
@@ -126,29 +130,45 @@ def _cudnn(
     memory: Context,
     window: int | None,
 ) -> jax.Array:
-    """The fused kernel. Rows of one segment take its causal mask, packed rows a bias of ours.
+    """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids)."""
+    if memory is not query or (window is not None and not query.causal):
+        return _cudnn_masked(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+    return library.packed_attention(
+        q_BSHK,
+        k_BMGK,
+        v_BMGK,
+        segment_ids=query.segments_BS,
+        segments=max(q_BSHK.shape[1] // SLOT, LEAST_SLOTS),
+        causal=query.causal,
+        window=None if window is None else (window - 1, 0),
+    )
+
+
+def _cudnn_masked(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context,
+    window: int | None,
+) -> jax.Array:
+    """cuDNN's kernel with a bias of ours, for keys that are no row's own tokens.
 
     A bias does not stop NaN: finite values go in, and the rows that see another are marked after.
     Those rows then have no part in the gradients, where the other implementations give NaN.
     """
     mask_B1SM = visible(query, memory, window)
     k_BMGK, v_BMGK = guard.keys(k_BMGK, v_BMGK)
-    fused = functools.partial(
-        jax.nn.dot_product_attention,
-        *map(guard.finite, (q_BSHK, k_BMGK, v_BMGK)),
-        implementation="cudnn",
-    )
-    if query.causal and query.segments_BS is None and q_BSHK.shape[1] == k_BMGK.shape[1]:
-        sides = None if window is None else (window - 1, 0)
-        out_BSHK = fused(is_causal=True, local_window_size=sides)
-    else:
-        out_BSHK = fused(mask=mask_B1SM)
+    fused = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    out_BSHK = fused(*map(guard.finite, (q_BSHK, k_BMGK, v_BMGK)), mask=mask_B1SM)
     bad_BG1M = jnp.isnan(k_BMGK[..., 0]).transpose(0, 2, 1)[:, :, None]
     bad_BSG = (bad_BG1M & mask_B1SM).any(-1).transpose(0, 2, 1)
     bad_BSH = jnp.repeat(bad_BSG, q_BSHK.shape[2] // k_BMGK.shape[2], axis=2)
     bad_BSH |= ~jnp.isfinite(q_BSHK).all(-1)
     out_BSHK = _with_finite_gradient(out_BSHK)
-    return jnp.where(bad_BSH[..., None], jnp.full((), jnp.nan, out_BSHK.dtype), out_BSHK)
+    nan = jnp.full((), jnp.nan, out_BSHK.dtype)
+    (out_BSHK,) = named(jnp.where(bad_BSH[..., None], nan, out_BSHK))
+    return out_BSHK
 
 
 @jax.custom_vjp

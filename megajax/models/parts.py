@@ -22,6 +22,7 @@ from megajax.core.layout import Words
 from megajax.core.tree import Tree, is_words
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
+from pallas_kernels.attention.names import SAVED
 
 Batch = Mapping[str, jax.Array]  # of tokens: tokens, targets, segments, positions, int32 (B, S)
 Remat = Literal["none", "full", "outputs", "dots"]
@@ -102,13 +103,17 @@ def remat_policy(name: Remat) -> Callable:
     """Returns what the backward pass may keep of a block.
 
     full: only its input. outputs: also what attention and each sublayer gave, so that no collective
-    and no attention runs twice. dots: every matmul's result.
+    and no fused attention runs twice ('attended': its output and log-sum-exp). dots: every
+    matmul's result, and attention's.
     """
     policies = jax.checkpoint_policies
+    attended = policies.save_only_these_names(SAVED)
     return {
         "full": policies.nothing_saveable,
-        "outputs": policies.save_only_these_names("block_out", "attended"),
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "outputs": policies.save_only_these_names("block_out", SAVED),
+        "dots": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, attended
+        ),
     }[name]
 
 

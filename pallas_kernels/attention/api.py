@@ -27,6 +27,7 @@ from pallas_kernels.attention import (
     reference,
     tiling,
 )
+from pallas_kernels.attention.names import named
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
 
@@ -195,6 +196,7 @@ def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
         q_THK, k_SGK, v_SGK, rows, slopes,
         op="varlen_attention",
     )  # fmt: skip
+    out_THK, lse_HT = named(out_THK, lse_HT)
     return (out_THK, lse_HT), (q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT)
 
 
