@@ -297,8 +297,8 @@ def program(function: Function, inputs: Sequence[tuple[Any, ...]]) -> Program:
     return Program(replay, wait, "graph")
 
 
-def events(program: Program, args: Sequence[Any], launches: int) -> bench.Samples:
-    """Returns the seconds of each launch by CUDA events, the next one queued behind it."""
+def events(program: Any, args: Sequence[Any], launches: int) -> bench.Samples:
+    """Returns the seconds of each launch of a Program by CUDA events, the next queued behind it."""
     import torch
 
     program(*args)
