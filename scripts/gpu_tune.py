@@ -108,9 +108,13 @@ class Measurement:
         self, name: str, tuning: tuned.Tuning, parent: Parent, clock: bench.Clock,
         interpret: bool = False,
     ):  # fmt: skip
-        """parent: is told which candidate comes next; spec["skip"] has those that are left out."""
+        """parent: is told which candidate comes next; spec["skip"] has those that are left out.
+
+        interpret: a rehearsal, which calls each program once.
+        """
         self._name, self._tuning, self._parent = name, tuning, parent
         self._clock, self._interpret = clock, interpret
+        self._runs, self._short, self._warmup = (1, 1, 0) if interpret else (RUNS, SHORT, 10)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._reasons: list[str] = []
         self._like: tuple[Any, ...] = ()
@@ -120,7 +124,8 @@ class Measurement:
         """Compiles all candidates; nothing runs."""
         skip = self._parent.spec.get("skip", ())
         self._like = jax.eval_shape(self._tuning.inputs, jax.random.key(0))
-        self._sets = bench.sets_of(self._tuning.reference, self._like)
+        if not self._interpret:
+            self._sets = bench.sets_of(self._tuning.reference, self._like)
         self._reasons = [f"{tile}: was killed" for tile in skip]
         for tile in self._tuning.candidates:
             if str(tile) in skip or tile in self._programs:
@@ -171,7 +176,7 @@ class Measurement:
             try:
                 if why := wrong(program(*inputs)[0], want):
                     raise ValueError(why)
-                timing = bench.measure_program(program, inputs, SHORT, 0, self._clock)
+                timing = bench.measure_program(program, inputs, self._short, 0, self._clock)
                 short[tile] = timing.median_s
             except Exception as error:
                 if is_poison(error):
@@ -181,7 +186,7 @@ class Measurement:
 
     def _time(self, program: Callable[..., Any], inputs: Any, skip: str = "") -> bench.Timing:
         self._parent.stage(f"time {skip}", TILE_S, self._name, skip)
-        return bench.measure_program(program, inputs, RUNS, 10, self._clock)
+        return bench.measure_program(program, inputs, self._runs, self._warmup, self._clock)
 
     def _rivals(self, inputs: Any) -> Mapping[str, float]:
         """Microseconds of plain JAX and of the other rivals that can run."""
