@@ -99,11 +99,13 @@ def test_reference(dtypes, seed):
     close(jax.jit(functools.partial(reference.scaled, spec=FULL))(*given), given, FULL)
 
 
-def test_a_sum_of_many_bytes_is_exact():
-    """2^17 - 1 products of 127 and 127, which float32 would round as they are added."""
-    x = jnp.full((1, 2**17 - 1), 127, INT8)
-    y = reference.scaled(x, x.T, Scales(), spec=Spec(None, "float32"))
-    assert float(y[0, 0]) == np.float32((2**17 - 1) * 127**2)
+def test_a_sum_of_many_bytes_is_exact(seed):
+    """Of 2^17 - 1 large products and their negatives one is left, which float32 would lose."""
+    half = np.random.default_rng(seed).integers(64, 128, 2**16 - 1)
+    x = jnp.asarray(np.concatenate([[1], half, np.roll(-half, 7)]), INT8)[None]
+    w = jnp.asarray(np.concatenate([[1], half, np.roll(half, 7)]), INT8)[:, None]
+    y = reference.scaled(x, w, Scales(), spec=Spec(None, "float32"))
+    assert float(y[0, 0]) == 1.0
 
 
 @pytest.mark.parametrize(
