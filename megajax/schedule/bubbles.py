@@ -1,7 +1,7 @@
 """Where a timeline idles, why, and what else could run there.
 
-Causes: 'warm-up' (before a stage's first op), 'cool-down' (after its last), 'wait' (between, for a
-neighbour), 'masked' (lockstep: the device computes what nobody uses, so nothing else fits).
+Causes: 'warm-up' (before a stage's first slot), 'cool-down' (after its last), 'wait' (between, for
+a neighbour), 'masked' (lockstep: the device computes what nobody uses, so nothing else fits).
 """
 
 import dataclasses

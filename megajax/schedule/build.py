@@ -37,7 +37,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 1) -> Table:
 
     Groups of S micro-batches pass chunk after chunk. Keeps at most (v + 1) S - 1 inputs, as many
     as Megatron's asynchronous form does, since `Table.ring` takes places again in any order (a
-    buffer indexed by the op's number mod its size needs 2 v S - 1).
+    buffer indexed by the work's number mod its size needs 2 v S - 1).
     Raises: UserError where a size is below 1 or M is no multiple of S.
     """
     _check_sizes(stages, microbatches, chunks, grouped=True)

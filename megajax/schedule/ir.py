@@ -90,7 +90,7 @@ class Timeline:
         trace.write_perfetto(self, path)
 
 
-class Op(NamedTuple):
+class Work(NamedTuple):
     """What a slot computes, without its tick."""
 
     kind: Kind
@@ -109,9 +109,9 @@ class Slot(NamedTuple):
     microbatch: int
 
     @property
-    def op(self) -> Op:
+    def work(self) -> Work:
         """The slot without its tick."""
-        return Op(self.kind, self.stage, self.chunk, self.microbatch)
+        return Work(self.kind, self.stage, self.chunk, self.microbatch)
 
 
 class Phase(NamedTuple):
@@ -142,45 +142,45 @@ class Table:
         return self.slots[-1].tick + 1 if self.slots else 0
 
     @cached_property
-    def tick_of(self) -> dict[Op, int]:
-        """The tick of each op."""
-        return {slot.op: slot.tick for slot in self.slots}
+    def tick_of(self) -> dict[Work, int]:
+        """The tick of all work."""
+        return {slot.work: slot.tick for slot in self.slots}
 
     @cached_property
     def is_split(self) -> bool:
         """Whether W stands apart from B; if not, B computes both gradients."""
         return any(slot.kind == "W" for slot in self.slots)
 
-    def needs(self, op: Op) -> Op | None:
-        """Returns the op whose result `op` takes; None for the first chunk's F."""
-        kind, stage, chunk, microbatch = op
+    def needs(self, work: Work) -> Work | None:
+        """Returns the work whose result `work` takes; None for the first chunk's F."""
+        kind, stage, chunk, microbatch = work
         group = chunk * self.stages + stage
         if kind == "W":
-            return Op("B", stage, chunk, microbatch)
+            return Work("B", stage, chunk, microbatch)
         if kind == "B" and group == self.stages * self.chunks - 1:
-            return Op("F", stage, chunk, microbatch)
+            return Work("F", stage, chunk, microbatch)
         if kind == "F" and group == 0:
             return None
         chunk, stage = divmod(group - 1 if kind == "F" else group + 1, self.stages)
-        return Op(kind, stage, chunk, microbatch)
+        return Work(kind, stage, chunk, microbatch)
 
     def check(self) -> int:
         """Refuses a table that cannot be executed.
 
         Returns: the greatest number of chunk inputs that any stage keeps at once.
-        Raises: ValueError naming the slots: an op that is missing, doubled or out of range, a
+        Raises: ValueError naming the slots: work that is missing, doubled or out of range, a
           result used before it is there, two ops of a kind on one stage in one tick.
         """
         kinds = KINDS if self.is_split else KINDS[:2]
         sizes = range(self.stages), range(self.chunks), range(self.microbatches)
-        wanted = set(itertools.starmap(Op, itertools.product(kinds, *sizes)))
+        wanted = set(itertools.starmap(Work, itertools.product(kinds, *sizes)))
         places: dict[tuple[int, int, str], Slot] = {}
         for slot in self.slots:
-            if slot.op not in wanted or slot.tick < 0:
+            if slot.work not in wanted or slot.tick < 0:
                 raise ValueError(f"{self.name}: {_spell(slot)} is out of range")
-            if self.tick_of[slot.op] != slot.tick:
+            if self.tick_of[slot.work] != slot.tick:
                 raise ValueError(
-                    f"{self.name}: {_spell(slot)} runs again in tick {self.tick_of[slot.op]}"
+                    f"{self.name}: {_spell(slot)} runs again in tick {self.tick_of[slot.work]}"
                 )
             if other := places.get(slot[:3]):
                 raise ValueError(f"{self.name}: {_spell(other)} and {_spell(slot)} share a place")
@@ -188,7 +188,7 @@ class Table:
         if missing := sorted(wanted - self.tick_of.keys()):
             raise ValueError(f"{self.name}: {', '.join(map(str, missing[:4]))} missing")
         for slot in self.slots:
-            needed = self.needs(slot.op)
+            needed = self.needs(slot.work)
             earliest = 0 if needed is None else self.tick_of[needed] + (needed.kind == slot.kind)
             if needed is not None and slot.tick < earliest:
                 raise ValueError(
@@ -197,7 +197,7 @@ class Table:
         return max(self.live)
 
     def free(self) -> list[tuple[int, int, str]]:
-        """Returns the (tick, stage, kind) that a phase computes but no op uses."""
+        """Returns the (tick, stage, kind) that a phase computes but no work uses."""
         used = {slot[:3] for slot in self.slots}
         places = (
             (tick, stage, kind)
@@ -231,7 +231,7 @@ class Table:
         for tick, stage, kind, chunk, microbatch in self.slots:
             if kind == "F":
                 kept[stage, tick] += 1
-                kept[stage, self.tick_of[Op(last, stage, chunk, microbatch)] + 1] -= 1
+                kept[stage, self.tick_of[Work(last, stage, chunk, microbatch)] + 1] -= 1
         return tuple(kept.cumsum(1).max(1).tolist())
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.schedule.ir import KINDS, Kind, Op, Table
+from megajax.schedule.ir import KINDS, Kind, Table, Work
 
 NOTHING = -1
 Key = tuple[int, int, int]  # stage, chunk, microbatch
@@ -76,29 +76,29 @@ def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
     backward False: its forward half alone, for evaluation. by_chunk: a new loop also begins where a
     chunk is used for the first time and where it has been for the last.
     """
-    when = {op: tick for op, tick in table.tick_of.items() if backward or op.kind == "F"}
-    kinds: list[Kind] = [k for k in KINDS if any(op.kind == k for op in when)]
+    when = {work: tick for work, tick in table.tick_of.items() if backward or work.kind == "F"}
+    kinds: list[Kind] = [k for k in KINDS if any(work.kind == k for work in when)]
     T, P = max(when.values()) + 1, table.stages
-    keys = [(op.stage, op.chunk, op.microbatch) for op in when if op.kind == "F"]
+    keys = [(work.stage, work.chunk, work.microbatch) for work in when if work.kind == "F"]
 
     def arrives(kind: Kind, key: Key) -> int | None:
         """The tick before which the key's value comes from a neighbour; None: made in place."""
-        source = table.needs(Op(kind, *key))
+        source = table.needs(Work(kind, *key))
         return when[source] + 1 if source is not None and source.kind == kind else None
 
     def life(kind: Kind, key: Key) -> tuple[int, int]:
         start = arrives(kind, key)
-        start = when[Op("F", *key)] if start is None else start  # embedded, or its loss taken
-        return start, when[Op(kinds[-1], *key)]
+        start = when[Work("F", *key)] if start is None else start  # embedded, or its loss taken
+        return start, when[Work(kinds[-1], *key)]
 
     input_of, inputs = _places({k: life("F", k) for k in keys}, P)
     grad_of, grads = _places({k: life("B", k) for k in keys}, P) if backward else ({}, 0)
     empty = np.full((T, P), NOTHING, np.int32)
     lanes = {k: Lane(*(empty.copy() for _ in range(4))) for k in kinds}
-    for op, tick in when.items():
-        lane, stage = lanes[op.kind], op.stage
-        key = (stage, op.chunk, op.microbatch)
-        lane.chunk[tick, stage], lane.microbatch[tick, stage] = op.chunk, op.microbatch
+    for work, tick in when.items():
+        lane, stage = lanes[work.kind], work.stage
+        key = (stage, work.chunk, work.microbatch)
+        lane.chunk[tick, stage], lane.microbatch[tick, stage] = work.chunk, work.microbatch
         lane.input[tick, stage] = input_of[key]
         lane.grad[tick, stage] = grad_of.get(key, NOTHING)
     land_input, land_grad = empty.copy(), empty.copy()
@@ -106,13 +106,13 @@ def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
     last = P - 1, table.chunks - 1
     for key in keys:
         stage, chunk, microbatch = key
-        tick = when[Op("F", *key)]
+        tick = when[Work("F", *key)]
         if (landing := arrives("F", key)) is not None:
             land_input[landing, stage] = input_of[key]
         else:
             embed[tick] = microbatch
             if backward:
-                unembed[when[Op("B", *key)]] = microbatch
+                unembed[when[Work("B", *key)]] = microbatch
         if (stage, chunk) == last:
             head[tick], head_place[tick] = microbatch, grad_of.get(key, NOTHING)
         elif backward and (landing := arrives("B", key)) is not None:

@@ -1,6 +1,6 @@
 """Gives a table its times: asynchronous, as papers draw it, and lockstep, as one program runs it.
 
-Durations are the seconds of ALL chunks of a stage by kind, so one chunk's op takes its part; or a
+Durations are the seconds of ALL chunks of a stage by kind, so one chunk's work takes its part; or a
 function of the task. Seconds may be any exact number too (fractions.Fraction).
 """
 
@@ -9,7 +9,7 @@ import graphlib
 from collections.abc import Callable, Mapping, Sequence
 
 from megajax.core.errors import UserError
-from megajax.schedule.ir import KINDS, Op, Span, Table, Task, Timeline
+from megajax.schedule.ir import KINDS, Span, Table, Task, Timeline, Work
 
 Durations = Mapping[str, float] | Callable[[Task], float]
 
@@ -26,18 +26,18 @@ def simulate(table: Table, durations: Durations, transfer: float = 0) -> Timelin
     """
     tasks = _tasks(table, durations)
     sent_to = {
-        needed: op.stage
-        for op in tasks
-        if (needed := table.needs(op)) is not None and needed.stage != op.stage and transfer
+        needed: work.stage
+        for work in tasks
+        if (needed := table.needs(work)) is not None and needed.stage != work.stage and transfer
     }
     planned = []
     for slot in table.slots:
-        task, needed = tasks[slot.op], table.needs(slot.op)
+        task, needed = tasks[slot.work], table.needs(slot.work)
         if needed is not None and sent_to.get(needed) == slot.stage:
             task = dataclasses.replace(task, deps=(_hop_name(tasks[needed]),))
         planned.append(task)
-        if slot.op in sent_to:
-            link = f"link {slot.stage}-{sent_to[slot.op]}"
+        if slot.work in sent_to:
+            link = f"link {slot.stage}-{sent_to[slot.work]}"
             hop = Task(_hop_name(task), link, (task.name,), transfer, "COMM", task.microbatch)
             planned.append(hop)
     return run(planned, _stages(table))
@@ -46,14 +46,14 @@ def simulate(table: Table, durations: Durations, transfer: float = 0) -> Timelin
 def lockstep(table: Table, durations: Durations) -> Timeline:
     """Runs the table as one SPMD program does: a tick ends when all stages have ended it.
 
-    In every tick of a phase all stages compute all kinds of the phase; what is no op of theirs is
+    In every tick of a phase all stages compute all kinds of the phase; what is no work of theirs is
     masked work. Hops are taken as hidden.
     Args and Raises: as `simulate`.
     """
     tasks = _tasks(table, durations)
     parts: dict[tuple[int, str], dict[int, Task]] = {}
     for slot in table.slots:
-        parts.setdefault((slot.tick, slot.kind), {})[slot.stage] = tasks[slot.op]
+        parts.setdefault((slot.tick, slot.kind), {})[slot.stage] = tasks[slot.work]
     spans, masked = [], []
     now: float = 0
     for (tick, kind), part in sorted(parts.items(), key=lambda p: (p[0][0], KINDS.index(p[0][1]))):
@@ -97,15 +97,15 @@ def run(tasks: Sequence[Task], resources: tuple[str, ...]) -> Timeline:
     return Timeline(tuple(spans[task.name] for task in tasks), resources)
 
 
-def _tasks(table: Table, durations: Durations) -> dict[Op, Task]:
-    """Returns a task with its duration for each op of the table."""
+def _tasks(table: Table, durations: Durations) -> dict[Work, Task]:
+    """Returns a task with its duration for all work of the table."""
     out = {}
-    for op in table.tick_of:
-        needed = table.needs(op)
+    for work in table.tick_of:
+        needed = table.needs(work)
         deps = () if needed is None else (_name(needed),)
-        kind, stage, chunk, microbatch = op
-        task = Task(_name(op), f"stage {stage}", deps, 0, kind, microbatch, stage, chunk)
-        out[op] = dataclasses.replace(task, duration=_seconds(table, durations, task))
+        kind, stage, chunk, microbatch = work
+        task = Task(_name(work), f"stage {stage}", deps, 0, kind, microbatch, stage, chunk)
+        out[work] = dataclasses.replace(task, duration=_seconds(table, durations, task))
     return out
 
 
@@ -128,8 +128,8 @@ def _stages(table: Table) -> tuple[str, ...]:
     return tuple(f"stage {s}" for s in range(table.stages))
 
 
-def _name(op: Op) -> str:
-    return f"{op.kind} stage {op.stage} chunk {op.chunk} microbatch {op.microbatch}"
+def _name(work: Work) -> str:
+    return f"{work.kind} stage {work.stage} chunk {work.chunk} microbatch {work.microbatch}"
 
 
 def _hop_name(task: Task) -> str:

@@ -30,10 +30,10 @@ def replace(table, old, *new):
 def loosened(table, rng):
     """The same order with idle ticks strewn in and every W later: valid, but not systolic."""
     later = {s: 3 * s.tick + rng.randrange(2) + (9 if s.kind == "W" else 0) for s in table.slots}
-    tied = {s.op: tick for s, tick in later.items() if s.kind == "F"}
+    tied = {s.work: tick for s, tick in later.items() if s.kind == "F"}
     slots = []
     for slot, tick in later.items():
-        needed = table.needs(slot.op)
+        needed = table.needs(slot.work)
         is_turn = slot.kind == "B" and needed is not None and needed.kind == "F"
         slots.append(slot._replace(tick=max(tick, tied[needed]) if is_turn else tick))
     return dataclasses.replace(table, slots=tuple(slots))
@@ -96,10 +96,10 @@ def test_live_inputs_are_counted(table, is_loose, seed):
     for tick in range(table.ticks):
         slots = [s for s in table.slots if s.tick == tick]
         for slot in [s for s in slots if s.kind == "F"]:
-            held[slot.stage].add(slot.op[1:])
+            held[slot.stage].add(slot.work[1:])
         most = [max(m, len(h)) for m, h in zip(most, held, strict=True)]
         for slot in [s for s in slots if s.kind == ("W" if table.is_split else "B")]:
-            held[slot.stage].remove(slot.op[1:])
+            held[slot.stage].remove(slot.work[1:])
     assert table.live == tuple(most) and table.check() == max(most)
 
 

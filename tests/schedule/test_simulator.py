@@ -139,7 +139,7 @@ def test_every_start_equals_the_event_simulation(name, s, m, transfer, seed):
     """With a random duration for each op; links that are slower than stages queue."""
     rng = random.Random(seed)
     table = build.BUILDERS[name](s, m, 2 if name in ("gpipe", "interleaved") else 1)
-    spent = {slot.op: rng.randrange(1, 20) for slot in table.slots}
+    spent = {slot.work: rng.randrange(1, 20) for slot in table.slots}
 
     def seconds(task):
         return spent[task.kind, task.stage, task.chunk, task.microbatch]
@@ -233,15 +233,15 @@ def test_zero_bubble_against_1f1b(s, m):
 def test_lockstep_adds_up_the_slowest_of_each_part(name, seed):
     rng = random.Random(seed)
     table = build.BUILDERS[name](3, 6, 2 if name == "interleaved" else 1)
-    spent = {slot.op: rng.randrange(1, 20) for slot in table.slots}
+    spent = {slot.work: rng.randrange(1, 20) for slot in table.slots}
     timeline = lockstep(table, lambda t: spent[t.kind, t.stage, t.chunk, t.microbatch])
     parts = defaultdict(list)
     for slot in table.slots:
         parts[slot.tick, "FBW".index(slot.kind)].append(slot)
     now, expected = 0, {}
     for _, slots in sorted(parts.items()):
-        expected |= {slot.op: (now, now + spent[slot.op]) for slot in slots}
-        now += max(spent[slot.op] for slot in slots)
+        expected |= {slot.work: (now, now + spent[slot.work]) for slot in slots}
+        now += max(spent[slot.work] for slot in slots)
     assert timeline.makespan == now
     assert as_times(timeline) == expected
     assert len(timeline.masked) == len(table.free())
