@@ -1,5 +1,7 @@
 """Norms, rotary positions, losses and dropout against NumPy in float64."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,26 @@ from megajax.layers.losses import cross_entropy, mask_padding
 from megajax.layers.norm import Norm
 from megajax.layers.ops import matmul
 from megajax.layers.rope import RopeConfig, frequencies, rotary, rotate
+
+
+def test_a_float32_product_of_16_bit_arrays_has_16_bit_products_backward(seed):
+    """Rounding the gradient once adds no more than rounding the results does (float64 oracle)."""
+    random = np.random.default_rng(seed)
+    x, w, dz = (random.normal(size=s) for s in ((2, 48, 64), (64, 96), (2, 48, 96)))
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w))
+    dz = jnp.asarray(dz, jnp.float32)
+    wide = lambda x, w: matmul(x, w, out_dtype=jnp.float32)  # noqa: E731
+    out, pull = jax.vjp(wide, x, w)
+    assert out.dtype == jnp.float32
+    exact = [np.asarray(a, np.float64) for a in (x, w, dz)]
+    dx, dw = exact[2] @ exact[1].T, np.einsum("bsd,bsv->dv", exact[0], exact[2])
+    for got, want in zip(pull(dz), (dx, dw), strict=True):
+        assert got.dtype == jnp.bfloat16
+        rounded = np.asarray(jnp.asarray(want, jnp.bfloat16), np.float64)
+        error, least = (np.linalg.norm(np.float64(a) - want) for a in (got, rounded))
+        assert error <= 2 * least
+    text = jax.jit(lambda x, w, dz: jax.vjp(wide, x, w)[1](dz)).lower(x, w, dz).as_text()
+    assert "dot_general" in text and not re.search(r"dot_general .*: \(.*f32.*\) ->", text)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
