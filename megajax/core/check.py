@@ -83,7 +83,7 @@ def _check_sequence(cfg: Any, sizes: Mapping[str, int]) -> None:
     train, model = cfg.train, cfg.model
     for factor, spelled in (
         (sizes["context"] * sizes["tensor"], "mesh.context x mesh.tensor"),
-        (sizes["context"] * train.loss_chunks, "mesh.context x train.loss_chunks"),
+        (sizes["context"] * max(train.loss_chunks, 1), "mesh.context x train.loss_chunks"),
     ):
         if train.seq_len % factor:
             raise UserError(

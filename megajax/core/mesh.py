@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import jax
@@ -118,6 +118,21 @@ def describe(mesh: Mesh) -> str:
 # ---- start of a process
 
 
+# Share of a GPU's memory that jax's allocator may take (chosen: 80 GB less 2.5 GB for NCCL's
+# buffers and the CUDA context is 0.97, less what kernels load later; jax's own default is 0.75).
+MEMORY_SHARE = 0.92
+
+
+def set_memory_share(env: MutableMapping[str, str] | None = None) -> None:
+    """Lets jax use MEMORY_SHARE of a GPU unless the user says otherwise, by either of jax's names.
+
+    It must come before jax touches a device.
+    """
+    env = os.environ if env is None else env
+    if not {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & set(env):
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
+
+
 def count_gpus() -> int:
     """Returns the GPUs that the NVIDIA driver shows this process, without starting jax."""
     if os.environ.get("JAX_PLATFORMS", "cuda") not in ("", "cuda", "gpu", "cuda,cpu"):
@@ -142,7 +157,9 @@ def start(emulate: int | None = None, emulate_default: int | None = None) -> Non
     """
     if emulate is None and count_gpus() == 0:
         emulate = emulate_default or 1
-    if emulate is not None:
+    if emulate is None:
+        set_memory_share()
+    else:
         if emulate < 1:
             raise UserError(f"emulate={emulate} must be at least 1 (--emulate)")
         try:

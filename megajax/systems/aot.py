@@ -19,12 +19,11 @@ from megajax.cost import hlo, memory, traffic, traps
 from megajax.cost.base import Phase
 from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo_module import Module
-from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
-from megajax.parallel import sharding
 from megajax.parallel.tick import branches
 from megajax.training.config import Config
+from megajax.training.shape import step_shape, with_chunks
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
 
@@ -89,34 +88,6 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
         )
     cfg.check(found)
     return found
-
-
-def step_shape(
-    cfg: Config,
-    found: dict[str, int],
-    fused_attention: bool = False,
-    phase: Phase = "train",
-) -> StepShape:
-    """Returns what the cost model must know of a configuration."""
-    stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
-    schedule = Pipeline()
-    if stages > 1:
-        hides = pipeline.overlap == "chunk"
-        pieces, order = pipeline.pieces(stages), pipeline.schedule
-        schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
-    return StepShape(
-        load=cfg.model.workload(train.global_batch, train.seq_len, train.dtype, phase),
-        sizes=found,
-        zero_axes=tuple(a for a in sharding.zero_axes(cfg.shard.zero) if found[a] > 1),
-        accumulate=train.accumulate if phase == "train" else 1,
-        remat=train.remat,
-        loss_chunks=train.loss_chunks if phase == "train" else 1,
-        optimizer=cfg.optim.name,
-        fused_attention=fused_attention,
-        local_gradients=stages > 1 and pipeline.gradients == "local",
-        pipeline=schedule,
-        context=cfg.context.kind,
-    )
 
 
 def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
@@ -190,7 +161,9 @@ def outline(
     rows, or 'decode' of one token for each with a cache of seq_len tokens, instead of training.
     Raises: UserError when the configuration cannot run there.
     """
-    step = step_shape(cfg, sizes(cfg, cluster), fused_attention, phase)
+    found = sizes(cfg, cluster)
+    cfg = with_chunks(cfg, found, cluster.card)
+    step = step_shape(cfg, found, fused_attention, phase)
     terms = memory.terms(step)
     guess = estimate(step, cluster, traffic.transfers(step))
     misfit = memory.misfit(terms, cluster.card.memory_bytes - RESERVE_BYTES)

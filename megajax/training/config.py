@@ -41,7 +41,9 @@ class TrainConfig(Checked, section="train"):
     dtype: Literal["float32", "bfloat16"] = option("float32", "of compute; masters are float32")
     remat: Remat = option("outputs", "what the backward pass keeps: all, nothing, or by name")
     loss_chunks: int = option(
-        1, "pieces of the sequence whose logits exist at one time", at_least=1
+        1,
+        "pieces of the sequence whose logits exist at one time; 0: the fewest that fit the GPU",
+        at_least=0,
     )
     z_loss: float = option(0.0, "weight of log(Z)^2 in the objective", at_least=0)
     attention: Literal["auto", "xla", "cudnn", "varlen"] = option(
@@ -230,6 +232,6 @@ class Config(JobConfig):
         """Returns the decoder with the next token as its target."""
         train = self.train
         parts = functools.partial(
-            decoder.parts, self.model, dtype=train.dtype, loss_chunks=train.loss_chunks
+            decoder.parts, self.model, dtype=train.dtype, loss_chunks=max(train.loss_chunks, 1)
         )
         return Task(parts, token_rows(train.seq_len), mean_loss(train.z_loss))

@@ -43,7 +43,7 @@ class FinetuneConfig(JobConfig):
         """Returns the encoder with its head's targets."""
         train = self.train
         parts = functools.partial(
-            encoder.parts, self.model, dtype=train.dtype, loss_chunks=train.loss_chunks
+            encoder.parts, self.model, dtype=train.dtype, loss_chunks=max(train.loss_chunks, 1)
         )
         return Task(parts, token_rows(train.seq_len), mean_loss(train.z_loss))
 

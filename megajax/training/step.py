@@ -21,6 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.core.hardware import find_card
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, is_words, name, named_leaves, owner
 from megajax.layers.losses import LossSums, MoeSums
@@ -28,6 +29,7 @@ from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor
 from megajax.parallel.pipeline import Pipeline, layer_order
 from megajax.training.optim import Optimizer
+from megajax.training.shape import with_chunks
 from megajax.training.state import TrainState
 from megajax.training.task import Leaf, Task
 
@@ -72,6 +74,9 @@ def make_train_step(
       itself describes, `cfg.task()`. optimizer(words of the parameters, layout): None: that of the
       configuration, `cfg.optimizer`.
     """
+    device = mesh.devices.flat[0]
+    card = None if device.platform == "cpu" else find_card(device.device_kind)
+    cfg = with_chunks(cfg, dict(mesh.shape), card)
     task = cfg.task() if task is None else task
     layout = sharding.layout(mesh, cfg.shard.zero, model=cfg.model)
     cfg.check(mesh.shape)

@@ -23,7 +23,7 @@ SEED = 2**32 - 1  # NumPy's generators and jax's 32-bit keys take no more
 # (lowest, highest, whether a float may equal them) -> members of a run's configuration.
 RANGES = {
     (1, INF, True): """
-        train.steps train.global_batch train.seq_len train.accumulate train.loss_chunks
+        train.steps train.global_batch train.seq_len train.accumulate
         model.layers model.width model.heads model.kv_heads model.head_width model.mlp model.vocab
         model.vocab_multiple model.max_positions model.window model.rope.original_positions
         model.moe.top_k model.moe.width model.moe.groups model.moe.top_groups
@@ -32,7 +32,7 @@ RANGES = {
         pipeline.microbatches pipeline.chunks prune.stages prune.steps prune.tile prune.chunk
         emulate emulate_without_gpu""",
     (0, INF, True): """
-        train.z_loss optim.lr optim.warmup optim.weight_decay optim.clip
+        train.loss_chunks train.z_loss optim.lr optim.warmup optim.weight_decay optim.clip
         model.moe.experts model.moe.shared model.moe.aux_loss model.moe.z_loss model.moe.bias_rate
         prune.start data.prefetch data.hash_gib eval.every eval.batches
         eval.sample_tokens eval.temperature

@@ -4,7 +4,7 @@ from jax.sharding import AxisType
 
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
-from megajax.core.mesh import MeshSpec, describe, find_cluster, fit
+from megajax.core.mesh import MeshSpec, describe, find_cluster, fit, set_memory_share
 
 
 def test_data_takes_the_devices_that_remain():
@@ -89,3 +89,10 @@ def test_an_explicit_coordinator_needs_its_companions():
         find_cluster(env)
     job = find_cluster(env | {"JAX_PROCESS_ID": "1"})
     assert job is not None and (job.processes, job.process) == (2, 1)
+
+
+def test_a_gpus_memory_is_used_unless_the_user_says_otherwise():
+    for given in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1"}):
+        env = dict(given)
+        set_memory_share(env)
+        assert env == (given or {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"})

@@ -1,0 +1,71 @@
+"""What the cost model must know of a run's configuration, and what a run asks the cost model.
+
+Floor: training. Memory and time of a `StepShape` are megajax/cost's; systems/aot.py plans with it.
+"""
+
+import dataclasses
+from typing import Any
+
+from megajax.core.hardware import DeviceCard
+from megajax.cost import memory
+from megajax.cost.base import Phase
+from megajax.cost.pipeline import Pipeline
+from megajax.cost.step import StepShape
+from megajax.parallel import sharding
+
+# Share of a GPU's memory that the terms of cost/memory.py, a lower bound, may fill (assumed until a
+# measured peak stands beside them).
+ROOM = 0.85
+MOST_CHUNKS = 64  # (chosen) more pieces make the head's products too small to be worth it
+
+
+def step_shape(
+    cfg: Any,
+    found: dict[str, int],
+    fused_attention: bool = False,
+    phase: Phase = "train",
+) -> StepShape:
+    """Returns what the cost model must know of a configuration. found: {mesh axis: size}."""
+    stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
+    schedule = Pipeline()
+    if stages > 1:
+        hides = pipeline.overlap == "chunk"
+        pieces, order = pipeline.pieces(stages), pipeline.schedule
+        schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
+    return StepShape(
+        load=cfg.model.workload(train.global_batch, train.seq_len, train.dtype, phase),
+        sizes=found,
+        zero_axes=tuple(a for a in sharding.zero_axes(cfg.shard.zero) if found[a] > 1),
+        accumulate=train.accumulate if phase == "train" else 1,
+        remat=train.remat,
+        loss_chunks=max(train.loss_chunks, 1) if phase == "train" else 1,
+        optimizer=cfg.optim.name,
+        fused_attention=fused_attention,
+        local_gradients=stages > 1 and pipeline.gradients == "local",
+        pipeline=schedule,
+        context=cfg.context.kind,
+    )
+
+
+def with_chunks(cfg: Any, found: dict[str, int], card: DeviceCard | None) -> Any:
+    """Returns the configuration with a number of loss chunks where it leaves that open (0).
+
+    The fewest pieces of the sequence with which the terms of memory fill at most ROOM of the GPU,
+    because one piece needs no second product for the logits and several do, and each piece adds
+    once more to the table's gradient. One piece on a device that has no card, as a CPU.
+    """
+    train = cfg.train
+    if train.loss_chunks:
+        return cfg
+    chosen = 1
+    if card is not None:
+        fused = train.attention != "xla" and train.dtype == "bfloat16"
+        step = step_shape(cfg, found, fused)
+        tokens = train.seq_len // found["context"]
+        pieces = [n for n in range(1, MOST_CHUNKS + 1) if tokens % n == 0]
+        needed = (
+            memory.bound(memory.terms(dataclasses.replace(step, loss_chunks=n))) for n in pieces
+        )
+        fits = [n for n, b in zip(pieces, needed, strict=True) if b <= ROOM * card.memory_bytes]
+        chosen = min(fits, default=pieces[-1])
+    return dataclasses.replace(cfg, train=dataclasses.replace(train, loss_chunks=chosen))
