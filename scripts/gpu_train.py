@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cudnn, remat outputs": {},
     "varlen, remat outputs": {"train.attention": "varlen"},
     "cudnn, remat full": {"train.remat": "full"},
-    "cudnn, remat dots": {"train.remat": "dots"},
+    "cudnn, remat dots": {"train.remat": "dots", "train.loss_chunks": 0},
     "cudnn, batch 16": {"train.global_batch": 16},
     "cudnn, parallel block": {"model.block": "parallel"},
     "xla, batch 2": {"train.attention": "xla", "train.global_batch": 2},

@@ -21,7 +21,13 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments.reports import gpu_tables, kernel_tables, overlap_tables, pruning_tables
+from experiments.reports import (
+    gpu_tables,
+    kernel_tables,
+    overlap_tables,
+    pruning_tables,
+    step_tables,
+)
 from experiments.storm import account
 from megajax.core import config
 from megajax.core.hardware import CARDS
@@ -276,6 +282,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,
+    "step_budget": functools.partial(step_tables.configurations, RESULTS / "step_budget.json"),
+    "step_causes": functools.partial(step_tables.causes, RESULTS / "step_budget.json", 4),
     "megascale_mfu": megascale_mfu,
     "megascale_ablation": megascale_ablation,
     "schedules": schedules,

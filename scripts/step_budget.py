@@ -1,0 +1,147 @@
+"""Where the time of one train step goes on one H100: an ESTIMATE by the cost model, by cause.
+
+    uv run scripts/step_budget.py [--out=experiments/results]
+
+The step of the 1.2B decoder of scripts/gpu_train.py (8 rows of 4,096 tokens). Three configurations:
+as the program was before packed cuDNN attention, the same flags now, and the flags recommended for
+one H100. Each for rows of one segment and of four. The efficiencies are the cost model's own
+(cost/roofline.py, assumed); nothing here was measured. Writes step_budget.json into --out.
+
+The first configuration adds to the model what that program was seen to do when it was lowered:
+attention's forward pass ran twice and met all pairs of a row (a dense mask is no causal order for
+cuDNN), and both of the head's backward products were float32 (TF32).
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import gpu_train
+
+from megajax.core import config
+from megajax.core.config import Checked
+from megajax.core.hardware import CARDS, Cluster, parse_cluster
+from megajax.core.paths import expand
+from megajax.cost import memory
+from megajax.cost.estimate import estimate
+from megajax.cost.flops import train_flops_per_token
+from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
+from megajax.monitor import results
+from megajax.training.config import Config as RunConfig
+from megajax.training.shape import step_shape, with_chunks
+
+ONE = dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
+NOW = "cudnn, remat outputs"
+RECOMMENDED = "cudnn, remat dots"
+CARD, MODEL = CARDS["H100"], Roofline()
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """Where the results go."""
+
+    out: str = results.out_option("step_budget")
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def shape_of(cfg: RunConfig, pieces: int) -> StepShape:
+    """The step with attention of the segments only: as many rows as there are segments."""
+    train = dataclasses.replace(
+        cfg.train, global_batch=cfg.train.global_batch * pieces, seq_len=cfg.train.seq_len // pieces
+    )
+    return step_shape(dataclasses.replace(cfg, train=train), ONE, fused_attention=True)
+
+
+def budget(step: StepShape) -> dict[str, float]:
+    """Milliseconds of the step by cause; they add up to the estimate."""
+    found: dict[str, float] = {}
+
+    def add(cause: str, seconds: float) -> None:
+        found[cause] = found.get(cause, 0.0) + 1e3 * seconds
+
+    for op in step.forward.ops:
+        if op.part not in step.counts:
+            continue
+        times, once = step.counts[op.part][0], op.count * MODEL.op_time(op, CARD)[0]
+        if op.part in ("norm", "activation"):
+            add("norms and activations, forward and backward", 3 * once)
+            add("norms and activations again (remat)", (times - 3) * once)
+            continue
+        # Of attention a causal half is credited, of products all.
+        half = 0.5 if op.part == "attention" else 1.0
+        ideal = half * op.count * op.flops / CARD.flops["bfloat16"]
+        kind = "attention" if op.part == "attention" else "products"
+        add("useful work at the card's peak", 3 * ideal)
+        add(f"{kind}: below the peak (assumed efficiency)", 3 * (once - ideal))
+        again = {"attention": "attention", "head": "head"}.get(op.part, "products of the blocks")
+        add(f"{again} again", (times - 3) * once)
+    update = estimate(step, parse_cluster("H100:1x1"), ()).update_s
+    add("optimizer update", update)
+    return {cause: ms for cause, ms in found.items() if ms > 0}
+
+
+def as_before(step: StepShape, row_step: StepShape) -> dict[str, float]:
+    """What the earlier program adds to the same step, milliseconds. row_step: of whole rows."""
+    (here,), (there,) = (
+        [op for op in s.forward.ops if op.part == "attention"] for s in (step, row_step)
+    )
+    once, pairs = (op.count * MODEL.op_time(op, CARD)[0] for op in (here, there))
+    (head,) = (op for op in step.forward.ops if op.part == "head")
+    rates = (CARD.flops[dtype] for dtype in ("tfloat32", "bfloat16"))
+    slow, fast = (head.flops * head.count / (MODEL.matmul * rate) for rate in rates)
+    return {
+        "attention again": 1e3 * pairs,
+        "attention: pairs of other segments": 1e3 * 3 * (pairs - once),
+        "head: float32 products backward": 1e3 * 2 * (slow - fast),
+    }
+
+
+def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) -> dict[str, Any]:
+    """One configuration's estimate."""
+    cfg = gpu_train.configuration(variant, rehearsal=False)
+    if not before:
+        open_chunks = config.override(cfg, {"train.loss_chunks": 0})
+        cfg = with_chunks(open_chunks, ONE, CARD) if variant == RECOMMENDED else cfg
+    step = shape_of(cfg, pieces)
+    causes = budget(step)
+    for cause, ms in (as_before(step, shape_of(cfg, 1)) if before else {}).items():
+        causes[cause] = causes.get(cause, 0.0) + ms
+    step_s = sum(causes.values()) / 1e3
+    if not before:
+        assert abs(step_s - estimate(step, cluster, ()).step_s) < 1e-6
+    flops = train_flops_per_token(step.load, "causal") * step.load.tokens
+    return {
+        "configuration": name, "segments": pieces, "step_ms": 1e3 * step_s,
+        "mfu_percent": 100 * flops / step_s / CARD.flops["bfloat16"],
+        "bound_gib": memory.bound(memory.terms(shape_of(cfg, 1))) / 2**30,
+        "remat": cfg.train.remat, "loss_chunks": cfg.train.loss_chunks,
+        "causes_ms": {cause: round(ms, 2) for cause, ms in causes.items()},
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Writes the estimates."""
+    cfg, _ = config.from_flags(PRESETS)
+    folder = results.writable_folder(cfg.out)
+    cluster = parse_cluster("H100:1x1")
+    rows = [
+        row(name, variant, pieces, name == "before", cluster)
+        for pieces in (1, gpu_train.PIECES)
+        for name, variant in (("before", NOW), ("now", NOW), ("recommended", RECOMMENDED))
+    ]
+    about = results.facts("H100", "estimated: efficiencies assumed, nothing measured")
+    results.write(expand(str(folder), "out") / "step_budget.json", about, rows)
+    for found in rows:
+        print({k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))
