@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import fused_gemm, interpret
+from pallas_kernels import aot, fused_gemm, interpret
 from pallas_kernels.gemm import hopper, promotion, reference
 from pallas_kernels.gemm.reference import Scales
 from pallas_kernels.hopper import tiles
@@ -178,3 +180,21 @@ def test_there_are_no_gradients():
     x = X["float8_e4m3fn"]
     with pytest.raises(NotImplementedError, match="has no gradients"):
         jax.grad(lambda bias: fused_gemm(x, x.T, bias=bias).sum())(jnp.ones(4, jnp.bfloat16))
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_a_split_product_is_a_kernel_and_one_fusion_and_copies_no_weight():
+    mesh = Mesh(np.array(aot.devices(1, 1)), "d")
+
+    def array(*shape, dtype=INT8):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    def call(x, w_NK, down, across):
+        return fused_gemm(x, w_NK.T, x_scale=down, w_scale=across, implementation="hopper")
+
+    step = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P())
+    vectors = array(64, dtype=jnp.float32), array(4096, dtype=jnp.float32)
+    text = aot.compile(jax.jit(step).lower(array(64, 4096), array(4096, 4096), *vectors)).as_text()
+    words = ("custom-call(", "fusion(", "copy(", "transpose(")
+    assert [sum(f" {word}" in line for line in text.splitlines()) for word in words] == [1, 1, 0, 0]
