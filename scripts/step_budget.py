@@ -1,11 +1,14 @@
 """Where the time of one train step goes on one H100: an ESTIMATE by the cost model, by cause.
 
-    uv run scripts/step_budget.py [--out=experiments/results]
+    uv run scripts/step_budget.py [--out=experiments/results] [--compiled]
 
 The step of the 1.2B decoder of scripts/gpu_train.py (8 rows of 4,096 tokens). Three configurations:
 as the program was before packed cuDNN attention, the same flags now, and the flags recommended for
 one H100. Each for rows of one segment and of four. The efficiencies are the cost model's own
 (cost/roofline.py, assumed); nothing here was measured. Writes step_budget.json into --out.
+--compiled also writes step_memory.json, the memory of the recommended step compiled for an H100
+without one. cuDNN's kernel cannot be compiled without its library: attention is 'varlen' there,
+which keeps the same arrays.
 
 The first configuration adds to the model what that program was seen to do when it was lowered:
 attention's forward pass ran twice and met all pairs of a row (a dense mask is no causal order for
@@ -22,7 +25,7 @@ from typing import Any
 import gpu_train
 
 from megajax.core import config
-from megajax.core.config import Checked
+from megajax.core.config import Checked, option
 from megajax.core.hardware import CARDS, Cluster, parse_cluster
 from megajax.core.paths import expand
 from megajax.cost import memory
@@ -31,8 +34,10 @@ from megajax.cost.flops import train_flops_per_token
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
 from megajax.monitor import results
+from megajax.systems.aot import QUICK
 from megajax.training.config import Config as RunConfig
 from megajax.training.shape import step_shape, with_chunks
+from pallas_kernels import aot
 
 ONE = dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
 NOW = "cudnn, remat outputs"
@@ -45,6 +50,7 @@ class Config(Checked):
     """Where the results go."""
 
     out: str = results.out_option("step_budget")
+    compiled: bool = option(False, "also compile the recommended step for an H100 (extra aot)")
 
 
 PRESETS = {"default": Config}
@@ -126,6 +132,23 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
     }  # fmt: skip
 
 
+def memory_row() -> dict[str, Any]:
+    """XLA's memory of the recommended step, beside the lower bound of the cost model's terms."""
+    cfg = gpu_train.configuration(RECOMMENDED, rehearsal=False)
+    cfg = config.override(cfg, {"train.attention": "varlen"})
+    step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
+    lowered = step.step.lower(step.abstract_state, step.abstract_batch)
+    used = aot.compile(lowered, QUICK).memory_analysis()
+    chosen = with_chunks(cfg, ONE, CARD)
+    bound = memory.bound(memory.terms(step_shape(chosen, ONE, fused_attention=True)))
+    return {
+        "configuration": "recommended", "loss_chunks": chosen.train.loss_chunks,
+        "arguments_gib": used.argument_size_in_bytes / 2**30,
+        "temporary_gib": used.temp_size_in_bytes / 2**30,
+        "peak_gib": used.peak_memory_in_bytes / 2**30, "bound_gib": bound / 2**30,
+    }  # fmt: skip
+
+
 def main() -> int:
     """Writes the estimates."""
     cfg, _ = config.from_flags(PRESETS)
@@ -138,6 +161,9 @@ def main() -> int:
     ]
     about = results.facts("H100", "estimated: efficiencies assumed, nothing measured")
     results.write(expand(str(folder), "out") / "step_budget.json", about, rows)
+    if cfg.compiled:
+        about = results.facts("H100", "compiled for H100, not run")
+        results.write(expand(str(folder), "out") / "step_memory.json", about, [memory_row()])
     for found in rows:
         print({k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})
     return 0

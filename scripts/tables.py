@@ -283,6 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nano_figures": nano_figures,
     "bench_train": bench_train,
     "step_budget": functools.partial(step_tables.configurations, RESULTS / "step_budget.json"),
+    "step_memory": functools.partial(step_tables.memory, RESULTS / "step_memory.json"),
     "step_causes": functools.partial(step_tables.causes, RESULTS / "step_budget.json", 4),
     "megascale_mfu": megascale_mfu,
     "megascale_ablation": megascale_ablation,

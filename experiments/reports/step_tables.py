@@ -18,6 +18,16 @@ def configurations(path: Path) -> str:
     return table(path, columns)
 
 
+def memory(path: Path) -> str:
+    """What XLA says of the step's memory."""
+    columns = {
+        "configuration": "configuration", "loss chunks": "loss_chunks",
+        "arguments, GiB": "arguments_gib", "temporary, GiB": "temporary_gib",
+        "peak, GiB": "peak_gib", "lower bound by the model, GiB": "bound_gib",
+    }  # fmt: skip
+    return table(path, columns)
+
+
 def causes(path: Path, segments: int) -> str:
     """Milliseconds of each configuration by cause, of rows of so many segments."""
     found = json.loads(path.read_text())

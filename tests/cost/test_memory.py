@@ -117,9 +117,10 @@ def test_a_key_value_head_that_ranks_share_is_stored_by_all_and_used_once():
     found = terms(step)
     assert found["parameters"] == 4 * (shared + (others + 64 * 8) / 4) / 2
     assert found["gradients"] == found["parameters"]
-    # A rank's products into the block: 4 of q, a whole head of k and of v, 32 / 4 of the MLP.
-    stream, inputs = 32 * 8 * 2 / 4, 32 * 2 * (4 + 4 + 4 + 8)
-    assert found["stash"] == 4 * (2 * stream + inputs)
+    # A rank's products into the block: 4 of q, a whole head of k and of v, 32 / 4 of the MLP; and
+    # its head of attention's result.
+    stream, inputs, attended = 32 * 8 * 2 / 4, 32 * 2 * (4 + 4 + 4 + 8), 32 * 2 * 4
+    assert found["stash"] == 4 * (2 * stream + inputs + attended)
     # In use: a layer's whole heads of keys and values, a quarter of all else, and of the table.
     assert found["weights in use"] == 2 * (64 + (768 + 64 * 8) / 4)
     staged = dataclasses.replace(
