@@ -11,6 +11,9 @@ warpgroups and a producer around a ring of tiles. Both recompute the weights fro
     fused dkv that also adds each tile's dS K into dQ in device memory (FlashAttention-3 section
           3.2): 5 products instead of 7, and an order of additions that no one knows
 
+Both start S and the product of dO and V before they wait for S: the weights are computed beside the
+second. The sums dQ, dK and dV are accumulators over all tiles, waited for in each.
+
 The ring of dkv follows the inverse table (ranges.py), so all do work in proportion to the useful
 pairs. Head width 256: two accumulators of 256 columns do not fit in a warpgroup's registers, so
 both warpgroups take the same 64 key rows (`mine`; else rows of their own) and each half of the
@@ -29,7 +32,6 @@ The other goes on to tile n + 1; ds[n % 2] is written again at n + 2, after both
 Legend: as hopper_forward.py; N rows of a ring's tile, R = H / G.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -40,6 +42,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
+from pallas_kernels.attention.hopper_backward_tile import (
+    FUSED_WIDTHS,
+    Tile,
+    check,
+    dkv_buffers,
+    dq_buffers,
+    pieces_of,
+)
 from pallas_kernels.attention.hopper_forward import (
     BLOCK_Q,
     LOG2E,
@@ -48,9 +58,7 @@ from pallas_kernels.attention.hopper_forward import (
     block_table,
     by_row,
     logits,
-    multiply_into,
     pad,
-    product,
     row_slopes,
     row_vector,
     short_rows,
@@ -58,25 +66,8 @@ from pallas_kernels.attention.hopper_forward import (
 )
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import Spec
-from pallas_kernels.hopper import tiles as limits
 from pallas_kernels.hopper.epilogue import WGMMA
 from pallas_kernels.hopper.memory import number, swizzled, varying_as
-
-FUSED_WIDTHS = (64, 96, 128)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """block: rows of a tile of either ring, of keys in dq, of queries in dkv.
-
-    stages: tiles in flight in each. fused: one kernel, of block_dkv and stages_dkv, for all.
-    """
-
-    block_dq: int
-    stages_dq: int
-    block_dkv: int
-    stages_dkv: int
-    fused: bool = False
 
 
 def heuristic(width: int, longest: int | None = None, deterministic: bool = True) -> Tile:
@@ -91,63 +82,6 @@ def heuristic(width: int, longest: int | None = None, deterministic: bool = True
     if width <= 64:
         return Tile(64, 4, 64, 4)
     return Tile(64, 4, 64, 3) if width <= 128 else Tile(32, 2, 64, 2)
-
-
-def dq_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
-    """The shared memory of a thread block of dq."""
-    own = ((WARPGROUPS, ROWS, width), dtype)
-    tiles = ((tile.stages_dq, tile.block_dq, width), dtype)
-    return {"q_smem": own, "dout_smem": own, "k_smem": tiles, "v_smem": tiles}
-
-
-def dkv_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
-    """The shared memory of a thread block of dkv or of the fused kernel."""
-    pieces = pieces_of(width)
-    own = ((WARPGROUPS // pieces, pieces, ROWS, width // pieces), dtype)
-    tiles = ((tile.stages_dkv, pieces, tile.block_dkv, width // pieces), dtype)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
-        "k_smem": own,
-        "v_smem": own,
-        "q_smem": tiles,
-        "dout_smem": tiles,
-        "sum_smem": ((tile.stages_dkv, 2, tile.block_dkv), jnp.float32),
-        "row_smem": ((tile.stages_dkv, 3, tile.block_dkv), jnp.int32),
-    }
-    if tile.fused:
-        found["ds_smem"] = ((2, WARPGROUPS, ROWS, tile.block_dkv), dtype)
-        found["dq_smem"] = ((tile.block_dkv, width), jnp.float32)
-    return found
-
-
-def pieces_of(width: int) -> int:
-    """How many warpgroups share key rows, each with a piece of the columns."""
-    return 1 if width <= 128 else WARPGROUPS
-
-
-def check(tile: Tile, width: int, dtype: Any) -> None:
-    """Raises: ValueError for tiles that the hardware does not take."""
-    op = "varlen_attention backward"
-    for name in ("block_dq", "block_dkv"):
-        limits.check_multiple(op, name, getattr(tile, name), 32, 256)
-    for name in ("stages_dq", "stages_dkv"):
-        limits.check_multiple(op, name, getattr(tile, name), 1)
-    if tile.fused and (tile.block_dkv != ROWS or width not in FUSED_WIDTHS):
-        raise ValueError(
-            f"{op}: fused needs block_dkv={ROWS}, got {tile.block_dkv}, and a head width of "
-            f"{FUSED_WIDTHS}, got {width}"
-        )
-    # All live at once: sums, the weights and their derivative. What else is live is little.
-    if not tile.fused:
-        limits.check_shared(f"{op} (dq)", dq_buffers(tile, width, dtype))
-        logits_shape = (ROWS, tile.block_dq)
-        limits.check_registers(
-            f"{op} (dq)", WARPGROUPS, (ROWS, width), logits_shape, logits_shape, spare=32
-        )
-    limits.check_shared(f"{op} (dkv)", dkv_buffers(tile, width, dtype))
-    sums, logits_shape = (ROWS, width // pieces_of(width)), (ROWS, tile.block_dkv)
-    limits.check_registers(
-        f"{op} (dkv)", WARPGROUPS, sums, sums, logits_shape, logits_shape, spare=32
-    )
 
 
 def backward(
@@ -207,6 +141,15 @@ def afresh(index, interpret: bool):
     the loop, and accumulators spill (120 bytes at head width 256; fused, 100 at 128).
     """
     return index if interpret else lax.optimization_barrier(index)
+
+
+def multiply(acc_ref, left, right_smem, staging_smem, interpret: bool):
+    """Starts acc += left right, left in registers: through shared memory where interpreted."""
+    if interpret:
+        staging_smem[...] = left
+        plgpu.commit_smem()
+        left = staging_smem
+    plgpu.wgmma(acc_ref, left, right_smem)
 
 
 def _call(name, body, out_type, scratch, grid, interpret):
@@ -274,33 +217,47 @@ def _varlen_attention_dq(
         slope = slopes[head, 0] if alibi else None
         plgpu.barrier_wait(own_ready.at[warpgroup])
 
-        def step(c, dq, masked):
-            slot = slot_of(c)
-            plgpu.barrier_wait(ready.at[slot])
-            here_q, here_dout = (x.at[afresh(warpgroup, interpret)] for x in (q_smem, dout_smem))
-            s = product([here_q], [k_smem.at[slot]], shape)
+        def weights(c, s, masked):
+            """Returns the weights of a tile times the derivative of its logits."""
             key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + tiles[c] * N
             s, change = logits(s, key, own, slope, spec)
             p = jnp.exp2(s - by_row(lse, shape))
             if masked:
                 p = jnp.where((key >= by_row(lo, shape)) & (key < by_row(hi, shape)), p, 0.0)
-            p *= change
-            dp = product([here_dout], [v_smem.at[slot]], shape)
-            ds = (p * (dp - by_row(delta, shape))).astype(q_THK.dtype)
-            dq = multiply_into(dq, ds, k_smem.at[slot], ds_smem.at[warpgroup], interpret)
+            return p * change
+
+        def step(c, _, dq_ref, masked):
+            slot = slot_of(c)
+            plgpu.barrier_wait(ready.at[slot])
+            here_q, here_dout = (x.at[afresh(warpgroup, interpret)] for x in (q_smem, dout_smem))
+
+            def products(s_ref, dp_ref):
+                plgpu.wgmma(s_ref, here_q, k_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(dp_ref, here_dout, v_smem.at[slot].transpose((1, 0)))
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                p = weights(c, s, masked)
+                return p * (dp_ref[...] - by_row(delta, shape))
+
+            ds = pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape)).astype(q_THK.dtype)
+            multiply(dq_ref, ds, k_smem.at[slot], ds_smem.at[warpgroup], interpret)
+            plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[slot])
-            return dq
 
         def let_go(c, _):
             plgpu.barrier_wait(ready.at[slot_of(c)])
             plgpu.barrier_arrive(free.at[slot_of(c)])
 
-        dq = plgpu.layout_cast(jnp.zeros((ROWS, K), jnp.float32), WGMMA)
+        def add_up(dq_ref):
+            masked, plain = (
+                functools.partial(step, dq_ref=dq_ref, masked=m) for m in (True, False)
+            )
+            lax.fori_loop(first, full_first, masked, None)
+            lax.fori_loop(full_first, full_last, plain, None)
+            lax.fori_loop(full_last, last, masked, None)
+            return dq_ref[...]
+
         lax.fori_loop(begin, first, let_go, None)
-        masked, plain = (functools.partial(step, masked=m) for m in (True, False))
-        dq = lax.fori_loop(first, full_first, masked, dq)
-        dq = lax.fori_loop(full_first, full_last, plain, dq)
-        dq = lax.fori_loop(full_last, last, masked, dq)
+        dq = pl.run_scoped(add_up, plgpu.ACC((ROWS, K)))
         lax.fori_loop(last, end, let_go, None)
         own_q[...] = dq.astype(q_THK.dtype)
         plgpu.commit_smem()
@@ -326,6 +283,27 @@ def _varlen_attention_dq(
             plgpu.barrier_wait(free.at[slot_of(c)])
 
 
+def by_column(ref, shape):
+    """Spreads one value a column over the rows."""
+    x = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def weights_by_column(s, start, slope, sums, rows, spec, masked):
+    """Returns (weights of key rows from `start` on x queries, the derivative of their logits).
+
+    slope: None without ALiBi. sums, rows: of the queries, in shared memory.
+    """
+    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + start
+    own_key = None if slope is None else by_column(rows.at[2], s.shape)
+    s, change = logits(s, key, own_key, slope, spec)
+    p = jnp.exp2(s - by_column(sums.at[0], s.shape))
+    if masked:
+        p = jnp.where(key >= by_column(rows.at[0], s.shape), p, 0.0)
+        p = jnp.where(key < by_column(rows.at[1], s.shape), p, 0.0)
+    return p, change
+
+
 def _dkv(tables, inputs, tile, static, *sums):
     """sums: for the fused kernel, where it adds dq."""
     q_THK, k_SGK = inputs[3:5]
@@ -340,7 +318,7 @@ def _dkv(tables, inputs, tile, static, *sums):
         "tile_smem": (rings["q_smem"], rings["dout_smem"]),
         "sum_smem": plgpu.SMEM(*shapes["sum_smem"]),
         "row_smem": plgpu.SMEM(*shapes["row_smem"]),
-        "left_smem": staging((WARPGROUPS, ROWS, N), q_THK.dtype, static["interpret"]),
+        "left_smem": staging((WARPGROUPS, 2, ROWS, N), q_THK.dtype, static["interpret"]),
         "own_ready": plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=WARPGROUPS // pieces),
         "ready": plgpu.Barrier(num_arrivals=2 * pieces + 2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -402,10 +380,6 @@ def _varlen_attention_dkv(
         )
         plgpu.barrier_wait(own_ready.at[mine])
 
-        def by_column(ref):
-            x = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(x, shape, [1])
-
         def share(c, r, ds):  # adds the tile's part of dq
             ds_smem, dq_smem, both = fused
             turn = afresh(lax.rem(number_of(c, r), jnp.int32(2)), interpret)
@@ -430,36 +404,37 @@ def _varlen_attention_dkv(
                 target = dq_1THK[0].at[block if interpret else 0, here, kv_head * R + r]
                 plgpu.copy_smem_to_gmem(dq_smem, target, reduction_op=None if interpret else "add")
 
-        def step(c, carry, r, masked):
-            dk, dv = carry
+        def step(c, _, r, sums, masked):
+            dk_ref, dv_ref = sums
             slot = slot_of(c, r)
             plgpu.barrier_wait(ready.at[slot])
             here = afresh(mine, interpret)
             own_k, own_v = ([x.at[here, i] for i in range(pieces)] for x in own_smem)
             q, dout = (x.at[slot] for x in tile_smem)
-            lse, delta = (sum_smem.at[slot, i] for i in range(2))
-            lo, hi, place = (row_smem.at[slot, i] for i in range(3))
-            s = product(own_k, [q.at[i] for i in range(pieces)], shape)
-            key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + start
-            own_key = by_column(place) if alibi else None
-            slope = slopes[kv_head * R + r, 0] if alibi else None
-            s, change = logits(s, key, own_key, slope, spec)
-            p = jnp.exp2(s - by_column(lse))
-            if masked:
-                p = jnp.where(key >= by_column(lo), p, 0.0)
-                p = jnp.where(key < by_column(hi), p, 0.0)
-            left = left_smem.at[warpgroup]
-            dv = multiply_into(dv, p.astype(q.dtype), dout.at[part], left, interpret)
-            p *= change  # before dp: the tiles that are live at once are what registers must hold
-            dp = product(own_v, [dout.at[i] for i in range(pieces)], shape)
-            ds = (p * (dp - by_column(delta))).astype(q.dtype)
-            dk = multiply_into(dk, ds, q.at[part], left, interpret)
+
+            def products(s_ref, dp_ref):
+                for ref, own, other in ((s_ref, own_k, q), (dp_ref, own_v, dout)):
+                    for i in range(pieces):
+                        plgpu.wgmma(ref, own[i], other.at[i].transpose((1, 0)))
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=pieces)
+                slope = slopes[kv_head * R + r, 0] if alibi else None
+                sums_here, rows_here = sum_smem.at[slot], row_smem.at[slot]
+                p, change = weights_by_column(s, start, slope, sums_here, rows_here, spec, masked)
+                left = p.astype(q.dtype)
+                # Before dp: the tiles that are live at once are what registers must hold.
+                p *= change
+                return left, p * (dp_ref[...] - by_column(sums_here.at[1], shape))
+
+            p, ds = pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape))
+            ds = ds.astype(q.dtype)
+            multiply(dv_ref, p, dout.at[part], left_smem.at[warpgroup, 0], interpret)
+            multiply(dk_ref, ds, q.at[part], left_smem.at[warpgroup, 1], interpret)
+            plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[slot])
             if fused:
                 share(c, r, ds)
-            return dk, dv
 
-        def group(r, carry):
+        def group(r, _, sums):
             def let_go(c, _):
                 plgpu.barrier_wait(ready.at[slot_of(c, r)])
                 plgpu.barrier_arrive(free.at[slot_of(c, r)])
@@ -467,15 +442,19 @@ def _varlen_attention_dkv(
                     share(c, r, plgpu.layout_cast(jnp.zeros(shape, k_SGK.dtype), WGMMA))
 
             lax.fori_loop(begin, first, let_go, None)
-            masked, plain = (functools.partial(step, r=r, masked=m) for m in (True, False))
-            carry = lax.fori_loop(first, full_first, masked, carry)
-            carry = lax.fori_loop(full_first, full_last, plain, carry)
-            carry = lax.fori_loop(full_last, last, masked, carry)
+            masked, plain = (
+                functools.partial(step, r=r, sums=sums, masked=m) for m in (True, False)
+            )
+            lax.fori_loop(first, full_first, masked, None)
+            lax.fori_loop(full_first, full_last, plain, None)
+            lax.fori_loop(full_last, last, masked, None)
             lax.fori_loop(last, end, let_go, None)
-            return carry
 
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA)
-        sums = lax.fori_loop(0, R, group, (zeros, zeros))
+        def add_up(*sums):
+            lax.fori_loop(0, R, functools.partial(group, sums=sums), None)
+            return tuple(ref[...] for ref in sums)
+
+        sums = pl.run_scoped(add_up, *(plgpu.ACC((ROWS, width)) for _ in range(2)))
         # With shared rows, the other warpgroup may still read what is now overwritten.
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)

@@ -8,6 +8,8 @@ group, which see the same keys (FlashAttention-3's pack_gqa): head by head, each
     producer      wait k_free[s] | TMA K -> k_ready[s]      wait v_free[s] | TMA V -> v_ready[s]
     each compute  wait k_ready[s], S = Q K^T, arrive k_free[s], mask, softmax,
                   wait v_ready[s], O += P V, arrive v_free[s]
+    overlap       each compute: S of tile c, then O += P V of tile c - 1, are both started; softmax
+                  of c when S is there (wgmma_wait(1)) beside the second product; wgmma_wait(0)
     turns         the two compute warpgroups alternate: one has the tensor cores while the other
                   does its softmax; each step passes the barrier twice
 
@@ -51,12 +53,13 @@ class Tile:
     """block_k: key rows of a tile. stages: tiles in flight.
 
     heads: query heads of one group that share the 64 rows of a warpgroup, 64 / heads positions of
-    each.
+    each. overlap: a warpgroup starts the next tile's logits before this tile's softmax.
     """
 
     block_k: int
     stages: int
     heads: int = 1
+    overlap: bool = True
 
 
 def short_rows(longest: int | None, most: int) -> int:
@@ -104,6 +107,9 @@ def check(tile: Tile, width: int, group: int, dtype: Any) -> None:
         )
     limits.check_shared(op, buffers(tile, width, dtype))
     limits.check_registers(op, WARPGROUPS, (ROWS, width), (ROWS, tile.block_k))
+    # A warpgroup keeps a tile of values while it waits for the next tile of keys.
+    if tile.overlap and tile.stages < 2:
+        raise ValueError(f"{op}: stages={tile.stages} deadlocks with overlap; nearest: 2")
 
 
 def forward(
@@ -193,7 +199,7 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
 
 def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
     """Where `multiply_into` puts its left operand when interpreted; nothing on a GPU."""
-    return swizzled(shape, dtype) if interpret else plgpu.SMEM(shape[:1], jnp.int32)
+    return swizzled(shape, dtype) if interpret else plgpu.SMEM(shape[:-2], jnp.int32)
 
 
 def block_table(spans: jax.Array, own: int) -> jax.Array:
@@ -226,6 +232,42 @@ def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):
 
         return acc + pl.run_scoped(run, plgpu.ACC(acc.shape, jnp.float32))
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, left, right_smem))(plgpu.ACC.init(acc))
+
+
+def logits_beside_sum(factors, acc, weighted, staging_smem, then, like, interpret):
+    """Starts left right^T, then acc + weights values; then(the first) runs beside the second.
+
+    factors: (left, right). weighted: (weights, in registers, values). then: returns arrays like
+    those of `like`. Returns: (acc + weights values, what `then` returns).
+    """
+    (left, right), (weights, values) = factors, weighted
+    shape = (left.shape[0], right.shape[0])
+
+    def run(acc_ref, logits_ref, weights):
+        plgpu.wgmma(logits_ref, left, right.transpose((1, 0)))
+        plgpu.wgmma(acc_ref, weights, values)
+        return then(plgpu.wgmma_accumulator_load(logits_ref, wait_n=1))
+
+    if interpret:  # as in `multiply_into`
+        staging_smem[...] = weights
+        plgpu.commit_smem()
+
+        def both(acc_ref, logits_ref):
+            results = run(acc_ref, logits_ref, staging_smem)
+            return acc + acc_ref[...], results
+
+        return pl.run_scoped(both, plgpu.ACC(acc.shape), plgpu.ACC(shape))
+
+    def initialised(refs):
+        acc_ref, result_refs = refs
+
+        def scoped(logits_ref):
+            for ref, result in zip(result_refs, run(acc_ref, logits_ref, weights), strict=True):
+                ref[...] = result
+
+        pl.run_scoped(scoped, plgpu.ACC(shape))
+
+    return pl.run_state(initialised)((plgpu.ACC.init(acc), like))
 
 
 def product(lefts, rights, shape: tuple[int, int], meanwhile=lambda: None):
@@ -269,6 +311,124 @@ def logits(s, key, own, slope, spec: Spec):
     return s, change
 
 
+@dataclasses.dataclass(frozen=True)
+class _Warpgroup:
+    """The steps of a compute warpgroup, c the number of a tile in the list.
+
+    Their carry: acc, maximum, total and, with overlap, the weights of the tile before.
+    shape: of its logits. bias: its rows' (places, slopes), or None. span: the keys they see.
+    """
+
+    own_q: Any
+    k_smem: Any
+    v_smem: Any
+    p_smem: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+    tiles: Any
+    slot_of: Any
+    shape: tuple[int, int]
+    bias: tuple[Any, Any]
+    span: tuple[Any, Any]
+    spec: Spec
+    interpret: bool
+
+    def take_turn(self):
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+    def softmax(self, c, s, maximum, total, masked):
+        """Returns (weights, maximum, total, the factor of sums so far)."""
+        shape = s.shape
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + self.tiles[c] * shape[1]
+        s, _ = logits(s, key, *self.bias, self.spec)
+        if masked:
+            lo, hi = (by_row(x, shape) for x in self.span)
+            s = jnp.where((key >= lo) & (key < hi), s, -jnp.inf)
+        new = jnp.maximum(maximum, s.max(axis=1))
+        shrink = jnp.exp2(maximum - new)
+        p = jnp.exp2(s - by_row(new, shape))
+        return p, new, total * shrink + p.sum(axis=1), shrink
+
+    def first_logits(self, c):
+        slot = self.slot_of(c)
+        plgpu.barrier_wait(self.k_ready.at[slot])
+        s = product([self.own_q], [self.k_smem.at[slot]], self.shape, self.take_turn)
+        plgpu.barrier_arrive(self.k_free.at[slot])
+        return s
+
+    def waiting(self, c, carry, masked):
+        """A tile: its logits, their softmax, its part of the sum, one after the other."""
+        acc, maximum, total = carry
+        p, new, total, shrink = self.softmax(c, self.first_logits(c), maximum, total, masked)
+        acc *= by_row(shrink, acc.shape)
+        p = p.astype(self.own_q.dtype)
+        if not self.interpret:
+            acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
+        plgpu.barrier_arrive(self.turn)  # the other's products may start
+        slot = self.slot_of(c)
+        plgpu.barrier_wait(self.v_ready.at[slot])
+        plgpu.barrier_wait(self.turn)
+        acc = multiply_into(acc, p, self.v_smem.at[slot], self.p_smem, self.interpret)
+        plgpu.barrier_arrive(self.v_free.at[slot])
+        return acc, new, total
+
+    def begin(self, c, carry):
+        """The first tile's weights."""
+        acc, maximum, total, _ = carry
+        p, maximum, total, _ = self.softmax(c, self.first_logits(c), maximum, total, True)
+        self.take_turn()
+        return acc, maximum, total, p.astype(self.own_q.dtype)
+
+    def overlapped(self, c, carry, masked):
+        """A tile's logits and weights, and beside its softmax the part of the tile before."""
+        acc, maximum, total, p = carry
+        slot, before = self.slot_of(c), self.slot_of(c - 1)
+        plgpu.barrier_wait(self.k_ready.at[slot])
+        plgpu.barrier_wait(self.v_ready.at[before])
+
+        def then(s):
+            self.take_turn()
+            plgpu.barrier_arrive(self.k_free.at[slot])
+            found = self.softmax(c, s, maximum, total, masked)
+            plgpu.barrier_arrive(self.turn)
+            return found
+
+        like = (jnp.zeros(self.shape, jnp.float32), maximum, total, total)
+        acc, (p, new, total, shrink) = logits_beside_sum(
+            (self.own_q, self.k_smem.at[slot]), acc, (p, self.v_smem.at[before]), self.p_smem, then,
+            like, self.interpret,
+        )  # fmt: skip
+        if not self.interpret:
+            # Not before the products are over: those of the weights before read registers.
+            acc, p = lax.optimization_barrier((acc, p))
+        plgpu.barrier_arrive(self.v_free.at[before])
+        plgpu.barrier_wait(self.turn)
+        return acc * by_row(shrink, acc.shape), new, total, p.astype(self.own_q.dtype)
+
+    def end(self, c, carry):
+        """The last tile's part of the sum."""
+        acc, maximum, total, p = carry
+        slot = self.slot_of(c)
+        plgpu.barrier_wait(self.v_ready.at[slot])
+        acc = multiply_into(acc, p, self.v_smem.at[slot], self.p_smem, self.interpret)
+        plgpu.barrier_arrive(self.v_free.at[slot])
+        return acc, maximum, total, p
+
+    def let_go(self, c, _):
+        """A tile that only the other warpgroup needs."""
+        slot = self.slot_of(c)
+        plgpu.barrier_wait(self.k_ready.at[slot])
+        plgpu.barrier_arrive(self.k_free.at[slot])
+        self.take_turn()
+        plgpu.barrier_wait(self.v_ready.at[slot])
+        plgpu.barrier_arrive(self.v_free.at[slot])
+        self.take_turn()
+
+
 def _body(
     table, tiles, rows_3X, slopes, q_THK, k_SGK, v_SGK, out_THK, lse_HX,
     *, q_smem, k_smem, v_smem, lse_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
@@ -284,10 +444,6 @@ def _body(
 
     def slot_of(c):
         return lax.rem(c - begin, jnp.int32(stages))
-
-    def take_turn():
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
@@ -308,55 +464,34 @@ def _body(
         )
         own = by_row(row_vector(rows_3X.at[2], start), shape) if alibi else None
         slope = by_row(row_vector(slopes.at[head], 0), shape) if alibi else None
+        do = _Warpgroup(
+            own_q, k_smem, v_smem, p_smem.at[warpgroup], k_ready, v_ready, k_free, v_free, turn,
+            tiles, slot_of, shape, (own, slope), (lo, hi), spec, interpret,
+        )  # fmt: skip
         plgpu.barrier_wait(q_ready.at[warpgroup])
-        pl.when(warpgroup == 1)(take_turn)
-
-        def step(c, carry, masked):
-            acc, maximum, total = carry
-            slot = slot_of(c)
-            plgpu.barrier_wait(k_ready.at[slot])
-            s = product([own_q], [k_smem.at[slot]], shape, take_turn)
-            plgpu.barrier_arrive(k_free.at[slot])
-            key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + tiles[c] * N
-            s, _ = logits(s, key, own, slope, spec)
-            if masked:
-                s = jnp.where((key >= by_row(lo, shape)) & (key < by_row(hi, shape)), s, -jnp.inf)
-            new = jnp.maximum(maximum, s.max(axis=1))
-            shrink = jnp.exp2(maximum - new)
-            p = jnp.exp2(s - by_row(new, shape))
-            acc *= by_row(shrink, acc.shape)
-            total = total * shrink + p.sum(axis=1)
-            p = p.astype(q_THK.dtype)
-            if not interpret:
-                acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
-            plgpu.barrier_arrive(turn)  # the other's products may start
-            plgpu.barrier_wait(v_ready.at[slot])
-            plgpu.barrier_wait(turn)
-            acc = multiply_into(acc, p, v_smem.at[slot], p_smem.at[warpgroup], interpret)
-            plgpu.barrier_arrive(v_free.at[slot])
-            return acc, new, total
-
-        def let_go(c, _):
-            slot = slot_of(c)
-            plgpu.barrier_wait(k_ready.at[slot])
-            plgpu.barrier_arrive(k_free.at[slot])
-            take_turn()
-            plgpu.barrier_wait(v_ready.at[slot])
-            plgpu.barrier_arrive(v_free.at[slot])
-            take_turn()
+        pl.when(warpgroup == 1)(do.take_turn)
 
         def filled(value):
             return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), WGMMA.reduce(1))
 
         acc = plgpu.layout_cast(jnp.zeros((ROWS, K), jnp.float32), WGMMA)
         carry = (acc, filled(LOWEST), filled(0.0))
-        lax.fori_loop(begin, first, let_go, None)
+        lax.fori_loop(begin, first, do.let_go, None)
+        step, start_of = do.waiting, first
+        if tile.overlap:
+            p = plgpu.layout_cast(jnp.zeros(shape, q_THK.dtype), WGMMA)
+            second = jnp.minimum(first + 1, last)
+            carry = lax.fori_loop(first, second, do.begin, (*carry, p))
+            step, start_of = do.overlapped, second
         masked, plain = (functools.partial(step, masked=m) for m in (True, False))
-        carry = lax.fori_loop(first, full_first, masked, carry)
+        full_first, full_last = (jnp.maximum(start_of, x) for x in (full_first, full_last))
+        carry = lax.fori_loop(start_of, full_first, masked, carry)
         carry = lax.fori_loop(full_first, full_last, plain, carry)
         carry = lax.fori_loop(full_last, last, masked, carry)
-        lax.fori_loop(last, end, let_go, None)
-        pl.when(warpgroup == 0)(take_turn)
+        if tile.overlap:
+            *carry, _ = lax.fori_loop(jnp.maximum(first, last - 1), last, do.end, carry)
+        lax.fori_loop(last, end, do.let_go, None)
+        pl.when(warpgroup == 0)(do.take_turn)
 
         acc, maximum, total = carry
         live = lo < hi

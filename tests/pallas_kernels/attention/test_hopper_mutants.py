@@ -25,7 +25,10 @@ BACKWARD = runs(run_backward, APART, RAGGED)
 # The kernels in which a function waits.
 RUNS = {
     (hopper_forward, "multiply_into"): FORWARD,
+    (hopper_forward, "logits_beside_sum"): FORWARD,
+    (hopper_forward, "_Warpgroup"): FORWARD,
     (hopper_forward, "_body"): FORWARD,
+    (hopper_backward, "multiply"): BACKWARD,
     (hopper_backward, "_varlen_attention_dq"): BACKWARD,
     (hopper_backward, "_varlen_attention_dkv"): [
         *runs(run_backward, APART, RAGGED, tile=FUSED), *BACKWARD
