@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.core import UnswizzleRef, UntilingTransform
 from jax._src.state.indexing import NDIndexer, Slice
-from jax._src.state.types import TransposeTransform
+from jax._src.state.types import AbstractRef, TransposeTransform
 
 UNKNOWN = object()  # an array, or a number that depends on one
 Box = tuple[tuple[int, int], ...]  # first and past the last, of each dimension
@@ -314,35 +314,43 @@ def _calls(inner: Any) -> bool:
     return any(e.primitive.name == "mpmd_map" or any(map(_calls, e.params.values())) for e in eqns)
 
 
-def kernels(function: Callable[..., Any], *args: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Returns each kernel that a function calls: (its equation, the arrays that it is given)."""
-    found: list[tuple[Any, list[Any]]] = []
+def _array(x: Any) -> bool:
+    """Not so: what a kernel makes, and references."""
+    return x is not UNKNOWN and not isinstance(jax.typeof(x), AbstractRef)
 
-    def evaluate(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
 
-        def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else env[atom]
+def kernels(function: Callable[..., Any], *args: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns each kernel that a function calls: (its equation, the arrays that it is given).
 
-        for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            if eqn.primitive.name == "mpmd_map":
-                found.append((eqn, inputs))
-                outputs = [UNKNOWN] * len(eqn.outvars)
-            elif any(x is UNKNOWN for x in inputs):
-                outputs = [UNKNOWN] * len(eqn.outvars)
-            elif inner := [x for x in eqn.params.values() if _calls(x)]:
-                outputs = evaluate(inner[0].jaxpr, inner[0].consts, inputs)
-            else:
-                outputs = eqn.primitive.bind(*inputs, **eqn.params)
-                outputs = outputs if eqn.primitive.multiple_results else [outputs]
-            for variable, value in zip(eqn.outvars, outputs, strict=True):
-                env[variable] = value
-        return [read(atom) for atom in jaxpr.outvars]
+    UNKNOWN stands for the others.
+    """
+    closed, calls = jax.make_jaxpr(function)(*args), []
 
-    closed = jax.make_jaxpr(function)(*args)
-    evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-    return iter(found)
+    def inputs(*flat: Any) -> list[list[Any]]:
+        found: list[list[Any]] = []
+
+        def evaluate(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+            env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
+            for eqn in jaxpr.eqns:
+                values = [x.val if hasattr(x, "val") else env[x] for x in eqn.invars]
+                outputs: Any = [UNKNOWN] * len(eqn.outvars)
+                if eqn.primitive.name == "mpmd_map":
+                    calls.append(eqn)
+                    found.append([x if _array(x) else None for x in values])
+                elif inner := [x for x in eqn.params.values() if _calls(x)]:
+                    outputs = evaluate(inner[0].jaxpr, inner[0].consts, values)
+                elif not any(x is UNKNOWN for x in values):
+                    outputs = eqn.primitive.bind(*values, **eqn.params)
+                    outputs = outputs if eqn.primitive.multiple_results else [outputs]
+                env |= zip(eqn.outvars, outputs, strict=True)
+            return [x.val if hasattr(x, "val") else env[x] for x in jaxpr.outvars]
+
+        evaluate(closed.jaxpr, closed.consts, flat)
+        return found
+
+    arrays = jax.device_get(jax.jit(inputs)(*jax.tree.leaves(args)))
+    known = [[UNKNOWN if x is None else x for x in given] for given in arrays]
+    return list(zip(calls, known, strict=True))
 
 
 def check(function: Callable[..., Any], *args: Any) -> dict[str, int]:

@@ -12,7 +12,8 @@ warpgroups and a producer around a ring of tiles. Both recompute the weights fro
           3.2): 5 products instead of 7, and an order of additions that no one knows
 
 Both start S and the product of dO and V before they wait for S: the weights are computed beside the
-second. The sums dQ, dK and dV are accumulators over all tiles, waited for in each.
+second, where registers suffice (`fits_beside`). The sums dQ, dK and dV are accumulators over all
+tiles, waited for in each.
 
 The ring of dkv follows the inverse table (ranges.py), so all do work in proportion to the useful
 pairs. Head width 256: two accumulators of 256 columns do not fit in a warpgroup's registers, so
@@ -48,6 +49,7 @@ from pallas_kernels.attention.hopper_backward_tile import (
     check,
     dkv_buffers,
     dq_buffers,
+    fits_beside,
     pieces_of,
 )
 from pallas_kernels.attention.hopper_forward import (
@@ -59,6 +61,7 @@ from pallas_kernels.attention.hopper_forward import (
     by_row,
     logits,
     pad,
+    product,
     row_slopes,
     row_vector,
     short_rows,
@@ -412,20 +415,29 @@ def _varlen_attention_dkv(
             own_k, own_v = ([x.at[here, i] for i in range(pieces)] for x in own_smem)
             q, dout = (x.at[slot] for x in tile_smem)
 
-            def products(s_ref, dp_ref):
-                for ref, own, other in ((s_ref, own_k, q), (dp_ref, own_v, dout)):
-                    for i in range(pieces):
-                        plgpu.wgmma(ref, own[i], other.at[i].transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=pieces)
+            qs, douts = ([x.at[i] for i in range(pieces)] for x in (q, dout))
+
+            def finish(s, derivative):
                 slope = slopes[kv_head * R + r, 0] if alibi else None
                 sums_here, rows_here = sum_smem.at[slot], row_smem.at[slot]
                 p, change = weights_by_column(s, start, slope, sums_here, rows_here, spec, masked)
                 left = p.astype(q.dtype)
                 # Before dp: the tiles that are live at once are what registers must hold.
                 p *= change
-                return left, p * (dp_ref[...] - by_column(sums_here.at[1], shape))
+                return left, p * (derivative() - by_column(sums_here.at[1], shape))
 
-            p, ds = pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape))
+            def products(s_ref, dp_ref):
+                for ref, lefts, rights in ((s_ref, own_k, qs), (dp_ref, own_v, douts)):
+                    for left, right in zip(lefts, rights, strict=True):
+                        plgpu.wgmma(ref, left, right.transpose((1, 0)))
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=pieces)
+                return finish(s, lambda: dp_ref[...])
+
+            if fits_beside(tile, K, spec.softcap is not None):
+                p, ds = pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape))
+            else:
+                s = product(own_k, qs, shape)
+                p, ds = finish(s, lambda: product(own_v, douts, shape))
             ds = ds.astype(q.dtype)
             multiply(dv_ref, p, dout.at[part], left_smem.at[warpgroup, 0], interpret)
             multiply(dk_ref, ds, q.at[part], left_smem.at[warpgroup, 1], interpret)

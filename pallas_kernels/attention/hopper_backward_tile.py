@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.hopper_forward import ROWS, WARPGROUPS
 from pallas_kernels.hopper import tiles as limits
+from pallas_kernels.hopper.cards import COMPUTE_REGISTERS
 
 FUSED_WIDTHS = (64, 96, 128)
 
@@ -54,6 +55,16 @@ def dkv_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
 def pieces_of(width: int) -> int:
     """How many warpgroups share key rows, each with a piece of the columns."""
     return 1 if width <= 128 else WARPGROUPS
+
+
+def fits_beside(tile: Tile, width: int, softcap: bool) -> bool:
+    """Whether registers of dkv hold the product of V and dO while the weights are computed.
+
+    The derivative of soft capping is one tile more (width 128: 268 bytes spill).
+    """
+    sums, logits_shape = (ROWS, width // pieces_of(width)), (ROWS, tile.block_dkv)
+    needed = limits.accumulator_registers(sums, sums, *[logits_shape] * (3 if softcap else 2))
+    return needed + 32 <= COMPUTE_REGISTERS[WARPGROUPS]
 
 
 def check(tile: Tile, width: int, dtype: Any) -> None:

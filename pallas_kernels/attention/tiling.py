@@ -70,11 +70,13 @@ def forward_tiles(
 ) -> list[hopper_forward.Tile]:
     """The heuristic's tile, and for every block the legal one with the most tiles in flight.
 
+    Each with and without the overlap of softmax and products in a warpgroup.
     Shared memory that a tile leaves free serves nobody: registers let an SM have one thread block.
     """
     found = [hopper_forward.heuristic(width, group, longest)]
-    for block, heads in itertools.product(BLOCKS, {1, math.gcd(group, hopper_forward.HEADS)}):
-        tiles = (hopper_forward.Tile(block, stages, heads) for stages in STAGES)
+    grouped = {1, math.gcd(group, hopper_forward.HEADS)}
+    for block, heads, overlap in itertools.product(BLOCKS, grouped, (True, False)):
+        tiles = (hopper_forward.Tile(block, stages, heads, overlap) for stages in STAGES)
         found += _first(tiles, lambda tile: hopper_forward.check(tile, width, group, dtype))
     return list(dict.fromkeys(found))
 

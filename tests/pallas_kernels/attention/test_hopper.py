@@ -104,6 +104,19 @@ def test_forward(case, seed):
     run_forward(case, seed, bad=45 if case is CASES[0] else None)
 
 
+def test_overlap_changes_no_bit(seed):
+    """The products are started earlier; each sum has the order that it had."""
+    inputs, _, spec, _ = problem(CASES[0], seed)
+    found = []
+    for overlap in (True, False):
+        tile = hopper_forward.Tile(32, 2, overlap=overlap)
+        run = functools.partial(hopper_forward.forward, spec=spec, tile=tile, interpret=True)
+        with interpret.checked():
+            found.append(jax.block_until_ready(jax.jit(run)(*inputs)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(case, seed):
     run_backward(case, seed, bad=45 if case is CASES[0] else None)
@@ -178,6 +191,7 @@ BAD_TILES = {
     "block": (hopper_forward.Tile(48, 2), "block_k=48 must be a multiple of 32 .*nearest: 32, 64"),
     "ring": (hopper_forward.Tile(128, 8), r"shared memory.*k_smem bfloat16\[8, 128, 128\]"),
     "heads": (hopper_forward.Tile(64, 2, heads=4), "heads=4 .* the 2 heads of a group; nearest: 2"),
+    "overlap": (hopper_forward.Tile(64, 1), "stages=1 deadlocks with overlap; nearest: 2"),
     "registers": (hopper_forward.Tile(256, 1), "registers of a thread"),
     "block dq": (hopper_backward.Tile(16, 2, 64, 2), "block_dq=16 must be a multiple of 32"),
     "ring dq": (hopper_backward.Tile(64, 6, 64, 2), r"\(dq\).*shared memory.*k_smem"),

@@ -20,7 +20,10 @@ def runs(run, *cases, **named):
     return [functools.partial(run, case, 0, **named) for case in cases]
 
 
-FORWARD = runs(run_forward, APART, RAGGED)
+FORWARD = [
+    *runs(run_forward, APART, RAGGED),
+    *runs(run_forward, APART, RAGGED, tile=hopper_forward.Tile(64, 2, overlap=False)),
+]
 BACKWARD = runs(run_backward, APART, RAGGED)
 # The kernels in which a function waits.
 RUNS = {

@@ -103,6 +103,7 @@ def test_what_is_to_be_tuned():
         group, fixed = tuning.key["group"], tuning.key.get("deterministic", True)
         if tuning.op == tiling.FORWARD:
             assert tuning.candidates[0] == hopper_forward.heuristic(width, group, longest)
+            assert {t.overlap for t in tuning.candidates} == {True, False}
             checks = [hopper_forward.check(t, width, group, "bfloat16") for t in tuning.candidates]
         else:
             assert tuning.candidates[0] == hopper_backward.heuristic(width, longest, fixed)
