@@ -286,6 +286,15 @@ def _varlen_attention_dq(
             plgpu.barrier_wait(free.at[slot_of(c)])
 
 
+def copy_pieces(sources, head, rows, targets, place, barrier):
+    """Starts loads of a head's rows, the columns in the pieces of shared memory."""
+    for source, target in zip(sources, targets, strict=True):
+        _, pieces, _, width = target.shape
+        for i in range(pieces):
+            here = source.at[rows, head, pl.ds(i * width, width)]
+            plgpu.copy_gmem_to_smem(here, target.at[place, i], barrier)
+
+
 def by_column(ref, shape):
     """Spreads one value a column over the rows."""
     x = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
@@ -482,16 +491,10 @@ def _varlen_attention_dkv(
     @pl.when(warpgroup == WARPGROUPS)
     def _produce():
         plgpu.set_max_registers(24, action="decrease")
-
-        def copy(sources, head, start, size, targets, place, barrier):
-            for source, target in zip(sources, targets, strict=True):
-                for i in range(pieces):
-                    here = source.at[pl.ds(start, size), head, pl.ds(i * width, width)]
-                    plgpu.copy_gmem_to_smem(here, target.at[place, i], barrier)
-
         for i in range(own):
             start = pl.multiple_of(block * (own * ROWS) + i * ROWS, ROWS)
-            copy((k_SGK, v_SGK), kv_head, start, ROWS, own_smem, i, own_ready.at[i])
+            here = pl.ds(start, ROWS)
+            copy_pieces((k_SGK, v_SGK), kv_head, here, own_smem, i, own_ready.at[i])
 
         @pl.loop(0, R)
         def _(r):
@@ -502,8 +505,8 @@ def _varlen_attention_dkv(
                 slot = slot_of(c, r)
                 pl.when(number_of(c, r) >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 start = pl.multiple_of(tiles[c] * N, N)
-                copy((q_THK, dout_THK), head, start, N, tile_smem, slot, ready.at[slot])
                 here = pl.ds(start, N)
+                copy_pieces((q_THK, dout_THK), head, here, tile_smem, slot, ready.at[slot])
                 for source, target in ((sums_H2T.at[head], sum_smem), (rows_3T, row_smem)):
                     plgpu.copy_gmem_to_smem(source.at[:, here], target.at[slot], ready.at[slot])
 
