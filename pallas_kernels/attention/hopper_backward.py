@@ -155,6 +155,22 @@ def multiply(acc_ref, left, right_smem, staging_smem, interpret: bool):
     plgpu.wgmma(acc_ref, left, right_smem)
 
 
+def both_products(first, second, shape, then):
+    """Starts two products; then(the first, a function that waits for the second).
+
+    first, second: (lefts, rights), pieces in shared memory; right is transposed.
+    """
+
+    def run(*refs):
+        for ref, pieces in zip(refs, (first, second), strict=True):
+            for left, right in zip(*pieces, strict=True):
+                plgpu.wgmma(ref, left, right.transpose((1, 0)))
+        one = plgpu.wgmma_accumulator_load(refs[0], wait_n=len(second[0]))
+        return then(one, lambda *_: refs[1][...])
+
+    return pl.run_scoped(run, plgpu.ACC(shape), plgpu.ACC(shape))
+
+
 def _call(name, body, out_type, scratch, grid, interpret):
     return plgpu.kernel(
         body,
@@ -234,14 +250,12 @@ def _varlen_attention_dq(
             plgpu.barrier_wait(ready.at[slot])
             here_q, here_dout = (x.at[afresh(warpgroup, interpret)] for x in (q_smem, dout_smem))
 
-            def products(s_ref, dp_ref):
-                plgpu.wgmma(s_ref, here_q, k_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma(dp_ref, here_dout, v_smem.at[slot].transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            def finish(s, derivative):
                 p = weights(c, s, masked)
-                return p * (dp_ref[...] - by_row(delta, shape))
+                return (p * (derivative() - by_row(delta, shape))).astype(q_THK.dtype)
 
-            ds = pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape)).astype(q_THK.dtype)
+            keys, values = ([here_q], [k_smem.at[slot]]), ([here_dout], [v_smem.at[slot]])
+            ds = both_products(keys, values, shape, finish)
             multiply(dq_ref, ds, k_smem.at[slot], ds_smem.at[warpgroup], interpret)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[slot])
@@ -433,22 +447,22 @@ def _varlen_attention_dkv(
                 left = p.astype(q.dtype)
                 # Before dp: the tiles that are live at once are what registers must hold.
                 p *= change
-                return left, p * (derivative() - by_column(sums_here.at[1], shape))
+                ds = p * (derivative(left) - by_column(sums_here.at[1], shape))
+                return left, ds.astype(q.dtype)
 
-            def products(s_ref, dp_ref):
-                for ref, lefts, rights in ((s_ref, own_k, qs), (dp_ref, own_v, douts)):
-                    for left, right in zip(lefts, rights, strict=True):
-                        plgpu.wgmma(ref, left, right.transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=pieces)
-                return finish(s, lambda: dp_ref[...])
+            def add_dv(p):
+                multiply(dv_ref, p, dout.at[part], left_smem.at[warpgroup, 0], interpret)
+
+            def in_turn(p):
+                add_dv(p)
+                plgpu.wgmma_wait(0)
+                return product(own_v, douts, shape)
 
             if fits_beside(tile, K, spec.softcap is not None):
-                p, ds = pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape))
+                p, ds = both_products((own_k, qs), (own_v, douts), shape, finish)
+                add_dv(p)
             else:
-                s = product(own_k, qs, shape)
-                p, ds = finish(s, lambda: product(own_v, douts, shape))
-            ds = ds.astype(q.dtype)
-            multiply(dv_ref, p, dout.at[part], left_smem.at[warpgroup, 0], interpret)
+                _, ds = finish(product(own_k, qs, shape), in_turn)
             multiply(dk_ref, ds, q.at[part], left_smem.at[warpgroup, 1], interpret)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[slot])
