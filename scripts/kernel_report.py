@@ -4,8 +4,9 @@
     uv run --extra aot scripts/kernel_report.py forward d64  # those whose name has all these words
     uv run --extra aot scripts/kernel_report.py all          # every one, many minutes
 
-Writes experiments/results/kernel_report.json after every configuration: registers, spilled bytes,
-shared memory, serialised wgmma, and a hash of the sources (pallas_kernels/report.py).
+Without words a configuration whose sources changed is traced, and compiled if its program changed
+too. Writes experiments/results/kernel_report.json after every configuration: registers, spilled
+bytes, shared memory, serialised wgmma, and two hashes (pallas_kernels/report.py).
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -24,30 +25,39 @@ PATH = Path(__file__).parent.parent / "experiments" / "results" / "kernel_report
 def main(argv: list[str]) -> int:
     """Returns 1 when a configuration spills or is serialised."""
     words = argv[1:]
-    known = {row["config"]: [] for row in json.loads(PATH.read_text())["rows"]}
+    known: dict[str, list[dict]] = {}
     for row in json.loads(PATH.read_text())["rows"]:
-        known[row["config"]].append(row)
+        known.setdefault(row["config"], []).append(row)
     chosen = [
-        name
-        for name in report.names()
-        if words == ["all"]
-        or (words and set(words) <= set(name.split()))
-        or (
-            not words
-            and (name not in known or known[name][0]["source"] != report.source_hash(name))
-        )
+        n for n in report.names() if not words or words == ["all"] or set(words) <= {*n.split()}
     ]
-    if words and not chosen:
+    if not chosen:
         sys.exit(f"error: no configuration is called so; there are {', '.join(report.names())}")
+    if not words:
+        stale = [n for n in chosen if not _current(known.get(n), "source", report.source_hash(n))]
+        chosen = [n for n in stale if not _current(known.get(n), "program", report.program_hash(n))]
+        same = set(stale) - set(chosen)
+        for row in (row for name in same for row in known[name]):
+            row["source"] = report.source_hash(row["config"])
+        print(f"{len(same)} configurations have other sources and the same program")
+        _write(known)
     faults = []
     for name in chosen:
         known[name] = report.compile_config(name)
         faults += [fault for row in known[name] for fault in report.faults(row)]
         print(*known[name], sep="\n", flush=True)
-        rows = [row for each in report.names() if each in known for row in known[each]]
-        results.write(PATH, results.facts("H100, deviceless", "compiled for H100"), rows)
+        _write(known)
     print(f"{len(chosen)} of {len(report.names())} configurations compiled", *faults, sep="\n")
     return bool(faults)
+
+
+def _current(rows: list[dict] | None, key: str, value: str) -> bool:
+    return rows is not None and all(row.get(key) == value for row in rows)
+
+
+def _write(known: dict[str, list[dict]]) -> None:
+    rows = [row for each in report.names() if each in known for row in known[each]]
+    results.write(PATH, results.facts("H100, deviceless", "compiled for H100"), rows)
 
 
 if __name__ == "__main__":

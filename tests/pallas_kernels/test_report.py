@@ -53,6 +53,15 @@ def test_a_hash_sees_code_and_not_comments(tmp_path):
     assert first != hashed("def f():\n    return 2\n")
 
 
+def test_a_program_is_known_by_its_hash():
+    """Places in memory, which differ from trace to trace, are no part of it."""
+    names = [f"gemm forward {block} plain" for block in ("64x64", "64x128")]
+    first, other = map(report.program_hash, names)
+    assert first == report.program_hash(names[0]) and first != other
+    for name, found in zip(names, (first, other), strict=True):
+        assert found == committed()[name][0]["program"]
+
+
 def test_few_configurations_differ_from_the_report():
     """The rest of the gate compiles those; more of them would take too long there."""
     rows = committed()
