@@ -363,8 +363,9 @@ def check(function: Callable[..., Any], *args: Any) -> dict[str, int]:
         (jaxpr,), (mesh,) = eqn.params["jaxprs"], eqn.params["meshes"]
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         total = 0
-        for index in itertools.product(*map(range, mesh.grid)):
-            axes = dict(zip(mesh.grid_names, index, strict=True))
+        names = (*mesh.grid_names, *mesh.cluster_names)
+        for index in itertools.product(*map(range, (*mesh.grid, *mesh.cluster))):
+            axes = dict(zip(names, index, strict=True))
             *compute, produce = (axes | {mesh.thread_name: t} for t in range(mesh.num_threads))
             producer = Warpgroup(produce, None)
             producer.run(jaxpr, inputs)
