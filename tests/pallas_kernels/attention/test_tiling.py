@@ -91,7 +91,8 @@ def test_the_public_function_hands_the_measured_tiles_to_the_kernels(table, monk
 
     jax.eval_shape(jax.grad(loss), q, k, k, cu)
     assert taken == [FORWARD, BACKWARD]
-    jax.eval_shape(jax.grad(functools.partial(loss, deterministic=False)), q, k, k, cu)
+    options = {"deterministic": False, "implementation": "hopper"}  # not measured
+    jax.eval_shape(jax.grad(functools.partial(loss, **options)), q, k, k, cu)
     assert taken[3].fused
 
 
