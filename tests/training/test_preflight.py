@@ -37,6 +37,15 @@ def test_kernels_that_the_device_lacks(tmp_path, changes, device, words):
         run(changes, device, tmp_path)
 
 
+def test_fused_kernels_beside_other_axes_are_refused_before_anything_compiles():
+    """Wherever the run starts: a plan asks `check` too."""
+    sizes = dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
+    cfg = config.override(Config(), {"overlap": "fused", "mesh.tensor": 4})
+    cfg.check(sizes | {"tensor": 4})
+    with pytest.raises(UserError, match="data 2 may hold SMs.*--mesh.tensor"):
+        cfg.check(sizes | {"data": 2, "tensor": 4})
+
+
 def test_what_is_there_passes(tmp_path):
     run({"train.attention": "cudnn", "train.dtype": "bfloat16", "overlap": "fused"}, H100, tmp_path)
     run({"checkpoint.dir": "s3://bucket/run"}, CPU, tmp_path / "new" / "run")
