@@ -130,8 +130,14 @@ def _cudnn(
     memory: Context,
     window: int | None,
 ) -> jax.Array:
-    """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids)."""
-    if memory is not query or (window is not None and not query.causal):
+    """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids).
+
+    What cuDNN does not take so (packed rows before Hopper) gets a mask.
+    """
+    sides = None if window is None else (window - 1, 0 if query.causal else window - 1)
+    packed = query.segments_BS is not None
+    found = library.reasons(q_BSHK, k_BMGK, query.causal, sides, packed=packed)
+    if memory is not query or found:
         return _cudnn_masked(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
     return library.packed_attention(
         q_BSHK,
@@ -140,7 +146,7 @@ def _cudnn(
         segment_ids=query.segments_BS,
         segments=max(q_BSHK.shape[1] // SLOT, LEAST_SLOTS),
         causal=query.causal,
-        window=None if window is None else (window - 1, 0),
+        window=sides,
     )
 
 

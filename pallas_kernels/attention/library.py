@@ -66,9 +66,18 @@ class Static:
 
 
 def reasons(
-    q: Any, k: Any, causal: bool, window: Window | None, softcap: Any = None, alibi: Any = None
+    q: Any,
+    k: Any,
+    causal: bool,
+    window: Window | None,
+    softcap: Any = None,
+    alibi: Any = None,
+    packed: bool = True,
 ) -> list[str]:
-    """Returns why cuDNN cannot take a call; empty when it can. q, k: (..., tokens, heads, K)."""
+    """Returns why cuDNN cannot take a call; empty when it can.
+
+    Args: q, k: (..., tokens, heads, K). packed: whether rows hold segments, which needs Hopper.
+    """
     found = []
     if q.dtype.name not in ("bfloat16", "float16"):
         found.append(f"needs bfloat16 or float16, found {q.dtype}")
@@ -80,7 +89,7 @@ def reasons(
         found.append("has windows in causal order only, (left, 0)")
     if any(x.size >= 2**31 for x in (q, k)):
         found.append("counts offsets in int32: q and k must have fewer than 2**31 elements")
-    if jax.default_backend() == "gpu":
+    if packed and jax.default_backend() == "gpu":
         found += _library_reasons()
     return found
 
@@ -136,7 +145,8 @@ def packed_attention(
     Raises: NotImplementedError with all `reasons`.
     """
     op = "packed_attention by cuDNN"
-    static = _static(op, q_BSHK, k_BSGK, causal, window, scale)
+    packed = segment_ids is not None
+    static = _static(op, q_BSHK, k_BSGK, causal, window, scale, packed=packed)
     if segment_ids is None:
         ids_BS, slots = jnp.zeros(q_BSHK.shape[:2], jnp.int32), None
     else:
@@ -148,10 +158,16 @@ def packed_attention(
 
 
 def _static(
-    op: str, q: Array, k: Array, causal: bool, window: Window | None, scale: float | None,
+    op: str,
+    q: Array,
+    k: Array,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
     more: list[str] | None = None,
-) -> Static:  # fmt: skip
-    found = reasons(q, k, causal, window) + (more or [])
+    packed: bool = True,
+) -> Static:
+    found = reasons(q, k, causal, window, packed=packed) + (more or [])
     if found:
         raise NotImplementedError(f"{op}: {'; '.join(found)}")
     scale = q.shape[-1] ** -0.5 if scale is None else arguments.positive(op, "scale", scale, "None")

@@ -81,7 +81,7 @@ def test_what_is_not_finite_stays_with_those_who_see_it(implementation, seed, mo
     monkeypatch.setattr(
         jax.nn, "dot_product_attention", lambda *x, implementation, **kw: plain(*x, **kw)
     )
-    monkeypatch.setattr(library, "reasons", lambda *_: [])  # float32 shows every bit
+    monkeypatch.setattr(library, "reasons", lambda *_, **__: [])  # float32 shows every bit
     run, seen = poisoned(implementation, 4)
     random = np.random.default_rng(seed)
     arrays = [random.normal(size=(1, S, n, K)).astype(np.float32) for n in (H, G, G, H)]
@@ -195,3 +195,22 @@ def test_a_packed_segment_equals_the_text_alone():
     packed = parts.logits(params, {"tokens": tokens, "positions": positions, "segments": segments})
     alone = parts.logits(params, {"tokens": tokens[:, 5:], "positions": positions[:, 5:]})
     np.testing.assert_allclose(packed[:, 5:], alone, atol=1e-6)
+
+
+def test_packed_rows_before_hopper_have_a_mask(monkeypatch):
+    """cuDNN takes offsets on Hopper only; what it cannot take is asked with the words of why."""
+    masks = []
+
+    def fake(q, k, v, mask, implementation):
+        masks.append(mask.shape)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    monkeypatch.setattr(library, "_library_reasons", lambda: ["needs Hopper"])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jnp.ones((1, 4, 1, 8), jnp.bfloat16)
+    positions = jnp.arange(4, dtype=jnp.int32)[None]
+    attend(x, x, x, Context(positions, jnp.zeros((1, 4), jnp.int32)), implementation="cudnn")
+    assert masks == [(1, 1, 4, 4)]
+    monkeypatch.setattr(library, "packed_attention", lambda *_, **kinds: kinds["segment_ids"])
+    assert attend(x, x, x, Context(positions), implementation="cudnn") is None
