@@ -133,7 +133,7 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
 
 
 def memory_row() -> dict[str, Any]:
-    """XLA's memory of the recommended step, beside the lower bound of the cost model's terms."""
+    """XLA's memory of the recommended step, beside that of the cost model's terms."""
     cfg = gpu_train.configuration(RECOMMENDED, rehearsal=False)
     cfg = config.override(cfg, {"train.attention": "varlen"})
     step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])

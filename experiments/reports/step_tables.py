@@ -13,7 +13,7 @@ def configurations(path: Path) -> str:
     columns = {
         "configuration": "configuration", "segments a row": "segments", "remat": "remat",
         "loss chunks": "loss_chunks", "step, ms (estimate)": "step_ms",
-        "MFU, % (estimate)": "mfu_percent", "memory, GiB (lower bound)": "bound_gib",
+        "MFU, % (estimate)": "mfu_percent", "memory, GiB (estimate)": "bound_gib",
     }  # fmt: skip
     return table(path, columns)
 
@@ -23,7 +23,7 @@ def memory(path: Path) -> str:
     columns = {
         "configuration": "configuration", "loss chunks": "loss_chunks",
         "arguments, GiB": "arguments_gib", "temporary, GiB": "temporary_gib",
-        "peak, GiB": "peak_gib", "lower bound by the model, GiB": "bound_gib",
+        "peak, GiB": "peak_gib", "terms of the cost model, GiB": "bound_gib",
     }  # fmt: skip
     return table(path, columns)
 

@@ -13,8 +13,8 @@ from megajax.cost.pipeline import Pipeline
 from megajax.cost.step import StepShape
 from megajax.parallel import sharding
 
-# Share of a GPU's memory that the terms of cost/memory.py, a lower bound, may fill (assumed until a
-# measured peak stands beside them).
+# Share of a GPU's memory that the terms of cost/memory.py may fill (assumed until a measured peak
+# stands beside them).
 ROOM = 0.85
 MOST_CHUNKS = 64  # (chosen) more pieces make the head's products too small to be worth it
 
