@@ -327,7 +327,7 @@ def _cudnn_forward(qkv, rows: Rows, slots: Slots | None, *, static: Static):
     if slots is None:
         out, lse_BHT = call_forward(qkv, None, static)
         return out, lse_BHT.transpose(0, 2, 1)
-    out, stats_NHT = call_forward(qkv, _operands(*qkv[:2], slots), static)
+    out, stats_NHT = call_forward(qkv, _operands(qkv[0], qkv[1], slots), static)
     # One number a query and head is kept; cuDNN's own array has a row of them for each slot.
     return out, stats_NHT[slots.slot, :, slots.place]
 
@@ -342,7 +342,7 @@ def _cudnn_backward(qkv, results, rows: Rows, slots: Slots | None, *, static: St
     stats_NTH = lse_BTH.reshape(B * T, H)[token_NT]
     held_NT1 = (place_1T < slots.q_lengths[:, None])[..., None]
     stats_NHT = jnp.where(held_NT1, stats_NTH, ABSENT).transpose(0, 2, 1)
-    return call_backward(qkv, (stats_NHT, out, dout), _operands(*qkv[:2], slots), static)
+    return call_backward(qkv, (stats_NHT, out, dout), _operands(qkv[0], qkv[1], slots), static)
 
 
 def _operands(q: Array, k: Array, slots: Slots) -> tuple[Array, ...]:
@@ -416,4 +416,5 @@ def _plain_backward(qkv, results, rows: Rows, slots: Slots | None, *, static: St
     def one(q, k, v, rows, lse, delta, dout):
         return reference.backward(q, k, v, rows, None, lse, delta, dout, spec=spec)
 
-    return jax.vmap(one)(*qkv, rows, lse_BHT, delta_BHT, dout)
+    q, k, v = qkv
+    return jax.vmap(one)(q, k, v, rows, lse_BHT, delta_BHT, dout)
