@@ -234,7 +234,7 @@ def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, left, right_smem))(plgpu.ACC.init(acc))
 
 
-def logits_beside_sum(factors, acc, weighted, staging_smem, then, like, interpret):
+def logits_beside_sum(factors, acc, weighted, staging_smem, then, like, interpret) -> tuple:
     """Starts left right^T, then acc + weights values; then(the first) runs beside the second.
 
     factors: (left, right). weighted: (weights, in registers, values). then: returns arrays like

@@ -209,7 +209,8 @@ def _static(
 def _tile(row: dict | None, pattern: Pattern) -> Tile | None:
     """What was measured, if it was; its columns are the format's."""
     tile = tuned.tile(row)
-    return Tile(**{"block_n": pattern.tile, **tile}) if tile else None
+    fields: dict[str, Any] = {"block_n": pattern.tile}
+    return Tile(**(fields | tile)) if tile else None
 
 
 def _reasons(x: Array, pattern: Pattern) -> list[str]:
