@@ -47,9 +47,9 @@ FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
 SAMPLE = 6  # checks of a folder before any times
 # Names of scripts/gpu_train.py:VARIANTS, the goals first.
-TRAIN_FIRST = ("cudnn, remat outputs", "varlen, remat outputs")
+TRAIN_FIRST = ("cudnn, remat dots", "varlen, remat outputs")
 TRAIN_REST = (
-    "cudnn, remat full", "cudnn, remat dots", "cudnn, batch 16", "cudnn, parallel block",
+    "cudnn, remat outputs", "cudnn, remat full", "cudnn, batch 16", "cudnn, parallel block",
     "xla, batch 2",
 )  # fmt: skip
 # Of scripts/tune.py's tunings, by their whole names: long attention, packed attention, the products
