@@ -6,9 +6,9 @@ The step of the 1.2B decoder of scripts/gpu_train.py (8 rows of 4,096 tokens). T
 as the program was before packed cuDNN attention, the same flags now, and the flags recommended for
 one H100. Each for rows of one segment and of four. The efficiencies are the cost model's own
 (cost/roofline.py, assumed); nothing here was measured. Writes step_budget.json into --out.
---compiled also writes step_memory.json, the memory of the recommended step compiled for an H100
-without one. cuDNN's kernel cannot be compiled without its library: attention is 'varlen' there,
-which keeps the same arrays.
+--compiled also writes step_memory.json, the memory of the steps compiled for an H100 without one.
+cuDNN's kernel cannot be compiled without its library: attention is our kernel there, which keeps
+the same arrays.
 
 The first configuration adds to the model what that program was seen to do when it was lowered:
 attention's forward pass ran twice and met all pairs of a row (a dense mask is no causal order for
@@ -132,17 +132,18 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
     }  # fmt: skip
 
 
-def memory_row() -> dict[str, Any]:
-    """XLA's memory of the recommended step, beside that of the cost model's terms."""
-    cfg = gpu_train.configuration(RECOMMENDED, rehearsal=False)
+def memory_row(name: str, variant: str) -> dict[str, Any]:
+    """XLA's memory of a step, beside that of the cost model's terms."""
+    cfg = gpu_train.configuration(variant, rehearsal=False)
     cfg = config.override(cfg, {"train.attention": "varlen"})
-    step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
-    lowered = step.step.lower(step.abstract_state, step.abstract_batch)
+    with gpu_train.our_kernel(cfg):
+        step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
+        lowered = step.step.lower(step.abstract_state, step.abstract_batch)
     used = aot.compile(lowered, QUICK).memory_analysis()
     chosen = with_chunks(cfg, ONE, CARD)
     bound = memory.bound(memory.terms(step_shape(chosen, ONE, fused_attention=True)))
     return {
-        "configuration": "recommended", "loss_chunks": chosen.train.loss_chunks,
+        "configuration": name, "loss_chunks": chosen.train.loss_chunks,
         "arguments_gib": used.argument_size_in_bytes / 2**30,
         "temporary_gib": used.temp_size_in_bytes / 2**30,
         "peak_gib": used.peak_memory_in_bytes / 2**30, "bound_gib": bound / 2**30,
@@ -163,7 +164,8 @@ def main() -> int:
     results.write(expand(str(folder), "out") / "step_budget.json", about, rows)
     if cfg.compiled:
         about = results.facts("H100", "compiled for H100, not run")
-        results.write(expand(str(folder), "out") / "step_memory.json", about, [memory_row()])
+        steps = [memory_row("now", NOW), memory_row("recommended", RECOMMENDED)]
+        results.write(expand(str(folder), "out") / "step_memory.json", about, steps)
     for found in rows:
         print({k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})
     return 0
