@@ -50,7 +50,10 @@ def together(what: str, explain: Callable[[Exception], CheckpointError]) -> Iter
     try:
         yield
     except Exception as error:
-        problem = explain(error)
+        try:
+            problem = explain(error)
+        except Exception as second:  # a disk that is lost: the others are waiting to be told
+            problem = CheckpointError(f"{what}: {error}; and then {second}")
         problem.__cause__ = error
     kinds = (CheckpointError, DamagedError, CheckpointError)
     kind = 0 if problem is None else 1 if isinstance(problem, DamagedError) else 2

@@ -269,7 +269,8 @@ class CheckpointManager:
 
         A collective. Newer steps that this process sees and process 0 does not are passed over.
         """
-        own = self.latest()
+        with agreement.together(f"the steps of {self.folder}", _of_listing):
+            own = self.latest()
         newest = agreement.first(own)
         if newest != own:
             self._bad |= {s for s in self.steps() if newest is None or s > newest}
@@ -288,6 +289,9 @@ class CheckpointManager:
             names, orders = [n for n, _ in named_leaves(asked)], leaves.orders_of(asked, order)
             known = record or self._steps.unchecked(step)
             rows = leaves.rows_of(known, dict(zip(names, orders, strict=True)))
+        bare = agreement.tell(record is None)
+        if bare.any() and not bare.all():
+            raise CheckpointError(f"step {step} of {self.folder}: not all processes see its record")
         prints = None
         if record is not None and self._verify == "full":
             prints = Fingerprints(at_once=True, orders=[o or None for o in orders])
@@ -365,6 +369,10 @@ class CheckpointManager:
         folder = self._steps.step(step)
         if damage := integrity.find_damage(folder, dataclasses.replace(record, files=files)):
             raise integrity.damaged(folder, damage, home=record.home)
+
+
+def _of_listing(error: Exception) -> CheckpointError:
+    return error if isinstance(error, CheckpointError) else CheckpointError(storage.reason(error))
 
 
 def _warn(call: Callable[[], None]) -> None:

@@ -118,10 +118,12 @@ def refuse_mesh(overlap: Overlap, sizes: clique.Sizes) -> None:
     if overlap != "fused":
         return
     tensor, expert = sizes.get("tensor", 1), sizes.get("expert", 1)
+    if tensor == expert == 1:  # no product has a collective
+        return
     why = clique.out_of_reach(sizes)
     if tensor > 1:
         why += clique.beside(sizes, ("tensor",))
-    elif expert > 1:
+    else:
         why += clique.beside(sizes, ("expert",))
     if not why:
         return
@@ -176,7 +178,8 @@ def measured(op: str, key: tuned.Key, device: Device) -> Implementation | None:
     row = tuned.find(op, key, kind=device.device_kind)
     if tuned.against(row, "fused") is None:
         return "fused"
-    return "xla" if tuned.against(row, "xla") is None else None
+    near = row is not None and row["octaves"] <= tuned.NEAR and row.get("link") == "real"
+    return "xla" if near and row["fastest"] == "xla" else None
 
 
 def simulate(

@@ -51,7 +51,7 @@ def begin(
     """
     if memory is not None:
         like, rows = vars(train_step.abstract_state), train_step.rows
-        found = memory.take(like, checkpoints.latest(), rows)
+        found = memory.take(like, checkpoints.agreed_latest(), rows)
         if found is not None:
             step, state, data = found
             _check_data(identity, data, "the copy in memory")

@@ -240,6 +240,18 @@ UNSEEN = """
     except CheckpointError as error:  # the step is good: nobody falls back, nobody waits
         assert not isinstance(error, DamagedError) and "step 3" in str(error), error
     print("one error for both", flush=True)
+
+    def lost():
+        raise OSError("its disk is lost")
+
+    manager = CheckpointManager(folder)
+    if rank == 1:
+        manager._steps.steps = lost
+    try:
+        manager.restore(like=wanted(mesh, OTHER))
+        raise SystemExit("no error")
+    except CheckpointError as error:
+        print("a listing that fails:", error, flush=True)
 """
 
 TOLD = """
@@ -347,6 +359,7 @@ def test_a_step_that_one_process_does_not_see(tmp_path):
     codes, outputs = run_job(UNSEEN, tmp_path / "c", tmp_path)
     assert codes == [0, 0], "\n".join(outputs)
     assert all("process 0 decided" in text for text in outputs), outputs
+    assert all("a listing that fails:" in text for text in outputs), outputs
     assert all("one error for both" in text for text in outputs), outputs
 
 
