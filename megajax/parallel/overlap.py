@@ -178,8 +178,8 @@ def measured(op: str, key: tuned.Key, device: Device) -> Implementation | None:
     row = tuned.find(op, key, kind=device.device_kind)
     if tuned.against(row, "fused") is None:
         return "fused"
-    near = row is not None and row["octaves"] <= tuned.NEAR and row.get("link") == "real"
-    return "xla" if near and row["fastest"] == "xla" else None
+    near = row and row["octaves"] <= tuned.NEAR and row.get("link") == "real"
+    return "xla" if row and near and row["fastest"] == "xla" else None
 
 
 def simulate(

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from megajax.core import config
-from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.cost.hlo import Collective, collectives
 from megajax.models import decoder
@@ -187,16 +186,10 @@ def test_a_ring_travels_while_it_works_and_needs_little_memory():
     assert len(loops) >= 2  # forward, backward
 
 
-def test_a_layout_without_reduced_types_is_caught(monkeypatch):
-    def loose(self, *words):
-        spec = self.stored(*words)
-        kept = ("tensor",)
-        return P(*(e if e in (*kept, None) else None for e in spec))
-
-    monkeypatch.setattr(Layout, "whole", loose)
-    found = compile_step(mesh__tensor=4)
+def test_gradients_that_are_not_scattered_are_caught():
+    found = compile_step(mesh__tensor=4, shard__zero="none")
     wrong = large_gradient_all_reduces(found)
-    assert any("entry" in line or "head" in line for line in wrong), wrong
+    assert any("blocks" in line for line in wrong), wrong
     with pytest.raises(AssertionError):
         check_gradients(found)
 
