@@ -20,9 +20,6 @@ from pallas_kernels.attention.names import named
 
 Array = jax.Array
 Implementation = Literal["xla", "cudnn", "varlen"]
-# Tokens of a row for which 'cudnn' has room for one segment, and the least room of a row (chosen:
-# an unused slot costs memory and empty blocks, too few of them the slow path of `library`).
-SLOT, LEAST_SLOTS = 256, 8
 
 
 def attend(
@@ -132,7 +129,8 @@ def _cudnn(
 ) -> jax.Array:
     """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids).
 
-    What cuDNN does not take so (packed rows before Hopper) gets a mask.
+    What cuDNN does not take so (packed rows before Hopper) gets a mask. A batch with more segments
+    than slots (`library.room`) takes the plain path in every layer, which is slower.
     """
     sides = None if window is None else (window - 1, 0 if query.causal else window - 1)
     packed = query.segments_BS is not None
@@ -144,7 +142,7 @@ def _cudnn(
         k_BMGK,
         v_BMGK,
         segment_ids=query.segments_BS,
-        segments=max(q_BSHK.shape[1] // SLOT, LEAST_SLOTS),
+        segments=library.room(q_BSHK),
         causal=query.causal,
         window=sides,
     )

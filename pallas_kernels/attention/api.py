@@ -34,9 +34,6 @@ from pallas_kernels.attention.reference import Spec
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
 WIDTHS = (64, 96, 128, 256)  # that the Hopper kernels take
-# What cuDNN is given room for: a segment for so many tokens of a row, and at least so many a row
-# (chosen: a batch with more is as right and slower), and bytes of its log-sum-exps (chosen).
-SLOT, LEAST_SLOTS, STATS_BYTES = 256, 8, 2**31
 
 
 def varlen_attention(
@@ -160,9 +157,9 @@ def packed_attention(
     static = _check(op, q, k, v, scale, softcap, window)
     chosen = _choose(op, q, k, implementation, max_seqlen, deterministic)
     slopes = _slopes(op, alibi_slopes, q_BSHK.shape[2])
-    sides, slots = _sides(causal, window), max(q_BSHK.shape[1] // SLOT, LEAST_SLOTS)
+    sides, slots = _sides(causal, window), library.room(q_BSHK)
     plain = softcap is None and slopes is None and not return_lse
-    if _takes_cudnn(q_BSHK, k_BSGK, slots, chosen, causal, sides, plain):
+    if _takes_cudnn(q_BSHK, k_BSGK, len(q_BSHK) * slots, chosen, causal, sides, plain):
         return library.packed_attention(
             q_BSHK, k_BSGK, v_BSGK, segment_ids=ids_BS, segments=slots, causal=causal,
             window=sides, scale=scale,
@@ -276,12 +273,12 @@ def _takes_cudnn(
 ) -> bool:
     """Whether both passes are cuDNN's: not both were measured to be better ours, and cuDNN can.
 
-    slots: segments of a row that it is given room for. plain: no soft cap, no slopes, no lse.
+    slots: segments that it is given room for, of all rows. plain: no soft cap, no slopes, no lse.
     """
     if "library" not in chosen[:2] or not plain or dispatch.device_reasons():
         return False
-    stats = slots * q.size // q.shape[-1] * 4  # log-sum-exps: of each slot as many as of a row
-    return stats <= STATS_BYTES and not library.reasons(q, k, causal, window)
+    small = library.stats_bytes(q, slots) <= library.STATS_BYTES
+    return small and not library.reasons(q, k, causal, window)
 
 
 def _sides(causal: bool, window: Window | None) -> Window | None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
 from pallas_kernels import arguments, dispatch
 from pallas_kernels.attention import guard, reference
@@ -31,10 +32,15 @@ from pallas_kernels.attention.names import SAVED, named
 from pallas_kernels.attention.ranges import FARTHEST, Rows, Window, packed_rows, segment_rows
 
 Array = jax.Array
-__all__ = ["SAVED", "packed_attention", "reasons", "varlen_attention"]
+__all__ = ["SAVED", "packed_attention", "reasons", "room", "stats_bytes", "varlen_attention"]
 CUDNN = 90600  # the first whose packed offsets JAX 0.11.2 tests
-WIDEST = 256  # head width on Hopper (JAX 0.11.2, check_is_flash_attention)
+WIDEST, WIDEST_BEFORE = 256, 128  # head width on Hopper, and not (check_is_flash_attention)
 ABSENT = 1e30  # log-sum-exp of positions that hold no query: their weights are exp(-1e30) = 0
+# Tokens of a row for which it has one slot, and the least slots of a row (chosen, not measured).
+# Ordinary documents have a mean of a few hundred tokens, and one batch in which they are shorter
+# takes the slow path in every layer; an unused slot costs memory and blocks that find no work.
+SLOT, LEAST_SLOTS = 64, 8
+STATS_BYTES = 2**31  # that cuDNN's log-sum-exps of all slots may take (chosen, not measured)
 
 
 @jax.tree_util.register_dataclass
@@ -78,11 +84,11 @@ def reasons(
 
     Args: q, k: (..., tokens, heads, K). packed: whether rows hold segments, which needs Hopper.
     """
-    found = []
+    found, widest = [], WIDEST_BEFORE if dispatch.device_reasons() else WIDEST
     if q.dtype.name not in ("bfloat16", "float16"):
         found.append(f"needs bfloat16 or float16, found {q.dtype}")
-    if q.shape[-1] % 8 or q.shape[-1] > WIDEST:
-        found.append(f"needs a head width of 8 to {WIDEST} in steps of 8, found {q.shape[-1]}")
+    if q.shape[-1] % 8 or q.shape[-1] > widest:
+        found.append(f"needs a head width of 8 to {widest} in steps of 8, found {q.shape[-1]}")
     if softcap is not None or alibi is not None:
         found.append("has no softcap and no ALiBi slopes")
     if _limits(window) != (None, None) and not (causal and _limits(window)[1] in (None, 0)):
@@ -92,6 +98,22 @@ def reasons(
     if packed and jax.default_backend() == "gpu":
         found += _library_reasons()
     return found
+
+
+def stats_bytes(q: Any, slots: int) -> int:
+    """Returns the bytes of cuDNN's log-sum-exps: float32 (slots, H, T) of q (..., T, H, K)."""
+    return slots * q.shape[-3] * q.shape[-2] * 4
+
+
+def room(q_BSHK: Any) -> int:
+    """Returns how many `segments` a row `packed_attention` should have room for.
+
+    One for every SLOT tokens and at least LEAST_SLOTS, so that ordinary documents fit, but no more
+    than STATS_BYTES allow, for every slot of the batch has a row of log-sum-exps as long as S.
+    """
+    B, S = q_BSHK.shape[:2]
+    most = STATS_BYTES // max(stats_bytes(q_BSHK, B), 1)
+    return max(min(max(S // SLOT, LEAST_SLOTS), most), 2)  # cuDNN's packed form begins at two
 
 
 def varlen_attention(
@@ -141,7 +163,7 @@ def packed_attention(
     Args: segment_ids: None: every row is one segment, and no offsets are needed. segments: static.
       There are B x segments slots, which the rows share. A batch with more segments is as right
       and much slower: `reference` computes it. A slot costs an (H, S) float32 array while the call
-      runs and launches blocks that find no work: take the least that usually holds all.
+      runs and launches blocks that find no work: `room` is a choice that usually holds all.
     Raises: NotImplementedError with all `reasons`.
     """
     op = "packed_attention by cuDNN"
@@ -367,12 +389,8 @@ def call_forward(qkv, sizes: tuple[Array, ...] | None, static: Static) -> tuple[
 
     unused = jnp.zeros(0, qkv[0].dtype)
     operands = (*qkv, unused, *(sizes or (unused,) * 4), unused, unused)
-    found = cudnn._dot_product_attention_fwd_p.bind(
-        *dispatch.alike(operands),
-        is_training=True,
-        **_parameters(cudnn, static, sizes is not None),
-    )
-    return tuple(found)
+    kinds = {"is_training": True} | _parameters(cudnn, static, sizes is not None)
+    return _bind(cudnn._dot_product_attention_fwd_p, operands, kinds)
 
 
 def call_backward(qkv, results, sizes: tuple[Array, ...] | None, static: Static):
@@ -381,10 +399,18 @@ def call_backward(qkv, results, sizes: tuple[Array, ...] | None, static: Static)
 
     unused = jnp.zeros(0, qkv[0].dtype)
     operands = (*qkv, unused, *(sizes or (unused,) * 4), unused, unused, *results)
-    grads = cudnn._dot_product_attention_bwd_p.bind(
-        *dispatch.alike(operands), **_parameters(cudnn, static, sizes is not None)
-    )
-    return tuple(grads)
+    kinds = _parameters(cudnn, static, sizes is not None)
+    return _bind(cudnn._dot_product_attention_bwd_p, operands, kinds)
+
+
+def _bind(primitive: Any, operands: tuple[Array, ...], kinds: dict[str, Any]) -> tuple[Array, ...]:
+    """Under vmap one after the other: the primitives have no rule for a batch (JAX 0.11.2)."""
+
+    @sequential_vmap
+    def call(*operands: Array) -> tuple[Array, ...]:
+        return tuple(primitive.bind(*operands, **kinds))
+
+    return call(*dispatch.alike(operands))
 
 
 def _parameters(cudnn: Any, static: Static, packed: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megajax.layers.attend import attend
 from megajax.layers.ops import Ops
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
-from pallas_kernels.attention import reference
+from pallas_kernels.attention import library, reference
 from tests.stablehlo import executions
 
 S, V = 320, 640  # longer than a block of the reference; no other dimension
@@ -44,6 +44,17 @@ def test_cudnn_runs_forward_once_where_its_result_is_kept(remat, passes):
     text = lowered(remat)
     assert executions(text, "@__cudnn$fmhaSoftmax(") == passes
     assert executions(text, "@__cudnn$fmhaSoftmaxBackward(") == 1
+
+
+def test_slots_of_a_training_batch_are_bounded(monkeypatch):
+    """cuDNN's log-sum-exps, (slots, heads, S) float32, fit the limit that `library` sets."""
+    slots = lambda text: set(re.findall(rf"tensor<(\d+)x2x{S}xf32>", text))  # noqa: E731
+    assert "16" in slots(lowered("outputs"))  # 2 rows of 8
+    lowered.cache_clear()
+    monkeypatch.setattr(library, "STATS_BYTES", 7 * 2 * S * 4)
+    few = slots(lowered("outputs"))
+    lowered.cache_clear()
+    assert "6" in few and "16" not in few
 
 
 @pytest.mark.parametrize(("remat", "passes"), [("outputs", 1), ("dots", 1), ("full", 2)])

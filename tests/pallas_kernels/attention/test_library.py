@@ -4,6 +4,7 @@ cuDNN runs on GPUs only. Here its call is replaced by one that reads the same op
 elements, lengths) and leaves NaN wherever cuDNN defines nothing.
 """
 
+import functools
 import json
 import re
 
@@ -304,3 +305,40 @@ def test_what_cudnn_cannot_take_is_said():
     ):
         found = library.reasons(q, q, **({"causal": True, "window": None} | kinds))
         assert len(found) == 1 and word in found[0], found
+
+
+def test_head_widths_before_hopper(monkeypatch):
+    wide = jax.ShapeDtypeStruct((16, 2, 256), jnp.bfloat16)
+    asked = functools.partial(library.reasons, wide, wide, True, None, packed=False)
+    assert asked() == []
+    monkeypatch.setattr(library.dispatch, "device_reasons", lambda: ("found an A100",))
+    assert asked() == ["needs a head width of 8 to 128 in steps of 8, found 256"]
+
+
+def test_room_for_segments():
+    """Documents of 200 tokens fit, short rows have some, and the log-sum-exps stay within 2 GiB."""
+    room = lambda *shape: library.room(jax.ShapeDtypeStruct((*shape, 64), jnp.bfloat16))  # noqa: E731
+    assert room(8, 4096, 32) == 64 > 4096 // 200 + 1
+    assert room(2, 128, 4) == 8 and room(0, 128, 4) == 8
+    assert room(8, 32768, 32) == 64 < 32768 // 64  # 8 x 64 x 32 x 32768 float32 are 2 GiB
+    assert room(64, 131072, 128) == 2  # cuDNN's least
+
+
+def test_under_vmap(seed):
+    """Output and gradients are those of a loop, and CUDA runs one call after the other."""
+    ids = np.stack([IDS, IDS[::-1]])
+    drawn = draw(seed, *IDS.shape), draw(seed + 1, *IDS.shape)
+    arrays = [np.stack(pair) for pair in zip(*drawn, strict=True)]
+
+    def both(q, k, v, dout, ids):
+        attend = functools.partial(library.packed_attention, segment_ids=ids, causal=True)
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    one, mapped = jax.jit(both), jax.jit(jax.vmap(both))
+    got = mapped(*arrays, ids)
+    for n in range(2):
+        for x, y in zip(got, one(*(x[n] for x in arrays), ids[n]), strict=True):
+            np.testing.assert_allclose(x[n], y, rtol=2e-3, atol=2e-3)
+    text = mapped.trace(*arrays, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
