@@ -114,7 +114,7 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
     cfg = gpu_train.configuration(variant, rehearsal=False)
     if not before:
         open_chunks = config.override(cfg, {"train.loss_chunks": 0})
-        cfg = with_chunks(open_chunks, ONE, CARD) if variant == RECOMMENDED else cfg
+        cfg = with_chunks(open_chunks, ONE, CARD.memory_bytes) if variant == RECOMMENDED else cfg
     step = shape_of(cfg, pieces)
     causes = budget(step)
     for cause, ms in (as_before(step, shape_of(cfg, 1)) if before else {}).items():
@@ -140,7 +140,7 @@ def memory_row(name: str, variant: str) -> dict[str, Any]:
         step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
         lowered = step.step.lower(step.abstract_state, step.abstract_batch)
     used = aot.compile(lowered, QUICK).memory_analysis()
-    chosen = with_chunks(cfg, ONE, CARD)
+    chosen = with_chunks(cfg, ONE, CARD.memory_bytes)
     bound = memory.bound(memory.terms(step_shape(chosen, ONE, fused_attention=True)))
     return {
         "configuration": name, "loss_chunks": chosen.train.loss_chunks,

@@ -135,5 +135,10 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def find_card(device_kind: str) -> DeviceCard | None:
-    """Returns the card whose name stands in jax's `device_kind`, or None (a CPU, a new GPU)."""
-    return next((card for name, card in CARDS.items() if name in device_kind), None)
+    """Returns the card whose name is a word of jax's `device_kind`, or None (a CPU, a new GPU).
+
+    GH200 is another word than H200. A card is of the largest GPU of its name: an A100 with 40 GB
+    gets the card with 80 (`mesh.memory_bytes` asks the GPU).
+    """
+    words = re.findall(r"\w+", device_kind)
+    return next((card for name, card in CARDS.items() if name in words), None)

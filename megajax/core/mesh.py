@@ -16,11 +16,13 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from megajax.core.axes import MESH_AXES
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
+from megajax.core.hardware import find_card
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,26 @@ def set_memory_share(env: MutableMapping[str, str] | None = None) -> None:
     env = os.environ if env is None else env
     if not {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & set(env):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
+
+
+def memory_bytes(mesh: Mesh) -> int | None:
+    """Returns what the smallest GPU of a mesh holds, the same in each process; None if unknown.
+
+    That is its card's capacity, or less where jax's allocator may take less than MEMORY_SHARE of
+    it: a smaller GPU of the same name, or a share that the user chose. Without a card, what the
+    allocator says. Every process of a mesh of several processes must call it.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return None
+    card = find_card(device.device_kind)
+    own = [d for d in jax.local_devices() if d in mesh.devices.flat]  # none: a mesh to compile for
+    stats = [d.memory_stats() or {} for d in own]
+    held = [s["bytes_limit"] / MEMORY_SHARE for s in stats if "bytes_limit" in s]
+    least = min([*held, card.memory_bytes if card else math.inf])
+    if own and len(own) < mesh.size:
+        least = multihost_utils.process_allgather(np.float32(least)).min()
+    return int(least) if math.isfinite(least) else None
 
 
 def count_gpus() -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
-from megajax.cost.base import Op, Workload
+from megajax.cost.base import Op, Phase, Workload
 from megajax.cost.kernels import Matmul, Rowwise
 from megajax.cost.transformer import Stack, lookup
 from megajax.layers.attention import AttentionConfig
@@ -130,11 +130,16 @@ class EncoderConfig(Checked, section="model"):
             repeats=self.repeats,
         )
 
-    def workload(self, batch: int, seq_len: int, dtype: str = "bfloat16") -> Workload:
+    def workload(
+        self, batch: int, seq_len: int, dtype: str = "bfloat16", phase: Phase = "train"
+    ) -> Workload:
         """Returns the forward pass of this many rows, without padding, as a list of operations.
 
         Every token is scored, by a classifier too: the program keeps the shape of its input.
+        phase: 'train', or 'prefill' for one pass without gradients. Raises: UserError for 'decode'.
         """
+        if phase == "decode":
+            raise UserError("an encoder generates no tokens: phase=decode must be train or prefill")
         T, D, E = batch * seq_len, self.width, self.table_width
         rows = [self.vocab, self.max_positions, *([self.types] if self.types else [])]
         before = [lookup(T, table, E, dtype) for table in rows]
@@ -148,7 +153,7 @@ class EncoderConfig(Checked, section="model"):
             head.append(Op("head", Matmul(T, E, D), dtypes=(dtype,)))
         blocks = self.stack.ops(batch, seq_len, seq_len, dtype)
         layers = self.layers * self.repeats
-        return Workload((*before, *blocks, *head), batch, seq_len, layers, D)
+        return Workload((*before, *blocks, *head), batch, seq_len, layers, D, phase)
 
 
 def _bert(layers: int, width: int, heads: int, **changes) -> EncoderConfig:

@@ -62,7 +62,8 @@ def choose_attention(
 
     'auto' takes cuDNN for 16-bit types on GPUs. Packed rows take our kernel, 'varlen', where a
     table (pallas_kernels/tuned.py) says of both passes that it was right and faster than cuDNN on
-    this kind of GPU. cuDNN takes the segments of packed rows on Hopper GPUs only.
+    this kind of GPU. cuDNN takes the offsets of packed rows' segments on Hopper GPUs, and a mask of
+    them on others (layers/attend.py), where XLA would keep the logits of every head.
 
     Args: wanted: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
       tokens of a row) where rows hold segments; None: one sequence each, or a cache.
@@ -77,13 +78,19 @@ def choose_attention(
         return "xla", "auto: cuDNN needs a GPU"
     if jnp.dtype(dtype).itemsize != 2:
         return "xla", "auto: cuDNN needs a 16-bit type"
-    if packed is not None and not (cut and context.kind == "gather"):
-        if not dispatch.is_hopper(device.device_kind):
-            return "xla", "auto: cuDNN takes packed rows on Hopper GPUs only"
+    fused = "auto: fused, 16-bit type on a GPU"
+    if packed is None:
+        return "cudnn", fused
+    if not dispatch.is_hopper(device.device_kind):
+        return (
+            "cudnn",
+            "auto: fused, 16-bit type on a GPU; packed rows by a mask, for want of Hopper",
+        )
+    if not (cut and context.kind == "gather"):
         width, group, tokens = packed
         about = tiling.key(dtype, width, group, tokens, None)
         passes = (tiling.FORWARD, about), (tiling.BACKWARD, about | {"deterministic": True})
         rows = [tuned.find(op, key, kind=device.device_kind) for op, key in passes]
         if not any(map(tuned.against, rows)):
             return "varlen", "auto: packed rows, measured on this kind of GPU"
-    return "cudnn", "auto: fused, 16-bit type on a GPU"
+    return "cudnn", fused

@@ -162,7 +162,7 @@ def outline(
     Raises: UserError when the configuration cannot run there.
     """
     found = sizes(cfg, cluster)
-    cfg = with_chunks(cfg, found, cluster.card)
+    cfg = with_chunks(cfg, found, cluster.card.memory_bytes)
     step = step_shape(cfg, found, fused_attention, phase)
     terms = memory.terms(step)
     guess = estimate(step, cluster, traffic.transfers(step))

@@ -6,7 +6,6 @@ Floor: training. Memory and time of a `StepShape` are megajax/cost's; systems/ao
 import dataclasses
 from typing import Any
 
-from megajax.core.hardware import DeviceCard
 from megajax.cost import memory
 from megajax.cost.base import Phase
 from megajax.cost.pipeline import Pipeline
@@ -47,18 +46,20 @@ def step_shape(
     )
 
 
-def with_chunks(cfg: Any, found: dict[str, int], card: DeviceCard | None) -> Any:
+def with_chunks(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> Any:
     """Returns the configuration with a number of loss chunks where it leaves that open (0).
 
     The fewest pieces of the sequence with which the terms of memory fill at most ROOM of the GPU,
     because one piece needs no second product for the logits and several do, and each piece adds
-    once more to the table's gradient. One piece on a device that has no card, as a CPU.
+    once more to the table's gradient. memory_bytes: of a GPU (`mesh.memory_bytes`); None: unknown,
+    as on a CPU, and one piece.
     """
     train = cfg.train
     if train.loss_chunks:
         return cfg
     chosen = 1
-    if card is not None:
+    if memory_bytes is not None:
+        # What parallel/attention.py takes in 16 bit on any GPU keeps no logits.
         fused = train.attention != "xla" and train.dtype == "bfloat16"
         step = step_shape(cfg, found, fused)
         tokens = train.seq_len // found["context"]
@@ -66,6 +67,6 @@ def with_chunks(cfg: Any, found: dict[str, int], card: DeviceCard | None) -> Any
         needed = (
             memory.bound(memory.terms(dataclasses.replace(step, loss_chunks=n))) for n in pieces
         )
-        fits = [n for n, b in zip(pieces, needed, strict=True) if b <= ROOM * card.memory_bytes]
+        fits = [n for n, b in zip(pieces, needed, strict=True) if b <= ROOM * memory_bytes]
         chosen = min(fits, default=pieces[-1])
     return dataclasses.replace(cfg, train=dataclasses.replace(train, loss_chunks=chosen))

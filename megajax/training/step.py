@@ -21,8 +21,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.core.hardware import find_card
 from megajax.core.layout import Layout, Words
+from megajax.core.mesh import memory_bytes
 from megajax.core.tree import Tree, is_words, name, named_leaves, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
@@ -74,9 +74,8 @@ def make_train_step(
       itself describes, `cfg.task()`. optimizer(words of the parameters, layout): None: that of the
       configuration, `cfg.optimizer`.
     """
-    device = mesh.devices.flat[0]
-    card = None if device.platform == "cpu" else find_card(device.device_kind)
-    cfg = with_chunks(cfg, dict(mesh.shape), card)
+    if not cfg.train.loss_chunks:
+        cfg = with_chunks(cfg, dict(mesh.shape), memory_bytes(mesh))
     task = cfg.task() if task is None else task
     layout = sharding.layout(mesh, cfg.shard.zero, model=cfg.model)
     cfg.check(mesh.shape)

@@ -11,6 +11,12 @@ def test_cards_are_found_by_jaxs_names():
     assert find_card("cpu") is None
 
 
+@pytest.mark.parametrize("kind", ["NVIDIA GH200 480GB", "NVIDIA GH200 96GB HBM3", "NVIDIA GB200"])
+def test_a_card_is_found_by_its_whole_name(kind):
+    """A GH200 with 96 GB took the H200's card of 141."""
+    assert find_card(kind) is None
+
+
 def test_a100_peak_is_the_one_that_megascale_divides_by():
     assert CARDS["A100"].flops["bfloat16"] == 312e12
 

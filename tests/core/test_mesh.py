@@ -1,10 +1,21 @@
+from unittest import mock
+
 import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
-from megajax.core.mesh import MeshSpec, describe, find_cluster, fit, set_memory_share
+from megajax.core.mesh import (
+    MeshSpec,
+    describe,
+    find_cluster,
+    fit,
+    memory_bytes,
+    set_memory_share,
+)
 
 
 def test_data_takes_the_devices_that_remain():
@@ -96,3 +107,38 @@ def test_a_gpus_memory_is_used_unless_the_user_says_otherwise():
         env = dict(given)
         set_memory_share(env)
         assert env == (given or {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "stats", "held"),
+    [
+        ("NVIDIA A100-SXM4-40GB", {"bytes_limit": 0.92 * 40e9}, 40e9),
+        ("NVIDIA A100-SXM4-80GB", {"bytes_limit": 0.92 * 85e9}, 80e9),
+        ("NVIDIA H200", {"bytes_limit": 0.46 * 141e9}, 70.5e9),
+        ("NVIDIA GH200 480GB", {"bytes_limit": 0.92 * 96e9}, 96e9),
+        ("NVIDIA H200", None, 141e9),
+        ("NVIDIA GH200 480GB", None, None),
+    ],
+)
+def test_memory_is_what_the_gpu_has(monkeypatch, kind, stats, held):
+    gpu = mock.Mock(platform="gpu", device_kind=kind)
+    gpu.memory_stats.return_value = stats
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    of = mock.Mock(devices=np.array([gpu]), size=1)
+    assert memory_bytes(of) == (held if held is None else pytest.approx(held))
+
+
+def test_processes_agree_on_the_smallest_memory(monkeypatch):
+    here, there = (mock.Mock(platform="gpu", device_kind="NVIDIA H200") for _ in range(2))
+    here.memory_stats.return_value = {"bytes_limit": 0.92 * 141e9}
+    there.memory_stats.side_effect = RuntimeError("of another process")
+    gather = mock.Mock(side_effect=lambda own: np.array([own, 7e10], np.float32))
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    assert memory_bytes(mock.Mock(devices=np.array([there, here]), size=2)) == pytest.approx(7e10)
+    other = mock.Mock(devices=np.array([there, there]), size=2)  # to compile for, no process
+    assert memory_bytes(other) == 141e9 and gather.call_count == 1
+
+
+def test_a_cpu_has_no_card_to_fill():
+    assert memory_bytes(MeshSpec(data=1).build(jax.devices()[:1])) is None

@@ -97,7 +97,10 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
     assert choose("bfloat16", packed=(64, 4, 4096))[0] == "cudnn"  # of another head width
     tables.write(monkeypatch, tmp_path, forward, backward, kind=tables.A100)
     device.device_kind = tables.A100
-    assert choose("bfloat16", packed=packed)[0] == "xla" and choose("bfloat16")[0] == "cudnn"
+    kernel, why = choose("bfloat16", packed=packed)
+    assert kernel == "cudnn" and "packed rows by a mask" in why
+    assert choose("bfloat16")[0] == "cudnn" and "mask" not in choose("bfloat16")[1]
+    assert choose("float32", packed=packed)[0] == "xla"
     device.device_kind = tables.H100
     tables.write(monkeypatch, tmp_path, forward, backward)
     assert choose("bfloat16")[0] == "cudnn" and choose("float32", packed=packed)[0] == "xla"
