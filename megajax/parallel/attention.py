@@ -24,6 +24,10 @@ from pallas_kernels.attention import tiling
 
 Array = jax.Array
 
+# The widest head that cuDNN takes on each GPU with a bias (JAX 0.11.2, check_is_flash_attention; an
+# A100 no wider), in steps of 8, and rows of an even number of tokens in training.
+MASKED_WIDTH = 128
+
 
 def attention_of(
     layout: Layout, kernel: attend_.Implementation, spec: ContextSpec
@@ -81,13 +85,12 @@ def choose_attention(
     fused = "auto: fused, 16-bit type on a GPU"
     if packed is None:
         return "cudnn", fused
+    width, group, tokens = packed
     if not dispatch.is_hopper(device.device_kind):
-        return (
-            "cudnn",
-            "auto: fused, 16-bit type on a GPU; packed rows by a mask, for want of Hopper",
-        )
+        if width % 8 or width > MASKED_WIDTH or tokens % 2:
+            return "xla", f"auto: cuDNN's mask needs even rows and widths to {MASKED_WIDTH} by 8"
+        return "cudnn", f"{fused}; packed rows by a mask, as it is no Hopper"
     if not (cut and context.kind == "gather"):
-        width, group, tokens = packed
         about = tiling.key(dtype, width, group, tokens, None)
         passes = (tiling.FORWARD, about), (tiling.BACKWARD, about | {"deterministic": True})
         rows = [tuned.find(op, key, kind=device.device_kind) for op, key in passes]

@@ -99,6 +99,8 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
     device.device_kind = tables.A100
     kernel, why = choose("bfloat16", packed=packed)
     assert kernel == "cudnn" and "packed rows by a mask" in why
+    for refused in ((256, 4, 4096), (60, 4, 4096), (128, 4, 4095)):  # by cuDNN, with a bias
+        assert choose("bfloat16", packed=refused)[0] == "xla"
     assert choose("bfloat16")[0] == "cudnn" and "mask" not in choose("bfloat16")[1]
     assert choose("float32", packed=packed)[0] == "xla"
     device.device_kind = tables.H100
