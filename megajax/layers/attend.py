@@ -129,8 +129,8 @@ def _cudnn(
 ) -> jax.Array:
     """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids).
 
-    What cuDNN does not take so (packed rows on GPUs other than Hopper) gets a mask. A batch with more
-    segments than slots (`library.room`) takes the plain path in every layer, which is slower.
+    What cuDNN does not take so (packed rows on GPUs other than Hopper) gets a mask. A batch with
+    more segments than slots (`library.room`) takes the plain path in every layer, which is slower.
     """
     sides = None if window is None else (window - 1, 0 if query.causal else window - 1)
     packed = query.segments_BS is not None
