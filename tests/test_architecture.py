@@ -211,17 +211,12 @@ def kernel_violations(name: str, tree: ast.AST, kernels: set[str]) -> list[str]:
     return found
 
 
-# TODO: until what both passes of attention share is a file of its own.
-SHARES = {"pallas_kernels.attention.hopper_backward"}
-
-
 def test_no_kernel_needs_the_file_of_another():
     kernels = kernel_files()
     assert len(kernels) > 12
     found = [
         v
         for name, path in kernels.items()
-        if name not in SHARES
         for v in kernel_violations(name, ast.parse(path.read_text()), set(kernels))
     ]
     assert not found, "\n".join(found)

@@ -43,16 +43,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.attention.hopper_backward_tile import (
-    FUSED_WIDTHS,
-    Tile,
-    check,
-    dkv_buffers,
-    dq_buffers,
-    fits_beside,
-    pieces_of,
-)
-from pallas_kernels.attention.hopper_forward import (
+from pallas_kernels.attention.blocks import (
     BLOCK_Q,
     LOG2E,
     ROWS,
@@ -66,6 +57,15 @@ from pallas_kernels.attention.hopper_forward import (
     row_vector,
     short_rows,
     staging,
+)
+from pallas_kernels.attention.hopper_backward_tile import (
+    FUSED_WIDTHS,
+    Tile,
+    check,
+    dkv_buffers,
+    dq_buffers,
+    fits_beside,
+    pieces_of,
 )
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import Spec

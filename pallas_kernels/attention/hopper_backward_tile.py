@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.attention.hopper_forward import ROWS, WARPGROUPS
+from pallas_kernels.attention.blocks import ROWS, WARPGROUPS
 from pallas_kernels.hopper import tiles as limits
 from pallas_kernels.hopper.cards import COMPUTE_REGISTERS
 
