@@ -61,13 +61,15 @@ TUNE_FIRST = (
     "attention varlen attention backward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768"
     " deterministic False",
     "attention varlen attention forward dtype bfloat16 width 64 group 1 longest 1000 tokens 9880",
-    "gemm fused gemm kind forward activation silu residual False M 8192 N 14336 K 4096",
-    "gemm fused gemm kind forward activation none residual True M 8192 N 4096 K 14336",
-    "grouped grouped matmul kind forward G 8 M 16384 N 14336 K 4096",
+    "gemm fused gemm dtype bfloat16 kind forward activation silu residual False"
+    " M 8192 N 14336 K 4096",
+    "gemm fused gemm dtype bfloat16 kind forward activation none residual True"
+    " M 8192 N 4096 K 14336",
+    "grouped grouped matmul dtype bfloat16 kind forward G 8 M 16384 N 14336 K 4096",
     "norm fused layer norm dtype bfloat16 centred False added True unpacks False width 4096"
     " rows 16384",
-    "tile_sparse tile sparse matmul kind forward activation none format 128x64 M 12800 K 4096"
-    " P 16384 slots 2048",
+    "tile_sparse tile sparse matmul dtype bfloat16 kind forward activation none format 128x64"
+    " M 12800 K 4096 P 16384 slots 2048",
     "collective all gather matmul ranks 8 rows 512 K 12288 N 6144",
 )
 ALIASES = {"kernels": (*FOLDERS, "bert"), "train": ("losses", "step"), "plan": ("step",)}

@@ -8,7 +8,7 @@ Not here: second derivatives, several products with one input.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,10 +137,12 @@ def _backward(static, saved, dy_xN):
 _fused.defvjp(_forward, _backward)
 
 
-def key(kind: str, activation: str | None, residual: bool, M: int, N: int, K: int) -> tuned.Key:
+def key(
+    dtype: Any, kind: str, activation: str | None, residual: bool, M: int, N: int, K: int
+) -> tuned.Key:
     """Of a row of a table. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz); M, N, K as there."""
-    words = {"kind": kind, "activation": activation or "none", "residual": residual}
-    return words | {"M": M, "N": N, "K": K}
+    words = {"dtype": jnp.dtype(dtype).name, "kind": kind, "activation": activation or "none"}
+    return words | {"residual": residual, "M": M, "N": N, "K": K}
 
 
 def _static(
@@ -160,10 +162,11 @@ def _static(
         reasons.append("needs bfloat16 or float16, found float32")
     if not M * K * N:
         reasons.append(f"needs something to compute, found M={M}, N={N}, K={K}")
+    dtype = x_xK.dtype
     keys = (
-        key("forward", activation, residual, M, N, K),
-        key("dx", None, False, M, K, N),
-        key("dw", None, False, K, N, M),
+        key(dtype, "forward", activation, residual, M, N, K),
+        key(dtype, "dx", None, False, M, K, N),
+        key(dtype, "dw", None, False, K, N, M),
     )
     spec = Spec(activation, out_dtype, activation is not None)
     guesses = (

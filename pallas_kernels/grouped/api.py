@@ -8,7 +8,7 @@ Not here: second derivatives, fusion with an activation, 8-bit operands.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,9 @@ def _backward(static, saved, dy_MN):
 _grouped.defvjp(_forward, _backward)
 
 
-def key(kind: str, G: int, M: int, N: int, K: int) -> tuned.Key:
+def key(dtype: Any, kind: str, G: int, M: int, N: int, K: int) -> tuned.Key:
     """Of a row of a table. kind: 'forward', 'transposed' (rhs), or 'weights' (a^T b, (G, K, N))."""
-    return {"kind": kind, "G": G, "M": M, "N": N, "K": K}
+    return {"dtype": jnp.dtype(dtype).name, "kind": kind, "G": G, "M": M, "N": N, "K": K}
 
 
 def _static(lhs: Array, rhs: Array, transpose: bool, implementation: str | None) -> Static:
@@ -124,7 +124,7 @@ def _static(lhs: Array, rhs: Array, transpose: bool, implementation: str | None)
         (hopper.heuristic, turned, K, N),
         (hopper_weights.heuristic, "weights", *((K, N) if transpose else (N, K))),
     )
-    rows = [tuned.find(OP, key(kind, G, M, n, k)) for _, kind, n, k in jobs]
+    rows = [tuned.find(OP, key(lhs.dtype, kind, G, M, n, k)) for _, kind, n, k in jobs]
     tile, tile_lhs, tile_rhs = (
         hopper.Tile(**tile)
         if (tile := tuned.tile(row))

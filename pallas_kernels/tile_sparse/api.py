@@ -168,9 +168,9 @@ def _backward(static, saved, dy_xP):
 _packed.defvjp(_forward, _backward)
 
 
-def key(kind: str, activation: str | None, pattern: Pattern, M: int) -> tuned.Key:
+def key(dtype: Any, kind: str, activation: str | None, pattern: Pattern, M: int) -> tuned.Key:
     """Of a row of a table. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz)."""
-    words = {"kind": kind, "activation": activation or "none"}
+    words = {"dtype": jnp.dtype(dtype).name, "kind": kind, "activation": activation or "none"}
     words["format"] = f"{pattern.tile}x{pattern.chunk}"
     return words | {"M": M, "K": pattern.shape[0], "P": pattern.columns.size,
                     "slots": pattern.chunks.size}  # fmt: skip
@@ -187,7 +187,7 @@ def _static(
         activation = None
     spec = Spec(activation, out_dtype, activation is not None)
     rows = [
-        tuned.find(OP, key(kind, word, pattern, M))
+        tuned.find(OP, key(x.dtype, kind, word, pattern, M))
         for kind, word in (("forward", activation), ("dx", None), ("dw", None))
     ]
     (C, T), S = pattern.grid, pattern.chunks.size

@@ -55,7 +55,7 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
     first = hopper.heuristic(M, N, K, spec=spec, residual=residual)
     others = hopper.candidates(spec, residual) + hopper.split_candidates(M, N, K)
     wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
-    key = api.key(kind, spec.activation, residual, M, N, K)
+    key = api.key(jnp.bfloat16, kind, spec.activation, residual, M, N, K)
     tiles = tuple(dict.fromkeys((first, *others, *wider)))
     plain = functools.partial(_plain, spec, stored)
     return tuned.Tuning(api.OP, key, tiles, function, inputs, plain)

@@ -45,4 +45,5 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
         else functools.partial(library.product, transpose=kind == "transposed")
     )
     function, others = functools.partial(kernel, kind), {"library": (best, inputs)}
-    return tuned.Tuning(api.OP, api.key(kind, G, M, N, K), tiles, function, inputs, plain, others)
+    key = api.key(jnp.bfloat16, kind, G, M, N, K)
+    return tuned.Tuning(api.OP, key, tiles, function, inputs, plain, others)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.hopper.activations import Spec
@@ -44,7 +45,7 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
         first = hopper.heuristic(case.M, shape, blocks, pattern.chunks.size, spec)
         wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
         tiles = (first, *hopper.candidates(shape, spec), *wider)
-    key = api.key(kind, None, pattern, case.M)
+    key = api.key(jnp.bfloat16, kind, None, pattern, case.M)
     function = functools.partial(_timed, kind, spec)
     plain = functools.partial(_plain, kind, spec)
     return tuned.Tuning(api.OP, key, tuple(dict.fromkeys(tiles)), function, inputs, plain)

@@ -187,9 +187,10 @@ def test_what_cannot_run_says_why():
 
 
 def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, tmp_path):
-    def ways():
+    def ways(dtype="bfloat16"):
+        x, w = X.astype(dtype), W.astype(dtype)
         with tables.on(tables.H100):
-            static = api._static(X, W, None, None, None, "bfloat16", None)
+            static = api._static(x, w, None, None, None, dtype, None)
         return static.forward, static.backward, static.tile.stages
 
     assert ways()[:2] == ("library", "library")
@@ -197,11 +198,13 @@ def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, 
     (M, K), N = X.shape, W.shape[1]
     sizes = {"forward": (M, N, K), "dx": (M, K, N), "dw": (K, N, M)}
     forward, dx, dw = (
-        tables.row(api.OP, api.key(kind, None, False, *sizes[kind]), tile=tile) for kind in sizes
+        tables.row(api.OP, api.key(X.dtype, kind, None, False, *sizes[kind]), tile=tile)
+        for kind in sizes
     )
     slow = {"fastest": "reference"}
     tables.write(monkeypatch, tmp_path, forward, dx, dw | slow)
     assert ways() == ("measured", "library", 3)
+    assert ways("float16")[:2] == ("library", "library")  # a row speaks for its own type
     tables.write(monkeypatch, tmp_path, forward | slow, dx, dw)
     assert ways() == ("library", "measured", 3)
     with monkeypatch.context() as patch:

@@ -54,19 +54,20 @@ def test_what_is_timed_has_the_shapes_of_its_key(kind):
 def test_the_default_is_the_kernel_where_a_table_says_so(monkeypatch, tmp_path):
     lhs, rhs = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
 
-    def ways():
+    def ways(dtype="bfloat16"):
         with tables.on(tables.H100):
-            static = api._static(lhs, rhs, False, None)
+            static = api._static(lhs.astype(dtype), rhs.astype(dtype), False, None)
         return static.forward, static.backward, static.tile.stages
 
     assert ways()[:2] == ("library", "library")
     tile = dict(block_m=64, block_n=64, stages=3)
     rows = [
-        tables.row(api.OP, api.key(kind, 2, 64, *sizes), tile=tile)
+        tables.row(api.OP, api.key(lhs.dtype, kind, 2, 64, *sizes), tile=tile)
         for kind, *sizes in (("forward", 128, 64), ("transposed", 64, 128), ("weights", 128, 64))
     ]
     tables.write(monkeypatch, tmp_path, *rows)
     assert ways() == ("measured", "measured", 3)
+    assert ways("float16")[:2] == ("library", "library")  # a row speaks for its own type
     tables.write(monkeypatch, tmp_path, *rows[:2], rows[2] | {"fastest": "reference"})
     assert ways() == ("measured", "library", 3)
 

@@ -74,19 +74,20 @@ def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, 
     weight = TileSparse.from_dense(jnp.zeros((128, 192), jnp.bfloat16), SMALL.mask, tile=64)
     x = jnp.zeros((256, 128), jnp.bfloat16)
 
-    def ways():
+    def ways(dtype="bfloat16"):
         with tables.on(tables.H100):
-            static = api._static(x, weight, "gelu", None)
+            static = api._static(x.astype(dtype), weight, "gelu", None)
         return static.forward, static.backward, static.tile.stages
 
     assert ways()[:2] == ("library", "library")
     rows = [
-        tables.row(api.OP, api.key(kind, word, weight.pattern, 256), tile=tile)
+        tables.row(api.OP, api.key(x.dtype, kind, word, weight.pattern, 256), tile=tile)
         for kind, word in (("forward", "gelu"), ("dx", None), ("dw", None))
         for tile in (dict(block_m=128, stages=3),)
     ]
     tables.write(monkeypatch, tmp_path, *rows)
     assert ways() == ("measured", "measured", 3)
+    assert ways("float16")[:2] == ("library", "library")  # a row speaks for its own type
     tables.write(monkeypatch, tmp_path, *rows[:2], rows[2] | {"fastest": "reference"})
     assert ways() == ("measured", "library", 3)
 
