@@ -168,13 +168,18 @@ class Sealer:
                 self._steps.empty()
 
     def _share(self, step: int) -> Found:
-        """Reads this process's share of a step back."""
+        """Reads this process's share of a step back: what is wrong, a second time too.
+
+        A store that answers late, or a folder that somebody moves and puts back, makes whole bytes
+        look wrong once; a step that is called wrong does not count any more.
+        """
         folder = self._steps.step(step)
         try:
             record = self._steps.record(step)
             if record is None:
                 return {"unknown": "it has no record"}
-            wrong = read_back.wrong_parts(folder, record, self._part, self._parts)
+            share = folder, record, self._part, self._parts
+            wrong = read_back.wrong_parts(*share) and read_back.wrong_parts(*share)
             if wrong and self._steps.record(step) != record:
                 return {"unknown": "it was saved again meanwhile"}
         except Exception as error:  # tensorstore raises many kinds

@@ -304,7 +304,7 @@ def test_a_data_state_is_there_when_it_was_saved(tmp_path):
 
 def test_a_step_that_was_moved_and_linked_is_replaced(tmp_path):
     manager = CheckpointManager(tmp_path / "run", keep=1)
-    manager.save(1, X).result()
+    manager.save(1, X).finish()
     (tmp_path / "run" / "1").rename(tmp_path / "elsewhere")
     (tmp_path / "run" / "1").symlink_to(tmp_path / "elsewhere")
     assert_same(manager.restore(1, like=X), X)

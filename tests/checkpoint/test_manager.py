@@ -214,7 +214,7 @@ def test_another_manager_leaves_a_save_under_way_alone(tmp_path):
 
 
 def test_a_kill_between_two_renames_loses_nothing(tmp_path):
-    CheckpointManager(tmp_path).save(1, {"x": jnp.ones(3)}).result()
+    CheckpointManager(tmp_path).save(1, {"x": jnp.ones(3)}).finish()  # a kill reads nothing back
     (tmp_path / "1").rename(tmp_path / "1.former")
     (tmp_path / "2.saving").mkdir()
     (tmp_path / "0.trash").mkdir()

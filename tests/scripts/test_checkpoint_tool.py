@@ -149,7 +149,7 @@ def test_reshard_there_and_back(run, tmp_path):
 def test_damage_is_found(tmp_path):
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
-        manager.save(step, {"x": jax.numpy.arange(40_000)}).result()
+        manager.save(step, {"x": jax.numpy.arange(40_000)}).finish()
     assert call("checkpoint.py", "verify", tmp_path).returncode == 0
     step = tmp_path / "2"
     name = max(list_files(step), key=lambda n: (step / n).stat().st_size)
