@@ -1,0 +1,1 @@
+"""Numbers in few bits: what a gradient or a weight is on the wire."""
