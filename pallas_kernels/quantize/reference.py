@@ -122,7 +122,7 @@ def codes(x_xGC: Array, scale_xG: Array, bits: Bits, noise_xGC: Array | None = N
     if not isinstance(bits, str):
         return round_to_integers(y_xGC, noise_xGC).astype(jnp.int8)
     # By steps of the type around y: a cast alone rounds twice on some backends, and not at random.
-    step_xGC, inverse_xGC = _steps(y_xGC, *FLOATS[bits])
+    step_xGC, inverse_xGC = steps(y_xGC, *FLOATS[bits])
     return (round_to_integers(y_xGC * inverse_xGC, noise_xGC) * step_xGC).astype(DTYPES[bits])
 
 
@@ -146,7 +146,7 @@ def round_to_integers(y: Array, noise: Array | None = None) -> Array:
     return below + (noise < y - below).astype(jnp.float32)
 
 
-def _steps(y: Array, mantissa: int, least: int) -> tuple[Array, Array]:
+def steps(y: Array, mantissa: int, least: int) -> tuple[Array, Array]:
     """Returns the distance of neighbours of a floating type at y, and its reciprocal."""
     raised = (jax.lax.bitcast_convert_type(y, jnp.int32) >> 23) & 255
     exponent = jnp.maximum(raised - 127, least) - mantissa

@@ -1,0 +1,223 @@
+"""Codecs of the wire: an array of N numbers becomes one row of bytes, and comes back as float32.
+
+A codec of one level is a Format, or a plain floating type. Codecs of several levels name one for
+the gather of weights (`weights`), one for the exchange of gradients inside a node (`inside`) and
+one between nodes (`between`):
+
+    sdp4bit   SDP4Bit (arXiv 2410.15526): differences of weights in 4 bits, gradients in 8 and 4,
+              which the exchange transforms (Hadamard, 32) before the first and after the last level
+    zeropp    ZeRO++ (arXiv 2306.10209): weights in 8 bits by blocks (qwZ), gradients in 4 (qgZ)
+    loco      LoCo (arXiv 2407.04480): gradients in 4 bits, with what was dropped kept in 8
+
+A payload is packed codes, then scales (pallas_kernels/quantize/reference.py), so that one
+collective moves both. Encoding and decoding do not transform: the transform is linear, and belongs
+once around all levels (`Codec.transform`, `Codec.restore`).
+
+Legend: N elements of a line, P bytes of a payload, x any leading dims: rows, each encoded alone.
+"""
+
+import dataclasses
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.quant.feedback import Feedback
+from megajax.quant.formats import Format, Rounding, check_rounding
+from megajax.quant.qtensor import need_key
+from megajax.quant.transforms import floating, hadamard
+from pallas_kernels.quantize import reference
+
+Array = jax.Array
+Name = Literal["none", "bf16", "fp8", "int8", "int4", "zeropp", "sdp4bit", "loco"]
+NAMES: tuple[Name, ...] = ("none", "bf16", "fp8", "int8", "int4", "zeropp", "sdp4bit", "loco")
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Made by `codec`.
+
+    format: symmetric, with float32 scales, flat; None: numbers of `dtype` without scales.
+    rounding: of what is sent as bfloat16. levels: (weights, inside, between); None: of one level.
+    hadamard: block of the transform that gradients are sent in, 0: none. feedback: how a sender
+    keeps the errors of gradients, None: it does not.
+    """
+
+    name: str
+    format: Format | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    rounding: Rounding = "nearest"
+    levels: "tuple[Codec, Codec, Codec] | None" = None
+    hadamard: int = 0
+    feedback: Feedback | None = None
+
+    @property
+    def weights(self) -> "Codec":
+        """Of the gather of weights; one level: itself."""
+        return self.levels[0] if self.levels else self
+
+    @property
+    def inside(self) -> "Codec":
+        """Of gradients between the ranks of a node; one level: itself."""
+        return self.levels[1] if self.levels else self
+
+    @property
+    def between(self) -> "Codec":
+        """Of gradients between nodes; one level: itself."""
+        return self.levels[2] if self.levels else self
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether `encode` needs a random key."""
+        self._one_level("stochastic")
+        if self.format is not None:
+            return self.format.stochastic
+        return self.rounding == "stochastic" and self.dtype != "float32"
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits of a payload an element, where no group is short."""
+        self._one_level("effective_bits")
+        return FLOAT_BYTES[self.dtype] * 8.0 if self.format is None else self.format.effective_bits
+
+    def wire_bytes(self, n: int) -> int:
+        """Returns P: the exact bytes of a payload of n numbers. Raises: UserError."""
+        self._one_level("wire_bytes")
+        n = _count(n)
+        if self.format is None:
+            return n * FLOAT_BYTES[self.dtype]
+        return reference.payload_bytes(n, self.format.bits, self.format.group_of(n))
+
+    def encode(self, x_xN: Array, key: Array | None = None) -> Array:
+        """Returns payload_xP, uint8.
+
+        Rows are encoded each by itself: no group spans two. Of one key, row r of (R, N) gets the
+        random numbers r N to (r + 1) N.
+        Args: x_xN: (N,) or with more dimensions in front, of a floating type. key: where
+            `stochastic`; others ignore it.
+        Raises: UserError.
+        """
+        self._one_level("encode")
+        x_xN = floating(f"codec {self.name}", x_xN)
+        if x_xN.ndim == 0:
+            raise UserError(f"codec {self.name}: x must have a dimension; write x.reshape(1)")
+        key = need_key(f"codec {self.name}", key) if self.stochastic else None
+        if self.format is None:
+            return self._encode_floats(x_xN.astype(jnp.float32), key)
+        noise_xN = None if key is None else reference.noise(key, x_xN.shape)
+        group = self.format.group_of(x_xN.shape[-1])
+        return reference.encode(x_xN, self.format.bits, group, noise_xN)
+
+    def decode(self, payload_xP: Array, n: int) -> Array:
+        """Returns float32 x_xN of payloads of n numbers. Raises: UserError."""
+        self._one_level("decode")
+        if payload_xP.dtype != jnp.uint8 or payload_xP.shape[-1:] != (self.wire_bytes(n),):
+            raise UserError(
+                f"codec {self.name}: a payload of {n} numbers is uint8 with a last dimension of "
+                f"{self.wire_bytes(n)}, got {payload_xP.dtype}{payload_xP.shape}"
+            )
+        if self.format is None:
+            size, dtype = FLOAT_BYTES[self.dtype], jnp.dtype(self.dtype)
+            byte_xNS = payload_xP.reshape(*payload_xP.shape[:-1], n, size)
+            return jax.lax.bitcast_convert_type(byte_xNS, dtype).astype(jnp.float32)
+        return reference.decode(payload_xP, n, self.format.bits, self.format.group_of(n))
+
+    def transform(self, x_xN: Array) -> Array:
+        """Returns gradients as they are sent: zeros up to whole blocks, then the transform.
+
+        Once, before the first level; as x where the codec has none.
+        """
+        if not self.hadamard:
+            return x_xN
+        return hadamard(_padded(x_xN, -x_xN.shape[-1] % self.hadamard), self.hadamard)
+
+    def restore(self, x_xM: Array, n: int) -> Array:
+        """Returns n gradients of what `transform` made, once, after the last sum."""
+        return hadamard(x_xM, self.hadamard)[..., :n] if self.hadamard else x_xM[..., :n]
+
+    def _encode_floats(self, x_xN: Array, key: Array | None) -> Array:
+        if self.dtype == "bfloat16":
+            x_xN = x_xN.astype(jnp.bfloat16) if key is None else _stochastic_bfloat16(x_xN, key)
+        byte_xNS = jax.lax.bitcast_convert_type(x_xN, jnp.uint8)
+        return byte_xNS.reshape(*x_xN.shape[:-1], self.wire_bytes(x_xN.shape[-1]))
+
+    def _one_level(self, member: str) -> None:
+        if self.levels:
+            raise UserError(
+                f"codec {self.name} has several levels: use its .weights.{member}, "
+                f".inside.{member} or .between.{member}"
+            )
+
+
+def codec(name: str, *, rounding: Rounding | None = None) -> Codec:
+    """Returns the codec of a name.
+
+    rounding: of gradients, 'nearest' or 'stochastic'; None: the codec's own, which is stochastic
+    for sdp4bit and nearest for all others. Weights of codecs of several levels are rounded to
+    nearest always: what one gather drops, the next one sends. `none` drops nothing.
+    Raises: UserError.
+    """
+    if name not in NAMES:
+        raise UserError(
+            f"codec {name!r} must be one of {', '.join(NAMES)}.{did_you_mean(str(name), NAMES)}"
+        )
+    if rounding is not None:
+        check_rounding(rounding)
+    own: Rounding = "stochastic" if name == "sdp4bit" else "nearest"
+    asked = own if rounding is None else rounding
+
+    def level(bits: reference.Bits, group: int, rounding: Rounding) -> Codec:
+        return Codec(name, Format(bits, group, rounding=rounding), rounding=rounding)
+
+    # Groups: those of SDP4Bit's experiments (2048 of weights, 128 of gradients) for all, so that
+    # codecs differ in bits only.
+    if name == "none":
+        return Codec(name)
+    if name == "bf16":
+        return Codec(name, dtype="bfloat16", rounding=asked)
+    if name == "fp8":
+        return level("e4m3", 128, asked)
+    four, eight = level(4, 128, asked), level(8, 128, asked)
+    if name in ("int4", "int8"):
+        return four if name == "int4" else eight
+    if name == "sdp4bit":
+        return _levels(name, level(4, 2048, "nearest"), eight, four, hadamard=32)
+    if name == "zeropp":
+        return _levels(name, level(8, 2048, "nearest"), four, four)
+    # LoCo is about gradients: weights are sent as they are used.
+    return _levels(name, Codec(name, dtype="bfloat16"), four, four, feedback=Feedback())
+
+
+def _levels(name: str, weights: Codec, inside: Codec, between: Codec, **options: Any) -> Codec:
+    levels = (
+        dataclasses.replace(weights, name=f"{name}.weights"),
+        dataclasses.replace(inside, name=f"{name}.inside"),
+        dataclasses.replace(between, name=f"{name}.between"),
+    )
+    return Codec(name, levels=levels, **options)
+
+
+def _stochastic_bfloat16(x: Array, key: Array) -> Array:
+    """Returns bfloat16: random bits below the last one that stays carry into it, unbiased."""
+    word = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    carried = word + (jax.random.bits(key, x.shape, jnp.uint32) >> 16)
+    rounded = jax.lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _padded(x_xN: Array, missing: int) -> Array:
+    return jnp.pad(x_xN, [(0, 0)] * (x_xN.ndim - 1) + [(0, missing)])
+
+
+def _count(n: Any) -> int:
+    try:
+        found = -1 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise UserError(f"n={n!r} must be a whole number of elements from 0 on")
+    return found

@@ -1,0 +1,65 @@
+"""Error feedback: what quantization dropped from gradients comes back in later steps.
+
+LoCo (arXiv 2407.04480), section 3: with e the error that is kept, Q the 4-bit quantizer of the wire
+and Q8 one of 8 bits,
+
+    h = g + e                          is sent as Q(h)
+    e' = Q8((1 - beta) e + beta (h - Q(h)))      0 after every `reset` steps
+
+Over steps the sum of what is received is the sum of the gradients but for e / beta, so rounding to
+nearest does no lasting harm. The error is the sender's own, as large as what it sends, and takes a
+byte an element.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.errors import UserError
+from megajax.quant.formats import Format
+from megajax.quant.qtensor import QTensor, dequantize, quantize
+from pallas_kernels.quantize import reference
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How errors are kept.
+
+    beta: weight of the newest error, above 0 and at most 1 (chosen: 0.2). reset: steps between two
+    resets, at least 1 (chosen: 1024). format: of the error.
+    Raises: UserError.
+    """
+
+    beta: float = 0.2
+    reset: int = 1024
+    format: Format = Format(8, group=128, axis=-1)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta <= 1:
+            raise UserError(f"beta={self.beta} must be above 0 and at most 1")
+        if self.reset < 1:
+            raise UserError(f"reset={self.reset} must be at least 1 step")
+
+    def start(self, shape: int | tuple[int, ...]) -> QTensor:
+        """Returns no error, for numbers of this shape: (N,) or rows (R, N)."""
+        return quantize(jnp.zeros(shape, jnp.float32), self.format)
+
+    def compensate(self, x_xN: Array, error: QTensor) -> Array:
+        """Returns h, float32: what to send in the place of x."""
+        return x_xN.astype(jnp.float32) + dequantize(error)
+
+    def update(self, sent_xN: Array, received_xN: Array, error: QTensor, step: Array) -> QTensor:
+        """Returns the error after a step, of the same shape.
+
+        sent_xN: h. received_xN: what the receiver decodes, Q(h). error: as before the step.
+        step: int32, from 0 on; after steps reset - 1, 2 reset - 1, ... the error is 0. A group in
+        which something is not finite begins anew too: its error would stay NaN.
+        """
+        kept = dequantize(error)
+        newest = (sent_xN.astype(jnp.float32) - received_xN) - kept
+        mean = kept + reference.rounded(self.beta * newest)
+        keep = ((step + 1) % self.reset != 0) & jnp.isfinite(mean)
+        return quantize(jnp.where(keep, mean, 0.0), self.format)

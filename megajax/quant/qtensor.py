@@ -1,0 +1,220 @@
+"""Arrays in few bits: QTensor, and what makes one of an array and an array of one.
+
+A QTensor is a pytree of packed codes, scales and zero points, so it goes through jit, vmap, scans,
+meshes and checkpoints as arrays do. Along an axis (Format.axis) it keeps the array's dimensions, of
+which only that one is shorter, and shards like the array along all others.
+
+The rule is pallas_kernels/quantize/reference.py's; here stand the lines of an array, zero points
+and scales of 16 bits. Zero points: of a group from lo to hi, with Q = 2^bits - 1,
+
+    zero = lo, rounded down; s = (hi - zero) / Q, rounded up; code = round((x - zero) / s)
+    x' = zero + code * s
+
+so a group of one value is exact, and what a short last group lacks does not count.
+
+Legend: N elements of a line, G its groups, C elements of a group, x any leading dims.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.quant.formats import Format
+from megajax.quant.transforms import floating
+from pallas_kernels.quantize import reference
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized array.
+
+    values: uint8, packed codes (reference.pack): (bytes,) of the flat elements, or the array's
+    dimensions with `axis` in bytes. scales: of the format's scale_dtype: (groups,), or the array's
+    dimensions with `axis` in groups. zeros: like scales, or None: symmetric. Under vmap and in a
+    stack of layers they have more dimensions in front, of which `shape` knows nothing.
+    format, shape, dtype: static; what `dequantize` returns.
+    """
+
+    values: Array
+    scales: Array
+    zeros: Array | None
+    format: Format = field(metadata={"static": True})
+    shape: tuple[int, ...] = field(metadata={"static": True})
+    dtype: np.dtype = field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the array that it stands for."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements of the array that it stands for."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def quantize(x: Array, fmt: Format, *, key: Array | None = None) -> QTensor:
+    """Quantizes an array: |x - dequantize(q)| <= s/2 to nearest, < s stochastic.
+
+    s: the scale of the group, amax/Q (of zero points (hi - lo)/Q); for e4m3 and e5m2 the distance
+    of two neighbours in units of s takes the place of 1. Groups whose scale would be below the
+    smallest normal number become zeros. A group that holds inf or NaN, or whose scale does not fit
+    scale_dtype, is decoded as NaN.
+
+    Args: x: of a floating type, any shape; computed in float32. key: for stochastic rounding
+        (jax.random.key); the same key and shape give the same codes, compiled or not, however x is
+        sharded. Not used by 'nearest'.
+    Raises: UserError.
+    """
+    if not isinstance(fmt, Format):
+        raise UserError(
+            f"quantize: fmt must be a megajax.quant.Format, got {fmt!r}; for example Format(8)"
+        )
+    x = floating("quantize", x)
+    n, axis = fmt.lines(x.shape)
+    group = fmt.group_of(n)
+    noise_xGC = None
+    if fmt.stochastic:
+        noise = reference.noise(need_key("quantize", key), x.shape)
+        noise_xGC = reference.split(_to_lines(noise, axis), group)
+    x_xGC = reference.split(_to_lines(x, axis).astype(jnp.float32), group)
+    if fmt.symmetric:
+        scale_xG, zero_xG = _symmetric_scales(x_xGC, fmt), None
+        code_xGC = reference.codes(x_xGC, scale_xG, fmt.bits, noise_xGC)
+    else:
+        scale_xG, zero_xG = _zero_points(x_xGC, n, fmt)
+        code_xGC = _unsigned_codes(x_xGC, scale_xG, zero_xG, fmt, noise_xGC)
+    packed = reference.pack(reference.join(code_xGC, n), fmt.bits)
+    return QTensor(
+        values=_from_lines(packed, axis),
+        scales=_from_lines(scale_xG, axis).astype(fmt.scale_dtype),
+        zeros=None if zero_xG is None else _from_lines(zero_xG, axis).astype(fmt.scale_dtype),
+        format=fmt,
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+    )
+
+
+def dequantize(q: QTensor, dtype: Any = None) -> Array:
+    """Returns the array that a QTensor stands for: its shape, in `dtype` or the type it came in.
+
+    Computed in float32: code * s, or zero + code * s.
+    Raises: UserError.
+    """
+    if not isinstance(q, QTensor):
+        raise UserError(f"dequantize: q must be a QTensor, got {type(q).__name__}")
+    fmt = q.format
+    n, axis = fmt.lines(q.shape)
+    group = fmt.group_of(n)
+    packed = _to_lines(q.values, axis, packed=True)
+    code_xN = reference.unpack(packed, n, fmt.bits, signed=fmt.symmetric)
+    scale_xG = _to_lines(q.scales, axis, packed=True).astype(jnp.float32)
+    if q.zeros is None:
+        x_xN = reference.dequantize(code_xN, scale_xG, group)
+    else:
+        zero_xG = _to_lines(q.zeros, axis, packed=True).astype(jnp.float32)
+        x_xN = _from_zero(code_xN, scale_xG, zero_xG, group)
+    x = x_xN.reshape(q.shape) if axis is None else _from_lines(x_xN, axis)
+    return x.astype(q.dtype if dtype is None else dtype)
+
+
+def need_key(op: str, key: Array | None) -> Array:
+    """Returns the key of stochastic rounding. Raises: UserError where there is none."""
+    if key is None:
+        raise UserError(
+            f"{op}: stochastic rounding needs a random key: give key=jax.random.key(seed), another "
+            "one for each step, rank and level (jax.random.fold_in), or use rounding='nearest'"
+        )
+    return key
+
+
+def _to_lines(x: Array, axis: int | None, *, packed: bool = False) -> Array:
+    """Returns x_xN: lines in the last dimension. packed: flat ones are so already."""
+    if axis is not None:
+        return jnp.moveaxis(x, axis, -1)
+    return x if packed else x.reshape(-1)
+
+
+def _from_lines(x_xN: Array, axis: int | None) -> Array:
+    return x_xN if axis is None else jnp.moveaxis(x_xN, -1, axis)
+
+
+def _symmetric_scales(x_xGC: Array, fmt: Format) -> Array:
+    """Returns float32 scales that scale_dtype can hold, so rounded up."""
+    scale_xG = reference.scales(reference.amax(x_xGC), fmt.bits)
+    # Rounded up, the largest number of a group could be decoded as inf.
+    most = np.float32(float(jnp.finfo(jnp.float32).max) / fmt.largest)
+    most = _representable(jnp.asarray(most), fmt.scale_dtype, up=False)
+    return _fitting(jnp.minimum(_representable(scale_xG, fmt.scale_dtype, up=True), most), fmt)
+
+
+def _zero_points(x_xGC: Array, n: int, fmt: Format) -> tuple[Array, Array]:
+    """Returns float32 (scale_xG, zero_xG) that scale_dtype can hold.
+
+    In halves, because hi - lo may exceed float32.
+    """
+    G, C = x_xGC.shape[-2:]
+    live_GC = (jnp.arange(G * C) < n).reshape((1,) * (x_xGC.ndim - 2) + (G, C))
+    lo_xG = jnp.min(jnp.where(live_GC, x_xGC, jnp.inf), -1)
+    hi_xG = jnp.max(jnp.where(live_GC, x_xGC, -jnp.inf), -1)
+    finite_xG = (lo_xG > -jnp.inf) & (hi_xG < jnp.inf)  # False of NaN
+    zero_xG = _representable(lo_xG, fmt.scale_dtype, up=False)
+    scale_xG = (hi_xG * 0.5 - zero_xG * 0.5) * jnp.float32(2 / fmt.largest)
+    # Halves of smaller ones would not be normal numbers.
+    scale_xG = jnp.where(scale_xG >= 4 * reference.TINY, scale_xG, 1.0)
+    scale_xG = _fitting(_representable(scale_xG, fmt.scale_dtype, up=True), fmt)
+    finite_xG &= jnp.abs(zero_xG) <= float(jnp.finfo(fmt.scale_dtype).max)
+    return jnp.where(finite_xG, scale_xG, jnp.nan), jnp.where(finite_xG, zero_xG, jnp.nan)
+
+
+def _unsigned_codes(
+    x_xGC: Array, scale_xG: Array, zero_xG: Array, fmt: Format, noise_xGC: Array | None
+) -> Array:
+    """Returns uint8 codes from 0 to Q."""
+    q, scale_xG1, zero_xG1 = fmt.largest, scale_xG[..., None], zero_xG[..., None]
+    y_xGC = reference.divide(x_xGC * 0.5 - zero_xG1 * 0.5, scale_xG1 * 0.5, wide=q < 4)
+    y_xGC = jnp.where(jnp.isnan(scale_xG1), 0.0, jnp.clip(y_xGC, 0, q))
+    return reference.round_to_integers(y_xGC, noise_xGC).astype(jnp.uint8)
+
+
+def _from_zero(code_xN: Array, scale_xG: Array, zero_xG: Array, group: int) -> Array:
+    """Returns float32 zero + code * s, in halves."""
+    code_xGC = reference.split(code_xN, group).astype(jnp.float32)
+    above_xGC = reference.rounded(code_xGC * (scale_xG[..., None] * 0.5))
+    x_xGC = (above_xGC + zero_xG[..., None] * 0.5) * 2.0
+    return reference.join(x_xGC, code_xN.shape[-1])
+
+
+def _fitting(scale_xG: Array, fmt: Format) -> Array:
+    """Returns NaN for scales that exceed scale_dtype."""
+    most = float(jnp.finfo(fmt.scale_dtype).max)
+    return jnp.where(scale_xG <= most, scale_xG, jnp.nan)
+
+
+def _representable(x: Array, dtype: str, *, up: bool) -> Array:
+    """Returns float32 numbers that a cast to `dtype` does not change: the next from x up or down.
+
+    By bits and by steps: compilers may leave out a cast to 16 bits and back.
+    """
+    if dtype == "float32":
+        return x
+    if dtype == "float16":
+        step, inverse = reference.steps(x, 10, -14)
+        return (jnp.ceil if up else jnp.floor)(x * inverse) * step
+    word = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    away = (x > 0) == up  # from 0
+    word = jnp.where(away, word + 0xFFFF, word) >> 16 << 16
+    return jax.lax.bitcast_convert_type(word, jnp.float32)
