@@ -1,12 +1,10 @@
 """Fingerprints of arrays that depend neither on how they are cut nor on the order of their rows.
 
-fingerprint(x) = sum over elements of h(place in the whole array, bits) modulo 2^32, twice with
-different h. Where rows are held in another order (LeafSum.order in integrity.py), the place of an
-element is the one that it has in the model's order. A sum, so every device adds up its own shard
-where it lies and the shards of any mesh add to the same number; h is a bijection of the bits for a
-given place, so a change of one element never goes unseen, and any other change does with a
-probability of 2^-64. Made from the devices before a save and after a restore, it covers the whole
-way there and back (copies, files, network) and no byte is read twice for it. File checksums
+The fingerprint of an array is the sum of core/hashes.py. Where rows are held in another order
+(LeafSum.order in integrity.py), the place of an element is the one that it has in the model's
+order. A sum, so every device adds up its own shard where it lies and the shards of any mesh add to
+the same number. Made from the devices before a save and after a restore, it covers the whole way
+there and back (copies, files, network) and no byte is read twice for it. File checksums
 (integrity.py) say WHERE damage lies.
 """
 
@@ -17,90 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.core.hashes import host_words, sum_words, words
+
 Print = tuple[int, int]
 Order = Sequence[int] | np.ndarray | None
 Orders = Sequence[Order]
-# Odd numbers without a pattern, one a dimension: a place is a sum of these, so shards need only
-# their offset, and no place overflows.
-STRIDES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
-WORD_STRIDE = 0xB55A4F09
-# Devices have no bitcast for parts of a byte; these widen without loss, so as such they count.
-SMALL = {
-    "int2": jnp.int32,
-    "uint2": jnp.int32,
-    "int4": jnp.int32,
-    "uint4": jnp.int32,
-    "float4_e2m1fn": jnp.float32,
-}
-
-
-def _scramble(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit depends on every bit (MurmurHash3's finaliser)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits as uint32; elements of more than four bytes get a dimension of words."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if x.dtype.name in SMALL:
-        return x.astype(SMALL[x.dtype.name]).view(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-
-
-def host_words(x: np.ndarray) -> np.ndarray:
-    """Returns what `_words` does, for types that devices may not have (float64 and the like)."""
-    if x.dtype == np.bool_:
-        return x.astype(np.uint32)
-    if x.dtype.name in SMALL:
-        return x.astype(SMALL[x.dtype.name]).view(np.uint32)
-    x = np.ascontiguousarray(x).reshape(x.shape)  # the former makes a scalar a row
-    if x.dtype.itemsize > 4:
-        return x.reshape(*x.shape, 1).view(np.uint32)
-    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize]).astype(np.uint32)
-
-
-def place_hashes(bits: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both hashes of each word, which is where `place` says."""
-    key = _scramble(place)
-    one = _scramble(bits ^ key)
-    two = _scramble(bits * jnp.uint32(0x2545F491) + (key ^ jnp.uint32(0x5BD1E995)))
-    return one, two
-
-
-@jax.jit
-def _sum_words(bits: jax.Array, start: jax.Array, rows: jax.Array | None = None) -> jax.Array:
-    """Returns the two sums (2,) of a shard that begins at `start` (rank,) of the whole array.
-
-    rows: uint32, the place of each of its rows in the model's order; None: they follow `start`.
-    """
-    place = jnp.zeros(bits.shape, jnp.uint32)
-    for d in range(bits.ndim):
-        inside = d < start.shape[0]  # else: the dimension of words
-        stride = STRIDES[d % len(STRIDES)] if inside else WORD_STRIDE
-        along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
-        along = along + start[d] if inside else along
-        if d == 0 and rows is not None:
-            along = jnp.broadcast_to(rows.reshape(-1, *[1] * (bits.ndim - 1)), bits.shape)
-        place += along * jnp.uint32(stride)
-    one, two = place_hashes(bits, place)
-    zero = jnp.uint32(0)
-    # One reduction of both: as two, XLA's CPU compiler hashes twice and does not vectorise (6
-    # times slower, measured, 2-core CPU).
-    sums = jax.lax.reduce(
-        (one, two), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), range(bits.ndim)
-    )
-    return jnp.stack(sums)
 
 
 @functools.cache
@@ -110,7 +33,7 @@ def _program(devices: tuple[jax.Device, ...], scalars: tuple[bool, ...]) -> Call
     each, same = PartitionSpec("d"), PartitionSpec()
     run = jax.shard_map(
         lambda xs, starts, rows: [
-            _sum_words(_words(x), s[0], r)[None] for x, s, r in zip(xs, starts, rows, strict=True)
+            sum_words(words(x), s[0], r)[None] for x, s, r in zip(xs, starts, rows, strict=True)
         ],
         mesh=mesh,
         in_specs=([same if scalar else each for scalar in scalars], each, each),
@@ -235,7 +158,7 @@ def _shard_sums(leaves: Sequence[Any], orders: Orders) -> list[list[tuple[int, A
         elif jax.process_index() == 0:  # host arrays are the same on all processes
             x = np.asarray(x)
             rows = _rows(orders[i], [slice(None)])
-            parts[i] = [(0, _sum_words(host_words(x), np.zeros(x.ndim, np.uint32), rows))]
+            parts[i] = [(0, sum_words(host_words(x), np.zeros(x.ndim, np.uint32), rows))]
     for devices, members in groups.items():
         found = _device_sums(devices, [leaves[i] for i in members], [orders[i] for i in members])
         for i, part in zip(members, found, strict=True):

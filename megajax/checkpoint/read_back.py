@@ -23,10 +23,11 @@ import tensorstore as ts
 
 from megajax.checkpoint import marks, offline, reads, store
 from megajax.checkpoint.directory import StepFolder
-from megajax.checkpoint.fingerprint import STRIDES, WORD_STRIDE, Print, host_words, place_hashes
+from megajax.checkpoint.fingerprint import Print
 from megajax.checkpoint.integrity import LeafSum, Record, find_damage
 from megajax.core.boxes import runs
 from megajax.core.errors import UserError
+from megajax.core.hashes import STRIDES, WORD_STRIDE, host_words, place_hashes
 
 SLAB = 2**25  # bytes of a leaf read at once (chosen)
 BLOCKS = (2**12, 2**18)  # words that a program sums: of small leaves, of large ones (chosen)

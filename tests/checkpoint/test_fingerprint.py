@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import fingerprint
 from megajax.checkpoint.fingerprint import Fingerprints
+from megajax.core import hashes
 
 M = 2**32
 
@@ -29,8 +30,8 @@ def oracle(x):
         raw = x[place].tobytes()
         words = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
         for w, bits in enumerate(words):
-            where = sum(i * k for i, k in zip(place, fingerprint.STRIDES, strict=False))
-            key = scramble((where + w * fingerprint.WORD_STRIDE) % M)
+            where = sum(i * k for i, k in zip(place, hashes.STRIDES, strict=False))
+            key = scramble((where + w * hashes.WORD_STRIDE) % M)
             one += scramble(bits ^ key)
             two += scramble((bits * 0x2545F491 + (key ^ 0x5BD1E995)) % M)
     return one % M, two % M
