@@ -31,8 +31,10 @@ class Parser(flags.ArgumentParser):
                 )
             return argument
         try:
+            if self.base is bool:
+                return {"true": True, "false": False}[str(argument).lower()]
             return self.base(argument)
-        except ValueError:
+        except (KeyError, ValueError):
             raise ValueError(f"must be {self.syntactic_help}") from None
 
     def flag_type(self) -> str:

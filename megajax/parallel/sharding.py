@@ -22,22 +22,29 @@ from megajax.core.rules import Axes, Rules
 from megajax.core.tree import Tree, is_words
 from megajax.layers.weight import packed_axes
 
-Zero = Literal["full", "hybrid", "none"]
+Zero = Literal["full", "optimizer", "hybrid", "none"]
 
 
 @dataclass(frozen=True)
 class ShardSpec(Checked, section="shard"):
     """How far parameters, gradients and optimizer state are cut over data parallelism."""
 
-    zero: Zero = option(
-        "full", "full: over node, data, expert, context; hybrid: copied on each node; none: copied"
+    zero: Literal["auto", "full", "optimizer", "hybrid", "none"] = option(
+        "auto",
+        "full: over node, data, expert, context; optimizer: so too, beside a copy of the weights "
+        "on each rank; hybrid: copied on each node; none: copied; auto: optimizer with "
+        "--wire=sdp4bit or loco, else full",
     )
 
 
 def zero_axes(zero: Zero) -> tuple[str, ...]:
-    """Returns the axes that cut a dense weight along its width."""
+    """Returns the axes that cut a dense weight along its width, at rest.
+
+    optimizer: of the masters; the copies that compute are cut as under 'none'.
+    """
     return {
         "full": ZERO_AXES,
+        "optimizer": ZERO_AXES,
         "hybrid": tuple(a for a in ZERO_AXES if a != "node"),
         "none": (),
     }[zero]

@@ -96,7 +96,7 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     mesh is legal if one micro-batch in one piece is.
     """
     experts = divisors(cfg.model.moe.experts) or [1]
-    nodes = divisors(cluster.hosts) if cfg.shard.zero == "hybrid" else [1]
+    nodes = divisors(cluster.hosts) if cfg.zero == "hybrid" else [1]
     found = []
     for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)

@@ -13,17 +13,19 @@ from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
-from megajax.core.needs import above, equal
+from megajax.core.needs import above, equal, other_than
 from megajax.core.tree import Tree
 from megajax.data.config import DataConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
 from megajax.monitor import faults
+from megajax.parallel import wire as wire_
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.overlap import Overlap, refuse_mesh
 from megajax.parallel.pipeline import PipelineConfig
-from megajax.parallel.sharding import ShardSpec, rules
+from megajax.parallel.sharding import ShardSpec, Zero, rules
+from megajax.parallel.wire import COPIES, Wire, WireSpec
 from megajax.training.masking import PruneConfig, chosen, mask_optimizer
 from megajax.training.optim import OptimConfig, Optimizer, make_optimizer
 from megajax.training.task import Task, mean_loss, token_rows
@@ -175,6 +177,10 @@ class JobConfig(Checked):
         "how communication of tensor and experts hides in their products; xla: not at all",
         needs=above(1, "mesh.tensor", "mesh.expert", harmless=("auto", "xla")),
     )
+    wire: Wire = option(
+        "none", "what data parallelism sends: none: as computed; a codec: docs/parallelism.md"
+    )
+    exchange: WireSpec = group(WireSpec, flag="wire", needs=other_than("wire", "none"))
     emulate: int | None = option(
         None, "CPU devices to emulate in this process; none: real ones", at_least=1
     )
@@ -189,6 +195,13 @@ class JobConfig(Checked):
     fault: str | None = option(None, "faults on purpose, e.g. kill@120:rank1; monitor/faults.py")
     cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")
 
+    @property
+    def zero(self) -> Zero:
+        """How far parameters, gradients and optimizer state are cut, with `auto` resolved."""
+        if self.shard.zero == "auto":
+            return "optimizer" if self.wire in COPIES else "full"
+        return self.shard.zero
+
     def check(self, sizes: Mapping[str, int]) -> None:
         """Refuses what cannot run on a mesh of these {axis: size}, before anything compiles.
 
@@ -196,7 +209,8 @@ class JobConfig(Checked):
         """
         faults.parse(self.fault)
         refuse_mesh(self.overlap, sizes)
-        check.check(self, sizes, rules(self.shard.zero))
+        check.check(self, sizes, rules(self.zero))
+        wire_.check(self, sizes)
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)
 

@@ -90,7 +90,7 @@ class Measure:
             self._generator = Generator(
                 cfg.model,
                 self._step.layout.mesh,
-                cfg.shard.zero,
+                cfg.zero,
                 cfg.train.dtype,
                 SamplingConfig(cfg.eval.temperature),
             )

@@ -23,7 +23,7 @@ FREE = (
     "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
-    "train.global_batch", "data.prefetch", "fault", "told_code", "overlap",
+    "train.global_batch", "data.prefetch", "fault", "told_code", "overlap", "wire", "exchange",
 )  # fmt: skip
 FIXED = ("optim.name",)  # among those: another optimizer has another state
 NOT_IN_NAME = (

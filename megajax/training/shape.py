@@ -34,7 +34,7 @@ def step_shape(
     return StepShape(
         load=cfg.model.workload(train.global_batch, train.seq_len, train.dtype, phase),
         sizes=found,
-        zero_axes=tuple(a for a in sharding.zero_axes(cfg.shard.zero) if found[a] > 1),
+        zero_axes=tuple(a for a in sharding.zero_axes(cfg.zero) if found[a] > 1),
         accumulate=train.accumulate if phase == "train" else 1,
         remat=train.remat,
         loss_chunks=max(train.loss_chunks, 1) if phase == "train" else 1,

@@ -77,7 +77,7 @@ def make_train_step(
     if not cfg.train.loss_chunks:
         cfg = with_chunks(cfg, dict(mesh.shape), memory_bytes(mesh))
     task = cfg.task() if task is None else task
-    layout = sharding.layout(mesh, cfg.shard.zero, model=cfg.model)
+    layout = sharding.layout(mesh, cfg.zero, model=cfg.model)
     cfg.check(mesh.shape)
     stages = mesh.shape["pipe"]
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate

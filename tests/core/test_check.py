@@ -15,7 +15,7 @@ NANO = dataclasses.replace(Config(), model=DecoderConfig())
 
 def run(changes, devices=8):
     cfg = config.override(NANO, changes)
-    check(cfg, cfg.mesh.sizes(devices), rules(cfg.shard.zero))
+    check(cfg, cfg.mesh.sizes(devices), rules(cfg.zero))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ RANGES = {
         model.moe.experts model.moe.shared model.moe.aux_loss model.moe.z_loss model.moe.bias_rate
         prune.start data.prefetch data.hash_gib eval.every eval.batches
         eval.sample_tokens eval.temperature
-        checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every""",
+        checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every
+        exchange.start_step exchange.check_every""",
+    (32, INF, True): "exchange.weight_group exchange.inside_group exchange.between_group",
     (0, SEED, True): "train.seed",
     (0, 255, True): "told_code",
     (0, 1, True): "optim.final optim.decay",

@@ -31,6 +31,7 @@ IDLE = {
     "eval.temperature": (0.5, "--eval.sample_tokens", None),
     "overlap": ("fused", "--mesh.tensor, --mesh.expert", {"mesh.expert": 2}),
     "emulate_without_gpu": (4, "--emulate", None),
+    "wire.start_step": (10, "--wire", {"wire": "sdp4bit"}),
 }
 OFF = {
     "moe.capacity_factor": {"moe.experts": 8},

@@ -1,0 +1,108 @@
+"""What data parallelism sends: the flags of the quantized exchange, and what they resolve to.
+
+`--wire` names a codec (megajax/quant/codecs.py) for the gradients and the weights that travel
+between data-parallel ranks; the flags `--wire.*` change one part of it. The exchange has two
+levels: `inside` a node (mesh axis data) and `between` nodes (mesh axis node). No jax import here.
+Sources: SDP4Bit (arXiv 2410.15526) sections 3 and 4, ZeRO++ (arXiv 2306.10209) section 3, LoCo
+(arXiv 2407.04480) section 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, nearest_multiples
+
+Wire = Literal["none", "fp8", "zeropp", "loco", "sdp4bit"]
+Payload = Literal["float32", "bf16", "fp8", "int8", "int4"]
+BLOCK = 32  # elements of a block of the Hadamard transform, which no group may split
+COPIES = ("sdp4bit", "loco")  # wires that keep a copy of the weights on every rank
+
+
+@dataclass(frozen=True)
+class WireSpec(Checked, section="wire"):
+    """What travels between data-parallel ranks, where that is not as --wire says."""
+
+    weights: Payload | None = option(None, "what weights travel as; none: as --wire says")
+    gradients: Payload | None = option(
+        None, "what gradients travel as, on both levels; none: as --wire says"
+    )
+    weight_group: int | None = option(
+        None,
+        "weights that share a scale, a multiple of 32; none: as --wire says",
+        "elements",
+        at_least=BLOCK,
+    )
+    inside_group: int | None = option(
+        None,
+        "gradients that share a scale inside a node, a multiple of 32; none: as --wire says",
+        "elements",
+        at_least=BLOCK,
+    )
+    between_group: int | None = option(
+        None,
+        "gradients that share a scale between nodes, a multiple of 32; none: as --wire says",
+        "elements",
+        at_least=BLOCK,
+    )
+    rounding: Literal["nearest", "stochastic"] | None = option(
+        None, "of gradients; none: as --wire says"
+    )
+    hadamard: bool | None = option(
+        None, "transform gradients in blocks of 32 before they are quantized; none: as --wire says"
+    )
+    difference: bool | None = option(
+        None,
+        "weights travel as differences against the copy that every rank holds, or as they are; "
+        "none: differences with --wire=sdp4bit",
+    )
+    start_step: int = option(0, "gradients travel in float32 before this step", "steps", at_least=0)
+    check_every: int = option(
+        100, "compare the ranks' copies of the weights so often; 0: never", "steps", at_least=0
+    )
+
+    def __post_init__(self):
+        """Refuses groups that split a block of the transform."""
+        super().__post_init__()
+        for name in ("weight_group", "inside_group", "between_group"):
+            group = getattr(self, name)
+            if group is not None and group % BLOCK:
+                raise UserError(
+                    f"wire.{name}={group} must be a multiple of {BLOCK}; "
+                    f"{nearest_multiples(group, BLOCK)} (--wire.{name})"
+                )
+
+
+def sends_differences(cfg: Any) -> bool:
+    """Tells whether weights travel as differences against a copy. cfg: a JobConfig."""
+    asked = cfg.exchange.difference
+    return cfg.wire == "sdp4bit" if asked is None else cfg.wire != "none" and asked
+
+
+def check(cfg: Any, sizes: Mapping[str, int]) -> None:
+    """Refuses a wire that the rest of a configuration cannot have. One rank sends nothing, legally.
+
+    Args: cfg: a JobConfig. sizes: {mesh axis: size}.
+    Raises: UserError with the value, the rule, the nearest legal value and the flag.
+    """
+    if cfg.wire == "none":
+        return
+    if cfg.zero in ("hybrid", "none"):
+        near = "full" if cfg.zero == "hybrid" and not sends_differences(cfg) else "optimizer"
+        raise UserError(
+            f"shard.zero={cfg.zero}: --wire={cfg.wire} needs an optimizer state that is cut over "
+            f"all data-parallel ranks; nearest: {near}, or leave the flag out (--shard.zero, "
+            "--wire)"
+        )
+    if cfg.zero == "full" and sends_differences(cfg):
+        raise UserError(
+            f"shard.zero=full: --wire={cfg.wire} sends differences against a copy of the weights, "
+            "which no rank holds; nearest: optimizer, or send the weights as they are "
+            "(--shard.zero, --wire.difference=false)"
+        )
+    if sizes["pipe"] > 1 and cfg.pipeline.gradients == "sharded":
+        raise UserError(
+            f"pipeline.gradients=sharded: --wire={cfg.wire} sends gradients once a step; nearest: "
+            "local (--pipeline.gradients, --wire)"
+        )

@@ -1,0 +1,103 @@
+"""The flags of the quantized exchange: what they resolve to, and what is refused in which words."""
+
+import pytest
+
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.core.flag_parser import Parser
+from megajax.parallel import wire
+from megajax.parallel.sharding import rules
+from megajax.parallel.wire import WireSpec
+from megajax.training.config import Config
+
+SIZES = {"pipe": 1, "node": 2, "data": 4, "expert": 1, "context": 1, "tensor": 1}
+
+
+def made(**values):
+    names = {flag: name for name, flag in config.flag_names(Config).items()}
+    spelled = {k.replace("__", "."): v for k, v in values.items()}
+    return config.override(Config(), {names[flag]: value for flag, value in spelled.items()})
+
+
+@pytest.mark.parametrize(
+    ("asked", "zero"),
+    [("none", "full"), ("fp8", "full"), ("zeropp", "full"), ("loco", "optimizer"),
+     ("sdp4bit", "optimizer")],
+)  # fmt: skip
+def test_auto_cuts_only_the_optimizer_where_ranks_hold_copies(asked, zero):
+    assert made(wire=asked).zero == zero
+    assert made(wire=asked, shard__zero="full").zero == "full"
+
+
+def test_masters_rest_as_under_full_and_copies_as_under_none():
+    assert rules("optimizer") == rules("full") != rules("none")
+
+
+def test_a_saved_configuration_without_a_wire_is_read_as_it_was():
+    old = config.from_json(Config, '{"shard": {"zero": "full"}}')
+    assert (old.zero, old.wire, old.exchange) == ("full", "none", WireSpec())
+    new = made(wire="sdp4bit", wire__difference=False, wire__inside_group=64)
+    assert config.from_json(Config, config.to_json(new)) == new
+    assert config.spell(new, Config()) == [
+        "--wire=sdp4bit", "--wire.inside_group=64", "--wire.difference=false",
+    ]  # fmt: skip
+
+
+def test_a_switch_that_may_be_left_open_is_parsed():
+    parser = Parser(bool | None)
+    assert [parser.parse(t) for t in ("true", "False", "none")] == [True, False, None]
+    with pytest.raises(ValueError, match="true or false"):
+        parser.parse("maybe")
+
+
+@pytest.mark.parametrize(
+    ("values", "differs"),
+    [({"wire": "sdp4bit"}, True), ({"wire": "loco"}, False), ({"wire": "zeropp"}, False),
+     ({"wire": "loco", "wire__difference": True}, True),
+     ({"wire": "sdp4bit", "wire__difference": False}, False), ({"wire__difference": True}, False)],
+)  # fmt: skip
+def test_which_wires_send_differences(values, differs):
+    assert wire.sends_differences(made(**values)) is differs
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"wire": "sdp4bit", "shard__zero": "none"}, "shard.zero=none: --wire=sdp4bit needs"),
+        ({"wire": "sdp4bit", "shard__zero": "none"}, "nearest: optimizer"),
+        ({"wire": "zeropp", "shard__zero": "hybrid"}, "nearest: full, or leave the flag out"),
+        ({"wire": "sdp4bit", "shard__zero": "hybrid"}, "nearest: optimizer"),
+        ({"wire": "sdp4bit", "shard__zero": "full"}, "(--shard.zero, --wire.difference=false)"),
+        ({"wire": "fp8", "wire__difference": True}, "shard.zero=full: --wire=fp8 sends differ"),
+        (
+            {"wire": "loco", "pipeline__gradients": "sharded"},
+            "pipeline.gradients=sharded: --wire=loco sends gradients once a step; nearest: local",
+        ),
+    ],
+)
+def test_what_a_wire_cannot_have_is_refused(values, words):
+    cfg = made(**values)
+    with pytest.raises(UserError) as error:
+        wire.check(cfg, SIZES | {"pipe": 2})
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"shard__zero": "none"}, {"shard__zero": "optimizer"}, {"wire": "zeropp"},
+     {"wire": "zeropp", "shard__zero": "optimizer"}, {"wire": "sdp4bit"},
+     {"wire": "sdp4bit", "wire__difference": False, "shard__zero": "full"},
+     {"wire": "fp8", "pipeline__gradients": "sharded"}],
+)  # fmt: skip
+def test_what_it_can_have_passes_on_any_number_of_ranks(values):
+    made(**values).check(SIZES)
+    made(**values).check(SIZES | {"node": 1, "data": 1})
+
+
+@pytest.mark.parametrize("name", ["weight_group", "inside_group", "between_group"])
+def test_a_group_may_not_split_a_block_of_the_transform(name):
+    with pytest.raises(UserError) as error:
+        WireSpec(**{name: 100})
+    rule = f"wire.{name}=100 must be a multiple of 32; nearest: 96, 128 (--wire.{name})"
+    assert str(error.value) == rule
+    assert getattr(WireSpec(**{name: 96}), name) == 96
