@@ -7,16 +7,28 @@ Sources: SDP4Bit (arXiv 2410.15526) sections 3 and 4, ZeRO++ (arXiv 2306.10209) 
 (arXiv 2407.04480) section 3.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megajax import quant
+from megajax.core.axes import ZERO_AXES
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 
 Wire = Literal["none", "fp8", "zeropp", "loco", "sdp4bit"]
 Payload = Literal["float32", "bf16", "fp8", "int8", "int4"]
 BLOCK = 32  # elements of a block of the Hadamard transform, which no group may split
+# A level of the exchange -> the flags of its group and of what it sends.
+FLAGS = {
+    "weights": ("wire.weight_group", "wire.weights"),
+    "inside": ("wire.inside_group", "wire.gradients"),
+    "between": ("wire.between_group", "wire.gradients"),
+}
+BETWEEN = "node"
+INSIDE = tuple(axis for axis in ZERO_AXES if axis != BETWEEN)
+SHOWN = 12  # names that a line lists (chosen)
 COPIES = ("sdp4bit", "loco")  # wires that keep a copy of the weights on every rank
 
 
@@ -88,6 +100,7 @@ def check(cfg: Any, sizes: Mapping[str, int]) -> None:
     """
     if cfg.wire == "none":
         return
+    codec(cfg)
     if cfg.zero in ("hybrid", "none"):
         near = "full" if cfg.zero == "hybrid" and not sends_differences(cfg) else "optimizer"
         raise UserError(
@@ -106,3 +119,67 @@ def check(cfg: Any, sizes: Mapping[str, int]) -> None:
             f"pipeline.gradients=sharded: --wire={cfg.wire} sends gradients once a step; nearest: "
             "local (--pipeline.gradients, --wire)"
         )
+
+
+def codec(cfg: Any) -> "quant.Codec":
+    """Returns the codec of a configuration: `.weights`, `.inside`, `.between`, `.hadamard`.
+
+    cfg: a JobConfig. `--wire=none` gives float32 on all levels, whatever the other flags say.
+    Raises: UserError for a group of numbers that travel without scales.
+    """
+    spec = cfg.exchange if cfg.wire != "none" else WireSpec()
+    own = quant.codec(cfg.wire, rounding=spec.rounding)
+    # The rounding is that of gradients only: what one gather of weights drops, the next one sends.
+    kept = quant.codec(cfg.wire).weights, own.inside, own.between
+    payloads = spec.weights, spec.gradients, spec.gradients
+    groups = spec.weight_group, spec.inside_group, spec.between_group
+    levels = []
+    for place, level, payload, group in zip(FLAGS, kept, payloads, groups, strict=True):
+        if payload is not None:
+            rounding = "nearest" if place == "weights" else own.inside.rounding
+            name = "none" if payload == "float32" else payload
+            level = quant.codec(name, rounding=rounding)
+        if group is not None:
+            if level.format is None:
+                flag, other = FLAGS[place]
+                raise UserError(
+                    f"{flag}={group}: {level.dtype} has no groups; leave it out, or send fp8, int8 "
+                    f"or int4 (--{flag}, --{other})"
+                )
+            level = replace(level, format=replace(level.format, group=group))
+        levels.append(replace(level, name=f"{cfg.wire}.{place}"))
+    block = own.hadamard if spec.hadamard is None else BLOCK * spec.hadamard
+    return replace(own, format=None, levels=tuple(levels), hadamard=block)
+
+
+def line(cfg: Any, unquantized: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """Returns one line on what travels, for the start of a run.
+
+    Args: cfg: a JobConfig. unquantized: names of the leaves that travel as without a wire. sizes:
+      {mesh axis: size}.
+    """
+    nodes, ranks = sizes[BETWEEN], math.prod(sizes[axis] for axis in INSIDE)
+    if nodes * ranks == 1:
+        return f"wire: {cfg.wire}; one data-parallel rank, nothing travels"
+    found, kind = codec(cfg), "differences of weights" if sends_differences(cfg) else "weights"
+    levels = [("inside a node", ranks, found.inside), ("between nodes", nodes, found.between)]
+    how = found.inside.rounding + (f", transformed by {found.hadamard}" if found.hadamard else "")
+    parts = [f"{kind} {_spell(found.weights)}"]
+    parts += [f"gradients {where} ({n}) {_spell(level)}" for where, n, level in levels if n > 1]
+    text = f"wire: {cfg.wire}; {', '.join(parts)}; rounded {how}"
+    if cfg.exchange.start_step:
+        text += f"; gradients in float32 before step {cfg.exchange.start_step}"
+    return text + (f"; not quantized: {_listed(unquantized)}" if unquantized else "")
+
+
+def _spell(level: "quant.Codec") -> str:
+    """Returns e.g. '4 bits by 2048'."""
+    if level.format is None:
+        return level.dtype
+    bits = level.format.bits
+    return f"{bits if isinstance(bits, str) else f'{bits} bits'} by {level.format.group}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

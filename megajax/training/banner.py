@@ -7,6 +7,7 @@ model whose work is known.
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
 from megajax.monitor.records import Sink
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
-from megajax.parallel import expert
+from megajax.parallel import expert, wire
 from megajax.parallel.attention import choose_attention
 from megajax.parallel.inside import explain_overlap
 from megajax.training.run_dir import RunDir
@@ -115,6 +116,12 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
     if mesh.shape["context"] > 1:
         order = "plain" if train_step.order is None else "zigzag"
         console.say(f"context: {cfg.context.kind}, {order} order")
+
+
+def wire_line(cfg: Any, unquantized: Sequence[str], mesh: Mesh) -> str:
+    """Returns what data parallelism sends, in one line. unquantized: names of the leaves that
+    travel as they do without --wire."""
+    return wire.line(cfg, unquantized, mesh.shape)
 
 
 def facts(

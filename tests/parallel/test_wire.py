@@ -94,6 +94,62 @@ def test_what_it_can_have_passes_on_any_number_of_ranks(values):
     made(**values).check(SIZES | {"node": 1, "data": 1})
 
 
+# A level's payload of 4096 numbers, from the papers' own tables: bits and the group of a scale.
+def payload_bytes(bits, group):
+    return 4096 * bits // 8 + (4 * 4096 // group if group else 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "levels", "hadamard", "rounding"),
+    [
+        ({}, [(32, 0), (32, 0), (32, 0)], 0, "nearest"),
+        ({"wire__weights": "int8"}, [(32, 0), (32, 0), (32, 0)], 0, "nearest"),
+        ({"wire": "sdp4bit"}, [(4, 2048), (8, 128), (4, 128)], 32, "stochastic"),
+        ({"wire": "zeropp"}, [(8, 2048), (4, 128), (4, 128)], 0, "nearest"),
+        ({"wire": "loco"}, [(16, 0), (4, 128), (4, 128)], 0, "nearest"),
+        ({"wire": "fp8"}, [(8, 128), (8, 128), (8, 128)], 0, "nearest"),
+        (
+            {"wire": "sdp4bit", "wire__weights": "bf16", "wire__hadamard": False},
+            [(16, 0), (8, 128), (4, 128)], 0, "stochastic",
+        ),
+        (
+            {"wire": "sdp4bit", "wire__gradients": "int4", "wire__rounding": "nearest"},
+            [(4, 2048), (4, 128), (4, 128)], 32, "nearest",
+        ),
+        ({"wire": "fp8", "wire__rounding": "stochastic"}, [(8, 128)] * 3, 0, "stochastic"),
+        (
+            {"wire": "zeropp", "wire__gradients": "float32", "wire__weight_group": 256,
+             "wire__hadamard": True},
+            [(8, 256), (32, 0), (32, 0)], 32, "nearest",
+        ),
+        (
+            {"wire": "sdp4bit", "wire__inside_group": 64, "wire__between_group": 32},
+            [(4, 2048), (8, 64), (4, 32)], 32, "stochastic",
+        ),
+    ],
+)  # fmt: skip
+def test_the_codec_of_flags(values, levels, hadamard, rounding):
+    found = wire.codec(made(**values))
+    sent = [level.wire_bytes(4096) for level in (found.weights, found.inside, found.between)]
+    assert sent == [payload_bytes(*level) for level in levels]
+    assert found.hadamard == hadamard and found.inside.rounding == rounding
+    assert not found.weights.stochastic
+    assert found.inside.stochastic is found.between.stochastic is (rounding == "stochastic")
+    assert (found.feedback is not None) is (values.get("wire") == "loco")
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [({"wire": "loco", "wire__weight_group": 64}, "(--wire.weight_group, --wire.weights)"),
+     ({"wire": "sdp4bit", "wire__gradients": "bf16", "wire__between_group": 64},
+      "(--wire.between_group, --wire.gradients)")],
+)  # fmt: skip
+def test_what_has_no_scales_has_no_groups(values, flags):
+    with pytest.raises(UserError, match="bfloat16 has no groups; leave it out") as error:
+        made(**values).check(SIZES)
+    assert str(error.value).endswith(flags)
+
+
 @pytest.mark.parametrize("name", ["weight_group", "inside_group", "between_group"])
 def test_a_group_may_not_split_a_block_of_the_transform(name):
     with pytest.raises(UserError) as error:
@@ -101,3 +157,19 @@ def test_a_group_may_not_split_a_block_of_the_transform(name):
     rule = f"wire.{name}=100 must be a multiple of 32; nearest: 96, 128 (--wire.{name})"
     assert str(error.value) == rule
     assert getattr(WireSpec(**{name: 96}), name) == 96
+
+
+def test_the_line_at_the_start_says_what_travels():
+    cfg = made(wire="sdp4bit", wire__start_step=10)
+    assert wire.line(cfg, ["norm.scale"], SIZES) == (
+        "wire: sdp4bit; differences of weights 4 bits by 2048, gradients inside a node (4) 8 bits "
+        "by 128, gradients between nodes (2) 4 bits by 128; rounded stochastic, transformed by 32; "
+        "gradients in float32 before step 10; not quantized: norm.scale"
+    )
+    one = SIZES | {"node": 1}
+    assert "between" not in wire.line(cfg, [], one) and "expert" not in wire.line(cfg, [], one)
+    said = wire.line(made(wire="loco", wire__gradients="fp8"), [f"x{i}" for i in range(14)], SIZES)
+    assert said.startswith("wire: loco; weights bfloat16, gradients inside a node (4) e4m3 by 128")
+    assert said.endswith("x11 and 2 more")
+    alone = wire.line(cfg, [], SIZES | {"node": 1, "data": 1})
+    assert alone == "wire: sdp4bit; one data-parallel rank, nothing travels"
