@@ -70,6 +70,7 @@ JAX_FREE = (
     "megajax.core.hardware",
     "megajax.cost.base",
     "megajax.cost.estimate",
+    "megajax.cost.exchange",
     "megajax.cost.flops",
     "megajax.cost.kernels",
     "megajax.cost.memory",

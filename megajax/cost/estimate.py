@@ -1,6 +1,6 @@
 """Step time, tokens a second and MFU of a planned step: ESTIMATES, never measurements.
 
-    step = compute + compute of idle ticks + exposed communication + optimizer update
+    step = compute + compute of idle ticks + exposed communication + optimizer update + quantizing
 
 Compute comes from a CostModel, communication from the alpha-beta model; a transfer is exposed for
 as long as it takes beyond the matmuls that run beside it. A transfer's window is its own: two that
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from megajax.core.hardware import Cluster, DeviceCard
+from megajax.cost import exchange
 from megajax.cost.base import CostModel, Op
 from megajax.cost.flops import Convention, mfu, model_flops_per_token
 from megajax.cost.kernels import Collective, Matmul, Rowwise
@@ -45,7 +46,7 @@ class Estimate:
 
     communication_s and exposed_s: by mesh axes ('data', 'node+data'), all and unhidden. bubble_s:
     compute of idle ticks. bubble: the same over that of the stages' work. mfu_megatron, mfu_causal:
-    0..1, see cost/flops.py.
+    0..1, see cost/flops.py. quantize_s: of quantizing what data parallelism sends.
     """
 
     step_s: float
@@ -59,6 +60,7 @@ class Estimate:
     tokens_per_s: float
     mfu_megatron: float
     mfu_causal: float
+    quantize_s: float = 0.0
 
 
 def transfer_seconds(
@@ -97,6 +99,8 @@ def estimate(
     """
     compute = idle = layers = 0.0
     update, sigma = _update(step, cluster, model) if step.trains else (0.0, 0.0)
+    quantize, deviation = model.op_time(exchange.coding_op(step), cluster.card)
+    sigma += deviation
     for op in step.forward.ops:
         if op.part not in step.counts:
             continue
@@ -118,7 +122,7 @@ def estimate(
         spent[name] = spent.get(name, 0.0) + whole
         exposed[name] = exposed.get(name, 0.0) + bare
         sigma += deviation
-    total = compute + idle + sum(exposed.values()) + update
+    total = compute + idle + sum(exposed.values()) + update + quantize
     tokens, peak = step.load.tokens, cluster.card.flops[step.load.dtype]
 
     def utilisation(convention: Convention) -> float:
@@ -128,6 +132,7 @@ def estimate(
     return Estimate(
         total, sigma, compute, update, idle, idle / layers, spent, exposed,
         tokens / total, utilisation("megatron"), utilisation("causal"),
+        quantize,
     )  # fmt: skip
 
 

@@ -25,16 +25,25 @@ def terms(step: StepShape) -> dict[str, float]:
     tables = step.load.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
     moments, rest = MOMENTS[step.optimizer], held(step)
     adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
+    kept = step.coding.error_bits / 8 * gathered(step) if step.coding else 0.0
     return {
         "parameters": MASTER * rest,
+        **({"errors": kept} if kept else {}),
         "optimizer": MASTER * (moments * rest + adam_tables),
-        "gradients": MASTER * (_gathered(step) if step.local_gradients else rest),
+        "gradients": MASTER * _gradients(step),
         "weights in use": _weights_in_use(step),
         "stash": _stash(step),
         "activations": max(_block(step), _experts(step)),
         "logits": _logits(step),
         "batch": 4 * 4 * step.rows * step.micro_steps * step.load.seq_len / step.ways("context"),
     }
+
+
+def _gradients(step: StepShape) -> float:
+    """Elements: sums of a resident step meet their pieces in the exchange."""
+    if step.resident:
+        return gathered(step) + held(step)
+    return gathered(step) if step.local_gradients else held(step)
 
 
 def _generation(step: StepShape) -> dict[str, float]:
@@ -69,8 +78,8 @@ def held(step: StepShape) -> float:
     return (everyone + experts) / step.ways("pipe", "tensor")
 
 
-def _gathered(step: StepShape) -> float:
-    """The parameters that one device holds when its pieces are gathered over the ZeRO axes."""
+def gathered(step: StepShape) -> float:
+    """Returns the parameters that one device holds when its pieces are gathered over ZeRO axes."""
     load = step.load
     dense = step.unshared_params + load.table_params
     return (dense + load.routed_params / step.ways("expert")) / step.ways("pipe", "tensor")
@@ -106,6 +115,8 @@ def slotted(step: StepShape) -> float:
 
 
 def _weights_in_use(step: StepShape) -> float:
+    if step.resident:
+        return step.itemsize * gathered(step)
     layer = layer_weights(step) + expert_weights(step)
     if step.pipeline.stages > 1:  # gathered once a step and kept (ZeRO-2, MegaScale section 3.2)
         return layer * step.stored_layers if step.ways(*step.zero_axes) > 1 else 0.0
@@ -123,7 +134,7 @@ def _kept(step: StepShape) -> float:
         "dots": first + cut * step.tokens * (work.input_width + work.attention_width),
         "none": first
         + cut * step.tokens * (work.input_width + work.output_width)
-        + (layer_weights(step) if step.ways(*step.zero_axes) > 1 else 0.0)
+        + (layer_weights(step) if step.ways(*step.zero_axes) > 1 and not step.resident else 0.0)
         + (_weights_of_attention(step, step.itemsize) if step.keeps_attention else 0.0)
         + _experts(step, backward=False),
     }

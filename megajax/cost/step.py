@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
@@ -38,6 +38,29 @@ def passes(
     return {"F": 1.0, "B": again + chain, "W": again + 2.0}
 
 
+class Payload(Protocol):
+    """Numbers as they travel (megajax/quant/codecs.py)."""
+
+    def wire_bytes(self, n: int) -> int: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding:
+    """In what data parallelism sends.
+
+    weights: gathered. inside, between: gradients inside a node and between nodes. block: elements
+    of the transform that gradients are sent in, 1: none. difference: weights travel as what the
+    copy lacks. error_bits: an element that the sender keeps of what it dropped of gradients.
+    """
+
+    weights: Payload
+    inside: Payload
+    between: Payload
+    block: int = 1
+    difference: bool = False
+    error_bits: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class StepShape:
     """One step on a mesh: of training, or of generation if the workload says so.
@@ -46,7 +69,9 @@ class StepShape:
     zero_axes: axes that cut a weight along its width. accumulate: micro-batches one after the
     other, without a pipeline. fused_attention: no (queries x keys) array exists. local_gradients:
     sums of gradients rest whole on every device until the end of the step. context: how queries
-    meet keys of other devices.
+    meet keys of other devices. resident: every device holds all weights of its stage in use and
+    sums all their gradients, exchanged once a step (cost/exchange.py). coding: in what those
+    travel; None: as they are computed, gradients in float32.
     Raises: UserError for a pipeline or a cut sequence in generation, which has neither.
     """
 
@@ -61,6 +86,8 @@ class StepShape:
     local_gradients: bool = False
     pipeline: Pipeline = Pipeline()
     context: Literal["ring", "ulysses", "gather"] = "ring"
+    resident: bool = False
+    coding: Coding | None = None
 
     def __post_init__(self):
         """Refuses what generation cannot do."""

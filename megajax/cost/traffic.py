@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 
 from megajax.core.axes import MESH_AXES, ZERO_AXES
+from megajax.cost import exchange
 from megajax.cost.flops import block_flops_per_token
 from megajax.cost.memory import MASTER, expert_weights, layer_weights, residual, slotted
 from megajax.cost.step import StepShape
@@ -82,7 +83,12 @@ def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
-    """Weights into use and gradients home."""
+    """Weights into use and gradients home; once a step, beside nothing, if they are resident."""
+    if step.resident:
+        return [
+            Transfer(m.kind, m.axes, m.nbytes, m.bucket.count, 0.0, f"{m.bucket.what} {m.level}")
+            for m in exchange.messages(step)
+        ]
     load, pipeline = step.load, step.pipeline
     piped = pipeline.stages > 1
     again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass

@@ -7,6 +7,7 @@ Sources: SDP4Bit (arXiv 2410.15526) sections 3 and 4, ZeRO++ (arXiv 2306.10209) 
 (arXiv 2407.04480) section 3.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,10 +128,14 @@ def codec(cfg: Any) -> "quant.Codec":
     cfg: a JobConfig. `--wire=none` gives float32 on all levels, whatever the other flags say.
     Raises: UserError for a group of numbers that travel without scales.
     """
-    spec = cfg.exchange if cfg.wire != "none" else WireSpec()
-    own = quant.codec(cfg.wire, rounding=spec.rounding)
+    return _codec(cfg.wire, cfg.exchange if cfg.wire != "none" else WireSpec())
+
+
+@functools.cache
+def _codec(wire: Wire, spec: WireSpec) -> "quant.Codec":
+    own = quant.codec(wire, rounding=spec.rounding)
     # The rounding is that of gradients only: what one gather of weights drops, the next one sends.
-    kept = quant.codec(cfg.wire).weights, own.inside, own.between
+    kept = quant.codec(wire).weights, own.inside, own.between
     payloads = spec.weights, spec.gradients, spec.gradients
     groups = spec.weight_group, spec.inside_group, spec.between_group
     levels = []
@@ -147,7 +152,7 @@ def codec(cfg: Any) -> "quant.Codec":
                     f"or int4 (--{flag}, --{other})"
                 )
             level = replace(level, format=replace(level.format, group=group))
-        levels.append(replace(level, name=f"{cfg.wire}.{place}"))
+        levels.append(replace(level, name=f"{wire}.{place}"))
     block = own.hadamard if spec.hadamard is None else BLOCK * spec.hadamard
     return replace(own, format=None, levels=tuple(levels), hadamard=block)
 

@@ -9,8 +9,8 @@ from typing import Any
 from megajax.cost import memory
 from megajax.cost.base import Phase
 from megajax.cost.pipeline import Pipeline
-from megajax.cost.step import StepShape
-from megajax.parallel import sharding
+from megajax.cost.step import Coding, StepShape
+from megajax.parallel import sharding, wire
 
 # Share of a GPU's memory that the terms of cost/memory.py may fill (assumed until a measured peak
 # stands beside them).
@@ -43,6 +43,21 @@ def step_shape(
         local_gradients=stages > 1 and pipeline.gradients == "local",
         pipeline=schedule,
         context=cfg.context.kind,
+        resident=phase == "train" and (cfg.zero == "optimizer" or cfg.wire != "none"),
+        coding=_coding(cfg) if phase == "train" and cfg.wire != "none" else None,
+    )
+
+
+def _coding(cfg: Any) -> Coding:
+    """Returns what the cost model must know of the wire."""
+    codec = wire.codec(cfg)
+    return Coding(
+        codec.weights,
+        codec.inside,
+        codec.between,
+        max(codec.hadamard, 1),
+        wire.sends_differences(cfg),
+        codec.feedback.format.effective_bits if codec.feedback else 0.0,
     )
 
 

@@ -1,0 +1,178 @@
+"""What data parallelism sends once a step: weights gathered whole, gradients summed into pieces.
+
+This is the exchange of ranks that hold all weights in use and a piece of the masters (ZeRO-1/2,
+`StepShape.resident`), with numbers as they are computed or in a codec (`StepShape.coding`). Sizes
+are those of parallel/exchange.py and parallel/zero.py: a bucket is the matrices of one layer, the
+routed experts of one layer, or one table; a rank's piece of it is padded to whole blocks of the
+transform; each rank sends every other one its row, its own row included in the bytes. Routers are
+small, may not be rounded and travel in float32.
+Sources: SDP4Bit (arXiv 2410.15526) section 3, ZeRO++ (arXiv 2306.10209) section 3.
+
+Legend: N elements of a bucket on one device, W ranks that share its gradient, C = N / W of a piece.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from megajax.core.axes import ZERO_AXES
+from megajax.cost.base import Op
+from megajax.cost.kernels import Rowwise
+from megajax.cost.memory import MASTER
+from megajax.cost.step import StepShape
+
+BETWEEN = "node"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """What travels at once. elements: N. count: of equal ones a step. axes: that share its
+    gradient, those of size 1 left out. exact: float32 under any codec."""
+
+    what: str
+    elements: int
+    count: float
+    axes: tuple[str, ...]
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One collective of a bucket.
+
+    level: 'weights', 'inside' (gradients inside a node) or 'between'. nbytes: of the larger side on
+    one device, as Transfer.nbytes. elements: numbers that those bytes stand for.
+    """
+
+    bucket: Bucket
+    level: str
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    elements: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The messages of a level over the same axes. nbytes, elements: of a step on one device."""
+
+    level: str
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    elements: float
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element, scales and padding included."""
+        return 8 * self.nbytes / self.elements
+
+
+def buckets(step: StepShape) -> list[Bucket]:
+    """Returns what a device exchanges in a step; nothing where one rank has all gradients."""
+    load, layers = step.load, step.stored_layers
+    tensor = step.ways("tensor")
+    routers = load.params_of("router")
+    dense, routed = _live(step, ZERO_AXES), _live(step, ("node", "data", "context"))
+    per = load.stored_layers
+    found = [
+        Bucket("layer", _whole(step.unshared_params - routers, per * tensor), layers, dense),
+        Bucket("router", _whole(routers, per), layers, dense, exact=True),
+        Bucket(
+            "experts",
+            _whole(load.routed_params, per * step.ways("expert") * tensor),
+            layers,
+            routed,
+        ),
+    ]
+    for op in load.ops:
+        if op.part in ("embedding", "head"):
+            cut = step.ways("pipe", "tensor")
+            found.append(Bucket(op.part, _whole(op.params, cut), 1.0, dense))
+    return [b for b in found if b.elements and b.axes]
+
+
+def messages(step: StepShape) -> Iterator[Message]:
+    """Yields the collectives of all buckets, each to be executed `bucket.count` times."""
+    for bucket in buckets(step):
+        n, coding = bucket.elements, step.coding
+        if coding is None or bucket.exact:
+            weights = MASTER if bucket.exact else step.itemsize
+            yield Message(bucket, "weights", "all-gather", bucket.axes, weights * n, n)
+            yield Message(bucket, "gradients", "reduce-scatter", bucket.axes, MASTER * n, n)
+            continue
+        inside, nodes, ranks = _levels(step, bucket)
+        piece, row = _piece(step, bucket)
+        gathered = nodes * ranks * coding.weights.wire_bytes(piece)
+        yield Message(bucket, "weights", "all-gather", bucket.axes, gathered, n)
+        if ranks > 1:
+            near = ranks * coding.inside.wire_bytes(nodes * row)
+            yield Message(bucket, "inside", "all-to-all", inside, near, n)
+        if nodes > 1:
+            far = nodes * coding.between.wire_bytes(row)
+            yield Message(bucket, "between", "all-to-all", (BETWEEN,), far, n / ranks)
+
+
+def rows(step: StepShape) -> list[Row]:
+    """Returns the traffic of a step by level and axes, in the order of `messages`."""
+    found: dict[tuple, Row] = {}
+    for m in messages(step):
+        key, times = (m.level, m.kind, m.axes), m.bucket.count
+        old = found.get(key, Row(*key, 0.0, 0.0))
+        found[key] = Row(*key, old.nbytes + times * m.nbytes, old.elements + times * m.elements)
+    return list(found.values())
+
+
+def coded_bytes(step: StepShape) -> float:
+    """Returns the bytes a step that quantizing reads and writes on one device; without a codec 0.
+
+    As fused kernels move them: gradients are read once in float32 and the sums written once, on
+    every level a payload is written and the received one read. Of weights the piece of the masters
+    (and of the copy, for a difference) is read, all payloads are read and all weights written (and
+    read before, for a difference).
+    """
+    coding = step.coding
+    if coding is None:
+        return 0.0
+    total = 0.0
+    sent = {(m.bucket, m.level): m.nbytes for m in messages(step)}
+    for bucket in buckets(step):
+        if bucket.exact:
+            continue
+        n, (_, nodes, ranks) = bucket.elements, _levels(step, bucket)
+        piece, gathered = n / (nodes * ranks), sent[bucket, "weights"]
+        copies = 2 if coding.difference else 1
+        moved = MASTER * piece + gathered / (nodes * ranks) + gathered + copies * step.itemsize * n
+        moved += step.itemsize * piece * (copies - 1)
+        moved += MASTER * n + MASTER * piece
+        moved += sum(2 * sent.get((bucket, level), 0.0) for level in ("inside", "between"))
+        total += bucket.count * moved
+    return total
+
+
+def coding_op(step: StepShape) -> Op:
+    """Returns the passes over memory that quantize and dequantize, as one operation of a step."""
+    return Op("update", Rowwise("quantize", coded_bytes(step), 1, reads=0), dtypes=("int8",))
+
+
+def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(a for a in axes if step.ways(a) > 1)
+
+
+def _whole(elements: float, cut: float) -> int:
+    return math.ceil(elements / cut)
+
+
+def _levels(step: StepShape, bucket: Bucket) -> tuple[tuple[str, ...], int, int]:
+    """Returns (the axes inside a node, nodes, ranks inside one)."""
+    inside = tuple(a for a in bucket.axes if a != BETWEEN)
+    nodes = step.ways(BETWEEN) if BETWEEN in bucket.axes else 1
+    return inside, nodes, step.ways(*inside)
+
+
+def _piece(step: StepShape, bucket: Bucket) -> tuple[int, int]:
+    """Returns C, and C as gradients travel: whole blocks of the transform."""
+    _, nodes, ranks = _levels(step, bucket)
+    piece = math.ceil(bucket.elements / (nodes * ranks))
+    block = step.coding.block if step.coding else 1
+    return piece, math.ceil(piece / block) * block
