@@ -1,0 +1,212 @@
+"""Codecs against NumPy: every byte of a payload, its length, what comes back; LoCo's errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.quant import Feedback, codec, dequantize, hadamard
+from megajax.quant.codecs import NAMES
+from tests import quant_oracle as oracle
+
+LEVELS = {
+    "fp8": ("e4m3", 128),
+    "int8": (8, 128),
+    "int4": (4, 128),
+    "zeropp.weights": (8, 2048),
+    "zeropp.inside": (4, 128),
+    "sdp4bit.weights": (4, 2048),
+    "sdp4bit.inside": (8, 128),
+    "sdp4bit.between": (4, 128),
+    "loco.between": (4, 128),
+}
+
+
+def level(name, **options):
+    name, _, place = name.partition(".")
+    found = codec(name, **options)
+    return getattr(found, place) if place else found
+
+
+def both(found, n):
+    """encode and decode in one program."""
+
+    def run(x_LN, key):
+        payload_LP = found.encode(x_LN, key)
+        return payload_LP, found.decode(payload_LP, n)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "sdp4bit.weights"])
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 127, 2049])
+def test_payloads_are_those_of_numpy(name, n):
+    found, (bits, group) = level(name, rounding="nearest"), LEVELS[name]
+    x_LN = oracle.hard_lines(n, n)
+    payload_LP, y_LN = both(found, n)(x_LN, None)
+    assert payload_LP.dtype == jnp.uint8 and payload_LP.shape == (len(x_LN), found.wire_bytes(n))
+    for x_N, payload_P, y_N in zip(x_LN, np.asarray(payload_LP), np.asarray(y_LN), strict=True):
+        wanted_P = oracle.payload(x_N, bits, group)
+        np.testing.assert_array_equal(payload_P, wanted_P)
+        code_N, scale_G = oracle.quantize(x_N, bits, group)
+        with np.errstate(under="ignore"):
+            wanted_N = oracle.flushed(oracle.dequantize(code_N, scale_G, group))
+        np.testing.assert_array_equal(y_N, wanted_N)
+
+
+def test_a_large_payload():
+    n, found = 2**22, level("sdp4bit.between", rounding="nearest")
+    x_N = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    payload_P = np.asarray(jax.jit(found.encode)(x_N))
+    np.testing.assert_array_equal(payload_P, oracle.payload(x_N, 4, 128))
+    assert payload_P.size == found.wire_bytes(n) == n * 17 // 32  # 4.25 bits an element
+
+
+def test_floats_are_sent_as_they_are(seed):
+    x_LN = oracle.hard_lines(33, seed)
+    x_LN[0, :3] = np.inf, -np.inf, np.nan
+    payload, y = both(codec("none"), 33)(x_LN, None)
+    assert np.asarray(payload).tobytes() == x_LN.tobytes() and codec("none").wire_bytes(33) == 132
+    np.testing.assert_array_equal(y, x_LN)
+    payload, y = both(codec("bf16"), 33)(x_LN, None)
+    wanted = jnp.asarray(x_LN).astype(jnp.bfloat16)
+    assert np.asarray(payload).tobytes() == np.asarray(wanted).tobytes()
+    np.testing.assert_array_equal(y, wanted.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("name", sorted(LEVELS))
+def test_bytes_and_bits(name):
+    found, (bits, group) = level(name), LEVELS[name]
+    width = 8 if bits == "e4m3" else bits
+    assert (found.format.bits, found.format.group) == (bits, group)
+    assert found.effective_bits == width + 32 / group
+    assert found.wire_bytes(8 * group) * 8 == found.effective_bits * 8 * group
+    for n in (0, 1, 31, 129):
+        assert jax.eval_shape(
+            found.encode, np.zeros(n), jax.random.key(0)
+        ).size == found.wire_bytes(n)
+    assert found.wire_bytes(1) == 1 + 4
+
+
+def test_what_codecs_are():
+    sdp4bit = codec("sdp4bit")
+    assert [sdp4bit.weights.effective_bits, sdp4bit.inside.effective_bits] == [4.015625, 8.25]
+    assert sdp4bit.between.effective_bits == 4.25 and sdp4bit.hadamard == 32
+    assert [c.stochastic for c in sdp4bit.levels or ()] == [False, True, True]
+    nearest = codec("sdp4bit", rounding="nearest")
+    assert not any(c.stochastic for c in nearest.levels or ())
+    assert codec("loco").feedback and not codec("zeropp").hadamard
+    for name in NAMES:
+        one = codec(name)
+        assert hash(one) == hash(codec(name)) and one == codec(name)
+        assert bool(one.levels) or one.weights is one.inside is one.between is one
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "bf16"])
+def test_rows_keys_and_cuts(name, seed):
+    """One key: the same bits compiled or not, for one row of many, and however rows are cut."""
+    n, found = 200, codec(name, rounding="stochastic")
+    x_LN = jnp.asarray(oracle.hard_lines(n, seed)[[0, 1, 2, 0, 1, 2, 0, 1]])
+    key, other = jax.random.key(1), jax.random.key(2)
+    payload_LP = found.encode(x_LN, key)
+    encode = jax.jit(found.encode)
+    np.testing.assert_array_equal(encode(x_LN, key), payload_LP)
+    np.testing.assert_array_equal(encode(x_LN[0], key), payload_LP[0])
+    assert (payload_LP[0] != payload_LP[3]).any()  # rows of one key have numbers of their own
+    assert (encode(x_LN, other) != payload_LP).any()
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    cut = jax.NamedSharding(mesh, jax.P("d"))
+    np.testing.assert_array_equal(encode(jax.device_put(x_LN, cut), key), payload_LP)
+    keys = jax.random.split(key, 8)
+    mapped_LP = jax.jit(jax.vmap(found.encode))(x_LN, keys)
+    np.testing.assert_array_equal(mapped_LP[5], encode(x_LN[5], keys[5]))
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_what_is_not_finite_shows(name):
+    x_N = np.ones(300, np.float32)
+    x_N[5], x_N[130] = np.inf, np.nan
+    payload_P, y_N = both(codec(name), 300)(x_N, None)
+    assert np.isnan(y_N[:256]).all()
+    np.testing.assert_allclose(y_N[256:], 1, rtol=1e-6)
+    np.testing.assert_array_equal(payload_P, oracle.payload(x_N, *LEVELS[name]))
+
+
+def test_sums_have_the_same_bits_in_every_program(seed):
+    """No compiler fuses the product of decoding with the sum that follows."""
+    found = codec("int8")
+    payload_LP = found.encode(jnp.asarray(oracle.hard_lines(640, seed)[[0, 1]]))
+
+    def total(p_LP):
+        return found.decode(p_LP, 640).sum(0)
+
+    def smooth(p_LP):
+        return hadamard(found.decode(p_LP, 640))
+
+    y_LN = np.stack([np.asarray(found.decode(p, 640)) for p in payload_LP])
+    np.testing.assert_array_equal(jax.jit(total)(payload_LP), y_LN[0] + y_LN[1])
+    np.testing.assert_array_equal(jax.jit(smooth)(payload_LP), hadamard(jnp.asarray(y_LN)))
+
+
+def test_transform_and_restore(seed):
+    x_N = np.random.default_rng(seed).standard_normal(70).astype(np.float32)
+    found = codec("sdp4bit")
+    sent_M = found.transform(x_N)
+    np.testing.assert_allclose(sent_M, oracle.hadamard(np.pad(x_N, (0, 26)), 32), atol=1e-6)
+    np.testing.assert_allclose(found.restore(sent_M, 70), x_N, atol=1e-6)
+    assert codec("int4").transform(x_N) is x_N
+    np.testing.assert_array_equal(codec("int4").restore(x_N, 60), x_N[:60])
+
+
+def test_errors_come_back(seed):
+    """Of a constant gradient, what is received in the mean of T steps tends to it as 1/T; without
+    feedback it does not. The kept error follows LoCo's rule, and is dropped at a reset."""
+    found, feedback = codec("loco").between, Feedback(beta=0.5, reset=200)
+    g_N = np.random.default_rng(seed).standard_normal(300).astype(np.float32)
+
+    @jax.jit
+    def run(error, step):
+        sent = feedback.compensate(g_N, error)
+        received = found.decode(found.encode(sent), 300)
+        return feedback.update(sent, received, error, step), (sent, received)
+
+    error, (_, received_TN) = jax.lax.scan(run, feedback.start(300), jnp.arange(199))
+    alone_N = found.decode(found.encode(g_N), 300)
+    bias, without = (np.abs(m - g_N).max() for m in (received_TN.mean(0), alone_N))
+    assert bias < without / 15
+    wanted = dequantize(error)
+    after, (sent, received) = run(error, 100)
+    wanted = 0.5 * wanted + 0.5 * (sent - received)
+    assert np.abs(dequantize(after) - wanted).max() <= float(after.scales.max()) * 0.501
+    assert after.nbytes == 300 + 3 * 4
+    assert not np.asarray(dequantize(run(error, 199)[0])).any()
+    poisoned = feedback.update(sent.at[0].set(jnp.nan), received, error, 100)
+    assert np.isfinite(dequantize(poisoned)).all()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: codec("sdp4"), "Did you mean sdp4bit"),
+        (lambda: codec("int4", rounding="stochastics"), "Did you mean stochastic"),  # pyrefly: ignore
+        (lambda: codec("int4", rounding="stochastic").encode(np.ones(3, np.float32)), "needs a r"),
+        (lambda: codec("sdp4bit").encode(np.ones(3, np.float32)), "use its .weights.encode"),
+        (lambda: codec("loco").wire_bytes(3), "use its .weights.wire_bytes"),
+        (lambda: codec("int4").encode(np.ones(3, np.int32)), "floating"),
+        (lambda: codec("int4").encode([1.0]), "jnp.asarray"),
+        (lambda: codec("int4").encode(np.float32(1)), "x.reshape"),
+        (lambda: codec("int4").decode(np.zeros(6, np.uint8), 3), "dimension of 6, got|of 6"),
+        (lambda: codec("int4").wire_bytes(-1), "from 0 on"),
+        (lambda: Feedback(beta=0.0), "above 0"),
+        (lambda: Feedback(reset=0), "at least 1"),
+    ],
+)
+def test_bad_calls_are_explained(call, message):
+    if "of 6" in message:
+        call()  # the right length
+        with pytest.raises(UserError, match="dimension of 6, got uint8"):
+            codec("int4").decode(np.zeros(7, np.uint8), 3)
+        return
+    with pytest.raises(UserError, match=message):
+        call()

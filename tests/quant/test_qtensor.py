@@ -1,0 +1,230 @@
+"""QTensor against NumPy: codes, scales, zero points, packing; as a pytree and in a checkpoint."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megajax.checkpoint import CheckpointManager
+from megajax.core.errors import UserError
+from megajax.quant import Format, dequantize, quantize
+from pallas_kernels.quantize import reference
+from tests import quant_oracle as oracle
+
+compiled = jax.jit(quantize, static_argnums=1)
+
+
+def lines(x, axis):
+    """Returns (lines, N) of an array, and what makes the array of such lines again."""
+    if axis is None:
+        return x.reshape(1, -1), lambda y: y.reshape(x.shape)
+    moved = np.moveaxis(x, axis, -1)
+    flat = moved.reshape(-1, moved.shape[-1])
+    return flat, lambda y: np.moveaxis(y.reshape(moved.shape), -1, axis)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, "e4m3", "e5m2"])
+@pytest.mark.parametrize("axis, group", [(None, 128), (None, None), (0, None), (1, 3), (-1, 16)])
+def test_symmetric_is_numpys(bits, axis, group, seed):
+    x = np.random.default_rng(seed).standard_t(3, (5, 7, 33)).astype(np.float32)
+    q = compiled(x, Format(bits, group, axis))
+    x_LN, back = lines(x, axis)
+    size = group or x_LN.shape[1]
+    found = [oracle.quantize(x_N, bits, size) for x_N in x_LN]
+    wanted = np.stack([oracle.dequantize(*f, size) for f in found])
+    np.testing.assert_array_equal(dequantize(q), back(wanted))
+    values_LP = lines(np.asarray(q.values), axis)[0]
+    np.testing.assert_array_equal(values_LP, [oracle.pack(f[0], bits) for f in found])
+    np.testing.assert_array_equal(lines(np.asarray(q.scales), axis)[0], [f[1] for f in found])
+    assert (q.shape, q.dtype, q.zeros, q.ndim, q.size) == (x.shape, np.float32, None, 3, x.size)
+    assert q.nbytes == q.values.size + 4 * q.scales.size
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_zero_points(bits, dtype, seed):
+    """In float64: zero is the group's least number, s its range / Q, each code the nearest."""
+    random = np.random.default_rng(seed)
+    x = (random.standard_normal((40, 3)) + [0, 5, -70]).astype(np.float32)
+    x[:16, 0], x[16:20, 0] = -2.5, 3.0
+    q = compiled(x, Format(bits, 16, 0, symmetric=False, scale_dtype=dtype))
+    largest, eps = 2**bits - 1, {"float32": 2e-7, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    y, scales, zeros = (np.asarray(v, np.float64) for v in (dequantize(q), q.scales, q.zeros))
+    packed = np.asarray(q.values).T
+    code = np.stack([reference.unpack(jnp.asarray(p), 40, bits, signed=False) for p in packed]).T
+    assert q.scales.dtype == q.zeros.dtype == dtype and code.min() == 0 and code.max() == largest
+    for g in range(3):  # the last has 8
+        at = slice(16 * g, 16 * g + 16)
+        lo, hi = x[at].min(0).astype(np.float64), x[at].max(0)
+        assert (zeros[g] <= lo).all() and (lo - zeros[g] <= eps * np.abs(lo)).all()
+        s = (hi - zeros[g]) / largest
+        constant = (g == 0) * np.array([1, 0, 0], bool)
+        s = np.where(constant, 1, s)
+        assert (scales[g] >= s * (1 - 2e-7)).all() and (scales[g] <= s * (1 + eps)).all()
+        near = np.abs((x[at] - zeros[g]) / scales[g] - code[at])
+        assert near.max() <= 0.5 * (1 + 1e-4)
+        np.testing.assert_allclose(y[at], zeros[g] + code[at] * scales[g], rtol=3e-7, atol=1e-6)
+    if dtype == "float32":
+        assert (y[:16, 0] == -2.5).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [4, 8, "e4m3"])
+def test_scales_of_16_bits_are_rounded_up(dtype, bits, seed):
+    x = np.random.default_rng(seed).standard_normal(4096).astype(np.float32)
+    x *= np.repeat(np.float32(10.0) ** np.arange(-5, 3), 512)
+    q = compiled(x, Format(bits, 128, scale_dtype=dtype))
+    kind = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
+    s = oracle.quantize(x, bits, 128)[1]
+    near = s.astype(kind)
+    above = np.nextafter(near, kind(np.inf))
+    np.testing.assert_array_equal(q.scales, np.where(near.astype(np.float32) < s, above, near))
+    step = oracle.largest(bits) / 14 if bits == "e4m3" else 1  # of neighbours at the largest code
+    error = np.abs(np.asarray(dequantize(q)) - x).reshape(-1, 128).max(1)
+    assert (error <= np.asarray(q.scales).astype(np.float32) * step * 0.5001).all()
+
+
+def test_what_16_bits_cannot_scale_shows():
+    x = np.array([1e6, 1, -1e6], np.float32)
+    assert np.isfinite(dequantize(compiled(x, Format(8, 128, scale_dtype="float16")))).all()
+    for symmetric in (True, False):
+        fmt = Format(4, 128, symmetric=symmetric, scale_dtype="float16")
+        assert np.isnan(dequantize(compiled(x, fmt))).all()
+    for bits in (4, 8):
+        most = np.full(3, np.finfo(np.float32).max)
+        y = dequantize(compiled(most, Format(bits, scale_dtype="bfloat16")))
+        np.testing.assert_allclose(y, most, rtol=2**-7)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_of_hard_groups(bits):
+    big, nan, inf = 3.4e38, np.nan, np.inf
+    x = np.array([[big, -big, big / 2], [nan, 1, 2], [inf, 1, 2], [-inf, 1, 2], [1e-39, 2e-39, 0],
+                  [0, 0, 0], [big, big, big]], np.float32)  # fmt: skip
+    y = np.asarray(dequantize(compiled(x, Format(bits, None, -1, symmetric=False))))
+    step = 2 * big / (2**bits - 1)
+    assert np.abs(y[0] / step - x[0] / step).max() <= 0.5001
+    assert np.isnan(y[1:4]).all() and not y[4:6].any() and (y[6] == x[6]).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_code_survives_packing(bits):
+    signed = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).astype(np.int8)
+    many = np.random.default_rng(0).permutation(np.tile(signed, 5))
+    codes = np.concatenate([signed, many, signed[:1]])
+    for given, kind in ((codes, {}), (codes.view(np.uint8) & (2**bits - 1), {"signed": False})):
+        packed = reference.pack(jnp.asarray(given), bits)
+        np.testing.assert_array_equal(packed, oracle.pack(given, bits))
+        np.testing.assert_array_equal(reference.unpack(packed, len(given), bits, **kind), given)
+    if bits == 4:
+        pairs = jax.lax.bitcast_convert_type(packed, jnp.uint4).reshape(-1)
+        np.testing.assert_array_equal(pairs.astype(jnp.uint8)[: len(given)], given)
+
+
+@pytest.mark.parametrize("bits", ["e4m3", "e5m2"])
+def test_every_code_of_8_bit_floats_is_kept(bits):
+    """With the largest number among them, so that the scale is 1; both ways of rounding."""
+    every = np.arange(256, dtype=np.uint8).view(oracle.FLOATS[bits])
+    x = every[np.isfinite(every.astype(np.float32))].astype(np.float32)
+    np.testing.assert_array_equal(dequantize(compiled(x, Format(bits, None))), x)
+    fmt = Format(bits, None, rounding="stochastic")
+    np.testing.assert_array_equal(dequantize(compiled(x, fmt, key=jax.random.key(0))), x)
+
+
+@pytest.mark.parametrize("bits", [4, 8, "e4m3", "e5m2"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_stochastic_rounding_is_unbiased_with_its_variance(bits, symmetric, seed):
+    """The code is one of the two beside y, up with the probability of the fraction."""
+    if not symmetric and isinstance(bits, str):
+        pytest.skip("8-bit floats have no zero points")
+    x = np.random.default_rng(seed).uniform(-1, 1, 2**18).astype(np.float32)
+    fmt = Format(bits, None, symmetric=symmetric, rounding="stochastic")
+    q = compiled(x, fmt, key=jax.random.key(seed))
+    y, s = np.asarray(dequantize(q), np.float64), float(q.scales[0])
+    step = s
+    if isinstance(bits, str):  # of the type, at x
+        mantissa, least = reference.FLOATS[bits]
+        step = s * 2.0 ** (np.maximum(np.floor(np.log2(np.abs(x / s))), least) - mantissa)
+    zero = 0.0 if q.zeros is None else float(q.zeros[0])
+    fraction = (x - zero) / step - np.floor((x - zero) / step)
+    error = (y - x) / step
+    wanted = (fraction * (1 - fraction)).mean()
+    assert np.abs(error).max() < 1 + 1e-4
+    assert abs(error.mean()) < 5 * (wanted / x.size) ** 0.5
+    assert abs((error**2).mean() / wanted - 1) < 0.02
+    up = error > -fraction + 0.5  # the code above y
+    for low in (0.0, 0.25, 0.5, 0.75):
+        some = (fraction > low) & (fraction < low + 0.25)
+        assert abs(up[some].mean() - fraction[some].mean()) < 4 / some.sum() ** 0.5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_types(dtype, seed):
+    x = jnp.asarray(oracle.hard_lines(33, seed)[:4]).astype(dtype)
+    x = jnp.where(jnp.isfinite(x), x, 1)
+    q = compiled(x, Format(4, 16, -1))
+    wanted = oracle.quantize(np.asarray(x[0]).astype(np.float32), 4, 16)
+    np.testing.assert_array_equal(q.scales[0], wanted[1])
+    assert q.dtype == dtype and dequantize(q).dtype == dtype
+    wide = dequantize(q, jnp.float32)
+    np.testing.assert_array_equal(wide[0], oracle.dequantize(*wanted, 16))
+
+
+def test_keys_and_cuts(seed):
+    """The same key and shape give the same bits: eager, compiled, mapped, and cut over a mesh."""
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((64, 16)), jnp.float32)
+    fmt, key = Format(4, 32, 0, rounding="stochastic"), jax.random.key(0)
+    q, other = compiled(x, fmt, key=key), compiled(x, fmt, key=jax.random.key(1))
+    mesh = jax.make_mesh((8,), ("d",))
+    cut = jax.NamedSharding(mesh, jax.P(None, "d"))
+    with jax.set_mesh(mesh):
+        split = compiled(jax.device_put(x, cut), fmt, key=key)
+        assert split.values.sharding.spec == split.scales.sharding.spec == jax.P(None, "d")
+        whole = jax.jit(dequantize)(split)
+    for found in (quantize(x, fmt, key=key), split):
+        jax.tree.map(np.testing.assert_array_equal, found, q)
+    np.testing.assert_array_equal(whole, dequantize(q))
+    assert (other.values != q.values).any()
+    keys = jax.random.split(key, 3)
+    mapped = jax.vmap(lambda k: quantize(x, fmt, key=k))(keys)
+    assert mapped.shape == x.shape and mapped.values.shape == (3, *q.values.shape)
+    third = jax.tree.map(lambda v: v[2], mapped)
+    np.testing.assert_array_equal(jax.vmap(dequantize)(mapped)[2], dequantize(third))
+    np.testing.assert_array_equal(third.values, compiled(x, fmt, key=keys[2]).values)
+
+
+def test_checkpoints_keep_it(tmp_path, seed):
+    x = np.random.default_rng(seed).standard_normal((6, 40)).astype(np.float32)
+    formats = [Format(3, 16, -1, symmetric=False, scale_dtype="bfloat16"), Format("e4m3")]
+    state = {"w": [compiled(x, fmt) for fmt in formats]}
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, state).result()
+    found = manager.restore(1, like=jax.tree.map(jnp.zeros_like, state))
+    manager.close()
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    np.testing.assert_array_equal(dequantize(found["w"][0]), dequantize(state["w"][0]))
+
+
+def test_empty_and_single():
+    for fmt in (Format(4), Format(4, symmetric=False), Format(8, None)):
+        assert dequantize(quantize(jnp.zeros((0, 3)), fmt)).shape == (0, 3)
+        assert dequantize(quantize(jnp.float32(2.5), fmt)) == 2.5
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: quantize(x, 4), "Format"),
+        (lambda x: quantize(x, Format(4, axis=2)), "-2 to 1"),
+        (lambda x: quantize(x[0, 0], Format(4, axis=0)), "axis=None"),
+        (lambda x: quantize(x.astype(jnp.int32), Format(4)), "x.astype"),
+        (lambda x: quantize([1.0], Format(4)), "jnp.asarray"),
+        (lambda x: quantize(x, Format(4, rounding="stochastic")), "needs a random key"),
+        (lambda x: dequantize(x), "must be a QTensor"),
+    ],
+)
+def test_bad_calls_are_explained(call, message):
+    with pytest.raises(UserError, match=message):
+        call(jnp.ones((2, 3)))
