@@ -29,6 +29,24 @@ Remat = Literal["none", "full", "outputs", "dots"]
 LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
 
 
+def scan_layers(step: Callable, x: jax.Array, stack: Tree, layers: int) -> tuple[jax.Array, Any]:
+    """Returns what step(x, (weights of a layer, its index)) -> (x, y) makes of x, layer by layer,
+    and the stacked ys."""
+    return jax.lax.scan(step, x, (stack, jnp.arange(layers)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """How the weights of stacked layers come to where they are used.
+
+    layer(stored weights, index) -> weights in use: called in each layer, in what the backward pass
+    runs again. run: as `scan_layers`, which it may replace to fetch a layer beside the one before.
+    """
+
+    layer: Callable[[Tree, jax.Array], Tree] = lambda weights, index: weights
+    run: Callable[..., tuple[jax.Array, Any]] = scan_layers
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
     """A network taken apart.
@@ -62,14 +80,19 @@ class ModelParts:
         return _stack(self.axes)
 
     def hidden(
-        self, params: Tree, batch: Batch, key: jax.Array | None, remat: Remat
+        self,
+        params: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        remat: Remat,
+        stream: "Stream | None" = None,
     ) -> tuple[jax.Array, MoeSums | None]:
         """Returns (the residual stream after the last block, the blocks' sums); one scan over the
-        stacked layers."""
-        context = self.context(batch, key)
+        stacked layers. stream: how these come to where they are used; None: they are there."""
+        context, stream = self.context(batch, key), stream or Stream()
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, MoeSums | None]:
-            weights, index = layer
+            weights, index = stream.layer(*layer), layer[1]
             here = context
             if context.dropout is not None:
                 here = dataclasses.replace(
@@ -83,13 +106,18 @@ class ModelParts:
         with jax.named_scope("embed"):
             x = self.embed(params, batch, context)
         with jax.named_scope("blocks"):
-            return jax.lax.scan(step, x, (params[self.stack], jnp.arange(self.layers)))
+            return stream.run(step, x, params[self.stack], self.layers)
 
     def loss(
-        self, params: Tree, batch: Batch, key: jax.Array | None = None, remat: Remat = "none"
+        self,
+        params: Tree,
+        batch: Batch,
+        key: jax.Array | None = None,
+        remat: Remat = "none",
+        stream: "Stream | None" = None,
     ) -> LossSums:
-        """Returns the sums over all predicted tokens of the batch."""
-        x, moe = self.hidden(params, batch, key, remat)
+        """Returns the sums over all predicted tokens of the batch. stream: as of `hidden`."""
+        x, moe = self.hidden(params, batch, key, remat, stream)
         with jax.named_scope("head"):
             sums = self.head_loss(params, x, batch["targets"])
         return dataclasses.replace(sums, moe=moe)

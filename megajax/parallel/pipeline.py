@@ -36,6 +36,8 @@ from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.layers.weight import packed_axes
 from megajax.models.parts import Batch, ModelParts, Remat, map_words
+from megajax.parallel.exchange import PLAIN, Exchange, scatter_local
+from megajax.parallel.moves import Found, Moves, Turn
 from megajax.parallel.tick import PIPE, Objective, Tick
 from megajax.schedule import build
 from megajax.schedule.ir import Table
@@ -146,7 +148,8 @@ class Pipeline:
     """Runs ModelParts that were built on local Ops (parallel/local.py) by a table.
 
     dtype: of compute. remat: of the layers inside a chunk. batch: how each member of a batch
-    (U, B, ...) lies; none: rows of tokens.
+    (U, B, ...) lies; none: rows of tokens. exchange: what lies between masters and weights in use;
+    None: nothing but a cast.
     """
 
     parts: ModelParts
@@ -155,6 +158,7 @@ class Pipeline:
     dtype: jnp.dtype
     remat: Remat
     batch: Mapping[str, P] | None = None
+    exchange: Exchange | None = None
 
     @property
     def stages(self) -> int:
@@ -162,28 +166,45 @@ class Pipeline:
         return self.layout.mesh.shape[PIPE]
 
     def gradients(
-        self, params: Tree, batch: Batch, objective: Objective, *scalars: jax.Array
-    ) -> tuple[LossSums, Tree]:
-        """Returns (loss sums of the batch, gradients stored as the parameters are).
+        self,
+        params: Tree,
+        batch: Batch,
+        objective: Objective,
+        *scalars: jax.Array,
+        turn: Turn | None = None,
+    ) -> Found:
+        """Returns the loss sums of the batch, gradients stored as the parameters are, and what the
+        exchange, if there is one, keeps of this step.
 
         Args: params: layers in `layer_order`. batch: leaves (U, B, ...). objective(sums, *scalars):
           what is differentiated; it must be linear in the sums. It is also called with one
-          layer's MoeSums and zeros, and with the rest without them.
+          layer's MoeSums and zeros, and with the rest without them. turn: where there is an
+          exchange.
         Of a packed leaf, whose integers have no gradient, the others are None.
         """
         self, route = self._of(params), self.cfg.route(self.stages)
 
-        def local(params: Tree, batch: Batch, *scalars: jax.Array) -> tuple[LossSums, Tree]:
-            return self._run(route, params, batch, lambda sums: objective(sums, *scalars))
+        def local(params: Tree, batch: Batch, turn: Turn | None, *scalars: jax.Array) -> Found:
+            return self._run(route, params, batch, lambda sums: objective(sums, *scalars), turn)
 
-        return self._everywhere(local, (SUMS, self._specs), len(scalars))(params, batch, *scalars)
+        copies: Any = None
+        squares: Any = None
+        if self.exchange is not None:
+            squares = P(self.layout.mesh.axis_names)
+            if self.exchange.wire.difference:
+                copies = self.exchange.copied_specs()
+        given = None if turn is None else Turn(P(), P(), copies)
+        wanted = Found(SUMS, self._specs, copies, squares)
+        return self._everywhere(local, wanted, given, *[P()] * len(scalars))(
+            params, batch, turn, *scalars
+        )
 
     def sums(self, params: Tree, batch: Batch) -> LossSums:
         """Returns the loss sums of a batch (U, B, ...): the forward half of the schedule."""
         self, route = self._of(params), self.cfg.route(self.stages, backward=False)
 
         def local(params: Tree, batch: Batch) -> LossSums:
-            return self._run(route, params, batch, None)[0]
+            return self._run(route, params, batch, None).sums
 
         return self._everywhere(local, SUMS)(params, batch)
 
@@ -203,20 +224,25 @@ class Pipeline:
     def _specs(self) -> Tree:
         return map_words(lambda words: self.layout.stored(*words), self.parts.axes)
 
-    def _everywhere(self, local: Callable, out_specs: Any, scalars: int = 0) -> Callable:
+    def _everywhere(self, local: Callable, out_specs: Any, *others: Any) -> Callable:
         rows: Any = self.batch or P(None, *self.layout.act("batch", "seq"))
         # See local.py: gradients of sums over devices, which the checker does not know.
         return jax.shard_map(
             local,
             mesh=self.layout.mesh,
-            in_specs=(self._specs, rows, *[P()] * scalars),
+            in_specs=(self._specs, rows, *others),
             out_specs=out_specs,
             check_vma=False,
         )
 
     def _run(
-        self, route: Route, params: Tree, batch: Batch, objective: Objective | None
-    ) -> tuple[LossSums, Tree]:
+        self,
+        route: Route,
+        params: Tree,
+        batch: Batch,
+        objective: Objective | None,
+        turn: Turn | None = None,
+    ) -> Found:
         """The program of one device: its loops, and beside them the chunks' gathers and scatters.
 
         While a loop runs, the weights of the chunk that the next one opens are gathered, and the
@@ -224,9 +250,10 @@ class Pipeline:
         last scatter alone are exposed. (MegaScale section 3.2, overlapping in data parallelism.)
         """
         axes, v, stack = self.parts.axes, self.cfg.chunks, self.parts.stack
-        rest = {k: map_words(self._whole, axes[k], x) for k, x in params.items() if k != stack}
-        cut = jax.tree.map(lambda x: x.reshape(v, -1, *x.shape[1:]), params[stack])
-        first = [self._gather(cut, chunk) for chunk in range(route.loops[0].chunks)]
+        moves = Moves(self._exchange(objective is not None), stack, v, turn)
+        rest = moves.rest({k: x for k, x in params.items() if k != stack})
+        cut = moves.cut(params[stack])
+        first = [moves.chunk(cut, chunk) for chunk in range(route.loops[0].chunks)]
         held = jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0])
         held = _write(held, 0, first)
         tick = Tick(
@@ -239,7 +266,9 @@ class Pipeline:
             copies=self.layout.ways(self.layout.rules.stored["vocab"]),
             remat=self.remat,
             stashes=self.cfg.stash == "residuals",
-            settle=self._scatter if self.cfg.gradients == "sharded" else lambda words, grad: grad,
+            settle=functools.partial(scatter_local, self.layout)
+            if self.cfg.gradients == "sharded"
+            else lambda words, grad: grad,
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"
@@ -249,7 +278,7 @@ class Pipeline:
             # starts when the loop has all that it needs, and ends where the next loop's rows are
             # cut. That is work, so the end is ready before the loop is, which then lies between.
             (cut, carry, held), _ = lax.optimization_barrier(((cut, carry, held), rest))
-            coming = [self._gather(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
+            coming = [moves.chunk(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
             tick.blocks = held
             carry, _ = lax.scan(functools.partial(tick, loop.kinds), carry, here)
             carry, rows = lax.optimization_barrier((carry, rows))
@@ -258,49 +287,28 @@ class Pipeline:
             for chunk in loop.done if local else ():
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
                 grads, done = lax.optimization_barrier((grads, done))
-                done[chunk] = map_words(self._scatter, axes[stack], grads)
+                done[chunk] = moves.scatter_chunk(grads, chunk)
         partial = self.layout.live(self.layout.rules.partial)
         sums = lax.psum(carry.sums, partial) if partial else carry.sums
         blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
         sums = dataclasses.replace(sums, moe=moe)
         if objective is None:
-            return sums, None
+            return Found(sums, None)
         rest = carry.rest
         if local:
             blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
             rest, _ = lax.optimization_barrier((rest, done))
-            rest = {k: map_words(self._scatter, axes[k], g) for k, g in rest.items()}
-        return sums, map_words(self._add_copies, axes, rest | {stack: blocks})
+            rest = moves.scatter_rest(rest)
+        grads = map_words(self._add_copies, axes, rest | {stack: blocks})
+        return Found(sums, grads, moves.copies(), moves.squares if self.exchange else None)
 
     # ---- weights and their gradients
 
-    def _gather(self, cut: Tree, chunk: int) -> Tree:
-        """Returns one chunk's weights in use."""
-        mine = jax.tree.map(lambda x: x[chunk], cut)
-        return map_words(self._whole, self.parts.axes[self.parts.stack], mine)
-
-    def _whole(self, words: tuple, x: jax.Array) -> jax.Array:
-        """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is.
-
-        A router's matrix is gathered as it is: what it scores may not be rounded.
-        """
-        if "embed" not in words:
-            return x
-        where, axes = self._zero_cut(words)
-        x = x if "router" in words else x.astype(self.dtype)
-        return lax.all_gather(x, axes, axis=where, tiled=True) if axes else x
-
-    def _scatter(self, words: tuple, grad: jax.Array) -> jax.Array:
-        """Sums a matrix's gradient over the ZeRO axes, leaving each device its own piece."""
-        if "embed" not in words:
-            return grad
-        where, axes = self._zero_cut(words)
-        return lax.psum_scatter(grad, axes, scatter_dimension=where, tiled=True) if axes else grad
-
-    def _zero_cut(self, words: tuple) -> tuple[int, tuple[str, ...]]:
-        """Returns (the dimension of a matrix that ZeRO cuts, the mesh axes that cut it)."""
-        where = words.index("embed")
-        return where, _axes(self.layout.stored(*words)[where])
+    def _exchange(self, trains: bool) -> Exchange:
+        """What brings weights: without a codec where nothing is trained."""
+        if self.exchange is not None and trains:
+            return self.exchange
+        return Exchange(self.parts.axes, self.layout, self.layout, PLAIN, self.dtype)
 
     def _add_copies(self, words: tuple, grad: jax.Array) -> jax.Array:
         """Sums a gradient over the axes that hold copies of its leaf."""

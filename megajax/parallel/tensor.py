@@ -33,7 +33,7 @@ from megajax.parallel.collective_matmul import all_gather_matmul as all_gather_m
 from megajax.parallel.collective_matmul import matmul_all_reduce as matmul_all_reduce
 from megajax.parallel.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.heads import share, vector, width
+from megajax.parallel.heads import rest, share, vector, width
 from megajax.parallel.overlap import Overlap
 
 Array = jax.Array
@@ -210,6 +210,9 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
     cut_seq = inside.is_cut(layout)
     tables = [table for table, _ in pairs]
     width_axes, copied_axes = _zero_axes(layout)
+    specs = [rest(layout, t.get_metadata("axes"), t[...]) for t in tables]
+    # A table that says so itself comes back as partial sums; of others the copies are summed here.
+    copied_axes = tuple(a for a in copied_axes if all(a not in s.reduced for s in specs))
     ranks = layout.live(TENSOR)
 
     def own_rows(w_VD: Array, ids_BS: Array) -> Array:
@@ -226,7 +229,6 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
             return total
         return inside.add_up(total, cut_seq)
 
-    specs = [layout.stored(*t.get_metadata("axes")) for t in tables]
     # Without a cut sequence the result is equal over context, which the checker cannot see through
     # an all-gather; nothing differentiates that case (decoding).
     return jax.shard_map(

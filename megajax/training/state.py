@@ -10,8 +10,13 @@ from megajax.core.tree import Tree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """float32 master parameters, optimizer state, and the number of finished steps (int32)."""
+    """float32 master parameters, optimizer state, and the number of finished steps (int32).
+
+    copies: what weights that travel as differences were in use at the last step, in the type of
+    compute, whole over the axes that share a gradient; None: the run keeps none.
+    """
 
     params: Tree
     opt: Tree
     step: jax.Array
+    copies: Tree = None

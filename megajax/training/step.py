@@ -27,7 +27,9 @@ from megajax.core.tree import Tree, is_words, name, named_leaves, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor
+from megajax.parallel.exchange import Exchange
 from megajax.parallel.pipeline import Pipeline, layer_order
+from megajax.training.gradients import Gradients, exchange_of, pipelined, without_stages
 from megajax.training.optim import Optimizer
 from megajax.training.shape import with_chunks
 from megajax.training.state import TrainState
@@ -88,18 +90,24 @@ def make_train_step(
         def objective(sums: LossSums, total: jax.Array) -> jax.Array:
             return task.objective(sums, total, pieces)
 
-        gradients, loss, options = _scanned(cfg, parts, objective), parts.loss, None
+        exchange, used = exchange_of(cfg, parts, layout), parts
+        if exchange is not None:
+            used = task.parts(exchange.used, tensor.ops(exchange.used, *how))
+        loss, options = parts.loss, None
         if stages > 1:
             pipe = Pipeline(
                 task.parts(None, local.ops(layout, *how)), layout, cfg.pipeline,
                 jnp.dtype(cfg.train.dtype), cfg.train.remat,
-                {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()},
+                {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}, exchange,
             )  # fmt: skip
-            gradients, loss, options = _pipelined(pipe, objective), pipe.sums, pipe.compiler_options
+            loss, options = pipe.sums, pipe.compiler_options
+            gradients = pipelined(pipe, objective)
+        else:
+            gradients = without_stages(cfg, used, exchange, objective)
         rule = (optimizer or cfg.optimizer)(parts.axes, layout)
         step = functools.partial(_step, cfg, pieces, parts, gradients, rule)
         order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
-        init = functools.partial(_init, parts, layout, rule, order)
+        init = functools.partial(_init, parts, layout, rule, order, exchange)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
 
     under_mesh = functools.partial(_under, mesh)
@@ -148,6 +156,7 @@ def _init(
     layout: Layout,
     optimizer: Optimizer,
     order: np.ndarray,
+    exchange: Exchange | None,
     seed: int,
 ) -> TrainState:
     params = parts.init(jax.random.key(seed))
@@ -159,7 +168,8 @@ def _init(
         return jax.sharding.reshard(x[order], layout.stored(*words))
 
     params = map_words(place, parts.axes, params)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    copies = None if exchange is None else exchange.copies(params)
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copies)
 
 
 def _rows(order: np.ndarray, axes: Tree, state: Tree) -> dict[str, list[int]]:
@@ -225,51 +235,6 @@ def _abstract_batch(
     }
 
 
-Gradients = Callable[[Tree, Batch, jax.Array, jax.Array], tuple[LossSums, Tree]]
-
-
-def _scanned(cfg: Any, parts: ModelParts, value: Callable) -> Gradients:
-    """Gradients by differentiating the loss, one micro-batch after the other."""
-    pieces = cfg.train.accumulate
-
-    def objective(params: Tree, micro: Batch, total: jax.Array, key: jax.Array) -> tuple:
-        sums = parts.loss(params, micro, key, cfg.train.remat)
-        return value(sums, total), sums
-
-    grad_of = jax.grad(objective, has_aux=True)
-
-    def gradients(
-        params: Tree, batch: Batch, total: jax.Array, key: jax.Array
-    ) -> tuple[LossSums, Tree]:
-        if pieces == 1:
-            grads, sums = grad_of(params, batch, total, key)
-            return sums, grads
-
-        def micro_step(carry: tuple, piece: tuple) -> tuple[tuple, None]:
-            index, micro = piece
-            grads, sums = grad_of(params, micro, total, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, carry, (sums, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        first = jax.tree.map(lambda x: x[0], dict(batch))
-        found = jax.eval_shape(objective, params, first, total, key)[1]
-        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
-        return jax.lax.scan(micro_step, (none, zeros), (jnp.arange(pieces), dict(batch)))[0]
-
-    return gradients
-
-
-def _pipelined(pipe: Pipeline, value: Callable) -> Gradients:
-    """Gradients by the pipeline's table."""
-
-    def gradients(
-        params: Tree, batch: Batch, total: jax.Array, key: jax.Array
-    ) -> tuple[LossSums, Tree]:
-        return pipe.gradients(params, batch, value, total)
-
-    return gradients
-
-
 def _step(
     cfg: Any,
     pieces: int,
@@ -283,7 +248,7 @@ def _step(
     count = (batch["targets"] >= 0).sum()
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    sums, grads = gradients(state.params, batch, total, key)
+    sums, grads, copies, lack = gradients(state, batch, total, key)
     grads, opt = optimizer.observe(grads, state.opt, state.params)
     squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
@@ -295,7 +260,10 @@ def _step(
     new = TrainState(params, opt, state.step + 1)
     loss = sums.cross_entropy / total
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    old = dataclasses.replace(state, copies=None)
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    # Copies follow the masters that were there before the step, so they stand in any case.
+    new = dataclasses.replace(new, copies=copies)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
         rate = optimizer.rate(state.step)
     metrics = {
@@ -306,9 +274,21 @@ def _step(
         "lr": jnp.asarray(rate, jnp.float32),
         "leaf_norms": jnp.sqrt(squares),
     }
+    if lack is not None:
+        metrics |= _wire_metrics(lack)
     if sums.right is not None:
         metrics["accuracy"] = sums.right / total
     return new, metrics | _moe_metrics(sums.moe, pieces)
+
+
+def _wire_metrics(squares: jax.Array) -> dict[str, jax.Array]:
+    """wire_drift: the root of the sum of squares of what the weights in use lack of the masters.
+
+    wire_drift_relative: over that of the masters. squares: as of Exchange.gather; every piece lies
+    on one device of each copy, and is counted once.
+    """
+    drift, whole = jnp.sqrt(squares.sum(0))
+    return {"wire_drift": drift, "wire_drift_relative": drift / jnp.maximum(whole, 1e-30)}
 
 
 def _moe_metrics(sums: MoeSums | None, batches: int) -> dict[str, jax.Array]:

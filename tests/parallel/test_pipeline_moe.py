@@ -10,7 +10,7 @@ import pytest
 
 from megajax.core.mesh import MeshSpec
 from megajax.parallel import sharding, tick
-from megajax.parallel.pipeline import Pipeline, PipelineConfig
+from megajax.parallel.exchange import whole_local
 from tests.parallel.test_pipeline import distance, make, poisoned
 from tests.tiny import DEEPSEEK, MOE, host_batch, on
 from tests.tolerances import GRADIENTS, LONG_LOSSES, PARAMETERS
@@ -140,7 +140,7 @@ def test_evaluation_counts_each_layers_load():
 
 def test_routers_are_not_rounded():
     layout = sharding.layout(MeshSpec(data=1).build(jax.devices()[:1]))
-    pipe = Pipeline(None, layout, PipelineConfig(), jnp.dtype("bfloat16"), "full")
-    weight = jnp.ones((2, 4, 8))
-    assert pipe._whole(("layers", "embed", "router"), weight).dtype == jnp.float32
-    assert pipe._whole(("layers", "embed", "mlp"), weight).dtype == jnp.bfloat16
+    weight, dtype = jnp.ones((2, 4, 8)), jnp.dtype("bfloat16")
+    whole = functools.partial(whole_local, layout)
+    assert whole(("layers", "embed", "router"), weight, dtype).dtype == jnp.float32
+    assert whole(("layers", "embed", "mlp"), weight, dtype).dtype == jnp.bfloat16

@@ -1,0 +1,103 @@
+"""What a pipeline's loops have moved for them: chunks of weights in, their gradients out.
+
+One stage's layers travel chunk by chunk, each chunk's matrices in one message, and what is in no
+layer by itself (parallel/exchange.py says which leaves share a message).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.tree import Tree
+from megajax.layers.losses import LossSums
+from megajax.models.parts import map_words
+from megajax.parallel.exchange import Exchange
+
+Array = jax.Array
+REST = 2**16  # folded into a key for what is in no layer; layers and chunks fold their numbers
+
+
+class Turn(NamedTuple):
+    """What a step gives its gradients. key: of a micro-batch, or of the wire. step: the number of
+    finished steps, int32. copies: as in Exchange.copies."""
+
+    key: Any
+    step: Any
+    copies: Tree = None
+
+
+class Found(NamedTuple):
+    """What a step finds. copies: after it. squares: of Exchange.gather; None: no exchange."""
+
+    sums: LossSums
+    grads: Tree
+    copies: Tree = None
+    squares: Array | None = None
+
+
+class Moves:
+    """The moves of one step, in the order in which the loops ask for them.
+
+    For code inside a shard_map over the whole mesh.
+    """
+
+    def __init__(self, exchange: Exchange, stack: str, chunks: int, turn: Turn | None):
+        """stack: the member that holds the layers. chunks: of a stage. turn: None where the
+        exchange has no codec."""
+        self._stack, self._chunks, self._turn = stack, chunks, turn
+        axes = exchange.axes
+        # One message a chunk: its layers are a dimension like any other.
+        layers = map_words(lambda words: (None, *words[1:]), axes[stack])
+        rest = {k: words for k, words in axes.items() if k != stack}
+        self._layers = dataclasses.replace(exchange, axes=layers)
+        self._outer = dataclasses.replace(exchange, axes=rest)
+        self.squares = jnp.zeros((1, 2))
+        self._new: dict[int, Tree] = {}
+        self._new_rest: Tree = None
+
+    def cut(self, layers: Tree) -> tuple[Tree, Tree]:
+        """Returns a stage's masters, and their copies, cut into chunks (chunks, layers, ...)."""
+        copies = None if self._turn is None else self._turn.copies
+        held = None if copies is None else copies[self._stack]
+        return jax.tree.map(
+            lambda x: x.reshape(self._chunks, x.shape[0] // self._chunks, *x.shape[1:]),
+            (layers, held),
+        )
+
+    def chunk(self, cut: tuple[Tree, Tree], chunk: int) -> Tree:
+        """Returns one chunk's weights in use."""
+        mine, held = jax.tree.map(lambda x: x[chunk], cut)
+        used, self._new[chunk], more = self._layers.gather_local(mine, held, self._key(chunk))
+        self.squares += more
+        return used
+
+    def rest(self, params: Tree) -> Tree:
+        """Returns the weights in use of what is in no layer."""
+        copies = None if self._turn is None else self._turn.copies
+        held = None if copies is None else {k: copies[k] for k in params}
+        used, self._new_rest, more = self._outer.gather_local(params, held, self._key(REST))
+        self.squares += more
+        return used
+
+    def scatter_chunk(self, grads: Tree, chunk: int) -> Tree:
+        """Returns this rank's pieces of a chunk's summed gradients."""
+        return self._layers.scatter_local(grads, self._key(chunk), self._step())
+
+    def scatter_rest(self, grads: Tree) -> Tree:
+        """Returns this rank's pieces of the summed gradients of what is in no layer."""
+        return self._outer.scatter_local(grads, self._key(REST), self._step())
+
+    def copies(self) -> Tree:
+        """Returns the copies that the moves made, as TrainState.copies holds them."""
+        if self._turn is None or self._turn.copies is None:
+            return None
+        chunks = [self._new[c] for c in range(self._chunks)]
+        return self._new_rest | {self._stack: jax.tree.map(lambda *x: jnp.concatenate(x), *chunks)}
+
+    def _key(self, number: int) -> Array | None:
+        return None if self._turn is None else jax.random.fold_in(self._turn.key, number)
+
+    def _step(self) -> Array | None:
+        return None if self._turn is None else self._turn.step

@@ -1,0 +1,115 @@
+"""Training with a wire: against training without one, and what a codec does to a step."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.training.state import TrainState
+from tests.tiny import DEEPSEEK, MODEL, MQA, host_batch, on, run_config, step_of
+from tests.tolerances import GRADIENTS, LOSSES
+
+# A wire that rounds nothing: what is left of a difference is float32's own.
+EXACT = dict(wire="sdp4bit", exchange__weights="float32", exchange__gradients="float32")
+MESH = dict(mesh__node=2, mesh__data=2, mesh__tensor=2)
+SHARDED = EXACT | dict(shard__zero="full", exchange__difference=False)
+PIPE = dict(mesh__pipe=2, mesh__node=2, mesh__tensor=2)
+EXPERT = dict(mesh__node=2, mesh__expert=2, mesh__context=2, mesh__data=1)
+
+
+def make(model, **changes):
+    return step_of(dataclasses.replace(run_config(**changes), model=model))
+
+
+@functools.cache
+def control(model):
+    return train(model, mesh__data=1)
+
+
+def train(model, steps=3, **changes):
+    """Returns (the first step's gradients, the losses)."""
+    train_step, losses, gradients = make(model, optim__clip=0.0, **changes), [], None
+    state = train_step.init(0)
+    for i in range(steps):
+        state, metrics = train_step.step(state, on(train_step, host_batch(i)))
+        losses.append(float(metrics["loss"]))
+        if i == 0:  # the first moment is (1 - beta1) times the first gradient
+            gradients = jax.tree.map(lambda m: np.asarray(m) / 0.1, state.opt[0].mu)
+    return gradients, losses
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param(MQA, MESH | EXACT, id="streamed"),
+        pytest.param(MODEL, PIPE | EXACT, id="pipeline"),
+        pytest.param(MODEL, MESH | SHARDED, id="sharded", marks=pytest.mark.slow),
+        pytest.param(
+            MQA, MESH | EXACT | dict(train__accumulate=2), id="gathered", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MODEL, MESH | SHARDED | dict(train__accumulate=2), id="sharded, twice",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(DEEPSEEK, EXPERT | EXACT, id="experts", marks=pytest.mark.slow),
+        pytest.param(
+            MQA, MESH | dict(shard__zero="optimizer"), id="no codec", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MODEL, PIPE | dict(shard__zero="optimizer"), id="no codec, pipeline",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MODEL, MESH | EXACT | dict(optim__name="lamb"), id="lamb", marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_a_wire_that_rounds_nothing_changes_nothing(model, changes):
+    gradients, losses = train(model, **changes)
+    wanted, expected = control(model)
+    assert apart(gradients, wanted) < GRADIENTS
+    plain = "optim__name" not in changes
+    np.testing.assert_allclose(
+        losses[: 3 if plain else 1], expected[: 3 if plain else 1], atol=LOSSES
+    )
+
+
+def apart(a, b):
+    """The largest relative L2 distance of two leaves."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    norms = [(np.asarray(x), np.asarray(y)) for x, y in pairs]
+    return max(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30) for x, y in norms)
+
+
+def test_four_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    """Another mesh reads the same copies, which are whole on it."""
+    train_step = make(MQA, **MESH, wire="sdp4bit")
+    state, losses = train_step.init(0), []
+    for i in range(4):
+        if i == 2:
+            CheckpointManager(tmp_path).save(2, vars(state), data_state={}).finish()
+        state, metrics = train_step.step(state, on(train_step, host_batch(i)))
+        losses.append(float(metrics["loss"]))
+        assert np.isfinite(metrics["leaf_norms"]).all()
+    expected = control(MQA)[1]
+    np.testing.assert_allclose(losses[:3], expected, atol=3e-3)
+    assert not np.allclose(losses[:3], expected, atol=1e-6)  # the codec was there
+    assert 0 < metrics["wire_drift_relative"] < 0.05
+
+    again = CheckpointManager(tmp_path).restore(like=vars(train_step.abstract_state))
+    again = TrainState(**again)
+    for i in (2, 3):
+        again, _ = train_step.step(again, on(train_step, host_batch(i)))
+    assert same(again, state)
+    other = make(MQA, mesh__node=4, mesh__data=2, wire="sdp4bit")
+    moved = CheckpointManager(tmp_path).restore(like=vars(other.abstract_state))
+    back = CheckpointManager(tmp_path).restore(like=vars(train_step.abstract_state))
+    assert same(moved["copies"], back["copies"])
+
+
+def same(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
