@@ -79,13 +79,24 @@ def compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) 
         compilation_cache.reset_cache()
 
 
+# What ptxas remarks on wgmma where it costs speed. "wgmma.mma_async instructions are serialized due
+# to" a reason has a number for each reason (C7510, C7511, C7512, C7515 and others). C7517 says that
+# a "wgmma.wait_group", in CUDA 12 a "warpgroup.wait", "is injected": the kernel reads registers of
+# a wgmma in flight, so ptxas waits there. C7519, an injected warpgroup.arrive, orders registers
+# before the next wgmma and waits for none in flight: it does not count.
+SERIAL = re.compile(
+    r"\(C751[07]\)|instructions are serialized|(?:wgmma\.wait_group|warpgroup\.wait) is injected"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelReport:
     """What ptxas says of one Mosaic GPU kernel.
 
     registers: of a thread at launch. spilled_bytes: stores and loads to local memory. shared_bytes:
-    shared memory of a thread block, without barriers. serialized: wgmma instructions had to wait
-    for each other, which costs most of their speed.
+    shared memory of a thread block, without barriers. serialized: ptxas made wgmma instructions
+    wait, which costs most of their speed: each for the one before it, or all at a place where the
+    kernel has no wait (`SERIAL`).
     """
 
     name: str
@@ -136,5 +147,5 @@ def _parse(path: pathlib.Path) -> KernelReport:
         registers=int(find(r"Used (\d+) registers")),
         spilled_bytes=sum(spilled),
         shared_bytes=int(find(r"smem_scratch_bytes=(\d+)", resources)),
-        serialized="serializ" in text or "C7510" in text,
+        serialized=SERIAL.search(text) is not None,
     )

@@ -96,5 +96,5 @@ def faults(row: dict[str, Any]) -> list[str]:
     if row["spilled_bytes"]:
         found.append(f"spills {row['spilled_bytes']} bytes")
     if row["serialized"]:
-        found.append("wgmma instructions wait for each other")
+        found.append("ptxas makes wgmma instructions wait: for each other, or where no wait was")
     return [f"{row['config']} ({row['name']}): {fault}" for fault in found]

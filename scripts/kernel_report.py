@@ -6,7 +6,8 @@
 
 Without words a configuration whose sources changed is traced, and compiled if its program changed
 too. Writes experiments/results/kernel_report.json after every configuration: registers, spilled
-bytes, shared memory, serialised wgmma, and two hashes (pallas_kernels/report.py).
+bytes, shared memory, whether ptxas makes wgmma instructions wait (pallas_kernels/aot.py), and two
+hashes (pallas_kernels/report.py).
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -23,7 +24,7 @@ PATH = Path(__file__).parent.parent / "experiments" / "results" / "kernel_report
 
 
 def main(argv: list[str]) -> int:
-    """Returns 1 when a configuration spills or is serialised."""
+    """Returns 1 when a configuration spills or its wgmma instructions are made to wait."""
     words = argv[1:]
     known: dict[str, list[dict]] = {}
     for row in json.loads(PATH.read_text())["rows"]:

@@ -51,7 +51,7 @@ def compiled(results: Path, folder: str) -> str:
     columns = {
         "configuration": "config", "kernel": "name", "registers": "registers",
         "spilled bytes": "spilled_bytes", "shared bytes": "shared_bytes",
-        "wgmma serialised": "serialized",
+        "ptxas makes wgmma wait": "serialized",
     }  # fmt: skip
     return table(results / "kernel_report.json", columns, config=f"{folder} ")
 

@@ -38,7 +38,36 @@ def test_faults_are_found():
     row = {"config": "c", "name": "k", "spilled_bytes": 0, "serialized": False}
     assert not report.faults(row)
     assert report.faults(row | {"spilled_bytes": 8}) == ["c (k): spills 8 bytes"]
-    assert "wait for each other" in report.faults(row | {"serialized": True})[0]
+    assert "makes wgmma instructions wait" in report.faults(row | {"serialized": True})[0]
+
+
+# Of ptxas 13.5, but the third, which is how CUDA 12 says the second.
+REMARKS = {
+    "C7511": "Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+    "insufficient register resources for the wgmma pipeline in the function 'k' in line 5",
+    "C7517": "wgmma.wait_group is injected in around line 418 by compiler to allow use of "
+    "registers defined by GMMA in function 'k'",
+    "C7599": "warpgroup.wait is injected in around line 418 by compiler to allow use of registers "
+    "defined by GMMA in function 'k'",
+    "C7519": "warpgroup.arrive is injected in around line 285 by compiler to allow use of "
+    "registers in GMMA in function 'serializer_mosaic_gpu_kernel'",
+    "C7508": "Potential Performance Loss: 'setmaxnreg' ignored to allow debugging.",
+}
+
+
+@pytest.mark.parametrize("code", ["", *REMARKS])
+def test_a_wait_that_ptxas_adds_counts_as_serialised(code, tmp_path):
+    path = tmp_path / "k.ptxas"
+    remark = f"ptxas info    : ({code}) {REMARKS[code]}\n" if code else ""
+    path.write_text(
+        f"{remark}ptxas info    : 0 bytes gmem\n"
+        "ptxas info    : Compiling entry function 'serializer_mosaic_gpu_kernel' for 'sm_90a'\n"
+        "    0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 58 registers, used 16 barriers, 1 bytes smem\n"
+    )
+    (tmp_path / "k.resources.txt").write_text("smem_scratch_bytes=1024\n")
+    found = aot.KernelReport("serializer", 58, 12, 1024, code in ("C7511", "C7517", "C7599"))
+    assert aot._parse(path) == found
 
 
 def test_a_hash_sees_code_and_not_comments(tmp_path):
