@@ -159,7 +159,9 @@ def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
     whole = residual(step) * step.ways("tensor")
     sublayers = step.load.gathers
     again = 0 if step.remat == "none" else sublayers
-    remade = 1 if step.remat in ("full", "dots") and sublayers > 1 else 0
+    # A stage's `dots` keep one rank's sums, else what all ranks' add up to (models/parts.py).
+    again_for = ("full", "dots") if step.pipeline.stages > 1 else ("full",)
+    remade = 1 if step.remat in again_for and sublayers > 1 else 0
     beside = overlap.tensor * _layer_flops(step) / sublayers
     axes, pieces = ("tensor",), step.micro_steps
     # Embedding and head: a scatter and a gather forward, their mirrors backward.

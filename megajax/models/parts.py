@@ -132,17 +132,30 @@ def remat_policy(name: Remat) -> Callable:
 
     full: only its input. outputs: also what attention and each sublayer gave, so that no collective
     and no fused attention runs twice ('attended': its output and log-sum-exp). dots: every
-    matmul's result, and attention's.
+    matmul's result, and attention's; of partial sums over ranks the total, which is smaller.
     """
     policies = jax.checkpoint_policies
     attended = policies.save_only_these_names(SAVED)
     return {
         "full": policies.nothing_saveable,
         "outputs": policies.save_only_these_names("block_out", SAVED),
-        "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, attended
-        ),
+        "dots": policies.save_from_both_policies(_products, attended),
     }[name]
+
+
+def _products(prim: Any, *avals: Any, **params: Any) -> bool:
+    """A policy of jax.checkpoint: whether to keep what an operation gives.
+
+    A product of weights whose type says `unreduced` is a partial sum of one rank. A scan would
+    stack such arrays and slice them in the backward pass, which jax 0.11.2 refuses ("unreduced rule
+    for dynamic_slice is not implemented"). What the ranks' sums add up to, a reshard, is kept.
+    """
+    if prim.name == "reshard":
+        return bool(avals[0].sharding.spec.unreduced) and not params["dst_sharding"].spec.unreduced
+    out = params.get("out_sharding")
+    if out is not None and out.spec.unreduced:
+        return False
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
 
 
 def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:

@@ -110,6 +110,21 @@ def test_transfers_of_a_layer_by_hand():
     assert found["reduce-scatter", ("tensor",), "residual stream"].executions == 2 * 96
 
 
+def test_which_sums_are_scattered_again():
+    """Of a serial block's two, the attention's: for the input of the MLP."""
+    load = dataclasses.replace(CFG, block="serial").workload(256, 2048)
+
+    def scatters(**changes):
+        found = transfers(shape(load=load, **changes))
+        return sum(t.executions for t in found if t.kind == "reduce-scatter" and t.what == WHAT)
+
+    WHAT, staged = "residual stream", {"sizes": SIZES | {"pipe": 8, "data": 8}}
+    assert [scatters(remat=r) / 96 for r in ("none", "outputs", "dots", "full")] == [4, 4, 4, 5]
+    staged["pipeline"] = Pipeline(8, 32, 6)
+    kept, dots, full = (scatters(remat=r, **staged) for r in ("outputs", "dots", "full"))
+    assert kept < dots == full  # one rank's sums are what a stage keeps
+
+
 def test_hybrid_sharding_reduces_the_shard_between_nodes():
     sizes = SIZES | {"node": 4, "data": 16}
     found = transfers(shape(sizes=sizes, zero_axes=("data",)))

@@ -48,6 +48,20 @@ def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypa
     np.testing.assert_allclose(got[1], want[1], rtol=NORMS)
 
 
+def test_dots_keep_no_partial_sums():
+    """A row-parallel product's result is `unreduced`; what the ranks' sums add up to is kept, so
+    that only attention's weights, a product of two activations, are made again."""
+    two, products = {"mesh__tensor": 2, "mesh__data": 1}, []
+    for remat in ("none", "dots"):
+        train_step = step_of(run_config(train__remat=remat, **two))
+        lowered = train_step.step.lower(train_step.abstract_state, train_step.abstract_batch)
+        products.append(lowered.as_text().count("stablehlo.dot_general"))
+    assert products[1] == products[0] + 1
+    got, want = one_step(train_step), one_step(step_of(run_config(**MESHES[0])))
+    assert got[0] == pytest.approx(want[0], abs=LOSSES)
+    np.testing.assert_allclose(got[1], want[1], rtol=NORMS)
+
+
 def test_attention_is_chosen_with_a_reason():
     lo = sharding.layout(MeshSpec(tensor=2).build())
     choose = functools.partial(attention.choose_attention, lo)
