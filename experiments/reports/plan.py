@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.reports import plan_wire
 from megajax.cost import hlo, memory, sparse
 from megajax.monitor import results
 from megajax.monitor.console import quantity
@@ -16,12 +17,19 @@ REMEDY = {
     "parameters": "--shard.zero=full, more --mesh.data or --mesh.tensor",
     "optimizer": "--shard.zero=full, more --mesh.data or --mesh.tensor",
     "gradients": "--shard.zero=full, more --mesh.data or --mesh.tensor",
-    "weights in use": "more --mesh.tensor",
+    "errors": "--wire=sdp4bit, which keeps none, or more --mesh.tensor",
+    "weights in use": "more --mesh.tensor, or --shard.zero=full and --wire=none",
     "stash": "--train.remat=full, more --train.accumulate or --mesh.tensor",
     "activations": "more --train.accumulate, --mesh.tensor or --mesh.context",
     "logits": "more --train.loss_chunks",
     "batch": "more --train.accumulate",
     "cache": "more --mesh.tensor, fewer rows (--train.global_batch) or tokens (--train.seq_len)",
+}
+LEVELS = {
+    "weights": "weights",
+    "inside": "gradients inside a node",
+    "between": "gradients between nodes",
+    "gradients": "gradients",
 }
 
 
@@ -100,6 +108,7 @@ def markdown(plan: Plan, search: str = "") -> str:
             f"Matmuls of one GPU: {flops:,.4g} TFLOP in the program, {ours:,.4g} by formula."
         )
     parts.append(f"Pipeline bubble: {100 * plan.estimate.bubble:.1f} % of the work.")
+    parts += sending(plan)
     parts += pruning(plan)
     lines = [f"- {w}" for w in plan.warnings] or ["none"]
     return "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan)}*"]) + "\n"
@@ -122,6 +131,8 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
         "compile_cpu_s": plan.compiled.cpu_s if plan.compiled else None,
         "warnings": plan.warnings,
     }
+    if plan.step.resident:
+        members |= {"exchange": plan_wire.figures(plan.step, plan.cluster)}
     members |= {"search": search} if search else {}
     return json.dumps(members, indent=2) + "\n"
 
@@ -158,6 +169,34 @@ def pruning(plan: Plan) -> list[str]:
     if prune.pattern == "tew":
         about += " The single elements of tew are one more product, which is not counted."
     return [head, table(list(found[0]), lines), about]
+
+
+def sending(plan: Plan) -> list[str]:
+    """Returns the section on what data parallelism sends once a step; nothing where it sends
+    weights and gradients layer by layer, which are among the collectives."""
+    if not plan.step.resident:
+        return []
+    found, head = plan_wire.figures(plan.step, plan.cluster), "## What data parallelism sends"
+    if not found["rows"]:
+        return [head, "Nothing: one rank has all gradients."]
+    lines = [
+        (LEVELS[row["level"]], row["collective"], row["axes"], f"{row['bits']:.4f}",
+         memory.size(row["bytes"]), f"{row['estimate_s']:.4g}")
+        for row in found["rows"]
+    ]  # fmt: skip
+    columns = ("what", "collective", "axes", "bits a number", "bytes a step and GPU", "estimate, s")
+    parts = [head, table(columns, lines)]
+    if plan.step.coding is None:
+        return parts
+    plain = plan_wire.figures(dataclasses.replace(plan.step, coding=None), plan.cluster)
+    sent = memory.size(sum(row["bytes"] for row in plain["rows"]))
+    about = (
+        f"Quantizing moves {memory.size(found['quantize_bytes'])} through the memory of a GPU, "
+        f"estimate: {found['estimate_quantize_s']:.4g} s. The whole exchange, estimate: "
+        f"{plan_wire.seconds(found):.4g} s. Without a codec the same exchange sends {sent}, "
+        f"estimate: {plan_wire.seconds(plain):.4g} s."
+    )
+    return [*parts, about]
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -218,6 +257,7 @@ def _times(plan: Plan) -> dict[str, float]:
     e = plan.estimate
     parts = {"compute": e.compute_s, "pipeline bubble": e.bubble_s}
     parts |= {f"exposed over {axes}": seconds for axes, seconds in e.exposed_s.items()}
+    parts |= {"quantizing": e.quantize_s} if e.quantize_s else {}
     return parts | {"optimizer update": e.update_s}
 
 

@@ -10,6 +10,8 @@ from megajax.systems.aot import Plan
 from megajax.systems.strategies import Found
 from megajax.training.config import Config
 
+PLAIN = "wire none, ZeRO full"  # what is not said of a plan
+
 
 def summary(found: Found) -> str:
     """Returns how many were looked at, and why most were dropped."""
@@ -35,6 +37,7 @@ def rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any
             "mesh": " x ".join(f"{a} {n}" for a, n in p.step.sizes.items() if n > 1) or "one GPU",
             "schedule": _schedule(p),
             "remat": p.cfg.train.remat,
+            "exchange": f"wire {p.cfg.wire}, ZeRO {p.cfg.zero}",
             "source": "compiled" if p.compiled else "cost model",
             "estimate_step_s": p.estimate.step_s,
             "estimate_mfu": p.estimate.mfu_megatron,
@@ -64,6 +67,8 @@ def markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
     """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py."""
     columns = ("", "mesh", "schedule", "remat", "source", "a step", "GiB a GPU", "fits")
     keys = ("rank", "mesh", "schedule", "remat", "source", "estimate", "needed_gib", "fits")
+    if any(r["exchange"] != PLAIN for r in ranking):
+        columns, keys = (*columns[:4], "exchange", *columns[4:]), (*keys[:4], "exchange", *keys[4:])
     lines = [[f"{r[k]:.1f}" if k == "needed_gib" else r[k] for k in keys] for r in ranking]
     flags = "\n".join(f"{r['rank']}: {r['flags']}" for r in ranking)
     return "\n\n".join(

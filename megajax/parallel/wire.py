@@ -99,6 +99,13 @@ def check(cfg: Any, sizes: Mapping[str, int]) -> None:
     Args: cfg: a JobConfig. sizes: {mesh axis: size}.
     Raises: UserError with the value, the rule, the nearest legal value and the flag.
     """
+    once = f"--wire={cfg.wire}" if cfg.wire != "none" else f"--shard.zero={cfg.zero}"
+    if sizes["pipe"] > 1 and cfg.pipeline.gradients == "sharded":
+        if cfg.wire != "none" or cfg.zero == "optimizer":
+            raise UserError(
+                f"pipeline.gradients=sharded: {once} sends gradients once a step; nearest: local "
+                f"(--pipeline.gradients, {once.partition('=')[0]})"
+            )
     if cfg.wire == "none":
         return
     codec(cfg)
@@ -114,11 +121,6 @@ def check(cfg: Any, sizes: Mapping[str, int]) -> None:
             f"shard.zero=full: --wire={cfg.wire} sends differences against a copy of the weights, "
             "which no rank holds; nearest: optimizer, or send the weights as they are "
             "(--shard.zero, --wire.difference=false)"
-        )
-    if sizes["pipe"] > 1 and cfg.pipeline.gradients == "sharded":
-        raise UserError(
-            f"pipeline.gradients=sharded: --wire={cfg.wire} sends gradients once a step; nearest: "
-            "local (--pipeline.gradients, --wire)"
         )
 
 

@@ -10,11 +10,13 @@ as a whole, and only the best are: the check builds and verifies the tick table 
 
 import dataclasses
 import itertools
+import math
 import time
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from megajax.core.axes import ZERO_AXES
 from megajax.core.errors import UserError, divisors
 from megajax.core.hardware import Cluster
 from megajax.core.mesh import MeshSpec
@@ -22,6 +24,8 @@ from megajax.cost import memory, traffic
 from megajax.cost.estimate import estimate
 from megajax.models.parts import Remat
 from megajax.parallel.pipeline import PipelineConfig, Schedule
+from megajax.parallel.sharding import ShardSpec
+from megajax.parallel.wire import WireSpec
 from megajax.systems import aot
 from megajax.systems.aot import RESERVE_BYTES, Plan
 from megajax.training.config import Config
@@ -92,11 +96,12 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     """Returns (mesh, its sizes) of every mesh on which some schedule can run.
 
     Tensor parallelism stays on a host. `node` cuts data parallelism only where that changes
-    something, with hybrid sharding. What the schedule adds to a mesh only adds conditions, so a
-    mesh is legal if one micro-batch in one piece is.
+    something: with hybrid sharding, and in an exchange of two levels (--wire). What the schedule
+    adds to a mesh only adds conditions, so a mesh is legal if one micro-batch in one piece is.
     """
     experts = divisors(cfg.model.moe.experts) or [1]
-    nodes = divisors(cluster.hosts) if cfg.zero == "hybrid" else [1]
+    two_levels = cfg.zero == "hybrid" or cfg.wire != "none"
+    nodes = divisors(cluster.hosts) if two_levels else [1]
     found = []
     for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
@@ -116,14 +121,36 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
 
 
 def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator[Config]:
-    """Yields the configuration with every schedule and rematerialisation for a legal mesh.
+    """Yields the configuration with every schedule and rematerialisation for a legal mesh, and with
+    every exchange of data parallelism.
 
     Micro-batches are the ways to cut a replica's rows; fewer than stages would leave most stages
     idle. Interleaved with one chunk is 1f1b and left out.
     """
+    for one in exchanges(dataclasses.replace(cfg, mesh=mesh), sizes):
+        yield from _schedules(one, sizes)
+
+
+def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Config]:
+    """Yields the configuration and, if it has a wire, what else data parallelism could do.
+
+    A wire changes what a run computes, so one is proposed only if it is asked for; then without it
+    too, which tells whether it pays: with the weights cut, and with only the optimizer state cut.
+    The axis `node` changes nothing there, so those are proposed without it. A wire between ranks
+    that are one sends nothing and is left out.
+    """
+    if cfg.wire == "none" or math.prod(sizes[axis] for axis in ZERO_AXES) > 1:
+        yield cfg
+    if cfg.wire == "none" or sizes["node"] > 1:
+        return
+    for zero in ("full", "optimizer") if cfg.shard.zero == "auto" else (cfg.shard.zero,):
+        yield dataclasses.replace(cfg, wire="none", exchange=WireSpec(), shard=ShardSpec(zero))
+
+
+def _schedules(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Config]:
     pipe = sizes["pipe"]
     rows = cfg.train.global_batch // (sizes["node"] * sizes["data"] * sizes["expert"])
-    cfg = dataclasses.replace(cfg, mesh=mesh)
+    resident = cfg.wire != "none" or cfg.zero == "optimizer"
     for remat in typing.get_args(Remat):
         if pipe == 1:
             for pieces in divisors(rows):
@@ -132,6 +159,8 @@ def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator
             continue
         train = dataclasses.replace(cfg.train, remat=remat, accumulate=1)
         for pipeline in _pipelines(pipe, rows, cfg.model.layers // pipe):
+            if resident and pipeline.gradients == "sharded":
+                continue
             yield dataclasses.replace(cfg, train=train, pipeline=pipeline)
 
 

@@ -73,6 +73,10 @@ def test_which_wires_send_differences(values, differs):
             {"wire": "loco", "pipeline__gradients": "sharded"},
             "pipeline.gradients=sharded: --wire=loco sends gradients once a step; nearest: local",
         ),
+        (
+            {"shard__zero": "optimizer", "pipeline__gradients": "sharded"},
+            "--shard.zero=optimizer sends gradients once a step; nearest: local (--pipeline.gr",
+        ),
     ],
 )
 def test_what_a_wire_cannot_have_is_refused(values, words):

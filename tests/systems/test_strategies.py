@@ -210,3 +210,30 @@ def test_a_whole_search_of_nano():
     found = strategies.search(PRESETS["nano"](), HOST, best=1)
     assert found.best.compiled is not None and found.best.misfit is None
     assert found.best.cfg in [p.cfg for p in found.ranked]
+
+
+def test_a_wire_is_searched_beside_runs_without_one():
+    """On two slow hosts: with it on every cut into nodes, without it where nodes change nothing."""
+    slow = dataclasses.replace(HOST.card, network_bytes_per_s=1e9)
+    cluster = dataclasses.replace(HOST, card=slow, hosts=2, gpus_per_host=2)
+    cfg = run_config(wire="sdp4bit", exchange__start_step=3, train__global_batch=4)
+    found = proposed(cfg, cluster)
+    kinds = {(c.wire, c.zero, c.mesh.node) for c in found}
+    assert kinds == {("sdp4bit", "optimizer", 1), ("sdp4bit", "optimizer", 2), ("none", "full", 1),
+                     ("none", "optimizer", 1)}  # fmt: skip
+    for one in found:
+        aot.sizes(one, cluster)
+        assert one.exchange.start_step == (3 if one.wire == "sdp4bit" else 0)
+        once = one.wire != "none" or one.zero == "optimizer"
+        assert not (once and one.mesh.pipe > 1 and one.pipeline.gradients == "sharded")
+    assert {c.zero for c in proposed(run_config(shard__zero="optimizer"), HOST)} == {"optimizer"}
+
+
+def test_a_search_with_a_wire_shows_what_each_row_sends():
+    cfg = run_config(wire="zeropp", train__global_batch=8, model__layers=1, train__remat="full")
+    found = strategies.search(cfg, parse_cluster("h100:1x2"), compiles=False)
+    rows = plan_search.rows(found, run_config(), ["--preset=nano"])
+    assert "| exchange |" in plan_search.markdown(found, rows)
+    for row, plan in zip(rows, found.plans, strict=True):
+        assert row["exchange"] == f"wire {plan.cfg.wire}, ZeRO {plan.cfg.zero}"
+        assert ("--wire=zeropp" in row["flags"]) == (plan.cfg.wire == "zeropp")
