@@ -102,15 +102,15 @@ def reduce_scatter(
     x_N: Array,
     codec: Codec,
     *,
-    inside: str = INSIDE,
+    inside: str | tuple[str, ...] = INSIDE,
     between: str = BETWEEN,
     key: Array | None = None,
     state: Errors | None = None,
 ) -> Any:
     """Returns this rank's piece of the sum of all ranks' buffers, float32 (piece_length,).
 
-    Rank (i, j), i along `between` and j along `inside`, gets piece i * R + j, R being the ranks
-    inside. Elements beyond N, at the end of the last pieces, are exactly zero. An axis of size 1
+    Rank (i, j), i along `between` and j along `inside` (one axis, or several that count as one),
+    gets piece i * R + j, R being the ranks inside. Elements beyond N, at the end of the last pieces, are exactly zero. An axis of size 1
     skips its level, and a rank alone gets a copy. A rank quantizes all rows that it has, its own
     too, so that all ranks' gradients have the same error.
 
@@ -138,7 +138,7 @@ def reduce_scatter(
     if nodes > 1:
         level = Level(codec.between, between, _fold(key, rank, 1), feedback)
         total, second = level.exchange(sums, second)
-    bad = _anywhere(bad, (between, inside))
+    bad = _anywhere(bad, (between, *((inside,) if isinstance(inside, str) else inside)))
     piece_C = finish(total, rank, x_N.shape[0], nodes * ranks, codec)
     piece_C = jnp.where(bad, jnp.nan, piece_C)
     if state is None:
@@ -164,7 +164,7 @@ class Level:
     """
 
     codec: Codec
-    axis: str
+    axis: str | tuple[str, ...]
     key: Array | None
     feedback: tuple[Feedback, Array] | None
 
