@@ -159,9 +159,11 @@ def test_sizes_on_the_wire():
 # ---- errors that come back
 
 
-def test_feedback():
-    """Gradients too small for 4 bits beside a large one arrive in the end, and not without."""
-    nodes, ranks, n, steps = 2, 2, 64, 300
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 1)])
+def test_feedback(nodes, ranks):
+    """At both levels gradients too small for 4 bits beside a large one arrive in the end, and not
+    without."""
+    n, steps = 64, 300
     loco = codec("loco")
     x = np.full((nodes, ranks, n), 0.01, np.float32)
     x[..., ::8] = 1.0
@@ -176,16 +178,16 @@ def test_feedback():
 
     state, pieces = virtual(functools.partial(run, keep=True))(x)
     small = np.asarray(pieces).swapaxes(2, 3).reshape(-1, steps)[1]
-    # What is missing is at most half a code of each sender and level, over beta (feedback.py).
-    missing = (4 * 0.5 / 7 + 2 * 1 / 7) / 0.2
-    assert not small[0] and abs(small.sum() - 0.04 * steps) < missing < 0.25 * 0.04 * steps
+    # What is missing is at most half a code of each of two senders, over beta (feedback.py).
+    missing = 2 * 0.5 / 7 / 0.2
+    assert not small[0] and abs(small.sum() - 0.02 * steps) < missing < 0.25 * 0.02 * steps
     assert (np.asarray(state.step) == steps).all()
     _, without = virtual(functools.partial(run, keep=False))(x)
     assert not np.asarray(without).swapaxes(2, 3).reshape(-1, steps)[1].any()
 
     # A step that will be skipped leaves no trace.
     one = virtual(lambda x, state: zero.reduce_scatter(x, loco, state=state))
-    x[1, 0, 0] = np.inf
+    x[-1, -1, 0] = np.inf
     piece, after = one(x, state)
     assert np.isnan(piece).all()
     jax.tree.map(np.testing.assert_array_equal, after, state)
