@@ -1,14 +1,14 @@
 """Error feedback: what quantization dropped from gradients comes back in later steps.
 
-LoCo (arXiv 2407.04480), section 3: with e the error that is kept, Q the 4-bit quantizer of the wire
-and Q8 one of 8 bits,
+After LoCo (arXiv 2407.04480), which keeps a moving average of errors in 8 bits and resets it: with
+e the error that is kept, Q the 4-bit quantizer of the wire and Q8 one of 8 bits,
 
     h = g + e                          is sent as Q(h)
     e' = Q8((1 - beta) e + beta (h - Q(h)))      0 after every `reset` steps
 
-Over steps the sum of what is received is the sum of the gradients but for e / beta, so rounding to
-nearest does no lasting harm. The error is the sender's own, as large as what it sends, and takes a
-byte an element.
+Summed over steps, what is received differs from the gradients by e / beta and by the roundings of
+Q8 only, so that what Q drops in one step is not lost. Each sender has an error of its own, of the
+shape of what it sends, and it takes a byte an element.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ Sources: SDP4Bit (arXiv 2410.15526) for symmetric groups, stochastic rounding an
 not used; QSync (arXiv 2407.02327) and LLM-PQ (arXiv 2403.01136) for the widths.
 """
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -104,10 +105,7 @@ class Format:
         Raises: UserError where the array lacks the axis.
         """
         if self.axis is None:
-            size = 1
-            for dim in shape:
-                size *= dim
-            return size, None
+            return math.prod(shape), None
         if not -len(shape) <= self.axis < len(shape):
             raise UserError(
                 f"axis={self.axis} of the format must be a dimension of the array, whose shape is "

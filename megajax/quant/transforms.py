@@ -2,8 +2,8 @@
 
 It spreads an outlier over its block, so that the other numbers of the group keep their codes, and
 it is linear: a gradient is transformed once before the first quantizer, is summed and quantized
-again in that form, and is transformed back once after the last sum (SDP4Bit, arXiv 2410.15526,
-section 3.3, with blocks of 32).
+again in that form, and is transformed back once after the last sum (SDP4Bit, arXiv 2410.15526, with
+blocks of 32).
 """
 
 import operator

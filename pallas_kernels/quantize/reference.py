@@ -1,8 +1,7 @@
 """Quantization of groups in plain JAX: the one rule that kernels, codecs and QTensor share.
 
 A line of N numbers is cut into groups of neighbours; each group has a float32 scale (SDP4Bit, arXiv
-2410.15526, section 3; ZeRO++, arXiv 2306.10209, section 3.1). With Q the largest code (7 of 4 bits,
-448 of e4m3):
+2410.15526; ZeRO++, arXiv 2306.10209). With Q the largest code (7 of 4 bits, 448 of e4m3):
 
     s = amax * float32(1/Q)                       1 where that is below the smallest normal number
     y = clip(x * float32(1/s), -Q, Q)
@@ -116,8 +115,8 @@ def codes(x_xGC: Array, scale_xG: Array, bits: Bits, noise_xGC: Array | None = N
     """
     q, scale_xG1 = largest(bits), scale_xG[..., None]
     y_xGC = divide(x_xGC.astype(jnp.float32), scale_xG1, wide=q < 4)
-    # Between the product and the difference below, clip prevents a fused multiply-add, whose
-    # fraction would depend on what a compiler fuses.
+    # Between the product here and the difference in round_to_integers, clip prevents a fused
+    # multiply-add: the fraction would depend on what a compiler fuses.
     y_xGC = jnp.where(jnp.isnan(scale_xG1), 0.0, jnp.clip(y_xGC, -q, q))
     if not isinstance(bits, str):
         return round_to_integers(y_xGC, noise_xGC).astype(jnp.int8)
@@ -175,8 +174,9 @@ def rounded(product: Array) -> Array:
     """Returns a product as it is, rounded to float32 in every program.
 
     Compilers fuse a product with the sum that follows into one instruction, which rounds once, or
-    do not: sums of decoded payloads would then differ in bits between programs. A choice by the
-    product itself stands between the two, and compilers keep it.
+    do not: of decoded payloads' sums, up to a third then differed in their last bit between two
+    programs (XLA on CPUs, jax 0.11.2). A choice by the product itself stands between the two, and
+    that compiler keeps it; other backends were not tried.
     """
     return jnp.where(jnp.isnan(product), jnp.nan, product)
 

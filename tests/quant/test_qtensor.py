@@ -13,6 +13,7 @@ from pallas_kernels.quantize import reference
 from tests import quant_oracle as oracle
 
 compiled = jax.jit(quantize, static_argnums=1)
+restored = jax.jit(dequantize, static_argnums=1)
 
 
 def lines(x, axis):
@@ -24,8 +25,14 @@ def lines(x, axis):
     return flat, lambda y: np.moveaxis(y.reshape(moved.shape), -1, axis)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, "e4m3", "e5m2"])
-@pytest.mark.parametrize("axis, group", [(None, 128), (None, None), (0, None), (1, 3), (-1, 16)])
+@pytest.mark.parametrize(
+    "bits, axis, group",
+    [
+        *((3, axis, group) for axis, group in ((None, None), (0, None), (1, 3), (-1, 16))),
+        *((bits, None, 128) for bits in (2, 3, 4, 8, "e4m3", "e5m2")),
+        *((bits, 1, 3) for bits in (4, "e5m2")),
+    ],
+)
 def test_symmetric_is_numpys(bits, axis, group, seed):
     x = np.random.default_rng(seed).standard_t(3, (5, 7, 33)).astype(np.float32)
     q = compiled(x, Format(bits, group, axis))
@@ -33,7 +40,7 @@ def test_symmetric_is_numpys(bits, axis, group, seed):
     size = group or x_LN.shape[1]
     found = [oracle.quantize(x_N, bits, size) for x_N in x_LN]
     wanted = np.stack([oracle.dequantize(*f, size) for f in found])
-    np.testing.assert_array_equal(dequantize(q), back(wanted))
+    np.testing.assert_array_equal(restored(q), back(wanted))
     values_LP = lines(np.asarray(q.values), axis)[0]
     np.testing.assert_array_equal(values_LP, [oracle.pack(f[0], bits) for f in found])
     np.testing.assert_array_equal(lines(np.asarray(q.scales), axis)[0], [f[1] for f in found])
@@ -41,8 +48,17 @@ def test_symmetric_is_numpys(bits, axis, group, seed):
     assert q.nbytes == q.values.size + 4 * q.scales.size
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "bits, dtype",
+    [
+        (2, "float32"),
+        (3, "bfloat16"),
+        (4, "float32"),
+        (4, "float16"),
+        (8, "float32"),
+        (8, "float16"),
+    ],
+)
 def test_zero_points(bits, dtype, seed):
     """In float64: zero is the group's least number, s its range / Q, each code the nearest."""
     random = np.random.default_rng(seed)
@@ -50,9 +66,8 @@ def test_zero_points(bits, dtype, seed):
     x[:16, 0], x[16:20, 0] = -2.5, 3.0
     q = compiled(x, Format(bits, 16, 0, symmetric=False, scale_dtype=dtype))
     largest, eps = 2**bits - 1, {"float32": 2e-7, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
-    y, scales, zeros = (np.asarray(v, np.float64) for v in (dequantize(q), q.scales, q.zeros))
-    packed = np.asarray(q.values).T
-    code = np.stack([reference.unpack(jnp.asarray(p), 40, bits, signed=False) for p in packed]).T
+    y, scales, zeros = (np.asarray(v, np.float64) for v in (restored(q), q.scales, q.zeros))
+    code = np.asarray(reference.unpack(q.values.T, 40, bits, signed=False)).T
     assert q.scales.dtype == q.zeros.dtype == dtype and code.min() == 0 and code.max() == largest
     for g in range(3):  # the last has 8
         at = slice(16 * g, 16 * g + 16)
@@ -69,8 +84,7 @@ def test_zero_points(bits, dtype, seed):
         assert (y[:16, 0] == -2.5).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("bits", [4, 8, "e4m3"])
+@pytest.mark.parametrize("bits, dtype", [(4, "bfloat16"), (8, "float16"), ("e4m3", "bfloat16")])
 def test_scales_of_16_bits_are_rounded_up(dtype, bits, seed):
     x = np.random.default_rng(seed).standard_normal(4096).astype(np.float32)
     x *= np.repeat(np.float32(10.0) ** np.arange(-5, 3), 512)
@@ -81,28 +95,27 @@ def test_scales_of_16_bits_are_rounded_up(dtype, bits, seed):
     above = np.nextafter(near, kind(np.inf))
     np.testing.assert_array_equal(q.scales, np.where(near.astype(np.float32) < s, above, near))
     step = oracle.largest(bits) / 14 if bits == "e4m3" else 1  # of neighbours at the largest code
-    error = np.abs(np.asarray(dequantize(q)) - x).reshape(-1, 128).max(1)
+    error = np.abs(np.asarray(restored(q)) - x).reshape(-1, 128).max(1)
     assert (error <= np.asarray(q.scales).astype(np.float32) * step * 0.5001).all()
 
 
 def test_what_16_bits_cannot_scale_shows():
     x = np.array([1e6, 1, -1e6], np.float32)
-    assert np.isfinite(dequantize(compiled(x, Format(8, 128, scale_dtype="float16")))).all()
+    assert np.isfinite(restored(compiled(x, Format(8, 128, scale_dtype="float16")))).all()
     for symmetric in (True, False):
         fmt = Format(4, 128, symmetric=symmetric, scale_dtype="float16")
-        assert np.isnan(dequantize(compiled(x, fmt))).all()
-    for bits in (4, 8):
-        most = np.full(3, np.finfo(np.float32).max)
-        y = dequantize(compiled(most, Format(bits, scale_dtype="bfloat16")))
-        np.testing.assert_allclose(y, most, rtol=2**-7)
+        assert np.isnan(restored(compiled(x, fmt))).all()
+    most = np.full(3, np.finfo(np.float32).max)
+    y = restored(compiled(most, Format(4, scale_dtype="bfloat16")))
+    np.testing.assert_allclose(y, most, rtol=2**-7)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 8])
 def test_zero_points_of_hard_groups(bits):
     big, nan, inf = 3.4e38, np.nan, np.inf
     x = np.array([[big, -big, big / 2], [nan, 1, 2], [inf, 1, 2], [-inf, 1, 2], [1e-39, 2e-39, 0],
                   [0, 0, 0], [big, big, big]], np.float32)  # fmt: skip
-    y = np.asarray(dequantize(compiled(x, Format(bits, None, -1, symmetric=False))))
+    y = np.asarray(restored(compiled(x, Format(bits, None, -1, symmetric=False))))
     step = 2 * big / (2**bits - 1)
     assert np.abs(y[0] / step - x[0] / step).max() <= 0.5001
     assert np.isnan(y[1:4]).all() and not y[4:6].any() and (y[6] == x[6]).all()
@@ -127,21 +140,20 @@ def test_every_code_of_8_bit_floats_is_kept(bits):
     """With the largest number among them, so that the scale is 1; both ways of rounding."""
     every = np.arange(256, dtype=np.uint8).view(oracle.FLOATS[bits])
     x = every[np.isfinite(every.astype(np.float32))].astype(np.float32)
-    np.testing.assert_array_equal(dequantize(compiled(x, Format(bits, None))), x)
+    np.testing.assert_array_equal(restored(compiled(x, Format(bits, None))), x)
     fmt = Format(bits, None, rounding="stochastic")
-    np.testing.assert_array_equal(dequantize(compiled(x, fmt, key=jax.random.key(0))), x)
+    np.testing.assert_array_equal(restored(compiled(x, fmt, key=jax.random.key(0))), x)
 
 
-@pytest.mark.parametrize("bits", [4, 8, "e4m3", "e5m2"])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "bits, symmetric", [(4, True), (8, True), ("e4m3", True), ("e5m2", True), (4, False)]
+)
 def test_stochastic_rounding_is_unbiased_with_its_variance(bits, symmetric, seed):
     """The code is one of the two beside y, up with the probability of the fraction."""
-    if not symmetric and isinstance(bits, str):
-        pytest.skip("8-bit floats have no zero points")
     x = np.random.default_rng(seed).uniform(-1, 1, 2**18).astype(np.float32)
     fmt = Format(bits, None, symmetric=symmetric, rounding="stochastic")
     q = compiled(x, fmt, key=jax.random.key(seed))
-    y, s = np.asarray(dequantize(q), np.float64), float(q.scales[0])
+    y, s = np.asarray(restored(q), np.float64), float(q.scales[0])
     step = s
     if isinstance(bits, str):  # of the type, at x
         mantissa, least = reference.FLOATS[bits]
@@ -161,14 +173,14 @@ def test_stochastic_rounding_is_unbiased_with_its_variance(bits, symmetric, seed
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_types(dtype, seed):
-    x = jnp.asarray(oracle.hard_lines(33, seed)[:4]).astype(dtype)
-    x = jnp.where(jnp.isfinite(x), x, 1)
+    x = np.random.default_rng(seed).standard_normal(33).astype(jnp.dtype(dtype))
     q = compiled(x, Format(4, 16, -1))
-    wanted = oracle.quantize(np.asarray(x[0]).astype(np.float32), 4, 16)
-    np.testing.assert_array_equal(q.scales[0], wanted[1])
-    assert q.dtype == dtype and dequantize(q).dtype == dtype
-    wide = dequantize(q, jnp.float32)
-    np.testing.assert_array_equal(wide[0], oracle.dequantize(*wanted, 16))
+    wanted = oracle.quantize(x.astype(np.float32), 4, 16)
+    np.testing.assert_array_equal(q.scales, wanted[1])
+    y, wide = restored(q), restored(q, "float32")
+    assert q.dtype == y.dtype == dtype and wide.dtype == "float32"
+    np.testing.assert_array_equal(wide, oracle.dequantize(*wanted, 16))
+    np.testing.assert_array_equal(y, np.asarray(wide).astype(y.dtype))
 
 
 def test_keys_and_cuts(seed):
@@ -184,13 +196,14 @@ def test_keys_and_cuts(seed):
         whole = jax.jit(dequantize)(split)
     for found in (quantize(x, fmt, key=key), split):
         jax.tree.map(np.testing.assert_array_equal, found, q)
-    np.testing.assert_array_equal(whole, dequantize(q))
+    np.testing.assert_array_equal(whole, restored(q))
     assert (other.values != q.values).any()
     keys = jax.random.split(key, 3)
-    mapped = jax.vmap(lambda k: quantize(x, fmt, key=k))(keys)
+    mapped = jax.jit(jax.vmap(lambda k: quantize(x, fmt, key=k)))(keys)
     assert mapped.shape == x.shape and mapped.values.shape == (3, *q.values.shape)
     third = jax.tree.map(lambda v: v[2], mapped)
-    np.testing.assert_array_equal(jax.vmap(dequantize)(mapped)[2], dequantize(third))
+    whole = jax.jit(jax.vmap(dequantize))(mapped)
+    np.testing.assert_array_equal(whole[2], restored(third))
     np.testing.assert_array_equal(third.values, compiled(x, fmt, key=keys[2]).values)
 
 
@@ -204,13 +217,13 @@ def test_checkpoints_keep_it(tmp_path, seed):
     manager.close()
     assert jax.tree.structure(found) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, found, state)
-    np.testing.assert_array_equal(dequantize(found["w"][0]), dequantize(state["w"][0]))
+    np.testing.assert_array_equal(restored(found["w"][0]), restored(state["w"][0]))
 
 
 def test_empty_and_single():
-    for fmt in (Format(4), Format(4, symmetric=False), Format(8, None)):
-        assert dequantize(quantize(jnp.zeros((0, 3)), fmt)).shape == (0, 3)
-        assert dequantize(quantize(jnp.float32(2.5), fmt)) == 2.5
+    for fmt in (Format(4), Format(8, None, symmetric=False)):
+        assert restored(compiled(np.zeros((0, 3)), fmt)).shape == (0, 3)
+        assert restored(compiled(np.float32(2.5), fmt)) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -219,7 +232,7 @@ def test_empty_and_single():
         (lambda x: quantize(x, 4), "Format"),
         (lambda x: quantize(x, Format(4, axis=2)), "-2 to 1"),
         (lambda x: quantize(x[0, 0], Format(4, axis=0)), "axis=None"),
-        (lambda x: quantize(x.astype(jnp.int32), Format(4)), "x.astype"),
+        (lambda x: quantize(x.astype(np.int32), Format(4)), "x.astype"),
         (lambda x: quantize([1.0], Format(4)), "jnp.asarray"),
         (lambda x: quantize(x, Format(4, rounding="stochastic")), "needs a random key"),
         (lambda x: dequantize(x), "must be a QTensor"),
@@ -227,4 +240,4 @@ def test_empty_and_single():
 )
 def test_bad_calls_are_explained(call, message):
     with pytest.raises(UserError, match=message):
-        call(jnp.ones((2, 3)))
+        call(np.ones((2, 3), np.float32))
