@@ -103,6 +103,12 @@ def find(op: str, key: Key, *, kind: str | None = None) -> dict | None:
     return nearest
 
 
+def has_fastest(op: str, word: str, kind: str) -> bool:
+    """Tells whether any row of a kind of GPU may make `word` the default of an op, at its size."""
+    rows = _rows(slug(kind), FOLDER, op)
+    return any(against(row | {"octaves": 0.0}, word) is None for row in rows)
+
+
 def tile(row: dict | None) -> dict[str, Any] | None:
     """Returns the fields of a row's tile; None without a row, or where its result was wrong."""
     return row["tile"] if row and row.get("correct") else None

@@ -7,7 +7,9 @@ a ring with plain XLA, and only a clear gain counts, so that nothing is lost whe
 measured. Reasons say which of the two it was.
 
 A fused kernel needs its GPUs for itself (pallas_kernels/collective/clique.py). `refuse_mesh`
-refuses --overlap=fused on other meshes when a job is configured; 'auto' never takes it there.
+refuses --overlap=fused on other meshes when a job is configured; 'auto' never takes it there. On
+the meshes that remain, XLA's own collectives of the same program must not run beside the kernel
+either: `compiler_options` sees to that.
 
 Legend: R ranks.
 """
@@ -18,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard, find_card
@@ -26,10 +28,12 @@ from megajax.cost import rings
 from pallas_kernels import tuned
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import clique
+from pallas_kernels.expert import api as experts
 
 Implementation = Literal["xla", "ring", "fused"]
 Overlap = Literal["auto", "xla", "ring", "fused"]
 IMPLEMENTATIONS = (None, "xla", "ring", "fused")
+FUSED = (kernels.GATHER, kernels.SCATTER, kernels.REDUCE, experts.DISPATCH, experts.COMBINE)
 SUMS = ("float32", "bfloat16", "float16")
 # Rows of all ranks; the width of what travels; the other width of each product that shares it.
 Shape = tuple[int, int, tuple[int, ...]]
@@ -41,6 +45,19 @@ Device = Any
 # (chosen: below, GPT-3's products lose) and at most the ranks of a node.
 GAIN, ROWS = 0.95, 512
 MEASURED = "measured across ranks of this kind"
+
+# What makes XLA start nothing that waits for other GPUs beside a fused kernel. Its collectives run
+# on the stream of the kernels, which all GPUs work off in the program's order, instead of streams
+# of their own, and CUDA graphs keep that order. Copies and fusions may still run beside a kernel:
+# they wait for no other GPU, so they end.
+COLLECTIVES = (
+    "ALLREDUCE", "ALLGATHER", "REDUCESCATTER", "COLLECTIVEBROADCAST", "ALLTOALL",
+    "COLLECTIVEPERMUTE", "RAGGEDALLTOALL",
+)  # fmt: skip
+IN_ORDER = {
+    "xla_gpu_disable_async_collectives": ",".join(COLLECTIVES),
+    "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
+}
 
 
 def choose(
@@ -133,6 +150,26 @@ def refuse_mesh(overlap: Overlap, sizes: clique.Sizes) -> None:
         f"overlap=fused with {given}: {'; '.join(why)}; nearest: overlap=auto, or a mesh of "
         f"mesh.{axis}={min(size, clique.NODE)} and no other axis (--overlap, --mesh.{axis})"
     )
+
+
+def compiler_options(overlap: Overlap, mesh: Mesh) -> dict[str, Any] | None:
+    """Returns what to compile a program with whose products may be fused: jax.jit(compiler_options=
+    ...). None: nothing special.
+
+    A kernel fills all SMs of a GPU and waits for its peers. An asynchronous collective of the same
+    program, of the head or of a gradient, holds SMs on one GPU and waits for another on which the
+    kernel started first: each would wait for the other for ever. So collectives are synchronous
+    wherever a kernel may run; 'auto' may take one where a row of a table says so, and rings hide
+    nothing there.
+    """
+    device, sizes = mesh.devices.flat[0], mesh.shape
+    alone = any(sizes[a] > 1 and not clique.beside(sizes, (a,)) for a in ("tensor", "expert"))
+    if device.platform == "cpu" or not alone:
+        return None
+    may = overlap == "auto" and any(
+        tuned.has_fastest(op, "fused", device.device_kind) for op in FUSED
+    )
+    return dict(IN_ORDER) if overlap == "fused" or may else None
 
 
 def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from megajax.layers.attention import Cache
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding, tensor
-from megajax.parallel.overlap import Overlap
+from megajax.parallel.overlap import Overlap, compiler_options
 from megajax.serving.sampling import SamplingConfig, sample
 
 
@@ -52,7 +52,10 @@ class Generator:
             ops = tensor.ops(self._layout, "xla", overlap=overlap)
             self._parts = decoder.parts(cfg, self._layout, ops, dtype)
         self._sampling, self._dtype = sampling, dtype
-        self._run = jax.jit(self._generate, static_argnames=("total", "end"))
+        options = compiler_options(overlap, mesh)
+        self._run = jax.jit(
+            self._generate, static_argnames=("total", "end"), compiler_options=options
+        )
 
     def __call__(
         self,

@@ -28,6 +28,7 @@ from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor
 from megajax.parallel.exchange import Exchange
+from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Pipeline, layer_order
 from megajax.training.gradients import Gradients, exchange_of, pipelined, without_stages
 from megajax.training.optim import Optimizer
@@ -93,7 +94,7 @@ def make_train_step(
         exchange, used = exchange_of(cfg, parts, layout), parts
         if exchange is not None:
             used = task.parts(exchange.used, tensor.ops(exchange.used, *how))
-        loss, options = parts.loss, None
+        loss, options = parts.loss, compiler_options(cfg.overlap, mesh)
         if stages > 1:
             pipe = Pipeline(
                 task.parts(None, local.ops(layout, *how)), layout, cfg.pipeline,

@@ -7,7 +7,9 @@ other's memory, whatever the axis.
 
 The kernel's thread blocks fill all SMs and wait for peers. A collective that XLA runs at the same
 time, over another axis, holds SMs of its own and waits for its peers. If one GPU starts the kernel
-first and another GPU the collective, each waits for the other for ever.
+first and another GPU the collective, each waits for the other for ever. Collectives over the same
+axis are as dangerous while they run beside the kernel: a program with fused kernels is compiled
+without asynchronous collectives (megajax/parallel/overlap.py: compiler_options).
 """
 
 import math

@@ -1,7 +1,9 @@
 """The choice between a ring and plain XLA, and the compiled programs that it is about."""
 
 import collections
+import dataclasses
 import functools
+import re
 import types
 
 import chex
@@ -16,6 +18,7 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
 from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo
+from megajax.cost.hlo_module import Module
 from megajax.layers.mlp import MlpConfig
 from megajax.parallel import (
     collective_vjp,
@@ -27,10 +30,13 @@ from megajax.parallel import (
     tensor,
 )
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
+from megajax.serving import generate
 from megajax.systems.aot import QUICK
+from megajax.training import step
 from pallas_kernels import aot
 from pallas_kernels.collective import api
 from tests import tables
+from tests.tiny import MODEL, run_config
 
 LARGE, SMALL = (8192, 12288, (6144,)), (2048, 12288, (6144,))
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -128,6 +134,50 @@ def test_fused_kernels_are_refused_where_they_could_wait_for_ever(sizes, words):
         else:
             with pytest.raises(UserError, match=words + r".*\(--overlap, --mesh"):
                 overlap.refuse_mesh(overlap_word, sizes)
+
+
+def test_nothing_asynchronous_is_compiled_where_a_kernel_may_run(monkeypatch, tmp_path):
+    def options(word, kind=tables.H100, **sizes):
+        device = types.SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind)
+        sizes = {"pipe": 1, "data": 1, "expert": 1, "tensor": 1} | sizes
+        mesh = types.SimpleNamespace(devices=np.array([device], object), shape=sizes)
+        return overlap.compiler_options(word, mesh)
+
+    for axis in ("tensor", "expert"):
+        assert options("fused", **{axis: 4}) == overlap.IN_ORDER
+    assert options("fused", data=4) is options("fused", kind="cpu", tensor=4) is None
+    assert not any(options(word, tensor=4) for word in ("auto", "xla", "ring"))
+    key = api.key(GATHER, 8, 160, 12288, 6144)
+    for link, found in (("emulated", None), ("real", overlap.IN_ORDER)):
+        row = tables.row(GATHER, key, fastest="fused", link=link)
+        tables.write(monkeypatch, tmp_path, row)
+        assert options("auto", tensor=4) == found
+    # Somebody else's table, no other axis; whoever asked for something else gets that.
+    assert options("auto", kind=tables.A100, tensor=4) is None
+    assert options("auto", data=2, tensor=4) is options("ring", tensor=4) is None
+
+
+def test_programs_are_compiled_with_these_options(monkeypatch):
+    """The step, the evaluation and generation; not what makes the first state."""
+    asked, got, jit = [], collections.Counter(), jax.jit
+
+    def record(function, compiler_options=None, **others):
+        got[str(compiler_options)] += 1
+        return jit(function, **others)
+
+    def options(*args):
+        asked.append(args)
+        return {"marked": 1}
+
+    monkeypatch.setattr(jax, "jit", record)
+    for module in (step, generate):
+        monkeypatch.setattr(module, "compiler_options", options)
+    cfg = run_config(mesh__tensor=2, mesh__data=1, overlap="ring")
+    mesh = cfg.mesh.build()
+    step.make_train_step(cfg, mesh)
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)], 2)
+    generate.Generator(cfg.model, mesh, overlap="ring")
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 3)
 
 
 def test_one_function_knows_the_clique_of_a_kernel():
@@ -306,3 +356,66 @@ def test_fused_products_have_their_communication_inside(R, axes):
     assert {c.kind for c in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
     # Beside data parallelism XLA leaves x's second gather alone: nothing is claimed there.
     assert R < 8 or all(c.is_hidden for c in found), found
+
+
+def waiting_beside(text, sizes):
+    """Collectives that are in flight while a fused kernel runs, and all that are asynchronous."""
+    found = [c for c in hlo.collectives(text, sizes) if c.is_async]
+    beside = [
+        place.line
+        for place in Module(text).places()
+        if re.search(rf"({'|'.join(hlo.KINDS)})-start\(", place.line)
+        and any("mosaic_gpu" in line for line in place.until_done())
+    ]
+    assert " async-start(" not in text  # another way to say it, which is not looked into here
+    return beside, found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_gather_would_run_beside_a_fused_kernel(alone):
+    """A kernel, and a gather over the same axis that has nothing to do with it."""
+    R = 4
+    mesh = jax.sharding.Mesh(np.array(aot.devices(1, 8)[:R]), "tensor")
+    rows, up = P("tensor"), P(None, "tensor")
+
+    def local(x, w, other):
+        y = all_gather_matmul(x, w, axis="tensor", implementation="fused")
+        return y, jax.lax.all_gather(other, "tensor", axis=0, tiled=True)
+
+    def like(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    program = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, up, rows), out_specs=(up, P()), check_vma=False
+    )
+    args = like((256 * R, 1024), rows), like((1024, 512 * R), up), like((8192, 1024), rows)
+    options = overlap.IN_ORDER if alone else {}
+    text = aot.compile(jax.jit(program).lower(*args), QUICK | options).as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 1 and "all-gather" in text
+    beside, found = waiting_beside(text, dict(mesh.shape))
+    assert (len(beside), len(found)) == ((0, 0) if alone else (1, 1))
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["xla", "fused"])
+def test_a_fused_step_has_nothing_asynchronous_that_waits(word):
+    """The compiled train step: its own options, not this test's."""
+    model = dataclasses.replace(
+        MODEL, layers=2, width=256, heads=4, kv_heads=4, head_width=64, mlp=512, vocab=1024,
+        activation="gelu",
+    )  # fmt: skip
+    cfg = run_config(
+        train__dtype="bfloat16", train__seq_len=512, train__global_batch=2, train__attention="xla",
+        mesh__tensor=2, overlap=word,
+    )  # fmt: skip
+    cfg = dataclasses.replace(cfg, model=model)
+    mesh = cfg.mesh.build(aot.devices(1, 2))
+    train_step = step.make_train_step(cfg, mesh)
+    lowered = train_step.step.lower(train_step.abstract_state, train_step.abstract_batch)
+    text = aot.compile(lowered, QUICK).as_text()
+    beside, found = waiting_beside(text, dict(mesh.shape))
+    assert not beside and bool(found) == (word == "xla")
+    assert ('custom_call_target="mosaic_gpu' in text) == (word == "fused")
+    assert len(hlo.collectives(text, dict(mesh.shape))) > 4
