@@ -163,7 +163,9 @@ def packed_attention(
     Args: segment_ids: None: every row is one segment, and no offsets are needed. segments: static.
       There are B x segments slots, which the rows share. A batch with more segments is as right
       and much slower: `reference` computes it. A slot costs an (H, S) float32 array while the call
-      runs and launches blocks that find no work: `room` is a choice that usually holds all.
+      runs and launches blocks that find no work: `room` is a choice that usually holds all. What
+      follows from the ids is named SAVED: a scan of layers that share them, under a policy that
+      keeps the name, works it out once for all layers and both passes, and stacks none of it.
     Raises: NotImplementedError with all `reasons`.
     """
     op = "packed_attention by cuDNN"
@@ -176,6 +178,7 @@ def packed_attention(
         segments = max(arguments.whole(op, "segments", segments, 1), 2)
         slots = _slots_of_ids(ids_BS, segments)
     rows = jax.vmap(lambda ids_S: segment_rows(ids_S, causal, window))(ids_BS)
+    rows, slots = jax.tree.map(lambda x: named(x)[0], (rows, slots))
     return _differentiable(op, q_BSHK, k_BSGK, v_BSGK, rows, slots, static)
 
 

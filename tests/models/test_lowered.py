@@ -57,6 +57,21 @@ def test_slots_of_a_training_batch_are_bounded(monkeypatch):
     assert "6" in few and "16" not in few
 
 
+@pytest.mark.parametrize(("remat", "times"), [("outputs", 1), ("dots", 1), ("full", 2)])
+def test_slots_are_worked_out_once_for_all_layers(remat, times, monkeypatch):
+    """Before the layers' loop; of both passes where the policy keeps names. Nothing is stacked."""
+    inner = library._slots_of_ids
+    mark = jax.lax.population_count  # an operation that can be counted in the program
+    monkeypatch.setattr(
+        library, "_slots_of_ids", lambda ids, segments: inner(ids + 0 * mark(ids), segments)
+    )
+    lowered.cache_clear()
+    text = lowered(remat)
+    lowered.cache_clear()
+    assert executions(text, "stablehlo.popcnt") == times
+    assert f"<2x{S}xi32>" in text and f"<2x2x{S}xi32>" not in text  # 2 layers, 2 rows
+
+
 @pytest.mark.parametrize(("remat", "passes"), [("outputs", 1), ("dots", 1), ("full", 2)])
 def test_our_kernel_runs_forward_once_where_its_result_is_kept(remat, passes, monkeypatch):
     lowered.cache_clear()
