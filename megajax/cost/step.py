@@ -67,11 +67,14 @@ class StepShape:
 
     load: the forward pass of the global batch, on all devices together. sizes: {mesh axis: size}.
     zero_axes: axes that cut a weight along its width. accumulate: micro-batches one after the
-    other, without a pipeline. fused_attention: no (queries x keys) array exists. local_gradients:
-    sums of gradients rest whole on every device until the end of the step. context: how queries
-    meet keys of other devices. resident: every device holds all weights of its stage in use and
-    sums all their gradients, exchanged once a step (cost/exchange.py). coding: in what those
-    travel; None: as they are computed, gradients in float32.
+    other, without a pipeline. fused_attention: no (queries x keys) array exists, as with our kernel
+    and with cuDNN's offsets of segments. Where cuDNN takes packed rows by a mask (GPUs other than
+    Hopper, layers/attend.py), the mask and its 16-bit bias (rows, queries, keys), which every head
+    reads in both passes, are not counted: memory and time are too low there. local_gradients: sums
+    of gradients rest whole on every device until the end of the step. context: how queries meet
+    keys of other devices. resident: every device holds all weights of its stage in use and sums all
+    their gradients, exchanged once a step (cost/exchange.py). coding: in what those travel; None:
+    as they are computed, gradients in float32.
     Raises: UserError for a pipeline or a cut sequence in generation, which has neither.
     """
 

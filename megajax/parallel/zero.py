@@ -110,9 +110,10 @@ def reduce_scatter(
     """Returns this rank's piece of the sum of all ranks' buffers, float32 (piece_length,).
 
     Rank (i, j), i along `between` and j along `inside` (one axis, or several that count as one),
-    gets piece i * R + j, R being the ranks inside. Elements beyond N, at the end of the last pieces, are exactly zero. An axis of size 1
-    skips its level, and a rank alone gets a copy. A rank quantizes all rows that it has, its own
-    too, so that all ranks' gradients have the same error.
+    gets piece i * R + j, R being the ranks inside. Elements beyond N, at the end of the last
+    pieces, are exactly zero. An axis of size 1 skips its level, and a rank alone gets a copy. A
+    rank quantizes all rows that it has, its own too, so that all ranks' gradients have the same
+    error.
 
     Args: x_N: floating, the gradients of this rank, weighted by the caller: this is a sum. key: the
       same on all ranks, another one for each step and buffer; rank and level are folded in here.
