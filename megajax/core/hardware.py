@@ -5,9 +5,11 @@ is measured elsewhere and never written here.
 Sources: NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950-r4), H100 datasheet
 (SXM5 column, halved where the sheet quotes sparsity), H200 datasheet, H800 (H100 die, NVLink cut to
 400 GB/s both ways; secondary source), DGX B200 datasheet divided by its 8 GPUs. Latencies of links:
-NCCL src/graph/tuning.cc (ring, simple protocol).
+NCCL src/graph/tuning.cc (ring, simple protocol). Network adapters: ConnectX-5 of Slingshot-10
+(arXiv 2008.08886, section 2), ConnectX-6 and ConnectX-7 datasheets (HDR, NDR InfiniBand).
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,6 +86,15 @@ CARDS = {
     "H800": DeviceCard("H800", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 200e9, 50e9),
     "B200": DeviceCard("B200", _B200_FLOPS, 180 * 10**9, 7.7e12, 900e9, 50e9),
 }
+
+# Bytes a second of a network adapter, one direction.
+ADAPTERS = {"Slingshot-10": 12.5e9, "InfiniBand HDR": 25e9, "InfiniBand NDR": 50e9}
+
+
+def shared(card: DeviceCard, adapter: str, adapters: int, gpus: int) -> DeviceCard:
+    """Returns the card of a GPU whose host has so many of these adapters for so many GPUs."""
+    share = ADAPTERS[adapter] * adapters / gpus
+    return dataclasses.replace(card, network_bytes_per_s=share)
 
 
 @dataclass(frozen=True)

@@ -96,16 +96,15 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     """Returns (mesh, its sizes) of every mesh on which some schedule can run.
 
     Tensor parallelism stays on a host. `node` cuts data parallelism only where that changes
-    something: with hybrid sharding, and in an exchange of two levels (--wire). What the schedule
-    adds to a mesh only adds conditions, so a mesh is legal if one micro-batch in one piece is.
+    something: with hybrid sharding, and with --wire, whose exchange has two levels if the ranks
+    on a host are one of them. What the schedule adds to a mesh only adds conditions, so a mesh is
+    legal if one micro-batch in one piece is.
     """
     experts = divisors(cfg.model.moe.experts) or [1]
-    two_levels = cfg.zero == "hybrid" or cfg.wire != "none"
-    nodes = divisors(cluster.hosts) if two_levels else [1]
     found = []
     for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
-        for node in nodes:
+        for node in _nodes(cfg, cluster, pipe):
             for expert in experts:
                 for context in _powers(MOST_CONTEXT):
                     for tensor in divisors(cluster.gpus_per_host):
@@ -118,6 +117,14 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
                             continue
                         found.append((mesh, sizes))
     return found
+
+
+def _nodes(cfg: Config, cluster: Cluster, pipe: int) -> list[int]:
+    """Returns the sizes of `node` that are proposed for so many stages."""
+    if cfg.zero == "hybrid":
+        return divisors(cluster.hosts)
+    spanned = cluster.devices // (pipe * cluster.gpus_per_host)
+    return [1, spanned] if cfg.wire != "none" and spanned > 1 else [1]
 
 
 def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator[Config]:

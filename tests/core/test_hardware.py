@@ -1,7 +1,7 @@
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.core.hardware import CARDS, find_card, parse_cluster
+from megajax.core.hardware import CARDS, find_card, parse_cluster, shared
 
 
 def test_cards_are_found_by_jaxs_names():
@@ -32,3 +32,8 @@ def test_clusters_are_written_as_kind_hosts_gpus():
 def test_a_cluster_that_cannot_be_read_is_explained(text):
     with pytest.raises(UserError, match="--cluster"):
         parse_cluster(text)
+
+
+def test_gpus_share_the_adapters_of_their_host():
+    assert shared(CARDS["A100"], "Slingshot-10", 1, 4).network_bytes_per_s == 100e9 / 8 / 4
+    assert shared(CARDS["H800"], "InfiniBand NDR", 8, 8) == CARDS["H800"]
