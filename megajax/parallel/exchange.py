@@ -193,11 +193,9 @@ class Exchange:
         for i in self.exact:
             found[i] = reshard(values[i], self.masters.stored(*self.words[i]))
         for number, bucket in enumerate(self.buckets):
-            partial = [self._whole(i) for i in bucket.leaves]
-            partial = [P(*p.partitions, unreduced=p.reduced) for p in partial]
             pieces = self._everywhere(
                 functools.partial(self.scatter_bucket, bucket),
-                (partial, P(), P()),
+                (self._partial(bucket), P(), P()),
                 self._specs(bucket, self.masters),
             )([values[i] for i in bucket.leaves], _fold(key, number), step)
             for i, x in zip(bucket.leaves, pieces, strict=True):
@@ -208,8 +206,6 @@ class Exchange:
         """Returns the zeros that the squares of `gather` are added to."""
         mesh = self.masters.mesh
         return reshard(jnp.zeros((mesh.size, 2)), P(mesh.axis_names))
-
-    # ---- on local arrays, inside a shard_map over the whole mesh
 
     def gather_local(
         self, params: Tree, copies: Tree, key: Array | None
@@ -244,6 +240,71 @@ class Exchange:
             for i, x in zip(bucket.leaves, pieces, strict=True):
                 found[i] = x
         return self._tree(found)
+
+    # ---- one layer, in two halves, for who has work to put beside them
+
+    def send(self, grads: Tree, key: Array) -> dict:
+        """Returns what `receive` needs: the first half of `scatter`, of leaves that are not
+        stacked. grads: as of `scatter`."""
+        values = self._values(grads)
+        everywhere = P(self.masters.mesh.axis_names)
+        sent: dict[str, Any] = {
+            "exact": [reshard(values[i], self.masters.stored(*self.words[i])) for i in self.exact]
+        }
+        for number, bucket in enumerate(self.buckets):
+            sent[str(number)] = self._everywhere(
+                functools.partial(self._send, bucket),
+                (self._partial(bucket), P()),
+                (everywhere, everywhere, everywhere),
+            )([values[i] for i in bucket.leaves], _fold(key, number))
+        return sent
+
+    def receive(self, sent: dict, key: Array, like: Tree) -> Tree:
+        """Returns what `scatter` does. key: as of `send`. like: the masters."""
+        masters = self._values(like)
+        found = list(masters)
+        for i, x in zip(self.exact, sent["exact"], strict=True):
+            found[i] = x
+        everywhere = P(self.masters.mesh.axis_names)
+        for number, bucket in enumerate(self.buckets):
+            shapes = [masters[i] for i in bucket.leaves]
+            pieces = self._everywhere(
+                functools.partial(self._receive, bucket),
+                ((everywhere, everywhere, everywhere), P(), self._specs(bucket, self.masters)),
+                self._specs(bucket, self.masters),
+            )(sent[str(number)], _fold(key, number), shapes)
+            for i, x in zip(bucket.leaves, pieces, strict=True):
+                found[i] = x
+        return self._tree(found)
+
+    def in_use(self, params: Tree, copies: Tree) -> Tree:
+        """Returns the weights in use of copies that a `gather` gave; what is in no bucket comes
+        from the masters."""
+        masters, held = self._values(params), self._values(copies)
+        for i in range(len(masters)):
+            x = masters[i] if i in self.exact else held[i]
+            masters[i] = reshard(
+                x.astype(self.dtype) if is_quantized(self.words[i]) else x, self._whole(i)
+            )
+        return self._tree(masters)
+
+    # ---- on local arrays, inside a shard_map over the whole mesh
+
+    def _send(self, bucket: Bucket, grads: Sequence[Array], key: Array | None) -> tuple:
+        x_N, bad = self._flat(bucket, grads)
+        sent = zero.send(x_N, self.wire.gradients, **self._ways(bucket, key))
+        return sent.rows[None], sent.bad[None], bad[None]
+
+    def _receive(
+        self, bucket: Bucket, sent: tuple, key: Array | None, like: Sequence[Array]
+    ) -> list[Array]:
+        rows, bad, leaves = (x[0] for x in sent)
+        size = self._ranks(bucket) * sum(x.size for x in like)
+        found = zero.receive(
+            zero.Sent(rows, bad, None), size, self.wire.gradients, **self._ways(bucket, key)
+        )
+        leaves = lax.pmax(leaves, bucket.axes) > 0
+        return self._pieces(bucket, found.piece, leaves, [x.shape for x in like])
 
     def gather_bucket(
         self,
@@ -309,30 +370,45 @@ class Exchange:
     def _scatter(
         self, bucket: Bucket, grads: Sequence[Array], key: Array | None, step: Array | None
     ) -> list[Array]:
-        """A leaf that is not finite on some rank gives NaN, its neighbours what they have."""
-        ranks, wheres = self._ranks(bucket), self._wheres(bucket)
+        x_N, bad = self._flat(bucket, grads)
+        piece_C = self._sum(bucket, x_N, key, step)
+        shapes, ranks = [list(g.shape) for g in grads], self._ranks(bucket)
+        for shape, where in zip(shapes, self._wheres(bucket), strict=True):
+            shape[where] //= ranks
+        return self._pieces(bucket, piece_C, lax.pmax(bad, bucket.axes) > 0, shapes)
+
+    def _flat(self, bucket: Bucket, grads: Sequence[Array]) -> tuple[Array, Array]:
+        """Returns (a bucket's gradients, a rank's piece after the other, int32 (leaves,): which are
+        not finite here). Zeros stand in the place of those: their neighbours keep what they have.
+        """
+        ranks = self._ranks(bucket)
         grads = [g.astype(jnp.float32) for g in grads]
-        bad = jnp.stack([~jnp.isfinite(g).all() for g in grads]).astype(jnp.int32)
-        bad = lax.pmax(bad, bucket.axes) > 0
+        bad = jnp.stack([~jnp.isfinite(g).all() for g in grads])
         rows = [
             _front(jnp.where(bad[i], 0.0, g), where, ranks)
-            for i, (g, where) in enumerate(zip(grads, wheres, strict=True))
+            for i, (g, where) in enumerate(zip(grads, self._wheres(bucket), strict=True))
         ]
-        x_N = jnp.concatenate(rows, axis=1).reshape(-1)
-        piece_C = self._sum(bucket, x_N, key, step)
+        return jnp.concatenate(rows, axis=1).reshape(-1), bad.astype(jnp.int32)
+
+    def _pieces(
+        self, bucket: Bucket, piece_C: Array, bad: Array, shapes: Sequence[Sequence[int]]
+    ) -> list[Array]:
+        """Returns the leaves of a piece, NaN where a leaf is bad on some rank."""
         pieces, begin = [], 0
-        for i, (g, where) in enumerate(zip(grads, wheres, strict=True)):
-            shape, size = list(g.shape), g.size // ranks
-            shape[where] //= ranks
+        for i, (shape, where) in enumerate(zip(shapes, self._wheres(bucket), strict=True)):
+            size = math.prod(shape)
             piece = _back(piece_C[None, begin : begin + size], shape, where)
             pieces.append(jnp.where(bad[i], jnp.nan, piece))
             begin += size
         return pieces
 
+    def _ways(self, bucket: Bucket, key: Array | None) -> dict[str, Any]:
+        inside = tuple(a for a in bucket.axes if a != NODE)
+        return {"inside": inside, "between": NODE, "key": self._own(bucket, key)}
+
     def _sum(self, bucket: Bucket, x_N: Array, key: Array | None, step: Array | None) -> Array:
-        inside, key = tuple(a for a in bucket.axes if a != NODE), self._own(bucket, key)
         coded = functools.partial(
-            zero.reduce_scatter, codec=self.wire.gradients, inside=inside, between=NODE, key=key
+            zero.reduce_scatter, codec=self.wire.gradients, **self._ways(bucket, key)
         )
         if not self.wire.start_step or step is None:
             return coded(x_N)
@@ -372,6 +448,11 @@ class Exchange:
 
     def _specs(self, bucket: Bucket, layout: Layout) -> list[P]:
         return [layout.stored(*self.words[i]) for i in bucket.leaves]
+
+    def _partial(self, bucket: Bucket) -> list[P]:
+        """How gradients of weights in use lie: partial sums."""
+        whole = [self._whole(i) for i in bucket.leaves]
+        return [P(*p.partitions, unreduced=p.reduced) for p in whole]
 
     def _everywhere(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         # The checker does not see that what was gathered is equal on all ranks.

@@ -21,6 +21,7 @@ from megajax.core.tree import Tree, floating
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy
+from megajax.parallel.residuals import attach, detach
 from megajax.schedule.route import Route
 
 PIPE = "pipe"
@@ -229,7 +230,7 @@ class Tick:
         def down(state: tuple, item: tuple) -> tuple[tuple, None]:
             dy, total = state
             index, w, kept = item
-            dw, dx, _ = _attach(template, w, kept, context)((dy, share))
+            dw, dx, _ = attach(template, kept, w, context)((dy, share))
             return (dx, self.add_layer(total, lane, index, floating(dw))), None
 
         items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kept)
@@ -281,7 +282,7 @@ class Tick:
 
         def up(x: jax.Array, w: Tree) -> tuple[jax.Array, tuple]:
             (y, moe), vjp = jax.vjp(layer, w, x, context)
-            return y, (_detach(vjp), moe)
+            return y, (detach(vjp), moe)
 
         y, (kept, moe) = lax.scan(up, x, weights)
         return y, kept, moe
@@ -357,29 +358,3 @@ def _add(total: Tree, lane: Mapping, value: Tree, *index: jax.Array) -> Tree:
         return t.at[(chunk, *index)].add(jnp.where(works, v, 0).astype(t.dtype))
 
     return jax.tree.map(add, total, value)
-
-
-def _detach(vjp: Any) -> tuple:
-    """Returns the residuals of a jax.vjp(layer, weights, x, context) without weights and context.
-
-    Only this way a buffer of residuals holds activations alone (jax 0.11.2 keeps arguments apart).
-    """
-    return vjp.args_res[1], vjp.opaque_residuals, vjp.structured_residuals
-
-
-def _attach(template: Any, weights: Tree, residuals: tuple, context: Context) -> Callable:
-    """Returns the vjp whose residuals were detached, with its weights and context again."""
-    x, opaque, structured = residuals
-
-    def fill(wanted: Any, given: Tree) -> Any:
-        """The given leaves where the vjp keeps one; what it does not need has no leaf."""
-        places, tree = jax.tree.flatten(wanted, is_leaf=lambda p: not isinstance(p, tuple | list))
-        pairs = zip(places, jax.tree.leaves(given), strict=True)
-        return tree.unflatten([leaf if jax.tree.leaves(place) else place for place, leaf in pairs])
-
-    own, _, shared = template.args_res
-    return template.replace(
-        args_res=[fill(own, weights), x, fill(shared, context)],
-        opaque_residuals=opaque,
-        structured_residuals=structured,
-    )

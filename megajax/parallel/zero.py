@@ -16,7 +16,7 @@ Legend: N elements of a flat buffer, R ranks along an axis, C elements of a piec
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,29 +123,81 @@ def reduce_scatter(
     stays as it was. So does a transform or a sum inside a node that leaves float32's range.
     Raises: UserError for a buffer that is not flat and floating, or a codec without feedback.
     """
+    _feedback(codec, state)
+    sent = send(x_N, codec, inside=inside, between=between, key=key, state=state)
+    found = receive(sent, x_N.shape[0], codec, inside=inside, between=between, key=key, state=state)
+    return found.piece if state is None else (found.piece, found.state)
+
+
+class Sent(NamedTuple):
+    """What lies between the two levels. rows: what the ranks inside sent to this one: payloads
+    (R, W), or with one rank the float32 rows. bad: something here was not finite. error: of this
+    level, or None."""
+
+    rows: Array
+    bad: Array
+    error: Any
+
+
+class Received(NamedTuple):
+    """piece: float32 (C,). state: as of reduce_scatter."""
+
+    piece: Array
+    state: Any
+
+
+def send(
+    x_N: Array,
+    codec: Codec,
+    *,
+    inside: str | tuple[str, ...],
+    between: str,
+    key: Array | None,
+    state: Errors | None = None,
+) -> Sent:
+    """The first half of `reduce_scatter`, to the end of the messages inside a node."""
     _check_flat(x_N, "x_N")
     nodes, ranks = lax.axis_size(between), lax.axis_size(inside)
     rank = lax.axis_index(between) * ranks + lax.axis_index(inside)
-    feedback = None if state is None else (_feedback(codec), state.step)
     rows = swizzle(x_N.astype(jnp.float32), nodes, ranks, codec)
-    bad = _not_finite(rows)
-    sums, first = rows[0], None if state is None else state.inside
+    bad, error = _not_finite(rows), None if state is None else state.inside
     if ranks > 1:
-        level = Level(codec.inside, inside, _fold(key, rank, 0), feedback)
-        sums, first = level.exchange(rows.reshape(ranks, -1), first)
-        sums = sums.reshape(nodes, -1)
+        level = Level(codec.inside, inside, _fold(key, rank, 0), _feedback(codec, state))
+        return level.send(rows.reshape(ranks, -1), error)._replace(bad=bad)
+    return Sent(rows[0], bad, error)
+
+
+def receive(
+    sent: Sent,
+    n: int,
+    codec: Codec,
+    *,
+    inside: str | tuple[str, ...],
+    between: str,
+    key: Array | None,
+    state: Errors | None = None,
+) -> Received:
+    """The second half: sums, and between nodes messages and sums again. n: of `send`'s buffer."""
+    nodes, ranks = lax.axis_size(between), lax.axis_size(inside)
+    rank = lax.axis_index(between) * ranks + lax.axis_index(inside)
+    bad, sums = sent.bad, sent.rows
+    if ranks > 1:
+        row = row_length(n, nodes * ranks, codec)
+        sums = sum_rows(sent.rows, codec.inside, nodes * row).reshape(nodes, -1)
         bad |= _not_finite(sums)
     total, second = sums[0], None if state is None else state.between
     if nodes > 1:
-        level = Level(codec.between, between, _fold(key, rank, 1), feedback)
-        total, second = level.exchange(sums, second)
+        level = Level(codec.between, between, _fold(key, rank, 1), _feedback(codec, state))
+        got = level.send(sums, second)
+        total, second = sum_rows(got.rows, codec.between, sums.shape[1]), got.error
     bad = _anywhere(bad, (between, *((inside,) if isinstance(inside, str) else inside)))
-    piece_C = finish(total, rank, x_N.shape[0], nodes * ranks, codec)
+    piece_C = finish(total, rank, n, nodes * ranks, codec)
     piece_C = jnp.where(bad, jnp.nan, piece_C)
     if state is None:
-        return piece_C
-    after = Errors(state.step + 1, first, second)
-    return piece_C, jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, after)
+        return Received(piece_C, None)
+    after = Errors(state.step + 1, sent.error, second)
+    kept = jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, after)
+    return Received(piece_C, kept)
 
 
 def swizzle(x_N: Array, nodes: int, ranks: int, codec: Codec) -> Array:
@@ -169,8 +221,8 @@ class Level:
     key: Array | None
     feedback: tuple[Feedback, Array] | None
 
-    def exchange(self, rows_RN: Array, error: QTensor | None) -> tuple[Array, QTensor | None]:
-        """Returns (the sum (N,) over the ranks of the rows that they have for this one, its error).
+    def send(self, rows_RN: Array, error: QTensor | None) -> Sent:
+        """Returns the payloads (R, W) that the ranks along the axis have for this one, its error.
 
         error: of earlier steps, which is added to the rows before they are encoded; None: of none.
         """
@@ -182,8 +234,7 @@ class Level:
             error = keep.update(rows_RN, received_RN, error, step)
         else:
             payload_RW = self.codec.encode(rows_RN, self.key)
-        payload_RW = lax.all_to_all(payload_RW, self.axis, 0, 0)
-        return sum_rows(payload_RW, self.codec, rows_RN.shape[1]), error
+        return Sent(lax.all_to_all(payload_RW, self.axis, 0, 0), jnp.bool_(False), error)
 
 
 def sum_rows(payload_RW: Array, codec: Codec, n: int) -> Array:
@@ -282,10 +333,12 @@ def copies_agree(tree: Tree, axes: tuple[str, ...]) -> Tree:
 # ---- parts
 
 
-def _feedback(codec: Codec) -> Feedback:
+def _feedback(codec: Codec, state: "Errors | None") -> tuple[Feedback, Array] | None:
+    if state is None:
+        return None
     if codec.feedback is None:
         raise UserError(f"codec {codec.name} keeps no errors: call reduce_scatter without state=")
-    return codec.feedback
+    return codec.feedback, state.step
 
 
 def _is_exact(codec: Codec) -> bool:

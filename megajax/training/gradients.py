@@ -15,7 +15,6 @@ Legend: L layers.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from megajax.parallel import sharding
 from megajax.parallel.exchange import Exchange, wire_of
 from megajax.parallel.moves import REST, Found, Turn
 from megajax.parallel.pipeline import Pipeline
+from megajax.parallel.streamed import Streamed
 from megajax.training.state import TrainState
 
 Array = jax.Array
@@ -65,7 +65,7 @@ def without_stages(
         return without_exchange(scanned(plain_sums(parts, remat), value, pieces))
     if cfg.zero == "full":
         return without_exchange(scanned(sharded_sums(parts, exchange, remat), value, pieces))
-    if pieces > 1:
+    if pieces > 1 or exchange.wire.start_step:
         return gathered(exchange, scanned(plain_sums(parts, remat), value, pieces))
     return streamed(parts, exchange, remat, value)
 
@@ -177,13 +177,10 @@ def streamed(parts: ModelParts, exchange: Exchange, remat: Remat, value: Value) 
     ) -> tuple[Array, tuple]:
         key, found = jax.random.fold_in(turn.key, WIRE), {}
 
-        def fetch(masters: Tree, held: Tree, index: Array) -> tuple[Tree, Tree, Array]:
-            return layers.fetch(masters, held, jax.random.fold_in(key, index), turn.step)
-
         def run(step: Callable, x: Array, masters: Tree, count: int) -> tuple[Array, Any]:
             held = None if copies is None else copies[stack]
-            x, ys, found["copies"], found["squares"] = _prefetched(
-                fetch, step, x, masters, held, count
+            x, ys, found["copies"], found["squares"] = Streamed(layers, step, key).run(
+                x, masters, held
             )
             return x, ys
 
@@ -211,33 +208,3 @@ def split(exchange: Exchange, parts: ModelParts) -> tuple[Exchange, Exchange]:
     layer = map_words(lambda words: words[1:], exchange.axes[stack])
     rest = {k: words for k, words in exchange.axes.items() if k != stack}
     return dataclasses.replace(exchange, axes=layer), dataclasses.replace(exchange, axes=rest)
-
-
-def _prefetched(
-    fetch: Callable, step: Callable, x: Array, masters: Tree, copies: Tree, count: int
-) -> tuple[Array, Any, Tree, Array]:
-    """Runs layers, each beside the fetch of the next, the last one after the loop.
-
-    copies: stacked; each layer's are replaced where they lie, so that there is one set of them.
-    Returns: (x, stacked ys, the new copies, the squares of all fetches).
-    """
-
-    def one(mine: Tree, copies: Tree, index: Array) -> tuple[Tree, Tree, Array]:
-        take = functools.partial(lax.dynamic_index_in_dim, index=index, keepdims=False)
-        put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
-        weights, new, squares = fetch(mine, jax.tree.map(take, copies), index)
-        return weights, jax.tree.map(put, copies, new), squares
-
-    def both(carry: tuple, item: tuple) -> tuple[tuple, Any]:
-        x, weights, copies, squares = carry
-        index, mine = item
-        coming, copies, more = one(mine, copies, index + 1)
-        x, y = step(x, (weights, index))
-        return (x, coming, copies, squares + more), y
-
-    first, following = (jax.tree.map(lambda w, s=s: w[s], masters) for s in (0, slice(1, None)))
-    carry = (x, *one(first, copies, jnp.int32(0)))
-    (x, weights, copies, squares), ys = lax.scan(both, carry, (jnp.arange(count - 1), following))
-    x, y = step(x, (weights, jnp.int32(count - 1)))
-    ys = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), ys, y)
-    return x, ys, copies, squares

@@ -12,6 +12,7 @@ from megajax.training.state import TrainState
 from tests.tiny import DEEPSEEK, MODEL, MQA, host_batch, on, run_config, step_of
 from tests.tolerances import GRADIENTS, LOSSES
 
+DEEP = dataclasses.replace(MQA, layers=4)  # more than the loops begin and end with
 # A wire that rounds nothing: what is left of a difference is float32's own.
 EXACT = dict(wire="sdp4bit", exchange__weights="float32", exchange__gradients="float32")
 MESH = dict(mesh__node=2, mesh__data=2, mesh__tensor=2)
@@ -44,7 +45,7 @@ def train(model, steps=3, **changes):
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        pytest.param(MQA, MESH | EXACT, id="streamed"),
+        pytest.param(DEEP, MESH | EXACT, id="streamed"),
         pytest.param(MODEL, PIPE | EXACT, id="pipeline"),
         pytest.param(MODEL, MESH | SHARDED, id="sharded", marks=pytest.mark.slow),
         pytest.param(
@@ -55,6 +56,10 @@ def train(model, steps=3, **changes):
             marks=pytest.mark.slow,
         ),
         pytest.param(DEEPSEEK, EXPERT | EXACT, id="experts", marks=pytest.mark.slow),
+        pytest.param(MQA, MESH | EXACT, id="two layers", marks=pytest.mark.slow),
+        pytest.param(
+            DEEP, MESH | EXACT | dict(train__remat="none"), id="no remat", marks=pytest.mark.slow
+        ),
         pytest.param(
             MQA, MESH | dict(shard__zero="optimizer"), id="no codec", marks=pytest.mark.slow
         ),
