@@ -131,7 +131,7 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
         "compile_cpu_s": plan.compiled.cpu_s if plan.compiled else None,
         "warnings": plan.warnings,
     }
-    if plan.step.resident:
+    if plan.step.exchanges:
         members |= {"exchange": plan_wire.figures(plan.step, plan.cluster)}
     members |= {"search": search} if search else {}
     return json.dumps(members, indent=2) + "\n"
@@ -174,7 +174,7 @@ def pruning(plan: Plan) -> list[str]:
 def sending(plan: Plan) -> list[str]:
     """Returns the section on what data parallelism sends once a step; nothing where it sends
     weights and gradients layer by layer, which are among the collectives."""
-    if not plan.step.resident:
+    if not plan.step.exchanges:
         return []
     found, head = plan_wire.figures(plan.step, plan.cluster), "## What data parallelism sends"
     if not found["rows"]:

@@ -1,7 +1,7 @@
 """What data parallelism sends in a planned step: the codec's bytes by level, seconds as estimates.
 
-For steps whose weights in use are whole on every rank (--wire, --shard.zero=optimizer); under the
-others weights and gradients travel layer by layer and stand among a plan's collectives.
+For steps with an exchange of their own (--wire, --shard.zero=optimizer); what others gather and
+scatter stands among a plan's collectives.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
     model = Roofline()
     found: dict[tuple, float] = {}
     for m in exchange.messages(step):
-        one = traffic.Transfer(m.kind, m.axes, m.nbytes, m.bucket.count, 0.0, m.level)
+        one = traffic.Transfer(m.kind, m.axes, m.nbytes, m.count, 0.0, m.level)
         seconds = transfer_seconds(one, step, cluster, model, 1.0)[0]
         key = m.level, m.kind, m.axes
         found[key] = found.get(key, 0.0) + seconds

@@ -1,11 +1,13 @@
-"""What data parallelism sends once a step: weights gathered whole, gradients summed into pieces.
+"""What data parallelism sends: weights gathered from pieces, gradients summed into pieces.
 
-This is the exchange of ranks that hold all weights in use and a piece of the masters (ZeRO-1/2,
-`StepShape.resident`), with numbers as they are computed or in a codec (`StepShape.coding`). Sizes
-are those of parallel/exchange.py and parallel/zero.py: a bucket is the matrices of one layer, the
-routed experts of one layer, or one table; a rank's piece of it is padded to whole blocks of the
-transform; each rank sends every other one its row, its own row included in the bytes. Routers are
-small, may not be rounded and travel in float32.
+Two kinds of steps have it. Ranks that hold all weights in use and a piece of the masters (ZeRO-1/2,
+`StepShape.resident`) exchange once a step. Ranks that hold pieces only (ZeRO-3) with a codec
+(`StepShape.coding`) fetch each layer twice for every micro-batch, the second time for the backward
+pass, and send its gradients. Sizes are those of parallel/exchange.py and parallel/zero.py: a bucket
+is the matrices of one layer, the routed experts of one layer, or one table; a rank's piece of it is
+padded to whole blocks of the transform; each rank sends every other one its row, its own row
+included in the bytes. Routers are small, may not be rounded and travel in float32. Norms and biases
+are left out, and tables are those of the vocabulary without its padding.
 Sources: SDP4Bit (arXiv 2410.15526) section 3, ZeRO++ (arXiv 2306.10209) section 3.
 
 Legend: N elements of a bucket on one device, W ranks that share its gradient, C = N / W of a piece.
@@ -22,6 +24,7 @@ from megajax.cost.memory import MASTER
 from megajax.cost.step import StepShape
 
 BETWEEN = "node"
+TABLES = ("embedding", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +38,19 @@ class Bucket:
     axes: tuple[str, ...]
     exact: bool = False
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it is in no layer."""
+        return self.what in TABLES
+
 
 @dataclasses.dataclass(frozen=True)
 class Message:
     """One collective of a bucket.
 
     level: 'weights', 'inside' (gradients inside a node) or 'between'. nbytes: of the larger side on
-    one device, as Transfer.nbytes. elements: numbers that those bytes stand for.
+    one device, as Transfer.nbytes. elements: numbers that those bytes stand for. count: of equal
+    ones a step.
     """
 
     bucket: Bucket
@@ -50,6 +59,7 @@ class Message:
     axes: tuple[str, ...]
     nbytes: float
     elements: float
+    count: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,38 +96,40 @@ def buckets(step: StepShape) -> list[Bucket]:
         ),
     ]
     for op in load.ops:
-        if op.part in ("embedding", "head"):
+        if op.part in TABLES:
             cut = step.ways("pipe", "tensor")
             found.append(Bucket(op.part, _whole(op.params, cut), 1.0, dense))
     return [b for b in found if b.elements and b.axes]
 
 
 def messages(step: StepShape) -> Iterator[Message]:
-    """Yields the collectives of all buckets, each to be executed `bucket.count` times."""
+    """Yields the collectives of all buckets."""
     for bucket in buckets(step):
         n, coding = bucket.elements, step.coding
+        fetches, sums = _times(step, bucket)
         if coding is None or bucket.exact:
             weights = MASTER if bucket.exact else step.itemsize
-            yield Message(bucket, "weights", "all-gather", bucket.axes, weights * n, n)
-            yield Message(bucket, "gradients", "reduce-scatter", bucket.axes, MASTER * n, n)
+            home = MASTER if bucket.exact or step.resident else step.itemsize
+            yield Message(bucket, "weights", "all-gather", bucket.axes, weights * n, n, fetches)
+            yield Message(bucket, "gradients", "reduce-scatter", bucket.axes, home * n, n, sums)
             continue
         inside, nodes, ranks = _levels(step, bucket)
         piece, row = _piece(step, bucket)
         gathered = nodes * ranks * coding.weights.wire_bytes(piece)
-        yield Message(bucket, "weights", "all-gather", bucket.axes, gathered, n)
+        yield Message(bucket, "weights", "all-gather", bucket.axes, gathered, n, fetches)
         if ranks > 1:
             near = ranks * coding.inside.wire_bytes(nodes * row)
-            yield Message(bucket, "inside", "all-to-all", inside, near, n)
+            yield Message(bucket, "inside", "all-to-all", inside, near, n, sums)
         if nodes > 1:
             far = nodes * coding.between.wire_bytes(row)
-            yield Message(bucket, "between", "all-to-all", (BETWEEN,), far, n / ranks)
+            yield Message(bucket, "between", "all-to-all", (BETWEEN,), far, n / ranks, sums)
 
 
 def rows(step: StepShape) -> list[Row]:
     """Returns the traffic of a step by level and axes, in the order of `messages`."""
     found: dict[tuple, Row] = {}
     for m in messages(step):
-        key, times = (m.level, m.kind, m.axes), m.bucket.count
+        key, times = (m.level, m.kind, m.axes), m.count
         old = found.get(key, Row(*key, 0.0, 0.0))
         found[key] = Row(*key, old.nbytes + times * m.nbytes, old.elements + times * m.elements)
     return list(found.values())
@@ -142,17 +154,26 @@ def coded_bytes(step: StepShape) -> float:
         n, (_, nodes, ranks) = bucket.elements, _levels(step, bucket)
         piece, gathered = n / (nodes * ranks), sent[bucket, "weights"]
         copies = 2 if coding.difference else 1
-        moved = MASTER * piece + gathered / (nodes * ranks) + gathered + copies * step.itemsize * n
-        moved += step.itemsize * piece * (copies - 1)
-        moved += MASTER * n + MASTER * piece
-        moved += sum(2 * sent.get((bucket, level), 0.0) for level in ("inside", "between"))
-        total += bucket.count * moved
+        fetch = MASTER * piece + gathered / (nodes * ranks) + gathered + copies * step.itemsize * n
+        fetch += step.itemsize * piece * (copies - 1)
+        home = MASTER * n + MASTER * piece
+        home += sum(2 * sent.get((bucket, level), 0.0) for level in ("inside", "between"))
+        fetches, sums = _times(step, bucket)
+        total += fetches * fetch + sums * home
     return total
 
 
 def coding_op(step: StepShape) -> Op:
     """Returns the passes over memory that quantize and dequantize, as one operation of a step."""
     return Op("update", Rowwise("quantize", coded_bytes(step), 1, reads=0), dtypes=("int8",))
+
+
+def _times(step: StepShape, bucket: Bucket) -> tuple[float, float]:
+    """Returns how often a step gathers the weights of such buckets and sums their gradients."""
+    if step.resident:
+        return bucket.count, bucket.count
+    sums = bucket.count * step.accumulate
+    return (sums if bucket.is_table else 2 * sums), sums
 
 
 def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -40,7 +40,11 @@ def terms(step: StepShape) -> dict[str, float]:
 
 
 def _gradients(step: StepShape) -> float:
-    """Elements: sums of a resident step meet their pieces in the exchange."""
+    """Elements: sums of a resident step meet their pieces in the exchange; streamed, those of one
+    layer and of the tables do."""
+    if step.streams:
+        layer = (layer_weights(step) + expert_weights(step)) / step.itemsize
+        return held(step) + layer + step.load.table_params / step.ways("tensor")
     if step.resident:
         return gathered(step) + held(step)
     return gathered(step) if step.local_gradients else held(step)
@@ -120,8 +124,8 @@ def _weights_in_use(step: StepShape) -> float:
     layer = layer_weights(step) + expert_weights(step)
     if step.pipeline.stages > 1:  # gathered once a step and kept (ZeRO-2, MegaScale section 3.2)
         return layer * step.stored_layers if step.ways(*step.zero_axes) > 1 else 0.0
-    table = step.itemsize * step.load.head_params / step.ways("tensor")
-    return layer + table
+    tables = step.load.table_params if step.exchanges else step.load.head_params
+    return layer + step.itemsize * tables / step.ways("tensor")
 
 
 def _kept(step: StepShape) -> float:
@@ -134,7 +138,7 @@ def _kept(step: StepShape) -> float:
         "dots": first + cut * step.tokens * (work.input_width + work.attention_width),
         "none": first
         + cut * step.tokens * (work.input_width + work.output_width)
-        + (layer_weights(step) if step.ways(*step.zero_axes) > 1 and not step.resident else 0.0)
+        + (layer_weights(step) if step.ways(*step.zero_axes) > 1 and not step.exchanges else 0.0)
         + (_weights_of_attention(step, step.itemsize) if step.keeps_attention else 0.0)
         + _experts(step, backward=False),
     }

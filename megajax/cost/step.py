@@ -72,9 +72,9 @@ class StepShape:
     Hopper, layers/attend.py), the mask and its 16-bit bias (rows, queries, keys), which every head
     reads in both passes, are not counted: memory and time are too low there. local_gradients: sums
     of gradients rest whole on every device until the end of the step. context: how queries meet
-    keys of other devices. resident: every device holds all weights of its stage in use and sums all
-    their gradients, exchanged once a step (cost/exchange.py). coding: in what those travel; None:
-    as they are computed, gradients in float32.
+    keys of other devices. resident: every device holds all weights of its stage in use, which
+    travel once a step, as their gradients do. coding: in what weights and gradients travel; None:
+    as they are computed, of a resident step gradients in float32.
     Raises: UserError for a pipeline or a cut sequence in generation, which has neither.
     """
 
@@ -105,6 +105,17 @@ class StepShape:
     def trains(self) -> bool:
         """Whether a backward pass and an update follow."""
         return self.load.phase == "train"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether weights and gradients travel as cost/exchange.py has it."""
+        return self.resident or self.coding is not None
+
+    @property
+    def streams(self) -> bool:
+        """Whether a resident step sends each layer's gradients when they are made, not all sums at
+        the end (training/gradients.py)."""
+        return self.resident and self.accumulate == 1 and self.pipeline.stages == 1
 
     @property
     def itemsize(self) -> float:

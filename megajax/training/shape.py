@@ -43,7 +43,8 @@ def step_shape(
         local_gradients=stages > 1 and pipeline.gradients == "local",
         pipeline=schedule,
         context=cfg.context.kind,
-        resident=phase == "train" and (cfg.zero == "optimizer" or cfg.wire != "none"),
+        resident=phase == "train"
+        and (cfg.zero == "optimizer" or (cfg.wire != "none" and stages > 1)),
         coding=_coding(cfg) if phase == "train" and cfg.wire != "none" else None,
     )
 

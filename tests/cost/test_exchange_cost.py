@@ -11,7 +11,7 @@ from megajax.cost.estimate import estimate
 from megajax.cost.memory import terms
 from megajax.cost.network import Group, collective_time
 from megajax.cost.step import Coding, StepShape
-from megajax.cost.traffic import transfers
+from megajax.cost.traffic import Overlap, transfers
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.training.shape import step_shape
@@ -132,7 +132,7 @@ def test_the_estimate_prices_each_level_on_its_link_and_the_passes_over_memory()
     assert guess.quantize_s == pytest.approx(exchange.coded_bytes(step) / memory)
     for axes, group in ((("data",), Group(4, 1)), (("node",), Group(1, 2))):
         once = [
-            m.bucket.count * collective_time(m.kind, m.nbytes, group, cluster)
+            m.count * collective_time(m.kind, m.nbytes, group, cluster)
             for m in exchange.messages(step)
             if m.axes == axes
         ]
@@ -147,7 +147,9 @@ def test_memory_of_copies_and_of_masters_that_are_cut():
     found = terms(step)
     assert found["parameters"] == 4 * 3584 / 8 and found["optimizer"] == 2 * found["parameters"]
     assert found["weights in use"] == 2 * 3584
-    assert found["gradients"] == 4 * (3584 + 3584 / 8)
+    assert found["gradients"] == 4 * (3584 / 8 + 768 + 512)  # streamed: one layer's, the table's
+    later = terms(dataclasses.replace(step, accumulate=2))
+    assert later["gradients"] == 4 * (3584 + 3584 / 8)
     assert "errors" not in found
     kept = shape(coding=dataclasses.replace(SDP4BIT, error_bits=8.25))
     assert terms(kept)["errors"] == 3584 * 8.25 / 8
@@ -158,14 +160,33 @@ def test_memory_of_copies_and_of_masters_that_are_cut():
     assert stash[0] - stash[1] == 4 * 2 * 768
 
 
+def test_pieces_in_a_codec_travel_for_every_micro_batch_and_weights_twice():
+    """ZeRO-3 of 4 layers and a table, three micro-batches."""
+    step = dataclasses.replace(shape(), resident=False, accumulate=3)
+    once = {(m.bucket.what, m.level): m.nbytes for m in exchange.messages(shape())}
+    times = {(m.bucket.what, m.level): m.count for m in exchange.messages(step)}
+    assert times["layer", "weights"] == 4 * 3 * 2 and times["layer", "inside"] == 4 * 3
+    assert times["embedding", "weights"] == times["embedding", "between"] == 3
+    assert {(m.bucket.what, m.level): m.nbytes for m in exchange.messages(step)} == once
+    found = terms(step)
+    assert found["gradients"] == 4 * 3584 / 8 and found["weights in use"] == 2 * (768 + 512)
+    sent = transfers(step, Overlap(data=0.5))
+    flops = {t.what: t.flops_beside for t in sent}
+    assert flops["layer inside"] == 2 * flops["layer weights"] > flops["embedding weights"] == 0
+    piped = dataclasses.replace(step, resident=True)
+    assert {t.flops_beside for t in transfers(piped, Overlap(data=0.5))} == {0.0}
+
+
 @pytest.mark.parametrize(
     ("values", "resident", "bits"),
     [({}, False, None), ({"shard__zero": "optimizer"}, True, None),
-     ({"wire": "sdp4bit"}, True, (4, 8, 4)), ({"wire": "zeropp"}, True, (8, 4, 4)),
+     ({"wire": "sdp4bit"}, True, (4, 8, 4)), ({"wire": "zeropp"}, False, (8, 4, 4)),
+     ({"wire": "zeropp", "mesh__pipe": 2}, True, (8, 4, 4)),
      ({"wire": "loco"}, True, (16, 4, 4))],
 )  # fmt: skip
 def test_the_shape_of_a_configuration_knows_its_wire(values, resident, bits):
-    step = step_shape(run_config(**values), ONE | {"node": 2, "data": 2})
+    cfg = run_config(**values)
+    step = step_shape(cfg, ONE | {"node": 2, "data": 2, "pipe": cfg.mesh.pipe})
     assert step.resident is resident and (step.coding is None) is (bits is None)
     if step.coding is not None:
         sent = [p.wire_bytes(8192) for p in (step.coding.weights, step.coding.inside)]
