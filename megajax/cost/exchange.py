@@ -83,10 +83,13 @@ def buckets(step: StepShape) -> list[Bucket]:
     load, layers = step.load, step.stored_layers
     tensor = step.ways("tensor")
     routers = load.params_of("router")
+    shared = load.kv_params if step.kv_copies > 1 else 0.0
     dense, routed = _live(step, ZERO_AXES), _live(step, ("node", "data", "context"))
     per = load.stored_layers
     found = [
-        Bucket("layer", _whole(step.unshared_params - routers, per * tensor), layers, dense),
+        Bucket("layer", _whole(load.dense_params - routers - shared, per * tensor), layers, dense),
+        # Key-value heads that tensor ranks share rest whole on each of them, and travel apart.
+        Bucket("key-value heads", _whole(shared, per), layers, dense),
         Bucket("router", _whole(routers, per), layers, dense, exact=True),
         Bucket(
             "experts",

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 
+import jax
 import pytest
 
+from megajax import quant
 from megajax.core.hardware import parse_cluster
 from megajax.cost import exchange
 from megajax.cost.estimate import estimate
@@ -14,8 +16,10 @@ from megajax.cost.step import Coding, StepShape
 from megajax.cost.traffic import Overlap, transfers
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import zero
+from megajax.training.gradients import exchange_of
 from megajax.training.shape import step_shape
-from tests.tiny import run_config
+from tests.tiny import MOE, MQA, run_config, step_of
 
 # 4 layers, D 8, 2 heads of 4, F 32, V 64, tied: a layer has 4 x 64 + 2 x 256 = 768 parameters.
 MODEL = DecoderConfig(
@@ -79,6 +83,18 @@ def test_a_piece_is_padded_to_blocks_of_the_transform():
 def test_bits_of_an_element_are_the_papers_on_large_layers():
     bits = [row.bits for row in exchange.rows(shape(LARGE))]
     assert bits == pytest.approx([4 + 32 / 2048, 8 + 32 / 128, 4 + 32 / 128], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sdp4bit", "zeropp", "loco", "fp8"])
+def test_bytes_are_those_that_the_exchange_itself_counts(name):
+    """parallel/zero.py, of 2 x 4 and 2 x 8 ranks, whose pieces are whole blocks and are not."""
+    codec = quant.codec(name)
+    coding = Coding(codec.weights, codec.inside, codec.between, max(codec.hadamard, 1))
+    for data in (4, 8):
+        for bucket, n in (("layer", 768), ("embedding", 512)):
+            found = exchange.messages(shape(coding=coding, data=data))
+            sent = {m.level: m.nbytes for m in found if m.bucket.what == bucket}
+            assert sent == zero.wire_bytes(n, codec, 2, data)
 
 
 def test_one_level_and_one_rank():
@@ -196,3 +212,23 @@ def test_the_shape_of_a_configuration_knows_its_wire(values, resident, bits):
         assert step.coding.error_bits == (8.25 if values["wire"] == "loco" else 0)
     served = step_shape(run_config(**values), ONE, phase="decode")
     assert not served.resident and served.coding is None
+
+
+@pytest.mark.parametrize("model", [MQA, MOE])
+def test_buckets_are_those_of_the_step(model):
+    """Elements, axes and number of what a real exchange sends, on 2 x 2 ranks of 2 tensor ranks."""
+    cfg = run_config(wire="sdp4bit", mesh__node=2, mesh__data=2, mesh__tensor=2)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(model, vocab=64))
+    built = step_of(cfg)
+    mesh, params = built.layout.mesh, jax.tree.leaves(built.abstract_state.params)
+    with jax.set_mesh(mesh):
+        real = exchange_of(cfg, built.parts, built.layout)
+    found = []
+    for bucket in real.buckets:
+        ranks = math.prod(mesh.shape[axis] for axis in bucket.axes)
+        pieces = [params[i].sharding.shard_shape(params[i].shape) for i in bucket.leaves]
+        layers = pieces[0][0] if bucket.stacked else 1
+        axes = tuple(axis for axis in bucket.axes if mesh.shape[axis] > 1)
+        found.append((ranks * sum(map(math.prod, pieces)) // layers, layers, axes))
+    planned = exchange.buckets(step_shape(cfg, dict(mesh.shape)))
+    assert sorted(found) == sorted((b.elements, b.count, b.axes) for b in planned if not b.exact)
