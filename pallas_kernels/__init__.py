@@ -17,6 +17,11 @@ from pallas_kernels.packing.api import PackInfo as PackInfo
 from pallas_kernels.packing.api import bucket as bucket
 from pallas_kernels.packing.api import pack as pack
 from pallas_kernels.packing.api import unpack as unpack
+from pallas_kernels.quantize.api import dequantize_add as dequantize_add
+from pallas_kernels.quantize.api import hadamard_quantize as hadamard_quantize
+from pallas_kernels.quantize.api import reduce_hadamard as reduce_hadamard
+from pallas_kernels.quantize.api import reduce_requantize as reduce_requantize
+from pallas_kernels.quantize.api import subtract_quantize as subtract_quantize
 from pallas_kernels.tile_sparse.api import tile_sparse_matmul as tile_sparse_matmul
 from pallas_kernels.tile_sparse.api import values_of as values_of
 from pallas_kernels.tile_sparse.api import with_values as with_values

@@ -24,6 +24,7 @@ from pallas_kernels.expert import configs as expert
 from pallas_kernels.gemm import configs as gemm
 from pallas_kernels.grouped import configs as grouped
 from pallas_kernels.norm import configs as norm
+from pallas_kernels.quantize import configs as quantize
 from pallas_kernels.tile_sparse import configs as tile_sparse
 
 FOLDERS = {
@@ -33,6 +34,7 @@ FOLDERS = {
     "gemm": gemm,
     "grouped": grouped,
     "norm": norm,
+    "quantize": quantize,
     "tile_sparse": tile_sparse,
 }
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)

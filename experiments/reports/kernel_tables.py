@@ -17,7 +17,9 @@ from megajax.monitor.results import table
 from pallas_kernels import bench
 from pallas_kernels.attention.cases import paper_lengths
 
-REPORTED = ("attention", "tile_sparse", "norm", "gemm", "grouped", "collective", "expert")
+REPORTED = (
+    "attention", "tile_sparse", "norm", "gemm", "grouped", "quantize", "collective", "expert",
+)  # fmt: skip
 # What stands beside our times of a folder: heading -> implementation in a DEVICE_kernels.json.
 SIDES = {
     "attention": {
@@ -35,13 +37,18 @@ SIDES = {
         "one dense product, us": "dense",
     },
     "packing": {"ours, us": "ours"},
+    "quantize": {"ours, us": "ours", "XLA, us": "xla", "a copy of as many bytes, us": "copy"},
     "tile_sparse": {
         "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
     },
 }  # fmt: skip
-BOUNDS = {"grouped": ("dense",)}  # sides that do less than is asked for: no rivals
+BOUNDS = {
+    "grouped": ("dense",),
+    "quantize": ("copy",),
+}  # do less than is asked for: no rivals
 CONTROL = "ours, in PyTorch's process"
 DIRECTIONS = (("forward", (False,)), ("forward+backward", (False, True)))
+UNDIFFERENTIATED = ("quantize",)  # have no backward pass
 
 Row = dict[str, Any]
 
@@ -72,7 +79,7 @@ def _floors(measured: Row, folder: str) -> str:
     columns += ["ours, p10 to p90", "floor over ours", "best rival over ours"]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for case in cases:
-        for direction, parts in DIRECTIONS:
+        for direction, parts in DIRECTIONS[: 1 if folder in UNDIFFERENTIATED else 2]:
             flops, nbytes = (sum(f(part) for part in parts) for f in (case.flops, case.bytes))
             floor = sum(case.floor_s(part, rate) for part in parts)
             sides = [times.get((case.name, direction, side)) for side in SIDES[folder].values()]

@@ -1,6 +1,6 @@
 """What tune.py measures of each folder of kernels: `tunings()` of the module of its name."""
 
-from . import attention, collective, expert, gemm, grouped, norm, tile_sparse
+from . import attention, collective, expert, gemm, grouped, norm, quantize, tile_sparse
 
 FOLDERS = {
     "attention": attention,
@@ -9,5 +9,6 @@ FOLDERS = {
     "gemm": gemm,
     "grouped": grouped,
     "norm": norm,
+    "quantize": quantize,
     "tile_sparse": tile_sparse,
 }

@@ -22,6 +22,7 @@ X, Q, K = jnp.ones((6, 4)), jnp.ones((8, 4, 16)), jnp.ones((8, 2, 16))
 CU, IDS = jnp.array([0, 3, 8], jnp.int32), jnp.zeros((1, 8), jnp.int32)
 SCALE, ROWS = jnp.ones(4), jnp.ones((2, 3, 4))
 LENGTHS = jnp.array([3, 2], jnp.int32)
+LINE, BYTES = jnp.ones(128), jnp.zeros((2, 132), jnp.uint8)
 
 
 def info():
@@ -49,6 +50,11 @@ GOOD = {
     "fused_layer_norm": lambda: dict(x_xD=X, scale=SCALE),
     "norm_unpack": lambda: dict(x_TD=X, info=info(), scale=SCALE),
     "tile_sparse_matmul": lambda: dict(x_MK=X, weight=sparse()),
+    "hadamard_quantize": lambda: dict(x_N=LINE, rows=2),
+    "reduce_requantize": lambda: dict(payload_RP=BYTES, n=128, rows=2),
+    "reduce_hadamard": lambda: dict(payload_RP=BYTES, n=128, bits=8),
+    "subtract_quantize": lambda: dict(main_N=LINE, copy_N=LINE),
+    "dequantize_add": lambda: dict(payload_RP=BYTES, copy_N=jnp.ones(256), bits=8, group=128),
     "TileSparse.from_dense": lambda: dict(w_KN=X, mask_KN=np.ones((6, 4), bool)),
 }
 LIST, TWICE = [[1.0] * 4] * 6, jnp.concatenate([K[None]] * 2)
@@ -63,6 +69,11 @@ ARRAYS = {
     "fused_layer_norm": ("x_xD", "scale", "residual", "bias", "offset"),
     "norm_unpack": ("x_TD", "scale", "residual", "bias", "offset"),
     "tile_sparse_matmul": ("x_MK", "bias"),
+    "hadamard_quantize": ("x_N",),
+    "reduce_requantize": ("payload_RP",),
+    "reduce_hadamard": ("payload_RP",),
+    "subtract_quantize": ("main_N", "copy_N"),
+    "dequantize_add": ("payload_RP", "copy_N"),
     "TileSparse.from_dense": ("w_KN",),
 }
 WRONG = {"a list": LIST, "rank": jnp.ones(()), "integers": None, "shape": jnp.ones((5, 3, 2, 7, 1))}

@@ -76,6 +76,14 @@ def tile_sparse(x, w):
     return pallas_kernels.tile_sparse_matmul(x, weight.replace(values=weight.values + w[0, 0]))
 
 
+def quantized(op, *args, **options):
+    return functools.partial(getattr(pallas_kernels, op), **options), [*args]
+
+
+def bytes_of(rows, n):
+    return jax.ShapeDtypeStruct((rows, n), jnp.uint8)
+
+
 THK = [like(64, 2, 64)] * 3
 PROGRAMS = {
     "`fused_gemm`": (pallas_kernels.fused_gemm, [like(64, 64), like(64, 64)]),
@@ -83,6 +91,15 @@ PROGRAMS = {
     "`grouped_matmul`, many rows": (grouped, [like(4096, 64), like(8, 64, 64)]),
     "`fused_layer_norm`": (norm, [like(64, 512), like(64, 512), like(512)]),
     "`norm_unpack`": (norm_unpack, [like(64, 512), like(512)]),
+    "`hadamard_quantize`": quantized("hadamard_quantize", like(8192), rows=2),
+    "`reduce_requantize`": quantized(
+        "reduce_requantize", bytes_of(2, 4096 + 128), n=4096, rows=2
+    ),
+    "`reduce_hadamard`": quantized("reduce_hadamard", bytes_of(2, 2048 + 128), n=4096),
+    "`subtract_quantize`": quantized(
+        "subtract_quantize", like(8192, dtype=jnp.float32), like(8192)
+    ),
+    "`dequantize_add`": quantized("dequantize_add", bytes_of(2, 4096 + 16), like(16384)),
     "`tile_sparse_matmul`": (tile_sparse, [like(64, 64), like(64, 64)]),
     "`varlen_attention`": (varlen, THK),
     "`packed_attention`": (packed, [like(1, 64, 2, 64)] * 3),
@@ -160,7 +177,8 @@ def with_gradients(function):
 def test_each_function_launches_what_the_page_says(name, stubbed, measured):
     page, (function, args) = rows_of_page()[name], PROGRAMS[name]
     assert [*page] == [*COLUMNS]
-    function = function if "attention" in name else with_gradients(function)
+    alone = ("attention", "quantize", "reduce_hadamard")  # no gradients, or long to lower
+    function = function if any(word in name for word in alone) else with_gradients(function)
     jax.eval_shape(function, *args)  # asks for its rows
     for column, (kind, states) in COLUMNS.items():
         for state in states if name in SEVERAL else states[:1]:

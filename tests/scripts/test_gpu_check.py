@@ -33,8 +33,8 @@ def test_every_part_has_a_name_of_its_own_and_every_folder_is_checked():
 
 
 def test_results_are_right_before_they_are_timed():
-    first = [part.args["do"] for part in gpu_check.parts()][:8]
-    assert first == ["checks"] * 5 + ["exact"] * 2 + ["losses"]
+    first = [part.args["do"] for part in gpu_check.parts()][:9]
+    assert first == ["checks"] * 6 + ["exact"] * 2 + ["losses"]
 
 
 def test_words_choose_parts():

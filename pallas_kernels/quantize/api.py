@@ -1,0 +1,276 @@
+"""What SDP4Bit's ranks compute between two messages, each in one pass over its arrays.
+
+A gradient is smoothed by a Hadamard transform, sent in 8 bits inside a node, summed, sent in 4 bits
+between nodes, summed and transformed back; a weight's change is sent in 4 bits (SDP4Bit, arXiv
+2410.15526, sections 3 and 4; fused_reference.py has the steps). A payload is a row of bytes, packed
+codes and then float32 scales (reference.py has the rule). The functions have no gradients.
+
+Legend: N elements, R payloads (rows), P bytes of a payload.
+Not here: the messages (megajax/parallel/zero.py); codes for other purposes (megajax/quant).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import arguments, dispatch, tuned
+from pallas_kernels.quantize import counter, fused_reference, hopper, reference
+from pallas_kernels.quantize.fused_reference import BLOCK
+from pallas_kernels.quantize.reference import Bits
+
+Array = jax.Array
+Implementation = dispatch.Implementation
+DTYPES = ("float32", "bfloat16")
+
+
+def hadamard_quantize(
+    x_N: Array,
+    *,
+    rows: int,
+    nodes: int = 1,
+    bits: Bits = 8,
+    group: int = 128,
+    hadamard: bool = True,
+    key: Array | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """A payload for each of `rows` ranks: x transformed, quantized and put in their order.
+
+    Of n = rows * nodes equal chunks of x, chunk i * rows + j is the i-th part of row j, so that two
+    all-to-alls, over the ranks of a node and over nodes, bring chunk r to rank r (SDP4Bit,
+    section 3.2: node i, rank j inside it).
+
+    Args: x_N: float32|bfloat16, a whole number of chunks, and of blocks of 32 in each where it is
+      transformed. bits: of a code, 2|3|4|8|'e4m3'|'e5m2'. group: elements of a scale. key: a
+      jax.random key, rounds at random by `counter.noise` of the index in x; None: to nearest.
+      implementation: see `dispatch`. 'hopper' takes 4 and 8 bits, groups of 128 to 1024 and chunks
+      of whole tiles (quantize/README.md).
+    Returns: payload_RP, uint8 (rows, reference.payload_bytes(N / rows, bits, group)).
+    Raises: ValueError for arguments that break the above; NotImplementedError, with all reasons,
+      where the implementation asked for cannot run.
+    """
+    op = "hadamard_quantize"
+    _check_line(op, "x_N", x_N)
+    _check_codes(op, bits, group)
+    rows, nodes = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "nodes", nodes, 1)
+    chunk = _part(op, "x_N", x_N.shape[0], rows * nodes, BLOCK if hadamard else 1)
+    problem = hopper.Problem(
+        op, rows * nodes, chunk // group, group, rows, nodes, x_N.dtype, 8, bits,
+        key is not None, hadamard,
+    )  # fmt: skip
+    options = {"rows": rows, "nodes": nodes, "bits": bits, "group": group, "hadamard": hadamard}
+    return _run(problem, chunk, implementation, options, x_N, _words(op, key))
+
+
+def reduce_requantize(
+    payload_RP: Array,
+    n: int,
+    *,
+    rows: int,
+    bits: Bits = 8,
+    new_bits: Bits = 4,
+    group: int = 128,
+    key: Array | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """The float32 sum of what R payloads hold, as a payload for each of `rows` ranks.
+
+    Args: payload_RP: uint8, each of n elements in `bits` and groups of `group`. rows: equal pieces
+      of the sum, in new_bits and groups as long. key: rounds at random by `counter.noise` of the
+      index in the sum; None: to nearest. implementation: 'hopper' takes 8 bits in, 4 out, groups of
+      128 to 2048 and up to 16 payloads.
+    Returns: uint8 (rows, reference.payload_bytes(n / rows, new_bits, group)).
+    Raises: as hadamard_quantize.
+    """
+    op = "reduce_requantize"
+    _check_codes(op, bits, group)
+    _check_codes(op, new_bits, group, "new_")
+    rows, n = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "n", n, 1)
+    _check_payload(op, payload_RP, n, bits, group)
+    piece = _part(op, "n", n, rows, 1)
+    problem = hopper.Problem(
+        op, rows, piece // group, group, payload_RP.shape[0], 1, jnp.float32, bits, new_bits,
+        key is not None,
+    )  # fmt: skip
+    options = {
+        "n": n, "rows": rows, "bits": bits, "new_bits": new_bits, "group": group,
+    }  # fmt: skip
+    return _run(problem, piece, implementation, options, payload_RP, _words(op, key))
+
+
+def reduce_hadamard(
+    payload_RP: Array,
+    n: int,
+    *,
+    bits: Bits = 4,
+    group: int = 128,
+    hadamard: bool = True,
+    implementation: Implementation | None = None,
+) -> Array:
+    """The sum of what R payloads hold, transformed (back: the transform is its own inverse).
+
+    Args: payload_RP: uint8, each of n elements in `bits` and groups of `group`; n is a multiple of
+      32 where it is transformed. implementation: 'hopper' takes 4 and 8 bits, groups of 128 to 1024
+      and up to 16 payloads.
+    Returns: float32 (n,).
+    Raises: as hadamard_quantize.
+    """
+    op = "reduce_hadamard"
+    _check_codes(op, bits, group)
+    n = arguments.whole(op, "n", n, 1)
+    _check_payload(op, payload_RP, n, bits, group)
+    _part(op, "n", n, 1, BLOCK if hadamard else 1)
+    problem = hopper.Problem(
+        op, 1, n // group, group, payload_RP.shape[0], bits=bits, hadamard=hadamard
+    )
+    options = {"n": n, "bits": bits, "group": group, "hadamard": hadamard}
+    return _run(problem, n, implementation, options, payload_RP)
+
+
+def subtract_quantize(
+    main_N: Array,
+    copy_N: Array,
+    *,
+    bits: Bits = 4,
+    group: int = 2048,
+    key: Array | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """The payload of main - copy, subtracted in float32.
+
+    Args: main_N: float32. copy_N: float32|bfloat16, as long. bits, group: of the payload. key:
+      rounds at random by `counter.noise` of the index; None: to nearest. implementation: 'hopper'
+      takes 4 and 8 bits and groups of 128 to 2048.
+    Returns: payload_P, uint8 (reference.payload_bytes(N, bits, group),).
+    Raises: as hadamard_quantize.
+    """
+    op = "subtract_quantize"
+    _check_line(op, "main_N", main_N, ("float32",))
+    _check_line(op, "copy_N", copy_N)
+    _check_codes(op, bits, group)
+    if main_N.shape != copy_N.shape:
+        raise ValueError(f"{op}: copy_N {copy_N.shape} must be as long as main_N {main_N.shape}")
+    n = main_N.shape[0]
+    problem = hopper.Problem(
+        op, 1, n // group, group, dtype=copy_N.dtype, new_bits=bits, noise=key is not None
+    )
+    options = {"bits": bits, "group": group}
+    return _run(problem, n, implementation, options, main_N, copy_N, _words(op, key))
+
+
+def dequantize_add(
+    payload_RP: Array,
+    copy_N: Array,
+    *,
+    bits: Bits = 4,
+    group: int = 2048,
+    implementation: Implementation | None = None,
+) -> Array:
+    """copy plus what R payloads hold, one after the other, in float32, rounded once.
+
+    Args: payload_RP: uint8, each of N / R elements in `bits` and groups of `group`. copy_N:
+      float32|bfloat16. implementation: 'hopper' takes 4 and 8 bits and groups of 128 to 2048.
+    Returns: (N,), in copy's type.
+    Raises: as hadamard_quantize.
+    """
+    op = "dequantize_add"
+    _check_line(op, "copy_N", copy_N)
+    _check_codes(op, bits, group)
+    parts = _check_rows(op, payload_RP)
+    n = _part(op, "copy_N", copy_N.shape[0], parts, 1)
+    _check_payload(op, payload_RP, n, bits, group)
+    problem = hopper.Problem(
+        op, parts, n // group, group, dtype=copy_N.dtype, bits=bits, new_bits=bits
+    )
+    return _run(problem, n, implementation, {"bits": bits, "group": group}, payload_RP, copy_N)
+
+
+def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
+    """What tuned tables are asked."""
+    return {
+        "dtype": jnp.dtype(problem.dtype).name, "bits": str(problem.bits),
+        "new_bits": str(problem.new_bits), "group": str(problem.group), "random": problem.noise,
+        "hadamard": problem.hadamard, "payloads": problem.payloads, "elements": problem.elements,
+    }  # fmt: skip
+
+
+def _run(
+    problem: hopper.Problem,
+    piece: int,
+    implementation: Implementation | None,
+    options: dict[str, Any],
+    *args: Array | None,
+) -> Array:
+    """Runs what the dispatch rule says. piece: elements that whole groups must fill."""
+    row = tuned.find(problem.op, key_of(problem))
+    measured = tuned.tile(row)
+    reasons, tile = [], hopper.Tile(1, 2, 1)
+    if piece % problem.group:
+        reasons.append(f"needs whole groups of {problem.group}, found pieces of {piece} elements")
+    if not reasons and not (reasons := hopper.unknown(problem)):
+        tile = hopper.fit(problem, hopper.Tile(**measured) if measured else None)
+        reasons = hopper.misfits(problem, tile)
+    choice = dispatch.choose(problem.op, implementation, reasons, [row])
+    return dispatch.run(
+        choice,
+        functools.partial(getattr(hopper, problem.op), problem=problem, tile=tile),
+        functools.partial(getattr(fused_reference, problem.op), **options),
+        *dispatch.alike(args),
+        op=problem.op,
+    )
+
+
+def _words(op: str, key: Array | None) -> Array | None:
+    if key is None:
+        return None
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)) or key.ndim:
+        raise ValueError(f"{op}: key must be one jax.random.key, or None to round to nearest")
+    return counter.key_words(key)
+
+
+def _check_line(op: str, name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> None:
+    arguments.check_arrays(op, **{name: x})
+    if x is None or x.ndim != 1 or jnp.dtype(x.dtype).name not in dtypes:
+        found = "None" if x is None else f"{x.dtype}{x.shape}"
+        raise ValueError(f"{op}: {name} {found} must be one line of {' or '.join(dtypes)}")
+
+
+def _check_rows(op: str, payload_RP: Any) -> int:
+    """Returns R."""
+    arguments.check_arrays(op, payload_RP=payload_RP)
+    if payload_RP is None or payload_RP.dtype != jnp.uint8 or payload_RP.ndim != 2:
+        found = "None" if payload_RP is None else f"{payload_RP.dtype}{payload_RP.shape}"
+        raise ValueError(f"{op}: payload_RP {found} must be uint8 (R, P), a payload a row")
+    if not payload_RP.shape[0]:
+        raise ValueError(f"{op}: payload_RP {payload_RP.shape} has no payload; give at least 1")
+    return payload_RP.shape[0]
+
+
+def _check_payload(op: str, payload_RP: Any, n: int, bits: Bits, group: int) -> None:
+    rows, size = _check_rows(op, payload_RP), reference.payload_bytes(n, bits, group)
+    if payload_RP.shape[1] != size:
+        raise ValueError(
+            f"{op}: payload_RP uint8{payload_RP.shape} must be uint8 ({rows}, {size}): {n} codes "
+            f"of bits={bits} and scales of groups of {group}"
+        )
+
+
+def _check_codes(op: str, bits: Bits, group: int, prefix: str = "") -> None:
+    known = (*reference.INTEGERS, *reference.DTYPES)
+    if isinstance(bits, bool) or bits not in known:
+        raise ValueError(f"{op}: {prefix}bits={bits!r} must be one of {known}")
+    arguments.whole(op, "group", group, 1)
+
+
+def _part(op: str, name: str, n: int, parts: int, multiple: int) -> int:
+    """Returns n / parts."""
+    if not n or n % (parts * multiple):
+        step = parts * multiple
+        below = max(n // step, 1) * step
+        raise ValueError(
+            f"{op}: {name} has {n} elements and must be a multiple of {step} ({parts} equal parts, "
+            f"each of whole {multiple}); nearest: {below}, {below + step}"
+        )
+    return n // parts

@@ -1,0 +1,158 @@
+"""SDP4Bit's fused kernels on a GPU: correctness, and every case beside its rivals.
+
+Correct: codes are those of plain JAX but for a few in a hundred thousand, which differ by one where
+a sum was fused differently; float32 results differ by rounding. Rivals: what XLA makes of plain
+JAX, and a copy that reads and writes as many bytes, which is no rival but the bound.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.quantize import api, reference
+from pallas_kernels.quantize.cases import CASES as CASES
+from pallas_kernels.quantize.cases import Case
+
+TINY_CASES = (
+    Case("tiny", "subtract_quantize", 2 * 8192, group=2048),
+    Case("tiny in", "dequantize_add", 2 * 8192, 2, group=2048),
+)
+CHECKED = (
+    Case("send", "hadamard_quantize", 2**20, 4, 2, bits=8),
+    Case("send random bf16", "hadamard_quantize", 2**20, 4, 2, bits=8, wide=False, random=True),
+    Case("relay", "reduce_requantize", 2**19, 8, pieces=4, bits=8),
+    Case("receive", "reduce_hadamard", 2**19, 4),
+    Case("weights out", "subtract_quantize", 2**20, group=2048),
+    Case("weights out random bf16", "subtract_quantize", 2**20, group=2048, wide=False,
+         random=True),
+    Case("weights in", "dequantize_add", 2**20, 8, group=2048),
+    Case("weights in bf16", "dequantize_add", 2**20, 8, group=2048, wide=False),
+    Case("send groups 512 4 bits", "hadamard_quantize", 2**20, 4, 2, group=512),
+    Case("relay random", "reduce_requantize", 2**19, 16, pieces=2, bits=8, random=True),
+)  # fmt: skip
+SELDOM = 1e-4  # codes that may differ by one (chosen: a fused sum moves fewer over a boundary)
+ROUNDING = 2e-6  # of float32 results, relative to the largest (chosen: sums of 16, and a transform)
+
+
+def numbers(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """What is drawn: x, main and copy as they are, payloads as pairs of bytes of bfloat16.
+
+    Any bytes are codes, and two such pairs a finite scale.
+    """
+    n, like = case.elements, jax.ShapeDtypeStruct
+    dtype = jnp.float32 if case.wide else jnp.bfloat16
+    match case.op:
+        case "hadamard_quantize":
+            return [like((n,), dtype)]
+        case "subtract_quantize":
+            return [like((n,), jnp.float32), like((n,), dtype)]
+    each = n // case.payloads if case.op == "dequantize_add" else n
+    size = reference.payload_bytes(each, case.bits, case.group)
+    found = [like((case.payloads, size // 2), jnp.bfloat16)]
+    return found + [like((n,), dtype)] * (case.op == "dequantize_add")
+
+
+def call(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
+    """The function of the case, of what `numbers` describes."""
+    options: dict[str, Any] = {"bits": case.bits, "group": case.group}
+    options["implementation"] = implementation
+    if case.random:
+        options["key"] = jax.random.key(7)
+    match case.op:
+        case "hadamard_quantize":
+            options |= {"rows": case.payloads, "nodes": case.places, "hadamard": case.hadamard}
+        case "reduce_requantize":
+            options |= {"rows": case.pieces, "n": case.elements}
+        case "reduce_hadamard":
+            options |= {"n": case.elements, "hadamard": case.hadamard}
+
+    def run(*args: jax.Array) -> jax.Array:
+        if case.op not in ("hadamard_quantize", "subtract_quantize"):
+            args = (payload_of(args[0]), *args[1:])
+        return getattr(api, case.op)(*args, **options)
+
+    return run
+
+
+def payload_of(pairs: jax.Array) -> jax.Array:
+    """The bytes of pairs, as rows."""
+    return jax.lax.bitcast_convert_type(pairs, jnp.uint8).reshape(pairs.shape[0], -1)
+
+
+def copied(case: Case) -> Side:
+    """A copy of half as many float32 as the case moves bytes, so that it moves as many."""
+    like = jax.ShapeDtypeStruct((int(case.bytes()) // 8,), jnp.float32)
+    return lambda x: x + 1.0, [like]
+
+
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
+    """Ours, plain JAX under XLA, and a copy."""
+    return {
+        "ours": lambda: (call(case, implementation), numbers(case)),
+        "xla": lambda: (call(case, "reference"), numbers(case)),
+        "copy": lambda: copied(case),
+    }
+
+
+def drawn(case: Case) -> list[jax.Array]:
+    """Numbers for a check: payloads are those of numbers, whose scales are no accident."""
+    random = np.random.default_rng(0)
+    found = []
+    for like in numbers(case):
+        if like.ndim == 1:
+            found.append(jnp.asarray(random.standard_normal(like.shape), like.dtype))
+            continue
+        n = case.elements // (like.shape[0] if case.op == "dequantize_add" else 1)
+        x = jnp.asarray(random.standard_normal((like.shape[0], n)), jnp.float32)
+        payload = reference.encode(x, case.bits, case.group)
+        pairs = payload.reshape(*like.shape, 2)
+        found.append(jax.lax.bitcast_convert_type(pairs, jnp.bfloat16))
+    return found
+
+
+def errors(case: Case, implementation: Implementation) -> dict[str, float]:
+    """Returns error over bound; at most 1 is right."""
+    inputs = drawn(case)
+    found, want = (
+        np.asarray(jax.jit(call(case, which))(*inputs)) for which in (implementation, "reference")
+    )
+    if found.dtype != np.uint8:
+        found, want = (np.asarray(x, np.float64) for x in (found, want))
+        bound = 2**-8 if not case.wide else ROUNDING
+        return {"sum": float(np.abs(found - want).max() / (bound * np.abs(want).max()))}
+    bits = 4 if case.op == "reduce_requantize" else case.bits
+    rows = found.reshape(-1, found.shape[-1]).shape[0]
+    return apart(found, want, case.elements // rows, bits)
+
+
+def apart(found: np.ndarray, want: np.ndarray, n: int, bits: int) -> dict[str, float]:
+    """Returns error over bound of payloads of n elements a row."""
+    (code, scale), (right, true) = (
+        _parts(jnp.asarray(x.reshape(-1, x.shape[-1])), n, bits) for x in (found, want)
+    )
+    steps = np.abs(code - right)
+    return {
+        "scales": float((np.abs(scale / true - 1) / ROUNDING).max()),
+        "codes apart by more than 1": float(steps.max()),
+        "codes that differ": float((steps > 0).mean() / SELDOM),
+    }
+
+
+def _parts(payload_RP: jax.Array, n: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    packed, scale = reference.split_payload(payload_RP, n, bits)
+    return np.asarray(reference.unpack(packed, n, bits), np.int32), np.asarray(scale, np.float64)
+
+
+def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """(name, what gives error over bound)."""
+    cases = TINY_CASES if rehearsal else CHECKED
+    implementation = "interpret" if rehearsal else "hopper"
+    return [
+        (f"quantize {case.name}", functools.partial(errors, case, implementation)) for case in cases
+    ]
