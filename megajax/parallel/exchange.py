@@ -345,7 +345,7 @@ class Exchange:
         new = zero.gather_difference(main_C, held.reshape(-1), codec, bucket.axes, key=key)
         new = new.reshape(ranks, -1)
         own = lax.dynamic_index_in_dim(new, lax.axis_index(bucket.axes), keepdims=False)
-        squares = jnp.stack([jnp.sum((main_C - own) ** 2), jnp.sum(main_C**2)])[None]
+        squares = jnp.stack([jnp.sum((main_C - own.astype(jnp.float32)) ** 2), jnp.sum(main_C**2)])[None]
         whole, begin = [], 0
         for x, where in zip(masters, wheres, strict=True):
             shape = list(x.shape)

@@ -1,0 +1,64 @@
+"""The compiled H100 program of a step with a wire: bytes, and what lies beside them."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from megajax.cost.hlo import collectives
+from megajax.parallel import zero
+from megajax.quant import codec
+from megajax.systems.aot import QUICK
+from megajax.training.step import make_train_step
+from pallas_kernels import aot
+from tests.parallel.test_zero_aot import float_collectives
+from tests.tiny import MODEL, run_config
+
+pytestmark = pytest.mark.aot
+
+NODES, RANKS, LAYERS = 2, 4, 8
+DEEP = dataclasses.replace(
+    MODEL, layers=LAYERS, width=512, heads=8, kv_heads=8, head_width=64, mlp=2048, vocab=128
+)
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Returns (the text of the step, its mesh, its parameters)."""
+    cfg = run_config(
+        mesh__node=NODES, mesh__data=RANKS, wire="sdp4bit", train__dtype="bfloat16",
+        train__attention="xla", train__seq_len=256, train__global_batch=32,
+    )  # fmt: skip
+    cfg = dataclasses.replace(cfg, model=DEEP)
+    mesh = cfg.mesh.build(aot.devices(NODES, RANKS))
+    step = make_train_step(cfg, mesh)
+    lowered = step.step.lower(step.abstract_state, step.abstract_batch)
+    return aot.compile(lowered, QUICK).as_text(), mesh, step.abstract_state.params
+
+
+def test_most_bytes_travel_beside_products(program):
+    text, mesh, params = program
+    found = [
+        c for c in collectives(text, dict(mesh.shape)) if c.kind in ("all-to-all", "all-gather")
+    ]
+    sent = sum(c.total for c in found)
+    assert sum(c.total for c in found if c.is_hidden) > 0.75 * sent  # 8 layers, whose ends are bare
+    assert not float_collectives(text)
+
+    # By hand: one message a layer and one for the table, whose lengths divide.
+    layer = sum(x.size for x in jax.tree.leaves(params["blocks"]) if x.ndim > 2) // LAYERS
+    table = sum(
+        x.size for k, v in params.items() if k != "blocks" for x in jax.tree.leaves(v) if x.ndim > 1
+    )
+    used = codec("sdp4bit")
+    by_layer, once = (zero.wire_bytes(n, used, NODES, RANKS) for n in (layer, table))
+    wanted = {k: LAYERS * by_layer[k] + once[k] for k in once}
+    for kind, axes, name in (
+        ("all-gather", ("node", "data"), "weights"),
+        ("all-to-all", ("data",), "inside"),
+        ("all-to-all", ("node",), "between"),
+    ):
+        bytes_ = sum(c.total for c in found if (c.kind, c.axes) == (kind, axes))
+        assert bytes_ == pytest.approx(wanted[name], rel=0.005), name
+    floats = 2 * (LAYERS * layer + table) / RANKS  # a rank's share in bfloat16
+    assert wanted["between"] <= 0.27 * floats
