@@ -263,13 +263,16 @@ class MemoryTier:
             self._sealing = None
 
     def take(
-        self, like: Tree, at_least: int | None, order: Order | None = None
+        self,
+        like: Tree | Callable[[dict[str, Any]], Tree],
+        at_least: int | None,
+        order: Order | None = None,
     ) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, the state placed as `like` says, its data_state); None: see storage.
 
         The step is the newest that all processes hold whole. at_least: the newest of storage; what
-        is older than it is not taken. order: in which the rows are wanted. A collective: all
-        processes get the same answer.
+        is older than it is not taken. like: also a function of the data_state. order: in which the
+        rows are wanted. A collective: all processes get the same answer.
         """
         held = {} if self._segment is None else {_key(s): s for s in self._segment.snapshots()}
         rows = agreement.tell([*held, NONE, NONE][:2])
@@ -280,7 +283,8 @@ class MemoryTier:
             return None
         state = None
         try:
-            state = _place(held[newest], like, order or {})
+            found = held[newest]
+            state = _place(found, like(found.data_state) if callable(like) else like, order or {})
         except CheckpointError as error:
             from absl import logging
 

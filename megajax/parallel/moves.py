@@ -14,6 +14,7 @@ from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.models.parts import map_words
 from megajax.parallel.exchange import Exchange
+from megajax.parallel.exchange_local import lead, led
 
 Array = jax.Array
 REST = 2**16  # folded into a key for what is in no layer; layers and chunks fold their numbers
@@ -21,20 +22,48 @@ REST = 2**16  # folded into a key for what is in no layer; layers and chunks fol
 
 class Turn(NamedTuple):
     """What a step gives its gradients. key: of a micro-batch, or of the wire. step: the number of
-    finished steps, int32. copies: as in Exchange.copies."""
+    finished steps, int32. copies: as in Exchange.copies. errors: of `first_errors`."""
 
     key: Any
     step: Any
     copies: Tree = None
+    errors: Tree = None
 
 
 class Found(NamedTuple):
-    """What a step finds. copies: after it. squares: of Exchange.gather; None: no exchange."""
+    """What a step finds. copies, errors: after it. squares: of Exchange.gather; None: no
+    exchange."""
 
     sums: LossSums
     grads: Tree
     copies: Tree = None
     squares: Array | None = None
+    errors: Tree = None
+
+
+def first_errors(exchange: Exchange | None, params: Tree, stack: str, chunks: int | None) -> Any:
+    """Returns the first errors of a run, None without feedback, under an Explicit mesh.
+
+    params: the masters. chunks: of a pipeline's stage: the errors are then {"chunks": of each of
+    them, "rest"}; None: no pipeline, and they are Exchange.errors.
+    """
+    if exchange is None or not exchange.keeps_errors:
+        return None
+    if chunks is None:
+        return exchange.errors(params)
+    specs = map_words(lambda words: exchange.masters.stored(*words), exchange.axes)
+
+    def local(params: Tree) -> Tree:
+        moves = Moves(exchange, stack, chunks, None)
+        return lead(moves.errors_of(params))
+
+    return jax.shard_map(
+        local,
+        mesh=exchange.masters.mesh,
+        in_specs=(specs,),
+        out_specs=exchange.devices,
+        check_vma=False,
+    )(params)
 
 
 class Moves:
@@ -56,6 +85,8 @@ class Moves:
         self.squares = jnp.zeros((1, 2))
         self._new: dict[int, Tree] = {}
         self._new_rest: Tree = None
+        errors = None if turn is None else led(turn.errors)
+        self._errors: Any = errors and {"chunks": list(errors["chunks"]), "rest": errors["rest"]}
 
     def cut(self, layers: Tree) -> tuple[Tree, Tree]:
         """Returns a stage's masters, and their copies, cut into chunks (chunks, layers, ...)."""
@@ -83,11 +114,33 @@ class Moves:
 
     def scatter_chunk(self, grads: Tree, chunk: int) -> Tree:
         """Returns this rank's pieces of a chunk's summed gradients."""
-        return self._layers.scatter_local(grads, self._key(chunk), self._step())
+        error = self._errors and self._errors["chunks"][chunk]
+        found, error = self._layers.scatter_local(grads, self._key(chunk), self._step(), error)
+        if self._errors:
+            self._errors["chunks"][chunk] = error
+        return found
 
     def scatter_rest(self, grads: Tree) -> Tree:
         """Returns this rank's pieces of the summed gradients of what is in no layer."""
-        return self._outer.scatter_local(grads, self._key(REST), self._step())
+        error = self._errors and self._errors["rest"]
+        found, error = self._outer.scatter_local(grads, self._key(REST), self._step(), error)
+        if self._errors:
+            self._errors["rest"] = error
+        return found
+
+    def errors(self) -> Tree:
+        """Returns the errors that the moves left, as TrainState.errors holds them."""
+        return lead(self._errors)
+
+    def errors_of(self, params: Tree) -> Tree:
+        """Returns the first errors of this device. params: its pieces of the masters."""
+        cut, _ = self.cut(params[self._stack])
+        chunks = [jax.tree.map(lambda x, c=c: x[c], cut) for c in range(self._chunks)]
+        rest = {k: x for k, x in params.items() if k != self._stack}
+        return {
+            "chunks": [self._layers.errors_local(chunk) for chunk in chunks],
+            "rest": self._outer.errors_local(rest),
+        }
 
     def copies(self) -> Tree:
         """Returns the copies that the moves made, as TrainState.copies holds them."""

@@ -36,7 +36,8 @@ from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.layers.weight import packed_axes
 from megajax.models.parts import Batch, ModelParts, Remat, map_words
-from megajax.parallel.exchange import PLAIN, Exchange, scatter_local
+from megajax.parallel.buckets import PLAIN, scatter_local
+from megajax.parallel.exchange import Exchange
 from megajax.parallel.moves import Found, Moves, Turn
 from megajax.parallel.tick import PIPE, Objective, Tick
 from megajax.schedule import build
@@ -189,12 +190,13 @@ class Pipeline:
 
         copies: Any = None
         squares: Any = None
+        errors: Any = None
         if self.exchange is not None:
-            squares = P(self.layout.mesh.axis_names)
+            squares = errors = self.exchange.devices
             if self.exchange.wire.difference:
                 copies = self.exchange.copied_specs()
-        given = None if turn is None else Turn(P(), P(), copies)
-        wanted = Found(SUMS, self._specs, copies, squares)
+        given = None if turn is None else Turn(P(), P(), copies, errors)
+        wanted = Found(SUMS, self._specs, copies, squares, errors)
         return self._everywhere(local, wanted, given, *[P()] * len(scalars))(
             params, batch, turn, *scalars
         )
@@ -300,7 +302,8 @@ class Pipeline:
             rest, _ = lax.optimization_barrier((rest, done))
             rest = moves.scatter_rest(rest)
         grads = map_words(self._add_copies, axes, rest | {stack: blocks})
-        return Found(sums, grads, moves.copies(), moves.squares if self.exchange else None)
+        squares = moves.squares if self.exchange else None
+        return Found(sums, grads, moves.copies(), squares, moves.errors())
 
     # ---- weights and their gradients
 

@@ -72,7 +72,10 @@ class WireSpec(Checked, section="wire"):
     )
     start_step: int = option(0, "gradients travel in float32 before this step", "steps", at_least=0)
     check_every: int = option(
-        100, "compare the ranks' copies of the weights so often; 0: never", "steps", at_least=0
+        100,
+        "compare what several ranks hold so often, and before each save; 0: never",
+        "steps",
+        at_least=0,
     )
 
     def __post_init__(self):
@@ -115,6 +118,12 @@ def check(cfg: Any, sizes: Mapping[str, int]) -> None:
             f"shard.zero={cfg.zero}: --wire={cfg.wire} needs an optimizer state that is cut over "
             f"all data-parallel ranks; nearest: {near}, or leave the flag out (--shard.zero, "
             "--wire)"
+        )
+    if cfg.zero == "full" and codec(cfg).feedback is not None:
+        raise UserError(
+            f"shard.zero=full: --wire={cfg.wire} keeps the errors of gradients that are summed "
+            "once a step, and fully sharded ones are summed layer by layer in the backward pass; "
+            "nearest: optimizer (--shard.zero)"
         )
     if cfg.zero == "full" and sends_differences(cfg):
         raise UserError(

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
 from megajax.core.hashes import sum_words, words
@@ -328,6 +330,34 @@ def copies_agree(tree: Tree, axes: tuple[str, ...]) -> Tree:
     sums = jnp.stack([fingerprint(x) for x in leaves])
     most, least = lax.pmax(jnp.stack([sums, ~sums]), axes)
     return treedef.unflatten(list((most == ~least).all(axis=-1)))
+
+
+def replicas_agree(mesh: Mesh, specs: Tree, tree: Tree) -> Tree:
+    """Tells of each leaf whether all devices that hold the same part of it hold the same bits.
+
+    For code under an Explicit mesh. specs: how the leaves lie. A leaf of which every device has a
+    part of its own has nothing to differ from, so it is True.
+    """
+
+    def others(spec: P) -> tuple[str, ...]:
+        cut = {a for e in spec for a in ((e,) if isinstance(e, str) else e or ())}
+        return tuple(a for a in mesh.axis_names if a not in cut and mesh.shape[a] > 1)
+
+    axes = [others(spec) for spec in jax.tree.leaves(specs)]
+
+    def local(tree: Tree) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        found = [jnp.bool_(True)] * len(leaves)
+        for group in sorted({own for own in axes if own}):
+            places = [i for i, own in enumerate(axes) if own == group]
+            same = copies_agree([leaves[i] for i in places], group)
+            for i, is_same in zip(places, same, strict=True):
+                found[i] = is_same
+        same = lax.pmin(jnp.stack(found).astype(jnp.int32), mesh.axis_names) > 0
+        return treedef.unflatten(list(same))
+
+    call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    return call(tree)
 
 
 # ---- parts

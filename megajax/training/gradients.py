@@ -7,7 +7,8 @@ streamed   each layer's weights come while the layer before it computes and, by 
            each layer's gradients leave while the layer before it is differentiated. Fully sharded
            weights come again in the backward pass; of copied ones what came is kept.
 gathered   all weights come before the first micro-batch; gradients are added up where they are
-           made, in float32, and leave after the last one.
+           made, in float32, and leave after the last one. So it is with error feedback too: a
+           backward pass cannot return the errors that it leaves.
 
 Pipelines have loops of their own (parallel/pipeline.py), with the same exchange in them.
 
@@ -28,7 +29,8 @@ from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch, ModelParts, Remat, Stream, map_words
 from megajax.parallel import sharding
-from megajax.parallel.exchange import Exchange, wire_of
+from megajax.parallel.buckets import wire_of
+from megajax.parallel.exchange import Exchange
 from megajax.parallel.moves import REST, Found, Turn
 from megajax.parallel.pipeline import Pipeline
 from megajax.parallel.streamed import Streamed
@@ -65,7 +67,7 @@ def without_stages(
         return without_exchange(scanned(plain_sums(parts, remat), value, pieces))
     if cfg.zero == "full":
         return without_exchange(scanned(sharded_sums(parts, exchange, remat), value, pieces))
-    if pieces > 1 or exchange.wire.start_step:
+    if pieces > 1 or exchange.keeps_errors or exchange.wire.start_step:
         return gathered(exchange, scanned(plain_sums(parts, remat), value, pieces))
     return streamed(parts, exchange, remat, value)
 
@@ -128,7 +130,7 @@ def pipelined(pipe: Pipeline, value: Value) -> Gradients:
     def found(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
         turn = None
         if pipe.exchange is not None:
-            turn = Turn(jax.random.fold_in(key, WIRE), state.step, state.copies)
+            turn = Turn(jax.random.fold_in(key, WIRE), state.step, state.copies, state.errors)
         return pipe.gradients(state.params, batch, value, total, turn=turn)
 
     return found
@@ -144,7 +146,8 @@ def gathered(exchange: Exchange, gradients: Callable[..., tuple[LossSums, Tree]]
         turn, wire_key = Turn(key, state.step), jax.random.fold_in(key, WIRE)
         used, copies, squares = exchange.gather(state.params, state.copies, wire_key)
         sums, grads = gradients(used, batch, total, turn)
-        return Found(sums, exchange.scatter(grads, wire_key, state.step), copies, squares)
+        grads, errors = exchange.scatter(grads, wire_key, state.step, state.errors)
+        return Found(sums, grads, copies, squares, errors)
 
     return found
 

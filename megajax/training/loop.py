@@ -28,6 +28,7 @@ from megajax.monitor.timers import Timers
 from megajax.training.config import JobConfig
 from megajax.training.interrupts import Interrupts, QuietGarbage
 from megajax.training.profiler import Profiler
+from megajax.training.resume import KEPT
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
 
@@ -36,6 +37,10 @@ Stop = Literal["done", "signal"]
 
 class NotFinite(UserError):
     """Loss or gradient is not finite; the state before it is kept, and nothing was saved of it."""
+
+
+class ReplicasDiffer(UserError):
+    """Devices that should hold the same bits do not; nothing was saved of it."""
 
 
 class Hook(Protocol):
@@ -79,7 +84,8 @@ class Run:
 
 def data_state(run: Run) -> dict[str, Any]:
     """Returns what a checkpoint says of the data: the position is one global count of rows."""
-    return {"rows": run.loader.position} | run.identity
+    kept = {KEPT: dict(run.train_step.kept)} if run.train_step.kept else {}
+    return {"rows": run.loader.position} | kept | run.identity
 
 
 def train(run: Run) -> Stop:
@@ -114,10 +120,13 @@ def train(run: Run) -> Stop:
             saves = stop or last or _due(step, cfg.checkpoint.every)
             copies = run.memory is not None and _due(step, cfg.checkpoint.memory_every_steps)
             due = [h for h in run.hooks if h.due(step, last)] if last or not stop else []
-            if saves or copies or due or profiler.ends(step):
+            compares = _compares(cfg, step, saves)
+            if saves or copies or due or compares or profiler.ends(step):
                 _finish(run, *pending)  # catch up, and never save or measure what is not finite
                 pending = None
             profiler.after(step)
+            if compares:
+                check_replicas(run, step)
             if saves or copies:
                 timers.enter("save", step)
                 _keep(run, step, saves, copies)
@@ -133,6 +142,32 @@ def train(run: Run) -> Stop:
                 run.stopped_by = interrupts.signal
                 return "signal"
     return "done"
+
+
+def _compares(cfg: JobConfig, step: int, saves: bool) -> bool:
+    """Tells whether replicas are compared after a step: what is saved must be what all hold."""
+    every = cfg.exchange.check_every if cfg.wire != "none" else 0
+    return every > 0 and (saves or step % every == 0)
+
+
+def check_replicas(run: Run, step: int) -> None:
+    """Compares what several devices hold of the same part of the state. One small collective.
+
+    Raises: ReplicasDiffer naming the step and the first leaf.
+    """
+    same = named_leaves(run.train_step.agree(run.state))
+    differ = [name for name, is_same in same if not bool(is_same)]
+    if not differ:
+        return
+    run.checkpoints.wait()
+    good = run.checkpoints.latest()
+    kept = f"last checkpoint: step {good}" if good is not None else "no checkpoint yet"
+    raise ReplicasDiffer(
+        f"after step {step} the devices that should hold the same bits of {differ[0]} do not "
+        f"({len(differ)} of {len(same)} leaves differ); {kept} in {run.checkpoints.folder}, and "
+        "nothing was saved since. A device or a link gives wrong results: start the command "
+        "again, on other machines if it comes back; 0 does not look (--wire.check_every)"
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,6 +1,7 @@
 """How a run begins: from its own newest checkpoint, else from given weights, else from scratch."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core.errors import UserError
+from megajax.core.tree import named_leaves
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.training.config import JobConfig
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
+
+KEPT = "exchange"  # the member of a data_state that has TrainStep.kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +54,14 @@ def begin(
       has more steps than are asked for.
     """
     if memory is not None:
-        like, rows = vars(train_step.abstract_state), train_step.rows
+        like, rows = functools.partial(_like, train_step), train_step.rows
         found = memory.take(like, checkpoints.agreed_latest(), rows)
         if found is not None:
             step, state, data = found
             _check_data(identity, data, "the copy in memory")
             how = _resumed(step, cfg, "the copy in memory", ", from memory")
-            return Start(TrainState(**state), data["rows"], how)
+            state, note = _completed(train_step, state, data)
+            return Start(state, data["rows"], how + note)
     while (latest := checkpoints.agreed_latest()) is not None:
         try:
             return _go_on(cfg, train_step, checkpoints, identity, latest)
@@ -70,7 +75,7 @@ def begin(
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
         params = train_step.arranged(cfg.given_params(train_step.layout, state.params))
-        return Start(dataclasses.replace(state, params=params), 0, f"weights from {cfg.init_from}")
+        return Start(_renewed(train_step, state, params), 0, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
 
 
@@ -87,13 +92,72 @@ def _go_on(
         like = {"params": train_step.abstract_state.params}
         rows = {n: own for n, own in train_step.rows.items() if n.startswith("params.")}
         restored = checkpoints.restore(step, like=like, order=rows)
-        state = dataclasses.replace(train_step.init(cfg.train.seed), **restored)
+        state = _renewed(train_step, train_step.init(cfg.train.seed), restored["params"])
         return Start(state, 0, f"weights imported from {imported}")
     how = _resumed(step, cfg, str(checkpoints.folder))
-    like = vars(train_step.abstract_state)
-    restored = checkpoints.restore(step, like=like, order=train_step.rows)
+    like = _like(train_step, data)
+    left_out = _holds(data) != train_step.kept
+    restored = checkpoints.restore(
+        step, like=like, partial=left_out, order=_order(train_step, like)
+    )
     _check_data(identity, data, str(checkpoints.folder))
-    return Start(TrainState(**restored), data["rows"], how)
+    state, note = _completed(train_step, restored, data)
+    return Start(state, data["rows"], how + note)
+
+
+# ---- copies of weights and errors of gradients (--wire), which belong to a mesh and a codec
+
+
+def _holds(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint says of the copies and errors in it, as TrainStep.kept."""
+    held = data.get(KEPT)
+    return held if isinstance(held, dict) else {}
+
+
+def _like(train_step: TrainStep, data: dict[str, Any]) -> dict[str, Any]:
+    """Returns what to ask a checkpoint for: copies and errors only where it has this run's."""
+    held = _holds(data)
+    other = [k for k in ("copies", "errors") if held.get(k) != train_step.kept.get(k)]
+    return vars(train_step.abstract_state) | dict.fromkeys(other)
+
+
+def _order(train_step: TrainStep, like: dict[str, Any]) -> dict[str, Any]:
+    """Returns TrainStep.rows of the leaves that are asked for."""
+    names = {n for n, _ in named_leaves(like)}
+    return {n: rows for n, rows in train_step.rows.items() if n in names}
+
+
+def _completed(
+    train_step: TrainStep, restored: dict[str, Any], data: dict[str, Any]
+) -> tuple[TrainState, str]:
+    """Returns (the state with the copies and errors that this run needs, a note on what differs).
+
+    New copies are the masters in the type of compute: the same bits on all devices.
+    """
+    state, held, own, notes = TrainState(**restored), _holds(data), train_step.kept, []
+    lacks = [k for k in own if own[k] is not None and getattr(state, k) is None]
+    if lacks:
+        made = dict(zip(("copies", "errors"), train_step.beside(state.params), strict=True))
+        state = dataclasses.replace(state, **{k: made[k] for k in lacks})
+    if "copies" in lacks:
+        was = "it has none" if held.get("copies") is None else f"it has {held['copies']} ones"
+        notes.append(f"copies of the weights are made again ({was})")
+    elif held.get("copies") is not None and own.get("copies") is None:
+        notes.append("its copies of the weights are not needed")
+    if "errors" in lacks:
+        was = "it has none" if held.get("errors") is None else "another mesh or codec"
+        notes.append(f"errors of gradients begin at 0 ({was})")
+    elif held.get("errors") is not None and own.get("errors") is None:
+        notes.append("its errors of gradients are dropped")
+    return state, "".join(f"; {note}" for note in notes)
+
+
+def _renewed(train_step: TrainStep, state: TrainState, params: Any) -> TrainState:
+    """Returns a first state with other parameters, which its copies and errors follow."""
+    if not train_step.kept:
+        return dataclasses.replace(state, params=params)
+    copies, errors = train_step.beside(params)
+    return dataclasses.replace(state, params=params, copies=copies, errors=errors)
 
 
 def _resumed(step: int, cfg: JobConfig, where: str, note: str = "") -> str:

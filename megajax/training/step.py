@@ -26,8 +26,9 @@ from megajax.core.mesh import memory_bytes
 from megajax.core.tree import Tree, is_words, name, named_leaves, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
-from megajax.parallel import local, sharding, tensor
+from megajax.parallel import local, sharding, tensor, zero
 from megajax.parallel.exchange import Exchange
+from megajax.parallel.moves import first_errors
 from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Pipeline, layer_order
 from megajax.training.gradients import Gradients, exchange_of, pipelined, without_stages
@@ -42,12 +43,16 @@ class TrainStep:
     """The jitted functions of a run and what they take.
 
     init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state.
+    beside(params) -> (copies, errors) of a TrainState, for parameters that no step made.
+    agree(state) -> for each leaf whether all devices with the same part of it hold the same bits.
     evaluate(params, batch) -> LossSums. abstract_state and abstract_batch: ShapeDtypeStructs with
     shardings. order: which token of a row lies at each of its places, for whoever places a batch;
     None: as they come. leaf_names: of metrics['leaf_norms'], in its order. natural(tree),
     arranged(tree): a state or parameters with the layers in the model's order, and in the order in
     which interleaved pipeline stages hold them; else the same. rows: of the leaves of a state whose
-    layers are not held in the model's order, the model's layer at each place.
+    layers are not held in the model's order, the model's layer at each place. kept: what a
+    checkpoint must say of the copies and errors in it (JSON): a run of another one makes its own.
+    exchange: between masters and weights in use; None: the model gathers these itself.
     """
 
     init: Callable[[int], TrainState]
@@ -62,7 +67,11 @@ class TrainStep:
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
     order: np.ndarray | None
     leaf_names: tuple[str, ...]
+    beside: Callable[[Tree], tuple[Tree, Tree]]
+    agree: Callable[[TrainState], TrainState]
     rows: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    exchange: Exchange | None = None
 
 
 def make_train_step(
@@ -96,11 +105,7 @@ def make_train_step(
             used = task.parts(exchange.used, tensor.ops(exchange.used, *how))
         loss, options = parts.loss, compiler_options(cfg.overlap, mesh)
         if stages > 1:
-            pipe = Pipeline(
-                task.parts(None, local.ops(layout, *how)), layout, cfg.pipeline,
-                jnp.dtype(cfg.train.dtype), cfg.train.remat,
-                {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}, exchange,
-            )  # fmt: skip
+            pipe = _pipeline(cfg, task, layout, exchange)
             loss, options = pipe.sums, pipe.compiler_options
             gradients = pipelined(pipe, objective)
         else:
@@ -108,7 +113,8 @@ def make_train_step(
         rule = (optimizer or cfg.optimizer)(parts.axes, layout)
         step = functools.partial(_step, cfg, pieces, parts, gradients, rule)
         order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
-        init = functools.partial(_init, parts, layout, rule, order, exchange)
+        beside = functools.partial(_beside, cfg, exchange, parts.stack)
+        init = functools.partial(_init, parts, layout, rule, order, beside)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
 
     under_mesh = functools.partial(_under, mesh)
@@ -126,7 +132,18 @@ def make_train_step(
         order=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
         leaf_names=tuple(n for n, _ in named_leaves(abstract.params)),
         rows=_rows(order, parts.axes, abstract),
+        beside=under_mesh(jax.jit(beside, compiler_options=_once(mesh))),
+        agree=under_mesh(jax.jit(functools.partial(_agree, mesh, abstract))),
+        kept=_kept(cfg, exchange, abstract),
+        exchange=exchange,
     )
+
+
+def _pipeline(cfg: Any, task: Task, layout: Layout, exchange: Exchange | None) -> Pipeline:
+    parts = task.parts(None, local.ops(layout, cfg.train.attention, cfg.context, cfg.overlap))
+    rows = {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}
+    dtype = jnp.dtype(cfg.train.dtype)
+    return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.remat, rows, exchange)
 
 
 def _once(mesh: Mesh) -> dict[str, Any] | None:
@@ -157,7 +174,7 @@ def _init(
     layout: Layout,
     optimizer: Optimizer,
     order: np.ndarray,
-    exchange: Exchange | None,
+    beside: Callable[[Tree], tuple[Tree, Tree]],
     seed: int,
 ) -> TrainState:
     params = parts.init(jax.random.key(seed))
@@ -169,8 +186,32 @@ def _init(
         return jax.sharding.reshard(x[order], layout.stored(*words))
 
     params = map_words(place, parts.axes, params)
-    copies = None if exchange is None else exchange.copies(params)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copies)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(params, optimizer.init(params), step, *beside(params))
+
+
+def _beside(cfg: Any, exchange: Exchange | None, stack: str, params: Tree) -> tuple[Tree, Tree]:
+    """Returns the copies and the errors with which masters begin."""
+    if exchange is None:
+        return None, None
+    chunks = cfg.pipeline.chunks if exchange.masters.mesh.shape["pipe"] > 1 else None
+    return exchange.copies(params), first_errors(exchange, params, stack, chunks)
+
+
+def _kept(cfg: Any, exchange: Exchange | None, abstract: TrainState) -> dict[str, Any]:
+    """Returns TrainStep.kept. Errors are those of a rank, a message and a transform: what decides
+    any of these is in it."""
+    if exchange is None or (abstract.copies is None and abstract.errors is None):
+        return {}
+    kept = {"copies": None if abstract.copies is None else str(jnp.dtype(exchange.dtype))}
+    if abstract.errors is not None:
+        sizes = dict(exchange.masters.mesh.shape)
+        kept["errors"] = repr((sizes, cfg.pipeline.chunks, exchange.wire.gradients))
+    return kept
+
+
+def _agree(mesh: Mesh, like: TrainState, state: TrainState) -> TrainState:
+    return zero.replicas_agree(mesh, jax.tree.map(lambda x: x.sharding.spec, like), state)
 
 
 def _rows(order: np.ndarray, axes: Tree, state: Tree) -> dict[str, list[int]]:
@@ -249,7 +290,7 @@ def _step(
     count = (batch["targets"] >= 0).sum()
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    sums, grads, copies, lack = gradients(state, batch, total, key)
+    sums, grads, copies, lack, errors = gradients(state, batch, total, key)
     grads, opt = optimizer.observe(grads, state.opt, state.params)
     squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
@@ -258,7 +299,7 @@ def _step(
         grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt = optimizer.update(grads, opt, state.params)
     params = parts.settle(optax.apply_updates(state.params, updates), sums)
-    new = TrainState(params, opt, state.step + 1)
+    new = TrainState(params, opt, state.step + 1, errors=errors)
     loss = sums.cross_entropy / total
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     old = dataclasses.replace(state, copies=None)

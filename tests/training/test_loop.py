@@ -8,7 +8,7 @@ import pytest
 
 from megajax.core import config
 from megajax.monitor.meter import Meter, Work
-from megajax.training.loop import Run, train
+from megajax.training.loop import ReplicasDiffer, Run, train
 from megajax.training.state import TrainState
 from tests.tiny import run_config
 
@@ -16,7 +16,7 @@ from tests.tiny import run_config
 class Step:
     """Adds 1 to the only parameter."""
 
-    leaf_names, rows = ("w",), {}
+    leaf_names, rows, kept = ("w",), {}, {}
 
     def step(self, state, batch):
         new = TrainState({"w": state.params["w"] + 1}, {}, state.step + 1)
@@ -67,6 +67,14 @@ class Sink:
     def refuted(self):
         return []
 
+    def wait(self):
+        pass
+
+    def latest(self):
+        return 7
+
+    folder = "somewhere"
+
 
 def run_of(seen, first=0, **changes):
     cfg = config.override(run_config(), {"train.steps": 5, "checkpoint.every": 4} | changes)
@@ -109,3 +117,21 @@ def test_a_signal_saves_and_calls_no_hook():
     run.loader, run.hooks = Told(), [Hook("a", 1, 10, seen)]
     assert train(run) == "signal"
     assert [x for x in seen if x[0] not in ("row", "start")] == [("save", 1, 1.0)]
+
+
+@pytest.mark.parametrize(("every", "until"), [(2, 4), (0, 5), (3, 3)])
+def test_replicas_are_compared_and_nothing_is_saved_of_what_differs(every, until):
+    """They differ after step 3; a save at step 4 looks too."""
+    seen = []
+    run = run_of(seen, **{"wire": "sdp4bit", "exchange.check_every": every})
+    run.train_step.agree = lambda state: {"copies": {"w": np.asarray(state.step < 3)}}
+    if until == 5:
+        assert train(run) == "done"
+        return
+    run.hooks = ()
+    with pytest.raises(
+        ReplicasDiffer, match=rf"after step {until} .* of copies.w do not .* step 7"
+    ):
+        train(run)
+    assert not [x for x in seen if x[0] == "save"]
+    assert ("row", until) in seen and ("row", until + 1) not in seen

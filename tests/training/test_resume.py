@@ -28,7 +28,7 @@ def train_step():
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
     )
     return types.SimpleNamespace(
-        abstract_state=abstract, arranged=lambda s: s, rows={}, init=lambda seed: state(0)
+        abstract_state=abstract, arranged=lambda s: s, rows={}, kept={}, init=lambda seed: state(0)
     )
 
 

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.training.state import TrainState
+from megajax.core.tree import named_leaves
+from megajax.training import resume
+from megajax.training.loop import data_state
 from tests.tiny import DEEPSEEK, MODEL, MQA, host_batch, on, run_config, step_of
 from tests.tolerances import GRADIENTS, LOSSES
 
@@ -89,30 +92,73 @@ def apart(a, b):
     return max(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30) for x, y in norms)
 
 
-def test_four_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path):
-    """Another mesh reads the same copies, which are whole on it."""
-    train_step = make(MQA, **MESH, wire="sdp4bit")
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param(MQA, MESH | dict(wire="sdp4bit"), id="sdp4bit"),
+        pytest.param(MODEL, MESH | dict(wire="loco"), id="loco", marks=pytest.mark.slow),
+        pytest.param(
+            MODEL, PIPE | dict(wire="loco", mesh__data=1), id="loco, pipeline",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_few_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path, model, changes):
+    """A device with other bits is seen, and a resume says what it made again."""
+    cfg = dataclasses.replace(run_config(**changes), model=model)
+    train_step, checkpoints = step_of(cfg), CheckpointManager(tmp_path)
     state, losses = train_step.init(0), []
     for i in range(4):
         if i == 2:
-            CheckpointManager(tmp_path).save(2, vars(state), data_state={}).finish()
+            run = types.SimpleNamespace(
+                train_step=train_step, identity={}, loader=types.SimpleNamespace(position=32)
+            )
+            checkpoints.save(2, vars(state), data_state=data_state(run)).finish()
         state, metrics = train_step.step(state, on(train_step, host_batch(i)))
         losses.append(float(metrics["loss"]))
         assert np.isfinite(metrics["leaf_norms"]).all()
-    expected = control(MQA)[1]
+    expected = control(model)[1]
     np.testing.assert_allclose(losses[:3], expected, atol=3e-3)
     assert not np.allclose(losses[:3], expected, atol=1e-6)  # the codec was there
-    assert 0 < metrics["wire_drift_relative"] < 0.05
+    if cfg.wire == "sdp4bit":
+        assert 0 < metrics["wire_drift_relative"] < 0.05
 
-    again = CheckpointManager(tmp_path).restore(like=vars(train_step.abstract_state))
-    again = TrainState(**again)
+    def begin(step=train_step):
+        return resume.begin(cfg, step, CheckpointManager(tmp_path), {})
+
+    start = begin()
+    assert (start.how, start.rows) == ("resumed after step 2", 32)
+    again = start.state
     for i in (2, 3):
         again, _ = train_step.step(again, on(train_step, host_batch(i)))
     assert same(again, state)
-    other = make(MQA, mesh__node=4, mesh__data=2, wire="sdp4bit")
-    moved = CheckpointManager(tmp_path).restore(like=vars(other.abstract_state))
-    back = CheckpointManager(tmp_path).restore(like=vars(train_step.abstract_state))
-    assert same(moved["copies"], back["copies"])
+    other = begin(dataclasses.replace(train_step, kept={"copies": "x", "errors": "of a mesh"}))
+    notes = {
+        "sdp4bit": "copies of the weights are made again (it has float32 ones)",
+        "loco": "errors of gradients begin at 0 (another mesh or codec)",
+    }
+    assert notes[cfg.wire] in other.how
+    first = train_step.beside(other.state.params)
+    assert same((other.state.copies, other.state.errors), first)
+    assert set(map(bool, jax.tree.leaves(train_step.agree(state)))) == {True}
+    bad, where = damaged(state)
+    found = [n for n, same in named_leaves(train_step.agree(bad)) if not bool(same)]
+    assert found == [where]
+
+
+def damaged(state):
+    """Returns (the state with one bit of one device's copy of a leaf changed, the leaf's name)."""
+    tree = state.params if state.copies is None else state.copies
+    index = next(i for i, x in enumerate(jax.tree.leaves(tree)) if x.is_fully_replicated)
+    leaves, treedef = jax.tree.flatten(tree)
+    x = leaves[index]
+    parts = [np.array(s.data) for s in x.addressable_shards]
+    parts[5].reshape(-1)[3] = np.nextafter(parts[5].reshape(-1)[3], 9)
+    parts = [jax.device_put(p, s.device) for p, s in zip(parts, x.addressable_shards, strict=True)]
+    leaves[index] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    part = "params" if state.copies is None else "copies"
+    name = f"{part}.{named_leaves(tree)[index][0]}"
+    return dataclasses.replace(state, **{part: treedef.unflatten(leaves)}), name
 
 
 def same(a, b):

@@ -1,0 +1,178 @@
+"""Which parameters travel together in the exchange of data parallelism, and how.
+
+A bucket is what travels at once: the matrices of one layer that share their axes, or one table of
+the vocabulary. Vectors and routers, which are small and may not be rounded, are in no bucket and
+travel as they do without a codec. parallel/exchange.py moves the buckets.
+Source: SDP4Bit (arXiv 2410.15526, section 3), in which norms and biases are not quantized.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from megajax.core.layout import Layout, Words
+from megajax.core.tree import Tree, is_words, name
+from megajax.models.parts import is_stacked
+from megajax.parallel import wire
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """What travels. weights, gradients: of megajax.quant.codec, or None: as without a codec.
+
+    difference: weights travel as what the copy in use still lacks of the masters, and the copies
+    are part of a run's state; otherwise as they are. start_step: before it gradients travel as
+    float32.
+    """
+
+    weights: Any
+    gradients: Any
+    difference: bool
+    start_step: int = 0
+
+
+PLAIN = Wire(None, None, False)
+
+
+def wire_of(cfg: Any) -> Wire:
+    """Returns what a run sends. cfg: a JobConfig."""
+    if cfg.wire == "none":
+        return PLAIN
+    chosen = wire.codec(cfg)
+    return Wire(chosen.weights, chosen, wire.sends_differences(cfg), cfg.exchange.start_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Leaves that travel at once. axes: which share their gradient, slow links first. cut: other
+    axes that cut all of them: ranks along the rest hold the same part, and must round it alike.
+    stacked: their first dimension counts layers, each of which is a message of its own."""
+
+    name: str
+    axes: tuple[str, ...]
+    cut: tuple[str, ...]
+    stacked: bool
+    leaves: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The leaves of one tree. axes: their words. masters, used: the layouts of the masters and of
+    the weights in use. dtype: of weights in use."""
+
+    axes: Tree
+    masters: Layout
+    used: Layout
+    wire: Wire
+    dtype: Any
+
+    @functools.cached_property
+    def words(self) -> list[Words]:
+        """The words of each leaf, in the tree's order."""
+        return jax.tree.leaves(self.axes, is_leaf=is_words)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The dotted name of each leaf."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.axes, is_leaf=is_words)
+        return [name(path) for path, _ in leaves]
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What travels quantized, in the tree's order."""
+        found: dict[tuple[str, tuple[str, ...], tuple[str, ...], bool], list[int]] = {}
+        if self.wire.weights is None:
+            return ()
+        for index, words in enumerate(self.words):
+            if not is_quantized(words):
+                continue
+            group = self.names[index].split(".")[0] if is_stacked(words) else "rest"
+            if {"vocab", "positions"} & set(words):
+                group = self.names[index]
+            axes = self.masters.partial(*words)
+            cut = tuple(a for a in self._cut(words) if a not in axes)
+            found.setdefault((group, axes, cut, is_stacked(words)), []).append(index)
+        return tuple(Bucket(*named, tuple(leaves)) for named, leaves in found.items())
+
+    @functools.cached_property
+    def exact(self) -> tuple[int, ...]:
+        """The leaves that are in no bucket."""
+        taken = {i for bucket in self.buckets for i in bucket.leaves}
+        return tuple(i for i in range(len(self.words)) if i not in taken)
+
+    def _cut(self, words: Words) -> list[str]:
+        """The axes that cut a master, in the order of the mesh."""
+        entries = self.masters.stored(*words)
+        found = {a for e in entries for a in ((e,) if isinstance(e, str) else e or ())}
+        return [a for a in self.masters.mesh.axis_names if a in found]
+
+    # ---- pieces
+
+    def _ranks(self, bucket: Bucket) -> int:
+        return self.masters.ways(bucket.axes)
+
+    def _wheres(self, bucket: Bucket) -> list[int]:
+        """The dimension of each leaf, of one layer if they are stacked, that the ranks cut."""
+        return [self.words[i].index("embed") - bucket.stacked for i in bucket.leaves]
+
+    def _whole(self, index: int) -> P:
+        """How a weight in use rests, with gradients that are partial sums of the ranks."""
+        words = self.words[index]
+        spec = self.used.stored(*words)
+        if self.masters.stored(*words) == spec:
+            return spec
+        return spec.update(reduced=set(self.used.live(self.used.partial(*words))))
+
+    def _specs(self, bucket: Bucket, layout: Layout) -> list[P]:
+        return [layout.stored(*self.words[i]) for i in bucket.leaves]
+
+    def _tree(self, leaves: Sequence[Any]) -> Tree:
+        return self._structure.unflatten(leaves)
+
+    def _values(self, tree: Tree) -> list[Any]:
+        """The leaves, None where a tree has None: integers of packed weights have no gradient."""
+        return self._structure.flatten_up_to(tree)
+
+    @functools.cached_property
+    def _structure(self) -> Any:
+        return jax.tree.structure(self.axes, is_leaf=is_words)
+
+
+def whole_local(layout: Layout, words: Words, x: Array, dtype: Any) -> Array:
+    """A matrix in the compute dtype, gathered over the ZeRO axes; a vector as it is.
+
+    A router's matrix is gathered as it is: what it scores may not be rounded. For code inside a
+    shard_map over the whole mesh.
+    """
+    if "embed" not in words:
+        return x
+    where, axes = _zero_cut(layout, words)
+    x = x if "router" in words else x.astype(dtype)
+    return lax.all_gather(x, axes, axis=where, tiled=True) if axes else x
+
+
+def scatter_local(layout: Layout, words: Words, grad: Array) -> Array:
+    """Sums a matrix's gradient over the ZeRO axes, leaving each device its own piece."""
+    if "embed" not in words:
+        return grad
+    where, axes = _zero_cut(layout, words)
+    return lax.psum_scatter(grad, axes, scatter_dimension=where, tiled=True) if axes else grad
+
+
+def _zero_cut(layout: Layout, words: Words) -> tuple[int, tuple[str, ...]]:
+    """Returns (the dimension of a matrix that ZeRO cuts, the mesh axes that cut it)."""
+    where = words.index("embed")
+    entry = layout.stored(*words)[where]
+    return where, (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def is_quantized(words: Words) -> bool:
+    """Tells the matrices and tables that travel in a codec: not vectors, not routers."""
+    return "embed" in words and "router" not in words

@@ -1,0 +1,168 @@
+"""A tree's exchange against the rule for one message; bad leaves; what several devices hold."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.core.mesh import make_mesh
+from megajax.parallel import sharding, zero
+from megajax.parallel.buckets import Wire
+from megajax.parallel.exchange import Exchange
+from megajax.parallel.exchange_local import lead, led
+from megajax.quant import codec
+
+NODES = RANKS = 2
+WORDS = {
+    "blocks": {
+        "down": ("layers", "mlp", "embed"),
+        "norm": ("layers", None),
+        "up": ("layers", "embed", "mlp"),
+    },
+    "table": ("vocab", "embed"),
+}
+SHAPES = {"down": (2, 6, 32), "norm": (2, 32), "up": (2, 32, 10), "table": (7, 32)}
+LEAVES = jax.tree.structure({"blocks": {"down": 0, "norm": 0, "up": 0}, "table": 0})
+
+
+@functools.cache
+def exchange(name="loco", start_step=0):
+    mesh = make_mesh(jax.devices()[: NODES * RANKS], {"node": NODES, "data": RANKS})
+    wire = Wire(codec(name).weights, codec(name), False, start_step)
+    full, used = sharding.layout(mesh, "optimizer"), sharding.layout(mesh, "none")
+    return Exchange(WORDS, full, used, wire, jnp.float32)
+
+
+def gradients(seed):
+    """Of every rank: leaves (ranks, ...)."""
+    random = np.random.default_rng(seed)
+    shapes = [SHAPES[n] for n in ("down", "norm", "up", "table")]
+    return LEAVES.unflatten([np.float32(random.normal(size=(NODES * RANKS, *s))) for s in shapes])
+
+
+@functools.cache
+def scatterer(*which):
+    """Returns (gradients, step, errors) -> (pieces, errors), all with a dimension of ranks."""
+    own = exchange(*which)
+    devices = own.devices
+
+    def local(grads, step, errors):
+        grads, errors = jax.tree.map(lambda x: x[0], (grads, errors))
+        return lead(own.scatter_local(grads, jax.random.key(0), step, errors))
+
+    spec = dict(in_specs=(devices, P(), devices), out_specs=devices, check_vma=False)
+    mesh, at = own.masters.mesh, NamedSharding(own.masters.mesh, devices)
+    call = jax.jit(jax.shard_map(local, mesh=mesh, **spec))
+    return lambda grads, step, errors: call(jax.device_put(grads, at), jnp.int32(step), errors)
+
+
+def first_errors(own):
+    specs = jax.tree.map(
+        lambda w: own.masters.stored(*w), WORDS, is_leaf=lambda x: type(x) is tuple
+    )
+    params = jax.tree.map(
+        lambda x, s: jax.device_put(x[0], NamedSharding(own.masters.mesh, s)), gradients(0), specs
+    )
+    with jax.set_mesh(own.masters.mesh):
+        return jax.jit(own.errors)(params)
+
+
+def buffer(grads, where):
+    """Returns (ranks, receivers, elements) of a leaf (ranks, ...), the cut dimension in front."""
+    parts = np.stack(np.split(grads, NODES * RANKS, axis=where + 1), 1)
+    return np.moveaxis(parts, where + 2, 2).reshape(*parts.shape[:2], -1)
+
+
+def test_each_message_has_errors_of_its_own():
+    """Three steps of one layer's matrices and of the table, as zero.reduce_scatter has them."""
+    own, found = exchange(), []
+    with jax.set_mesh(own.masters.mesh):
+        errors = first_errors(own)
+        run = scatterer()
+        for step in range(3):
+            pieces, errors = run(gradients(step), step, errors)
+            found.append(jax.tree.map(np.asarray, pieces))
+    assert (
+        len(errors) == 2 and errors[0].step.shape == (4, 2) and np.asarray(errors[1].step)[0] == 3
+    )
+
+    def one(x, state):
+        return zero.reduce_scatter(x, codec("loco"), state=state)
+
+    rule = jax.jit(jax.vmap(jax.vmap(one, axis_name="data"), axis_name="node"))
+    messages = [((("down", 1), ("up", 0)), layer) for layer in (0, 1)] + [((("table", 1),), None)]
+    for leaves, layer in messages:
+        state = None
+        for step in range(3):
+            grads = gradients(step)["blocks"] | {"table": gradients(step)["table"]}
+            mine = [grads[n] if layer is None else grads[n][:, layer] for n, _ in leaves]
+            rows = [buffer(g, where) for g, (_, where) in zip(mine, leaves, strict=True)]
+            x = np.concatenate(rows, 2).reshape(NODES, RANKS, -1)
+            if state is None:
+                first = zero.start(x.shape[-1], codec("loco"), NODES, RANKS)
+                state = jax.tree.map(lambda a: jnp.broadcast_to(a, (NODES, RANKS, *a.shape)), first)
+            wanted, state = rule(jnp.asarray(x), state)
+            wanted, begin = np.asarray(wanted).reshape(NODES * RANKS, -1), 0
+            got = found[step]["blocks"] | {"table": found[step]["table"]}
+            for (name, where), row in zip(leaves, rows, strict=True):
+                part = got[name] if layer is None else got[name][:, layer]
+                flat = np.moveaxis(part, where + 1, 1).reshape(NODES * RANKS, -1)
+                np.testing.assert_array_equal(flat, wanted[:, begin : begin + row.shape[-1]])
+                begin += row.shape[-1]
+
+
+def test_a_leaf_that_is_not_finite_on_one_rank_is_named_and_no_other():
+    own, grads = exchange(), gradients(5)
+    clean = jax.tree.map(np.copy, grads)
+    grads["blocks"]["up"][3, 1, 4, 4] = np.inf
+    clean["blocks"]["up"][:, 1] = 0
+    with jax.set_mesh(own.masters.mesh):
+        errors, run = first_errors(own), scatterer()
+        pieces, after = run(grads, 0, errors)
+        wanted, _ = run(clean, 0, errors)
+    assert np.isnan(pieces["blocks"]["up"][:, 1]).all()
+    for name, x in (pieces["blocks"] | {"table": pieces["table"]}).items():
+        here = wanted["blocks"][name] if name != "table" else wanted["table"]
+        x, here = (x[:, :1], here[:, :1]) if name == "up" else (x, here)
+        np.testing.assert_array_equal(x, here)
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(after))
+
+
+def test_before_the_first_quantized_step_no_error_is_kept():
+    own = exchange("loco", 1)
+    with jax.set_mesh(own.masters.mesh):
+        errors, run = first_errors(own), scatterer("loco", 1)
+        pieces, same = run(gradients(1), 0, errors)
+        _, after = run(gradients(1), 1, errors)
+    total = np.concatenate(np.split(gradients(1)["table"].sum(0), 4, 1))
+    np.testing.assert_allclose(np.concatenate(list(pieces["table"])), total, atol=1e-6)
+    for a, b, c in zip(*map(jax.tree.leaves, (errors, same, after)), strict=True):
+        assert a.tobytes() == b.tobytes()
+        assert a.tobytes() != c.tobytes()
+
+
+def test_a_codec_without_feedback_has_no_errors():
+    own = exchange("zeropp")
+    assert not own.keeps_errors and own.errors(None) is None and led(None) is None
+
+
+@pytest.mark.parametrize("where", [None, "norm", "copy"])
+def test_a_device_that_holds_other_bits_is_seen(where):
+    mesh = make_mesh(jax.devices()[:4], {"data": 2, "tensor": 2})
+    tree = {"copy": P("tensor"), "norm": P(), "own": P(("data", "tensor"))}
+    held = {}
+    for name, spec in tree.items():
+        at, x = NamedSharding(mesh, spec), np.arange(8, dtype=np.float32)
+        parts = [x[i].copy() for i in at.devices_indices_map(x.shape).values()]
+        devices = list(at.devices_indices_map(x.shape))
+        if name == where:
+            parts[2][1] = np.nextafter(parts[2][1], 9)
+        parts = [jax.device_put(p, d) for p, d in zip(parts, devices, strict=True)]
+        held[name] = jax.make_array_from_single_device_arrays(x.shape, at, parts)
+    with jax.set_mesh(mesh):
+        same = jax.jit(functools.partial(zero.replicas_agree, mesh, tree))(held)
+    assert {n for n, ok in same.items() if not bool(ok)} == ({where} - {None})
