@@ -8,6 +8,7 @@ Source: SDP4Bit (arXiv 2410.15526, section 3), in which norms and biases are not
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, is_words, name
 from megajax.models.parts import is_stacked
-from megajax.parallel import wire
+from megajax.parallel import wire, zero
 
 Array = jax.Array
 
@@ -106,6 +107,35 @@ class Buckets:
         """The leaves that are in no bucket."""
         taken = {i for bucket in self.buckets for i in bucket.leaves}
         return tuple(i for i in range(len(self.words)) if i not in taken)
+
+    def wire_bytes(self, params: Tree, chunks: int = 1) -> dict[str, tuple[int, float]]:
+        """Returns {level: (bytes of a step on one device, numbers that they stand for)}.
+
+        params: arrays or ShapeDtypeStructs, the masters. chunks: of a pipeline's stage, each of
+        which is a message. Levels and bytes are those of zero.wire_bytes: what a device gives the
+        collectives of all buckets, in the order weights, inside, between; empty: no bucket.
+        """
+        values, sizes = self._values(params), self.masters.mesh.shape
+        found: dict[str, tuple[int, float]] = {}
+        for bucket in self.buckets:
+            ranks, nodes = self._ranks(bucket), sizes["node"] if "node" in bucket.axes else 1
+            count = chunks
+            if bucket.stacked and sizes["pipe"] == 1:
+                count = values[bucket.leaves[0]].shape[0]
+            count = count if bucket.stacked else 1
+            n = ranks * sum(self._own_size(i, values[i].shape) for i in bucket.leaves) // count
+            numbers = {"weights": n, "inside": n, "between": n * nodes / ranks}
+            sent = zero.wire_bytes(n, self.wire.gradients, nodes, ranks // nodes)
+            for level in ("weights", "inside", "between"):
+                if sent[level]:
+                    nbytes, stands = found.get(level, (0, 0.0))
+                    found[level] = nbytes + count * sent[level], stands + count * numbers[level]
+        return found
+
+    def _own_size(self, index: int, shape: tuple[int, ...]) -> int:
+        """The elements of a device's piece of a master."""
+        at = self.masters.named(self.masters.stored(*self.words[index]))
+        return math.prod(at.shard_shape(shape))
 
     def _cut(self, words: Words) -> list[str]:
         """The axes that cut a master, in the order of the mesh."""

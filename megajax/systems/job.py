@@ -166,11 +166,12 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
         run_dir.begin(cfg, reading.tokenizer)
     sinks = [*banner.sinks(cfg, run_dir), console, *stream.of_process(supervision.progress)]
     recorder = Recorder(sinks, rank := jax.process_index(), console.say)
-    recorder.emit(int(start.state.step), begun.phases.seconds)
+    sent = {name: float(nbytes) for name, (nbytes, _) in banner.wire_bytes(train_step).items()}
+    recorder.emit(int(start.state.step), begun.phases.seconds | sent)
     measurement = reading.measure(train_step, recorder, console, run_dir)  # 7 beside training
     pruner = Pruner(
         cfg.prune, train_step.parts.axes, begun.mesh, train_step.natural, train_step.arranged,
-        recorder.emit,
+        recorder.emit, train_step.beside,
     )  # fmt: skip
     return Run(
         cfg=cfg,

@@ -29,7 +29,9 @@ class Pruner:
 
     axes: words of all parameters, as ModelParts.axes. mesh: of the state; None: no mesh.
     natural, arranged: as TrainStep has them. report(finished, {"sparsity": ..., "kept.MATRIX":
-    the fraction of each matrix that stays}): called at each stage.
+    the fraction of each matrix that stays}): called at each stage. beside: as TrainStep has it: a
+    state's copies of the weights are made again, so that pruned weights are 0 in them too; None: of
+    states without copies.
     """
 
     cfg: PruneConfig
@@ -38,6 +40,7 @@ class Pruner:
     natural: Callable[[Any], Any] = lambda tree: tree
     arranged: Callable[[Any], Any] = lambda tree: tree
     report: Callable[[int, Mapping[str, float]], None] = lambda finished, row: None
+    beside: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
     def due(self, finished: int, last: bool = False) -> bool:
         """Tells whether a stage begins or ends after so many finished steps. last: of the run,
@@ -74,7 +77,10 @@ class Pruner:
             masks = self.arranged(jax.tree.map(_place, found, opt.masks))
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             opt, params = _clear(opt._replace(masks=masks), state.params)
-        return dataclasses.replace(state, params=params, opt=opt), found
+        state = dataclasses.replace(state, params=params, opt=opt)
+        if self.beside is not None and getattr(state, "copies", None) is not None:
+            state = dataclasses.replace(state, copies=self.beside(params)[0])
+        return state, found
 
     def _masks(self, params: Tree, opt: Masked, goal: float) -> Tree:
         cfg = self.cfg

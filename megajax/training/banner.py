@@ -7,7 +7,6 @@ model whose work is known.
 import dataclasses
 import math
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -116,12 +115,32 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
     if mesh.shape["context"] > 1:
         order = "plain" if train_step.order is None else "zigzag"
         console.say(f"context: {cfg.context.kind}, {order} order")
+    show_wire(console, cfg, train_step, mesh)
 
 
-def wire_line(cfg: Any, unquantized: Sequence[str], mesh: Mesh) -> str:
-    """Returns what data parallelism sends, in one line. unquantized: names of the leaves that
-    travel as they do without --wire."""
-    return wire.line(cfg, unquantized, mesh.shape)
+def wire_bytes(train_step: TrainStep) -> dict[str, tuple[int, float]]:
+    """Returns {"wire_LEVEL_bytes": (bytes that one device gives the collectives of a step, numbers
+    that these stand for)}; nothing without a codec."""
+    exchange = train_step.exchange
+    if exchange is None:
+        return {}
+    sent = exchange.wire_bytes(train_step.abstract_state.params, train_step.chunks)
+    return {f"wire_{level}_bytes": row for level, row in sent.items()}
+
+
+def show_wire(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> None:
+    """What data parallelism sends in which codec, how much, and what stays as without --wire."""
+    exchange = train_step.exchange
+    if cfg.wire == "none" or exchange is None:
+        return
+    console.say(wire.line(cfg, [exchange.names[i] for i in exchange.exact], mesh.shape))
+    named = {"weights": "of weights", "inside": "inside a node", "between": "between nodes"}
+    parts = [
+        f"{nbytes / 2**20:.3f} MiB {named[key.split('_')[1]]} ({8 * nbytes / numbers:.2f} bits)"
+        for key, (nbytes, numbers) in wire_bytes(train_step).items()
+    ]
+    if parts:
+        console.say(f"wire: each device gives the collectives of a step {', '.join(parts)}")
 
 
 def facts(
@@ -140,6 +159,7 @@ def facts(
         "mesh": describe(mesh),
         "parameters": tree.count(train_step.abstract_state.params),
         "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
+        **{name: nbytes for name, (nbytes, _) in wire_bytes(train_step).items()},
     }
 
 

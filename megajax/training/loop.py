@@ -200,7 +200,7 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     }
     run.timers.loss = loss
     row |= run.timers.drain()
-    row |= {k: v.item() for k, v in values.items() if k == "accuracy" or k.startswith("moe_")}
+    row |= {k: v.item() for k, v in values.items() if k.startswith(("accuracy", "moe_", "wire_"))}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         own = bad_leaves(run.state)

@@ -52,7 +52,8 @@ class TrainStep:
     which interleaved pipeline stages hold them; else the same. rows: of the leaves of a state whose
     layers are not held in the model's order, the model's layer at each place. kept: what a
     checkpoint must say of the copies and errors in it (JSON): a run of another one makes its own.
-    exchange: between masters and weights in use; None: the model gathers these itself.
+    exchange: between masters and weights in use; None: the model gathers these itself. chunks: of
+    a pipeline's stage.
     """
 
     init: Callable[[int], TrainState]
@@ -72,6 +73,7 @@ class TrainStep:
     rows: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     exchange: Exchange | None = None
+    chunks: int = 1
 
 
 def make_train_step(
@@ -136,6 +138,7 @@ def make_train_step(
         agree=under_mesh(jax.jit(functools.partial(_agree, mesh, abstract))),
         kept=_kept(cfg, exchange, abstract),
         exchange=exchange,
+        chunks=cfg.pipeline.chunks,
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -166,3 +167,46 @@ def test_a_device_that_holds_other_bits_is_seen(where):
     with jax.set_mesh(mesh):
         same = jax.jit(functools.partial(zero.replicas_agree, mesh, tree))(held)
     assert {n for n, ok in same.items() if not bool(ok)} == ({where} - {None})
+
+
+def test_the_bytes_of_a_step_are_those_of_the_collectives_in_the_program():
+    own = exchange("zeropp")
+    mesh, grads = own.masters.mesh, jax.tree.map(lambda x: x[0], gradients(0))
+    specs = jax.tree.map(
+        lambda w: own.masters.stored(*w), WORDS, is_leaf=lambda x: type(x) is tuple
+    )
+    key = jax.random.key(0)
+    with jax.set_mesh(mesh):
+        at = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), grads, specs)
+        gather = jax.shard_map(
+            lambda x: own.gather_local(x, None, key)[0], mesh=mesh, in_specs=(specs,),
+            out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        scatter = jax.shard_map(
+            lambda x: own.scatter_local(x, key, 0)[0], mesh=mesh, in_specs=(P(),),
+            out_specs=specs, check_vma=False,
+        )  # fmt: skip
+        sent = collectives(jax.make_jaxpr(gather)(at).jaxpr)
+        sent += collectives(jax.make_jaxpr(scatter)(grads).jaxpr)
+    counted = own.wire_bytes(at)
+    assert counted["weights"][0] == sum(4 * n for kind, _, n in sent if kind == "all_gather")
+    for level, axis in (("inside", "data"), ("between", "node")):
+        moved = [n for kind, axes, n in sent if kind == "all_to_all" and axis in axes]
+        assert counted[level][0] == sum(moved) > 0
+    numbers = 2 * (6 * 32 + 32 * 10) + 7 * 32
+    assert [n for _, n in counted.values()] == [numbers, numbers, numbers / 2]
+
+
+def collectives(jaxpr, times=1):
+    """Returns [(primitive, axes, bytes)] of the payloads that collectives take."""
+    found = []
+    for eqn in jaxpr.eqns:
+        kind, x = eqn.primitive.name, eqn.invars[0].aval if eqn.invars else None
+        if kind in ("all_to_all", "all_gather", "all_gather_invariant") and x.dtype == np.uint8:
+            axes = eqn.params["axis_name"]
+            axes = (axes,) if isinstance(axes, str) else axes
+            found.append((kind.removesuffix("_invariant"), axes, times * x.size))
+        more = times * eqn.params["length"] if kind == "scan" else times
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            found += collectives(inner, more)
+    return found
