@@ -69,6 +69,7 @@ def test_which_wires_send_differences(values, differs):
         ({"wire": "sdp4bit", "shard__zero": "hybrid"}, "nearest: optimizer"),
         ({"wire": "sdp4bit", "shard__zero": "full"}, "(--shard.zero, --wire.difference=false)"),
         ({"wire": "fp8", "wire__difference": True}, "shard.zero=full: --wire=fp8 sends differ"),
+        ({"wire": "loco", "shard__zero": "full"}, "shard.zero=full: --wire=loco keeps the errors"),
         (
             {"wire": "loco", "pipeline__gradients": "sharded"},
             "pipeline.gradients=sharded: --wire=loco sends gradients once a step; nearest: local",
