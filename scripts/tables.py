@@ -26,6 +26,7 @@ from experiments.reports import (
     kernel_tables,
     overlap_tables,
     pruning_tables,
+    sdp4bit_tables,
     step_tables,
 )
 from experiments.storm import account
@@ -306,6 +307,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "tilewise_claims": functools.partial(pruning_tables.claims, RESULTS / "tilewise.json"),
     "tilewise_prices": functools.partial(pruning_tables.prices, RESULTS / "tilewise.json"),
     "tilewise_speeds": functools.partial(pruning_tables.speeds, RESULTS / "tilewise.json"),
+    **{
+        f"sdp4bit_{table.__name__}": functools.partial(table, RESULTS / "sdp4bit.json")
+        for table in (
+            sdp4bit_tables.losses,
+            sdp4bit_tables.claims,
+            sdp4bit_tables.sent,
+            sdp4bit_tables.estimates,
+        )
+    },
     "visited": kernel_tables.visited,
 }
 

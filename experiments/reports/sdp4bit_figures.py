@@ -22,7 +22,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     rows: of the parts 'run' and 'gap'. Writes SVG and PNG.
     """
-    figure, (left, right) = panels(2, size=(11, 4.2))
+    figure, (left, right) = panels(2, size=(12.5, 4.2))
     gaps = {r["variant"]: r for r in rows if r["part"] == "gap"}
     shown = [v for v in VARIANTS if v in gaps]
     for variant in shown:
@@ -34,8 +34,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )  # fmt: skip
     left.set(xlabel="steps", ylabel="held-out loss (nats a byte)")
     left.set_title("trained here", fontsize=9, loc="left")
-    left.legend(fontsize=7, frameon=False)
     _draw_gaps(right, [gaps[v] for v in shown if v != FLOAT32])
+    handles, labels = left.get_legend_handles_labels()
+    marks, models = right.get_legend_handles_labels()
+    figure.legend(
+        [*handles, *marks], [*labels, *models], fontsize=8, frameon=False,
+        loc="outside right center",
+    )  # fmt: skip
     save(figure, path, _title(gaps))
 
 
@@ -61,7 +66,6 @@ def _draw_gaps(axes: Any, gaps: Sequence[Row]) -> None:
     count = max((r["n"] for r in gaps), default=0)
     bars = "" if count < 2 else ", bars: two standard errors"
     axes.set_title(f"seeds: {count}{bars}", fontsize=9, loc="left")
-    axes.legend(fontsize=7, frameon=False)
 
 
 def _title(gaps: dict[str, Row]) -> str:
