@@ -177,12 +177,13 @@ def test_the_flags_of_a_variant_give_its_exchange():
 
 @pytest.mark.slow  # CI runs the preset
 def test_weights_in_use_are_what_a_wire_gives(tmp_path):
-    """qW: no more than 15 codes times a scale in a group; the float32 exchange: the masters."""
+    """qW: no more than 8 magnitudes in a group; the float32 exchange: the masters."""
     runner = report.Runner(STUDY, "qW", str(tmp_path))
     state = runner.step.init(1)
     used, masters = runner.used(state), state.params
-    for x in _matrices(used):
-        assert len(np.unique(np.abs(np.asarray(x)))) <= 8 * 4 * -(-x.size // 4 // 2048)
+    for x in _matrices(used):  # 8 magnitudes a group, which may begin and end in other leaves
+        groups = 4 * (x.size // 4 // 2048 + 2)
+        assert len(np.unique(np.abs(np.asarray(x)))) <= 8 * groups < x.size // 10
     plain = report.Runner(STUDY, FLOAT32, str(tmp_path))
     again = plain.used(plain.step.init(1))
     for a, b in zip(_matrices(again), _matrices(masters), strict=True):
