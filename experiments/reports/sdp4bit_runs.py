@@ -6,8 +6,8 @@ and each seed. Variants are flags of any training command (VARIANTS). A seed giv
 order of the data; all variants see the same tokens in the same order, so gaps are taken seed by
 seed. Source: SDP4Bit (arXiv 2410.15526), section 4 and its table 1.
 
-LoCo is no variant yet: its exchange keeps the errors of earlier steps, which a training run does
-not hold yet, and without them it would be another method.
+LoCo is no variant yet: its exchange keeps the errors of earlier steps, which a training run did not
+hold when the results were made.
 
 Legend: N seeds.
 """
