@@ -68,7 +68,7 @@ class WireSpec(Checked, section="wire"):
     difference: bool | None = option(
         None,
         "weights travel as differences against the copy that every rank holds, or as they are; "
-        "none: differences with --wire=sdp4bit",
+        "none: differences with --wire=sdp4bit, unless fully sharded",
     )
     start_step: int = option(0, "gradients travel in float32 before this step", "steps", at_least=0)
     check_every: int = option(
@@ -93,7 +93,9 @@ class WireSpec(Checked, section="wire"):
 def sends_differences(cfg: Any) -> bool:
     """Tells whether weights travel as differences against a copy. cfg: a JobConfig."""
     asked = cfg.exchange.difference
-    return cfg.wire == "sdp4bit" if asked is None else cfg.wire != "none" and asked
+    if asked is None:
+        return cfg.wire == "sdp4bit" and cfg.zero != "full"
+    return cfg.wire != "none" and asked
 
 
 def check(cfg: Any, sizes: Mapping[str, int]) -> None:
@@ -136,17 +138,22 @@ def check(cfg: Any, sizes: Mapping[str, int]) -> None:
 def codec(cfg: Any) -> "quant.Codec":
     """Returns the codec of a configuration: `.weights`, `.inside`, `.between`, `.hadamard`.
 
-    cfg: a JobConfig. `--wire=none` gives float32 on all levels, whatever the other flags say.
+    cfg: a JobConfig. `--wire=none` gives float32 on all levels, whatever the other flags say. Fully
+    sharded weights have no copy to differ from, and as they are four bits are too few (SDP4Bit,
+    table 1): with sdp4bit they travel as ZeRO++'s do.
     Raises: UserError for a group of numbers that travel without scales.
     """
-    return _codec(cfg.wire, cfg.exchange if cfg.wire != "none" else WireSpec())
+    spec = cfg.exchange if cfg.wire != "none" else WireSpec()
+    whole = cfg.wire == "sdp4bit" and cfg.zero == "full"
+    return _codec(cfg.wire, spec, "zeropp" if whole else cfg.wire)
 
 
 @functools.cache
-def _codec(wire: Wire, spec: WireSpec) -> "quant.Codec":
+def _codec(wire: Wire, spec: WireSpec, weights: Wire) -> "quant.Codec":
+    """weights: the wire that says what weights travel as."""
     own = quant.codec(wire, rounding=spec.rounding)
     # The rounding is that of gradients only: what one gather of weights drops, the next one sends.
-    kept = quant.codec(wire).weights, own.inside, own.between
+    kept = quant.codec(weights).weights, own.inside, own.between
     payloads = spec.weights, spec.gradients, spec.gradients
     groups = spec.weight_group, spec.inside_group, spec.between_group
     levels = []

@@ -67,7 +67,10 @@ def test_which_wires_send_differences(values, differs):
         ({"wire": "sdp4bit", "shard__zero": "none"}, "nearest: optimizer"),
         ({"wire": "zeropp", "shard__zero": "hybrid"}, "nearest: full, or leave the flag out"),
         ({"wire": "sdp4bit", "shard__zero": "hybrid"}, "nearest: optimizer"),
-        ({"wire": "sdp4bit", "shard__zero": "full"}, "(--shard.zero, --wire.difference=false)"),
+        (
+            {"wire": "sdp4bit", "shard__zero": "full", "wire__difference": True},
+            "(--shard.zero, --wire.difference=false)",
+        ),
         ({"wire": "fp8", "wire__difference": True}, "shard.zero=full: --wire=fp8 sends differ"),
         ({"wire": "loco", "shard__zero": "full"}, "shard.zero=full: --wire=loco keeps the errors"),
         (
@@ -92,6 +95,7 @@ def test_what_a_wire_cannot_have_is_refused(values, words):
     [{}, {"shard__zero": "none"}, {"shard__zero": "optimizer"}, {"wire": "zeropp"},
      {"wire": "zeropp", "shard__zero": "optimizer"}, {"wire": "sdp4bit"},
      {"wire": "sdp4bit", "wire__difference": False, "shard__zero": "full"},
+     {"wire": "sdp4bit", "shard__zero": "full"},
      {"wire": "fp8", "pipeline__gradients": "sharded"}],
 )  # fmt: skip
 def test_what_it_can_have_passes_on_any_number_of_ranks(values):
@@ -110,6 +114,10 @@ def payload_bytes(bits, group):
         ({}, [(32, 0), (32, 0), (32, 0)], 0, "nearest"),
         ({"wire__weights": "int8"}, [(32, 0), (32, 0), (32, 0)], 0, "nearest"),
         ({"wire": "sdp4bit"}, [(4, 2048), (8, 128), (4, 128)], 32, "stochastic"),
+        (
+            {"wire": "sdp4bit", "shard__zero": "full"},
+            [(8, 2048), (8, 128), (4, 128)], 32, "stochastic",
+        ),
         ({"wire": "zeropp"}, [(8, 2048), (4, 128), (4, 128)], 0, "nearest"),
         ({"wire": "loco"}, [(16, 0), (4, 128), (4, 128)], 0, "nearest"),
         ({"wire": "fp8"}, [(8, 128), (8, 128), (8, 128)], 0, "nearest"),

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from megajax.cost.hlo import collectives
+from megajax.models.decoder_config import PRESETS
 from megajax.parallel import zero
 from megajax.quant import codec
 from megajax.systems.aot import QUICK
@@ -17,30 +18,40 @@ from tests.tiny import MODEL, run_config
 pytestmark = pytest.mark.aot
 
 NODES, RANKS, LAYERS = 2, 4, 8
+KINDS = "all-to-all", "all-gather"
 DEEP = dataclasses.replace(
     MODEL, layers=LAYERS, width=512, heads=8, kv_heads=8, head_width=64, mlp=2048, vocab=128
 )
 
 
-@pytest.fixture(scope="module")
-def program():
-    """Returns (the text of the step, its mesh, its parameters)."""
+def compiled(model, **changes):
+    """Returns (the text of a step, its mesh, its parameters)."""
     cfg = run_config(
         mesh__node=NODES, mesh__data=RANKS, wire="sdp4bit", train__dtype="bfloat16",
-        train__attention="xla", train__seq_len=256, train__global_batch=32,
+        train__attention="xla", **changes,
     )  # fmt: skip
-    cfg = dataclasses.replace(cfg, model=DEEP)
+    cfg = dataclasses.replace(cfg, model=model)
     mesh = cfg.mesh.build(aot.devices(NODES, RANKS))
     step = make_train_step(cfg, mesh)
     lowered = step.step.lower(step.abstract_state, step.abstract_batch)
     return aot.compile(lowered, QUICK).as_text(), mesh, step.abstract_state.params
 
 
-def test_most_bytes_travel_beside_products(program):
-    text, mesh, params = program
-    found = [
-        c for c in collectives(text, dict(mesh.shape)) if c.kind in ("all-to-all", "all-gather")
-    ]
+@pytest.mark.slow
+def test_of_a_large_decoder_nearly_all_bytes_travel_beside_products():
+    """GPT-2 XL, 1.5 billion parameters: what is bare is its table and the ends of the loops."""
+    model = PRESETS["gpt2_xl"]()
+    text, mesh, _ = compiled(
+        model, train__seq_len=1024, train__global_batch=64, train__loss_chunks=8
+    )
+    found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
+    assert sum(c.total for c in found if c.is_hidden) > 0.9 * sum(c.total for c in found)
+    assert not float_collectives(text)
+
+
+def test_most_bytes_travel_beside_products():
+    text, mesh, params = compiled(DEEP, train__seq_len=256, train__global_batch=32)
+    found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
     sent = sum(c.total for c in found)
     assert sum(c.total for c in found if c.is_hidden) > 0.75 * sent  # 8 layers, whose ends are bare
     assert not float_collectives(text)
