@@ -198,14 +198,19 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     for key in ("bos_token", "eos_token"):
         value = found.get(key)
         token = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(token, str):
+        if value is not None and not (isinstance(token, str) and _is_unicode(token)):
             raise UserError(
-                f"{file}: {key} is {reprlib.repr(value):.40}; it must be a string, or an "
-                "object whose member content is one (--data.tokenizer)"
+                f"{file}: {key} is {reprlib.repr(value):.40}; it must be a string of Unicode "
+                "characters, or an object whose member content is one (--data.tokenizer)"
             )
         if token:
             named[key] = token
     return named
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether text can be written as UTF-8: JSON may escape half of a surrogate pair."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:

@@ -124,5 +124,6 @@ def read_array(raw: bytes) -> np.ndarray:
         return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
     except (
         EOFError, SyntaxError, tokenize.TokenError, OverflowError, MemoryError, TypeError,
+        SystemError,  # CPython 3.12's tokenizer, on some headers that are no text
     ) as error:  # fmt: skip
         raise ValueError(str(error)) from None

@@ -158,6 +158,7 @@ def test_the_identity_follows_the_content(bpe, tmp_path):
         ('{"eos_token": {"content": 7}}', "eos_token is {'content': 7}; it must be"),
         ('{"eos_token": {}}', "eos_token is {}; it must be"),
         ('{"eos_token": ["</s>"]}', "eos_token is"),
+        ('{"bos_token": "\\ud800"}', "must be a string of Unicode characters"),
     ],
 )
 def test_a_broken_tokenizer_config_is_named(bpe, tmp_path, config, words):

@@ -126,6 +126,9 @@ def seen_in(ids, causal=False, window=None, others=None):
     return seen & (s.T <= t + right) if right is not None else seen
 
 
+OUTPUTS = ("out", "dq", "dk", "dv")
+
+
 def same(got, arrays, seen, scale=K**-0.5, about=""):
     """Compares with float64 loops over heads; what is not finite reaches those who see it."""
     q, k, v, dout = (x.astype(np.float64).reshape(-1, *x.shape[-2:]) for x in arrays)
@@ -136,8 +139,8 @@ def same(got, arrays, seen, scale=K**-0.5, about=""):
         g = h // (H // G)
         bad = (seen & bad_keys[:, g]).any(1) | (live & ~np.isfinite(q[:, h]).all(-1))
         worse = bad | (live & ~np.isfinite(dout[:, h]).all(-1))
-        used = (q[:, h], k[:, g], v[:, g], dout[:, h])
-        q_, k_, v_, dout_ = (np.where(np.isfinite(x), x, 0) for x in used)
+        parts = (q[:, h], k[:, g], v[:, g], dout[:, h])
+        q_, k_, v_, dout_ = (np.where(np.isfinite(x), x, 0) for x in parts)
         logits = np.where(seen, q_ @ k_.T * scale, -np.inf)
         weights = np.exp(logits - np.where(live, logits.max(1, initial=-1e9), 0)[:, None])
         weights /= np.where(live, weights.sum(1), 1)[:, None]
@@ -148,12 +151,14 @@ def same(got, arrays, seen, scale=K**-0.5, about=""):
         hit = (seen & worse[:, None]).any(0)[:, None]
         wanted[2][:, g] += np.where(hit, np.nan, np.where(worse[:, None], 0, dlogits).T @ q_)
         wanted[3][:, g] += np.where(hit, np.nan, np.where(worse[:, None], 0, weights).T @ dout_)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+    # A token that sees nothing, or that nobody sees, gives exact zeros. A gradient that is zero by
+    # cancellation (one key: softmax is constant) is not meant: its rounding depends on the machine.
+    uses = (live, live, seen.any(0), seen.any(0))
+    for name, x, y, used in zip(OUTPUTS, got, wanted, uses, strict=True):
         x, words = np.asarray(x, np.float32).reshape(y.shape), f"{about} {name}"
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=words)
         np.testing.assert_allclose(x, y, rtol=5e-3, atol=5e-3, err_msg=words)
-        dead = (y == 0).all((1, 2))
-        assert not x[dead].any(), words
+        assert not x[~used].any(), words
 
 
 IDS = np.array(
