@@ -7,6 +7,7 @@ supervision are in tests/systems/elastic.
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +182,8 @@ def test_memory_outlives_a_trainer_and_goes_with_its_agent(home, straight):
     assert job.returncode == 0, out
     found = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
     assert found == [("exit", [1]), ("agent", [0, 1])]
-    assert "resumed after step 16, from memory" in logs(folder, 1)
+    # Storage has step 10. The copy of step 16 is made beside step 17, where the kill may be first.
+    assert re.search("resumed after step (14|16), from memory", logs(folder, 1))
     assert "resumed after step 10 " in logs(folder, 2)
     nothing_is_left(folder)
     same(folder, straight)
