@@ -1,7 +1,7 @@
 """SDP4Bit (arXiv 2410.15526): what 4 bits on the wire cost a model, and what they save.
 
     uv run experiments/sdp4bit.py                       # two variants, a few steps
-    uv run experiments/sdp4bit.py --preset=paper        # eight variants, three seeds
+    uv run experiments/sdp4bit.py --preset=paper        # nine variants, three seeds
     uv run --extra aot experiments/sdp4bit.py --bytes   # and the bytes of the program for H100s
 
 Quality, on emulated CPU devices, 2 nodes of 2: a small GPT on the bytes of Python's standard

@@ -11,7 +11,7 @@ from experiments.reports.sdp4bit_runs import FLOAT32, VARIANTS, WHAT, Row
 
 COLOURS = {
     FLOAT32: "#000000", "qW": "#D55E00", "qWD": "#56B4E9", "TLq": "#E69F00", "TLq-HS": "#009E73",
-    "SDP4Bit": "#0072B2", "ZeRO++": "#CC79A7", "fp8": "#999999",
+    "SDP4Bit": "#0072B2", "ZeRO++": "#CC79A7", "LoCo": "#F0E442", "fp8": "#999999",
 }  # fmt: skip
 MARKS = {"125M": "v", "350M": "s", "1.3B": "D"}
 LINEAR = 0.1  # percent: below it the axis of gaps is linear, so that signs and zeros show

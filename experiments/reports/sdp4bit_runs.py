@@ -6,9 +6,6 @@ and each seed. Variants are flags of any training command (VARIANTS). A seed giv
 order of the data; all variants see the same tokens in the same order, so gaps are taken seed by
 seed. Source: SDP4Bit (arXiv 2410.15526), section 4 and its table 1.
 
-LoCo is no variant yet: its exchange keeps the errors of earlier steps, which a training run did not
-hold when the results were made.
-
 Legend: N seeds.
 """
 
@@ -50,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "TLq-HS": {"wire": "sdp4bit", "exchange.weights": "float32"},
     "SDP4Bit": {"wire": "sdp4bit"},
     "ZeRO++": {"wire": "zeropp"},
+    "LoCo": {"wire": "loco"},
     "fp8": {"wire": "fp8"},
 }
 WHAT = {
@@ -60,6 +58,7 @@ WHAT = {
     "TLq-HS": "the same, transformed (Hadamard)",
     "SDP4Bit": "qWD and TLq-HS",
     "ZeRO++": "weights in 8 bits, gradients in 4",
+    "LoCo": "gradients in 4 bits, with error feedback",
     "fp8": "weights and gradients in e4m3",
 }
 # Validation losses of the paper's table 1: Pile, 80,000 iterations.

@@ -6,6 +6,12 @@ e the error that is kept, Q the 4-bit quantizer of the wire and Q8 one of 8 bits
     h = g + e                          is sent as Q(h)
     e' = Q8((1 - beta) e + beta (h - Q(h)))      0 after every `reset` steps
 
+This is what the authors' code in DeepSpeed computes inside a node (pull request 6730,
+csrc/quantization/swizzled_quantize.cu, loco_swizzled_quant_kernel): the average is of the errors of
+compensated gradients, and DeepSpeed's err_beta = 1 - beta weighs the old average. Its exchange
+keeps one error for each of the two levels (all_to_all_loco_quant_reduce), as ours does. DeepSpeed
+stores e in float16; here e has 8 bits, as in the paper.
+
 Summed over steps, what is received differs from the gradients by e / beta and by the roundings of
 Q8 only, so that what Q drops in one step is not lost. Each sender has an error of its own, of the
 shape of what it sends, and it takes a byte an element.
@@ -28,8 +34,9 @@ Array = jax.Array
 class Feedback:
     """How errors are kept.
 
-    beta: weight of the newest error, above 0 and at most 1 (chosen: 0.2). reset: steps between two
-    resets, at least 1 (chosen: 1024). format: of the error.
+    beta: weight of the newest error, above 0 and at most 1. reset: steps between two resets, at
+    least 1. Both defaults are those of DeepSpeed's zeropp_loco_param: err_beta 0.8, which weighs the
+    old average, and reset_T 1024 (deepspeed/runtime/zero/config.py). format: of the error.
     Raises: UserError.
     """
 
