@@ -35,8 +35,8 @@ class Feedback:
     """How errors are kept.
 
     beta: weight of the newest error, above 0 and at most 1. reset: steps between two resets, at
-    least 1. Both defaults are those of DeepSpeed's zeropp_loco_param: err_beta 0.8, which weighs the
-    old average, and reset_T 1024 (deepspeed/runtime/zero/config.py). format: of the error.
+    least 1. Both defaults are those of DeepSpeed's zeropp_loco_param: err_beta 0.8, the weight of
+    the old average, and reset_T 1024 (deepspeed/runtime/zero/config.py). format: of the error.
     Raises: UserError.
     """
 

@@ -204,6 +204,50 @@ def test_a_killed_run_comes_back_bit_for_bit(home, straight):
         np.testing.assert_array_equal(np.asarray(batches[0][key]), np.asarray(batches[1][key]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(
+            ("--mesh.pipe=2", "--mesh.node=2", "--mesh.tensor=2", "--pipeline.microbatches=8"),
+            id="pipeline",
+        ),
+        pytest.param(
+            ("--mesh.node=2", "--mesh.data=2", "--mesh.tensor=2", "--train.accumulate=2"),
+            id="without stages",
+        ),
+    ],
+)
+def test_a_killed_run_with_four_bits_on_the_wire_comes_back_bit_for_bit(home, tmp_path, mesh):
+    """LAMB and micro-batches: masters, moments, copies of the weights and losses are those of an
+    undisturbed run. Stages have micro-batches of their own in the place of --train.accumulate."""
+    fixed = [
+        *mesh, "--wire=sdp4bit", "--optim.name=lamb", "--train.steps=20", "--checkpoint.every=6",
+        *ONLY_STEPS,
+    ]  # fmt: skip
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    done = run(home, *fixed, f"--run_dir={undisturbed}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    process = start(home, *fixed, f"--run_dir={killed}")
+    manager = CheckpointManager(killed / "checkpoints")
+    wait_for(process, lambda: last_step(killed) > 6 and manager.latest())
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert last_step(killed) < 20 and (killed / "lock").exists()
+    saved = manager.latest()
+    done = run(home, *fixed, f"--run_dir={killed}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed after step {saved}" in done.stdout and "made again" not in done.stdout
+
+    want, got = rows(undisturbed), rows(killed)
+    assert [got[s]["loss"] for s in range(1, 21)] == [want[s]["loss"] for s in range(1, 21)]
+    assert all(got[s]["wire_drift"] > 0 for s in range(2, 21))
+    _, a, data_a = restore(undisturbed, 20)
+    _, b, data_b = restore(killed, 20)
+    assert data_a == data_b and jax.tree.leaves(a.copies)
+    chex.assert_trees_all_equal(a, b)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
