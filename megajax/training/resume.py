@@ -75,7 +75,7 @@ def begin(
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
         params = train_step.arranged(cfg.given_params(train_step.layout, state.params))
-        return Start(_renewed(train_step, state, params), 0, f"weights from {cfg.init_from}")
+        return _given(train_step, state, params, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
 
 
@@ -92,8 +92,8 @@ def _go_on(
         like = {"params": train_step.abstract_state.params}
         rows = {n: own for n, own in train_step.rows.items() if n.startswith("params.")}
         restored = checkpoints.restore(step, like=like, order=rows)
-        state = _renewed(train_step, train_step.init(cfg.train.seed), restored["params"])
-        return Start(state, 0, f"weights imported from {imported}")
+        state = train_step.init(cfg.train.seed)
+        return _given(train_step, state, restored["params"], f"weights imported from {imported}")
     how = _resumed(step, cfg, str(checkpoints.folder))
     like = _like(train_step, data)
     left_out = _holds(data) != train_step.kept
@@ -152,12 +152,18 @@ def _completed(
     return state, "".join(f"; {note}" for note in notes)
 
 
-def _renewed(train_step: TrainStep, state: TrainState, params: Any) -> TrainState:
-    """Returns a first state with other parameters, which its copies and errors follow."""
-    if not train_step.kept:
-        return dataclasses.replace(state, params=params)
-    copies, errors = train_step.beside(params)
-    return dataclasses.replace(state, params=params, copies=copies, errors=errors)
+def _given(train_step: TrainStep, state: TrainState, params: Any, how: str) -> Start:
+    """Returns a start from a first state with other parameters, which its copies and errors
+    follow. how: which way it began."""
+    state = dataclasses.replace(state, params=params)
+    if train_step.kept:
+        copies, errors = train_step.beside(params)
+        state = dataclasses.replace(state, copies=copies, errors=errors)
+    if state.copies is not None:
+        how += "; copies of the weights are made of them"
+    if state.errors is not None:
+        how += "; errors of gradients begin at 0"
+    return Start(state, 0, how)
 
 
 def _resumed(step: int, cfg: JobConfig, where: str, note: str = "") -> str:
