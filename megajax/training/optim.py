@@ -226,6 +226,31 @@ def spread(count: int, layout: Layout | None, taken: tuple[str, ...] = ()) -> tu
     return chosen
 
 
+def route(spec: PartitionSpec, wanted: PartitionSpec, stack: int) -> list[PartitionSpec]:
+    """Returns the shardings that lead to `wanted`, one reshard each; often that is all.
+
+    Where some of the axes that cut one inner dimension go to a stacked one and the others are not
+    used any more, XLA would gather the whole array on every device ("Involuntary full
+    rematerialization"). It can gather the last axes of a dimension, and move them, so: gather what
+    lies behind the axes that go, move these, gather the rest.
+    Args: wanted: cuts stacked dimensions only. stack: how many there are, in front.
+    """
+    used = {axis for entry in wanted for axis in _axes(entry)}
+    first, then, split = list(spec[:stack]), list(wanted[:stack]), False
+    for own in map(_axes, spec[stack:]):
+        if {*own} & used and {*own} - used:
+            split = True
+            while own[-1] not in used:
+                own = own[:-1]
+        first.append(own or None)
+        then.append(tuple(axis for axis in own if axis not in used) or None)
+    return [PartitionSpec(*first), PartitionSpec(*then), wanted] if split else [wanted]
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def scale_by_muon(
     momentum: float, axes: Tree, layout: Layout | None
 ) -> optax.GradientTransformation:
@@ -246,7 +271,9 @@ def scale_by_muon(
                 more = spread(shape[i] // layout.ways(own), layout, taken)
                 taken += more
                 entries.append((*own, *more) or None)
-            x = reshard(x, PartitionSpec(*entries, *[None] * (x.ndim - len(stack))))
+            wanted = PartitionSpec(*entries, *[None] * (x.ndim - len(stack)))
+            for there in route(spec, wanted, len(stack)):
+                x = reshard(x, there)
         # 'embed' is one side of the matrix, all other inner dimensions the other.
         rows = shape[len(stack)] if words[len(stack)] == "embed" else -1
         columns = shape[-1] if rows == -1 else -1

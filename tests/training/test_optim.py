@@ -1,12 +1,14 @@
 """Optimizers against float64 NumPy."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
@@ -18,6 +20,7 @@ from megajax.training.optim import (
     make_optimizer,
     make_schedule,
     orthogonalise,
+    route,
     scale_by_muon,
     spread,
 )
@@ -203,6 +206,47 @@ def test_muon_orthogonalises_each_expert_alone(seed):
     for i in np.ndindex(2, 4):
         want = 0.2 * 8**0.5 * np.asarray(orthogonalise(jnp.asarray(grad[i])))
         np.testing.assert_allclose(np.asarray(got)[i], want, atol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_muon_never_gathers_a_whole_stack(sizes, seed):
+    """Two layers on 2 nodes of 4 devices, and on 4 of 2: the layers take one of the two axes that
+    cut a matrix. In one reshard XLA gathers both layers of every matrix on every device."""
+    words = ("layers", "embed", "mlp")
+    grad = np.random.default_rng(seed).normal(size=(2, 16, 24)).astype(np.float32)
+    lo = layout(MeshSpec(node=sizes[0], data=sizes[1]).build())
+    with jax.set_mesh(lo.mesh):
+        placed = {"up": jax.device_put(grad, lo.named(lo.stored(*words)))}
+        muon = scale_by_muon(0.9, {"up": words}, lo)
+        update = jax.jit(lambda g: muon.update(g, muon.init(g))[0]).lower(placed).compile()
+        got = update(placed)["up"]
+    shapes = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", update.as_text())
+    assert shapes and max(np.prod([int(n) for n in s.split(",")]) for s in shapes) < grad.size
+    assert got.sharding.spec == lo.stored(*words)
+    for i in range(2):
+        want = 0.2 * 24**0.5 * np.asarray(orthogonalise(jnp.asarray(grad[i])))
+        np.testing.assert_allclose(np.asarray(got)[i], want, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted", "between"),
+    [
+        ((None, ("node", "data"), None), ("node",), [(None, "node", None), ("node", None, None)]),
+        (
+            (None, ("node", "data"), None), ("data",),
+            [(None, ("node", "data"), None), ("data", "node", None)],
+        ),
+        (
+            (None, "tensor", ("node", "data", "context")), ("data",),
+            [(None, "tensor", ("node", "data")), ("data", "tensor", "node")],
+        ),
+        ((None, ("node", "data"), None), (("node", "data"),), []),
+        (("pipe", "tensor", ("node", "data")), ("pipe",), []),
+    ],
+)  # fmt: skip
+def test_the_way_of_a_matrix_to_its_layer(spec, wanted, between):
+    wanted = P(*wanted, *[None] * (len(spec) - len(wanted)))
+    assert route(P(*spec), wanted, 1) == [*(P(*s) for s in between), wanted]
 
 
 def test_spread_uses_axes_that_divide():
