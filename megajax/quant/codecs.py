@@ -29,7 +29,7 @@ from megajax.quant.feedback import Feedback
 from megajax.quant.formats import Format, Rounding, check_rounding
 from megajax.quant.qtensor import need_key
 from megajax.quant.transforms import floating, hadamard
-from pallas_kernels.quantize import reference
+from pallas_kernels.quantize import counter, reference
 
 Array = jax.Array
 Name = Literal["none", "bf16", "fp8", "int8", "int4", "zeropp", "sdp4bit", "loco"]
@@ -108,7 +108,7 @@ class Codec:
         key = need_key(f"codec {self.name}", key) if self.stochastic else None
         if self.format is None:
             return self._encode_floats(x_xN.astype(jnp.float32), key)
-        noise_xN = None if key is None else reference.noise(key, x_xN.shape)
+        noise_xN = None if key is None else counter.noise(key, x_xN.shape)
         group = self.format.group_of(x_xN.shape[-1])
         return reference.encode(x_xN, self.format.bits, group, noise_xN)
 

@@ -26,7 +26,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.quant.formats import Format
 from megajax.quant.transforms import floating
-from pallas_kernels.quantize import reference
+from pallas_kernels.quantize import counter, reference
 
 Array = jax.Array
 
@@ -88,7 +88,7 @@ def quantize(x: Array, fmt: Format, *, key: Array | None = None) -> QTensor:
     group = fmt.group_of(n)
     noise_xGC = None
     if fmt.stochastic:
-        noise = reference.noise(need_key("quantize", key), x.shape)
+        noise = counter.noise(need_key("quantize", key), x.shape)
         noise_xGC = reference.split(_to_lines(noise, axis), group)
     x_xGC = reference.split(_to_lines(x, axis).astype(jnp.float32), group)
     if fmt.symmetric:

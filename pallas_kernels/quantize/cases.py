@@ -12,7 +12,7 @@ from pallas_kernels.quantize.reference import payload_bytes
 PEAK_FLOPS, PEAK_BYTES = 67e12, 4.8e12
 # Of an element, counted from registers.py: a transform's sums and product; a scale and a code; a
 # sum's term; what random rounding adds, most of it the counter's integers.
-TRANSFORM, CODE, TERM, RANDOM = 6, 7, 4, 22
+TRANSFORM, CODE, TERM, RANDOM = 6, 7, 6, 22
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,14 +63,17 @@ def _over_lanes(x_T1: Values, lanes: int) -> Values:
     return lax.broadcast_in_dim(x_T1, (x_T1.shape[0], lanes, 1), [0, 2])
 
 
-def _noise(key: Any, tile: Any, problem: Any, T: int) -> list[Values]:
-    """Returns the 32 u of each thread's block, by the index of its elements in x."""
+def _noise(key: Any, first: Any, problem: Any, T: int) -> list[Values]:
+    """Returns the 32 u of each thread's block, by the index of its elements in all payloads.
+
+    first: group of the tile.
+    """
     L = problem.lanes
     one_TL1, other_TL1 = (
         plgpu.broadcasted_iota(jnp.int32, (T, L, 1), axis, layout=layout(L)) for axis in (0, 1)
     )
     calls = BLOCK // counter.CALL
-    first_TL1 = ((tile * T + one_TL1) * L + other_TL1) * calls
+    first_TL1 = ((first + one_TL1) * L + other_TL1) * calls
     found = []
     for call in range(calls):
         pair = counter.words(key[0], key[1], first_TL1 + call)
@@ -97,7 +100,9 @@ def encode(*refs, names, problem, tile, interpret, **smem):
         amax_TL1 = functools.reduce(jnp.maximum, [jnp.abs(x) for x in parts])
         scale_T1, finite_T1 = registers.scales(amax_TL1.max(1), q)
         inverse_TL1 = _over_lanes(registers.reciprocal(scale_T1), L)
-        noise = _noise(at["key"], t, problem, T) if problem.noise else [None] * BLOCK
+        noise: list[Any] = [None] * BLOCK
+        if problem.noise:
+            noise = _noise(at["key"], payloads.group_sent(t), problem, T)
         codes = [registers.codes(x, inverse_TL1, q, u) for x, u in zip(parts, noise, strict=True)]
         codes = [registers.placed(c, i * bits % 32, bits) for i, c in enumerate(codes)]
         each = 32 // bits
@@ -127,9 +132,12 @@ def reduce(*refs, names, problem, tile, interpret, **smem):
             words = [registers.flipped(word, bits) for word in words]
             scale_T = payloads.scales(slot, r, layout(L).reduce((1, 2)))
             scale_TL1 = _spread(scale_T, (T, L, 1))
+            numbers = [
+                registers.numbers(words[c * bits // 32], c * bits % 32, bits) for c in range(BLOCK)
+            ]
             return [
-                part + registers.numbers(words[c * bits // 32], c * bits % 32, bits) * scale_TL1
-                for c, part in enumerate(parts)
+                part + registers.scaled(number, scale_TL1)
+                for part, number in zip(parts, numbers, strict=True)
             ]
 
         # A loop: layouts are inferred in a time that grows with the square of what is unrolled.

@@ -33,9 +33,9 @@ def hadamard_quantize(
     exact_N = x_N.astype(jnp.float32)
     if hadamard:
         exact_N = reference.hadamard(exact_N, BLOCK)
-    noise_N = None if key_W is None else counter.noise_of(key_W, x_N.shape)
-    noise_RN = None if noise_N is None else _swizzle(noise_N, rows, nodes)
-    return reference.encode(_swizzle(exact_N, rows, nodes), bits, group, noise_RN)
+    exact_RN = _swizzle(exact_N, rows, nodes)
+    noise_RN = None if key_W is None else counter.noise_of(key_W, exact_RN.shape)
+    return reference.encode(exact_RN, bits, group, noise_RN)
 
 
 def _swizzle(x_N: Array, rows: int, nodes: int) -> Array:

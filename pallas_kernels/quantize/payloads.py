@@ -78,14 +78,24 @@ class Payloads:
             scales = scales.at[:, 0]
         scales[...] = lax.bitcast_convert_type(scale_T, jnp.int32)
 
+    def group_sent(self, t: Any) -> Any:
+        """Returns the first group of the t-th tile, counted over all rows that are written."""
+        row, first = self._place(t)
+        return row * (self.problem.places * self.problem.groups) + first
+
+    def _place(self, t: Any) -> tuple[Any, Any]:
+        """Returns (the row of the t-th tile, its first group in the row)."""
+        problem, T = self.problem, self.tile.groups
+        tiles, rows = problem.groups // T, problem.pieces // problem.places
+        piece = lax.div(t, jnp.int32(tiles))
+        row = lax.rem(piece, jnp.int32(rows))
+        return row, (lax.div(piece, jnp.int32(rows)) * tiles + lax.rem(t, jnp.int32(tiles))) * T
+
     def send(self, t: Any, place: Any) -> None:
         """Starts the copies of the t-th tile of all: its piece says to which row, and where."""
         problem, T = self.problem, self.tile.groups
         words = problem.words(problem.new_bits)
-        tiles, rows = problem.groups // T, problem.pieces // problem.places
-        piece = lax.div(t, jnp.int32(tiles))
-        row = lax.rem(piece, jnp.int32(rows))
-        first = (lax.div(piece, jnp.int32(rows)) * tiles + lax.rem(t, jnp.int32(tiles))) * T
+        row, first = self._place(t)
         scales = problem.places * problem.groups * words
         for source, start, size in (
             (self.smem["words_out"].at[place], first * words, T * words),

@@ -85,15 +85,6 @@ def join(x_xGC: Array, n: int) -> Array:
     return x_xGC.reshape(*x_xGC.shape[:-2], -1 if x_xGC.size else 0)[..., :n]
 
 
-def noise(key: Array, shape: tuple[int, ...]) -> Array:
-    """Returns float32 multiples of 2^-24 in [0, 1): the u of stochastic rounding.
-
-    The high 24 bits of jax.random.bits (threefry), whose element i depends on the key and on i in
-    row-major order, and neither on the sharding nor on whether the call is compiled.
-    """
-    return (jax.random.bits(key, shape, jnp.uint32) >> 8).astype(jnp.float32) * 2.0**-24
-
-
 def amax(x_xGC: Array) -> Array:
     """Returns the largest magnitude of each group, float32; NaN where it holds one."""
     return jnp.max(jnp.abs(x_xGC.astype(jnp.float32)), -1)
@@ -109,7 +100,7 @@ def scales(amax_xG: Array, bits: Bits) -> Array:
 def codes(x_xGC: Array, scale_xG: Array, bits: Bits, noise_xGC: Array | None = None) -> Array:
     """Returns the codes: int8, or the floating type itself.
 
-    noise_xGC: of `noise`; None: round to nearest. Stochastic rounding of y, a fraction f above the
+    noise_xGC: of counter.noise; None: round to nearest. Stochastic rounding of y, a fraction f above the
     code below it, is unbiased with variance f(1 - f) (in units of the distance of two codes): at
     most 1/4, in the mean of all f 1/6. A number that is a code is not changed.
     """

@@ -6,6 +6,8 @@ Written in operations that Mosaic GPU lowers, few an element, and with the bits 
 * rint(y): y + 1.5 * 2^23 holds it in its low bits, as two's complement. Between that sum and the
   product before it lies the rule's clip, so that ptxas cannot fuse the two and round once.
 * a code as float32: its bits, the sign bit flipped, below those of 2^23; a sum takes both off.
+* code * s is rounded before it is added (reference.rounded): LLVM made one instruction of the two
+  (PTX for sm_90a: fma.rn.f32), which rounds once, and sums had other bits than plain JAX's.
 
 Legend: x any dimensions. Words are int32 here, whatever they hold.
 """
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.quantize.reference import TINY
+from pallas_kernels.quantize.reference import TINY, rounded
 
 RAISE = np.float32(1.5 * 2**23)  # sums with it have no bits below 1
 EXPONENT = np.int32(0x4B000000)  # of float32 from 2^23 to 2^24
@@ -74,6 +76,11 @@ def numbers(word: Values, shift: Any, bits: int) -> Values:
     field = lax.shift_right_logical(word, _like(word, shift)) & np.int32(2**bits - 1)
     whole = lax.bitcast_convert_type(field | EXPONENT, jnp.float32)
     return whole - np.float32(2**23 + 2 ** (bits - 1))
+
+
+def scaled(number: Values, scale: Values) -> Values:
+    """Returns the products of codes and scales, each rounded to float32."""
+    return rounded(number * scale)
 
 
 def placed(code: Values, shift: Any, bits: int) -> Values:

@@ -126,7 +126,7 @@ def recode(*refs, names, problem, tile, interpret, **smem):
             word = _spread(registers.flipped(word, bits), shape, 4)
             x = registers.numbers(word, _shifts(shape, where, bits), bits)
             scale_T = payloads.scales(slot, r, where.reduce((1, 2, 3, 4)))
-            x *= _spread(scale_T, shape, 1)
+            x = registers.scaled(x, _spread(scale_T, shape, 1))
             total = x if total is None else total + x
         code, scale_T, finite_T = _quantized(total, at.get("key"), t, where, new)
         second = plgpu.broadcasted_iota(jnp.int32, shape, 3, layout=where) * (4 * new)
@@ -157,7 +157,7 @@ def apply(*refs, names, problem, tile, interpret, **smem):
         copy = plgpu.load(smem["x_slots"].at[slot], layout=where, optimized=False)
         word = _spread(registers.flipped(word, bits), shape, 3)
         change = registers.numbers(word, _shifts(shape, where, bits), bits)
-        change *= _spread(scale_T, shape, 1)
+        change = registers.scaled(change, _spread(scale_T, shape, 1))
         new = copy.astype(jnp.float32) + change
         smem["out"].at[place][...] = new.astype(problem.dtype)
 

@@ -1,7 +1,6 @@
 """SDP4Bit's fused kernels in the interpreter, race detection on, beside plain JAX.
 
-Payloads agree to the bit, but where numbers were added first: XLA on CPUs fuses a product with a
-sum, and a kernel in the interpreter does not.
+All results agree to the bit: no product is fused with a sum, in either of the two.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import aot, interpret
-from pallas_kernels.quantize import bench, configs, fused_reference, hopper, reference, registers
+from pallas_kernels.quantize import configs, fused_reference, hopper, reference, registers
 from pallas_kernels.quantize.cases import Case
 from scripts.tunings import quantize as tunings
 
@@ -69,16 +68,7 @@ def run(case, seed, stages=2, blocks=1):
     plain = functools.partial(getattr(fused_reference, case.op), **tunings.options(case))
     want = np.asarray(jax.jit(plain)(*args))
     assert found.shape == want.shape and found.dtype == want.dtype
-    if case.op in (SEND, OUT):
-        np.testing.assert_array_equal(found, want)
-    elif case.op == RELAY:
-        near = bench.apart(found, want, case.elements // case.pieces, 4)
-        assert near["codes that differ"] * bench.SELDOM <= 5e-4  # few codes: one that differs is
-        assert max(near["scales"], near["codes apart by more than 1"]) <= 1
-    else:
-        found, want = (x.astype(np.float64) for x in (found, want))
-        bound = 2**-8 * np.abs(want) if not case.wide else bench.ROUNDING * np.abs(want).max()
-        assert (np.abs(found - want) <= bound).all()
+    np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
