@@ -44,7 +44,7 @@ def hadamard_quantize(
 
     Args: x_N: float32|bfloat16, a whole number of chunks, and of blocks of 32 in each where it is
       transformed. bits: of a code, 2|3|4|8|'e4m3'|'e5m2'. group: elements of a scale. key: a
-      jax.random key, rounds at random by `counter.noise` of the index in x; None: to nearest.
+      jax.random key, rounds at random by `counter.noise` of the index in all rows; None: to nearest.
       implementation: see `dispatch`. 'hopper' takes 4 and 8 bits, groups of 128 to 1024 and chunks
       of whole tiles (quantize/README.md).
     Returns: payload_RP, uint8 (rows, reference.payload_bytes(N / rows, bits, group)).
@@ -55,13 +55,13 @@ def hadamard_quantize(
     _check_line(op, "x_N", x_N)
     _check_codes(op, bits, group)
     rows, nodes = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "nodes", nodes, 1)
-    chunk = _part(op, "x_N", x_N.shape[0], rows * nodes, BLOCK if hadamard else 1)
-    problem = hopper.Problem(
-        op, rows * nodes, chunk // group, group, rows, nodes, x_N.dtype, 8, bits,
-        key is not None, hadamard,
+    _part(op, "x_N", x_N.shape[0], rows * nodes, BLOCK if hadamard else 1)
+    problem = hopper.cut(
+        op, x_N.shape[0], rows * nodes, group, payloads=rows, places=nodes, dtype=x_N.dtype,
+        bits=8, new_bits=bits, noise=key is not None, hadamard=hadamard,
     )  # fmt: skip
     options = {"rows": rows, "nodes": nodes, "bits": bits, "group": group, "hadamard": hadamard}
-    return _run(problem, chunk, implementation, options, x_N, _words(op, key))
+    return _run(problem, implementation, options, x_N, _words(op, key))
 
 
 def reduce_requantize(
@@ -89,15 +89,15 @@ def reduce_requantize(
     _check_codes(op, new_bits, group, "new_")
     rows, n = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "n", n, 1)
     _check_payload(op, payload_RP, n, bits, group)
-    piece = _part(op, "n", n, rows, 1)
-    problem = hopper.Problem(
-        op, rows, piece // group, group, payload_RP.shape[0], 1, jnp.float32, bits, new_bits,
-        key is not None,
+    _part(op, "n", n, rows, 1)
+    problem = hopper.cut(
+        op, n, rows, group, payloads=payload_RP.shape[0], bits=bits, new_bits=new_bits,
+        noise=key is not None,
     )  # fmt: skip
     options = {
         "n": n, "rows": rows, "bits": bits, "new_bits": new_bits, "group": group,
     }  # fmt: skip
-    return _run(problem, piece, implementation, options, payload_RP, _words(op, key))
+    return _run(problem, implementation, options, payload_RP, _words(op, key))
 
 
 def reduce_hadamard(
@@ -122,11 +122,11 @@ def reduce_hadamard(
     n = arguments.whole(op, "n", n, 1)
     _check_payload(op, payload_RP, n, bits, group)
     _part(op, "n", n, 1, BLOCK if hadamard else 1)
-    problem = hopper.Problem(
-        op, 1, n // group, group, payload_RP.shape[0], bits=bits, hadamard=hadamard
+    problem = hopper.cut(
+        op, n, 1, group, payloads=payload_RP.shape[0], bits=bits, hadamard=hadamard
     )
     options = {"n": n, "bits": bits, "group": group, "hadamard": hadamard}
-    return _run(problem, n, implementation, options, payload_RP)
+    return _run(problem, implementation, options, payload_RP)
 
 
 def subtract_quantize(
@@ -153,11 +153,9 @@ def subtract_quantize(
     if main_N.shape != copy_N.shape:
         raise ValueError(f"{op}: copy_N {copy_N.shape} must be as long as main_N {main_N.shape}")
     n = main_N.shape[0]
-    problem = hopper.Problem(
-        op, 1, n // group, group, dtype=copy_N.dtype, new_bits=bits, noise=key is not None
-    )
+    problem = hopper.cut(op, n, 1, group, dtype=copy_N.dtype, new_bits=bits, noise=key is not None)
     options = {"bits": bits, "group": group}
-    return _run(problem, n, implementation, options, main_N, copy_N, _words(op, key))
+    return _run(problem, implementation, options, main_N, copy_N, _words(op, key))
 
 
 def dequantize_add(
@@ -181,10 +179,10 @@ def dequantize_add(
     parts = _check_rows(op, payload_RP)
     n = _part(op, "copy_N", copy_N.shape[0], parts, 1)
     _check_payload(op, payload_RP, n, bits, group)
-    problem = hopper.Problem(
-        op, parts, n // group, group, dtype=copy_N.dtype, bits=bits, new_bits=bits
+    problem = hopper.cut(
+        op, copy_N.shape[0], parts, group, dtype=copy_N.dtype, bits=bits, new_bits=bits
     )
-    return _run(problem, n, implementation, {"bits": bits, "group": group}, payload_RP, copy_N)
+    return _run(problem, implementation, {"bits": bits, "group": group}, payload_RP, copy_N)
 
 
 def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
@@ -196,22 +194,23 @@ def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
     }  # fmt: skip
 
 
+def why_not(problem: hopper.Problem) -> list[str]:
+    """Returns why 'hopper' does not take a call, on whatever GPU; empty: it does."""
+    return hopper.unknown(problem) or hopper.misfits(problem, hopper.heuristic(problem))
+
+
 def _run(
     problem: hopper.Problem,
-    piece: int,
     implementation: Implementation | None,
     options: dict[str, Any],
     *args: Array | None,
 ) -> Array:
-    """Runs what the dispatch rule says. piece: elements that whole groups must fill."""
+    """Runs what the dispatch rule says."""
     row = tuned.find(problem.op, key_of(problem))
     measured = tuned.tile(row)
-    reasons, tile = [], hopper.Tile(1, 2, 1)
-    if piece % problem.group:
-        reasons.append(f"needs whole groups of {problem.group}, found pieces of {piece} elements")
-    if not reasons and not (reasons := hopper.unknown(problem)):
+    reasons, tile = why_not(problem), hopper.Tile(1, 2, 1)
+    if not reasons:
         tile = hopper.fit(problem, hopper.Tile(**measured) if measured else None)
-        reasons = hopper.misfits(problem, tile)
     choice = dispatch.choose(problem.op, implementation, reasons, [row])
     return dispatch.run(
         choice,

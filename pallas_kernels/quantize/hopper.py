@@ -53,7 +53,7 @@ class Problem:
 
     payloads: rows that are read, or written. places: of pieces in a row that is written. dtype: of
     x or of the copy. bits, new_bits: of codes that are read or written, and of the sum's. noise:
-    rounds at random. hadamard: transforms.
+    rounds at random. hadamard: transforms. short: elements of a piece beyond whole groups.
     """
 
     op: str
@@ -67,6 +67,7 @@ class Problem:
     new_bits: Any = 4
     noise: bool = False
     hadamard: bool = False
+    short: int = 0
 
     @property
     def elements(self) -> int:
@@ -142,6 +143,12 @@ class Problem:
         return lines.get(self.op, 2 * self.payloads)
 
 
+def cut(op: str, n: int, pieces: int, group: int, **fields: Any) -> Problem:
+    """Returns the problem of n elements in equal pieces."""
+    groups, short = divmod(n // pieces, group)
+    return Problem(op, pieces, groups, group, short=short, **fields)
+
+
 def heuristic(problem: Problem) -> Tile:
     """The tile where nothing was measured: 4096 elements or the fewest, as many blocks as fit."""
     most = max(STEP // problem.group // problem.least, 1)
@@ -175,6 +182,9 @@ def misfits(problem: Problem, tile: Tile) -> list[str]:
     if found := unknown(problem):
         return found
     unit = problem.least
+    if problem.short:
+        size = problem.groups * problem.group + problem.short
+        return [f"needs whole groups of {problem.group}, found pieces of {size} elements"]
     if not problem.groups or problem.groups % unit:
         size = problem.groups * problem.group
         found.append(
