@@ -44,9 +44,9 @@ def hadamard_quantize(
 
     Args: x_N: float32|bfloat16, a whole number of chunks, and of blocks of 32 in each where it is
       transformed. bits: of a code, 2|3|4|8|'e4m3'|'e5m2'. group: elements of a scale. key: a
-      jax.random key, rounds at random by `counter.noise` of the index in all rows; None: to nearest.
-      implementation: see `dispatch`. 'hopper' takes 4 and 8 bits, groups of 128 to 1024 and chunks
-      of whole tiles (quantize/README.md).
+      jax.random key, rounds at random by `counter.noise` of the index in all rows; None: to
+      nearest. implementation: see `dispatch`. 'hopper' takes 4 and 8 bits, groups of 128 to 1024
+      and chunks of whole tiles (quantize/README.md).
     Returns: payload_RP, uint8 (rows, reference.payload_bytes(N / rows, bits, group)).
     Raises: ValueError for arguments that break the above; NotImplementedError, with all reasons,
       where the implementation asked for cannot run.

@@ -100,9 +100,9 @@ def scales(amax_xG: Array, bits: Bits) -> Array:
 def codes(x_xGC: Array, scale_xG: Array, bits: Bits, noise_xGC: Array | None = None) -> Array:
     """Returns the codes: int8, or the floating type itself.
 
-    noise_xGC: of counter.noise; None: round to nearest. Stochastic rounding of y, a fraction f above the
-    code below it, is unbiased with variance f(1 - f) (in units of the distance of two codes): at
-    most 1/4, in the mean of all f 1/6. A number that is a code is not changed.
+    noise_xGC: of counter.noise; None: round to nearest. Stochastic rounding of y, a fraction f
+    above the code below it, is unbiased with variance f(1 - f) (in units of the distance of two
+    codes): at most 1/4, in the mean of all f 1/6. A number that is a code is not changed.
     """
     q, scale_xG1 = largest(bits), scale_xG[..., None]
     y_xGC = divide(x_xGC.astype(jnp.float32), scale_xG1, wide=q < 4)
