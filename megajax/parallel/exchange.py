@@ -25,6 +25,7 @@ from jax.sharding import reshard
 from megajax.core.tree import Tree
 from megajax.parallel.buckets import Bucket, is_quantized
 from megajax.parallel.exchange_local import LocalExchange, fold, lead
+from megajax.parallel.order import hold, never
 
 Array = jax.Array
 
@@ -96,23 +97,25 @@ class Exchange(LocalExchange):
         masters = self._values(params)
         old = self._values(copies) if self.wire.difference else []
         weights, new = list(masters), list(old)
-        squares = self.squares()
+        squares, turn = self.squares(), None
         for i in self.exact:
             w = masters[i].astype(self.dtype) if is_quantized(self.words[i]) else masters[i]
             weights[i] = reshard(w, self._whole(i))
         for number, bucket in enumerate(self.buckets):
             mine = [masters[i] for i in bucket.leaves]
             held = [old[i] for i in bucket.leaves] if old else None
-            moved, two = self._everywhere(
+            (moved, two), turn = self._in_turn(
                 functools.partial(self.gather_bucket, bucket),
                 (self._specs(bucket, self.masters), held and self._specs(bucket, self.used), P()),
                 (self._specs(bucket, self.used), self.devices),
-            )(mine, held, fold(key, number))
+            )(turn, mine, held, fold(key, number))
             squares += two
             for i, x in zip(bucket.leaves, moved, strict=True):
                 weights[i] = reshard(x.astype(self.dtype), self._whole(i))
                 if old:
                     new[i] = x
+        specs = [self._whole(i) for i in range(len(weights))]
+        weights = self._after(turn, weights, specs)
         return self._tree(weights), self._tree(new) if old else None, squares
 
     def scatter(self, grads: Tree, key: Array, step: Array, errors: Any = None) -> tuple[Tree, Any]:
@@ -122,19 +125,22 @@ class Exchange(LocalExchange):
         `errors` gave them or the last step did; None: nothing is fed back.
         """
         values = self._values(grads)
+        specs = [self.masters.stored(*words) for words in self.words]
+        turn = self._turn(values, [self._sums(i) for i in range(len(values))])
         found, after = list(values), []
         for i in self.exact:
-            found[i] = reshard(values[i], self.masters.stored(*self.words[i]))
+            found[i] = reshard(values[i], specs[i])
         for number, bucket in enumerate(self.buckets):
             error = None if errors is None else errors[number]
-            pieces, error = self._everywhere(
+            (pieces, error), turn = self._in_turn(
                 functools.partial(self._scatter_led, bucket),
                 (self._partial(bucket), P(), P(), self.devices),
                 (self._specs(bucket, self.masters), self.devices),
-            )([values[i] for i in bucket.leaves], fold(key, number), step, error)
+            )(turn, [values[i] for i in bucket.leaves], fold(key, number), step, error)
             after.append(error)
             for i, x in zip(bucket.leaves, pieces, strict=True):
                 found[i] = x
+        found = self._after(turn, found, specs)
         return self._tree(found), None if errors is None else tuple(after)
 
     def squares(self) -> Array:
@@ -188,8 +194,41 @@ class Exchange(LocalExchange):
 
     def _partial(self, bucket: Bucket) -> list[P]:
         """How gradients of weights in use lie: partial sums."""
-        whole = [self._whole(i) for i in bucket.leaves]
-        return [P(*p.partitions, unreduced=p.reduced) for p in whole]
+        return [self._sums(i) for i in bucket.leaves]
+
+    def _sums(self, index: int) -> P:
+        whole = self._whole(index)
+        return P(*whole.partitions, unreduced=whole.reduced)
+
+    # ---- order on emulated devices (parallel/order.py): a turn is `never` of each device, or None
+
+    def _in_turn(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """Returns (turn, *args) -> (what `local` returns, the turn of what comes after it)."""
+        if not self.order.emulated:
+            call = self._everywhere(local, in_specs, out_specs)
+            return lambda _, *args: (call(*args), None)
+
+        def held(turn: Array | None, *args: Any) -> tuple[Any, Array]:
+            found = local(*(args if turn is None else hold(args, turn[0])))
+            return found, never(found)[None]
+
+        return self._everywhere(held, (self.devices, *in_specs), (out_specs, self.devices))
+
+    def _turn(self, values: list, specs: list[P]) -> Array | None:
+        """Returns the turn of what comes after all values."""
+        if not self.order.emulated:
+            return None
+        return self._everywhere(lambda x: never(x)[None], (specs,), self.devices)(values)
+
+    def _after(self, turn: Array | None, values: list, specs: list[P]) -> list:
+        """Returns the values in a turn."""
+        if turn is None:
+            return values
+        plain = [P(*spec.partitions) for spec in specs]
+        held = self._everywhere(
+            lambda turn, values: hold(values, turn[0]), (self.devices, plain), plain
+        )(turn, [reshard(x, spec) for x, spec in zip(values, plain, strict=True)])
+        return [reshard(x, spec) for x, spec in zip(held, specs, strict=True)]
 
     def _everywhere(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         # The checker does not see that what was gathered is equal on all ranks.

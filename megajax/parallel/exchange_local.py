@@ -21,6 +21,7 @@ from jax import lax
 from megajax.core.tree import Tree
 from megajax.parallel import zero
 from megajax.parallel.buckets import Bucket, Buckets, scatter_local, whole_local
+from megajax.parallel.order import Order, order_of
 
 Array = jax.Array
 NODE = "node"
@@ -28,6 +29,11 @@ NODE = "node"
 
 class LocalExchange(Buckets):
     """The exchange of one tree, on local arrays."""
+
+    @property
+    def order(self) -> Order:
+        """How the messages are ordered."""
+        return order_of(self.masters.mesh)
 
     @property
     def keeps_errors(self) -> bool:
@@ -63,7 +69,7 @@ class LocalExchange(Buckets):
         for i in self.exact:
             found[i] = scatter_local(self.masters, self.words[i], values[i])
         for number, bucket in enumerate(self.buckets):
-            mine = [values[i] for i in bucket.leaves]
+            mine = self.order.after([values[i] for i in bucket.leaves], found)
             error = None if errors is None else errors[number]
             pieces, error = self.scatter_bucket(bucket, mine, fold(key, number), step, error)
             after.append(error)

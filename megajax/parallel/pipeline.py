@@ -39,6 +39,7 @@ from megajax.models.parts import Batch, ModelParts, Remat, map_words
 from megajax.parallel.buckets import PLAIN, scatter_local
 from megajax.parallel.exchange import Exchange
 from megajax.parallel.moves import Found, Moves, Turn
+from megajax.parallel.order import order_of
 from megajax.parallel.tick import PIPE, Objective, Tick
 from megajax.schedule import build
 from megajax.schedule.ir import Table
@@ -251,7 +252,7 @@ class Pipeline:
         gradients of the chunk that the last one finished are scattered: the first gather and the
         last scatter alone are exposed. (MegaScale section 3.2, overlapping in data parallelism.)
         """
-        axes, v, stack = self.parts.axes, self.cfg.chunks, self.parts.stack
+        v, stack, order = self.cfg.chunks, self.parts.stack, order_of(self.layout.mesh)
         moves = Moves(self._exchange(objective is not None), stack, v, turn)
         rest = moves.rest({k: x for k, x in params.items() if k != stack})
         cut = moves.cut(params[stack])
@@ -268,9 +269,8 @@ class Pipeline:
             copies=self.layout.ways(self.layout.rules.stored["vocab"]),
             remat=self.remat,
             stashes=self.cfg.stash == "residuals",
-            settle=functools.partial(scatter_local, self.layout)
-            if self.cfg.gradients == "sharded"
-            else lambda words, grad: grad,
+            settle=self._settle,
+            order=order,
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"
@@ -282,16 +282,18 @@ class Pipeline:
             (cut, carry, held), _ = lax.optimization_barrier(((cut, carry, held), rest))
             coming = [moves.chunk(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
             tick.blocks = held
+            here = order.after(here, (coming, done))
             carry, _ = lax.scan(functools.partial(tick, loop.kinds), carry, here)
-            carry, rows = lax.optimization_barrier((carry, rows))
+            carry, rows = order.together((carry, rows))
+            cut = order.after(cut, carry)
             here, held, coming = lax.optimization_barrier((_rows(rows, following), held, coming))
             held = _write(held, loop.chunks, coming)
             for chunk in loop.done if local else ():
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
-                grads, done = lax.optimization_barrier((grads, done))
+                grads, done = order.together((grads, done))
                 done[chunk] = moves.scatter_chunk(grads, chunk)
         partial = self.layout.live(self.layout.rules.partial)
-        sums = lax.psum(carry.sums, partial) if partial else carry.sums
+        sums = lax.psum(order.after(carry.sums, done), partial) if partial else carry.sums
         blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
         sums = dataclasses.replace(sums, moe=moe)
         if objective is None:
@@ -299,9 +301,10 @@ class Pipeline:
         rest = carry.rest
         if local:
             blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
-            rest, _ = lax.optimization_barrier((rest, done))
+            rest, _ = order.together((rest, (done, sums)))
             rest = moves.scatter_rest(rest)
-        grads = map_words(self._add_copies, axes, rest | {stack: blocks})
+        grads = order.after(rest | {stack: blocks}, (rest, blocks))
+        grads = map_words(self._add_copies, self.parts.axes, grads)
         squares = moves.squares if self.exchange else None
         return Found(sums, grads, moves.copies(), squares, moves.errors())
 
@@ -312,6 +315,10 @@ class Pipeline:
         if self.exchange is not None and trains:
             return self.exchange
         return Exchange(self.parts.axes, self.layout, self.layout, PLAIN, self.dtype)
+
+    def _settle(self, words: tuple, grad: jax.Array) -> jax.Array:
+        """What is done to a gradient before it is added to the total: scattered, if in every tick."""
+        return scatter_local(self.layout, words, grad) if self.cfg.gradients == "sharded" else grad
 
     def _add_copies(self, words: tuple, grad: jax.Array) -> jax.Array:
         """Sums a gradient over the axes that hold copies of its leaf."""

@@ -21,6 +21,7 @@ from megajax.core.tree import Tree, floating
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy
+from megajax.parallel.order import Order
 from megajax.parallel.residuals import attach, detach
 from megajax.schedule.route import Route
 
@@ -66,16 +67,18 @@ class Tick:
         remat: Remat,
         stashes: bool,
         settle: Callable[[Words, jax.Array], jax.Array],
+        order: Order,
     ):
         """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, ...).
 
         objective: what is differentiated; None: sums only. copies: devices that compute one loss
         together, each of which counts for its share. remat: of the layers inside a chunk. stashes:
         what remat keeps lies in a buffer from F to B; else B makes it again.
-        settle(words, gradient): done to a gradient before it is added to the total.
+        settle(words, gradient): done to a gradient before it is added to the total. order: of the
+        work of a tick: head, send, B, send, W.
         """
         self.parts, self.route, self.batch, self.objective = parts, route, batch, objective
-        self.copies, self.settle, self.v = copies, settle, chunks
+        self.copies, self.settle, self.v, self.order = copies, settle, chunks, order
         self.remat, self.stashes = remat, stashes and objective is not None
         self.stage, self.stages = lax.axis_index(PIPE), lax.axis_size(PIPE)
         self.rest = {k: x for k, x in whole.items() if k != parts.stack}
@@ -129,9 +132,12 @@ class Tick:
             carry, y = self.forward(carry, row, enters="E" in kinds)
             if "H" in kinds:
                 carry = self.head(carry, row, y)
+                y = self.order.after(y, carry.sums)
             carry = carry._replace(x=self.send(y, 1))
+            row = self.order.after(row, carry.x)
         if "B" in kinds:
             carry = self.backward(carry, row, leaves="L" in kinds)
+            row = self.order.after(row, carry.dy)
         if "W" in kinds:
             carry = self.weights(carry, row)
         return carry, None
@@ -150,6 +156,7 @@ class Tick:
         if enters:
             with jax.named_scope(ENTER):
                 x = lax.cond(row["embed"] >= 0, enter, lambda: x)
+            lane = self.order.after(lane, x)
         carry = carry._replace(inputs=_put(carry.inputs, lane["input"], x))
         y, kept, moe = self.run(lane, self.pick(lane), x)
         carry = carry._replace(moe=_add(carry.moe, lane, moe))
@@ -206,6 +213,7 @@ class Tick:
             with jax.named_scope(LEAVE):
                 rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
             carry = carry._replace(rest=rest)
+            dx = self.order.after(dx, rest)
         return carry._replace(dy=self.send(dx, -1))
 
     def weights(self, carry: Carry, row: Mapping) -> Carry:
