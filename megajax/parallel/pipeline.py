@@ -292,13 +292,12 @@ class Pipeline:
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
                 grads, done = order.together((grads, done))
                 done[chunk] = moves.scatter_chunk(grads, chunk)
-        partial = self.layout.live(self.layout.rules.partial)
+        partial, rest = self.layout.live(self.layout.rules.partial), carry.rest
         sums = lax.psum(order.after(carry.sums, done), partial) if partial else carry.sums
         blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
         sums = dataclasses.replace(sums, moe=moe)
         if objective is None:
             return Found(sums, None)
-        rest = carry.rest
         if local:
             blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
             rest, _ = order.together((rest, (done, sums)))
@@ -317,7 +316,7 @@ class Pipeline:
         return Exchange(self.parts.axes, self.layout, self.layout, PLAIN, self.dtype)
 
     def _settle(self, words: tuple, grad: jax.Array) -> jax.Array:
-        """What is done to a gradient before it is added to the total: scattered, if in every tick."""
+        """Done to a gradient before it is added to the total: its scatter, if that is asked."""
         return scatter_local(self.layout, words, grad) if self.cfg.gradients == "sharded" else grad
 
     def _add_copies(self, words: tuple, grad: jax.Array) -> jax.Array:
