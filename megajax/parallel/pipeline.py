@@ -257,8 +257,7 @@ class Pipeline:
         rest = moves.rest({k: x for k, x in params.items() if k != stack})
         cut = moves.cut(params[stack])
         first = [moves.chunk(cut, chunk) for chunk in range(route.loops[0].chunks)]
-        held = jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0])
-        held = _write(held, 0, first)
+        held = _write(jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0]), 0, first)
         tick = Tick(
             self.parts,
             route,
