@@ -5,6 +5,7 @@ Imports jax, numpy and absl only; knows nothing of megajax.
 
 from pallas_kernels.attention.api import packed_attention as packed_attention
 from pallas_kernels.attention.api import varlen_attention as varlen_attention
+from pallas_kernels.attention.paged import paged_attention as paged_attention
 from pallas_kernels.collective.api import all_gather_matmul as all_gather_matmul
 from pallas_kernels.collective.api import matmul_all_reduce as matmul_all_reduce
 from pallas_kernels.collective.api import matmul_reduce_scatter as matmul_reduce_scatter

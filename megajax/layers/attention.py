@@ -2,16 +2,15 @@
 
 The block, not this module, calls Ops.up and Ops.down, because a parallel block shares one gather
 and one scatter between attention and MLP (MegaScale section 3.1). Here: the parameters, what
-happens to q, k, v between the two projections, and the cache of decoding.
+happens to q, k, v between the two projections.
 
-Legend: B rows, S query positions, M memory positions, D model width, H query heads, G key-value
-heads, K head width.
+Legend: B rows, S positions, D model width, H query heads, G key-value heads, K head width.
 """
 
 import dataclasses
+from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.layout import Layout
@@ -20,6 +19,19 @@ from megajax.layers.mask import Context
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops
 from megajax.layers.rope import rotate
+
+
+class Cache(Protocol):
+    """Keys and values of tokens that one layer has seen before (serving/paged.py)."""
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, window: int | None
+    ) -> "tuple[jax.Array, Cache]":
+        """Keeps k_BSGK and v_BSGK of new tokens, and attends from q_BSHK to them and those before.
+
+        Returns: (y_BSHK, the cache with these tokens).
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +80,8 @@ class Attention(nnx.Module):
         self,
         qkv: tuple[jax.Array, ...],
         context: Context,
-        cache: "Cache | None" = None,
-    ) -> "tuple[jax.Array, Cache | None]":
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
         """From projected q_BSHK, k_BSGK, v_BSGK to the attended values, ready for `out`.
 
         cache: keys and values before these; None: attend among these tokens only.
@@ -85,34 +97,6 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotary is not None:
             q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        memory = None
         if cache is not None:
-            cache = cache.write(k, v, context.positions_BS)
-            k, v, memory = cache.k_BMGK, cache.v_BMGK, cache.context()
-        return self.ops.attend(q, k, v, context, memory, self.cfg.window), cache
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Keys and values of one layer, by absolute position. Unwritten places lie in the future."""
-
-    k_BMGK: jax.Array
-    v_BMGK: jax.Array
-
-    def write(self, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_BS: jax.Array) -> "Cache":
-        """Puts S new tokens at their positions, which differ by row."""
-        S, M = k_BSGK.shape[1], self.k_BMGK.shape[1]
-        if S == 1:  # decoding: a select keeps the cut over rows and heads, a scatter would not
-            here_BM11 = (jnp.arange(M)[None] == positions_BS)[:, :, None, None]
-            return Cache(
-                jnp.where(here_BM11, k_BSGK, self.k_BMGK),
-                jnp.where(here_BM11, v_BSGK, self.v_BMGK),
-            )
-        pad = ((0, 0), (0, M - S), (0, 0), (0, 0))  # prefill: positions are 0..S-1
-        return Cache(jnp.pad(k_BSGK, pad), jnp.pad(v_BSGK, pad))
-
-    def context(self) -> Context:
-        """Returns the positions of the memory, 0..M-1 in every row."""
-        B, M = self.k_BMGK.shape[:2]
-        return Context(positions_BS=jnp.broadcast_to(jnp.arange(M, dtype=jnp.int32), (B, M)))
+            return cache.attend(q, k, v, context, self.cfg.window)
+        return self.ops.attend(q, k, v, context, None, self.cfg.window), None

@@ -27,7 +27,7 @@ from megajax.layers.ops import Ops, join
 from megajax.parallel import attention as attention_
 from megajax.parallel import expert as expert_
 from megajax.parallel import inside
-from megajax.parallel.collective_matmul import GATHER, SCATTER
+from megajax.parallel.collective_matmul import GATHER, REDUCE, SCATTER
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.overlap import Overlap
 
@@ -43,7 +43,7 @@ def ops(
 ) -> Ops:
     """Returns the Ops of local code. attention, context, overlap: as in tensor.ops."""
     return Ops(
-        gather=gather,
+        gather=functools.partial(gather, layout),
         up=functools.partial(up, layout, overlap=overlap),
         down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
@@ -55,8 +55,10 @@ def ops(
     )
 
 
-def gather(x_BSD: Array) -> Array:
-    """Residual stream -> block: the sequence is gathered over tensor."""
+def gather(layout: Layout, x_BSD: Array) -> Array:
+    """Residual stream -> block: a sequence that tensor cuts is gathered."""
+    if not inside.is_cut(layout):
+        return x_BSD
     return lax.all_gather(x_BSD, TENSOR, axis=1, tiled=True)
 
 
@@ -70,10 +72,10 @@ def up(
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
     used = tuple(inside.own(layout, w).astype(x_BSD.dtype) for w in weights)
-    (B, S, D), R = x_BSD.shape, layout.ways((TENSOR,))
-    shape = (B * S * R, D, tuple(w.size // D for w in used))
+    (B, S, D), cut = x_BSD.shape, inside.is_cut(layout)
+    shape = (B * S * (layout.ways((TENSOR,)) if cut else 1), D, tuple(w.size // D for w in used))
     how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, used)
-    return inside.up(x_BSD, used, matmul, how)
+    return inside.up(x_BSD, used, matmul, how, cut)
 
 
 def down(
@@ -86,13 +88,16 @@ def down(
     *,
     overlap: Overlap,
 ) -> Array:
-    """Row-parallel products, added as partial sums, then one scatter to the residual stream."""
+    """Row-parallel products, added as partial sums, then one scatter to the residual stream; where
+    tensor does not cut the sequence, every rank has the sum of all."""
     xs = tuple(x for x, _ in products)
     used = tuple(inside.own(layout, w).astype(x.dtype) for x, w in products)
     (B, S, *_), D = xs[0].shape, used[0].shape[-1]
     shape = (B * S, D, tuple(w.size // D for w in used))
-    how = inside.choose_overlap(layout, overlap, SCATTER, shape, xs[0].dtype, matmul, used)
-    return join(inside.down(xs, used, matmul, how), residual_BSD, bias, drop)
+    cut = inside.is_cut(layout)
+    op = SCATTER if cut else REDUCE
+    how = inside.choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, used)
+    return join(inside.down(xs, used, matmul, how, cut), residual_BSD, bias, drop)
 
 
 def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
@@ -103,8 +108,12 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
         return inside.rows(table[...].astype(dtype), ids_BS, axes)
 
     total_BSD = functools.reduce(operator.add, (own_rows(*pair) for pair in pairs))
-    others = [a for a in layout.live(layout.rules.stored["vocab"]) if a != TENSOR]
+    cut = inside.is_cut(layout)
+    axes = layout.live(layout.rules.stored["vocab"])
+    others = [a for a in axes if a != TENSOR or not cut]
     total_BSD = lax.psum(total_BSD, others) if others else total_BSD
+    if not cut:
+        return total_BSD
     return lax.psum_scatter(total_BSD, TENSOR, scatter_dimension=1, tiled=True)
 
 

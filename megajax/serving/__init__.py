@@ -1,11 +1,16 @@
-"""Generation: cached decoding and sampling."""
+"""The serving engine: requests in, tokens out, over paged keys and values."""
 
 from megajax.core.lazy import public
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "answer": ("Output",),
+        "cache": ("PagePool",),
+        "engine": ("Engine",),
         "generate": ("Generator",),
+        "params": ("SamplingParams",),
         "sampling": ("SamplingConfig", "sample"),
+        "scheduler": ("Scheduler",),
     },
 )

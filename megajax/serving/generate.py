@@ -7,8 +7,9 @@ Legend: L layers, B rows, P prompt positions, M memory positions (prompt and con
 key-value heads, K head width, V vocabulary.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +20,51 @@ from jax.sharding import Mesh, reshard
 from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
 from megajax.core.tree import Tree
-from megajax.layers.attention import Cache
+from megajax.layers.mask import Context
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding, tensor
 from megajax.parallel.overlap import Overlap, compiler_options
 from megajax.serving.sampling import SamplingConfig, sample
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of one layer, by absolute position. Unwritten places lie in the future.
+
+    attention: Ops.attend of the model's layers.
+    """
+
+    k_BMGK: jax.Array
+    v_BMGK: jax.Array
+    attention: Callable = dataclasses.field(metadata={"static": True})
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, window: int | None
+    ) -> "tuple[jax.Array, Cache]":
+        """As layers.attention.Cache."""
+        cache = self._write(k, v, context.positions_BS)
+        y_BSHK = self.attention(q, cache.k_BMGK, cache.v_BMGK, context, cache._context(), window)
+        return y_BSHK, cache
+
+    def _write(self, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_BS: jax.Array) -> "Cache":
+        """Puts S new tokens at their positions, which differ by row."""
+        S, M = k_BSGK.shape[1], self.k_BMGK.shape[1]
+        if S == 1:  # decoding: a select keeps the cut over rows and heads, a scatter would not
+            here_BM11 = (jnp.arange(M)[None] == positions_BS)[:, :, None, None]
+            return dataclasses.replace(
+                self,
+                k_BMGK=jnp.where(here_BM11, k_BSGK, self.k_BMGK),
+                v_BMGK=jnp.where(here_BM11, v_BSGK, self.v_BMGK),
+            )
+        pad = ((0, 0), (0, M - S), (0, 0), (0, 0))  # prefill: positions are 0..S-1
+        return dataclasses.replace(self, k_BMGK=jnp.pad(k_BSGK, pad), v_BMGK=jnp.pad(v_BSGK, pad))
+
+    def _context(self) -> Context:
+        """Returns the positions of the memory, 0..M-1 in every row."""
+        B, M = self.k_BMGK.shape[:2]
+        return Context(positions_BS=jnp.broadcast_to(jnp.arange(M, dtype=jnp.int32), (B, M)))
 
 
 class Generator:
@@ -49,8 +89,8 @@ class Generator:
         self._cfg, self._mesh = cfg, mesh
         self._layout = sharding.layout(mesh, zero, decode=True, model=cfg)
         with jax.set_mesh(mesh):
-            ops = tensor.ops(self._layout, "xla", overlap=overlap)
-            self._parts = decoder.parts(cfg, self._layout, ops, dtype)
+            self._ops = tensor.ops(self._layout, "xla", overlap=overlap)
+            self._parts = decoder.parts(cfg, self._layout, self._ops, dtype)
         self._sampling, self._dtype = sampling, dtype
         options = compiler_options(overlap, mesh)
         self._run = jax.jit(
@@ -124,7 +164,10 @@ class Generator:
         positions_BP = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
         forward = functools.partial(self._forward, params)
         logits_BV, cache = forward(
-            tokens_BP, reshard(positions_BP, rows), lengths_B - 1, Cache(empty, empty)
+            tokens_BP,
+            reshard(positions_BP, rows),
+            lengths_B - 1,
+            Cache(empty, empty, self._ops.attend),
         )
         tokens_BM = jnp.pad(tokens_BP, ((0, 0), (0, total - P)))
 

@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = public(
         ),
         "loop": ("Run", "train"),
         "masking": ("PruneConfig",),
+        "scores": ("logprobs",),
         "optim": ("OptimConfig", "Optimizer", "make_optimizer"),
         "state": ("TrainState",),
         "step": ("TrainStep", "make_train_step"),

@@ -11,7 +11,6 @@ Not here: dropout on the weights, paged keys, second derivatives.
 
 import functools
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.names import named
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
+from pallas_kernels.attention.spec import check_heads, check_window, make_spec
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
@@ -338,31 +338,6 @@ def _check(
         raise ValueError(
             f"{op}: q {q.dtype}, k {k.dtype}, v {v.dtype} must have one type of {', '.join(DTYPES)}"
         )
-    (H, K), G = q.shape[1:], k.shape[1]
-    if not H * G * K:
-        raise ValueError(f"{op}: q {q.shape} and k {k.shape} must have heads and a head width")
-    if H % G:
-        near = [g for g in range(1, H + 1) if H % g == 0]
-        raise ValueError(
-            f"{op}: {H} query heads must be a multiple of {G} key-value heads; G of {near}"
-        )
-    _check_window(op, window)
-    if softcap is not None:
-        softcap = arguments.positive(op, "softcap", softcap, "None for no cap")
-    if scale is None:
-        return Spec(K**-0.5, softcap)
-    return Spec(arguments.positive(op, "scale", scale, "None for K ** -0.5"), softcap)
-
-
-def _check_window(op: str, window: Any) -> None:
-    if window is None:
-        return
-    pair = isinstance(window, Sequence) and len(window) == 2
-    if not pair or not all(w is None or (isinstance(w, Integral) and int(w) >= 0) for w in window):
-        example = (
-            f"({window}, 0)" if isinstance(window, Integral) and int(window) >= 0 else "(4, 0)"
-        )
-        raise ValueError(
-            f"{op}: window={window!r} must be (left, right), keys before and after a query's own, "
-            f"each an integer of 0 or more, or None for no limit, as in window={example}"
-        )
+    check_heads(op, q.shape[1], k.shape[1], q.shape[2])
+    check_window(op, window)
+    return make_spec(op, q.shape[2], scale, softcap)

@@ -18,12 +18,13 @@ from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
 from megajax.cost.traffic import transfers
 from megajax.cost.transformer import Stack
-from megajax.layers.attention import Cache
+from megajax.layers.attend import attend
 from megajax.layers.ops import Ops
 from megajax.models import decoder, encoder
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.models.encoder_config import PRESETS as ENCODERS
 from megajax.models.encoder_config import EncoderConfig
+from megajax.serving.generate import Cache
 
 B, S = 3, 24
 GQA = DecoderConfig(layers=2, width=40, heads=6, kv_heads=2, head_width=4, mlp=56, vocab=128)
@@ -64,7 +65,7 @@ def forward(parts, tokens, keys=None, scored=None):
         x, cache = jax.lax.scan(layer, x, (params["blocks"], cache))
         return parts.head(params, x[:, :scored]), cache
 
-    cache = None if keys is None else Cache(keys, keys)
+    cache = None if keys is None else Cache(keys, keys, attend)
     token_ids = jax.ShapeDtypeStruct((B, tokens), jnp.int32)
     return products(jax.make_jaxpr(run)(parts.abstract, token_ids, cache).jaxpr)
 

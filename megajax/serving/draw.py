@@ -1,0 +1,173 @@
+"""From logits to the next token of each sequence of an engine, on the device.
+
+Every sequence has its own rules, so they are arrays, and one program serves all. What changes
+logits comes in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p. What nobody of a
+step asks for is not computed (`lax.cond`). A token's noise follows from its request's seed and its
+place in the answer alone, so a sample does not depend on the batch it is drawn in.
+
+Legend: B sequences of a step, S slots (sequences that run), V vocabulary with its padding.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from megajax.layers.losses import NEGATIVE
+
+Array = jax.Array
+GREEDY = 1e-30  # (chosen) temperature below which logits over it would not be finite in float32
+TOP = 20  # most likeliest tokens that an answer may list (OpenAI's limit)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How each sequence of a step draws. Names and meanings are vLLM's.
+
+    top_k: 0 is all. seed: uint32 words of a PRNG key, (B, 2). drawn: tokens of the answer so far.
+    changes: whether the sequence has penalties or a bias. tops: whether it lists likeliest tokens.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    seed: Any
+    drawn: Any
+    changes: Any
+    tops: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What penalties and biases need to know, by slot.
+
+    counts_SV: int32, of the tokens of an answer. seen_SV: bool, in prompt or answer. bias_SV.
+    """
+
+    counts_SV: Any
+    seen_SV: Any
+    bias_SV: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a step drew: token ids, log-probabilities of the unmodified logits, and the TOP
+    likeliest tokens with theirs, zeros where nobody asked for them."""
+
+    token: Any
+    logprob: Any
+    top_token: Any
+    top_logprob: Any
+
+
+def plain_rules(B: int) -> Rules:
+    """Returns the rules of B greedy sequences, in NumPy, to be filled in."""
+    ones, zeros = np.ones(B, np.float32), np.zeros(B, np.float32)
+    none, no = np.zeros(B, np.int32), np.zeros(B, bool)
+    return Rules(  # type: ignore[arg-type]
+        zeros, none, ones, zeros.copy(), ones.copy(), zeros.copy(), zeros.copy(),
+        np.zeros((B, 2), np.uint32), none.copy(), no, no.copy(),
+    )  # fmt: skip
+
+
+def no_changes(slots: int, vocab: int) -> Changes:
+    """Returns Changes that change nothing."""
+    shape = (slots, vocab)
+    return Changes(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape))
+
+
+def draw_tokens(
+    logits_BV: Array, log_z_B: Array, rules: Rules, changes: Changes, slot_B: Array
+) -> tuple[Drawn, Changes]:
+    """Returns what each sequence draws, and the changes after it.
+
+    logits: float32. log_z: their log-sum-exp. slot_B: of each sequence; S: it draws nothing that
+    counts.
+    """
+    modified_BV = lax.cond(
+        jnp.any(rules.changes),
+        lambda: _change(logits_BV, rules, changes, slot_B),
+        lambda: logits_BV,
+    )
+    hot_B = rules.temperature >= GREEDY
+    token_B = lax.cond(
+        jnp.any(hot_B),
+        lambda: jnp.where(hot_B, _sample(modified_BV, rules), jnp.argmax(modified_BV, -1)),
+        lambda: jnp.argmax(modified_BV, -1),
+    ).astype(jnp.int32)
+    logprob_B = jnp.take_along_axis(logits_BV, token_B[:, None], 1)[:, 0] - log_z_B
+    top = lax.cond(jnp.any(rules.tops), _likeliest, _nothing, logits_BV)
+    after = Changes(
+        changes.counts_SV.at[slot_B, token_B].add(1, mode="drop"),
+        changes.seen_SV.at[slot_B, token_B].set(True, mode="drop"),
+        changes.bias_SV,
+    )
+    return Drawn(token_B, logprob_B, top[0], top[1] - log_z_B[:, None]), after
+
+
+def _likeliest(logits_BV: Array) -> tuple[Array, Array]:
+    k = min(TOP, logits_BV.shape[-1])
+    values_Bk, ids_Bk = lax.top_k(logits_BV, k)
+    pad = ((0, 0), (0, TOP - k))
+    return jnp.pad(ids_Bk, pad), jnp.pad(values_Bk, pad, constant_values=NEGATIVE)
+
+
+def _nothing(logits_BV: Array) -> tuple[Array, Array]:
+    shape = (logits_BV.shape[0], TOP)
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits_BV.dtype)
+
+
+def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> Array:
+    """Bias, repetition, frequency and presence; only for sequences that have any."""
+    rows = jnp.minimum(slot_B, changes.counts_SV.shape[0] - 1)
+    counts_BV, seen_BV, bias_BV = (
+        x[rows] for x in (changes.counts_SV, changes.seen_SV, changes.bias_SV)
+    )
+    x_BV = logits_BV + bias_BV
+    repetition_B1 = rules.repetition[:, None]
+    repeated_BV = jnp.where(x_BV > 0, x_BV / repetition_B1, x_BV * repetition_B1)
+    x_BV = jnp.where(seen_BV, repeated_BV, x_BV)
+    x_BV -= rules.frequency[:, None] * counts_BV.astype(jnp.float32)
+    x_BV -= jnp.where(counts_BV > 0, rules.presence[:, None], 0.0)
+    return jnp.where(rules.changes[:, None], x_BV, logits_BV)
+
+
+def _sample(logits_BV: Array, rules: Rules) -> Array:
+    """Draws by Gumbel noise from what the filters leave."""
+    x_BV = logits_BV / jnp.maximum(rules.temperature, GREEDY)[:, None]
+    filtered = (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
+    x_BV = lax.cond(jnp.any(filtered), lambda: _filter(x_BV, rules), lambda: x_BV)
+
+    def noise(words: Array, drawn: Array) -> Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, drawn), x_BV.shape[1:], jnp.float32)
+
+    return jnp.argmax(x_BV + jax.vmap(noise)(rules.seed, rules.drawn), -1)
+
+
+def _filter(x_BV: Array, rules: Rules) -> Array:
+    """Masks what min-p, top-k and top-p leave out, each of what the one before left."""
+    V = x_BV.shape[-1]
+    least_B1 = x_BV.max(-1, keepdims=True) + jnp.log(rules.min_p)[:, None]
+    x_BV = jnp.where(x_BV < least_B1, NEGATIVE, x_BV)
+    sorted_BV = -jnp.sort(-x_BV, -1)
+    k_B = jnp.where(rules.top_k > 0, jnp.minimum(rules.top_k, V), V)
+    kth_B1 = jnp.take_along_axis(sorted_BV, k_B[:, None] - 1, 1)
+    sorted_BV = jnp.where(sorted_BV < kth_B1, NEGATIVE, sorted_BV)
+    p_BV = jax.nn.softmax(sorted_BV, -1)
+    before_BV = jnp.cumsum(p_BV, -1) - p_BV
+    # The smallest kept logit: the last whose predecessors have less than top_p together. The
+    # likeliest token always stays; with top_p = 1 rounding may leave out nothing.
+    kept_BV = (before_BV < rules.top_p[:, None]) | (rules.top_p >= 1)[:, None]
+    least_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
+    return jnp.where(x_BV < jnp.maximum(least_B1, kth_B1), NEGATIVE, x_BV)

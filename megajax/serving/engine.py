@@ -1,0 +1,280 @@
+"""The serving engine: requests in, tokens out, many sequences at a time.
+
+Each `step` reads what the device has drawn, decides what comes next (scheduler.py), starts it, and
+only then does the host's work for the tokens that it read, beside the device's. Trainer and engine
+share the model's code: serving/forward.py runs the trainer's blocks over pages of keys and values.
+Sources: continuous batching (Orca, OSDI 2022), PagedAttention (arXiv 2309.06180), prompts in chunks
+beside decoding (Sarathi-Serve, arXiv 2403.02310). Names are vLLM's.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import Tree
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel.overlap import Overlap
+from megajax.parallel.sharding import Zero
+from megajax.serving import draw
+from megajax.serving.answer import Answer, Output, Tokenizer
+from megajax.serving.cache import PagePool
+from megajax.serving.forward import Forward
+from megajax.serving.params import SamplingParams
+from megajax.serving.programs import Programs, Segment
+from megajax.serving.requests import check_bias, check_tokens
+from megajax.serving.scheduler import Scheduler
+from megajax.serving.sequence import Plan
+from megajax.serving.sequence import Sequence as Running
+
+CPU_PAGES = 2**30  # (chosen) bytes of the pages on a CPU, at most
+GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becomes pages
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launched:
+    """A step that runs on the device."""
+
+    plan: Plan
+    drawn: Any
+    rows: list[int]
+    version: int
+
+
+class Engine:
+    """Answers requests with one decoder on one mesh. Not thread-safe: one thread steps it."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        params: Tree,
+        *,
+        mesh: Mesh | None = None,
+        pages: int | None = None,
+        page_size: int = 16,
+        max_batch: int = 64,
+        dtype: str = "bfloat16",
+        seed: int = 0,
+        numerics: Literal["fast", "exact"] = "fast",
+        prefix_cache: bool = True,
+        prefill_chunk: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        zero: Zero | None = None,
+        overlap: Overlap = "auto",
+        decode_steps: int | None = None,
+    ):
+        """Places the weights and the pages.
+
+        Args: mesh: None: one device. pages: of `page_size` tokens, a power of two up to 128, for
+          all layers; None: room for max_batch whole contexts, or what fits in the free memory.
+          max_batch: sequences that run at a time. dtype: of compute, weights and pages. numerics:
+          'exact': log-probabilities are the same bits in every batch, page size, chunking, and in
+          training.logprobs (serving/tiles.py). prefix_cache: prompts that begin alike share pages.
+          prefill_chunk: most tokens of a prompt in one step; None: 256 on a CPU, else 2048.
+          tokenizer: for stop strings, and its `end` stops an answer. zero: how the weights rest:
+          None: in copies of the compute type; otherwise as training has them, uncopied. overlap:
+          how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch decodes where
+          nobody waits; None: 1 on a CPU, else 4; exact: 1.
+        Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
+        """
+        if numerics not in ("fast", "exact"):
+            raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
+        if not (1 <= page_size <= 128) or page_size & (page_size - 1):
+            near = min(128, 1 << max(0, int(page_size) - 1).bit_length())
+            raise UserError(
+                f"page_size={page_size} must be a power of two from 1 to 128; nearest: {near}"
+            )
+        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1; nearest: 1")
+        mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+        self.cfg, self.mesh, self.version, self.tokenizer = cfg, mesh, 0, tokenizer
+        exact, cpu = numerics == "exact", mesh.devices.flat[0].platform == "cpu"
+        self._forward = Forward(cfg, mesh, zero or "none", dtype, "xla" if exact else overlap)
+        self._cast = zero is None
+        self._params = self._forward.place(params, self._cast)
+        width = -(-cfg.max_positions // page_size)
+        pages = self._default_pages(width * max_batch + 1, page_size) if pages is None else pages
+        self.pool = PagePool(pages, page_size, prefix_cache)
+        chunk = prefill_chunk or (256 if cpu else 2048)
+        self.scheduler = Scheduler(
+            self.pool, max_batch=max_batch, budget=max(chunk, max_batch), chunk=chunk,
+            context=cfg.max_positions,
+        )  # fmt: skip
+        steps = 1 if exact else decode_steps or (1 if cpu else 4)
+        self.programs = Programs(
+            self._forward, self._params, slots=max_batch, budget=max(chunk, max_batch),
+            pool=(pages, page_size, width), exact=exact, steps=steps,
+        )  # fmt: skip
+        self._seed, self._ids = seed, itertools.count()
+        self._answers: dict[Running, Answer] = {}
+        self._rules = draw.plain_rules(max_batch)
+        self._tables = np.zeros((max_batch, width), np.int32)
+        self._owners: list[Running | None] = [None] * max_batch
+        self._launched: _Launched | None = None
+        self._late: list[Output] = []
+
+    def _default_pages(self, most: int, page_size: int) -> int:
+        device = self.mesh.devices.flat[0]
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        room = CPU_PAGES
+        if stats:
+            room = int((stats["bytes_limit"] - stats["bytes_in_use"]) * GPU_SHARE)
+        return max(2, min(most, room // self._forward.page_bytes(page_size)))
+
+    # ---- requests
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a sequence, prompt and answer."""
+        return min(self.cfg.max_positions, self.pool.capacity * self.pool.page_size + 1)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step can bring anything."""
+        return bool(self._answers or self._launched or self._late)
+
+    def submit(
+        self, prompt_tokens: Sequence[int], params: SamplingParams = SamplingParams()
+    ) -> int:
+        """Takes a request, which waits until a step has room for it.
+
+        Returns: its id, which its outputs carry.
+        Raises: UserError, with the reason, for what can never run.
+        """
+        prompt = check_tokens(prompt_tokens, self.cfg.vocab)
+        check_bias(params, self.cfg.vocab)
+        if params.stop and self.tokenizer is None:
+            raise UserError(
+                f"stop={list(params.stop)} needs a tokenizer: give the engine one, or "
+                "stop_token_ids (tokenizer)"
+            )
+        request = next(self._ids)
+        sequences = self.scheduler.add(
+            request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority
+        )
+        for sequence in sequences:
+            words = self._seed_words(params, request, sequence.index)
+            self._answers[sequence] = Answer(sequence, params, words, self.tokenizer)
+        return request
+
+    def _seed_words(self, params: SamplingParams, request: int, index: int) -> np.ndarray:
+        """A key of its own for each answer, which a request's own seed alone decides."""
+        own = [self._seed & (2**64 - 1), request] if params.seed is None else [params.seed % 2**64]
+        entropy = [len(own), *own, index]
+        return np.random.SeedSequence(entropy).generate_state(2)
+
+    def cancel(self, id: int) -> None:
+        """Ends a request; its answers end with 'cancelled' in the next step. An ended or unknown
+        one is none of its business."""
+        for sequence in self.scheduler.cancel(id):
+            self._end(sequence, "cancelled")
+
+    def load(self, params: Tree, version: int) -> None:
+        """Takes new weights, from the next step on. Running requests go on with the keys and values
+        that they have; none of these is reused by later ones.
+
+        version: of the tokens drawn from now on.
+        Raises: UserError for another model's parameters.
+        """
+        have, given = (
+            jax.tree.map(lambda x: tuple(x.shape), tree) for tree in (self._params, params)
+        )
+        if have != given:
+            raise UserError("load: these parameters are not of the engine's model (params)")
+        self._params = self._forward.place(params, self._cast)
+        self.version = version
+        self.scheduler.drop_prefixes()
+
+    # ---- steps
+
+    def step(self) -> list[Output]:
+        """Advances every sequence that has room by one step of the device, or by decode_steps.
+
+        Returns: what is new of each answer; none while prompts are computed.
+        """
+        if self._launched is None:
+            self._launch()
+        ended = self._read()
+        self._launch()
+        outputs, self._late = self._late, []
+        return outputs + [answer.output(reason) for answer, reason in ended]
+
+    def run(self) -> Iterator[Output]:
+        """Steps until all requests have ended."""
+        while self.busy:
+            yield from self.step()
+
+    def _read(self) -> list[tuple[Answer, str | None]]:
+        """Waits for the step that runs, and records its tokens. Returns the answers that grew."""
+        if self._launched is None:
+            return []
+        launched, self._launched = self._launched, None
+        drawn = jax.tree.map(np.asarray, launched.drawn)
+        if drawn.token.ndim == 1:
+            drawn = jax.tree.map(lambda x: x[None], drawn)
+        kept: dict[Running, list[int]] = {}
+        grown: list[tuple[Answer, str | None]] = []
+        for piece, row in zip(launched.plan.pieces, launched.rows, strict=True):
+            answer = self._answers.get(piece.sequence)
+            if not piece.draws or answer is None:
+                continue
+            reason = None
+            for k in range(launched.plan.steps):
+                one = jax.tree.map(lambda x: x[k, row], drawn)  # noqa: B023
+                reason = answer.take(one, launched.version)
+                if reason is not None:
+                    break
+            kept[piece.sequence] = answer.tokens[len(answer.tokens) - k - 1 :]
+            grown.append((answer, reason))
+        self.scheduler.commit(launched.plan, kept)
+        for answer, reason in grown:
+            if reason is not None:
+                self.scheduler.finish(answer.sequence)
+                del self._answers[answer.sequence]
+        return grown
+
+    def _launch(self) -> None:
+        """Starts the next step, if there is one."""
+        if self._launched is not None:
+            return
+        plan = self.scheduler.plan(self.programs.steps)
+        if plan is None:
+            return
+        if plan.copies:
+            self.programs.copy_pages(plan.copies)
+        segments = []
+        for sequence, start, count, draws in plan.pieces:
+            slot = sequence.slot
+            assert slot is not None
+            self._enter(sequence, slot)
+            segments.append(Segment(slot, sequence.tokens[start : start + count], start, draws))
+        drawn, rows = self.programs.step(
+            self._params, segments, self._tables, self._rules, plan.steps
+        )
+        self._launched = _Launched(plan, drawn, rows, self.version)
+
+    def _enter(self, sequence: Running, slot: int) -> None:
+        """Brings what a slot's sequence needs up to date: its pages, its rules."""
+        answer, table = self._answers[sequence], self._tables[slot]
+        if self._owners[slot] is not sequence or answer.pages is not sequence.pages:
+            self._owners[slot], answer.pages, answer.listed = sequence, sequence.pages, 0
+            table[:] = 0
+            answer.write_rules(self._rules, slot)
+            if answer.changes:
+                self.programs.set_changes(slot, *answer.change_rows(self.cfg.padded_vocab))
+        if answer.listed < len(sequence.pages):
+            table[answer.listed : len(sequence.pages)] = sequence.pages[answer.listed :]
+            answer.listed = len(sequence.pages)
+        self._rules.drawn[slot] = len(answer.tokens)
+
+    def _end(self, sequence: Running, reason: str) -> None:
+        answer = self._answers.pop(sequence, None)
+        if answer is not None:
+            self._late.append(answer.output(reason))

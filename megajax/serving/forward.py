@@ -1,0 +1,163 @@
+"""The forward pass of an engine: the trainer's blocks on neighbouring tokens of many sequences.
+
+One shard_map over the whole mesh, with the local Ops that pipelines train with: each device has all
+tokens of the step, its part of the heads, of the feed-forward width, of the vocabulary and of the
+experts. The tokens of all sequences stand in one row, whose attention goes through pages
+(serving/paged.py). A mixture of experts drops no token here, whatever its training did.
+
+Legend: T tokens of a step, B segments, D model width, V vocabulary, L layers, P pages of a layer.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as PS
+
+from megajax.core.layout import Layout
+from megajax.core.tree import Tree
+from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
+from megajax.layers.weight import PackedWeight, packed_axes
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import map_words
+from megajax.parallel import buckets, local, sharding
+from megajax.parallel.overlap import Overlap
+from megajax.serving import paged
+
+Array = jax.Array
+TENSOR = "tensor"
+
+
+class Forward:
+    """The pass of one model on one mesh. `run` is for code inside `everywhere`."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        mesh: Mesh,
+        zero: sharding.Zero = "none",
+        dtype: Any = "float32",
+        overlap: Overlap = "auto",
+    ):
+        """zero: how weights rest. overlap: how tensor ranks add up (training/config.py).
+
+        Raises: UserError when the mesh cannot cut the model.
+        """
+        self.cfg, self.mesh, self.dtype = cfg, mesh, jnp.dtype(dtype)
+        self.layout = sharding.layout(mesh, zero, decode=True, model=cfg)
+        ops = local.ops(self.layout, "xla", overlap=overlap)
+        ops = dataclasses.replace(
+            ops, expert=functools.partial(_experts, self.layout), total=lambda sums: sums
+        )
+        self.parts = decoder.parts(cfg, None, ops, dtype)
+
+    # ---- weights and pages at rest
+
+    def place(self, params: Tree, cast: bool) -> Tree:
+        """Returns parameters on this mesh. cast: matrices in the compute type, as copies; vectors
+        and routers stay as they are."""
+        if cast:
+            words = packed_axes(self.parts.axes, params)
+            params = map_words(self._cast, words, params)
+        return sharding.place(self.layout, self.parts.axes, params)
+
+    def _cast(self, words: tuple, w: Any) -> Any:
+        narrows = not isinstance(w, PackedWeight) and buckets.is_quantized(words)
+        return w.astype(self.dtype) if narrows else w
+
+    @property
+    def heads(self) -> int:
+        """Key-value heads of all devices: more than the model's where tensor ranks share them."""
+        return self.cfg.kv_heads * self.layout.copies("kv_heads")
+
+    @property
+    def page_spec(self) -> PS:
+        """How a pool of pages lies: its heads are cut over tensor."""
+        return self.layout.act(None, None, "kv_heads", None)
+
+    def pages(self, pages: int, page: int) -> paged.Pages:
+        """Returns an empty pool of so many pages a layer, of `page` tokens each."""
+        shardings = self.layout.named(self.page_spec)
+        make = functools.partial(
+            paged.empty, self.cfg.layers, pages, page, self.heads, self.cfg.head_width,
+            self.dtype.name,
+        )  # fmt: skip
+        return jax.jit(make, out_shardings=paged.Pages(shardings, shardings))()
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes of one page of all layers on one device."""
+        heads = self.heads // self.layout.ways(self.layout.rules.act["kv_heads"])
+        return 2 * self.cfg.layers * page * heads * self.cfg.head_width * self.dtype.itemsize
+
+    # ---- programs
+
+    def specs(self, params: Tree) -> Tree:
+        """Returns the PartitionSpecs of parameters, some of which may be packed."""
+        axes = packed_axes(self.parts.axes, params)
+        return map_words(lambda words: self.layout.stored(*words), axes)
+
+    def everywhere(self, function: Any, params: Tree, in_specs: tuple, out_specs: Any) -> Any:
+        """Returns function(params, *others) on all devices. in_specs: of the others."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(self.specs(params), *in_specs),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def run(
+        self, params: Tree, pages: paged.Pages, tokens: paged.Tokens, rows_B: Array
+    ) -> tuple[Array, paged.Pages]:
+        """Returns (float32 logits_BV after the tokens rows_B, the pages with all tokens).
+
+        V is the padded vocabulary; what pads it is NEGATIVE. All devices get the same.
+        """
+        parts, stack, layers = self.parts, self.parts.stack, self.cfg.layers
+        axes = packed_axes(parts.axes, params)
+        whole = functools.partial(buckets.whole_local, self.layout, dtype=self.dtype)
+        rest = {
+            key: map_words(lambda words, w: whole(words, w), axes[key], value)
+            for key, value in params.items()
+            if key != stack
+        } | {stack: params[stack]}
+        layer_axes = map_words(lambda words: words[1:], axes[stack])
+        batch = {"tokens": tokens.ids_T[None], "positions": tokens.positions_T[None]}
+        context = parts.context(batch, None)
+        pool = pages.k.shape[0] // layers
+        rows = paged.rows_of(tokens, pages.k.shape[1])
+
+        def layer(carry: tuple, stacked: tuple) -> tuple:
+            x, pages = carry
+            weights = map_words(lambda words, w: whole(words, w), layer_axes, stacked[0])
+            cache = paged.PagedCache(pages, stacked[1], tokens, rows, pool)
+            x, cache, _ = parts.block(weights, x, context, cache)
+            return (x, cache.pages), None
+
+        x = parts.embed(rest, batch, context)
+        (x, pages), _ = lax.scan(layer, (x, pages), (params[stack], jnp.arange(layers)))
+        logits_BV = parts.head(rest, x[:, rows_B])[0]
+        cut = self.layout.live(self.layout.rules.stored["vocab"])
+        return (lax.all_gather(logits_BV, cut, axis=1, tiled=True) if cut else logits_BV), pages
+
+
+def _experts(
+    layout: Layout,
+    x_BSD: Array,
+    dispatch: Dispatch,
+    params: ExpertWeights,
+    slots_of: Any,
+    grouped: Any,
+) -> tuple[Array, None]:
+    """The part of this device's experts for all tokens, which every device has, added up."""
+    weights = params.map(lambda w: w[...].astype(x_BSD.dtype))
+    experts = layout.live(layout.rules.stored["expert"])
+    first = lax.axis_index(experts) * weights.down.shape[0] if experts else 0
+    y_BSD = dropless(x_BSD, dispatch, weights, grouped, first)
+    axes = (*experts, *layout.live((TENSOR,)))
+    return (lax.psum(y_BSD, axes) if axes else y_BSD), None

@@ -1,0 +1,134 @@
+"""What a request may ask of the sampler: vLLM's names, defaults and ranges.
+
+Source: vLLM, vllm/sampling_params.py. A value that vLLM would clip is refused here. Not here: the
+arithmetic of the sampler, and what depends on a model (vocabulary, context).
+"""
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, respell
+
+BIAS = 100  # (OpenAI's and vLLM's interface) largest absolute value of a token's bias
+MOST = 16384  # (vLLM, the default of VLLM_MAX_N_SEQUENCES) continuations of a prompt
+PRIORITY = 1000  # (chosen) largest absolute priority, so that waiting can make up for it
+
+
+@dataclass(frozen=True)
+class SamplingParams(Checked):
+    """How the continuation of one prompt is drawn, and when it ends.
+
+    `stop`, `stop_token_ids` and `logit_bias` are kept as a tuple of strings, a tuple of ids and a
+    dict; None, vLLM's default, is the same as empty. `top_k` 0 and -1 both mean all tokens.
+    Raises: UserError, with what was given, the rule and the nearest legal value.
+    """
+
+    max_tokens: int = option(16, "most tokens that are drawn", "tokens", at_least=1)
+    temperature: float = option(1.0, "divides the logits; 0: greedy", at_least=0)
+    top_k: int = option(0, "only the k likeliest tokens; 0 or -1: all", at_least=-1)
+    top_p: float = option(
+        1.0, "only the likeliest tokens that together have this probability", above=0, at_most=1
+    )
+    min_p: float = option(
+        0.0, "only tokens at least this likely relative to the likeliest", at_least=0, at_most=1
+    )
+    seed: int | None = option(
+        None, "of this request's draws; None: the engine's", at_least=-(2**63), at_most=2**63 - 1
+    )
+    stop: Collection[str] = ()  # a str is one too
+    stop_token_ids: Collection[int] = ()
+    logprobs: int | None = option(
+        None, "return this many likeliest tokens' log-probabilities", at_least=0, at_most=20
+    )
+    n: int = option(1, "continuations of the prompt", at_least=1, at_most=MOST)
+    repetition_penalty: float = option(
+        1.0, "divides positive logits of tokens seen in prompt or output; 1: off", above=0
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from logits of tokens in the output", at_least=-2, at_most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted from logits for each time in the output", at_least=-2, at_most=2
+    )
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    ignore_eos: bool = False
+    priority: int = option(
+        0, "a larger one is served earlier", at_least=-PRIORITY, at_most=PRIORITY
+    )
+
+    def __post_init__(self):
+        """Checks every value."""
+        try:
+            super().__post_init__()
+        except UserError as error:  # a request has no flags
+            raise UserError(respell(str(error), ())) from None
+        for name, value in (
+            ("stop", _strings(self.stop)),
+            ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
+            ("logit_bias", _biases(self.logit_bias)),
+        ):
+            object.__setattr__(self, name, value)
+
+
+def _strings(given: Any) -> tuple[str, ...]:
+    """Returns the strings that end a continuation."""
+    listed = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(listed, Collection) or not all(isinstance(s, str) for s in listed):
+        raise UserError(f"stop={given!r} must be a string or a list of strings; the default is ()")
+    if "" in listed:
+        raise UserError(
+            f"stop={given!r} must hold no empty string, which would stop at once; "
+            f"nearest: {[s for s in listed if s]}"
+        )
+    return tuple(listed)
+
+
+def _ids(name: str, given: Any) -> tuple[int, ...]:
+    """Returns token ids as Python's ints."""
+    try:
+        if isinstance(given, str):
+            raise TypeError
+        found = tuple(_index(token) for token in (() if given is None else given))
+    except TypeError:
+        raise UserError(f"{name}={given!r} must be a list of ids; the default is ()") from None
+    if any(token < 0 for token in found):
+        kept = [token for token in found if token >= 0]
+        raise UserError(f"{name}={given!r} must hold ids of at least 0; nearest: {kept}")
+    return found
+
+
+def _index(token: Any) -> int:
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Returns token -> bias; a JSON object's keys are strings, so these are read as numbers."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"logit_bias={given!r} must be a dict of token: bias; the default is {{}}")
+    found = {}
+    for token, bias in given.items():
+        try:
+            number = int(token) if isinstance(token, str) else _index(token)
+        except (TypeError, ValueError):
+            number = -1
+        if number < 0:
+            raise UserError(f"logit_bias has the key {token!r}: a key must be an id of at least 0")
+        if not isinstance(bias, numbers.Real) or isinstance(bias, bool) or math.isnan(bias):
+            raise UserError(f"logit_bias[{token}]={bias!r} must be a number in [-{BIAS}, {BIAS}]")
+        if abs(float(bias)) > BIAS:
+            near = math.copysign(BIAS, float(bias))
+            raise UserError(
+                f"logit_bias[{token}]={bias} must be in [-{BIAS}, {BIAS}]; nearest: {near:g}"
+            )
+        found[number] = float(bias)
+    return found

@@ -1,0 +1,310 @@
+"""The compiled programs of an engine, and the state on its devices.
+
+Fast numerics: one program a step, for a number of tokens that is rounded up to one of few sizes,
+and one that decodes several tokens of every sequence without the host. Exact numerics: the step in
+tiles (serving/tiles.py), then one program that draws. `bound` says how many there can be.
+
+Legend: T tokens of a step, B segments, S slots (sequences that run), M pages of the longest
+sequence, V vocabulary with its padding, K steps of one dispatch.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as PS
+
+from megajax.core.tree import Tree
+from megajax.serving import draw, paged, tiles
+from megajax.serving.draw import Changes, Drawn, Rules
+from megajax.serving.forward import Forward
+
+Array = jax.Array
+LEAST = 8  # tokens of the smallest program
+COPIES = 16  # pages that one call copies
+DRAWN = Drawn(PS(), PS(), PS(), PS())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of one sequence that a step feeds. ids: theirs. first: their position.
+    draws: whether the last of them is followed by a token to draw."""
+
+    slot: int
+    ids: Sequence[int]
+    first: int
+    draws: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What lives on the devices and is given up to every call. logits_SV, log_z_S: exact numerics
+    only, of the token to draw next."""
+
+    pages: paged.Pages
+    changes: Changes
+    logits_SV: Any
+    log_z_S: Any
+
+
+class Programs:
+    """Runs steps. All arguments that vary are arrays of few shapes."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        params: Tree,
+        *,
+        slots: int,
+        budget: int,
+        pool: tuple[int, int, int],
+        exact: bool,
+        steps: int,
+    ):
+        """params: placed, of which the structure is used. slots: S. budget: most tokens of a step.
+        pool: pages of a layer, tokens of a page, M. steps: K."""
+        self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
+        self._pool, page, self._width = pool
+        self.sizes = _sizes(budget)
+        V = forward.cfg.padded_vocab
+        with jax.set_mesh(forward.mesh):
+            self.state = State(
+                forward.pages(self._pool, page),
+                self._everyone(draw.no_changes(slots, V)),
+                self._everyone(jnp.zeros((slots, V))) if exact else None,
+                self._everyone(jnp.zeros(slots)) if exact else None,
+            )
+        pages = paged.Pages(forward.page_spec, forward.page_spec)
+        held = jax.tree.map(lambda _: PS(), self.state)
+        self._specs = State(pages, held.changes, held.logits_SV, held.log_z_S)
+        self._params = params
+        self._step = self._program(self._local_step)
+        self._several = self._program(self._local_several)
+        self._tile = self._program(self._local_tile, drawn=False)
+        self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
+        self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
+        self._set = self._on_state(_set, self._specs)
+
+    @property
+    def bound(self) -> int:
+        """The most programs that any traffic compiles."""
+        steps = 2 if self._exact else len(self.sizes)
+        several = [size for size in self.sizes if self.steps > 1 and size <= self._most_rows]
+        return steps + (0 if self._exact else len(several)) + 2
+
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        jits = (self._step, self._several, self._tile, self._draw, self._copy, self._set)
+        return sum(f._cache_size() for f in jits)
+
+    @property
+    def _most_rows(self) -> int:
+        return next(size for size in self.sizes if size >= min(self._slots, self.sizes[-1]))
+
+    # ---- calls
+
+    def step(
+        self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules,
+        steps: int = 1,
+    ) -> tuple[Drawn, list[int]]:  # fmt: skip
+        """Feeds the segments and draws.
+
+        table_SM, rules: by slot. steps: 1, or K when every segment is one token that draws.
+        Returns: (arrays (rows,) of Drawn, or (K, rows); the row of each segment).
+        """
+        with jax.set_mesh(self._forward.mesh):
+            if self._exact:
+                return self._exact_step(params, segments, table_SM, rules)
+            count = sum(len(s.ids) for s in segments)
+            T = next(size for size in self.sizes if size >= count)
+            B = min(T, self._slots)
+            tokens, at = self._lay(segments, table_SM, T, B)
+            slot_B, rows_B = np.full(B, self._slots, np.int32), np.zeros(B, np.int32)
+            rules_B = draw.plain_rules(B)
+            used = [s.slot for s in segments]
+            for target, source in zip(_fields(rules_B), _fields(rules), strict=True):
+                target[: len(used)] = source[used]
+            for b, segment in enumerate(segments):
+                rows_B[b] = at[b] + len(segment.ids) - 1
+                if segment.draws:
+                    slot_B[b] = segment.slot
+            run = self._several if steps > 1 else self._step
+            drawn, self.state = run(params, self.state, tokens, rows_B, slot_B, rules_B)
+            return drawn, list(range(len(segments)))
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages in all layers, (source, target) each."""
+        for start in range(0, len(copies), COPIES):
+            pairs = np.zeros((COPIES, 2), np.int32)
+            part = copies[start : start + COPIES]
+            pairs[: len(part)] = part
+            with jax.set_mesh(self._forward.mesh):
+                self.state = self._copy(self.state, pairs[:, 0], pairs[:, 1])
+
+    def set_changes(self, slot: int, counts: np.ndarray, seen: np.ndarray, bias: np.ndarray):
+        """What penalties and biases know of the sequence in a slot, (V,) each."""
+        with jax.set_mesh(self._forward.mesh):
+            self.state = self._set(self.state, np.int32(slot), counts, seen, bias)
+
+    def _exact_step(
+        self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
+    ) -> tuple[Drawn, list[int]]:
+        for part in _tiles(segments):
+            tokens, at = self._lay(part, table_SM, tiles.TILE, tiles.TILE)
+            slot_T = np.full(tiles.TILE, self._slots, np.int32)
+            for first, segment in zip(at, part, strict=True):
+                if segment.draws:
+                    slot_T[first + len(segment.ids) - 1] = segment.slot
+            self.state = self._tile(params, self.state, tokens, slot_T)
+        slot_S = np.full(self._slots, self._slots, np.int32)
+        drawing = [s.slot for s in segments if s.draws]
+        slot_S[drawing] = drawing
+        if not drawing:
+            return Drawn(*(np.zeros(self._slots),) * 4), [s.slot for s in segments]  # type: ignore
+        drawn, self.state = self._draw(self.state, slot_S, rules)
+        return drawn, [s.slot for s in segments]
+
+    def _lay(
+        self, segments: Sequence[Segment], table_SM: np.ndarray, T: int, B: int
+    ) -> tuple[paged.Tokens, list[int]]:
+        """Returns (the segments' tokens side by side, where each begins)."""
+        tokens, at, where = paged.tokens_like(T, B, self._width), 0, []
+        tokens.table_BM[: len(segments)] = table_SM[[s.slot for s in segments]]
+        for b, segment in enumerate(segments):
+            count = len(segment.ids)
+            tokens.ids_T[at : at + count] = segment.ids
+            tokens.positions_T[at : at + count] = range(segment.first, segment.first + count)
+            tokens.start_B[b], tokens.count_B[b] = at, count
+            tokens.context_B[b] = segment.first + count
+            where.append(at)
+            at += count
+        return tokens, where
+
+    # ---- what is compiled
+
+    def _everyone(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._forward.layout.named(PS()))
+
+    def _program(self, local: Any, drawn: bool = True) -> Any:
+        """A jitted function of (params, state, *arrays) that every device runs alike."""
+        donated: Any = (DRAWN, self._specs) if drawn else self._specs
+
+        def call(params: Tree, state: State, *others: Any) -> Any:
+            whole = jax.tree.map(lambda _: PS(), others)
+            specs = (self._specs, *whole)
+            return self._forward.everywhere(local, params, specs, donated)(params, state, *others)
+
+        return jax.jit(call, donate_argnums=1)
+
+    def _on_state(self, local: Any, out_specs: Any) -> Any:
+        """The same without parameters."""
+
+        def call(state: State, *others: Any) -> Any:
+            specs = (self._specs, *jax.tree.map(lambda _: PS(), others))
+            mesh = self._forward.mesh
+            return jax.shard_map(
+                local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+            )(state, *others)
+
+        return jax.jit(call, donate_argnums=0)
+
+    def _local_step(
+        self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
+        rules: Rules,
+    ) -> tuple[Drawn, State]:  # fmt: skip
+        logits_BV, pages = self._forward.run(params, state.pages, tokens, rows_B)
+        log_z_B = jax.nn.logsumexp(logits_BV, -1)
+        drawn, changes = draw.draw_tokens(logits_BV, log_z_B, rules, state.changes, slot_B)
+        return drawn, State(pages, changes, None, None)
+
+    def _local_several(
+        self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
+        rules: Rules,
+    ) -> tuple[Drawn, State]:  # fmt: skip
+        """K times: each sequence's drawn token is the next one that it feeds."""
+        B = rows_B.shape[0]
+
+        def one(carry: tuple, _: None) -> tuple:
+            state, tokens, drawn_B = carry
+            now = replace(rules, drawn=drawn_B)
+            drawn, state = self._local_step(params, state, tokens, rows_B, slot_B, now)
+            real_B = (tokens.count_B > 0).astype(jnp.int32)
+            tokens = replace(
+                tokens,
+                ids_T=tokens.ids_T.at[:B].set(drawn.token),
+                positions_T=tokens.positions_T + 1,
+                context_B=tokens.context_B + real_B,
+            )
+            return (state, tokens, drawn_B + 1), drawn
+
+        carry = (state, tokens, rules.drawn)
+        (state, _, _), drawn = jax.lax.scan(one, carry, None, length=self.steps)
+        return drawn, state
+
+    def _local_tile(self, params: Tree, state: State, tokens: paged.Tokens, slot_T: Array) -> State:
+        logits_TV, log_z_T, pages = tiles.tile(self._forward, params, state.pages, tokens)
+        return replace(
+            state,
+            pages=pages,
+            logits_SV=state.logits_SV.at[slot_T].set(logits_TV, mode="drop"),
+            log_z_S=state.log_z_S.at[slot_T].set(log_z_T, mode="drop"),
+        )
+
+    def _local_draw(self, state: State, slot_S: Array, rules: Rules) -> tuple[Drawn, State]:
+        assert state.logits_SV is not None and state.log_z_S is not None
+        drawn, changes = draw.draw_tokens(
+            state.logits_SV, state.log_z_S, rules, state.changes, slot_S
+        )
+        return drawn, replace(state, changes=changes)
+
+
+def _sizes(budget: int) -> tuple[int, ...]:
+    """Powers of two from LEAST on, the last of which holds the budget."""
+    sizes = [LEAST]
+    while sizes[-1] < budget:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Cuts segments so that each list has at most TILE tokens."""
+    found: list[list[Segment]] = [[]]
+    room = tiles.TILE
+    for segment in segments:
+        done = 0
+        while done < len(segment.ids):
+            if room == 0:
+                found.append([])
+                room = tiles.TILE
+            part = segment.ids[done : done + room]
+            last = done + len(part) == len(segment.ids)
+            piece = Segment(segment.slot, part, segment.first + done, segment.draws and last)
+            found[-1].append(piece)
+            done, room = done + len(part), room - len(part)
+    return found
+
+
+def _fields(rules: Rules) -> list[np.ndarray]:
+    return [getattr(rules, name) for name in rules.__dataclass_fields__]
+
+
+def _copy(pool: int, state: State, source_N: Array, target_N: Array) -> State:
+    return replace(state, pages=paged.copy(state.pages, pool, source_N, target_N))
+
+
+def _set(state: State, slot: Array, counts: Array, seen: Array, bias: Array) -> State:
+    was = state.changes
+    return replace(
+        state,
+        changes=Changes(
+            was.counts_SV.at[slot].set(counts),
+            was.seen_SV.at[slot].set(seen),
+            was.bias_SV.at[slot].set(bias),
+        ),
+    )

@@ -1,0 +1,38 @@
+"""What an engine refuses before it runs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.serving.params import SamplingParams
+
+
+def check_tokens(prompt: Sequence[int], vocab: int, name: str = "prompt_tokens") -> list[int]:
+    """Returns the ids as Python integers. JAX would clip what no embedding has a row for, without
+    a word.
+
+    Raises: UserError for what is empty or no list of ids of the vocabulary.
+    """
+    try:
+        row = np.asarray(prompt)
+    except ValueError as error:  # lists of several lengths
+        raise UserError(f"{name} must be a list of token ids: {error}") from None
+    if row.size == 0:
+        raise UserError(f"{name} must have at least one token")
+    if row.ndim != 1 or row.dtype.kind not in "iu":
+        raise UserError(f"{name} must be a list of token ids, whole numbers")
+    if row.min() < 0 or row.max() >= vocab:
+        wrong = row[(row < 0) | (row >= vocab)][0]
+        raise UserError(f"{name} has the token id {wrong}; the vocabulary has 0 to {vocab - 1}")
+    return row.tolist()
+
+
+def check_bias(params: SamplingParams, vocab: int) -> None:
+    """Refuses biases and stop tokens outside the vocabulary. Raises: UserError."""
+    for name in ("logit_bias", "stop_token_ids"):
+        for token in getattr(params, name):
+            if token >= vocab:
+                raise UserError(
+                    f"{name} has the token id {token}; the vocabulary has 0 to {vocab - 1}"
+                )

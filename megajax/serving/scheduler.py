@@ -1,0 +1,400 @@
+"""Which tokens of which sequences the next step feeds: continuous batching over pages.
+
+The engine asks for a `Plan`, does what it says on the device, and commits the tokens that were
+drawn. Prompts are fed in pieces beside the sequences that decode (Sarathi-Serve section 4.2), each
+sequence has pages for all of its tokens before it runs, and where pages run out while sequences
+grow, the last in order gives its pages back and is computed again later (vLLM, PagedAttention
+section 4.5). No wall clock and no chance: equal calls give equal plans.
+
+Order: a request of priority p counts as if it had come p * AGING plans earlier. So the order of two
+requests never changes while they wait, a heap keeps it, and nobody waits for ever: what comes late
+enough is behind, whatever its priority. The first in order is never preempted.
+
+Work a plan: constant for each running sequence, logarithmic for each that starts, none for those
+that wait. Not here: pages and their reuse (cache.py), sampling, stop strings, the device.
+"""
+
+import collections.abc as abc
+import heapq
+import operator
+
+from megajax.core.errors import UserError
+from megajax.serving.cache import PagePool
+from megajax.serving.sequence import Family, Piece, Plan, Sequence
+
+AGING = 100  # (chosen) plans of waiting that weigh as much as one unit of priority
+
+
+class Scheduler:
+    """Decides for requests that come and go what each step feeds, and who holds which page."""
+
+    def __init__(self, pool: PagePool, *, max_batch: int, budget: int, chunk: int, context: int):
+        """max_batch: sequences that run at a time. budget: tokens that a step feeds. chunk: tokens
+        that a step feeds of one sequence. context: tokens of a sequence, drawn ones included.
+
+        Raises: UserError for numbers that let nothing run.
+        """
+        for name, value, least in (
+            ("max_batch", max_batch, 1),
+            ("budget", budget, max_batch),  # each that runs gets a token
+            ("chunk", chunk, 1),
+            ("context", context, 2),
+        ):
+            if value < least:
+                why = " (max_batch)" if name == "budget" else ""
+                raise UserError(f"{name}={value} must be at least {least}{why}; nearest: {least}")
+        self._pool, self._budget, self._chunk, self._context = pool, budget, chunk, context
+        self._unused = list(range(max_batch))  # a heap of slots
+        self._running: dict[Sequence, None] = {}
+        self._waiting: dict[Sequence, None] = {}
+        self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; may hold cancelled ones
+        self._requests: dict[abc.Hashable, Family] = {}
+        self._copies: dict[Sequence, tuple[int, int]] = {}  # by target; the sources are held
+        self._clock = self._added = self._weights = 0
+        self.preemptions = 0  # sequences that gave their pages back
+        self.prefix_hits = 0  # tokens that were not computed since a published page had them
+        self.forked = 0  # tokens that were not computed since another one of the request had them
+
+    @property
+    def waiting(self) -> abc.KeysView[Sequence]:
+        """Returns the sequences without a slot."""
+        return self._waiting.keys()
+
+    @property
+    def running(self) -> abc.KeysView[Sequence]:
+        """Returns the sequences with a slot."""
+        return self._running.keys()
+
+    @property
+    def pages_in_use(self) -> int:
+        """Returns how many pages are held."""
+        return self._pool.in_use
+
+    def add(
+        self,
+        id: abc.Hashable,
+        prompt: abc.Iterable[int],
+        *,
+        max_tokens: int,
+        n: int = 1,
+        priority: int = 0,
+    ) -> list[Sequence]:
+        """Returns the n sequences of a request, which wait from now on.
+
+        Raises: UserError for a request that can never run, or whose id another one has.
+        """
+        if id in self._requests:
+            raise UserError(f"request {id!r} has not ended; give another id")
+        try:
+            tokens = tuple(operator.index(token) for token in prompt)
+        except TypeError:
+            raise UserError(f"the prompt of request {id!r} must be a list of token ids") from None
+        self._check(tokens, max_tokens, n)
+        family = Family()
+        self._requests[id] = family
+        made = []
+        for index in range(n):
+            sequence = Sequence(id, index, tokens, max_tokens, priority, list(tokens), family)
+            sequence.order = (self._clock - priority * AGING, self._added)
+            self._added += 1
+            family.alive[sequence] = self._waiting[sequence] = None
+            made.append(sequence)
+        family.held.update(dict.fromkeys(made[1:]))
+        self._enqueue(made[0])
+        return made
+
+    def _check(self, prompt: tuple[int, ...], max_tokens: int, n: int) -> None:
+        """Refuses what can never fit."""
+        for name, value in (("tokens in the prompt", len(prompt)), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise UserError(f"{value} {name}: there must be at least 1; nearest: 1")
+        if n < 1:
+            raise UserError(f"n={n} must be at least 1; nearest: 1")
+        # The last token that is drawn is never fed, so it needs no room in a page.
+        room = self._pool.capacity * self._pool.page_size
+        for most, what in (
+            (self._context, f"the context has {self._context}"),
+            (room + 1, f"the {self._pool.capacity} pages hold {room} of {room + 1}"),
+        ):
+            if len(prompt) + max_tokens <= most:
+                continue
+            near = f"max_tokens={most - len(prompt)}"
+            if len(prompt) >= most:
+                near = f"a prompt of {most - 1} tokens with max_tokens=1"
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={max_tokens} are "
+                f"{len(prompt) + max_tokens} tokens; {what}; nearest: {near}"
+            )
+
+    def plan(self, steps: int = 1) -> Plan | None:
+        """Returns what to do next, or None where nothing is to be done.
+
+        A plan that is not committed changes nothing that the next one could not do again.
+        Args: steps: wanted; the plan has this number or 1.
+        """
+        self._clock += 1
+        preempted = self._preemptions_to_grow()
+        pieces, prefilling, budget = [], [], self._budget
+        for sequence in self._running:
+            left = len(sequence.tokens) - sequence.computed
+            if left == 1:
+                pieces.append(Piece(sequence, sequence.computed, 1, True))
+                self._reserve(sequence, len(sequence.tokens))
+                budget -= 1
+            else:
+                prefilling.append(sequence)
+        for sequence in sorted(prefilling, key=_order):
+            if not budget:
+                break
+            pieces.append(self._prefill(sequence, budget))
+            budget -= pieces[-1].count
+        # What was just preempted would come back at once, to be preempted again.
+        while not preempted and budget and self._unused and (head := self._head()) is not None:
+            if not self._start(head):
+                break
+            heapq.heappop(self._queue)
+            pieces.append(self._prefill(head, budget))
+            budget -= pieces[-1].count
+        if not pieces:
+            assert not self._waiting, "with no sequence running, the first in order fits"
+            return None
+        pieces.sort(key=_slot)
+        steps = steps if steps > 1 and self._reserve_steps(pieces, steps) else 1
+        return Plan(tuple(pieces), tuple(self._copies.values()), steps)
+
+    def commit(self, plan: Plan, drawn: abc.Mapping[Sequence, abc.Sequence[int]]) -> None:
+        """Records that a plan was done, the last one that `plan` returned.
+
+        Args: drawn: for each sequence with a piece that draws 1 to plan.steps tokens; fewer where
+            it ended. Those that ended since the plan was made are passed over.
+        Raises: ValueError for tokens that do not belong to the plan.
+        """
+        for piece in plan.pieces:
+            sequence = piece.sequence
+            if sequence.slot is None:
+                continue
+            new = drawn.get(sequence, ())
+            if piece.start != sequence.computed:
+                raise ValueError(f"this plan of request {sequence.request!r} is not its last one")
+            if not piece.draws <= len(new) <= piece.draws * plan.steps:
+                raise ValueError(f"{len(new)} tokens of request {sequence.request!r} were drawn")
+            self._drop_copy(sequence)
+            sequence.tokens.extend(new)
+            # The last one that was drawn has not been fed.
+            sequence.computed = piece.start + piece.count + max(len(new) - 1, 0)
+            if sequence.weights == self._weights:
+                self._publish(sequence)
+        for piece in plan.pieces:
+            sequence, family = piece.sequence, piece.sequence.family
+            prompt = len(sequence.prompt)
+            if piece.start < prompt <= sequence.computed and sequence.slot is not None:
+                self._share_prompt(sequence, family)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence, whether it runs or waits; its published pages stay reusable."""
+        family = sequence.family
+        if sequence not in family.alive:
+            return
+        if sequence.slot is not None:
+            self._stop(sequence)
+        else:
+            del self._waiting[sequence]
+        held = sequence in family.held
+        del family.alive[sequence]
+        family.held.pop(sequence, None)
+        if not family.alive:
+            del self._requests[sequence.request]
+        elif not held and len(family.held) == len(family.alive):
+            self._enqueue_held(family, 1)  # nobody is left to compute the prompt
+        if len(self._queue) > 2 * len(self._waiting) + 64:  # mostly cancelled ones
+            self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
+            heapq.heapify(self._queue)
+
+    def cancel(self, id: abc.Hashable) -> list[Sequence]:
+        """Ends all sequences of a request and returns them; of an ended or unknown one, none."""
+        family = self._requests.get(id)
+        ended = list(family.alive) if family else []
+        for sequence in reversed(ended):
+            self.finish(sequence)
+        return ended
+
+    def drop_prefixes(self) -> None:
+        """Lets no sequence that starts from now on reuse what was computed until now: the weights
+        are new. What runs goes on with its pages."""
+        self._weights += 1
+        self._pool.forget()
+        for sequence in self._running:
+            sequence.family.ready.clear()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._queue, (sequence.order, sequence))
+
+    def _enqueue_held(self, family: Family, count: int) -> None:
+        """Lets sequences that waited for another's prompt wait for a slot."""
+        for sequence in list(family.held)[:count]:
+            del family.held[sequence]
+            self._enqueue(sequence)
+
+    def _head(self) -> Sequence | None:
+        """Returns the first in order of those that wait."""
+        while self._queue and self._queue[0][1] not in self._waiting:
+            heapq.heappop(self._queue)
+        return self._queue[0][1] if self._queue else None
+
+    def _prefill(self, sequence: Sequence, budget: int) -> Piece:
+        left = len(sequence.tokens) - sequence.computed
+        count = min(left, self._chunk, budget)
+        return Piece(sequence, sequence.computed, count, count == left)
+
+    def _lacking(self, sequence: Sequence, tokens: int) -> int:
+        """Returns how many pages a sequence lacks to hold its first tokens."""
+        return max(self._pool.pages_for(tokens) - len(sequence.pages), 0)
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> None:
+        if lacking := self._lacking(sequence, tokens):
+            sequence.pages += self._pool.take(lacking)
+
+    def _reserve_steps(self, pieces: list[Piece], steps: int) -> bool:
+        """Reserves the pages of several steps; False: the next step is not only decoding, or there
+        are too few pages, and nothing was reserved."""
+        lacking = 0
+        for sequence, start, count, draws in pieces:
+            if count > 1 or not draws or start + steps > self._context:
+                return False
+            lacking += self._lacking(sequence, start + steps)
+        if len(pieces) < len(self._running) or lacking > self._pool.available:
+            return False
+        for piece in pieces:
+            self._reserve(piece.sequence, piece.start + steps)
+        return True
+
+    def _preemptions_to_grow(self) -> int:
+        """Preempts until all others have room for their next token; returns how many it was."""
+
+        lacking = sum(self._lacking(s, len(s.tokens)) for s in self._running)
+        if lacking <= self._pool.available:
+            return 0
+        last, before = sorted(self._running, key=_order), self.preemptions
+        while lacking > self._pool.available:
+            assert len(last) > 1, "the pool has room for every request that was accepted"
+            lacking -= self._lacking(last[-1], len(last[-1].tokens))
+            self._preempt(last.pop())
+        return self.preemptions - before
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Gives a sequence's pages back; it waits in its old place, before later ones of its
+        priority, and is computed again."""
+        self._stop(sequence)
+        sequence.computed = sequence.published = 0
+        self._waiting[sequence] = None
+        self._enqueue(sequence)
+        self.preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a running sequence."""
+        assert sequence.slot is not None
+        self._drop_copy(sequence)
+        self._pool.release(sequence.pages)
+        sequence.pages = []
+        heapq.heappush(self._unused, sequence.slot)
+        sequence.slot = None
+        del self._running[sequence]
+        sequence.family.ready.pop(sequence, None)
+
+    def _drop_copy(self, sequence: Sequence) -> None:
+        if pair := self._copies.pop(sequence, None):
+            self._pool.release(pair[:1])
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence a slot and pages for all its tokens; False: too few pages.
+
+        A page for each running sequence is left, or starting one would soon preempt one.
+        """
+        spare = self._pool.available - len(self._running)
+        if spare < 1:
+            return False
+        donor = next(iter(sequence.family.ready), None)
+        found = self._find(sequence)
+        before = len(sequence.prompt) - 1
+        if donor is not None and len(found) * self._pool.page_size < before:
+            if self._pool.pages_for(len(sequence.tokens)) - before // self._pool.page_size > spare:
+                return False
+            self._fork(donor, sequence)
+            return True
+        need = self._pool.pages_for(len(sequence.tokens)) - len(found)
+        need += sum(not self._pool.holders(page) for page in found)
+        if need > spare:
+            return False
+        self.prefix_hits += len(found) * self._pool.page_size
+        self._run(sequence, found, len(found) * self._pool.page_size)
+        return True
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Returns the published pages that hold the sequence's first tokens, without its last one:
+        that is fed to draw from its logits."""
+        found, size = [], self._pool.page_size
+        for i in range((len(sequence.tokens) - 1) // size if self._pool.reusable else 0):
+            page = self._pool.find(sequence.key(i, size))
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def _fork(self, donor: Sequence, sequence: Sequence) -> None:
+        """Starts a sequence behind the prompt that another one of its request computed.
+
+        It feeds the prompt's last token again, for logits of its own, so the page where this token
+        lies is copied as far as it is filled; the pages before are shared.
+        """
+        before = len(sequence.prompt) - 1
+        full, partial = divmod(before, self._pool.page_size)
+        self.forked += before
+        sequence.keys = donor.keys[:full]
+        self._run(sequence, donor.pages[:full], before)
+        if partial:
+            self._pool.share(donor.pages[full : full + 1])
+            self._copies[sequence] = donor.pages[full], sequence.pages[full]
+
+    def _run(self, sequence: Sequence, shared: list[int], computed: int) -> None:
+        """Gives a waiting sequence a slot, shared pages with its first tokens, and new ones."""
+        self._pool.share(shared)
+        sequence.pages = list(shared)
+        self._reserve(sequence, len(sequence.tokens))
+        sequence.computed, sequence.weights = computed, self._weights
+        sequence.published = len(shared)
+        sequence.slot = heapq.heappop(self._unused)
+        del self._waiting[sequence]
+        self._running[sequence] = None
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offers the pages that have become full for reuse."""
+        size = self._pool.page_size
+        full = sequence.computed // size
+        if self._pool.prefix_cache:
+            for i in range(sequence.published, full):
+                self._pool.publish(sequence.pages[i], sequence.key(i, size))
+        sequence.published = max(full, sequence.published)
+
+    def _share_prompt(self, sequence: Sequence, family: Family) -> None:
+        """Starts, behind a prompt that has just been computed, those that waited for it; where no
+        slot or page is left, they wait like others. Computed with old weights, it is no help."""
+        if sequence.weights != self._weights:
+            self._enqueue_held(family, 1)
+            return
+        family.ready[sequence] = None
+        for sibling in list(family.held):
+            if not self._unused or not self._pool.available:  # it needs one page of its own
+                break
+            del family.held[sibling]
+            self._fork(sequence, sibling)
+        self._enqueue_held(family, len(family.held))
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
+def _slot(piece: Piece) -> int:
+    slot = piece.sequence.slot
+    assert slot is not None
+    return slot

@@ -1,0 +1,102 @@
+"""Exact numerics: every forward pass is one program of TILE tokens, whoever asks for it.
+
+A sum of floating-point numbers depends on its order, and compilers choose another one for another
+shape. So the log-probability of a token differs between a batch of 1 and of 64, between a prompt
+computed at once and in chunks, and between a sampler and a trainer. Here all of them run the same
+compiled shape: TILE tokens of any sequences, whose attention adds up keys in blocks of absolute
+positions (pallas_kernels.paged_attention). The rows of a product do not mix, so a token's bits
+depend on its own sequence only.
+
+Legend: T tokens of a tile, M pages of the longest sequence, V vocabulary with its padding.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as PS
+
+from megajax.core.tree import Tree
+from megajax.models.decoder_config import DecoderConfig
+from megajax.serving import paged
+from megajax.serving.forward import Forward
+
+TILE = 32  # (chosen) tokens: a decode step of as many costs about what one token does
+PAGE = 16
+
+
+def tile(
+    forward: Forward, params: Tree, pages: paged.Pages, tokens: paged.Tokens
+) -> tuple[jax.Array, jax.Array, paged.Pages]:
+    """Returns (logits_TV after every token, their log-sum-exp_T, the pages). Inside `everywhere`.
+
+    tokens: T = B = TILE.
+    """
+    logits_TV, pages = forward.run(params, pages, tokens, jnp.arange(TILE))
+    return logits_TV, jax.nn.logsumexp(logits_TV, -1), pages
+
+
+class Teacher:
+    """Log-probabilities of given rows, in the tiles in which an exact engine draws."""
+
+    def __init__(self, cfg: DecoderConfig, mesh: Mesh, dtype: Any):
+        """Raises: UserError when the mesh cannot cut the model."""
+        self.forward = Forward(cfg, mesh, "none", dtype, "xla")
+        self._run: Any = None
+
+    def __call__(self, params: Tree, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Returns float32 (len(row),) of each row: of its tokens after those before them; NaN for
+        the first.
+
+        params: as Forward.place gives them.
+        """
+        if self._run is None:
+            self._run = self._program(params)
+        width = 1
+        while width * PAGE < max(map(len, rows), default=0):
+            width *= 2
+        pages = self.forward.pages(width + 1, PAGE)
+        table_M = np.arange(1, width + 1, dtype=np.int32)
+        found: list[list[tuple[int, jax.Array]]] = []
+        with jax.set_mesh(self.forward.mesh):
+            for row in rows:
+                found.append([])
+                for start in range(0, len(row) - 1, TILE):
+                    ids = np.asarray(row[start : start + TILE + 1], np.int32)
+                    count = len(ids) - 1
+                    tokens = paged.tokens_like(TILE, TILE, width)
+                    tokens.ids_T[:count], tokens.table_BM[0] = ids[:-1], table_M
+                    tokens.positions_T[:count] = np.arange(start, start + count)
+                    tokens.count_B[0], tokens.context_B[0] = count, start + count
+                    wanted_T = np.zeros(TILE, np.int32)
+                    wanted_T[:count] = ids[1:]
+                    logprobs_T, pages = self._run(params, pages, tokens, wanted_T)
+                    found[-1].append((count, logprobs_T))
+        nothing = np.full(1, np.nan, np.float32)
+        return [
+            np.concatenate([nothing, *(np.asarray(x)[:count] for count, x in parts)])
+            for parts in found
+        ]
+
+    def _program(self, params: Tree) -> Any:
+        pages = paged.Pages(self.forward.page_spec, self.forward.page_spec)
+        everyone = jax.tree.map(lambda _: PS(), paged.tokens_like(1, 1, 1))
+
+        def local(params: Tree, pages: paged.Pages, tokens: paged.Tokens, wanted_T: Any) -> Any:
+            logits_TV, log_z_T, pages = tile(self.forward, params, pages, tokens)
+            logit_T = jnp.take_along_axis(logits_TV, wanted_T[:, None], 1)[:, 0]
+            return logit_T - log_z_T, pages
+
+        specs = (pages, everyone, PS())
+        run = self.forward.everywhere(local, params, specs, (PS(), pages))
+        return jax.jit(run, donate_argnums=1)
+
+
+@functools.lru_cache(maxsize=4)
+def teacher(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> Teacher:
+    """Returns a teacher, compiled once."""
+    return Teacher(cfg, mesh, dtype)

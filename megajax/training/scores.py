@@ -1,0 +1,120 @@
+"""The trainer's log-probabilities of given tokens.
+
+Legend: B rows, S positions, D model width, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, reshard
+
+from megajax.core.axes import BATCH_AXES
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import Tree
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import sharding, tensor
+from megajax.serving import tiles
+from megajax.serving.requests import check_tokens
+
+CHUNK = 256  # positions whose logits exist at one time
+LOGITS = 2**26  # (chosen) float32 logits of a chunk of all rows of a batch, at most
+
+
+def logprobs(
+    cfg: DecoderConfig,
+    params: Tree,
+    rows: Sequence[Sequence[int]],
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    numerics: Literal["fast", "exact"] = "fast",
+) -> list[np.ndarray]:
+    """Returns the log-probability of each row's tokens after those before them.
+
+    Args: rows: token ids, of any lengths. mesh: None: one device. dtype: of compute. numerics:
+      'exact': the bits that `serving.Engine(..., numerics='exact')` gives on a mesh of this shape.
+    Returns: one float32 array a row, as long as the row; the first entry, of a token that nothing
+      comes before, is NaN.
+    Raises: UserError for ids outside the vocabulary, rows that are too long, or a mesh that cannot
+      cut the model.
+    """
+    if numerics not in ("fast", "exact"):
+        raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
+    checked = [check_tokens(row, cfg.vocab, f"rows[{i}]") for i, row in enumerate(rows)]
+    for i, row in enumerate(checked):
+        if len(row) > cfg.max_positions:
+            raise UserError(
+                f"rows[{i}] has {len(row)} tokens; the model has {cfg.max_positions} positions"
+            )
+    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+    dtype = jnp.dtype(dtype).name
+    if numerics == "exact":
+        teacher = tiles.teacher(cfg, mesh, dtype)
+        placed = teacher.forward.place(params, cast=True)
+        return teacher(placed, checked)
+    layout, run = _program(cfg, mesh, dtype)
+    placed = sharding.place(layout, decoder.parts(cfg).axes, params)
+    return _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked)
+
+
+def _in_batches(cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: list) -> list:
+    """Rows of about one length together, in shapes of powers of two."""
+    found: list[Any] = [None] * len(rows)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    ways = layout.ways(BATCH_AXES)
+    while order:
+        S = 16
+        while S < len(rows[order[0]]):
+            S *= 2
+        most = max(1, LOGITS // (min(S, CHUNK) * cfg.padded_vocab) // ways)
+        most = ways * min(8, 2 ** int(math.log2(most)))
+        taken = [i for i in order[:most] if len(rows[i]) <= S]
+        order = order[len(taken) :]
+        B = ways
+        while B < len(taken):
+            B *= 2
+        tokens = np.zeros((B, S), np.int32)
+        for place, i in enumerate(taken):
+            tokens[place, : len(rows[i])] = rows[i]
+        with jax.set_mesh(mesh):
+            at = layout.named(layout.act("batch", None))
+            scores = np.asarray(reshard(run(jax.device_put(tokens, at)), jax.P(None, None)))
+        for place, i in enumerate(taken):
+            nothing = np.full(1, np.nan, np.float32)
+            found[i] = np.concatenate([nothing, scores[place, : len(rows[i]) - 1]])
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _program(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any]:
+    """Returns (layout, (params, tokens_BS) -> logprobs_BS, of each next token)."""
+    layout = sharding.layout(mesh, "none", decode=True, model=cfg)
+    with jax.set_mesh(mesh):
+        parts = decoder.parts(cfg, layout, tensor.ops(layout, "xla"), dtype)
+
+    def run(params: Tree, tokens_BS: jax.Array) -> jax.Array:
+        B, S = tokens_BS.shape
+        rows = layout.act("batch", None)
+        positions_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+        batch = {"tokens": tokens_BS, "positions": reshard(positions_BS, rows)}
+        hidden_BSD, _ = parts.hidden(params, batch, None, "none")
+        next_BS = jnp.concatenate([tokens_BS[:, 1:], tokens_BS[:, :1]], 1)
+        found = []
+        for start in range(0, S, CHUNK):
+            part = slice(start, start + CHUNK)
+            logits = reshard(
+                parts.head(params, hidden_BSD[:, part]), layout.act("batch", None, None)
+            )
+            here = jnp.arange(logits.shape[-1])[None, None] == next_BS[:, part, None]
+            logit = jnp.where(here, logits, 0.0).sum(-1)
+            found.append(logit - jax.nn.logsumexp(logits, -1))
+        return jnp.concatenate(found, 1)
+
+    return layout, jax.jit(run)

@@ -1,0 +1,234 @@
+"""The engine against a plain loop with the whole forward pass, and against itself."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.data.tokenizer import ByteTokenizer
+from megajax.models import decoder
+from megajax.serving import Engine, SamplingParams
+from megajax.training import logprobs
+from tests.tiny import DEEPSEEK, MODEL, MQA
+
+CFG = dataclasses.replace(MODEL, max_positions=320)
+# As few and as small programs as possible: steps of 8 and 16 tokens.
+SMALL = {"dtype": "float32", "prefill_chunk": 16, "max_batch": 6}
+
+
+@functools.cache
+def sharp(cfg):
+    """Parameters large enough that the likeliest token is clear."""
+    params = jax.jit(decoder.parts(cfg).init)(jax.random.key(0))
+    return jax.tree.map(lambda x: 4 * x, params)
+
+
+@functools.cache
+def _logits(cfg):
+    return jax.jit(decoder.parts(cfg).logits)
+
+
+def one_by_one(cfg, prompt, new, row):
+    """The oracle: run a whole row again for every token. What comes later is masked."""
+    tokens = list(prompt)
+    for _ in range(new):
+        ids = np.zeros((1, row), np.int32)
+        ids[0, : len(tokens)] = tokens
+        batch = {"tokens": ids, "positions": np.arange(row, dtype=np.int32)[None]}
+        logits = np.asarray(_logits(cfg)(sharp(cfg), batch))[0, len(tokens) - 1]
+        tokens.append(int(np.argmax(logits[: cfg.vocab])))
+    return tokens[len(prompt) :]
+
+
+def prompts_of(count, longest, vocab, seed=0):
+    """Random prompts, every third of which begins like the one before it."""
+    random = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        prompt = random.integers(0, vocab, random.integers(1, longest + 1)).tolist()
+        found.append(found[-1][: longest // 2] + prompt[: longest // 2] if i % 3 == 2 else prompt)
+    return found
+
+
+def answers(engine, prompts, params, seed=0):
+    """Submits in random order while the engine runs. Returns [(tokens, logprobs, reason)]."""
+    random = np.random.default_rng(seed)
+    todo, ids = list(random.permutation(len(prompts))), {}
+    found = [([], [], []) for _ in prompts]
+    while todo or engine.busy:
+        for _ in range(min(len(todo), int(random.integers(0, 6)))):
+            i = todo.pop()
+            ids[engine.submit(prompts[i], params[i])] = i
+        for output in engine.step():
+            tokens, scores, reasons = found[ids[output.request_id]]
+            assert not reasons
+            assert len(output.tokens) == len(output.logprobs) == len(output.versions)
+            tokens += output.tokens
+            scores += output.logprobs
+            reasons += [output.finish_reason] if output.finish_reason else []
+    assert engine.pool.in_use == 0
+    assert engine.programs.compiled <= engine.programs.bound
+    return found
+
+
+def greedy(lengths):
+    return [SamplingParams(max_tokens=n, temperature=0) for n in lengths]
+
+
+def check_greedy(cfg, count, longest, row, mesh=None, **options):
+    prompts = prompts_of(count, longest, cfg.vocab)
+    lengths = np.random.default_rng(1).integers(1, 12, count).tolist()
+    mesh = mesh and MeshSpec(**mesh).build(jax.devices()[: int(np.prod(list(mesh.values())))])
+    engine = Engine(cfg, sharp(cfg), mesh=mesh, **options)
+    found = answers(engine, prompts, greedy(lengths))
+    for prompt, length, (tokens, _, reasons) in zip(prompts, lengths, found, strict=True):
+        assert tokens == one_by_one(cfg, prompt, length, row)
+        assert reasons == ["length"]
+    return engine, prompts, found
+
+
+def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
+    engine, prompts, found = check_greedy(
+        CFG, 14, 24, 36, **SMALL, pages=16, page_size=4, decode_steps=3
+    )
+    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.prefix_hits > 0
+    rows = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, found, strict=True)]
+    for (_, scores, _), want in zip(found, logprobs(CFG, sharp(CFG), rows), strict=True):
+        np.testing.assert_allclose(scores, want[-len(scores) :], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_greedy_of_two_hundred_prompts(tensor, reuse):
+    engine, *_ = check_greedy(
+        CFG, 200, 300, 320, {"tensor": tensor}, dtype="float32", pages=90, max_batch=16,
+        prefix_cache=reuse, decode_steps=1 + tensor // 2,
+    )  # fmt: skip
+    assert engine.scheduler.preemptions > 0
+    assert (engine.scheduler.prefix_hits > 0) == reuse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cfg", "mesh"), [(MQA, {"tensor": 4}), (DEEPSEEK, {"expert": 4, "tensor": 2})]
+)
+def test_greedy_of_other_models_on_meshes(cfg, mesh):
+    check_greedy(cfg, 12, 12, 32, mesh, **SMALL, pages=40, page_size=4)
+
+
+def exact_bits(dtype, tensor, count, **options):
+    mesh = MeshSpec(tensor=tensor).build(jax.devices()[:tensor])
+    prompts = prompts_of(count, 60, CFG.vocab)
+    params = [SamplingParams(max_tokens=9, seed=i, top_k=20) for i in range(count)]
+    engine = Engine(CFG, sharp(CFG), mesh=mesh, dtype=dtype, numerics="exact", **options)
+    found = answers(engine, prompts, params)
+    rows = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, found, strict=True)]
+    wanted = logprobs(CFG, sharp(CFG), rows, mesh=mesh, dtype=dtype, numerics="exact")
+    for (_, scores, _), want in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.float32(scores), want[-9:])
+    return found
+
+
+def test_exact_numerics_are_the_trainers_bits_in_any_batch_and_pages():
+    alone = exact_bits("bfloat16", 1, 5, max_batch=1, page_size=8, pages=20)
+    together = exact_bits("bfloat16", 1, 5, max_batch=5, page_size=32, prefill_chunk=7)
+    assert alone == together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_numerics_over_batches_pages_chunks(dtype, tensor):
+    found = [
+        exact_bits(dtype, tensor, 64, max_batch=batch, page_size=size, prefill_chunk=chunk)
+        for batch, size, chunk in ((1, 16, None), (7, 8, 5), (64, 32, None), (64, 16, 13))
+    ]
+    assert all(f == found[0] for f in found)
+
+
+def test_a_seed_draws_the_same_alone_and_in_a_batch_and_siblings_differ():
+    params = SamplingParams(max_tokens=8, seed=5, n=3, temperature=1.5, logprobs=2)
+    engine = Engine(CFG, sharp(CFG), **SMALL, page_size=4, tokenizer=None)
+
+    def draw(others):
+        for i in range(others):
+            engine.submit([7, i + 1], SamplingParams(max_tokens=6))
+        request = engine.submit([1, 2, 3, 4, 5, 6], params)
+        found = {0: [], 1: [], 2: []}
+        for output in engine.run():
+            if output.request_id == request:
+                found[output.index] += output.tokens
+                for token, score, top in zip(
+                    output.tokens, output.logprobs, output.top_logprobs, strict=True
+                ):
+                    assert len(top) == 2
+                    assert max(top.values()) >= score - 1e-6
+                    assert token not in top or abs(top[token] - score) < 1e-6
+        return found
+
+    alone = draw(0)
+    assert draw(5) == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) == 3
+
+
+def test_requests_end_as_they_ask():
+    engine = Engine(CFG, sharp(CFG), **SMALL, tokenizer=ByteTokenizer())
+    plain = one_by_one(CFG, [1, 2, 3], 12, 36)
+    stop = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=[plain[4]])
+    text = ByteTokenizer().decode(plain[2:4])
+    byte = SamplingParams(max_tokens=12, temperature=0, stop=text)
+    biased = SamplingParams(max_tokens=3, temperature=0, logit_bias={9: 100})
+    found = answers(engine, [[1, 2, 3]] * 3, [stop, byte, biased])
+    assert found[0][0] == plain[: plain.index(plain[4]) + 1]
+    assert found[0][2] == ["stop"]
+    ended = next(i for i in range(12) if text in ByteTokenizer().decode(plain[: i + 1]))
+    assert found[1][0] == plain[: ended + 1]
+    assert found[2][0] == [9, 9, 9]
+    request = engine.submit([1], SamplingParams(max_tokens=50))
+    engine.step()
+    engine.cancel(request)
+    engine.cancel(request)
+    assert [o.finish_reason for o in engine.run()] == ["cancelled"]
+    assert engine.pool.in_use == 0
+
+
+def test_new_weights_take_over_between_steps():
+    engine = Engine(CFG, sharp(CFG), **SMALL)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=10, temperature=0))
+    found = engine.step() + engine.step()
+    engine.load(jax.tree.map(lambda x: -x, sharp(CFG)), 7)
+    found += list(engine.run())
+    versions = sum((o.versions for o in found), [])
+    assert versions == sorted(versions)
+    assert {0, 7} == set(versions)
+    with pytest.raises(UserError, match="not of the engine's model"):
+        engine.load({"tokens": np.zeros(3)}, 8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([1, 61], {}, "has the token id 61; the vocabulary has 0 to 60"),
+        ([1.5], {}, "whole numbers"),
+        ([1] * 300, {"max_tokens": 21}, "the context has 320; nearest: max_tokens=20"),
+        ([1], {"stop": "x"}, "needs a tokenizer"),
+        ([1], {"logit_bias": {61: 1}}, "has the token id 61"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(prompt, params, message):
+    engine = _idle()
+    with pytest.raises(UserError, match=message):
+        engine.submit(prompt, SamplingParams(**params))
+    assert not engine.busy
+
+
+@functools.cache
+def _idle():
+    return Engine(CFG, sharp(CFG), **SMALL)
