@@ -19,6 +19,7 @@ from pallas_kernels import aot, arguments
 from pallas_kernels.expert import api
 
 X, Q, K = jnp.ones((6, 4)), jnp.ones((8, 4, 16)), jnp.ones((8, 2, 16))
+PAGES = jnp.ones((2, 8, 2, 16))
 CU, IDS = jnp.array([0, 3, 8], jnp.int32), jnp.zeros((1, 8), jnp.int32)
 SCALE, ROWS = jnp.ones(4), jnp.ones((2, 3, 4))
 LENGTHS = jnp.array([3, 2], jnp.int32)
@@ -40,6 +41,15 @@ GOOD = {
     "packed_attention": lambda: dict(
         q_BSHK=Q[None], k_BSGK=K[None], v_BSGK=K[None], segment_ids=IDS
     ),
+    "paged_attention": lambda: dict(
+        q_THK=Q,
+        k_PNGK=PAGES,
+        v_PNGK=PAGES,
+        table_BM=jnp.array([[1], [0]], jnp.int32),
+        start_B=[0, 4],
+        count_B=[4, 4],
+        context_B=[4, 6],
+    ),  # fmt: skip
     "pack": lambda: dict(x_BSx=ROWS, lengths_B=LENGTHS, capacity=6),
     "unpack": lambda: dict(x_Tx=X, info=info()),
     "bucket": lambda: dict(tokens=10),
@@ -62,6 +72,7 @@ LIST, TWICE = [[1.0] * 4] * 6, jnp.concatenate([K[None]] * 2)
 ARRAYS = {
     "varlen_attention": ("q_THK", "k_SGK", "v_SGK"),
     "packed_attention": ("q_BSHK", "k_BSGK", "v_BSGK"),
+    "paged_attention": ("q_THK", "k_PNGK", "v_PNGK", "sinks_H"),
     "pack": ("x_BSx",),
     "unpack": ("x_Tx",),
     "grouped_matmul": ("lhs_MK", "rhs_GKN"),
@@ -100,6 +111,13 @@ OTHERS = [
     ("packed_attention", {"segment_ids": IDS[0]}, "2 dimensions"),
     ("packed_attention", {"segment_ids": IDS[:, :4]}, "segment_ids"),
     ("packed_attention", {"v_BSGK": TWICE}, r"agree in \(B, S\)"),
+    ("paged_attention", {"table_BM": jnp.array([[1.0], [0.0]])}, "table_BM float32.*integers"),
+    ("paged_attention", {"table_BM": [[2], [0]]}, "pages 0 to 1"),
+    ("paged_attention", {"start_B": [0, 3]}, "segment 1 has start 3"),
+    ("paged_attention", {"context_B": [4, 9]}, "context 9"),
+    ("paged_attention", {"count_B": [4]}, "one per row of table_BM"),
+    ("paged_attention", {"k_scale_PNG": jnp.ones((2, 8, 2))}, "k_scale_PNG must be None"),
+    ("paged_attention", {"softcap": "x"}, "softcap='x'"),
     ("pack", {"lengths_B": [1.5, 2]}, "lengths float64.*integers"),
     ("pack", {"lengths_B": LENGTHS[:1]}, "lengths"),
     ("pack", {"capacity": 8.0}, "capacity=8.0 must be an integer"),

@@ -171,6 +171,7 @@ def test_the_flags_of_a_variant_give_its_exchange():
         "TLq-HS": (32, 8, 4, True, True),
         "SDP4Bit": (4, 8, 4, True, True),
         "ZeRO++": (8, 4, 4, False, False),
+        "LoCo": (32, 4, 4, False, False),
         "fp8": ("e4m3", "e4m3", "e4m3", False, False),
     }
 
