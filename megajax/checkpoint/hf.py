@@ -38,6 +38,7 @@ MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja",
 )  # fmt: skip
 
 

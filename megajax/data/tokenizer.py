@@ -23,6 +23,7 @@ MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones ha
 MAX_ID = 2**31 - 1
 LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
 CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
 
@@ -93,7 +94,7 @@ class FileTokenizer:
                 f"{path} has the id {max(ids)}; ids are stored in 32 bits, so the largest legal "
                 f"one is {MAX_ID} (--data.tokenizer)"
             )
-        declared = _special_tokens(path.parent)
+        declared = special_tokens(path.parent)
         self.begin = self._special(declared.get("bos_token"), BEGIN_NAMES)
         self.end = self._special(declared.get("eos_token"), END_NAMES)
         content = raw + f" {self.begin} {self.end}".encode()
@@ -144,9 +145,10 @@ class FileTokenizer:
         """Writes the files that `open_tokenizer(folder)` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.path, folder / "tokenizer.json")
-        beside = self.path.parent / CONFIG
-        if beside.is_file():
-            shutil.copyfile(beside, folder / CONFIG)
+        for name in (CONFIG, TEMPLATE):
+            beside = self.path.parent / name
+            if beside.is_file():
+                shutil.copyfile(beside, folder / name)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""
@@ -185,7 +187,7 @@ def _errors_of(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error} (--data.tokenizer)") from None
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Returns bos_token and eos_token of a tokenizer_config.json beside the tokenizer.
 
     Raises: UserError when the file cannot be read or one of the two is no token.

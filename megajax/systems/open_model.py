@@ -1,0 +1,176 @@
+"""A trained model to sample from or to serve: a run's checkpoint or a Hugging Face folder.
+
+scripts/generate.py and scripts/serve.py open their models here. Opening reads configuration and
+tokenizer only; `OpenModel.load` reads the parameters, once the mesh is known.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from megajax.checkpoint import hf as hf_
+from megajax.checkpoint.run_folder import load_params
+from megajax.core import config, files
+from megajax.core.errors import UserError
+from megajax.core.layout import Layout
+from megajax.core.mesh import describe
+from megajax.core.paths import expand
+from megajax.core.tree import Tree
+from megajax.data import tokenizer as tokenizer_
+from megajax.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import sharding
+from megajax.systems.prune_export import stored, to_tiles
+from megajax.training.config import Config as RunConfig
+from megajax.training.run_dir import saved_tokenizer
+
+MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have at most some 2^13
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """What turns the messages of a chat into a prompt, as Hugging Face's tokenizers store it.
+
+    source: in Jinja. begin, end: the texts that it may read as bos_token and eos_token, or "".
+    """
+
+    source: str
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model whose parameters have not been read yet.
+
+    name: of its folder or file. chat: None where the tokenizer has no chat template.
+    """
+
+    name: str
+    cfg: DecoderConfig
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    _load: Callable[[Layout], tuple[Tree, str]]
+
+    def load(self, layout: Layout) -> tuple[Tree, str]:
+        """Returns (parameters as the layout stores them, a line that says what was read).
+
+        Raises: UserError for a checkpoint or a folder that is missing, damaged or of another shape.
+        """
+        params, what = self._load(layout)
+        return params, f"{what}, {describe(layout.mesh)}"
+
+    def load_to_serve(self, mesh: Mesh) -> tuple[Tree, str]:
+        """The same, for `serving.Engine` on this mesh: all devices of a tensor rank have a copy."""
+        return self.load(sharding.layout(mesh, "none", decode=True, model=self.cfg))
+
+
+def open_model(
+    *,
+    run_dir: str | None = None,
+    hf: str | None = None,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    tiles: bool = False,
+) -> OpenModel:
+    """Opens the one model that is named.
+
+    Args: run_dir: folder of a training run. hf: Hugging Face folder. step: checkpoint of the run;
+      None: the latest. tokenizer: 'bytes' or a tokenizer.json; None: the model's. tiles: the
+      matrices of a pruned run become packed tiles.
+    Raises: UserError for none or several, or for a folder that cannot be read.
+    """
+    if (run_dir is None) == (hf is None):
+        raise UserError("give one of --run_dir and --hf")
+    if run_dir is not None:
+        found = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles)
+    else:
+        found = _open_hf(expand(hf or "", "hf"), tokenizer)
+    check_vocabulary(found.tokenizer, found.cfg.vocab)
+    return found
+
+
+def _open_run(folder: Path, step: int | None, tokenizer: str | None, tiles: bool) -> OpenModel:
+    run = config.load_json(RunConfig, folder / "config.json", "run_dir")
+
+    def load(layout: Layout) -> tuple[Tree, str]:
+        params, chosen = load_params(
+            folder, run.model, layout, step, run.checkpoint.dir, run.checkpoint.key_file
+        )
+        what = f"{folder}, step {chosen}"
+        return _pack(run, layout, params, what) if tiles else (params, what)
+
+    named = open_tokenizer(tokenizer) if tokenizer else saved_tokenizer(folder)
+    beside = expand(tokenizer) if tokenizer else folder
+    return OpenModel(folder.name, run.model, named, chat_template(beside, named), load)
+
+
+def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree, str]:
+    """Packs a run's pruned matrices as tiles. Raises: UserError."""
+    if not run.prune.sparsity:
+        raise UserError(
+            "the run was not pruned, so no matrix has tiles to leave out; sample without --tiles, "
+            "or train with --prune.sparsity (--tiles)"
+        )
+    packed = to_tiles(
+        params, None, decoder.parts(run.model).axes, layout=layout, tile=run.prune.tile,
+        chunk=run.prune.chunk, single=run.prune.pattern == "tew",
+    )  # fmt: skip
+    held = f"pruned matrices as tiles, which hold {stored(packed):.1%} of their entries"
+    return packed, f"{what}, {held}"
+
+
+def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
+    cfg = hf_.load_decoder_config(folder, "hf")
+    if tokenizer is None and not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"hf={folder} has no tokenizer.json: say what its tokens are (--tokenizer=bytes, "
+            "--tokenizer=FILE)"
+        )
+
+    def load(layout: Layout) -> tuple[Tree, str]:
+        return hf_.load_params(folder, cfg, layout), str(folder)
+
+    named = open_tokenizer(tokenizer or str(folder))
+    beside = expand(tokenizer) if tokenizer else folder
+    return OpenModel(folder.name, cfg, named, chat_template(beside, named), load)
+
+
+def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Returns the chat template beside a tokenizer.json: chat_template.jinja, or the member
+    chat_template of tokenizer_config.json, of several the one that is called 'default'.
+
+    path: the tokenizer.json or its folder.
+    Raises: UserError for a file that cannot be read or a template that is no text.
+    """
+    folder = path if path.is_dir() else path.parent
+    if tokenizer.name == "bytes" or not folder.is_dir():
+        return None
+    special = tokenizer_.special_tokens(folder)
+    begin, end = special.get("bos_token", ""), special.get("eos_token", "")
+    file = folder / tokenizer_.TEMPLATE
+    if file.is_file():
+        try:
+            source: Any = files.read_bytes(file, MAX_TEMPLATE).decode()
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror} (--tokenizer)") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is no text in UTF-8: {error} (--tokenizer)") from None
+        return ChatTemplate(source, begin, end)
+    file = folder / tokenizer_.CONFIG
+    if not file.is_file():
+        return None
+    source = files.read_object(file, tokenizer_.MAX_BYTES, "tokenizer").get("chat_template")
+    if isinstance(source, list):
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    if source is not None and not isinstance(source, str):
+        raise UserError(
+            f"{file}: chat_template is no text; it must be a Jinja template, or a list of objects "
+            "with the members name and template (--tokenizer)"
+        )
+    return ChatTemplate(source, begin, end) if source else None

@@ -1,0 +1,96 @@
+"""What is opened to sample or to serve: configuration, tokenizer, chat template, parameters."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import named_leaves
+from megajax.data.tokenizer import FileTokenizer, train_bpe
+from megajax.systems.open_model import open_model
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "hf_llama.npz"
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A Hugging Face folder whose tokenizer fits its vocabulary."""
+    folder = tmp_path_factory.mktemp("hf") / "theirs"
+    folder.mkdir()
+    golden = np.load(GOLDEN)
+    config = json.loads(str(golden["config"])) | {"vocab_size": 300}
+    tensors = {k[7:]: golden[k] for k in golden.files if k.startswith("tensor:")}
+    for name, tensor in tensors.items():
+        if tensor.shape[0] == 101:
+            tensors[name] = np.resize(tensor, (300, *tensor.shape[1:]))
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    train_bpe(["some text to learn"], 260, folder / "tokenizer.json")
+    return folder
+
+
+def test_a_folder_opens_before_its_parameters_are_read(theirs):
+    opened = open_model(hf=str(theirs))
+    assert (opened.name, opened.cfg.vocab, opened.chat) == ("theirs", 300, None)
+    assert opened.tokenizer.decode(opened.tokenizer.encode(["some text"])[0]) == "some text"
+    mesh = MeshSpec(tensor=2).build(jax.devices()[:2])
+    params, what = opened.load_to_serve(mesh)
+    assert what == f"{theirs}, tensor 2 on 2 emulated cpu"
+    table = dict(named_leaves(params))["tokens"]
+    stored = safetensors.numpy.load_file(theirs / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(np.asarray(table)[:300], stored)
+    assert len(table.sharding.device_set) == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "source"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "{{ x }}"}}, "{{ x }}"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "t"},
+                        {"name": "default", "template": "d"},
+                    ],
+                }
+            },
+            "d",
+        ),
+        ({"tokenizer_config.json": {"chat_template": "old"}, "chat_template.jinja": "new"}, "new"),
+        ({"tokenizer_config.json": {}}, None),
+    ],
+)
+def test_a_chat_template_lies_beside_the_tokenizer(theirs, tmp_path, files, source):
+    FileTokenizer(theirs / "tokenizer.json", "").copy_to(tmp_path / "other")
+    for name, content in files.items():
+        if isinstance(content, dict):
+            content = json.dumps(content | {"bos_token": "<|bos|>"})
+        (tmp_path / "other" / name).write_text(content)
+    # The tokenizer's copy, as a run makes one, has the template too.
+    FileTokenizer(tmp_path / "other" / "tokenizer.json", "").copy_to(tmp_path / "copy")
+    for place in ("other", "copy"):
+        chat = open_model(hf=str(theirs), tokenizer=str(tmp_path / place)).chat
+        assert (chat and chat.source) == source
+        assert chat is None or (chat.begin, chat.end) == ("<|bos|>", "")
+
+
+def test_a_template_that_is_no_text_is_refused(theirs, tmp_path):
+    FileTokenizer(theirs / "tokenizer.json", "").copy_to(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    with pytest.raises(UserError, match="chat_template is no text; it must be a Jinja template"):
+        open_model(hf=str(theirs), tokenizer=str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="chat_template.jinja is no text in UTF-8"):
+        open_model(hf=str(theirs), tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("given", [{}, {"run_dir": "a", "hf": "b"}])
+def test_exactly_one_source_is_opened(given):
+    with pytest.raises(UserError, match="give one of --run_dir and --hf"):
+        open_model(**given)
