@@ -7,10 +7,12 @@ __getattr__, __dir__, __all__ = public(
     {
         "alerts": ("Action", "Alert"),
         "detectors": ("Detector", "Rule"),
+        "grid": ("Grid", "to_grid"),
         "heartbeat": ("Heartbeat",),
         "job": ("Job", "Limits"),
         "meter": ("Meter", "Work"),
         "records": ("Record", "Recorder", "Sink"),
+        "samples": ("Samples", "concat"),
         "sinks": ("Jsonl", "Prometheus", "TensorBoard", "Wandb"),
     },
 )
