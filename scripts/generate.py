@@ -7,21 +7,62 @@ uv run scripts/generate.py --hf=FOLDER --prompt="Once upon a time" --sampling.to
 
 import megajax.core.interrupted  # noqa: F401
 
+import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
+from jax.sharding import Mesh
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
+from megajax.core.axes import ZERO_AXES
 from megajax.core.config import Checked, group, option
-from megajax.core.needs import other_than
+from megajax.core.errors import UserError
+from megajax.core.needs import above, other_than
 from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused
-from megajax.serving.generate import Generator
-from megajax.serving.sampling import SamplingConfig
-from megajax.systems.open_model import open_model
+from megajax.parallel.sharding import Zero
+from megajax.serving import Engine, SamplingParams
+from megajax.systems.open_model import OpenModel, open_model
+
+PAGE = 16  # tokens
+MOST = 64  # (chosen) samples that are continued at a time
+
+
+@dataclass(frozen=True)
+class Sampling(Checked, section="sampling"):
+    """How a token is chosen; names and meanings are those of serving.SamplingParams."""
+
+    temperature: float = option(0.8, "divides the logits; 0: greedy", at_least=0)
+    top_k: int = option(
+        0, "only the k likeliest tokens; 0: all", needs=above(0, "temperature"), at_least=0
+    )
+    top_p: float = option(
+        1.0,
+        "only the likeliest tokens that together have this probability",
+        needs=above(0, "temperature"),
+        above=0,
+        at_most=1,
+    )
+    min_p: float = option(
+        0.0,
+        "only tokens at least this likely relative to the likeliest",
+        needs=above(0, "temperature"),
+        at_least=0,
+        at_most=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "divides positive logits of tokens seen before; 1: off", above=0
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from logits of tokens already written", at_least=-2, at_most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted for each time a token was written", at_least=-2, at_most=2
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +90,7 @@ class Config(Checked):
     dtype: Literal["float32", "bfloat16"] = option("float32", "of compute")
     overlap: Overlap = option("auto", "how tensor ranks add up their sums; see the training flag")
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
-    sampling: SamplingConfig = group(SamplingConfig)
+    sampling: Sampling = group(Sampling)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 
 
@@ -66,16 +107,40 @@ def main() -> int:
     mesh_.start(cfg.emulate)
     mesh = cfg.mesh.build()
     refuse_fused(cfg.overlap, jax.devices()[0])
-    model, tokenizer = opened.cfg, opened.tokenizer
-    params, what = opened.load(sharding.layout(mesh, model=model))
+    for text in sample(cfg, opened, mesh):
+        print(f"---\n{cfg.prompt}{text}")
+    return 0
+
+
+def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
+    """Returns the continuations. Raises: UserError for a prompt that the model cannot continue."""
+    # Several replicas would each need a copy: there, the weights rest cut, as training has them.
+    zero: Zero = "none" if math.prod(mesh.shape[a] for a in ZERO_AXES) == 1 else "full"
+    params, what = opened.load(sharding.layout(mesh, zero, decode=True, model=opened.cfg))
     print(what)
+    tokenizer = opened.tokenizer
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     prompt = begin + tokenizer.encode([cfg.prompt])[0].tolist()
-    generator = Generator(model, mesh, dtype=cfg.dtype, sampling=cfg.sampling, overlap=cfg.overlap)
-    prompts = [prompt] * cfg.samples
-    for ids in generator(params, prompts, cfg.new_tokens, cfg.seed, tokenizer.end):
-        print(f"---\n{cfg.prompt}{tokenizer.decode(ids)}")
-    return 0
+    running = min(cfg.samples, MOST)
+    each = -(-(len(prompt) + cfg.new_tokens) // PAGE) + 1  # and one to grow into
+    engine = Engine(
+        opened.cfg, params, mesh=mesh, pages=running * each + 1, page_size=PAGE, max_batch=running,
+        dtype=cfg.dtype, tokenizer=tokenizer, zero=None if zero == "none" else zero,
+        overlap=cfg.overlap,
+    )  # fmt: skip
+    del params  # the engine has its own, in the type of compute
+    asked = SamplingParams(
+        max_tokens=cfg.new_tokens, seed=cfg.seed, n=cfg.samples,
+        **{f.name: getattr(cfg.sampling, f.name) for f in dataclasses.fields(cfg.sampling)},
+    )  # fmt: skip
+    try:
+        engine.submit(prompt, asked)
+    except UserError as error:
+        raise UserError(f"{error} (--prompt, --new_tokens)") from None
+    found: list[list[int]] = [[] for _ in range(cfg.samples)]
+    for output in engine.run():
+        found[output.index] += output.tokens
+    return [tokenizer.decode(ids[:-1] if ids[-1] == tokenizer.end else ids) for ids in found]
 
 
 if __name__ == "__main__":

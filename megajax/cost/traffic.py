@@ -195,7 +195,7 @@ def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
 
 
 def _generation(step: StepShape) -> list[Transfer]:
-    """A forward pass whose residual stream is whole over tensor (serving/generate.py)."""
+    """A forward pass whose residual stream is whole over tensor (serving/forward.py)."""
     load, axes = step.load, ("tensor",)
     stream = step.itemsize * step.tokens * load.width
     logits = 4 * load.scores / step.pieces

@@ -8,9 +8,7 @@ __getattr__, __dir__, __all__ = public(
         "answer": ("Output",),
         "cache": ("PagePool",),
         "engine": ("Engine",),
-        "generate": ("Generator",),
         "params": ("SamplingParams",),
-        "sampling": ("SamplingConfig", "sample"),
         "scheduler": ("Scheduler",),
     },
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from megajax.core.errors import UserError
@@ -28,12 +29,12 @@ from megajax.serving.cache import PagePool
 from megajax.serving.forward import Forward
 from megajax.serving.params import SamplingParams
 from megajax.serving.programs import Programs, Segment
-from megajax.serving.requests import check_bias, check_tokens
+from megajax.serving.requests import check_bias, check_options, check_tokens
 from megajax.serving.scheduler import Scheduler
 from megajax.serving.sequence import Plan
 from megajax.serving.sequence import Sequence as Running
 
-CPU_PAGES = 2**30  # (chosen) bytes of the pages on a CPU, at most
+CPU_PAGES = 2**30  # (chosen) bytes of the pages of a process on CPUs, at most
 GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becomes pages
 
 
@@ -48,7 +49,12 @@ class _Launched:
 
 
 class Engine:
-    """Answers requests with one decoder on one mesh. Not thread-safe: one thread steps it."""
+    """Answers requests with one decoder on one mesh. Not thread-safe: one thread steps it.
+
+    The mesh axes tensor and expert cut the work of a step. The devices along the other axes, such
+    as data, all compute the same tokens; parameters that rest cut over these axes (zero='full') are
+    gathered layer by layer. On a mesh of several processes, all of them make the same calls.
+    """
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class Engine:
         zero: Zero | None = None,
         overlap: Overlap = "auto",
         decode_steps: int | None = None,
+        context: int | None = None,
     ):
         """Places the weights and the pages.
 
@@ -80,36 +87,34 @@ class Engine:
           tokenizer: for stop strings, and its `end` stops an answer. zero: how the weights rest:
           None: in copies of the compute type; otherwise as training has them, uncopied. overlap:
           how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch decodes where
-          nobody waits; None: 1 on a CPU, else 4; exact: 1.
+          nobody waits; None: 1 on a CPU, else 4; exact: 1. context: most tokens of a sequence;
+          None: the model's positions.
         Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
         """
-        if numerics not in ("fast", "exact"):
-            raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
-        if not (1 <= page_size <= 128) or page_size & (page_size - 1):
-            near = min(128, 1 << max(0, int(page_size) - 1).bit_length())
-            raise UserError(
-                f"page_size={page_size} must be a power of two from 1 to 128; nearest: {near}"
-            )
-        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1; nearest: 1")
+        check_options(
+            numerics, page_size, max_batch=max_batch, prefill_chunk=prefill_chunk, context=context
+        )
         mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
         self.cfg, self.mesh, self.version, self.tokenizer = cfg, mesh, 0, tokenizer
         exact, cpu = numerics == "exact", mesh.devices.flat[0].platform == "cpu"
         self._forward = Forward(cfg, mesh, zero or "none", dtype, "xla" if exact else overlap)
         self._cast = zero is None
-        self._params = self._forward.place(params, self._cast)
-        width = -(-cfg.max_positions // page_size)
+        self._params: Tree | None = self._forward.place(params, self._cast)
+        self._shapes = _shapes(params)
+        context = min(context or cfg.max_positions, cfg.max_positions)
+        width = -(-context // page_size)
         pages = self._default_pages(width * max_batch + 1, page_size) if pages is None else pages
         self.pool = PagePool(pages, page_size, prefix_cache)
+        width = min(width, self.pool.capacity)
+        self.context = min(context, width * page_size + 1)  # prompt and answer of a sequence
         chunk = prefill_chunk or (256 if cpu else 2048)
         self.scheduler = Scheduler(
             self.pool, max_batch=max_batch, budget=max(chunk, max_batch), chunk=chunk,
-            context=cfg.max_positions,
+            context=context,
         )  # fmt: skip
         steps = 1 if exact else decode_steps or (1 if cpu else 4)
         self.programs = Programs(
-            self._forward, self._params, slots=max_batch, budget=max(chunk, max_batch),
+            self._forward, slots=max_batch, budget=max(chunk, max_batch),
             pool=(pages, page_size, width), exact=exact, steps=steps,
         )  # fmt: skip
         self._seed, self._ids = seed, itertools.count()
@@ -121,19 +126,19 @@ class Engine:
         self._late: list[Output] = []
 
     def _default_pages(self, most: int, page_size: int) -> int:
-        device = self.mesh.devices.flat[0]
-        stats = device.memory_stats() if device.platform != "cpu" else None
-        room = CPU_PAGES
-        if stats:
-            room = int((stats["bytes_limit"] - stats["bytes_in_use"]) * GPU_SHARE)
-        return max(2, min(most, room // self._forward.page_bytes(page_size)))
+        """As many as the devices of all processes have room for, `most` at most."""
+        local = self.mesh.local_devices
+        room = CPU_PAGES // len(local)
+        if self.mesh.devices.flat[0].platform != "cpu":
+            found = [s for d in local if (s := d.memory_stats())]
+            free = [s["bytes_limit"] - s["bytes_in_use"] for s in found]
+            room = int(GPU_SHARE * min(free)) if free else room
+        pages = min(most, room // self._forward.page_bytes(page_size))
+        if self.mesh.is_multi_process:
+            pages = int(multihost_utils.process_allgather(np.int32(pages)).min())
+        return max(2, pages)
 
     # ---- requests
-
-    @property
-    def context(self) -> int:
-        """The most tokens of a sequence, prompt and answer."""
-        return min(self.cfg.max_positions, self.pool.capacity * self.pool.page_size + 1)
 
     @property
     def busy(self) -> bool:
@@ -183,13 +188,23 @@ class Engine:
         version: of the tokens drawn from now on.
         Raises: UserError for another model's parameters.
         """
-        have, given = (
-            jax.tree.map(lambda x: tuple(x.shape), tree) for tree in (self._params, params)
-        )
-        if have != given:
+        if _shapes(params) != self._shapes:
             raise UserError("load: these parameters are not of the engine's model (params)")
         self._params = self._forward.place(params, self._cast)
         self.version = version
+        self.scheduler.drop_prefixes()
+        self.programs.hold()
+
+    def sleep(self) -> None:
+        """Frees the devices' memory of weights and pages, for training between two samplings.
+        `load` wakes the engine up.
+
+        Raises: UserError while requests run or wait.
+        """
+        if self.busy:
+            raise UserError("sleep: requests have not ended; run them to their end or cancel them")
+        self._params = None
+        self.programs.free()
         self.scheduler.drop_prefixes()
 
     # ---- steps
@@ -247,6 +262,8 @@ class Engine:
         plan = self.scheduler.plan(self.programs.steps)
         if plan is None:
             return
+        if self._params is None:
+            raise UserError("the engine sleeps; load parameters first (Engine.load)")
         if plan.copies:
             self.programs.copy_pages(plan.copies)
         segments = []
@@ -278,3 +295,7 @@ class Engine:
         answer = self._answers.pop(sequence, None)
         if answer is not None:
             self._late.append(answer.output(reason))
+
+
+def _shapes(params: Tree) -> Tree:
+    return jax.tree.map(lambda x: tuple(x.shape), params)

@@ -48,7 +48,7 @@ class Forward:
 
         Raises: UserError when the mesh cannot cut the model.
         """
-        self.cfg, self.mesh, self.dtype = cfg, mesh, jnp.dtype(dtype)
+        self.cfg, self.mesh, self.dtype, self.overlap = cfg, mesh, jnp.dtype(dtype), overlap
         self.layout = sharding.layout(mesh, zero, decode=True, model=cfg)
         ops = local.ops(self.layout, "xla", overlap=overlap)
         ops = dataclasses.replace(
@@ -83,11 +83,9 @@ class Forward:
     def pages(self, pages: int, page: int) -> paged.Pages:
         """Returns an empty pool of so many pages a layer, of `page` tokens each."""
         shardings = self.layout.named(self.page_spec)
-        make = functools.partial(
-            paged.empty, self.cfg.layers, pages, page, self.heads, self.cfg.head_width,
-            self.dtype.name,
-        )  # fmt: skip
-        return jax.jit(make, out_shardings=paged.Pages(shardings, shardings))()
+        shape = self.cfg.layers, pages, page, self.heads, self.cfg.head_width, self.dtype.name
+        out = paged.Pages(shardings, shardings)
+        return jax.jit(paged.empty, static_argnums=tuple(range(6)), out_shardings=out)(*shape)
 
     def page_bytes(self, page: int) -> int:
         """Bytes of one page of all layers on one device."""

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as PS
 
 from megajax.core.tree import Tree
+from megajax.parallel.overlap import compiler_options
 from megajax.serving import draw, paged, tiles
 from megajax.serving.draw import Changes, Drawn, Rules
 from megajax.serving.forward import Forward
@@ -58,7 +59,6 @@ class Programs:
     def __init__(
         self,
         forward: Forward,
-        params: Tree,
         *,
         slots: int,
         budget: int,
@@ -66,29 +66,39 @@ class Programs:
         exact: bool,
         steps: int,
     ):
-        """params: placed, of which the structure is used. slots: S. budget: most tokens of a step.
-        pool: pages of a layer, tokens of a page, M. steps: K."""
+        """slots: S. budget: most tokens of a step. pool: pages of a layer, tokens of a page, M.
+        steps: K."""
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
-        self._pool, page, self._width = pool
+        self._pool, self._page, self._width = pool
         self.sizes = _sizes(budget)
-        V = forward.cfg.padded_vocab
-        with jax.set_mesh(forward.mesh):
-            self.state = State(
-                forward.pages(self._pool, page),
-                self._everyone(draw.no_changes(slots, V)),
-                self._everyone(jnp.zeros((slots, V))) if exact else None,
-                self._everyone(jnp.zeros(slots)) if exact else None,
-            )
+        self._options = compiler_options(forward.overlap, forward.mesh)
         pages = paged.Pages(forward.page_spec, forward.page_spec)
-        held = jax.tree.map(lambda _: PS(), self.state)
-        self._specs = State(pages, held.changes, held.logits_SV, held.log_z_S)
-        self._params = params
+        scores = PS() if exact else None
+        self._specs = State(pages, Changes(PS(), PS(), PS()), scores, scores)
+        self._state: Any = None  # State, while there is memory for it
+        self.hold()
         self._step = self._program(self._local_step)
         self._several = self._program(self._local_several)
         self._tile = self._program(self._local_tile, drawn=False)
         self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
         self._set = self._on_state(_set, self._specs)
+
+    def hold(self) -> None:
+        """Takes the memory of pages, if it has none."""
+        if self._state is None:
+            slots, V = self._slots, self._forward.cfg.padded_vocab
+            with jax.set_mesh(self._forward.mesh):
+                self._state = State(
+                    self._forward.pages(self._pool, self._page),
+                    self._everyone(draw.no_changes(slots, V)),
+                    self._everyone(jnp.zeros((slots, V))) if self._exact else None,
+                    self._everyone(jnp.zeros(slots)) if self._exact else None,
+                )
+
+    def free(self) -> None:
+        """Gives the memory of the pages back; what they held is lost."""
+        self._state = None
 
     @property
     def bound(self) -> int:
@@ -135,7 +145,7 @@ class Programs:
                 if segment.draws:
                     slot_B[b] = segment.slot
             run = self._several if steps > 1 else self._step
-            drawn, self.state = run(params, self.state, tokens, rows_B, slot_B, rules_B)
+            drawn, self._state = run(params, self._state, tokens, rows_B, slot_B, rules_B)
             return drawn, list(range(len(segments)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -145,12 +155,12 @@ class Programs:
             part = copies[start : start + COPIES]
             pairs[: len(part)] = part
             with jax.set_mesh(self._forward.mesh):
-                self.state = self._copy(self.state, pairs[:, 0], pairs[:, 1])
+                self._state = self._copy(self._state, pairs[:, 0], pairs[:, 1])
 
     def set_changes(self, slot: int, counts: np.ndarray, seen: np.ndarray, bias: np.ndarray):
         """What penalties and biases know of the sequence in a slot, (V,) each."""
         with jax.set_mesh(self._forward.mesh):
-            self.state = self._set(self.state, np.int32(slot), counts, seen, bias)
+            self._state = self._set(self._state, np.int32(slot), counts, seen, bias)
 
     def _exact_step(
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
@@ -161,13 +171,13 @@ class Programs:
             for first, segment in zip(at, part, strict=True):
                 if segment.draws:
                     slot_T[first + len(segment.ids) - 1] = segment.slot
-            self.state = self._tile(params, self.state, tokens, slot_T)
+            self._state = self._tile(params, self._state, tokens, slot_T)
         slot_S = np.full(self._slots, self._slots, np.int32)
         drawing = [s.slot for s in segments if s.draws]
         slot_S[drawing] = drawing
         if not drawing:
             return Drawn(*(np.zeros(self._slots),) * 4), [s.slot for s in segments]  # type: ignore
-        drawn, self.state = self._draw(self.state, slot_S, rules)
+        drawn, self._state = self._draw(self._state, slot_S, rules)
         return drawn, [s.slot for s in segments]
 
     def _lay(
@@ -200,7 +210,7 @@ class Programs:
             specs = (self._specs, *whole)
             return self._forward.everywhere(local, params, specs, donated)(params, state, *others)
 
-        return jax.jit(call, donate_argnums=1)
+        return jax.jit(call, donate_argnums=1, compiler_options=self._options)
 
     def _on_state(self, local: Any, out_specs: Any) -> Any:
         """The same without parameters."""
@@ -212,7 +222,7 @@ class Programs:
                 local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
             )(state, *others)
 
-        return jax.jit(call, donate_argnums=0)
+        return jax.jit(call, donate_argnums=0, compiler_options=self._options)
 
     def _local_step(
         self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,

@@ -36,3 +36,17 @@ def check_bias(params: SamplingParams, vocab: int) -> None:
                 raise UserError(
                     f"{name} has the token id {token}; the vocabulary has 0 to {vocab - 1}"
                 )
+
+
+def check_options(numerics: str, page_size: int, **counts: int | None) -> None:
+    """Refuses options of an engine. counts: at least 1, or None. Raises: UserError."""
+    if numerics not in ("fast", "exact"):
+        raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
+    if not (1 <= page_size <= 128) or page_size & (page_size - 1):
+        near = min(128, 1 << max(0, int(page_size) - 1).bit_length())
+        raise UserError(
+            f"page_size={page_size} must be a power of two from 1 to 128; nearest: {near}"
+        )
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1; nearest: 1")

@@ -12,13 +12,16 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console
 from megajax.monitor.records import Recorder
-from megajax.serving.generate import Generator
-from megajax.serving.sampling import SamplingConfig
+from megajax.serving.engine import Engine
+from megajax.serving.params import SamplingParams
+from megajax.serving.programs import LEAST
 from megajax.training.config import Config
 from megajax.training.evaluate import evaluate
 from megajax.training.run_dir import RunDir
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
+
+PAGE = 16  # tokens
 
 
 class Measure:
@@ -42,7 +45,7 @@ class Measure:
         self._cfg, self._step, self._corpora, self._tokenizer = cfg, train_step, corpora, tokenizer
         self._recorder, self._console, self._run_dir = recorder, console, run_dir
         self._batches = batches
-        self._generator: Generator | None = None
+        self._engine: Engine | None = None
         self.last_sample: str | None = None
         self._prompt = self._encode_prompt() if cfg.eval.sample_tokens else []
 
@@ -84,22 +87,28 @@ class Measure:
         return state
 
     def sample(self, state: TrainState) -> str:
-        """Returns the prompt with the model's continuation."""
-        cfg = self._cfg
-        if self._generator is None:
-            self._generator = Generator(
-                cfg.model,
-                self._step.layout.mesh,
-                cfg.zero,
-                cfg.train.dtype,
-                SamplingConfig(cfg.eval.temperature),
-            )
-        room = cfg.model.max_positions - len(self._prompt)
-        ids = self._generator(
-            self._step.natural(state.params),
-            [self._prompt],
-            min(cfg.eval.sample_tokens, room),
-            cfg.train.seed,
-            self._tokenizer.end,
-        )[0]
+        """Returns the prompt with the model's continuation.
+
+        The engine keeps its compiled programs from one call to the next, and no memory of a device.
+        """
+        cfg, params = self._cfg, self._step.natural(state.params)
+        room = min(cfg.eval.sample_tokens, cfg.model.max_positions - len(self._prompt))
+        if self._engine is None:
+            pages = -(-(len(self._prompt) + room) // PAGE) + 1
+            # Prompts in chunks of the smallest program's size, so that there is one program only.
+            self._engine = Engine(
+                cfg.model, params, mesh=self._step.layout.mesh, pages=pages + 1, page_size=PAGE,
+                max_batch=1, dtype=cfg.train.dtype, prefill_chunk=LEAST, tokenizer=self._tokenizer,
+                zero=cfg.zero, decode_steps=1,
+            )  # fmt: skip
+        else:
+            self._engine.load(params, self._engine.version + 1)
+        asked = SamplingParams(
+            max_tokens=room, temperature=cfg.eval.temperature, seed=cfg.train.seed
+        )
+        self._engine.submit(self._prompt, asked)
+        ids = [token for output in self._engine.run() for token in output.tokens]
+        self._engine.sleep()
+        if ids[-1] == self._tokenizer.end:
+            ids.pop()
         return cfg.eval.prompt + self._tokenizer.decode(ids)

@@ -13,7 +13,6 @@ from megajax.core.limits import Limits
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
-from megajax.serving.sampling import SamplingConfig
 from megajax.training.config import Config, TrainConfig
 from megajax.training.optim import OptimConfig
 
@@ -106,7 +105,6 @@ def test_every_number_that_is_declared_has_a_bound(folder):
         (lambda: OptimConfig(clip=math.nan), "optim.clip=nan must be a finite number, at least 0"),
         (lambda: OptimConfig(eps=-1.0), "optim.eps=-1.0 must be at least 1e-30; nearest: 1e-30"),
         (lambda: TrainConfig(steps=0), "train.steps=0 must be at least 1; nearest: 1"),
-        (lambda: SamplingConfig(top_p=1.5), "sampling.top_p=1.5 must be in (0, 1]; nearest: 1 ("),
         (lambda: EncoderConfig(vocab_multiple=0), "model.vocab_multiple=0 must be at least 1"),
         (lambda: RopeConfig(factor=8.0, high_freq_factor=1.0), "must be above model.rope.low_freq"),
         (lambda: RopeConfig(theta=10**400), "must be a finite number, at least 1; the default is"),

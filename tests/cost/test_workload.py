@@ -19,12 +19,12 @@ from megajax.cost.step import StepShape
 from megajax.cost.traffic import transfers
 from megajax.cost.transformer import Stack
 from megajax.layers.attend import attend
+from megajax.layers.mask import Context
 from megajax.layers.ops import Ops
 from megajax.models import decoder, encoder
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.models.encoder_config import PRESETS as ENCODERS
 from megajax.models.encoder_config import EncoderConfig
-from megajax.serving.generate import Cache
 
 B, S = 3, 24
 GQA = DecoderConfig(layers=2, width=40, heads=6, kv_heads=2, head_width=4, mlp=56, vocab=128)
@@ -50,6 +50,19 @@ def products(jaxpr):
     return total
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of other tokens: only their number counts here."""
+
+    k_BMGK: jax.Array
+    v_BMGK: jax.Array
+
+    def attend(self, q, k, v, context, window):
+        places = jnp.broadcast_to(jnp.arange(S), self.k_BMGK.shape[:2])
+        return attend(q, self.k_BMGK, self.v_BMGK, context, Context(places), window), self
+
+
 def forward(parts, tokens, keys=None, scored=None):
     """The forward pass of a model over so many tokens a row, with a cache of `keys` places."""
 
@@ -65,7 +78,7 @@ def forward(parts, tokens, keys=None, scored=None):
         x, cache = jax.lax.scan(layer, x, (params["blocks"], cache))
         return parts.head(params, x[:, :scored]), cache
 
-    cache = None if keys is None else Cache(keys, keys, attend)
+    cache = None if keys is None else Cache(keys, keys)
     token_ids = jax.ShapeDtypeStruct((B, tokens), jnp.int32)
     return products(jax.make_jaxpr(run)(parts.abstract, token_ids, cache).jaxpr)
 

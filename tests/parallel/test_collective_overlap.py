@@ -20,6 +20,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo
 from megajax.cost.hlo_module import Module
 from megajax.layers.mlp import MlpConfig
+from megajax.models import decoder
 from megajax.parallel import (
     collective_vjp,
     expert_overlap,
@@ -30,7 +31,8 @@ from megajax.parallel import (
     tensor,
 )
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
-from megajax.serving import generate
+from megajax.serving import programs
+from megajax.serving.engine import Engine
 from megajax.systems.aot import QUICK
 from megajax.training import step
 from pallas_kernels import aot
@@ -170,14 +172,15 @@ def test_programs_are_compiled_with_these_options(monkeypatch):
         return {"marked": 1}
 
     monkeypatch.setattr(jax, "jit", record)
-    for module in (step, generate):
+    for module in (step, programs):
         monkeypatch.setattr(module, "compiler_options", options)
     cfg = run_config(mesh__tensor=2, mesh__data=1, overlap="ring")
     mesh = cfg.mesh.build()
     step.make_train_step(cfg, mesh)
     assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)], 2)
-    generate.Generator(cfg.model, mesh, overlap="ring")
-    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 3)
+    params = decoder.parts(cfg.model).init(jax.random.key(0))
+    Engine(cfg.model, params, mesh=mesh, pages=3, overlap="ring")
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 2 + 6)
 
 
 def test_one_function_knows_the_clique_of_a_kernel():

@@ -1,6 +1,5 @@
 """The engine against a plain loop with the whole forward pass, and against itself."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,85 +9,9 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.models import decoder
 from megajax.serving import Engine, SamplingParams
 from megajax.training import logprobs
-from tests.tiny import DEEPSEEK, MODEL, MQA
-
-CFG = dataclasses.replace(MODEL, max_positions=320)
-# As few and as small programs as possible: steps of 8 and 16 tokens.
-SMALL = {"dtype": "float32", "prefill_chunk": 16, "max_batch": 6}
-
-
-@functools.cache
-def sharp(cfg):
-    """Parameters large enough that the likeliest token is clear."""
-    params = jax.jit(decoder.parts(cfg).init)(jax.random.key(0))
-    return jax.tree.map(lambda x: 4 * x, params)
-
-
-@functools.cache
-def _logits(cfg):
-    return jax.jit(decoder.parts(cfg).logits)
-
-
-def one_by_one(cfg, prompt, new, row):
-    """The oracle: run a whole row again for every token. What comes later is masked."""
-    tokens = list(prompt)
-    for _ in range(new):
-        ids = np.zeros((1, row), np.int32)
-        ids[0, : len(tokens)] = tokens
-        batch = {"tokens": ids, "positions": np.arange(row, dtype=np.int32)[None]}
-        logits = np.asarray(_logits(cfg)(sharp(cfg), batch))[0, len(tokens) - 1]
-        tokens.append(int(np.argmax(logits[: cfg.vocab])))
-    return tokens[len(prompt) :]
-
-
-def prompts_of(count, longest, vocab, seed=0):
-    """Random prompts, every third of which begins like the one before it."""
-    random = np.random.default_rng(seed)
-    found = []
-    for i in range(count):
-        prompt = random.integers(0, vocab, random.integers(1, longest + 1)).tolist()
-        found.append(found[-1][: longest // 2] + prompt[: longest // 2] if i % 3 == 2 else prompt)
-    return found
-
-
-def answers(engine, prompts, params, seed=0):
-    """Submits in random order while the engine runs. Returns [(tokens, logprobs, reason)]."""
-    random = np.random.default_rng(seed)
-    todo, ids = list(random.permutation(len(prompts))), {}
-    found = [([], [], []) for _ in prompts]
-    while todo or engine.busy:
-        for _ in range(min(len(todo), int(random.integers(0, 6)))):
-            i = todo.pop()
-            ids[engine.submit(prompts[i], params[i])] = i
-        for output in engine.step():
-            tokens, scores, reasons = found[ids[output.request_id]]
-            assert not reasons
-            assert len(output.tokens) == len(output.logprobs) == len(output.versions)
-            tokens += output.tokens
-            scores += output.logprobs
-            reasons += [output.finish_reason] if output.finish_reason else []
-    assert engine.pool.in_use == 0
-    assert engine.programs.compiled <= engine.programs.bound
-    return found
-
-
-def greedy(lengths):
-    return [SamplingParams(max_tokens=n, temperature=0) for n in lengths]
-
-
-def check_greedy(cfg, count, longest, row, mesh=None, **options):
-    prompts = prompts_of(count, longest, cfg.vocab)
-    lengths = np.random.default_rng(1).integers(1, 12, count).tolist()
-    mesh = mesh and MeshSpec(**mesh).build(jax.devices()[: int(np.prod(list(mesh.values())))])
-    engine = Engine(cfg, sharp(cfg), mesh=mesh, **options)
-    found = answers(engine, prompts, greedy(lengths))
-    for prompt, length, (tokens, _, reasons) in zip(prompts, lengths, found, strict=True):
-        assert tokens == one_by_one(cfg, prompt, length, row)
-        assert reasons == ["length"]
-    return engine, prompts, found
+from tests.plain_loop import CFG, SMALL, answers, check_greedy, one_by_one, prompts_of, sharp
 
 
 def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
@@ -112,14 +35,6 @@ def test_greedy_of_two_hundred_prompts(tensor, reuse):
     )  # fmt: skip
     assert engine.scheduler.preemptions > 0
     assert (engine.scheduler.prefix_hits > 0) == reuse
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cfg", "mesh"), [(MQA, {"tensor": 4}), (DEEPSEEK, {"expert": 4, "tensor": 2})]
-)
-def test_greedy_of_other_models_on_meshes(cfg, mesh):
-    check_greedy(cfg, 12, 12, 32, mesh, **SMALL, pages=40, page_size=4)
 
 
 def exact_bits(dtype, tensor, count, **options):

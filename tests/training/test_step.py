@@ -11,7 +11,6 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
 from megajax.parallel import sharding
-from megajax.serving.generate import Generator
 from megajax.training.loop import bad_leaves
 from megajax.training.step import make_train_step
 from tests.tiny import MODEL, host_batch, on, run_config, step_of
@@ -161,8 +160,6 @@ def test_a_mesh_without_our_axes_is_refused():
     mesh = jax.make_mesh((8,), ("data",))
     with pytest.raises(UserError, match="has the axes data and needs pipe, node.*MeshSpec"):
         make_train_step(run_config(), mesh)
-    with pytest.raises(UserError, match="needs pipe, node"):
-        Generator(MODEL, mesh)
 
 
 def test_a_layout_that_does_not_know_the_model_is_refused():
@@ -170,8 +167,3 @@ def test_a_layout_that_does_not_know_the_model_is_refused():
     layout = sharding.layout(MeshSpec(tensor=4).build())
     with pytest.raises(UserError, match="model.kv_heads=2 is shared by 4 .*model=cfg"):
         decoder.parts(dataclasses.replace(MODEL, kv_heads=2), layout)
-
-
-def test_a_generator_refuses_a_mesh_that_cannot_cut_its_model():
-    with pytest.raises(UserError, match="model.heads=4 must be divisible by mesh.tensor 8"):
-        Generator(MODEL, MeshSpec(tensor=8).build())
