@@ -88,6 +88,8 @@ JAX_FREE = (
     "megajax.monitor.ettr",
     "megajax.monitor.faults",
     "megajax.monitor.grid",
+    "megajax.monitor.fleet",
+    "megajax.monitor.fleet.case_sets",
     "megajax.monitor.heartbeat",
     "megajax.monitor.host_meter",
     "megajax.monitor.job",
