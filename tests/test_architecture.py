@@ -97,6 +97,8 @@ JAX_FREE = (
     "megajax.monitor.lines",
     "megajax.monitor.records",
     "megajax.monitor.samples",
+    "megajax.monitor.sources.convert",
+    "megajax.monitor.sources.files",
     "megajax.monitor.stream",
     "megajax.monitor.supervised",
     "megajax.monitor.timeline",
