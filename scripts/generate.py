@@ -1,8 +1,9 @@
-"""Samples text from a run, or from a Hugging Face folder.
+"""Samples text from a run, a Hugging Face folder or a GGUF file.
 
 uv run scripts/generate.py --run_dir=runs/pretrain/nano-... --prompt="import "
 uv run scripts/generate.py --run_dir=PRUNED --tiles --mesh.tensor=2
 uv run scripts/generate.py --hf=FOLDER --prompt="Once upon a time" --sampling.top_p=0.9
+uv run scripts/generate.py --gguf=FILE --prompt="The capital of France is"
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -71,6 +72,7 @@ class Config(Checked):
 
     run_dir: str | None = option(None, "folder of a run")
     hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
+    gguf: str | None = option(None, "GGUF file of a Llama-like model, with its tokenizer")
     step: int | None = option(
         None,
         "checkpoint of the run; none: the latest",
@@ -102,7 +104,12 @@ def main() -> int:
     """Prints each continuation."""
     cfg, _ = config.from_flags(PRESETS)
     opened = open_model(
-        run_dir=cfg.run_dir, hf=cfg.hf, step=cfg.step, tokenizer=cfg.tokenizer, tiles=cfg.tiles
+        run_dir=cfg.run_dir,
+        hf=cfg.hf,
+        gguf=cfg.gguf,
+        step=cfg.step,
+        tokenizer=cfg.tokenizer,
+        tiles=cfg.tiles,
     )
     mesh_.start(cfg.emulate)
     mesh = cfg.mesh.build()

@@ -1,6 +1,7 @@
-"""Hugging Face folders to runs and back, without torch.
+"""Hugging Face folders and GGUF files to runs, and runs to folders, without torch.
 
     uv run scripts/hf.py import FOLDER RUN
+    uv run scripts/hf.py import FILE.gguf RUN
     uv run experiments/pretrain.py --run_dir=RUN --config=RUN/config.json    # goes on from there
     uv run scripts/hf.py export RUN FOLDER [--step=100] [--dtype=bfloat16]
 
@@ -15,7 +16,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megajax.checkpoint import hf
+from megajax.checkpoint import gguf, hf
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config
@@ -41,7 +42,8 @@ class Config(Checked):
         "float32", "export: of the tensors", verbs=("export",)
     )
     tokenizer: str | None = option(
-        None, "export: folder or tokenizer.json to put beside the model", verbs=("export",)
+        None,
+        "export: folder or tokenizer.json to put beside the model; import: instead of its own",
     )
     key_file: str | None = option(
         None, "import: signs the step; export: of the keys that must have; none: not asked"
@@ -55,22 +57,27 @@ config.define_flags(PRESETS, "default")
 
 
 def import_folder(cfg: Config, source: str, run_dir: str) -> None:
-    """Makes a run with the folder's weights as step 0."""
+    """Makes a run with the folder's, or the GGUF file's, weights as step 0."""
     target = expand(run_dir)
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
     manager = CheckpointManager(target / "checkpoints", keep=0, key_file=cfg.key_file)
     if found := [step for step in manager.steps() if step]:  # 0: of an import that was stopped
         raise UserError(f"{target} already holds the steps {found} of a run; name a new folder")
-    model = hf.load_decoder_config(source)  # a run trains decoders
+    opened = gguf.GgufModel(source) if expand(source).is_file() else None
+    model = opened.cfg if opened else hf.load_decoder_config(source)  # a run trains decoders
     layout = sharding.layout(cfg.mesh.build(), model=model)
-    params = hf.load_params(source, model, layout)
-    tokenizer = expand(source) / "tokenizer.json"
-    data = DataConfig(tokenizer=str(tokenizer.absolute())) if tokenizer.is_file() else DataConfig()
-    run = replace(finetune(model), data=data)  # what it goes on from there with
-    if tokenizer.is_file():
+    params = opened.params(layout) if opened else hf.load_params(source, model, layout)
+    if opened and cfg.tokenizer is None:
+        opened.tokenizer().copy_to(target)
+    elif cfg.tokenizer or (expand(source) / "tokenizer.json").is_file():
         target.mkdir(parents=True, exist_ok=True)
-        hf.copy_tokenizer(tokenizer, target)
+        hf.copy_tokenizer(cfg.tokenizer or source, target)
+    tokenizer = target / "tokenizer.json"
+    data = DataConfig()
+    if tokenizer.is_file():
+        data = DataConfig(tokenizer=str(tokenizer.absolute()))
+    run = replace(finetune(model), data=data)  # what it goes on from there with
     manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0})
     manager.close()  # it is read back by then
     (target / "config.json").write_text(config.to_json(run))

@@ -36,8 +36,12 @@ FLOORS = [
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 # Pairs of one floor that may import each other: a script breaks what the tests' servers serve, and
-# tests check what scripts measure.
-SAME_FLOOR = {("scripts", "tests"), ("tests", "scripts")}
+# tests check what scripts measure. A GGUF file has its tokenizer in it.
+SAME_FLOOR = {
+    ("scripts", "tests"),
+    ("tests", "scripts"),
+    ("megajax.checkpoint", "megajax.data"),
+}
 
 # A driver starts these in a tenth of a second and never touches a device.
 JAX_FREE = (
@@ -51,6 +55,8 @@ JAX_FREE = (
     "megajax.checkpoint.memory_tier",
     "megajax.checkpoint.object_folder",
     "megajax.checkpoint.offline",
+    "megajax.checkpoint.formats.gguf",
+    "megajax.checkpoint.formats.gguf_blocks",
     "megajax.checkpoint.formats.pickles",
     "megajax.checkpoint.planner",
     "megajax.checkpoint.formats.safetensors",

@@ -9,7 +9,7 @@ models/names.py and models/encoder_names.py.
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,7 +30,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, Sizes
-from megajax.models.parts import map_words
+from megajax.models.parts import ModelParts, map_words
 
 ModelConfig = DecoderConfig | EncoderConfig
 FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES)
@@ -102,11 +102,30 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
     files = TensorFolder(expand(path))
-    rules, sizes = {rule.ours: rule for rule in maps.rules(theirs)}, maps.sizes(theirs)
-    tensors = _find_tensors(files, list(rules.values()), theirs)
-    parts = network.parts(cfg)  # for shapes and words; no mesh needed
+    rules, sizes = maps.rules(theirs), maps.sizes(theirs)
+    tensors = _find_tensors(files, rules, theirs)
+
+    def read(rule: Rule, index: tuple[int, ...], inner: tuple[slice, ...]) -> np.ndarray:
+        return rule.to_ours(tensors[rule.name(index)], sizes)[inner]
+
+    return make_params(network.parts(cfg), rules, sizes, read, layout)
+
+
+def make_params(
+    parts: ModelParts,
+    rules: list[Rule],
+    sizes: Sizes,
+    read: Callable[[Rule, tuple[int, ...], tuple[slice, ...]], np.ndarray],
+    layout: Layout | None,
+) -> Tree:
+    """Returns a network's parameters, every device's piece of a leaf made by itself.
+
+    Args: parts: for shapes and words; no mesh is needed. rules: one for each leaf. read(rule,
+      index, inner): the part `inner`, in our order of dimensions, of the tensor `rule.name(index)`.
+    """
+    named = {rule.ours: rule for rule in rules}
     leaves = {
-        name: _make_leaf(rules[name], tensors, sizes, like, words, layout)
+        name: _make_leaf(named[name], read, sizes, like, words, layout)
         for (name, like), words in zip(
             named_leaves(parts.abstract), _leaf_words(parts.axes), strict=True
         )
@@ -154,7 +173,7 @@ def _find_tensors(
 
 def _make_leaf(
     rule: Rule,
-    tensors: Mapping[str, np.ndarray],
+    read: Callable[[Rule, tuple[int, ...], tuple[slice, ...]], np.ndarray],
     sizes: Sizes,
     like: jax.ShapeDtypeStruct,
     words: tuple,
@@ -162,7 +181,6 @@ def _make_leaf(
 ) -> jax.Array:
     """Makes a (stacked) leaf; each device's piece is read where it lies in the files."""
     stack = rule.stack(sizes)
-    views = {i: rule.to_ours(tensors[rule.name(i)], sizes) for i in np.ndindex(stack)}
 
     def piece(wanted: Any) -> np.ndarray:
         index = tuple(slice(*s.indices(n)) for s, n in zip(wanted, like.shape, strict=True))
@@ -170,7 +188,8 @@ def _make_leaf(
         out = np.zeros(shape, np.float32)  # rows that pad a table stay 0
         outer, inner = index[: len(stack)], index[len(stack) :]
         for place in np.ndindex(*shape[: len(stack)]):
-            part = views[tuple(s.start + k for s, k in zip(outer, place, strict=True))][inner]
+            there = tuple(s.start + k for s, k in zip(outer, place, strict=True))
+            part = read(rule, there, inner)
             out[(*place, *(slice(0, n) for n in part.shape))] = part
         return out
 

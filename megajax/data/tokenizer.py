@@ -6,9 +6,10 @@ never becomes a special id: '<|eos|>' in a document is seven characters like any
 
 import contextlib
 import hashlib
+import json
 import reprlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,18 +68,23 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
 
-class FileTokenizer:
-    """A tokenizer.json, read by the `tokenizers` package."""
+class JsonTokenizer:
+    """A tokenizer.json, read by the `tokenizers` package, with the settings that go with it.
 
-    def __init__(self, path: Path, name: str):
-        """Raises: UserError when the file is not a tokenizer."""
+    settings: as given. chat_template: in Jinja, or None.
+    """
+
+    def __init__(self, raw: bytes, settings: Mapping[str, Any], name: str):
+        """settings: bos_token and eos_token (texts), add_bos_token (False: no text begins with the
+        begin token) and chat_template, where there are any. Raises: UserError when raw is no
+        tokenizer."""
         import tokenizers  # here, so that runs on bytes need not load it
 
-        with _errors_of(f"{path} is not a tokenizer.json"):
-            raw = files.read_bytes(path, MAX_BYTES)
+        with _errors_of(f"{name} is not a tokenizer.json"):
             found = files.parse_json(raw)
             _check_lengths(found)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+        self._raw, self.settings, self.name = raw, dict(settings), name
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
         self._tokenizer.no_padding()
@@ -86,17 +92,18 @@ class FileTokenizer:
             self._tokenizer.model.dropout = None  # encoding again gives the same ids
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
-            raise UserError(f"{path} has no tokens (--data.tokenizer)")
-        self.name, self.path = name, path
+            raise UserError(f"{name} has no tokens (--data.tokenizer)")
         self.vocab = max(ids) + 1  # ids may have gaps
         if self.vocab > MAX_ID + 1:
             raise UserError(
-                f"{path} has the id {max(ids)}; ids are stored in 32 bits, so the largest legal "
+                f"{name} has the id {max(ids)}; ids are stored in 32 bits, so the largest legal "
                 f"one is {MAX_ID} (--data.tokenizer)"
             )
-        declared = special_tokens(path.parent)
-        self.begin = self._special(declared.get("bos_token"), BEGIN_NAMES)
-        self.end = self._special(declared.get("eos_token"), END_NAMES)
+        self.begin = self._special(settings.get("bos_token"), BEGIN_NAMES)
+        if settings.get("add_bos_token") is False:
+            self.begin = None
+        self.end = self._special(settings.get("eos_token"), END_NAMES)
+        self.chat_template: str | None = settings.get("chat_template")
         content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
         self._forbidden = self._find_forbidden(found["model"])
@@ -118,7 +125,7 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of each text. Raises: UserError when it has none for a text."""
-        with _errors_of(f"{self.path} cannot encode"):
+        with _errors_of(f"{self.name} cannot encode"):
             batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             found = [np.array(e.ids, np.int32) for e in batch]
             return [
@@ -144,16 +151,33 @@ class FileTokenizer:
     def copy_to(self, folder: Path) -> None:
         """Writes the files that `open_tokenizer(folder)` reads."""
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_bytes(self._raw)
+        (folder / CONFIG).write_text(json.dumps(self.settings, indent=2) + "\n")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of token ids."""
+        with _errors_of(f"{self.name} cannot decode"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+class FileTokenizer(JsonTokenizer):
+    """A tokenizer.json with the tokenizer_config.json beside it."""
+
+    def __init__(self, path: Path, name: str):
+        """Raises: UserError when the file is not a tokenizer."""
+        with _errors_of(f"{path} is not a tokenizer.json"):
+            raw = files.read_bytes(path, MAX_BYTES)
+        super().__init__(raw, _settings(path.parent), str(path))
+        self.name, self.path = name, path
+
+    def copy_to(self, folder: Path) -> None:
+        """Writes the files that `open_tokenizer(folder)` reads."""
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.path, folder / "tokenizer.json")
         for name in (CONFIG, TEMPLATE):
             beside = self.path.parent / name
             if beside.is_file():
                 shutil.copyfile(beside, folder / name)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids."""
-        with _errors_of(f"{self.path} cannot decode"):
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def _check_lengths(found: Any) -> None:
@@ -192,11 +216,17 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     Raises: UserError when the file cannot be read or one of the two is no token.
     """
+    found = _settings(folder)
+    return {key: found[key] for key in ("bos_token", "eos_token") if key in found}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns what `JsonTokenizer` wants of a tokenizer_config.json, but its chat template."""
     file = folder / CONFIG
     if not file.is_file():
         return {}
     found = files.read_object(file, MAX_BYTES, "data.tokenizer")
-    named = {}
+    named: dict[str, Any] = {}
     for key in ("bos_token", "eos_token"):
         value = found.get(key)
         token = value.get("content") if isinstance(value, dict) else value
@@ -207,7 +237,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
             )
         if token:
             named[key] = token
-    return named
+    return named | {"add_bos_token": found.get("add_bos_token")}
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A trained model to sample from or to serve: a run's checkpoint or a Hugging Face folder.
+"""A trained model to sample from or to serve: of a run, a Hugging Face folder or a GGUF file.
 
 scripts/generate.py and scripts/serve.py open their models here. Opening reads configuration and
 tokenizer only; `OpenModel.load` reads the parameters, once the mesh is known.
@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from megajax.checkpoint import gguf as gguf_
 from megajax.checkpoint import hf as hf_
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config, files
@@ -73,23 +74,26 @@ def open_model(
     *,
     run_dir: str | None = None,
     hf: str | None = None,
+    gguf: str | None = None,
     step: int | None = None,
     tokenizer: str | None = None,
     tiles: bool = False,
 ) -> OpenModel:
     """Opens the one model that is named.
 
-    Args: run_dir: folder of a training run. hf: Hugging Face folder. step: checkpoint of the run;
-      None: the latest. tokenizer: 'bytes' or a tokenizer.json; None: the model's. tiles: the
-      matrices of a pruned run become packed tiles.
+    Args: run_dir: folder of a training run. hf: Hugging Face folder. gguf: GGUF file. step:
+      checkpoint of the run; None: the latest. tokenizer: 'bytes' or a tokenizer.json; None: the
+      model's. tiles: the matrices of a pruned run become packed tiles.
     Raises: UserError for none or several, or for a folder that cannot be read.
     """
-    if (run_dir is None) == (hf is None):
-        raise UserError("give one of --run_dir and --hf")
+    if sum(name is not None for name in (run_dir, hf, gguf)) != 1:
+        raise UserError("give one of --run_dir, --hf and --gguf")
     if run_dir is not None:
         found = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles)
+    elif hf is not None:
+        found = _open_hf(expand(hf, "hf"), tokenizer)
     else:
-        found = _open_hf(expand(hf or "", "hf"), tokenizer)
+        found = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
     check_vocabulary(found.tokenizer, found.cfg.vocab)
     return found
 
@@ -138,6 +142,25 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
     named = open_tokenizer(tokenizer or str(folder))
     beside = expand(tokenizer) if tokenizer else folder
     return OpenModel(folder.name, cfg, named, chat_template(beside, named), load)
+
+
+def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
+    opened = gguf_.GgufModel(file)
+
+    def load(layout: Layout) -> tuple[Tree, str]:
+        return opened.params(layout), str(file)
+
+    if tokenizer is not None:
+        named = open_tokenizer(tokenizer)
+        return OpenModel(
+            file.name, opened.cfg, named, chat_template(expand(tokenizer), named), load
+        )
+    own = opened.tokenizer()
+    chat = None
+    if own.chat_template:
+        words = own.settings.get("bos_token", ""), own.settings.get("eos_token", "")
+        chat = ChatTemplate(own.chat_template, *words)
+    return OpenModel(file.name, opened.cfg, own, chat, load)
 
 
 def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

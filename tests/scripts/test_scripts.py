@@ -14,7 +14,7 @@ import safetensors.numpy
 from megajax.core import config
 from megajax.core.mesh import count_gpus
 from megajax.training.config import Config
-from tests import forks
+from tests import forks, gguf_writer
 
 pytestmark = pytest.mark.process
 
@@ -59,6 +59,24 @@ def test_import_then_export_is_the_same_model(folder, tmp_path):
     assert again.returncode == 2 and "already holds a run" in again.stderr
 
 
+def test_a_gguf_file_and_the_run_that_is_made_of_it_say_the_same(tmp_path):
+    file = tmp_path / "small.gguf"
+    tensors = gguf_writer.llama_tensors(np.random.default_rng(0))
+    file.write_bytes(gguf_writer.gguf(gguf_writer.llama() | gguf_writer.vocabulary(), tensors))
+    done = call("hf.py", "import", file, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    cfg = config.load_json(Config, tmp_path / "run" / "config.json")
+    assert cfg.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    ask = "--prompt=hello", "--new_tokens=9", "--sampling.temperature=0"
+    said = [
+        call("generate.py", source, *ask)
+        for source in (f"--gguf={file}", f"--run_dir={tmp_path}/run")
+    ]
+    assert said[0].returncode == said[1].returncode == 0, said[0].stderr + said[1].stderr
+    texts = [x.stdout.split("---")[1] for x in said]
+    assert texts[0] == texts[1] and texts[0].startswith("\nhello") and len(texts[0]) > 10
+
+
 def test_generate_from_a_folder(folder):
     done = call(
         "generate.py", f"--hf={folder}", "--tokenizer=bytes", "--prompt=AB", "--new_tokens=5",
@@ -91,7 +109,7 @@ def test_a_pruned_run_samples_from_tiles(tmp_path):
 
 def test_generate_needs_one_source():
     done = call("generate.py")
-    assert done.returncode == 2 and "give one of --run_dir and --hf" in done.stderr
+    assert done.returncode == 2 and "give one of --run_dir, --hf and --gguf" in done.stderr
 
 
 def test_hf_wants_a_verb(tmp_path):

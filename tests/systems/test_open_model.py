@@ -13,6 +13,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import FileTokenizer, train_bpe
 from megajax.systems.open_model import open_model
+from tests import gguf_writer as w
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "hf_llama.npz"
 
@@ -90,7 +91,24 @@ def test_a_template_that_is_no_text_is_refused(theirs, tmp_path):
         open_model(hf=str(theirs), tokenizer=str(tmp_path))
 
 
-@pytest.mark.parametrize("given", [{}, {"run_dir": "a", "hf": "b"}])
+@pytest.mark.parametrize("given", [{}, {"run_dir": "a", "hf": "b"}, {"hf": "a", "gguf": "b"}])
 def test_exactly_one_source_is_opened(given):
-    with pytest.raises(UserError, match="give one of --run_dir and --hf"):
+    with pytest.raises(UserError, match="give one of --run_dir, --hf and --gguf"):
         open_model(**given)
+
+
+def test_a_gguf_file_has_everything_in_it(tmp_path):
+    file = tmp_path / "small.gguf"
+    tensors = w.llama_tensors(np.random.default_rng(0))
+    file.write_bytes(w.gguf(w.llama() | w.vocabulary(), tensors))
+    opened = open_model(gguf=str(file))
+    assert (opened.name, opened.cfg.vocab, opened.tokenizer.begin) == ("small.gguf", 262, None)
+    assert opened.chat is not None and opened.chat.source.startswith("{{ bos_token }}")
+    assert (opened.chat.begin, opened.chat.end) == ("<|begin|>", "<|end|>")
+    params, what = opened.load_to_serve(MeshSpec(tensor=2).build(jax.devices()[:2]))
+    assert what == f"{file}, tensor 2 on 2 emulated cpu"
+    table = np.frombuffer(tensors[0].data, np.float32).reshape(262, 32)
+    np.testing.assert_array_equal(np.asarray(params["tokens"])[:262], table)
+    opened.tokenizer.copy_to(tmp_path / "other")
+    again = open_model(gguf=str(file), tokenizer=str(tmp_path / "other"))
+    assert again.chat == opened.chat and again.tokenizer.identity == opened.tokenizer.identity

@@ -1,0 +1,202 @@
+"""Block formats of GGUF tensors, and their values as float32.
+
+A row of a quantized tensor is a sequence of blocks: 32 or 256 weights with their scales. Source:
+the structures and `dequantize_row_*` of GGML (ggml-common.h, ggml-quants.c). Formats that are
+looked up in a table of vectors (IQ1 to IQ3), that hold activations (Q8_1, Q8_K), and ternary ones
+are known by their size only and cannot be read. No jax.
+
+Legend: N blocks; every reader returns (N, weights of a block).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+Reader = Callable[[np.ndarray], np.ndarray]
+
+CHUNK = 2**13  # (chosen: 8 MiB of float32) blocks of 256 weights that are read at one time
+# (ggml-common.h) the 16 values of the non-linear 4-bit formats.
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+               np.float32)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a type stores weights. read: None for what cannot be read."""
+
+    name: str
+    weights: int
+    nbytes: int
+    read: Reader | None = None
+
+
+def _plain(dtype: type) -> Reader:
+    return lambda raw: raw.view(dtype).astype(np.float32)
+
+
+def _half(raw: np.ndarray, at: int) -> np.ndarray:
+    """Returns the float16 at a place of each block, (N, 1)."""
+    return np.ascontiguousarray(raw[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns 4-bit numbers: a block's low ones, then its high ones."""
+    return np.concatenate([packed & 15, packed >> 4], 1)
+
+
+def _fifth_bits(raw: np.ndarray, at: int) -> np.ndarray:
+    """Returns 16 where a bit of the 32 at a place is set, else 0."""
+    return np.unpackbits(raw[:, at : at + 4], axis=1, bitorder="little") << 4
+
+
+def _q4_0(raw: np.ndarray) -> np.ndarray:
+    return _half(raw, 0) * (_nibbles(raw[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(raw: np.ndarray) -> np.ndarray:
+    return _half(raw, 0) * _nibbles(raw[:, 4:]).astype(np.float32) + _half(raw, 2)
+
+
+def _q5_0(raw: np.ndarray) -> np.ndarray:
+    q = _nibbles(raw[:, 6:]) | _fifth_bits(raw, 2)
+    return _half(raw, 0) * (q.astype(np.float32) - 16)
+
+
+def _q5_1(raw: np.ndarray) -> np.ndarray:
+    q = _nibbles(raw[:, 8:]) | _fifth_bits(raw, 4)
+    return _half(raw, 0) * q.astype(np.float32) + _half(raw, 2)
+
+
+def _q8_0(raw: np.ndarray) -> np.ndarray:
+    return _half(raw, 0) * raw[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _iq4_nl(raw: np.ndarray) -> np.ndarray:
+    return _half(raw, 0) * IQ4[_nibbles(raw[:, 2:])]
+
+
+def _iq4_xs(raw: np.ndarray) -> np.ndarray:
+    """Eight groups of 32; a group's scale has 4 bits in one place and 2 in another."""
+    high = np.ascontiguousarray(raw[:, 2:4]).view(np.uint16)
+    high = (high >> np.arange(0, 16, 2, dtype=np.uint16)) & 3
+    low = np.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], 2).reshape(-1, 8)
+    scale = (low | (high << 4)).astype(np.float32) - 32
+    q = _nibbles(raw[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)
+    return ((_half(raw, 0) * scale)[..., None] * IQ4[q]).reshape(-1, 256)
+
+
+def _planes(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Returns numbers of 1, 2 or 4 bits of runs of bytes (..., n): the lowest bits of all bytes
+    first, (..., 8 / bits, n)."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (packed[..., None, :] >> shifts) & np.uint8(2**bits - 1)
+
+
+def _q2_k(raw: np.ndarray) -> np.ndarray:
+    """Sixteen groups of 16, each with a scale and a minimum of 4 bits."""
+    q = _planes(raw[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16).astype(np.float32)
+    scale = _half(raw, 80) * (raw[:, :16] & 15).astype(np.float32)
+    least = _half(raw, 82) * (raw[:, :16] >> 4).astype(np.float32)
+    return (scale[..., None] * q - least[..., None]).reshape(-1, 256)
+
+
+def _q3_k(raw: np.ndarray) -> np.ndarray:
+    """Sixteen groups of 16 with scales of 6 bits; a weight's third bit is in a mask."""
+    low = _planes(raw[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    high = _planes(raw[:, :32], 1).reshape(-1, 256)
+    q = (low | (high << 2)).astype(np.float32) - 4
+    part = raw[:, 96:104]
+    low_bits = np.concatenate([part & 15, part >> 4], 1)
+    high_bits = _planes(raw[:, 104:108], 2).reshape(-1, 16)
+    scale = _half(raw, 108) * ((low_bits | (high_bits << 4)).astype(np.float32) - 32)
+    return (scale[..., None] * q.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (scales, minima), (N, 8) each, of the 12 bytes in Q4_K and Q5_K."""
+    a, b, c = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scale = np.concatenate([a & 63, (c & 15) | ((a >> 6) << 4)], 1)
+    least = np.concatenate([b & 63, (c >> 4) | ((b >> 6) << 4)], 1)
+    return scale.astype(np.float32), least.astype(np.float32)
+
+
+def _eight_groups(raw: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Returns the weights of Q4_K and Q5_K from their numbers (N, 8, 32)."""
+    scale, least = _six_bits(raw[:, 4:16])
+    scale, least = _half(raw, 0) * scale, _half(raw, 2) * least
+    return (scale[..., None] * q.astype(np.float32) - least[..., None]).reshape(-1, 256)
+
+
+def _q4_k(raw: np.ndarray) -> np.ndarray:
+    return _eight_groups(raw, _planes(raw[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
+
+
+def _q5_k(raw: np.ndarray) -> np.ndarray:
+    low = _planes(raw[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    return _eight_groups(raw, low | (_planes(raw[:, 16:48], 1) << 4))
+
+
+def _q6_k(raw: np.ndarray) -> np.ndarray:
+    """Sixteen groups of 16 with scales of 8 bits."""
+    low = _planes(raw[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 256)
+    high = _planes(raw[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    q = ((low | (high << 4)).astype(np.float32) - 32).reshape(-1, 16, 16)
+    scale = _half(raw, 208) * raw[:, 192:208].view(np.int8).astype(np.float32)
+    return (scale[..., None] * q).reshape(-1, 256)
+
+
+FORMATS: dict[int, Format] = {
+    0: Format("F32", 1, 4, _plain(np.float32)),
+    1: Format("F16", 1, 2, _plain(np.float16)),
+    2: Format("Q4_0", 32, 18, _q4_0),
+    3: Format("Q4_1", 32, 20, _q4_1),
+    6: Format("Q5_0", 32, 22, _q5_0),
+    7: Format("Q5_1", 32, 24, _q5_1),
+    8: Format("Q8_0", 32, 34, _q8_0),
+    9: Format("Q8_1", 32, 36),
+    10: Format("Q2_K", 256, 84, _q2_k),
+    11: Format("Q3_K", 256, 110, _q3_k),
+    12: Format("Q4_K", 256, 144, _q4_k),
+    13: Format("Q5_K", 256, 176, _q5_k),
+    14: Format("Q6_K", 256, 210, _q6_k),
+    15: Format("Q8_K", 256, 292),
+    16: Format("IQ2_XXS", 256, 66),
+    17: Format("IQ2_XS", 256, 74),
+    18: Format("IQ3_XXS", 256, 98),
+    19: Format("IQ1_S", 256, 50),
+    20: Format("IQ4_NL", 32, 18, _iq4_nl),
+    21: Format("IQ3_S", 256, 110),
+    22: Format("IQ2_S", 256, 82),
+    23: Format("IQ4_XS", 256, 136, _iq4_xs),
+    24: Format("I8", 1, 1),
+    25: Format("I16", 1, 2),
+    26: Format("I32", 1, 4),
+    27: Format("I64", 1, 8),
+    28: Format("F64", 1, 8, _plain(np.float64)),
+    29: Format("IQ1_M", 256, 56),
+    30: Format("BF16", 1, 2, _plain(ml_dtypes.bfloat16)),
+    34: Format("TQ1_0", 256, 54),
+    35: Format("TQ2_0", 256, 66),
+    39: Format("MXFP4", 32, 17),
+    40: Format("NVFP4", 64, 36),
+    41: Format("Q1_0", 128, 18),
+}
+READABLE = ", ".join(f.name for f in FORMATS.values() if f.read is not None)
+
+
+def dequantize(raw: np.ndarray, found: Format) -> np.ndarray:
+    """Returns float32 weights (rows, weights of a row).
+
+    raw: uint8 (rows, bytes of a row), whole blocks of a format that can be read.
+    """
+    assert found.read is not None
+    rows = raw.shape[0]
+    out = np.empty((rows, raw.shape[1] // found.nbytes * found.weights), np.float32)
+    step = max(1, CHUNK * 256 // max(1, out.shape[1]))
+    with np.errstate(all="ignore"):  # scales may be infinite: the weights then say so
+        for begin in range(0, rows, step):
+            part = np.ascontiguousarray(raw[begin : begin + step]).reshape(-1, found.nbytes)
+            out[begin : begin + step] = found.read(part).reshape(-1, out.shape[1])
+    return out

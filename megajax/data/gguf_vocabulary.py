@@ -1,0 +1,275 @@
+"""The tokenizer that a GGUF file describes, as a tokenizer.json.
+
+Two models: `gpt2`, a byte-level BPE with its merges, whose words are cut as
+`tokenizer.ggml.pre` names, and `llama`, SentencePiece's BPE, whose merges follow from the scores of
+its pieces. Source of names and of their regular expressions: llama.cpp (src/llama-vocab.cpp) and
+the tokenizer.json of the models that the names are called after. No jax.
+"""
+
+import functools
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.files import GROWTH
+from megajax.data.tokenizer import MOST
+
+# {argument of tokenizer_json: the file's array}.
+ARRAYS = {
+    "tokens": "tokenizer.ggml.tokens",
+    "merges": "tokenizer.ggml.merges",
+    "scores": "tokenizer.ggml.scores",
+    "types": "tokenizer.ggml.token_type",
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # (the specification)
+ENTRY_BYTES = 768  # (measured: 630 to 680) of memory that a token, or a merge, takes to be read
+APART_BYTES = 1280  # (measured: 1,160) more for a token that is found before words are cut
+SLACK = 48 * 2**20  # (chosen) bytes of memory that any vocabulary may take
+MAX_PIECE = 256  # (chosen: published ones have at most some 100) letters of a SentencePiece piece
+SPACE = "\u2581"  # SentencePiece's sign for a blank
+
+_GPT2 = "gpt2"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = _CASES % ("", "", "")
+_GPT4O = _CASES % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}")
+
+# {name: (how words are cut, whether a word that is a token is not merged from its parts, whether a
+# text begins with the begin token)}.
+_PRE: dict[str, tuple[str, bool, bool]] = {
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat"), (_GPT2, False, False)
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        ("digits", False, False),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), (_LLAMA3, True, True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3, False, False)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (_QWEN2, False, False)
+    ),
+    "tekken": (_TEKKEN, True, True),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O, False, False)),
+}
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # their text is normalised to NFC
+
+
+def check_counts(counts: Mapping[str, int], size: int) -> int:
+    """Refuses a vocabulary that would take far more memory than its file has bytes.
+
+    counts: {member of ARRAYS: its elements}. size: of the file, bytes.
+    Returns: bytes of memory that are left for `tokenizer_json`.
+    """
+    if not counts.get("tokens"):
+        raise UserError("it has no tokens, so no tokenizer can be made of it")
+    entries = counts["tokens"] + counts.get("merges", 0)
+    budget = SLACK + (GROWTH - 2) * size
+    if entries * ENTRY_BYTES > budget or counts["tokens"] > MOST:
+        raise UserError(
+            f"{entries:,} tokens and merges in a file of {size:,} bytes; at most "
+            f"{min(MOST, budget // ENTRY_BYTES):,} are read in one of this size"
+        )
+    return budget - entries * ENTRY_BYTES
+
+
+def tokenizer_json(
+    metadata: Mapping[str, Any],
+    spare: int,
+    tokens: Sequence[str],
+    merges: Sequence[str] = (),
+    scores: np.ndarray | None = None,
+    types: np.ndarray | None = None,
+) -> tuple[bytes, dict[str, Any]]:
+    """Returns (a tokenizer.json, the settings that go with it: as in tokenizer_config.json).
+
+    Args: metadata: of the file. spare: what `check_counts` returned. tokens: by their ids. merges:
+      'left right', the first ones first. scores, types: one for each token.
+    Raises: UserError for a tokenizer that cannot be built here.
+    """
+    for name, array in (("scores", scores), ("token_type", types)):
+        if array is not None and len(array) != len(tokens):
+            raise UserError(f"it has {len(tokens):,} tokens and {len(array):,} {name}")
+    kinds = np.full(len(tokens), NORMAL) if types is None else types
+    vocab: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        text = token or f"[EMPTY_{number}]"  # llama.cpp's name for it
+        if vocab.setdefault(text, number) != number:
+            raise UserError(f"the tokens {vocab[text]} and {number} are both {text!r:.80}")
+    model = metadata.get("tokenizer.ggml.model")
+    special = _specials(metadata, tokens)
+    if model == "gpt2":
+        found, adds = _byte_level(metadata, vocab, merges)
+    elif model == "llama":
+        if scores is None:
+            raise UserError("tokenizer.ggml.model is llama, but there are no scores of its tokens")
+        unknown = special.get(
+            "unknown", next((i for i, k in enumerate(kinds) if k == UNKNOWN), None)
+        )
+        pairs = _merges(vocab, scores, kinds, spare)
+        found, adds = _sentencepiece(metadata, vocab, pairs, unknown), True
+    else:
+        raise UserError(
+            f"tokenizer.ggml.model is {reprlib.repr(model):.60}; it must be gpt2 or llama"
+        )
+    apart = [i for i, k in enumerate(kinds.tolist()) if k in (UNKNOWN, CONTROL, USER_DEFINED)]
+    if len(apart) * APART_BYTES > spare:
+        raise UserError(f"{len(apart):,} of its tokens are special; the file is too short for them")
+    found |= {
+        "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
+        "added_tokens": [
+            {
+                "id": i, "content": tokens[i], "single_word": False, "lstrip": False,
+                "rstrip": False, "normalized": False, "special": kinds[i] != USER_DEFINED,
+            }
+            for i in apart if tokens[i]
+        ],
+    }  # fmt: skip
+    settings: dict[str, Any] = {"add_bos_token": _truth(metadata, "add_bos_token", adds)}
+    settings |= {f"{name}_token": tokens[i] for name, i in special.items() if name != "unknown"}
+    settings |= _template(metadata)
+    return json.dumps(found, ensure_ascii=False, default=bool).encode(), settings
+
+
+def _template(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Returns {'chat_template': it}, where there is one."""
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"tokenizer.chat_template is {reprlib.repr(template):.60}, not a text")
+    return {"chat_template": template} if template else {}
+
+
+def _truth(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise UserError(f"tokenizer.ggml.{key} is {reprlib.repr(value):.60}, not true or false")
+    return value
+
+
+def _specials(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
+    """Returns {bos, eos, unknown: its id} of those that the file names."""
+    found = {}
+    for name in ("bos", "eos", "unknown"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = metadata.get(key)
+        if value is None or value == 2**32 - 1:  # llama.cpp's word for none
+            continue
+        if not isinstance(value, int) or not 0 <= value < len(tokens):
+            raise UserError(
+                f"{key} is {reprlib.repr(value):.40}; tokens have the ids 0 to {len(tokens) - 1}"
+            )
+        found[name] = value
+    return found
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], vocab: dict[str, int], merges: Sequence[str]
+) -> tuple[dict[str, Any], bool]:
+    """Returns (a tokenizer.json's members, whether a text begins with the begin token)."""
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in _PRE:
+        raise UserError(
+            f"tokenizer.ggml.pre is {reprlib.repr(name):.60}; the ways of cutting words that are "
+            f"known are {', '.join(_PRE)}"
+        )
+    words, whole, adds = _PRE[name]
+    pairs = []
+    for merge in merges:
+        left, blank, right = merge[:1], *merge[1:].partition(" ")[1:]
+        left += merge[1:].partition(" ")[0]
+        if not blank or not right:
+            raise UserError(f"a merge is {merge!r:.80}; it must be two tokens and a blank")
+        pairs.append((left, right))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    cuts: list[dict[str, Any]] = [byte_level | {"use_regex": words in (_GPT2, "digits")}]
+    if words == "digits":
+        cuts.insert(0, {"type": "Digits", "individual_digits": True})
+    elif words != _GPT2:
+        split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated"}
+        cuts.insert(0, split | {"invert": False})
+    return {
+        "normalizer": {"type": "NFC"} if name in _COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+        "decoder": byte_level | {"use_regex": True},
+        "model": _bpe(vocab, pairs, ignore_merges=whole),
+    }, adds
+
+
+def _merges(
+    vocab: dict[str, int], scores: np.ndarray, kinds: np.ndarray, spare: int
+) -> list[tuple[str, str]]:
+    """Returns the merges that do what SentencePiece does with the scores of its pieces.
+
+    SentencePiece merges the two neighbours whose piece has the highest score; so the merges are all
+    ways to cut a piece into two, in the order of the pieces' scores. spare: bytes of memory.
+    """
+    pieces = [(token, i) for token, i in vocab.items() if kinds[i] in (NORMAL, USER_DEFINED)]
+    pieces.sort(key=functools.partial(_rank, scores))
+    pairs: list[tuple[str, str]] = []
+    for piece, _ in pieces:
+        if len(piece) > MAX_PIECE:
+            raise UserError(f"the token {piece[:20]!r}... has {len(piece):,} letters")
+        # Of runs of one letter SentencePiece merges the leftmost: the longer left part first.
+        cuts = ((piece[:at], piece[at:]) for at in range(len(piece) - 1, 0, -1))
+        pairs += [(a, b) for a, b in cuts if a in vocab and b in vocab]
+        if len(pairs) * ENTRY_BYTES > spare:
+            raise UserError(
+                f"its {len(vocab):,} pieces have over {len(pairs):,} merges; the file is too short "
+                "for them"
+            )
+    return pairs
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any],
+    vocab: dict[str, int],
+    pairs: Sequence[tuple[str, str]],
+    unknown: int | None,
+) -> dict[str, Any]:
+    """Returns a tokenizer.json's members."""
+    prefix = _truth(metadata, "add_space_prefix", True)
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    steps = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    name = None if unknown is None else next(t for t, i in vocab.items() if i == unknown)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*steps, blanks]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": _bpe(vocab, pairs, unknown=name, bytes_too=True),
+    }
+
+
+def _rank(scores: np.ndarray, entry: tuple[str, int]) -> float:
+    return -float(scores[entry[1]])
+
+
+def _bpe(
+    vocab: dict[str, int],
+    merges: Sequence[tuple[str, str]],
+    unknown: str | None = None,
+    bytes_too: bool = False,
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": bytes_too, "byte_fallback": bytes_too,
+        "ignore_merges": ignore_merges, "vocab": vocab, "merges": merges,
+    }  # fmt: skip
