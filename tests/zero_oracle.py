@@ -7,6 +7,7 @@ products with 1 / s. Hadamard: H / sqrt(32) on 32 neighbours, H of Sylvester. Su
 import numpy as np
 
 BLOCK = 32
+TILE = 4096  # to which rows are filled up, if that adds at most 1/256
 
 
 def hadamard(x):
@@ -46,6 +47,8 @@ def reduce_scatter(x, levels=((8, 128), (4, 128)), transform=True, rounding=0.5)
     nodes, ranks, n = x.shape
     length = -(-n // (nodes * ranks))
     row = -(-length // BLOCK) * BLOCK if transform else length
+    tiled = -(-row // TILE) * TILE
+    row = tiled if 256 * (tiled - row) <= row else row
     x = np.pad(x, ((0, 0), (0, 0), (0, nodes * ranks * length - n)))
     x = np.pad(x.reshape(nodes, ranks, -1, length), [(0, 0)] * 3 + [(0, row - length)])
     x = np.float32(hadamard(x.astype(np.float64)) if transform else x)

@@ -5,9 +5,9 @@ Two kinds of steps have it. Ranks that hold all weights in use and a piece of th
 (`StepShape.coding`) fetch each layer twice for every micro-batch, the second time for the backward
 pass, and send its gradients. Sizes are those of parallel/exchange.py and parallel/zero.py: a bucket
 is the matrices of one layer, the routed experts of one layer, or one table; a rank's piece of it is
-padded to whole blocks of the transform; each rank sends every other one its row, its own row
-included in the bytes. Routers are small, may not be rounded and travel in float32. Norms and biases
-are left out, and tables are those of the vocabulary without its padding.
+padded as `gradient_length` and `weight_length` say; each rank sends every other one its row, its
+own row included in the bytes. Routers are small, may not be rounded and travel in float32. Norms
+and biases are left out, and tables are those of the vocabulary without its padding.
 Sources: SDP4Bit (arXiv 2410.15526) section 3, ZeRO++ (arXiv 2306.10209) section 3.
 
 Legend: N elements of a bucket on one device, W ranks that share its gradient, C = N / W of a piece.
@@ -21,10 +21,13 @@ from megajax.core.axes import ZERO_AXES
 from megajax.cost.base import Op
 from megajax.cost.kernels import Rowwise
 from megajax.cost.memory import MASTER
-from megajax.cost.step import StepShape
+from megajax.cost.step import Payload, StepShape
 
 BETWEEN = "node"
 TABLES = ("embedding", "head")
+# Elements of a piece that the fused kernels take whole (pallas_kernels/quantize/README.md, Limits),
+# of gradients and of weights, and the part of a piece that may be zeros for their sake (chosen).
+TILE, WEIGHT_TILE, MOST_ZEROS = 4096, 8192, 1 / 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,26 @@ class Row:
         return 8 * self.nbytes / self.elements
 
 
+def gradient_length(piece: int, block: int, *levels: Payload) -> int:
+    """Returns the elements of a piece of gradients as it travels.
+
+    Whole blocks of the transform; in a codec with groups also whole tiles of the fused kernels,
+    where these add at most 1/256. levels: inside a node and between nodes.
+    """
+    return _padded(-(-piece // block) * block, TILE, levels)
+
+
+def weight_length(piece: int, weights: Payload) -> int:
+    """Returns the elements of a piece of weights as it travels: as `gradient_length`."""
+    return _padded(piece, WEIGHT_TILE, (weights,))
+
+
+def _padded(length: int, tile: int, levels: tuple[Payload, ...]) -> int:
+    tiled = -(-length // tile) * tile
+    few = tiled - length <= MOST_ZEROS * length
+    return tiled if few and any(level.format is not None for level in levels) else length
+
+
 def buckets(step: StepShape) -> list[Bucket]:
     """Returns what a device exchanges in a step; nothing where one rank has all gradients."""
     load, layers = step.load, step.stored_layers
@@ -118,7 +141,8 @@ def messages(step: StepShape) -> Iterator[Message]:
             continue
         inside, nodes, ranks = _levels(step, bucket)
         piece, row = _piece(step, bucket)
-        gathered = nodes * ranks * coding.weights.wire_bytes(piece)
+        fetched = weight_length(piece, coding.weights)
+        gathered = nodes * ranks * coding.weights.wire_bytes(fetched)
         yield Message(bucket, "weights", "all-gather", bucket.axes, gathered, n, fetches)
         if ranks > 1:
             near = ranks * coding.inside.wire_bytes(nodes * row)
@@ -195,8 +219,10 @@ def _levels(step: StepShape, bucket: Bucket) -> tuple[tuple[str, ...], int, int]
 
 
 def _piece(step: StepShape, bucket: Bucket) -> tuple[int, int]:
-    """Returns C, and C as gradients travel: whole blocks of the transform."""
+    """Returns C, and C as gradients travel."""
     _, nodes, ranks = _levels(step, bucket)
     piece = math.ceil(bucket.elements / (nodes * ranks))
-    block = step.coding.block if step.coding else 1
-    return piece, math.ceil(piece / block) * block
+    coding = step.coding
+    if coding is None:
+        return piece, piece
+    return piece, gradient_length(piece, coding.block, coding.inside, coding.between)

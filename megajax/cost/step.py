@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
@@ -39,7 +39,10 @@ def passes(
 
 
 class Payload(Protocol):
-    """Numbers as they travel (megajax/quant/codecs.py)."""
+    """Numbers as they travel (megajax/quant/codecs.py). format: of groups; None: no groups."""
+
+    @property
+    def format(self) -> Any: ...  # noqa: D102
 
     def wire_bytes(self, n: int) -> int: ...  # noqa: D102
 

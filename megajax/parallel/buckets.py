@@ -16,10 +16,14 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, is_words, name
 from megajax.models.parts import is_stacked
 from megajax.parallel import wire, zero
+from megajax.parallel.passes import Passes
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
 
 Array = jax.Array
 
@@ -30,13 +34,15 @@ class Wire:
 
     difference: weights travel as what the copy in use still lacks of the masters, and the copies
     are part of a run's state; otherwise as they are. start_step: before it gradients travel as
-    float32.
+    float32. kernels: which implementation runs what lies between messages, as in
+    pallas_kernels/dispatch.py.
     """
 
     weights: Any
     gradients: Any
     difference: bool
     start_step: int = 0
+    kernels: Implementation | None = None
 
 
 PLAIN = Wire(None, None, False)
@@ -47,7 +53,32 @@ def wire_of(cfg: Any) -> Wire:
     if cfg.wire == "none":
         return PLAIN
     chosen = wire.codec(cfg)
-    return Wire(chosen.weights, chosen, wire.sends_differences(cfg), cfg.exchange.start_step)
+    spec = cfg.exchange
+    kernels = None if spec.kernels == "auto" else spec.kernels
+    return Wire(chosen.weights, chosen, wire.sends_differences(cfg), spec.start_step, kernels)
+
+
+def refuse_kernels(cfg: Any, device: Any) -> None:
+    """Refuses kernels that a device has not, or that would take nothing of a wire.
+
+    cfg: a JobConfig. device: of the run. Raises: UserError.
+    """
+    if cfg.wire == "none" or cfg.exchange.kernels in ("auto", "reference"):
+        return
+    flag = f"wire.kernels={cfg.exchange.kernels}"
+    if cfg.exchange.kernels == "hopper" and not dispatch.is_hopper(device.device_kind):
+        raise UserError(
+            f"{flag}: {dispatch.NEEDS}, found {device.device_kind}; nearest: auto (--wire.kernels)"
+        )
+    used = wire.codec(cfg)
+    own = Passes(4 * 2**20, used, 2, 2)  # sizes that the kernels take
+    why = [own.why_not(one) for one in own.names]
+    if all(why):
+        listed = "; ".join(dict.fromkeys(reason for found in why for reason in found))
+        raise UserError(
+            f"{flag}: the kernels take nothing of --wire={cfg.wire}: {listed}; nearest: auto "
+            "(--wire.kernels, --wire)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +146,42 @@ class Buckets:
         which is a message. Levels and bytes are those of zero.wire_bytes: what a device gives the
         collectives of all buckets, in the order weights, inside, between; empty: no bucket.
         """
-        values, sizes = self._values(params), self.masters.mesh.shape
         found: dict[str, tuple[int, float]] = {}
         for bucket in self.buckets:
-            ranks, nodes = self._ranks(bucket), sizes["node"] if "node" in bucket.axes else 1
-            count = chunks
-            if bucket.stacked and sizes["pipe"] == 1:
-                count = values[bucket.leaves[0]].shape[0]
-            count = count if bucket.stacked else 1
-            n = ranks * sum(self._own_size(i, values[i].shape) for i in bucket.leaves) // count
-            numbers = {"weights": n, "inside": n, "between": n * nodes / ranks}
-            sent = zero.wire_bytes(n, self.wire.gradients, nodes, ranks // nodes)
+            own, count = self._message(bucket, params, chunks)
+            n = own.n
+            numbers = {"weights": n, "inside": n, "between": n / own.ranks}
+            sent = zero.wire_bytes(n, self.wire.gradients, own.nodes, own.ranks)
             for level in ("weights", "inside", "between"):
                 if sent[level]:
                     nbytes, stands = found.get(level, (0, 0.0))
                     found[level] = nbytes + count * sent[level], stands + count * numbers[level]
         return found
+
+    def plain_passes(self, params: Tree, chunks: int = 1) -> dict[str, dict[str, list[str]]]:
+        """Returns {bucket: {pass: why it runs in plain JAX; empty: a kernel runs it}}.
+
+        params, chunks: as of wire_bytes. Call it under the mesh.
+        """
+        found: dict[str, dict[str, list[str]]] = {}
+        for bucket in self.buckets:
+            own, _ = self._message(bucket, params, chunks)
+            passes = found.setdefault(bucket.name, {})
+            for one in own.names:
+                passes[one] = passes.get(one) or own.why_plain(one)
+        return found
+
+    def _message(self, bucket: Bucket, params: Tree, chunks: int) -> tuple[Passes, int]:
+        """Returns (the passes of one of a bucket's messages, of how many a step)."""
+        values, sizes = self._values(params), self.masters.mesh.shape
+        ranks, nodes = self._ranks(bucket), sizes["node"] if "node" in bucket.axes else 1
+        count = chunks
+        if bucket.stacked and sizes["pipe"] == 1:
+            count = values[bucket.leaves[0]].shape[0]
+        count = count if bucket.stacked else 1
+        n = ranks * sum(self._own_size(i, values[i].shape) for i in bucket.leaves) // count
+        wire = self.wire
+        return Passes(n, wire.gradients, nodes, ranks // nodes, wire.kernels, self.dtype), count
 
     def _own_size(self, index: int, shape: tuple[int, ...]) -> int:
         """The elements of a device's piece of a master."""

@@ -128,7 +128,9 @@ class LocalExchange(Buckets):
             rows = [_front(x, where, ranks) for x, where in zip(copies, wheres, strict=True)]
             held = jnp.concatenate(rows, axis=1)
         codec, key = self.wire.weights, self._own(bucket, key)
-        new = zero.gather_difference(main_C, held.reshape(-1), codec, bucket.axes, key=key)
+        new = zero.gather_difference(
+            main_C, held.reshape(-1), codec, bucket.axes, key=key, implementation=self.wire.kernels
+        )
         new = new.reshape(ranks, -1)
         own = lax.dynamic_index_in_dim(new, lax.axis_index(bucket.axes), keepdims=False)
         squares = jnp.stack([jnp.sum((main_C - own.astype(jnp.float32)) ** 2), jnp.sum(main_C**2)])[
@@ -223,8 +225,8 @@ class LocalExchange(Buckets):
         error: zero.Errors | None,
     ) -> tuple[Array, zero.Errors | None]:
         def coded(x_N: Array, error: zero.Errors | None) -> tuple:
-            ways = self._ways(bucket, key)
-            found = zero.reduce_scatter(x_N, self.wire.gradients, **ways, state=error)
+            way = self._way(bucket, key)._asdict()
+            found = zero.reduce_scatter(x_N, **way, state=error)
             return (found, None) if error is None else found
 
         def plain(x_N: Array, error: zero.Errors | None) -> tuple:
@@ -242,7 +244,7 @@ class LocalExchange(Buckets):
         """Returns what `receive_bucket` needs: the first half of `scatter_bucket`, with a dimension
         of devices. Of leaves that are not stacked, without errors."""
         x_N, bad = self._flat(bucket, grads)
-        sent = zero.send(x_N, self.wire.gradients, **self._ways(bucket, key))
+        sent = zero.send(x_N, self._way(bucket, key))
         return lead((sent.rows, sent.bad, bad))
 
     def receive_bucket(
@@ -251,15 +253,13 @@ class LocalExchange(Buckets):
         """Returns this rank's pieces. like: of the masters."""
         rows, bad, leaves = led(sent)
         size = self._ranks(bucket) * sum(x.size for x in like)
-        found = zero.receive(
-            zero.Sent(rows, bad, None), size, self.wire.gradients, **self._ways(bucket, key)
-        )
+        found = zero.receive(zero.Sent(rows, bad, None), size, self._way(bucket, key))
         leaves = lax.pmax(leaves, bucket.axes) > 0
         return self._pieces(bucket, found.piece, leaves, [x.shape for x in like])
 
-    def _ways(self, bucket: Bucket, key: Array | None) -> dict[str, Any]:
-        inside = tuple(a for a in bucket.axes if a != NODE)
-        return {"inside": inside, "between": NODE, "key": self._own(bucket, key)}
+    def _way(self, bucket: Bucket, key: Array | None) -> zero.Way:
+        inside, own = tuple(a for a in bucket.axes if a != NODE), self._own(bucket, key)
+        return zero.Way(self.wire.gradients, inside, NODE, own, self.wire.kernels)
 
     def _own(self, bucket: Bucket, key: Array | None) -> Array | None:
         """Returns a key of the ranks that hold this part of the bucket."""

@@ -20,6 +20,7 @@ from megajax.core.errors import UserError, nearest_multiples
 
 Wire = Literal["none", "fp8", "zeropp", "loco", "sdp4bit"]
 Payload = Literal["float32", "bf16", "fp8", "int8", "int4"]
+Kernels = Literal["auto", "hopper", "reference", "interpret"]
 BLOCK = 32  # elements of a block of the Hadamard transform, which no group may split
 # A level of the exchange -> the flags of its group and of what it sends.
 FLAGS = {
@@ -71,6 +72,11 @@ class WireSpec(Checked, section="wire"):
         "none: differences with --wire=sdp4bit, unless fully sharded",
     )
     start_step: int = option(0, "gradients travel in float32 before this step", "steps", at_least=0)
+    kernels: Kernels = option(
+        "auto",
+        "what quantizes: hopper: kernels of ours; reference: plain JAX, which gives the same bits; "
+        "interpret: tests; auto: kernels where a table says right and faster",
+    )
     check_every: int = option(
         100,
         "compare what several ranks hold so often, and before each save; 0: never",
@@ -193,6 +199,27 @@ def line(cfg: Any, unquantized: Sequence[str], sizes: Mapping[str, int]) -> str:
     if cfg.exchange.start_step:
         text += f"; gradients in float32 before step {cfg.exchange.start_step}"
     return text + (f"; not quantized: {_listed(unquantized)}" if unquantized else "")
+
+
+def kernels_line(plain: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
+    """Returns one line on which passes of an exchange run in kernels, for the start of a run.
+
+    plain: {bucket: {pass: why it runs in plain JAX; empty: it does not}}.
+    """
+    total = sum(len(passes) for passes in plain.values())
+    places: dict[str, dict[str, list[str]]] = {}
+    for bucket, passes in plain.items():
+        for name, why in passes.items():
+            if why:
+                places.setdefault("; ".join(why), {}).setdefault(name, []).append(bucket)
+    left = sum(len(buckets) for names in places.values() for buckets in names.values())
+    parts = [
+        f"{_listed(list(names))} of {_listed(sorted({b for bs in names.values() for b in bs}))} "
+        f"({why})"
+        for why, names in places.items()
+    ]
+    text = f"wire: kernels run {total - left} of {total} passes"
+    return text + (f"; plain JAX: {', '.join(parts)}" if parts else "")
 
 
 def _spell(level: "quant.Codec") -> str:

@@ -27,29 +27,18 @@ from jax.sharding import PartitionSpec as P
 from megajax.core.errors import UserError
 from megajax.core.hashes import sum_words, words
 from megajax.core.tree import Tree
+from megajax.parallel.passes import Fed, Passes, is_exact, not_finite, row_length
+from megajax.parallel.passes import piece_length as piece_length
 from megajax.quant.codecs import Codec
 from megajax.quant.feedback import Feedback
 from megajax.quant.qtensor import QTensor
+from pallas_kernels.dispatch import Implementation
 
 Array = jax.Array
 BETWEEN, INSIDE = "node", "data"
 
 
 # ---- sizes
-
-
-def piece_length(n: int, ranks: int, codec: Codec | None = None) -> int:
-    """Returns the elements of a rank's piece of a buffer of n: an even share, rounded up.
-
-    The codec does not change it: what its transform needs beyond is added to the rows that travel.
-    """
-    return -(-n // ranks)
-
-
-def row_length(n: int, ranks: int, codec: Codec) -> int:
-    """Returns the elements of a piece as it travels: whole blocks of the codec's transform."""
-    size = codec.hadamard or 1
-    return -(-piece_length(n, ranks) // size) * size
 
 
 def wire_bytes(n: int, codec: Codec, nodes: int, ranks: int) -> dict[str, int]:
@@ -59,12 +48,12 @@ def wire_bytes(n: int, codec: Codec, nodes: int, ranks: int) -> dict[str, int]:
     of the gradients; each rank keeps 1 / R of the buffer for itself. 'weights': of what the
     all-gather of the differences makes, all ranks' payloads together.
     """
-    whole, row = nodes * ranks, row_length(n, nodes * ranks, codec)
-    own = piece_length(n, whole)
+    own = Passes(n, codec, nodes, ranks)
+    row, gathered = own.row, own.whole * codec.weights.wire_bytes(own.fetched)
     return {
         "inside": ranks * codec.inside.wire_bytes(nodes * row) if ranks > 1 else 0,
         "between": nodes * codec.between.wire_bytes(row) if nodes > 1 else 0,
-        "weights": whole * codec.weights.wire_bytes(own) if whole > 1 else 0,
+        "weights": gathered if own.whole > 1 else 0,
     }
 
 
@@ -108,6 +97,7 @@ def reduce_scatter(
     between: str = BETWEEN,
     key: Array | None = None,
     state: Errors | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Returns this rank's piece of the sum of all ranks' buffers, float32 (piece_length,).
 
@@ -120,20 +110,44 @@ def reduce_scatter(
     Args: x_N: floating, the gradients of this rank, weighted by the caller: this is a sum. key: the
       same on all ranks, another one for each step and buffer; rank and level are folded in here.
       None: for codecs that round to nearest. state: of `start`, or what the last step returned: the
-      result is then (piece, state).
+      result is then (piece, state). implementation: of the passes between the messages, as in
+      pallas_kernels/dispatch.py; a pass that its kernel does not take (`passes.Passes.why_not`)
+      runs in plain JAX, which gives the same bits.
     A value that is not finite, on any rank, makes every piece NaN on all of them, and the state
     stays as it was. So does a transform or a sum inside a node that leaves float32's range.
-    Raises: UserError for a buffer that is not flat and floating, or a codec without feedback.
+    Raises: UserError for a buffer that is not flat and floating, or a codec without feedback;
+    NotImplementedError for kernels on other GPUs than Hopper.
     """
     _feedback(codec, state)
-    sent = send(x_N, codec, inside=inside, between=between, key=key, state=state)
-    found = receive(sent, x_N.shape[0], codec, inside=inside, between=between, key=key, state=state)
+    way = Way(codec, inside, between, key, implementation)
+    found = receive(send(x_N, way, state), x_N.shape[0], way, state)
     return found.piece if state is None else (found.piece, found.state)
+
+
+class Way(NamedTuple):
+    """How the gradients of a buffer travel: the arguments of `reduce_scatter`."""
+
+    codec: Codec
+    inside: str | tuple[str, ...]
+    between: str
+    key: Array | None
+    implementation: Implementation | None = None
+
+    def passes(self, n: int) -> Passes:
+        """Those of a buffer of n."""
+        sizes = lax.axis_size(self.between), lax.axis_size(self.inside)
+        return Passes(n, self.codec, *sizes, self.implementation)
+
+    @property
+    def rank(self) -> Array:
+        """Of this rank, among all."""
+        inside = lax.axis_index(self.inside)
+        return lax.axis_index(self.between) * lax.axis_size(self.inside) + inside
 
 
 class Sent(NamedTuple):
     """What lies between the two levels. rows: what the ranks inside sent to this one: payloads
-    (R, W), or with one rank the float32 rows. bad: something here was not finite. error: of this
+    (R, W), or with one rank the float32 buffer. bad: something here was not finite. error: of this
     level, or None."""
 
     rows: Array
@@ -148,118 +162,38 @@ class Received(NamedTuple):
     state: Any
 
 
-def send(
-    x_N: Array,
-    codec: Codec,
-    *,
-    inside: str | tuple[str, ...],
-    between: str,
-    key: Array | None,
-    state: Errors | None = None,
-) -> Sent:
+def send(x_N: Array, way: Way, state: Errors | None = None) -> Sent:
     """The first half of `reduce_scatter`, to the end of the messages inside a node."""
     _check_flat(x_N, "x_N")
-    nodes, ranks = lax.axis_size(between), lax.axis_size(inside)
-    rank = lax.axis_index(between) * ranks + lax.axis_index(inside)
-    rows = swizzle(x_N.astype(jnp.float32), nodes, ranks, codec)
-    bad, error = _not_finite(rows), None if state is None else state.inside
-    if ranks > 1:
-        level = Level(codec.inside, inside, _fold(key, rank, 0), _feedback(codec, state))
-        return level.send(rows.reshape(ranks, -1), error)._replace(bad=bad)
-    return Sent(rows[0], bad, error)
+    own, x_N = way.passes(x_N.shape[0]), x_N.astype(jnp.float32)
+    if own.ranks == 1:
+        return Sent(x_N, not_finite(x_N), None)
+    fed = None if state is None else _fed(way.codec, state, state.inside)
+    coded = own.send(x_N, _fold(way.key, way.rank, 0), fed)
+    return Sent(lax.all_to_all(coded.payload_RW, way.inside, 0, 0), coded.bad, coded.error)
 
 
-def receive(
-    sent: Sent,
-    n: int,
-    codec: Codec,
-    *,
-    inside: str | tuple[str, ...],
-    between: str,
-    key: Array | None,
-    state: Errors | None = None,
-) -> Received:
+def receive(sent: Sent, n: int, way: Way, state: Errors | None = None) -> Received:
     """The second half: sums, and between nodes messages and sums again. n: of `send`'s buffer."""
-    nodes, ranks = lax.axis_size(between), lax.axis_size(inside)
-    rank = lax.axis_index(between) * ranks + lax.axis_index(inside)
-    bad, sums = sent.bad, sent.rows
-    if ranks > 1:
-        row = row_length(n, nodes * ranks, codec)
-        sums = sum_rows(sent.rows, codec.inside, nodes * row).reshape(nodes, -1)
-        bad |= _not_finite(sums)
-    total, second = sums[0], None if state is None else state.between
-    if nodes > 1:
-        level = Level(codec.between, between, _fold(key, rank, 1), _feedback(codec, state))
-        got = level.send(sums, second)
-        total, second = sum_rows(got.rows, codec.between, sums.shape[1]), got.error
-    bad = _anywhere(bad, (between, *((inside,) if isinstance(inside, str) else inside)))
-    piece_C = finish(total, rank, n, nodes * ranks, codec)
-    piece_C = jnp.where(bad, jnp.nan, piece_C)
+    own, rank, bad = way.passes(n), way.rank, sent.bad
+    rows, second = sent.rows, None if state is None else state.between
+    if own.nodes > 1:
+        fed = None if state is None else _fed(way.codec, state, state.between)
+        encode = own.relay if own.ranks > 1 else own.send
+        coded = encode(rows, _fold(way.key, rank, 1), fed)
+        rows = lax.all_to_all(coded.payload_RW, way.between, 0, 0)
+        bad, second = bad | coded.bad, coded.error
+    if own.whole > 1:
+        rows = own.receive(rows)
+        bad |= not_finite(rows) if own.nodes == 1 else False
+    inside = (way.inside,) if isinstance(way.inside, str) else way.inside
+    bad = _anywhere(bad, (way.between, *inside))
+    piece_C = jnp.where(bad, jnp.nan, own.finish(rows, rank))
     if state is None:
         return Received(piece_C, None)
     after = Errors(state.step + 1, sent.error, second)
     kept = jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, after)
     return Received(piece_C, kept)
-
-
-def swizzle(x_N: Array, nodes: int, ranks: int, codec: Codec) -> Array:
-    """Returns the transformed rows (ranks, nodes, row_length): row [j, i] is for rank (i, j)."""
-    whole = nodes * ranks
-    length = piece_length(x_N.shape[0], whole)
-    x = jnp.pad(x_N, (0, whole * length - x_N.shape[0])).reshape(whole, length)
-    x = codec.transform(x) if whole > 1 else x
-    return x.reshape(nodes, ranks, -1).swapaxes(0, 1)
-
-
-@dataclass(frozen=True)
-class Level:
-    """One all-to-all of the sum.
-
-    codec: of one level. key: of this rank and level. feedback: (how errors are kept, the step).
-    """
-
-    codec: Codec
-    axis: str | tuple[str, ...]
-    key: Array | None
-    feedback: tuple[Feedback, Array] | None
-
-    def send(self, rows_RN: Array, error: QTensor | None) -> Sent:
-        """Returns the payloads (R, W) that the ranks along the axis have for this one, its error.
-
-        error: of earlier steps, which is added to the rows before they are encoded; None: of none.
-        """
-        if error is not None and self.feedback is not None:
-            keep, step = self.feedback
-            rows_RN = keep.compensate(rows_RN, error)
-            payload_RW = self.codec.encode(rows_RN, self.key)
-            received_RN = self.codec.decode(payload_RW, rows_RN.shape[1])
-            error = keep.update(rows_RN, received_RN, error, step)
-        else:
-            payload_RW = self.codec.encode(rows_RN, self.key)
-        return Sent(lax.all_to_all(payload_RW, self.axis, 0, 0), jnp.bool_(False), error)
-
-
-def sum_rows(payload_RW: Array, codec: Codec, n: int) -> Array:
-    """Returns the float32 sum (n,) of the decoded rows, from the first to the last.
-
-    A fixed order, of numbers that `decode` rounded to float32: every program gives the same bits.
-    """
-
-    def add(total: Array, payload: Array) -> tuple[Array, None]:
-        return total + codec.decode(payload, n), None
-
-    rest = payload_RW.shape[0] - 1
-    return lax.scan(add, codec.decode(payload_RW[0], n), payload_RW[1:], unroll=min(rest, 8))[0]
-
-
-def finish(total: Array, rank: Array, n: int, ranks: int, codec: Codec) -> Array:
-    """Returns the piece (piece_length,) of a row of sums: transformed back, zero beyond n."""
-    length = piece_length(n, ranks)
-    piece_C = codec.restore(total, length) if ranks > 1 else total
-    if n == ranks * length:
-        return piece_C
-    # Quantized zeros come back from the transform as noise.
-    return jnp.where(rank * length + jnp.arange(length) < n, piece_C, 0.0)
 
 
 # ---- weights
@@ -272,12 +206,14 @@ def gather_difference(
     axes: str | tuple[str, ...] = (BETWEEN, INSIDE),
     *,
     key: Array | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Returns the copy (N,) once all ranks' masters moved it, the same bits on every rank.
 
     Args: main_C: float32 (piece_length(N, ranks),), this rank's piece of the masters, pieces in the
       order of the ranks along `axes`. copy_N: the copy before, the same bits on every rank, float32
       or shorter; the result has its type. key: for a codec whose weights round stochastically.
+      implementation: as in reduce_scatter.
     The difference is taken in float32. A rank alone gets its masters, and so does everybody from a
     codec that drops nothing. Where a master is not finite, the copy of its whole group becomes NaN.
     Raises: UserError for buffers that do not fit.
@@ -292,13 +228,13 @@ def gather_difference(
             f"ranks is float32({length},)"
         )
     rank, weights = lax.axis_index(axes), codec.weights
-    if ranks == 1 or _is_exact(weights):
+    if ranks == 1 or is_exact(weights):
         return all_gather(main_C, axes).reshape(-1)[:n].astype(copy_N.dtype)
-    whole = jnp.pad(copy_N, (0, ranks * length - n))
-    lossy_C = lax.dynamic_slice(whole, (rank * length,), (length,)).astype(jnp.float32)
-    payload_RW = all_gather(weights.encode(main_C - lossy_C, _fold(key, rank, 2)), axes)
-    moved_N = weights.decode(payload_RW, length).reshape(-1)[:n]
-    return (copy_N.astype(jnp.float32) + moved_N).astype(copy_N.dtype)
+    own = Passes(n, weights, 1, ranks, implementation, copy_N.dtype)
+    copy = jnp.pad(copy_N, (0, ranks * length - n)).reshape(ranks, length)
+    lossy_C = lax.dynamic_index_in_dim(copy, rank, keepdims=False)
+    payload_W = own.subtract(main_C, lossy_C, _fold(key, rank, 2))
+    return own.add(all_gather(payload_W, axes), copy).reshape(-1)[:n]
 
 
 def all_gather(x: Array, axes: tuple[str, ...]) -> Array:
@@ -371,16 +307,13 @@ def _feedback(codec: Codec, state: "Errors | None") -> tuple[Feedback, Array] | 
     return codec.feedback, state.step
 
 
-def _is_exact(codec: Codec) -> bool:
-    return codec.format is None and codec.dtype == "float32"
+def _fed(codec: Codec, state: Errors, error: QTensor | None) -> Fed | None:
+    found = _feedback(codec, state)
+    return None if error is None or found is None else Fed(error, *found)
 
 
 def _fold(key: Array | None, rank: Array, level: int) -> Array | None:
     return None if key is None else jax.random.fold_in(jax.random.fold_in(key, rank), level)
-
-
-def _not_finite(x: Array) -> Array:
-    return ~jnp.isfinite(x).all()
 
 
 def _anywhere(flag: Array, axes: tuple[str, ...]) -> Array:

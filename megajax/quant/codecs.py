@@ -126,6 +126,17 @@ class Codec:
             return jax.lax.bitcast_convert_type(byte_xNS, dtype).astype(jnp.float32)
         return reference.decode(payload_xP, n, self.format.bits, self.format.group_of(n))
 
+    def is_finite(self, payload_xP: Array, n: int) -> Array:
+        """Tells whether all that was encoded was finite: one flag for payloads of n numbers.
+
+        Of a codec with groups: a group that was not has the scale NaN. It reads the scales only.
+        """
+        self._one_level("is_finite")
+        if self.format is None:
+            return jnp.isfinite(self.decode(payload_xP, n)).all()
+        _, scale_xG = reference.split_payload(payload_xP, n, self.format.bits)
+        return jnp.isfinite(scale_xG).all()
+
     def transform(self, x_xN: Array) -> Array:
         """Returns gradients as they are sent: zeros up to whole blocks, then the transform.
 

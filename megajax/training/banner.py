@@ -141,6 +141,11 @@ def show_wire(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> 
     ]
     if parts:
         console.say(f"wire: each device gives the collectives of a step {', '.join(parts)}")
+    kernels, cpu = cfg.exchange.kernels, mesh.devices.flat[0].platform == "cpu"
+    if parts and kernels != "reference" and not (cpu and kernels == "auto"):
+        with jax.set_mesh(mesh):
+            plain = exchange.plain_passes(train_step.abstract_state.params, train_step.chunks)
+        console.say(wire.kernels_line(plain))
 
 
 def facts(

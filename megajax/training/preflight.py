@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from megajax.checkpoint import object_folder, store
 from megajax.core.errors import UserError
 from megajax.core.paths import check_writable, expand
+from megajax.parallel.buckets import refuse_kernels
 from megajax.parallel.overlap import refuse_fused
 from megajax.training.config import JobConfig
 
@@ -24,6 +25,7 @@ def check(cfg: JobConfig, device: jax.Device, folder: Path) -> None:
     """
     check_attention(cfg.train.attention, cfg.train.dtype, device)
     refuse_fused(cfg.overlap, device)
+    refuse_kernels(cfg, device)
     if jax.process_index() != 0:
         return
     if cfg.log.wandb is not None and importlib.util.find_spec("wandb") is None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.quantize import counter, fused_reference, hopper, reference
+from pallas_kernels.quantize import counter, fused_reference, hopper, problems, reference
 from pallas_kernels.quantize.fused_reference import BLOCK
 from pallas_kernels.quantize.reference import Bits
 
@@ -56,11 +56,10 @@ def hadamard_quantize(
     _check_codes(op, bits, group)
     rows, nodes = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "nodes", nodes, 1)
     _part(op, "x_N", x_N.shape[0], rows * nodes, BLOCK if hadamard else 1)
-    problem = hopper.cut(
-        op, x_N.shape[0], rows * nodes, group, payloads=rows, places=nodes, dtype=x_N.dtype,
-        bits=8, new_bits=bits, noise=key is not None, hadamard=hadamard,
-    )  # fmt: skip
     options = {"rows": rows, "nodes": nodes, "bits": bits, "group": group, "hadamard": hadamard}
+    problem = problems.hadamard_quantize(
+        x_N.shape[0], **options, random=key is not None, dtype=x_N.dtype
+    )
     return _run(problem, implementation, options, x_N, _words(op, key))
 
 
@@ -90,13 +89,12 @@ def reduce_requantize(
     rows, n = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "n", n, 1)
     _check_payload(op, payload_RP, n, bits, group)
     _part(op, "n", n, rows, 1)
-    problem = hopper.cut(
-        op, n, rows, group, payloads=payload_RP.shape[0], bits=bits, new_bits=new_bits,
-        noise=key is not None,
-    )  # fmt: skip
     options = {
         "n": n, "rows": rows, "bits": bits, "new_bits": new_bits, "group": group,
     }  # fmt: skip
+    problem = problems.reduce_requantize(
+        **options, senders=payload_RP.shape[0], random=key is not None
+    )
     return _run(problem, implementation, options, payload_RP, _words(op, key))
 
 
@@ -122,10 +120,8 @@ def reduce_hadamard(
     n = arguments.whole(op, "n", n, 1)
     _check_payload(op, payload_RP, n, bits, group)
     _part(op, "n", n, 1, BLOCK if hadamard else 1)
-    problem = hopper.cut(
-        op, n, 1, group, payloads=payload_RP.shape[0], bits=bits, hadamard=hadamard
-    )
     options = {"n": n, "bits": bits, "group": group, "hadamard": hadamard}
+    problem = problems.reduce_hadamard(**options, senders=payload_RP.shape[0])
     return _run(problem, implementation, options, payload_RP)
 
 
@@ -152,9 +148,10 @@ def subtract_quantize(
     _check_codes(op, bits, group)
     if main_N.shape != copy_N.shape:
         raise ValueError(f"{op}: copy_N {copy_N.shape} must be as long as main_N {main_N.shape}")
-    n = main_N.shape[0]
-    problem = hopper.cut(op, n, 1, group, dtype=copy_N.dtype, new_bits=bits, noise=key is not None)
     options = {"bits": bits, "group": group}
+    problem = problems.subtract_quantize(
+        main_N.shape[0], **options, random=key is not None, dtype=copy_N.dtype
+    )
     return _run(problem, implementation, options, main_N, copy_N, _words(op, key))
 
 
@@ -179,10 +176,9 @@ def dequantize_add(
     parts = _check_rows(op, payload_RP)
     n = _part(op, "copy_N", copy_N.shape[0], parts, 1)
     _check_payload(op, payload_RP, n, bits, group)
-    problem = hopper.cut(
-        op, copy_N.shape[0], parts, group, dtype=copy_N.dtype, bits=bits, new_bits=bits
-    )
-    return _run(problem, implementation, {"bits": bits, "group": group}, payload_RP, copy_N)
+    options = {"bits": bits, "group": group}
+    problem = problems.dequantize_add(copy_N.shape[0], **options, senders=parts, dtype=copy_N.dtype)
+    return _run(problem, implementation, options, payload_RP, copy_N)
 
 
 def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
@@ -197,6 +193,28 @@ def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
 def why_not(problem: hopper.Problem) -> list[str]:
     """Returns why 'hopper' does not take a call, on whatever GPU; empty: it does."""
     return hopper.unknown(problem) or hopper.misfits(problem, hopper.heuristic(problem))
+
+
+def why_plain(problem: hopper.Problem, implementation: Implementation | None = None) -> list[str]:
+    """Returns why a call runs in plain JAX; empty: the kernel runs it, or it raises an error."""
+    if implementation == "reference":
+        return ["it was asked for"]
+    if (why := why_not(problem)) or implementation is not None:
+        return why
+    if tuned.target() is None:
+        return ["the program is for no GPU"]
+    against = tuned.against(tuned.find(problem.op, key_of(problem)))
+    return [*dispatch.device_reasons()] or [why for why in (against,) if why]
+
+
+def runs_kernel(problem: hopper.Problem, implementation: Implementation | None = None) -> bool:
+    """Tells whether a call would run the kernel on the GPUs that the program is for.
+
+    Raises: as the call.
+    """
+    row = tuned.find(problem.op, key_of(problem))
+    choice = dispatch.choose(problem.op, implementation, why_not(problem), [row])
+    return choice in ("hopper", "interpret", "measured")
 
 
 def _run(

@@ -36,6 +36,7 @@ class Groups:
 
     bits: int
     group: int
+    format = "groups"
 
     def wire_bytes(self, n):
         return math.ceil(n * self.bits / 8) + 4 * math.ceil(n / self.group)

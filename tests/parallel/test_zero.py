@@ -59,7 +59,7 @@ def test_every_mesh_of_32_devices():
 # ---- the sum
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "n"), [SHAPE, (2, 1, 4096)])
+@pytest.mark.parametrize(("nodes", "ranks", "n"), [SHAPE, (2, 1, 4096), (2, 2, 4 * 4090 - 3)])
 def test_the_rule_to_nearest(nodes, ranks, n):
     x, _, _ = buffers(nodes, ranks, n, seed=1)
     pieces = np.asarray(summed("sdp4bit", "nearest")(x, None), np.float64)

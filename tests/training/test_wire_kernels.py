@@ -1,0 +1,66 @@
+"""A train step whose exchange runs in kernels: the bits of plain JAX, and what the H100 runs."""
+
+import collections
+import dataclasses
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.training import banner
+from megajax.training.step import make_train_step
+from pallas_kernels import interpret
+from tests.tiny import MODEL, host_batch, on, run_config
+from tests.training.test_wire_aot import DEEP, compiled
+
+# A layer and the table have 8192 weights for each of four ranks: what the kernels take whole.
+FITS = dataclasses.replace(
+    MODEL, width=64, head_width=16, mlp=128, activation="gelu", vocab=512, layers=3
+)
+MESHES = {
+    "streamed": dict(mesh__node=2, mesh__data=2),
+    "pipeline": dict(mesh__pipe=2, mesh__node=2, mesh__data=1),
+}
+
+
+def stepped(kernels, changes):
+    """Returns (the bits of the state and the metrics after a step, what the start says)."""
+    cfg = run_config(wire="sdp4bit", exchange__kernels=kernels, **changes)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(FITS, layers=2))
+    mesh = cfg.mesh.build(jax.devices()[:4])
+    train_step, said = make_train_step(cfg, mesh), []
+    banner.show_wire(types.SimpleNamespace(say=said.append), cfg, train_step, mesh)
+    found = train_step.step(train_step.init(0), on(train_step, host_batch(0)))
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_a_step_has_the_bits_of_plain_jax(name):
+    wanted, said = stepped("reference", MESHES[name])
+    assert not any("kernels" in line for line in said)
+    with interpret.checked():
+        found, said = stepped("interpret", MESHES[name])
+    passes = {"streamed": 5, "pipeline": 4}[name]  # a node of one rank relays nothing
+    assert said[-1] == f"wire: kernels run {2 * passes} of {2 * passes} passes"
+    assert found == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_the_program_for_h100s_calls_the_kernels():
+    """Of each layer and of the table, in place of plain JAX: no code is packed outside of them."""
+    model = dataclasses.replace(DEEP, layers=3)
+    text, _, _ = compiled(
+        model, train__seq_len=256, train__global_batch=32, exchange__kernels="hopper"
+    )
+    calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    names = collections.Counter(re.search(r"/(\w+)/mpmd_map", line).group(1) for line in calls)
+    assert names.keys() == {
+        "hadamard_quantize", "reduce_requantize", "reduce_hadamard", "subtract_quantize",
+        "dequantize_add",
+    }  # fmt: skip
+    assert min(names.values()) >= 2  # the layers' and the table's
+    assert not re.search(r"round-nearest-even|round_nearest_even", text)
