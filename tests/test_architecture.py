@@ -122,6 +122,7 @@ JAX_FREE = (
     "megajax.serving.params",
     "megajax.serving.scheduler",
     "megajax.serving.sequence",
+    "megajax.serving.structured",
     "megajax.systems.elastic.agent",
     "megajax.systems.elastic.driver",
     "megajax.systems.elastic.hosts",

@@ -5,6 +5,7 @@ never becomes a special id: '<|eos|>' in a document is seven characters like any
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import reprlib
@@ -18,6 +19,7 @@ import numpy as np
 from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
+from megajax.data import pieces as pieces_
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
@@ -33,6 +35,7 @@ class Tokenizer(Protocol):
     """What the data pipeline and sampling need. begin, end: special ids, or None.
 
     vocab: all ids are below it. identity: two tokenizers that share it give the same ids.
+    strips_space: `decode` drops a space before the first word.
     """
 
     name: str
@@ -40,9 +43,23 @@ class Tokenizer(Protocol):
     vocab: int
     begin: int | None
     end: int | None
+    strips_space: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of each text, without special ids."""
+        ...
+
+    def encode_special(self, text: str) -> list[int]:
+        """Returns the ids of a text in which the text of a special token is that token."""
+        ...
+
+    def prefix(self) -> list[int]:
+        """Returns the special ids before a prompt."""
+        ...
+
+    def pieces(self) -> list[bytes | None]:
+        """Returns the bytes of each id, None for special ones. Raises: UserError if there are
+        none."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -58,6 +75,7 @@ class ByteTokenizer:
     vocab: int = 259
     begin: int | None = 256
     end: int | None = 257
+    strips_space: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the bytes of each text."""
@@ -66,6 +84,18 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text; bytes that are not UTF-8 show as the replacement character."""
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+    def pieces(self) -> list[bytes | None]:
+        """Returns the byte of each id; None: special."""
+        return [*(bytes([b]) for b in range(256)), None, None, None]
+
+    def encode_special(self, text: str) -> list[int]:
+        """Returns the bytes of a text: no text is a special token."""
+        return list(text.encode())
+
+    def prefix(self) -> list[int]:
+        """Returns the id that begins a document."""
+        return [256]
 
 
 class JsonTokenizer:
@@ -107,6 +137,8 @@ class JsonTokenizer:
         content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
         self._forbidden = self._find_forbidden(found["model"])
+        self._decoder, self._post = found.get("decoder"), found.get("post_processor")
+        self.strips_space = pieces_.strips_space(self._decoder)
 
     def _find_forbidden(self, model: dict[str, Any]) -> np.ndarray:
         """Returns the ids that no text becomes: special ones but the one of unknown text."""
@@ -153,6 +185,38 @@ class JsonTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_bytes(self._raw)
         (folder / CONFIG).write_text(json.dumps(self.settings, indent=2) + "\n")
+
+    def pieces(self) -> list[bytes | None]:
+        """Returns the bytes of each id, None for special ones, as data/pieces.py.
+
+        Raises: UserError for tokens that do not stand for bytes.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        return pieces_.pieces(self._decoder, vocab, {i: t.special for i, t in added.items()})
+
+    @functools.cached_property
+    def _special_too(self) -> Any:
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+
+    def encode_special(self, text: str) -> list[int]:
+        """Returns the ids of a text in which the text of a special token is that token, for chat
+        templates, which write them. Raises: UserError as `encode`."""
+        with _errors_of(f"{self.name} cannot encode"):
+            return self._special_too.encode(text, add_special_tokens=False).ids
+
+    def prefix(self) -> list[int]:
+        """Returns the special ids that the file itself puts before a prompt; the begin of a
+        document where it does not say."""
+        if self._post is None or self.settings.get("add_bos_token") is False:
+            return [] if self.begin is None else [self.begin]
+        with _errors_of(f"{self.name} cannot encode"):
+            whole = self._special_too.encode("a").ids
+            text = self._special_too.encode("a", add_special_tokens=False).ids
+        at = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
+        return whole[:at]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""

@@ -10,5 +10,6 @@ __getattr__, __dir__, __all__ = public(
         "engine": ("Engine",),
         "params": ("SamplingParams",),
         "scheduler": ("Scheduler",),
+        "structured": ("StructuredOutputsParams",),
     },
 )

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megajax.serving.constraint import Matcher
 from megajax.serving.draw import Rules
 from megajax.serving.params import SamplingParams
 from megajax.serving.sequence import Sequence
@@ -50,14 +51,15 @@ class Answer:
         params: SamplingParams,
         words: np.ndarray,
         tokenizer: Tokenizer | None,
+        matcher: Matcher | None = None,
     ):
-        """words: of its PRNG key, uint32 (2,)."""
+        """words: of its PRNG key, uint32 (2,). matcher: of its constraint, for it alone."""
         self.sequence, self.params, self.tokens = sequence, params, []  # type: ignore[var-annotated]
         # The list of pages that its row of the table shows, and how many of them: the scheduler
         # makes a new list when the sequence starts again.
         self.pages: list[int] | None = None
         self.listed = 0
-        self._words, self._tokenizer = words, tokenizer
+        self._words, self._tokenizer, self.matcher = words, tokenizer, matcher
         self._stops = set(params.stop_token_ids)
         if tokenizer is not None and tokenizer.end is not None and not params.ignore_eos:
             self._stops.add(tokenizer.end)
@@ -78,8 +80,9 @@ class Answer:
         self._new.append((token, logprob, version, top))
         if logprob != logprob:
             return "error"
-        if token in self._stops or (self.params.stop and self._is_stopped()):
-            return "stop"
+        ended = token in self._stops or (self.params.stop and self._is_stopped())
+        if ended or (self.matcher is not None and self.matcher.take(token)):
+            return "error" if self.matcher is not None and self.matcher.problem else "stop"
         return "length" if len(self.tokens) >= self.params.max_tokens else None
 
     def _is_stopped(self) -> bool:
@@ -105,10 +108,10 @@ class Answer:
 
     @property
     def changes(self) -> bool:
-        """Whether penalties or a bias change its logits."""
+        """Whether penalties, a bias or a constraint change its logits."""
         p = self.params
         neutral = p.repetition_penalty == 1 and p.presence_penalty == p.frequency_penalty == 0
-        return not neutral or bool(p.logit_bias)
+        return not neutral or bool(p.logit_bias) or self.matcher is not None
 
     def write_rules(self, rules: Rules, slot: int) -> None:
         """Sets a slot's rules, which are NumPy arrays."""
@@ -123,6 +126,7 @@ class Answer:
             ("frequency", p.frequency_penalty),
             ("seed", self._words),
             ("changes", self.changes),
+            ("masked", self.matcher is not None),
             ("tops", bool(p.logprobs)),
         ):
             getattr(rules, name)[slot] = value

@@ -5,7 +5,8 @@ logits comes in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p.
 step asks for is not computed (`lax.cond`). A token's noise follows from its request's seed and its
 place in the answer alone, so a sample does not depend on the batch it is drawn in.
 
-Legend: B sequences of a step, S slots (sequences that run), V vocabulary with its padding.
+Legend: B sequences of a step, S slots (sequences that run), V vocabulary with its padding, W
+32-bit words of a mask of the vocabulary.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ class Rules:
     """How each sequence of a step draws. Names and meanings are vLLM's.
 
     top_k: 0 is all. seed: uint32 words of a PRNG key, (B, 2). drawn: tokens of the answer so far.
-    changes: whether the sequence has penalties or a bias. tops: whether it lists likeliest tokens.
+    changes: whether the sequence has penalties, a bias or a constraint. masked: whether it has a
+    constraint. tops: whether it lists likeliest tokens.
     """
 
     temperature: Any
@@ -42,20 +44,23 @@ class Rules:
     seed: Any
     drawn: Any
     changes: Any
+    masked: Any
     tops: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What penalties and biases need to know, by slot.
+    """What penalties, biases and constraints need to know, by slot.
 
     counts_SV: int32, of the tokens of an answer. seen_SV: bool, in prompt or answer. bias_SV.
+    allowed_SW: uint32, a bit for each token that may come next.
     """
 
     counts_SV: Any
     seen_SV: Any
     bias_SV: Any
+    allowed_SW: Any
 
 
 @jax.tree_util.register_dataclass
@@ -76,14 +81,20 @@ def plain_rules(B: int) -> Rules:
     none, no = np.zeros(B, np.int32), np.zeros(B, bool)
     return Rules(  # type: ignore[arg-type]
         zeros, none, ones, zeros.copy(), ones.copy(), zeros.copy(), zeros.copy(),
-        np.zeros((B, 2), np.uint32), none.copy(), no, no.copy(),
+        np.zeros((B, 2), np.uint32), none.copy(), no, no.copy(), no.copy(),
     )  # fmt: skip
 
 
 def no_changes(slots: int, vocab: int) -> Changes:
     """Returns Changes that change nothing."""
     shape = (slots, vocab)
-    return Changes(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape))
+    allowed = jnp.zeros((slots, words(vocab)), jnp.uint32)
+    return Changes(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape), allowed)
+
+
+def words(vocab: int) -> int:
+    """Returns W, the 32-bit words of a mask of the vocabulary."""
+    return -(-vocab // 32)
 
 
 def draw_tokens(
@@ -111,6 +122,7 @@ def draw_tokens(
         changes.counts_SV.at[slot_B, token_B].add(1, mode="drop"),
         changes.seen_SV.at[slot_B, token_B].set(True, mode="drop"),
         changes.bias_SV,
+        changes.allowed_SW,
     )
     return Drawn(token_B, logprob_B, top[0], top[1] - log_z_B[:, None]), after
 
@@ -128,7 +140,7 @@ def _nothing(logits_BV: Array) -> tuple[Array, Array]:
 
 
 def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> Array:
-    """Bias, repetition, frequency and presence; only for sequences that have any."""
+    """Bias, repetition, frequency, presence and constraint; only for sequences that have any."""
     rows = jnp.minimum(slot_B, changes.counts_SV.shape[0] - 1)
     counts_BV, seen_BV, bias_BV = (
         x[rows] for x in (changes.counts_SV, changes.seen_SV, changes.bias_SV)
@@ -139,7 +151,17 @@ def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> 
     x_BV = jnp.where(seen_BV, repeated_BV, x_BV)
     x_BV -= rules.frequency[:, None] * counts_BV.astype(jnp.float32)
     x_BV -= jnp.where(counts_BV > 0, rules.presence[:, None], 0.0)
+    allowed_BV = ~rules.masked[:, None] | _bits(changes.allowed_SW[rows], x_BV.shape[-1])
+    # Not NEGATIVE: a high temperature, which divides the logits, would bring that within reach.
+    x_BV = jnp.where(allowed_BV, x_BV, -jnp.inf)
     return jnp.where(rules.changes[:, None], x_BV, logits_BV)
+
+
+def _bits(words_BW: Array, vocab: int) -> Array:
+    """Returns which of the bits are set, (B, vocab)."""
+    words_BV = jnp.repeat(words_BW, 32, axis=1)[:, :vocab]
+    place_V = jnp.arange(vocab, dtype=jnp.uint32) % jnp.uint32(32)
+    return (words_BV >> place_V[None] & jnp.uint32(1)).astype(bool)
 
 
 def _sample(logits_BV: Array, rules: Rules) -> Array:

@@ -26,6 +26,7 @@ from megajax.parallel.sharding import Zero
 from megajax.serving import draw
 from megajax.serving.answer import Answer, Output, Tokenizer
 from megajax.serving.cache import PagePool
+from megajax.serving.constraint import Constraints, Matcher
 from megajax.serving.forward import Forward
 from megajax.serving.params import SamplingParams
 from megajax.serving.programs import Programs, Segment
@@ -124,6 +125,7 @@ class Engine:
         self._owners: list[Running | None] = [None] * max_batch
         self._launched: _Launched | None = None
         self._late: list[Output] = []
+        self._constraints, self._constrained = Constraints(tokenizer), 0  # 0 live answers have one
 
     def _default_pages(self, most: int, page_size: int) -> int:
         """As many as the devices of all processes have room for, `most` at most."""
@@ -160,14 +162,29 @@ class Engine:
                 f"stop={list(params.stop)} needs a tokenizer: give the engine one, or "
                 "stop_token_ids (tokenizer)"
             )
+        matcher = self._matcher(params)
         request = next(self._ids)
         sequences = self.scheduler.add(
             request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority
         )
         for sequence in sequences:
             words = self._seed_words(params, request, sequence.index)
-            self._answers[sequence] = Answer(sequence, params, words, self.tokenizer)
+            own = matcher.copy() if matcher is not None else None
+            self._answers[sequence] = Answer(sequence, params, words, self.tokenizer, own)
+            self._constrained += own is not None
         return request
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compiles a request's constraint, so that `submit` need not. Any thread may call this:
+        running requests go on meanwhile.
+
+        Raises: UserError, as `submit`.
+        """
+        self._matcher(params)
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        form = params.structured_outputs
+        return None if form is None else self._constraints.matcher(form)
 
     def _seed_words(self, params: SamplingParams, request: int, index: int) -> np.ndarray:
         """A key of its own for each answer, which a request's own seed alone decides."""
@@ -252,14 +269,15 @@ class Engine:
         for answer, reason in grown:
             if reason is not None:
                 self.scheduler.finish(answer.sequence)
-                del self._answers[answer.sequence]
+                self._drop(answer.sequence)
         return grown
 
     def _launch(self) -> None:
         """Starts the next step, if there is one."""
         if self._launched is not None:
             return
-        plan = self.scheduler.plan(self.programs.steps)
+        # A mask is known only when the token before it is.
+        plan = self.scheduler.plan(1 if self._constrained else self.programs.steps)
         if plan is None:
             return
         if self._params is None:
@@ -272,6 +290,8 @@ class Engine:
             assert slot is not None
             self._enter(sequence, slot)
             segments.append(Segment(slot, sequence.tokens[start : start + count], start, draws))
+        if self._constrained:
+            self._set_masks(plan)
         drawn, rows = self.programs.step(
             self._params, segments, self._tables, self._rules, plan.steps
         )
@@ -291,10 +311,27 @@ class Engine:
             answer.listed = len(sequence.pages)
         self._rules.drawn[slot] = len(answer.tokens)
 
+    def _set_masks(self, plan: Plan) -> None:
+        """Tells the device which tokens the constrained sequences of a plan may draw."""
+        slots, masks = [], []
+        for sequence in (piece.sequence for piece in plan.pieces if piece.draws):
+            matcher, slot = self._answers[sequence].matcher, sequence.slot
+            if matcher is not None and slot is not None:
+                masks.append(np.zeros(draw.words(self.cfg.padded_vocab), np.uint32))
+                matcher.write_mask(masks[-1])
+                slots.append(slot)
+        if slots:
+            self.programs.set_masks(slots, np.stack(masks))
+
     def _end(self, sequence: Running, reason: str) -> None:
-        answer = self._answers.pop(sequence, None)
+        answer = self._drop(sequence)
         if answer is not None:
             self._late.append(answer.output(reason))
+
+    def _drop(self, sequence: Running) -> Answer | None:
+        answer = self._answers.pop(sequence, None)
+        self._constrained -= answer is not None and answer.matcher is not None
+        return answer
 
 
 def _shapes(params: Tree) -> Tree:

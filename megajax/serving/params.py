@@ -14,6 +14,7 @@ from typing import Any
 
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, respell
+from megajax.serving.structured import StructuredOutputsParams
 
 BIAS = 100  # (OpenAI's and vLLM's interface) largest absolute value of a token's bias
 MOST = 16384  # (vLLM, the default of VLLM_MAX_N_SEQUENCES) continuations of a prompt
@@ -26,6 +27,7 @@ class SamplingParams(Checked):
 
     `stop`, `stop_token_ids` and `logit_bias` are kept as a tuple of strings, a tuple of ids and a
     dict; None, vLLM's default, is the same as empty. `top_k` 0 and -1 both mean all tokens.
+    `structured_outputs` is the form that the answer must have; it needs a tokenizer.
     Raises: UserError, with what was given, the rule and the nearest legal value.
     """
 
@@ -61,6 +63,7 @@ class SamplingParams(Checked):
     priority: int = option(
         0, "a larger one is served earlier", at_least=-PRIORITY, at_most=PRIORITY
     )
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         """Checks every value."""

@@ -27,6 +27,7 @@ from megajax.serving.forward import Forward
 Array = jax.Array
 LEAST = 8  # tokens of the smallest program
 COPIES = 16  # pages that one call copies
+MASKS = 16  # sequences whose masks one call sets
 DRAWN = Drawn(PS(), PS(), PS(), PS())  # type: ignore[arg-type]
 
 
@@ -74,7 +75,7 @@ class Programs:
         self._options = compiler_options(forward.overlap, forward.mesh)
         pages = paged.Pages(forward.page_spec, forward.page_spec)
         scores = PS() if exact else None
-        self._specs = State(pages, Changes(PS(), PS(), PS()), scores, scores)
+        self._specs = State(pages, Changes(*[PS()] * 4), scores, scores)
         self._state: Any = None  # State, while there is memory for it
         self.hold()
         self._step = self._program(self._local_step)
@@ -83,6 +84,7 @@ class Programs:
         self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
         self._set = self._on_state(_set, self._specs)
+        self._allow = self._on_state(_allow, self._specs)
 
     def hold(self) -> None:
         """Takes the memory of pages, if it has none."""
@@ -105,12 +107,20 @@ class Programs:
         """The most programs that any traffic compiles."""
         steps = 2 if self._exact else len(self.sizes)
         several = [size for size in self.sizes if self.steps > 1 and size <= self._most_rows]
-        return steps + (0 if self._exact else len(several)) + 2
+        return steps + (0 if self._exact else len(several)) + 3
 
     @property
     def compiled(self) -> int:
         """Programs compiled so far."""
-        jits = (self._step, self._several, self._tile, self._draw, self._copy, self._set)
+        jits = (
+            self._step,
+            self._several,
+            self._tile,
+            self._draw,
+            self._copy,
+            self._set,
+            self._allow,
+        )
         return sum(f._cache_size() for f in jits)
 
     @property
@@ -162,6 +172,16 @@ class Programs:
         with jax.set_mesh(self._forward.mesh):
             self._state = self._set(self._state, np.int32(slot), counts, seen, bias)
 
+    def set_masks(self, slots: Sequence[int], allowed_NW: np.ndarray) -> None:
+        """Says which tokens the sequences in some slots may draw next, a bit a token (uint32)."""
+        for start in range(0, len(slots), MASKS):
+            part = slots[start : start + MASKS]
+            slot_N = np.full(MASKS, self._slots, np.int32)
+            rows_NW = np.zeros((MASKS, allowed_NW.shape[1]), np.uint32)
+            slot_N[: len(part)], rows_NW[: len(part)] = part, allowed_NW[start : start + MASKS]
+            with jax.set_mesh(self._forward.mesh):
+                self._state = self._allow(self._state, slot_N, rows_NW)
+
     def _exact_step(
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
     ) -> tuple[Drawn, list[int]]:
@@ -199,7 +219,9 @@ class Programs:
     # ---- what is compiled
 
     def _everyone(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._forward.layout.named(PS()))
+        # Spelled as the programs' results are, or a first call would count as another program.
+        named = jax.tree.map(lambda x: self._forward.layout.named(PS(*[None] * x.ndim)), tree)
+        return jax.device_put(tree, named)
 
     def _program(self, local: Any, drawn: bool = True) -> Any:
         """A jitted function of (params, state, *arrays) that every device runs alike."""
@@ -316,5 +338,12 @@ def _set(state: State, slot: Array, counts: Array, seen: Array, bias: Array) -> 
             was.counts_SV.at[slot].set(counts),
             was.seen_SV.at[slot].set(seen),
             was.bias_SV.at[slot].set(bias),
+            was.allowed_SW,
         ),
     )
+
+
+def _allow(state: State, slot_N: Array, allowed_NW: Array) -> State:
+    was = state.changes
+    allowed_SW = was.allowed_SW.at[slot_N].set(allowed_NW, mode="drop")
+    return replace(state, changes=replace(was, allowed_SW=allowed_SW))

@@ -28,6 +28,7 @@ DEFAULTS = {
     "logit_bias": {},
     "ignore_eos": False,
     "priority": 0,
+    "structured_outputs": None,
 }
 
 

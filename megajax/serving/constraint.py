@@ -1,0 +1,191 @@
+"""Constraints: which tokens may come next, so that an answer matches its schema or expression.
+
+A constraint is compiled once (llguidance, extra `constraints`); each answer has a matcher, which
+takes the drawn tokens and gives a mask of the vocabulary, one bit a token. The grammar is over
+bytes, so any vocabulary serves whose tokens stand for bytes: bytes themselves, byte-level BPE,
+SentencePiece with bytes. The mask goes to the sampler on the device (draw.py).
+
+Legend: W 32-bit words of a mask of the vocabulary with its padding.
+"""
+
+import contextlib
+import functools
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.serving.structured import StructuredOutputsParams
+
+CACHED = 64  # (chosen) compiled constraints that are kept
+# (chosen) Between two tokens of JSON: enough for indented text, and no endless white space, which
+# small models write where a schema allows it.
+WHITESPACE = r"[ \n]{0,16}"
+# llguidance's own limits; the first two bound the time of a hostile expression (a step: about 15 ms
+# of the lexer, by its documentation).
+FUEL = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000}
+
+
+class Matcher:
+    """The state of one answer's constraint."""
+
+    def __init__(self, inner: Any, vocab: int, end: int | None):
+        """inner: llguidance's matcher. vocab: ids of the tokenizer. end: the id that may end it."""
+        self._inner, self._vocab, self._end = inner, vocab, end
+
+    def copy(self) -> "Matcher":
+        """Returns a matcher of the same state for another answer."""
+        return Matcher(self._inner.deep_copy(), self._vocab, self._end)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot go on, or None."""
+        if not self._inner.is_error():
+            return None
+        lines = self._inner.get_error().replace("<non-verbose/>", "").split("\n")
+        return " ".join(filter(None, map(str.strip, lines))) or "it is too complex"
+
+    def write_mask(self, mask_W: np.ndarray) -> None:
+        """Writes the bits of the tokens that may come next, uint32; none if there is a problem."""
+        bits = _mask_of(self._inner, self._vocab, self._end is None)
+        mask_W[:] = 0
+        # Without an end token the library has one more id, for which the mask may have no word.
+        words = min(len(bits), len(mask_W))
+        mask_W[:words] = bits[:words]
+        if self._end is None:
+            word, bit = divmod(self._vocab, 32)
+            if word < len(mask_W):
+                mask_W[word] &= ~np.uint32(1 << bit)
+
+    def take(self, token: int) -> bool:
+        """Takes a drawn token. Returns: whether the answer is complete and nothing may follow."""
+        if not self._inner.is_stopped():
+            self._inner.consume_token(token)
+        return self._inner.is_stopped()
+
+
+def _mask_of(inner: Any, vocab: int, extra: bool) -> np.ndarray:
+    bits = np.zeros(-(-(vocab + extra) // 32), np.uint32)
+    inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    return bits
+
+
+class Constraints:
+    """Compiles constraints for one tokenizer. Any thread may call it."""
+
+    def __init__(self, tokenizer: Any):
+        """Opens nothing yet. tokenizer: with `end` and `pieces` (data/tokenizer.py), else every
+        constraint is refused."""
+        self._given = tokenizer
+        self._compiled: OrderedDict[StructuredOutputsParams, Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _opened(self) -> tuple[Any, Any, Any, int]:
+        """(The library, its tokenizer, its limits, ids). Raises: UserError."""
+        if self._given is None or not hasattr(self._given, "pieces"):
+            raise UserError("structured_outputs needs a tokenizer: give the engine one (tokenizer)")
+        try:
+            import llguidance
+        except ImportError:
+            raise UserError(
+                "structured_outputs needs the package llguidance: uv sync --extra constraints"
+            ) from None
+        pieces = self._given.pieces()
+        tokenizer = llguidance.LLTokenizer(_Vocabulary(pieces, self._given))  # pyrefly: ignore
+        limits = llguidance.LLParserLimits(verbose_errors=False, **FUEL)
+        return llguidance, tokenizer, limits, len(pieces)
+
+    def matcher(self, form: StructuredOutputsParams) -> Matcher:
+        """Returns a new answer's matcher; the constraint is compiled if it is not kept.
+
+        Raises: UserError without the library, for a tokenizer whose tokens are no bytes, for what
+          the library does not know, and for what is too complex for it.
+        """
+        with self._lock:
+            self._opened  # noqa: B018 (once, whoever comes first)
+            found = self._compiled.get(form)
+            if found is not None:
+                self._compiled.move_to_end(form)
+                return found.copy()
+        made = self._compile(form)
+        with self._lock:
+            self._compiled[form] = made
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+            return made.copy()
+
+    def _compile(self, form: StructuredOutputsParams) -> Matcher:
+        library, tokenizer, limits, vocab = self._opened
+        end: int | None = self._given.end
+        try:
+            grammar = _grammar(library, form)
+        except ValueError as error:  # more nesting than its parser follows
+            raise UserError(
+                f"structured_outputs.{form.kind} cannot be used: {error!s:.400}"
+            ) from None
+        inner = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        made = Matcher(inner, vocab, end)
+        if not inner.is_error():  # the first mask finds what is too complex, or impossible
+            _mask_of(inner, vocab, end is None)
+        if (problem := made.problem) is not None:
+            raise UserError(f"structured_outputs.{form.kind} cannot be used: {problem:.400}")
+        return made
+
+
+def _grammar(library: Any, form: StructuredOutputsParams) -> str:
+    make = library.LLMatcher
+    if form.regex is not None:
+        # Classes of ASCII: [0-9] is what almost everybody means by \d.
+        return make.grammar_from_lark(f"start: /{library.regex_to_lark(form.regex, 'dws')}/")
+    if form.choice is not None:
+        return make.grammar_from_regex("|".join(map(re.escape, form.choice)))
+    schema = '{"type": "object"}' if form.json_object else form.json
+    return make.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance asks for it.
+
+    Where only one text can follow, the library asks for its tokens and allows the first of them.
+    The model's own tokenizer answers if its tokens have exactly those bytes (some put a space
+    before a text); else the longest pieces do.
+    """
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, pieces: Sequence[bytes | None], tokenizer: Any):
+        self.bos_token_id = None
+        self.eos_token_id = len(pieces) if tokenizer.end is None else tokenizer.end
+        self.special_token_ids = [i for i, piece in enumerate(pieces) if piece is None]
+        self.tokens = [b"<|%d|>" % i if p is None else p for i, p in enumerate(pieces)]
+        if tokenizer.end is None:
+            self.special_token_ids.append(len(pieces))
+            self.tokens.append(b"<|end|>")
+        self._encode = getattr(tokenizer, "encode", None)
+        self._pieces = pieces
+        self._ids = {piece: i for i, piece in enumerate(pieces) if piece}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, given: bytes | str) -> list[int]:
+        data = given if isinstance(given, bytes) else given.encode()
+        with contextlib.suppress(UserError, UnicodeDecodeError):
+            if self._encode is not None:
+                ids = self._encode([data.decode()])[0].tolist()
+                if b"".join(self._pieces[i] or b"" for i in ids) == data:
+                    return ids
+        return list(self._greedy(data))
+
+    def _greedy(self, data: bytes) -> Iterator[int]:
+        at = 0
+        while at < len(data):
+            lengths = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((n for n in lengths if data[at : at + n] in self._ids), None)
+            if size is None:
+                return
+            yield self._ids[data[at : at + size]]
+            at += size
