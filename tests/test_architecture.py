@@ -105,6 +105,8 @@ JAX_FREE = (
     "megajax.monitor.samples",
     "megajax.monitor.sources.convert",
     "megajax.monitor.sources.files",
+    "megajax.monitor.sources.run_records",
+    "megajax.monitor.sources.server",
     "megajax.monitor.stream",
     "megajax.monitor.supervised",
     "megajax.monitor.timeline",
@@ -351,6 +353,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("expert.py", "expert"),
     ("paged.py", "paged_attention"),
     ("engine.py", "__init__"),
+    ("server.py", "prometheus"),
     # Kernels: operands and options of one launch.
     ("hopper.py", "multiply"),
     ("hopper.py", "multiply_scaled"),

@@ -7,7 +7,9 @@ import statistics
 import numpy as np
 import pytest
 
+from megajax.monitor import sources
 from megajax.monitor.grid import to_grid
+from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples
 from megajax.monitor.sources import canonical, names
 
@@ -162,3 +164,21 @@ def test_the_table_has_the_papers_metrics_and_no_name_twice():
         assert len(listed) == len(set(listed))
     assert names.parse('a{b="c\\"d",e="f"}') == ("a", {"b": 'c\\"d', "e": "f"})
     assert names.parse("a {odd") == ("a {odd", {})
+
+
+def test_records_of_a_run_are_samples_of_its_hosts():
+    host = {"cpu_share": 0.25, "memory_share": 0.5, "network_bytes": 1e9, "note": "text"}
+    records = [Record(T0 + k, "h", None, None, None, n, v if n != "network_bytes" else v + 8 * k)
+               for k in range(3) for n, v in host.items()]  # fmt: skip
+    records += [Record(T0 + k, "h", None, g, None, "gpu_duty", g / 10)
+                for k in range(3) for g in range(2)]  # fmt: skip
+    records += [Record(T0 + k, "h", r, None, 5, "loss", 2.0 + r) for k in range(3) for r in (0, 1)]
+    found = sources.from_records(records, {"h": 100.0})
+    start = T0 - 100
+    expected = {"cpu_usage": 0.25, "memory_usage": 0.5, "tcp_rdma_throughput": 8.0, "loss": 2.5,
+                "loss_min": 2.0, "loss_max": 3.0, "gpu_duty_cycle": 0.05, "gpu_duty_cycle_min": 0.0,
+                "gpu_duty_cycle_max": 0.1, "gpu_count": 2.0}  # fmt: skip
+    assert set(found.metrics) == set(expected)
+    for metric, value in expected.items():
+        seconds = range(metric == "tcp_rdma_throughput", 3)
+        assert series(found, metric, "h") == pytest.approx({start + k: value for k in seconds})

@@ -10,5 +10,8 @@ __getattr__, __dir__, __all__ = public(
     {
         "convert": ("canonical",),
         "files": ("read",),
+        "http_query": ("Refused", "Unavailable"),
+        "run_records": ("from_records",),
+        "server": ("prometheus",),
     },
 )

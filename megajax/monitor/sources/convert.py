@@ -75,13 +75,31 @@ def canonical(samples: Samples) -> Samples:
         if metric + names.LEAST in found:
             found[names.GPU_COUNT] = [table.count(names.METRICS[metric])]
             break
+    return _joined(samples, found, table.notes)
+
+
+def per_machine(samples: Samples) -> Samples:
+    """Returns the samples with the devices of a machine as in `canonical`, under their own names
+    and taken as gauges."""
+    table = _Table(samples)
+    if not any(labels for _, labels in table.parsed):
+        return samples
+    found: dict[str, list[Rows]] = {}
+    for base in dict.fromkeys(b for b, _ in table.parsed):
+        for suffix, rows in over_devices(table.rows(base)).items():
+            found.setdefault(base + suffix, []).append(rows)
+    return _joined(samples, found, ())
+
+
+def _joined(samples: Samples, found: dict[str, list[Rows]], notes: Sequence[str]) -> Samples:
+    """Returns rows as samples of the same machines and interval."""
     metrics = tuple(sorted(m for m, parts in found.items() if sum(len(p.time_N) for p in parts)))
     parts = [Rows.join(found[m]) for m in metrics]
     rows = Rows.join([_NONE, *parts])
     metric_N = np.repeat(np.arange(len(metrics)), [len(p.time_N) for p in parts])
     return Samples(
         rows.time_N, rows.machine_N, metric_N, rows.value_N, samples.machines, metrics,
-        samples.start, samples.end, samples.notes + tuple(table.notes),
+        samples.start, samples.end, (*samples.notes, *notes),
     )  # fmt: skip
 
 
@@ -205,9 +223,9 @@ def _occurrences(samples: Samples) -> np.ndarray | None:
 def over_devices(rows: Rows) -> dict[str, Rows]:
     """Returns {"": mean, "_min": least, "_max": greatest} of the devices of each cell.
 
-    Where no machine has more than one device: {"": the rows}.
+    Where no machine has two devices in one cell: {"": the rows}.
     """
-    if rows.devices() <= 1:
+    if rows.devices() <= 1 or reduce(rows, "count").value_N.max() <= 1:
         return {"": rows}
     hows = {"": "mean", names.LEAST: "min", names.GREATEST: "max"}
     return {suffix: reduce(rows, how) for suffix, how in hows.items()}
