@@ -92,6 +92,7 @@ JAX_FREE = (
     "megajax.monitor.detectors",
     "megajax.monitor.ethtool",
     "megajax.monitor.ettr",
+    "megajax.monitor.exporter",
     "megajax.monitor.faults",
     "megajax.monitor.grid",
     "megajax.monitor.fleet",

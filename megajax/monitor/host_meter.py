@@ -46,7 +46,7 @@ class HostMeter:
             busy, idle = _cpu_ticks((self._system / "proc/stat").read_text())
             self._share(found, "cpu_share", busy, busy + idle)
         with contextlib.suppress(OSError, ValueError, KeyError):
-            memory = _table((self._system / "proc/meminfo").read_text())
+            memory = table((self._system / "proc/meminfo").read_text())
             found["memory_share"] = 1 - memory["MemAvailable"] / memory["MemTotal"]
         if pauses := self._pauses():
             self._rate(found, "pfc_packets_per_s", sum(pauses))
@@ -100,7 +100,7 @@ def _cpu_ticks(stat: str) -> tuple[float, float]:
     return sum(ticks) - idle, idle
 
 
-def _table(text: str) -> Values:
+def table(text: str) -> Values:
     """Returns {name: number} of lines 'name: number unit'."""
     rows = (line.split(":", 1) for line in text.splitlines() if ":" in line)
     return {name: float(rest.split()[0]) for name, rest in rows}

@@ -9,41 +9,10 @@ import pytest
 
 from megajax.monitor import ethtool
 from megajax.monitor.host_meter import Gpus, HostMeter, traffic
+from tests.fake_nvml import Nvml
 
 STAT = "cpu  {} 0 10 {} 5 0 0 0 0 0\ncpu0 1 1 1 1\n"
 NET = "x\ny\n lo: 100 0 0 0 0 0 0 0 50 0 0\neth0: 7 0 0 0 0 0 0 0 3 0 0\n"
-
-
-class Nvml:
-    """Answers as NVML does for two GPUs, of which the second has no power meter."""
-
-    def nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = 2
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
-        handle._obj.value = index.value + 1
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, handle, rates):
-        rates._obj.gpu, rates._obj.memory = 10 * handle.value, 50
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, handle, memory):
-        memory._obj.used = 2**33
-        return 0
-
-    def nvmlDeviceGetPowerUsage(self, handle, number):
-        number._obj.value = 350_500
-        return 0 if handle.value == 1 else 3
-
-    def nvmlDeviceGetTemperature(self, handle, kind, number):
-        number._obj.value = 61 + kind.value
-        return 0
-
-    def nvmlDeviceGetClockInfo(self, handle, kind, number):
-        number._obj.value = 1980 if kind.value == 1 else 0
-        return 0
 
 
 @pytest.fixture
