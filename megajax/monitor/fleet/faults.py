@@ -12,7 +12,12 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor.fleet.disturbances import Disturbance, Move, Shape
 from megajax.monitor.fleet.kinds import GROUPS, KINDS, MIXES, Kind
 from megajax.monitor.fleet.roles import Layout
-from megajax.monitor.fleet.specs import SEVEN
+from megajax.monitor.fleet.specs import METRICS, SEVEN
+
+
+# Share of the faults that do not stop the job whose sizes come from the whole of their range; the others' come from its
+# upper half, in logarithms. ASSUMED: most faults of the paper's figures are plain to see.
+WEAK = 0.3
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class Fault:
             found.append(Disturbance("peer", self.start, self.end, (machine,), moves))
         slow = min(self.start + self.speed_delay_s, self.end)
         if self.speed < 1:
-            found.append(Disturbance("speed", slow, self.end, (), (), self.speed, self.ramp_s))
+            kind = "hang" if self.speed == 0 else "slow"
+            found.append(Disturbance(kind, slow, self.end, (), (), self.speed, self.ramp_s))
         if self.restart_s > 0:
             found.append(Disturbance("halt", self.end, self.end + self.restart_s, state="restart"))
         return found
@@ -80,7 +86,6 @@ def draw_fault(
     victim = int(rng.integers(layout.machines)) if machine is None else machine
     factor = float(rng.uniform(*strength))
     shape, seconds = _shape(rng, what, end - start)
-    moves = _moves(rng, what, factor, (shape, seconds), visible)
     speed, delay_s, ramp_s = 1.0, float(rng.uniform(0, 20)), 0.0
     chance = rng.random()
     if chance < what.hangs:
@@ -88,6 +93,12 @@ def draw_fault(
     elif chance < what.hangs + what.slows:
         speed = float(rng.uniform(*what.speed))
         ramp_s = seconds if shape == "ramp" else 0.0
+    # A machine for which all others wait has stopped: that is plain to see.
+    weak = speed > 0 and rng.random() < WEAK
+    if speed == 0:  # while all machines wait, what only work moves shows nothing
+        waiting = tuple(m for m in visible if METRICS[m].levels.get("wait"))
+        visible = waiting or visible
+    moves = _moves(rng, what, factor, (shape, seconds), weak, visible)
     if kind == "fail_slow":  # the victim is never seen to wait
         kept = rng.permutation(["gpu_tensor_activity", "gpu_sm_activity", "nvlink_bandwidth"])[:2]
         size = float(rng.uniform(0.3, 0.9))
@@ -97,7 +108,8 @@ def draw_fault(
     peers: list[tuple[int, float, float]] = []
     if rng.random() < what.spreads:
         near = layout.peers(victim)
-        for k in rng.permutation(len(near))[:8]:
+        most = min(8, layout.machines // 4)  # a fault that all show has no place
+        for k in rng.permutation(len(near))[:most]:
             share = float(rng.uniform(*what.spread))
             peers.append((near[k], float(np.exp(rng.uniform(0, np.log(60)))), share))
     names = tuple(dict.fromkeys(m.metric for m in moves))
@@ -125,6 +137,7 @@ def _moves(
     kind: Kind,
     factor: float,
     shape: tuple[Shape, float],
+    weak: bool,
     visible: Collection[str],
 ) -> tuple[Move, ...]:
     """Returns the moves that a draw of the effects gives; one of them is visible, if any can be."""
@@ -134,7 +147,8 @@ def _moves(
         for effect in kind.effects:
             if rng.random() >= effect.probability:
                 continue
-            size = float(np.exp(rng.uniform(np.log(effect.low), np.log(effect.high)))) * factor
+            low = effect.low if weak else np.sqrt(effect.low * effect.high)
+            size = float(np.exp(rng.uniform(np.log(low), np.log(effect.high)))) * factor
             for metric in _members(rng, GROUPS[effect.group]):
                 own = min(1.0, size * float(rng.uniform(0.7, 1.2)))
                 moves.append(Move(metric, effect.target, own, *shape))

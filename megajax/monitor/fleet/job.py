@@ -67,9 +67,10 @@ class Job:
         found: dict[str, np.ndarray] = {name: np.zeros(HOUR, np.float32) for name in TRACKS}
         found["speed"] += 1
         found["tempo"] += 1
-        for disturbance in self.disturbances(second, second + HOUR):
-            if disturbance.changes_the_job:
-                _apply(disturbance, second, found)
+        changes = [d for d in self.disturbances(second, second + HOUR) if d.changes_the_job]
+        # A job that hangs saves and evaluates nothing, so a hang comes last.
+        for disturbance in sorted(changes, key=lambda d: d.kind == "hang"):
+            _apply(disturbance, second, found)
         steps = found["speed"].astype(np.float64) / (self.setting.step_s * found["tempo"])
         if second < self.start:
             steps[: self.start - second] = 0
@@ -128,6 +129,9 @@ def _apply(disturbance: Disturbance, second: int, tracks: dict[str, np.ndarray])
         fall = np.clip(since / disturbance.ramp_s, 0, 1) if disturbance.ramp_s else 1.0
         now = np.float32(1 - (1 - speed) * fall)
         tracks["speed"][part] = np.minimum(tracks["speed"][part], now)
+    if disturbance.kind == "hang":
+        for name in ("write", "evaluate", "starve", "idle", "init"):
+            tracks[name][part] = 0
     marks = {
         "write": (("write", 1.0), ("starve", 1.0)),
         "write_behind": (("write", 0.4),),

@@ -141,39 +141,50 @@ class Fleet:
 
     def _healthy(self, spec: Spec, done: Work, rough_NT: np.ndarray, second: int) -> np.ndarray:
         """Returns what a metric shows without disturbances, float32 (N, T)."""
-        value_NT = np.full((self.machines, BLOCK), spec.base, np.float32)
+        value_NT = np.zeros((self.machines, BLOCK), np.float32)
         for driver, level in spec.levels.items():
             part = done.drivers.get(driver)
             if part is not None:
                 value_NT += np.float32(level) * part
-        value_NT += self._persistent(spec)[:, None]
+        share_NT = self._noise(spec, rough_NT, second)
         day = 2 * np.pi * ((np.arange(BLOCK) + second) / 86400 + NUMBERS[spec.name] / 21)
-        value_NT += (self.setting.daily * spec.span * np.sin(day)).astype(np.float32)
-        noise = self.setting.noise * spec.span
-        if noise:
-            stream = keyed.METRIC + NUMBERS[spec.name]
-            white_NT = keyed.generator(self.seed, stream + (1 << 32), second).standard_normal(
-                (self.machines, BLOCK), np.float32
-            )
-            white_NT *= rough_NT
-            # One second in 400 or so lies far outside: the third power of what is beyond 3 sigma.
-            white_NT = np.where(np.abs(white_NT) > 3, white_NT * 2, white_NT)
-            value_NT += np.float32(noise * spec.white) * white_NT
-            for number, (spacing, share) in enumerate(((5, 0.7), (40, 0.5), (900, 0.5))):
-                slow_NT = keyed.interpolated(
-                    self.seed, stream + ((2 + number) << 32), spacing, second, BLOCK, self.machines
-                )
-                value_NT += np.float32(noise * spec.slow * share) * slow_NT
+        share_NT += (self.setting.daily * np.sin(day)).astype(np.float32)
+        if spec.log:
+            share_NT *= np.float32(spec.span)
+        else:  # most of the noise is of the work
+            share_NT *= np.float32(0.2 * spec.span) + np.float32(0.8) * value_NT
+        value_NT += share_NT
+        value_NT += np.float32(spec.base)
         return value_NT
 
+    def _noise(self, spec: Spec, rough_NT: np.ndarray, second: int) -> np.ndarray:
+        """Returns the noise of a metric in shares of its span, float32 (N, T)."""
+        share_NT = np.repeat(self._persistent(spec)[:, None], BLOCK, axis=1)
+        noise = self.setting.noise
+        if not noise:
+            return share_NT
+        stream = keyed.METRIC + NUMBERS[spec.name]
+        white = keyed.generator(self.seed, stream + (1 << 32), second)
+        white_NT = white.standard_normal((self.machines, BLOCK), np.float32)
+        white_NT *= rough_NT
+        # What is beyond 3 sigma goes twice as far: rare readings far outside.
+        white_NT = np.where(np.abs(white_NT) > 3, white_NT * 2, white_NT)
+        share_NT += np.float32(noise * spec.white) * white_NT
+        for number, (spacing, share) in enumerate(((5, 0.7), (40, 0.5), (900, 0.5))):
+            slow_NT = keyed.interpolated(
+                self.seed, stream + ((2 + number) << 32), spacing, second, BLOCK, self.machines
+            )
+            share_NT += np.float32(noise * spec.slow * share) * slow_NT
+        return share_NT
+
     def _persistent(self, spec: Spec) -> np.ndarray:
-        """Returns the constant differences between machines and makes, float32 (N,)."""
+        """Returns the constant differences between machines and makes in shares of the span."""
         rng = keyed.generator(self.seed, keyed.OFFSETS, NUMBERS[spec.name])
         own_N = rng.standard_normal(self.machines, np.float32) * np.float32(spec.offset)
         rack = rng.standard_normal(self.machines, np.float32)[self.layout.rack_N]
         make = np.float32(rng.uniform(-0.08, 0.08)) * self._people.other_N
         total = own_N + np.float32(0.4 * spec.offset) * rack + make
-        return (self.setting.noise * spec.span * total).astype(np.float32)
+        return (self.setting.noise * total).astype(np.float32)
 
     def _disturb(
         self, value_NT: np.ndarray, spec: Spec, active: Sequence[Disturbance], second: int

@@ -6,7 +6,9 @@ of METRICS begins with the seven that Minder uses, in the order of priority that
 
 Every number here is ASSUMED: chosen to look like a host with 8 GPUs of 700 W and 400 Gbit/s of RDMA
 a GPU, since no public trace of such a job exists. Noise is given in shares of the metric's span,
-the difference between a working and an idle machine.
+the difference between a working and an idle machine; a fifth of it is there on an idle machine,
+the rest grows with what the machine does (packet rates: all of it is always there, as a factor).
+CPU: the threads that wait for a collective poll, so that a job that hangs is not idle.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +88,7 @@ _LIST = (
     # A pause every few seconds in healthy training; 40,000 a second in a surge (e^10.6).
     _packets("pfc_tx_packet_rate", 0.0, 10.6, exchange=2.0, compute=1.5, wait=1.0, alive=1.2),
     _percent("cpu_usage", 4, 92, noise=(0.07, 0.07, 0.08),
-             exchange=3, wait=4, load=12, write=14, init=35, alive=3, log=3, disk=6),
+             compute=6, exchange=8, wait=12, load=6, write=12, init=35, alive=3, log=3, disk=6),
     _percent("gpu_duty_cycle", 0, 100, noise=(0.012, 0.012, 0.008),
              compute=98, exchange=97, wait=92, init=4),
     Spec("gpu_power_draw", "W", 95, {"compute": 480, "exchange": 190, "wait": 130, "alive": 25},
