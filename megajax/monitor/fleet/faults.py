@@ -14,9 +14,8 @@ from megajax.monitor.fleet.kinds import GROUPS, KINDS, MIXES, Kind
 from megajax.monitor.fleet.roles import Layout
 from megajax.monitor.fleet.specs import METRICS, SEVEN
 
-
-# Share of the faults that do not stop the job whose sizes come from the whole of their range; the others' come from its
-# upper half, in logarithms. ASSUMED: most faults of the paper's figures are plain to see.
+# Share of weak faults among those that do not stop the job: their sizes come from their whole
+# range, those of the others from its upper half, in logarithms. ASSUMED: most are plain to see.
 WEAK = 0.3
 
 
