@@ -1,0 +1,239 @@
+"""Processes that play machines, with the exporters and the Prometheus server that watch them.
+
+Each machine is a process group that works a little every second, and is put under stress on demand:
+processors, memory, disk, network. Its agent (scripts/agent_metrics.py) shows the counters of that
+group only, since exporters on one kernel would all show the same host. The server and the node
+exporter are those of Debian: installed, or unpacked into a temporary folder.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"prometheus": "prometheus", "prometheus-node-exporter": "prometheus-node-exporter"}
+PASSWORD = "s3cret"
+# bcrypt of PASSWORD, of the least cost, so that checking it takes no time
+HASHED = "$2b$04$abcdefghijklmnopqrstuuLZYjhNQAOdpbzt4WxWlUHjv1wsyH5DG"
+
+# One machine. Reads lines "kind amount" from standard input; amount 0 ends the stress.
+MACHINE = r"""
+import os, socket, sys, tempfile, threading, time
+amount = dict.fromkeys(("cpu", "memory", "disk", "network"), 0.0)
+has_network = sys.argv[1] == "1"
+if has_network:
+    os.unshare(os.CLONE_NEWNET)
+    for words in ("link add eth0 type veth peer name eth1", "addr add 10.9.0.1/24 dev eth0",
+                  "link set eth0 up", "link set eth1 up",
+                  "neigh add 10.9.0.2 lladdr 02:00:00:00:00:02 dev eth0"):
+        if os.spawnvp(os.P_WAIT, "ip", ["ip", *words.split()]): sys.exit("no network namespace")
+
+def burn(share):
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < share * 0.1: pass
+    time.sleep(max(0.0, 0.1 - (time.perf_counter() - begin)))
+
+def work():
+    held = b""
+    file = tempfile.TemporaryFile(dir=sys.argv[2])
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    step = 0
+    while True:
+        step += 1
+        burn(amount["cpu"] or (0.3 if step % 10 == 0 else 0.02))  # a step of training a second
+        if len(held) != (size := int(amount["memory"] * 2**20)): held = bytearray(size)
+        megabytes = amount["disk"] or (0.05 if step % 10 == 0 else 0)
+        if megabytes:
+            os.pwrite(file.fileno(), os.urandom(4096) * int(megabytes * 256 / 10 + 1), 0)
+            os.fdatasync(file.fileno())
+        for _ in range(int((amount["network"] or 0.05) * 100) if has_network else 0):
+            sock.sendto(b"x" * 1000, ("10.9.0.2", 9))
+
+threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+for line in sys.stdin:
+    kind, size = line.split()
+    amount[kind] = float(size)
+"""
+
+
+@functools.cache
+def program(name: str) -> str | None:
+    """Returns a program of Debian's package of that name, None where there is none to be had."""
+    if found := shutil.which(name):
+        return found
+    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="megajax-debian-"))
+    command = ["apt-get", "download", "-q", name, "-o", "APT::Sandbox::User=root"]
+    with contextlib.suppress(subprocess.SubprocessError):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+        for package in folder.glob("*.deb"):
+            subprocess.run(["dpkg-deb", "-x", package, folder], check=True, timeout=60)
+    file = folder / "usr/bin" / name
+    return str(file) if file.exists() else None
+
+
+def is_missing() -> str:
+    """Returns why there can be no real server here, or ''."""
+    missing = [name for name in PACKAGES if program(name) is None]
+    return f"needs Debian's {' and '.join(missing)}" if missing else ""
+
+
+def can_have_networks() -> bool:
+    """Tells whether machines can have network namespaces of their own."""
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        return False
+    test = ["unshare", "-n", "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1"]
+    return subprocess.run(test, capture_output=True).returncode == 0
+
+
+def free_port() -> int:
+    """Returns a port that nobody has at this moment."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Machine:
+    """One of them, with its agent. instance: what Prometheus calls it."""
+
+    def __init__(self, folder: Path, network: bool):
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-c", MACHINE, str(int(network)), str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0,
+        )  # fmt: skip
+        assert self._process.stdout and self._process.stdout.readline() == "ready\n"
+        self._agent = subprocess.Popen(
+            [sys.executable, "scripts/agent_metrics.py", "--port=0", f"--pid={self._process.pid}"],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def instance(self) -> str:
+        """Its address. Waits until the agent serves."""
+        assert self._agent.stdout is not None
+        return self._agent.stdout.readline().split("/")[2]
+
+    def stress(self, kind: str, amount: float) -> None:
+        """kind: "cpu" (share of a processor), "memory" (MiB), "disk" or "network" (MB/s)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{kind} {amount}\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """Ends the machine; its agent has nothing to show from then on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Ends both."""
+        self.kill()
+        self._agent.terminate()
+        self._agent.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._agent.stdout):
+            with contextlib.suppress(OSError):  # a line that the machine did not read
+                pipe.close()  # type: ignore[missing-attribute]
+
+
+@contextlib.contextmanager
+def machines(count: int, folder: Path, network: bool = False) -> Iterator[list[Machine]]:
+    """Yields so many machines. folder: where they write."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(Machine(folder, network))
+            stack.callback(found[-1].close)
+        yield found
+
+
+class Server:
+    """A Prometheus server that scrapes some instances every second."""
+
+    def __init__(self, folder: Path, instances: list[str], guarded: bool = False):
+        """guarded: with basic authentication (user `me`) and TLS, by `certificate`."""
+        self.folder, self.port, self._process = folder, free_port(), None
+        targets = json.dumps(instances)
+        (folder / "prometheus.yml").write_text(
+            "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
+            f"scrape_configs: [{{job_name: machines, static_configs: [{{targets: {targets}}}]}}]\n"
+        )
+        self.certificate, self._more = folder / "certificate.pem", list[str]()
+        if guarded:
+            subprocess.run(
+                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+                 "-keyout", folder / "key.pem", "-out", self.certificate, "-subj", "/CN=x",
+                 "-addext", "subjectAltName=IP:127.0.0.1"],
+                check=True, capture_output=True,
+            )  # fmt: skip
+            files = "cert_file: certificate.pem, key_file: key.pem"
+            (folder / "web.yml").write_text(
+                f"tls_server_config: {{{files}}}\nbasic_auth_users: {{me: '{HASHED}'}}\n"
+            )
+            self._more = [f"--web.config.file={folder}/web.yml"]
+        self.url = f"http{'s' * guarded}://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Starts it on what it has stored."""
+        with (self.folder / "prometheus.log").open("a") as log:
+            self._process = subprocess.Popen(
+                [str(program("prometheus")), f"--config.file={self.folder}/prometheus.yml",
+                 f"--storage.tsdb.path={self.folder}/data",
+                 f"--web.listen-address=127.0.0.1:{self.port}", *self._more],
+                stderr=log,
+            )  # fmt: skip
+
+    def send(self, number: int) -> None:
+        """Sends it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """Ends it as an operator would."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def server(folder: Path, instances: list[str], guarded: bool = False) -> Iterator[Server]:
+    """Yields a server."""
+    folder.mkdir()
+    found = Server(folder, instances, guarded)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@contextlib.contextmanager
+def node_exporter() -> Iterator[str]:
+    """Yields the instance of a node exporter of this host."""
+    instance = f"127.0.0.1:{free_port()}"
+    command = [str(program("prometheus-node-exporter")), f"--web.listen-address={instance}",
+               "--collector.ethtool", "--log.level=error"]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://{instance}/metrics").close()
+                break
+            time.sleep(0.1)
+        yield instance
+    finally:
+        process.terminate()
+        process.wait()
