@@ -269,7 +269,9 @@ class Programs:
             real_B = (tokens.count_B > 0).astype(jnp.int32)
             tokens = replace(
                 tokens,
-                ids_T=tokens.ids_T.at[:B].set(drawn.token),
+                # Not `.at[:B].set`: where B is T, XLA (jaxlib 0.11.2) crashes while it compiles
+                # this loop for several devices.
+                ids_T=jnp.concatenate([drawn.token, tokens.ids_T[B:]]),
                 positions_T=tokens.positions_T + 1,
                 context_B=tokens.context_B + real_B,
             )

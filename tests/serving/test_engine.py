@@ -11,7 +11,16 @@ from megajax.core.mesh import MeshSpec
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.serving import Engine, SamplingParams
 from megajax.training import logprobs
-from tests.plain_loop import CFG, SMALL, answers, check_greedy, one_by_one, prompts_of, sharp
+from tests.plain_loop import (
+    CFG,
+    SMALL,
+    answers,
+    check_greedy,
+    one_by_one,
+    prompts_of,
+    run_all,
+    sharp,
+)
 
 
 def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
@@ -30,8 +39,8 @@ def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_greedy_of_two_hundred_prompts(tensor, reuse):
     engine, *_ = check_greedy(
-        CFG, 200, 300, 320, {"tensor": tensor}, dtype="float32", pages=90, max_batch=16,
-        prefix_cache=reuse, decode_steps=1 + tensor // 2,
+        CFG, 200, 300, 320, {"tensor": tensor}, dtype="float32", pages=300, page_size=4,
+        max_batch=16, prefix_cache=reuse, decode_steps=1 + tensor // 2,
     )  # fmt: skip
     assert engine.scheduler.preemptions > 0
     assert (engine.scheduler.prefix_hits > 0) == reuse
@@ -113,6 +122,40 @@ def test_requests_end_as_they_ask():
     assert engine.pool.in_use == 0
 
 
+def random_params(random):
+    """What a request may ask for, each with some probability."""
+    given = {"max_tokens": int(random.integers(1, 9)), "seed": int(random.integers(99))}
+    for name, value in (
+        ("temperature", 0), ("top_k", 5), ("top_p", 0.8), ("min_p", 0.1), ("logprobs", 3), ("n", 3),
+        ("repetition_penalty", 1.2), ("frequency_penalty", 0.4), ("logit_bias", {3: 5.0}),
+        ("stop_token_ids", [7]), ("stop", "ab"), ("priority", 2),
+    ):  # fmt: skip
+        if random.random() < 0.25:
+            given[name] = value
+    return SamplingParams(**given)
+
+
+@pytest.mark.parametrize(("numerics", "bound"), [("fast", 5), ("exact", 4)])
+def test_random_traffic_compiles_a_bounded_number_of_programs(numerics, bound):
+    """fast: steps of 8 and of 16 tokens, 3 decode steps of 8, copies of pages, penalties. exact:
+    a tile, a draw, and the last two."""
+    options = SMALL | {"pages": 30, "page_size": 4, "tokenizer": ByteTokenizer()}
+    engine = Engine(CFG, sharp(CFG), **options, decode_steps=3, numerics=numerics)
+    assert engine.programs.bound == bound
+    random = np.random.default_rng(2)
+    for _ in range(40):
+        for _ in range(random.integers(0, 4)):
+            prompt = random.integers(0, 3, random.integers(1, 40)).tolist()
+            request = engine.submit(prompt, random_params(random))
+        if random.random() < 0.1:
+            engine.cancel(request)
+        for _ in range(random.integers(1, 6)):
+            engine.step()
+    assert list(engine.run()) or not engine.busy
+    assert engine.programs.compiled == bound
+    assert engine.pool.in_use == 0
+
+
 def test_new_weights_take_over_between_steps():
     engine = Engine(CFG, sharp(CFG), **SMALL)
     engine.submit([1, 2, 3], SamplingParams(max_tokens=10, temperature=0))
@@ -122,6 +165,12 @@ def test_new_weights_take_over_between_steps():
     versions = sum((o.versions for o in found), [])
     assert versions == sorted(versions)
     assert {0, 7} == set(versions)
+    # The pages of the same prompt hold keys of the first weights: nobody reads them any more.
+    whole = list(range(20, 32))
+    for version, sign in ((8, 1), (9, -1)):
+        params = jax.tree.map(lambda x: sign * x, sharp(CFG))  # noqa: B023
+        engine.load(params, version)
+        assert run_all(engine, [whole], 6) == [one_by_one(CFG, whole, 6, 36, params)]
     with pytest.raises(UserError, match="not of the engine's model"):
         engine.load({"tokens": np.zeros(3)}, 8)
 
