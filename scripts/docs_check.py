@@ -20,7 +20,7 @@ SOURCES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ipynb", ".md")
 SCRIPT = re.compile(r"(?:(?:experiments|scripts)/)?(\w+\.(?:py|sh))$")
 # What other programs define: their flags, and files that the project makes when it runs.
 FOREIGN_FLAGS = {
-    "--extra", "--help", "--helpfull", "--nodes", "--server-side", "--signal", "--batch", "--all",
+    "--extra", "--group", "--help", "--helpfull", "--nodes", "--server-side", "--signal", "--batch", "--all",
     "--slow", "--lint", "--FLAG", "--durations",
 }  # fmt: skip
 MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when a script has run

@@ -1,8 +1,9 @@
 """The encoder: BERT, RoBERTa, DistilBERT and ALBERT, one definition, without padding.
 
 Post-norm blocks, norm(x + sublayer(x)), over tables of tokens, positions and token types; a head
-that predicts masked tokens with the token table transposed, or one that classifies a sequence by
-its first token. BERT: arXiv 1810.04805; ALBERT (narrow tables, shared blocks): arXiv 1909.11942.
+that predicts masked tokens with the token table transposed, one that classifies a sequence by its
+first token, or none. `embed` makes vectors of sentences (Sentence-BERT, arXiv 1908.10084). BERT:
+arXiv 1810.04805; ALBERT (narrow tables, shared blocks): arXiv 1909.11942.
 
 `pack_batch` turns padded rows into ONE row of packed tokens where they enter the network; all of
 it, attention too, then works on T tokens, and the results are unpacked where they leave
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.packing import PackInfo, pack, unpack
 from megajax.core.tree import Tree
@@ -89,6 +91,8 @@ class Encoder(nnx.Module):
             self.widen_bias = param.constant(layout, (D,), (None,), 0.0)
         make_block = nnx.vmap(lambda r: Block(cfg, layout, ops, rngs=r))
         self.blocks = make_block(rngs.split(cfg.layers))
+        if cfg.head == "none":
+            return
         out = W if cfg.head == "mlm" else D
         self.dense = normal((D, out), ("embed", None))
         self.dense_bias = param.constant(layout, (out,), (None,), 0.0)
@@ -150,12 +154,20 @@ class Encoder(nnx.Module):
         return ops.gather(x_BSD), project
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
-        """Returns float32 logits_BSV (classes, for a classifier) of the last block's output."""
+        """Returns float32 logits_BSV (classes, for a classifier) of the last block's output, or
+        that output where there is no head."""
+        if self.cfg.head == "none":
+            return x_BSD.astype(jnp.float32)
         hidden_BSD, project = self._head(x_BSD)
         return project(hidden_BSD)
 
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int) -> LossSums:
-        """Returns the cross-entropy sums of the last block's output."""
+        """Returns the cross-entropy sums of the last block's output. Raises: UserError without a
+        head."""
+        if self.cfg.head == "none":
+            raise UserError(
+                "model.head=none has no loss; train with mlm or classify (--model.head)"
+            )
         hidden_BSD, project = self._head(x_BSD)
         return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab, accuracy=True)
 
@@ -295,3 +307,26 @@ def classify(
     packed, info = pack_batch(batch, lengths_B, capacity)
     x_1TD, _ = parts.hidden(params, packed, None, "none")
     return parts.head(params, x_1TD[:, info.cu_seqlens[:-1]])[0]
+
+
+def embed(
+    parts: parts_.ModelParts,
+    params: Tree,
+    batch: parts_.Batch,
+    lengths_B: jax.Array,
+    capacity: int | None = None,
+) -> jax.Array:
+    """Returns a float32 vector of length 1 for each row, (B, D): the mean of what the last block
+    gives for its tokens (Sentence-BERT, arXiv 1908.10084, section 3), whatever the head.
+
+    capacity: as in `logits`. A row without tokens has no meaning: ignore it.
+    """
+    B, S = batch["tokens"].shape
+    if capacity is None:
+        x_BSD = parts.hidden(params, pad_batch(batch, lengths_B), None, "none")[0]
+    else:
+        packed, info = pack_batch(batch, lengths_B, capacity)
+        x_BSD = unpack(parts.hidden(params, packed, None, "none")[0][0], info)
+    live_BS = jnp.arange(S)[None] < lengths_B[:, None]
+    mean_BD = jnp.mean(x_BSD.astype(jnp.float32), axis=1, where=live_BS[..., None])
+    return mean_BD / jnp.linalg.norm(mean_BD, axis=-1, keepdims=True)

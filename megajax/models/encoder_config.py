@@ -17,6 +17,8 @@ from megajax.cost.transformer import Stack, lookup
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import MlpConfig
 
+Head = Literal["mlm", "classify", "none"]
+
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig(Checked, section="model"):
@@ -44,7 +46,9 @@ class EncoderConfig(Checked, section="model"):
     dropout: float = option(
         0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
     )
-    head: Literal["mlm", "classify"] = option("mlm", "token ids, or labels from the first token")
+    head: Head = option(
+        "mlm", "token ids, labels from the first token, or none, which cannot be trained"
+    )
     labels: int = option(2, "classes of a classification head", at_least=1)
     pooler: Literal["tanh", "relu"] = option("tanh", "activation before the classes")
 
@@ -146,6 +150,8 @@ class EncoderConfig(Checked, section="model"):
         out = E if self.head == "mlm" else D
         after = [Matmul(T, D, out), Rowwise("activation", T, out)]
         after += [Rowwise("norm", T, E)] if self.head == "mlm" else [Matmul(T, D, self.labels)]
+        if self.head == "none":
+            after = []
         head = [Op("head", kernel, dtypes=(dtype,)) for kernel in after]
         if self.head == "mlm":  # scored with the table of the tokens
             head.append(Op("head", Matmul(T, E, self.vocab), 1, 0, (dtype,)))

@@ -1,19 +1,19 @@
 """Hugging Face name maps of the encoders: bert, roberta, distilbert, albert.
 
 The counterpart of names.py for EncoderConfig, with its rules. Which head a folder has is in its
-`architectures`: ...ForMaskedLM or ...ForSequenceClassification; of other classes, and of the
-pre-training ones, the head for masked tokens is read. Left out: DeBERTa, whose attention this
-encoder does not compute, and position embeddings that are relative or not learned.
+`architectures`: ...ForMaskedLM, ...ForSequenceClassification, or ...Model, which has none; of other
+classes, and of the pre-training ones, the head for masked tokens is read. Left out: DeBERTa, whose
+attention this encoder does not compute, and position embeddings that are relative or not learned.
 
 Legend: D width, F feed-forward, H heads, K head width, V vocabulary, N positions, Y token types, W
 table width, C classes, X the width as a result.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from megajax.core.errors import UserError
-from megajax.models.encoder_config import EncoderConfig
+from megajax.models.encoder_config import EncoderConfig, Head
 from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, require
 
@@ -25,8 +25,8 @@ IGNORED = (
     ".position_ids", "cls.seq_relationship.weight", "cls.seq_relationship.bias",
     "sop_classifier.classifier.weight", "sop_classifier.classifier.bias",
 )  # fmt: skip
-POOLERS = (".pooler.dense.weight", ".pooler.dense.bias", "albert.pooler.weight",
-           "albert.pooler.bias")  # fmt: skip
+POOLERS = (".pooler.dense.weight", ".pooler.dense.bias", ".pooler.weight", ".pooler.bias")
+HEADS = ("cls.", "lm_head.", "vocab_", "predictions.", "classifier.", "pre_classifier.")
 TIED = ("cls.predictions.decoder.", "lm_head.decoder.", "vocab_projector.weight",
         "predictions.decoder.")  # fmt: skip
 
@@ -109,6 +109,8 @@ def rules(cfg: EncoderConfig) -> list[Rule]:
         dense, classes = _CLASSIFY[kind]
         found += _linear("dense", dense, "XD->DX", "X->X")
         return found + _linear("classes", classes, "CD->DC", "C->C")
+    if cfg.head == "none":
+        return found
     dense, norm, bias = _MLM[kind]
     found += _linear("dense", dense, "WD->DW", "W->W") + _norm("head_norm", norm, "W")
     return [*found, Rule("head_bias", bias, "V->V")]
@@ -127,15 +129,20 @@ def _norm(ours: str, theirs: str, width: str) -> list[Rule]:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Returns how files may call a tensor: the first BERTs call a norm's two gamma and beta."""
-    old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-    return name, old.replace("LayerNorm.bias", "LayerNorm.beta")
+    """Returns how files may call a tensor: those of a network without a head leave the family out,
+    and the first BERTs call a norm's two gamma and beta."""
+    family, _, rest = name.partition(".")
+    found = (name, rest) if family in FAMILIES else (name,)
+    old = [n.replace("LayerNorm.weight", "LayerNorm.gamma") for n in found]
+    return *found, *(n.replace("LayerNorm.bias", "LayerNorm.beta") for n in old)
 
 
 def is_needless(name: str, cfg: EncoderConfig) -> bool:
     """Tells whether a tensor of a checkpoint is a copy of a tied one or has no part in ours."""
-    masked = cfg.head == "mlm" and (name.startswith(TIED) or name.endswith(POOLERS))
-    return masked or name.endswith(IGNORED)
+    if cfg.head == "none" and name.startswith(HEADS):
+        return True
+    pooler = cfg.head != "classify" and f".{name}".endswith(POOLERS)
+    return pooler or (cfg.head == "mlm" and name.startswith(TIED)) or name.endswith(IGNORED)
 
 
 def free(cfg: EncoderConfig) -> set[str]:
@@ -170,6 +177,9 @@ def family(cfg: EncoderConfig) -> Family:
 _CLASSES = {
     "bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert", "albert": "Albert",
 }  # fmt: skip
+_HEADS: dict[str, Head] = {
+    "ForMaskedLM": "mlm", "ForSequenceClassification": "classify", "Model": "none",
+}  # fmt: skip
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 # DistilBERT's own words for what the others call alike.
 _DISTIL_WORDS = {
@@ -186,12 +196,10 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
         raise UserError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     if kind == "distilbert":
         found = found | {word: found[own] for word, own in _DISTIL_WORDS.items()}
-    classify = any(
-        a.endswith("ForSequenceClassification") for a in found.get("architectures") or ()
-    )
+    head = _head(found.get("architectures") or ())
     require(
         found, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False,
-        inner_group_num=1, **({} if classify else {"tie_word_embeddings": True}),
+        inner_group_num=1, **({"tie_word_embeddings": True} if head == "mlm" else {}),
     )  # fmt: skip
     activation = found["hidden_act"]
     if activation not in _ACTIVATIONS:
@@ -216,16 +224,21 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
         activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
         norm_eps=1e-12 if kind == "distilbert" else found["layer_norm_eps"],
         dropout=found["hidden_dropout_prob"],
-        head="classify" if classify else "mlm",
+        head=head,
         labels=labels,
         pooler="relu" if kind == "distilbert" else "tanh",
     )
 
 
+def _head(architectures: Sequence[str]) -> Head:
+    named = (head for name in architectures for end, head in _HEADS.items() if name.endswith(end))
+    return next(named, "mlm")
+
+
 def to_hf_config(cfg: EncoderConfig, dtype: str) -> dict[str, Any]:
     """Returns the config.json that `from_hf_config` and transformers read."""
     kind = family(cfg)
-    head = "ForMaskedLM" if cfg.head == "mlm" else "ForSequenceClassification"
+    head = {value: end for end, value in _HEADS.items()}[cfg.head]
     shared = {
         "hidden_size": cfg.width,
         "intermediate_size": cfg.mlp,

@@ -132,8 +132,9 @@ def rules(cfg: DecoderConfig) -> list[Rule]:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Returns how files may call a tensor: GPT-2's own leave a prefix out."""
-    return name, name.removeprefix("transformer.")
+    """Returns how files may call a tensor: those of a network without its head (GPT2Model,
+    LlamaModel) leave a prefix out."""
+    return name, name.removeprefix("transformer."), name.removeprefix("model.")
 
 
 def is_needless(name: str, cfg: DecoderConfig) -> bool:

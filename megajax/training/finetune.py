@@ -69,6 +69,10 @@ class FinetuneConfig(JobConfig):
                 )
         super().check(sizes)
         model, train = self.model, self.train
+        if model.head == "none":
+            raise UserError(
+                "model.head=none has no loss; train with mlm or classify (--model.head)"
+            )
         if train.seq_len > model.max_positions - model.position_offset:
             raise UserError(
                 f"train.seq_len={train.seq_len} is beyond the rows of the position table that are "

@@ -120,6 +120,16 @@ def edit(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+@pytest.mark.parametrize("name", ["llama3_tied", "qwen3"])
+def test_decoders_without_their_head_have_no_prefix(name, tmp_path):
+    """What LlamaModel and its relatives save: embedding models are such files."""
+    _, tensors = unpack(name, tmp_path)
+    params = hf.load(tmp_path)[1]
+    bare = {k.removeprefix("model."): v for k, v in tensors.items() if k != "lm_head.weight"}
+    safetensors.numpy.save_file(bare, tmp_path / "model.safetensors")
+    assert_same(hf.load(tmp_path)[1], params)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

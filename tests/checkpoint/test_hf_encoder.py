@@ -65,10 +65,66 @@ def test_export_is_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_config_json_round_trip(name):
-    for changes in ({}, {"head": "classify", "labels": 5}):
+    for changes in ({}, {"head": "classify", "labels": 5}, {"head": "none"}):
         cfg = dataclasses.replace(PRESETS[name](), **changes)
         written = json.loads(json.dumps(encoder_names.to_hf_config(cfg, "bfloat16")))
         assert encoder_names.from_hf_config(written) == cfg
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_networks_without_a_head_have_no_prefix(name, tmp_path):
+    """What BertModel and its relatives save; also with a prefix, and with a head to ignore."""
+    _, tensors = unpack(name, tmp_path)
+    whole = hf.load(tmp_path)[1]
+    body = {n: x for n, x in tensors.items() if n.startswith(f"{name}.")}
+    bare = {n.removeprefix(f"{name}."): x for n, x in body.items()}
+    width = bare["embeddings.LayerNorm.weight"].shape
+    bare["pooler.weight" if name == "albert" else "pooler.dense.weight"] = np.ones(width)
+    edit(tmp_path, architectures=[encoder_names._CLASSES[name] + "Model"])
+    for found in (bare, body, tensors):
+        safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
+        cfg, params = hf.load(tmp_path)
+        assert cfg.head == "none" and not set(params) & set(encoder.HEAD)
+        assert_same(params, {k: x for k, x in whole.items() if k not in encoder.HEAD})
+    hf.save(params, cfg, tmp_path / "ours")
+    assert hf.load_config(tmp_path / "ours") == cfg
+    assert_same(hf.load(tmp_path / "ours")[1], params)
+
+
+@pytest.mark.parametrize("name", [n if n == "bert" else pytest.param(n, marks=pytest.mark.slow)
+                                  for n in FAMILIES])  # fmt: skip
+def test_a_head_may_have_been_saved_with_a_body_that_has_no_prefix(name, tmp_path):
+    _, tensors = unpack(f"{name}_classify", tmp_path)
+    whole = hf.load(tmp_path)[1]
+    bare = {n.removeprefix(f"{name}."): x for n, x in tensors.items()}
+    safetensors.numpy.save_file(bare, tmp_path / "model.safetensors")
+    assert_same(hf.load(tmp_path)[1], whole)
+
+
+def test_vectors_of_sentences_are_means_over_their_tokens(tmp_path):
+    """On padded rows and packed, against NumPy's mean of the last block's output."""
+    golden, _ = unpack("bert", tmp_path)
+    edit(tmp_path, architectures=["BertModel"])
+    cfg, params = hf.load(tmp_path)
+    parts = encoder.parts(cfg, ops=Ops())
+    batch = {k: golden[k] for k in ("tokens", "types")}
+    lengths = golden["lengths"]
+    x = np.asarray(encoder.logits(parts, params, batch, lengths))
+    means = np.stack([row[:n].mean(0) for row, n in zip(x, lengths, strict=True)])
+    wanted = means / np.linalg.norm(means, axis=1, keepdims=True)
+    found = encoder.embed(parts, params, batch, lengths)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    packed = encoder.embed(parts, params, batch, lengths, int(lengths.sum()) + 3)
+    np.testing.assert_allclose(packed, wanted, atol=1e-5)
+
+
+def test_without_a_head_there_is_no_loss(tmp_path):
+    unpack("bert", tmp_path)
+    edit(tmp_path, architectures=["BertModel"])
+    cfg, params = hf.load(tmp_path)
+    x = jax.numpy.ones((1, 2, cfg.width))
+    with pytest.raises(UserError, match="model.head=none has no loss"):
+        encoder.parts(cfg, ops=Ops()).head_loss(params, x, np.zeros((1, 2), np.int32))
 
 
 def test_the_first_berts_files_are_read(tmp_path):
