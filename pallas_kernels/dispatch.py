@@ -160,11 +160,19 @@ def alike(arrays: Any) -> Any:
     """
     axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).mat.varying}
 
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - set(jax.typeof(x).mat.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return jax.tree.map(lambda x: vary(x, axes), arrays)
 
-    return jax.tree.map(cast, arrays)
+
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Inside a shard_map: casts x to vary over mesh axes, from whatever it is over each of them.
+
+    One cast of JAX takes axes of one kind: copied, or copied with a gradient of partial sums.
+    """
+    kinds = jax.typeof(x).mat
+    missing = set(axes) - set(kinds.varying)
+    for kind in (missing & set(kinds.reduced), missing - set(kinds.reduced)):
+        x = jax.lax.pcast(x, tuple(sorted(kind)), to="varying") if kind else x
+    return x
 
 
 def _refuse(op: str, implementation: str, reasons: Sequence[str]) -> None:

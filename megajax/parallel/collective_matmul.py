@@ -21,13 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.core.errors import did_you_mean
 from megajax.parallel import collective_vjp, overlap
 from megajax.parallel.collective_vjp import Arrays, Static
 from megajax.parallel.overlap import Implementation
-from pallas_kernels import arguments
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import reference as plain
 from pallas_kernels.hopper.activations import ACTIVATIONS
@@ -222,12 +221,7 @@ def _varying(axis: str, arrays: Any) -> Any:
     not check, nothing is known and nothing changes: its caller sums.
     """
     found = {a for x in jax.tree.leaves(arrays) for a in jax.typeof(x).mat.varying} | {axis}
-
-    def cast(x: Array) -> Array:
-        missing = tuple(sorted(found - set(jax.typeof(x).mat.varying)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, arrays)
+    return jax.tree.map(lambda x: dispatch.vary(x, found), arrays)
 
 
 def _pairs(op: str, x: Any, w: Any) -> tuple[Arrays, Arrays]:

@@ -204,6 +204,9 @@ def _hidden(
     hs, sent = first_half(x_TD, tuple(weights.inputs), chosen, _axes(layout), implementation)
     h = weights.activate(hs)
     y_TD = second_half(h, weights.down, chosen.weight, sent, implementation)
+    if not layout.live(EXPERT):
+        # The halves took an axis of one rank, over which shard_map's checker now sees y vary.
+        y_TD = lax.psum(y_TD, EXPERT)
     return y_TD.reshape(x_BSD.shape)
 
 

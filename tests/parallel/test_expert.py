@@ -19,10 +19,11 @@ CONFIGS = {
     f"top {k}": MoeConfig(experts=8, top_k=k, normalise=False, bias_rate=0.1) for k in range(1, 9)
 } | {"capacity": MoeConfig(experts=8, top_k=3, mode="capacity", capacity_factor=0.7)}
 MESHES = {"8": {"expert": 8}, "4": {"expert": 4}, "mixed": {"expert": 2, "context": 2, "tensor": 2}}
+MESHES["tensor"] = {"data": 4, "tensor": 2}
 OFTEN = {("top 1", "4", "ring"), ("capacity", "mixed", "xla")}
 RINGS = (
     ("top 1", "4", "ring"), ("top 1", "8", "ring"), ("top 3", "mixed", "ring"),
-    ("top 8", "mixed", "ring"),
+    ("top 8", "mixed", "ring"), ("top 2", "tensor", "ring"),
 )  # fmt: skip
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
@@ -30,9 +31,9 @@ CASES = [
 ]
 
 
-def under_mesh(cfg, overlap, **mesh):
+def under_mesh(cfg, overlap, trace=False, **mesh):
     """Returns f(params, x) -> (((y^2).sum(), (y, sums)), gradients) of the sharded layer, whose
-    rows lie in the order of a ring."""
+    rows lie in the order of a ring. trace: it is traced only, and nothing returned."""
     lo = sharding.layout(MeshSpec(**mesh).build())
     ops = tensor.ops(lo, overlap=overlap)
     spec = lo.named(lo.act("batch", "seq", None, residual=True))
@@ -51,7 +52,10 @@ def under_mesh(cfg, overlap, **mesh):
         order = np.arange(x.shape[1]) if order is None else order
         placed = {k: jax.device_put(v, lo.named(lo.stored(*words[k]))) for k, v in params.items()}
         with jax.set_mesh(lo.mesh):
-            found = run(placed, jax.device_put(x[:, order], spec))
+            x = jax.device_put(x[:, order], spec)
+            found = jax.eval_shape(run, placed, x) if trace else run(placed, x)
+        if trace:
+            return None
         (value, (y, sums)), (dw, dx) = jax.tree.map(np.asarray, found)
         back = np.argsort(order)
         return (value, (y[:, back], sums)), (dw, dx[:, back])
@@ -87,3 +91,11 @@ def test_nothing_is_lost_and_drops_are_counted(name, mesh, overlap, seed, monkey
         for a, b in zip(jax.tree.leaves(grads), plain, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()), err_msg=case)
     assert set(ran) == ({"ring"} if overlap == "ring" else set())
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "tensor": 2}, {"context": 2, "tensor": 2}])
+def test_rings_need_no_expert_axis(mesh, seed):
+    """Weights are copies over some axes, and reduced ones over others."""
+    cfg = CONFIGS["top 2"]
+    _, params = build(cfg)
+    under_mesh(cfg, "ring", trace=True, **mesh)(params, tokens(seed))

@@ -93,6 +93,7 @@ def test_rings_learn_the_same(control):
         (DEEPSEEK, {"mesh__node": 2, "mesh__expert": 2, "mesh__context": 2}),
         (DEEPSEEK, {"mesh__expert": 2, "mesh__tensor": 2, "shard__zero": "hybrid"}),
         (MOE, {"mesh__pipe": 2, "mesh__expert": 2, "mesh__tensor": 2}),
+        (MOE, {"mesh__tensor": 2, "shard__zero": "optimizer"}),
     ],
 )
 def test_rings_of_experts_learn_what_plain_exchanges_do(model, changes):

@@ -1,4 +1,8 @@
-"""A train step whose exchange runs in kernels: the bits of plain JAX, and what the H100 runs."""
+"""A train step whose exchange runs in kernels: beside plain JAX, and what the H100 runs.
+
+The exchange has the bits of plain JAX (tests/parallel/test_passes.py). Whole steps are two programs
+in which XLA fuses the model's own products with sums otherwise, so they agree to rounding.
+"""
 
 import collections
 import dataclasses
@@ -26,26 +30,34 @@ MESHES = {
 
 
 def stepped(kernels, changes):
-    """Returns (the bits of the state and the metrics after a step, what the start says)."""
+    """Returns (the update of the parameters, the loss, what the start says)."""
     cfg = run_config(wire="sdp4bit", exchange__kernels=kernels, **changes)
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(FITS, layers=2))
     mesh = cfg.mesh.build(jax.devices()[:4])
     train_step, said = make_train_step(cfg, mesh), []
     banner.show_wire(types.SimpleNamespace(say=said.append), cfg, train_step, mesh)
-    found = train_step.step(train_step.init(0), on(train_step, host_batch(0)))
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)], said
+    state = train_step.init(0)
+    before = flat(state.params)  # the step donates its state
+    state, metrics = train_step.step(state, on(train_step, host_batch(0)))
+    return flat(state.params) - before, float(metrics["loss"]), said
+
+
+def flat(params):
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(params)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_a_step_has_the_bits_of_plain_jax(name):
-    wanted, said = stepped("reference", MESHES[name])
+def test_a_step_beside_plain_jax(name):
+    """Another draw of the rounding would move the update by a tenth."""
+    wanted, loss, said = stepped("reference", MESHES[name])
     assert not any("kernels" in line for line in said)
     with interpret.checked():
-        found, said = stepped("interpret", MESHES[name])
+        found, same, said = stepped("interpret", MESHES[name])
     passes = {"streamed": 5, "pipeline": 4}[name]  # a node of one rank relays nothing
     assert said[-1] == f"wire: kernels run {2 * passes} of {2 * passes} passes"
-    assert found == wanted
+    assert same == pytest.approx(loss, rel=1e-6)
+    assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
 @pytest.mark.slow
