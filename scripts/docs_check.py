@@ -20,8 +20,8 @@ SOURCES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ipynb", ".md")
 SCRIPT = re.compile(r"(?:(?:experiments|scripts)/)?(\w+\.(?:py|sh))$")
 # What other programs define: their flags, and files that the project makes when it runs.
 FOREIGN_FLAGS = {
-    "--extra", "--group", "--help", "--helpfull", "--nodes", "--server-side", "--signal", "--batch", "--all",
-    "--slow", "--lint", "--FLAG", "--durations",
+    "--extra", "--group", "--help", "--helpfull", "--nodes", "--server-side", "--signal", "--batch",
+    "--all", "--slow", "--lint", "--FLAG", "--durations",
 }  # fmt: skip
 MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when a script has run
 PRETRAIN = "pretrain.py"  # these launchers hand it the flags that are not theirs
