@@ -132,6 +132,10 @@ class Machine:
         self._process.stdin.write(f"{kind} {amount}\n")
         self._process.stdin.flush()
 
+    def freeze(self, frozen: bool) -> None:
+        """Stops all of its processes, or lets them go on."""
+        os.killpg(self._process.pid, signal.SIGSTOP if frozen else signal.SIGCONT)
+
     def kill(self) -> None:
         """Ends the machine; its agent has nothing to show from then on."""
         with contextlib.suppress(ProcessLookupError):

@@ -102,6 +102,7 @@ JAX_FREE = (
     "megajax.monitor.job",
     "megajax.monitor.lease",
     "megajax.monitor.lines",
+    "megajax.monitor.quality",
     "megajax.monitor.records",
     "megajax.monitor.samples",
     "megajax.monitor.sources.convert",

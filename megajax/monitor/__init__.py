@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = public(
         "heartbeat": ("Heartbeat",),
         "job": ("Job", "Limits"),
         "meter": ("Meter", "Work"),
+        "quality": ("Quality",),
         "records": ("Record", "Recorder", "Sink"),
         "samples": ("Samples", "concat"),
         "sinks": ("Jsonl", "Prometheus", "TensorBoard", "Wandb"),

@@ -1,0 +1,173 @@
+"""What is wrong with the metrics of machines themselves: named once, and units put right.
+
+Between the sources and a detector: `Quality.check` looks at successive grids of one job. It names a
+metric that no machine has, a machine that is silent, and a change of unit: an exporter that says
+percent where it said shares, or milliwatts instead of watts. A change of unit on one machine would
+look like the worst fault of all, so its values are converted to the old unit.
+
+A change of unit is a step by a factor of FACTORS, up to TOLERANCE, between the medians of SECONDS
+before and after it. One machine's step counts only if the converted level lies among those of the
+other machines, as the old one did: a GPU that stands still does not look like milliwatts. That a
+fault lowers a metric to just a hundredth or a thousandth cannot be told from a change of unit.
+
+Legend: C metrics, N machines, T seconds.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.monitor.grid import Grid
+
+# (chosen) percent; thousands and millions, decimal and binary: what exporters change between
+FACTORS = (100.0, 1000.0, 1024.0, 1e6, 2.0**20)
+TOLERANCE = 0.05  # (chosen) of the factor
+SECONDS = 30  # (chosen) that a level is the median of; a step shows this late
+EVERY = 10  # (chosen) seconds between the moments at which a step is looked for
+AMONG = 1.5  # (chosen) times the greatest, or below the least, level of the others
+FEWEST_OTHERS = 3  # (chosen) machines that did not change
+ALL = 0.9  # (chosen) part of the machines that makes a step one of all
+
+
+@dataclasses.dataclass
+class _Memory:
+    """Of one metric: the values of the last 2 SECONDS, and what each machine's are divided by."""
+
+    tail_NT: np.ndarray
+    divisor_N: np.ndarray
+
+
+class Quality:
+    """Remembers units, and what was said, from grid to grid."""
+
+    def __init__(self, expected: Sequence[str] = ()):
+        """expected: metrics that some machine should have."""
+        self._expected = tuple(expected)
+        self._said: set[tuple[str, str]] = set()
+        self._machines: tuple[str, ...] = ()
+        self._memory: dict[str, _Memory] = {}
+
+    def check(self, grid: Grid) -> Grid:
+        """Returns the grid in the units of the first one, with what is new in its notes.
+
+        grid: of cells of one second, behind the last one; machines and metrics may come and go. The
+        result does not depend on where a stretch of time is cut into grids.
+        """
+        notes = self._missing(grid)
+        self._know(grid)
+        values_CNT = grid.values_CNT.copy()
+        for c, metric in enumerate(grid.metrics):
+            notes += self._convert(metric, values_CNT[c], grid)
+        return dataclasses.replace(grid, values_CNT=values_CNT, notes=(*grid.notes, *notes))
+
+    def _is_new(self, kind: str, name: str, holds: bool) -> bool:
+        key = (kind, name)
+        fresh = holds and key not in self._said
+        (self._said.add if holds else self._said.discard)(key)
+        return fresh
+
+    def _missing(self, grid: Grid) -> list[str]:
+        """Returns sentences about metrics and machines without a sample, once each."""
+        has_CN = np.isfinite(grid.values_CNT).any(2)
+        there = {m for m, has in zip(grid.metrics, has_CN.any(1), strict=True) if has}
+        notes = [
+            f"no machine has the metric {metric} from {grid.start} (Unix seconds) on"
+            for metric in self._expected
+            if self._is_new("metric", metric, metric not in there)
+        ]
+        heard = {m for m, has in zip(grid.machines, has_CN.any(0), strict=True) if has}
+        for machine in dict.fromkeys((*self._machines, *grid.machines)):
+            if self._is_new("machine", machine, machine not in heard):
+                notes.append(f"machine {machine} is silent from {grid.start} (Unix seconds) on")
+        return notes
+
+    def _know(self, grid: Grid) -> None:
+        """Makes room for new machines."""
+        machines = self._machines + tuple(m for m in grid.machines if m not in self._machines)
+        for memory in self._memory.values():
+            more = len(machines) - len(memory.divisor_N)
+            memory.tail_NT = np.pad(memory.tail_NT, ((0, more), (0, 0)), constant_values=np.nan)
+            memory.divisor_N = np.pad(memory.divisor_N, (0, more), constant_values=1.0)
+        self._machines = machines
+
+    def _convert(self, metric: str, value_NT: np.ndarray, grid: Grid) -> list[str]:
+        """Puts a metric's values into the old units, in place. Returns what changed."""
+        size, span = len(self._machines), 2 * SECONDS
+        memory = self._memory.setdefault(
+            metric, _Memory(np.full((size, span), np.nan, np.float32), np.ones(size))
+        )
+        place = {name: k for k, name in enumerate(self._machines)}
+        rows = np.array([place[m] for m in grid.machines], np.int64)
+        whole_NT = np.full((size, span + value_NT.shape[1]), np.nan, np.float32)
+        whole_NT[:, :span] = memory.tail_NT
+        whole_NT[rows, span:] = value_NT / memory.divisor_N[rows, None]
+        out_NT, notes = whole_NT[:, span:].copy(), []
+        for moment in range(-(-(grid.start + 1) // EVERY) * EVERY, grid.end + 1, EVERY):
+            at = span + moment - grid.start
+            changed = _steps(whole_NT[:, at - span : at])
+            moved = changed != 1
+            if moved.any():
+                memory.divisor_N *= changed
+                memory.divisor_N[np.abs(memory.divisor_N - 1) < TOLERANCE] = 1  # as it was
+                notes.append(self._sentence(metric, changed, moment))
+                whole_NT[moved, :at] = np.nan  # from here on it is compared anew
+                whole_NT[moved, at:] /= changed[moved, None]
+                out_NT[moved, at - span :] /= changed[moved, None]
+        memory.tail_NT = whole_NT[:, whole_NT.shape[1] - span :]
+        value_NT[:] = out_NT[rows]
+        return notes
+
+    def _sentence(self, metric: str, changed_N: np.ndarray, moment: int) -> str:
+        names = [self._machines[k] for k in np.flatnonzero(changed_N != 1)]
+        who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        factor = changed_N[changed_N != 1][0]
+        shown = f"{factor:g} times larger" if factor > 1 else f"{1 / factor:g} times smaller"
+        return (
+            f"{metric} is {shown} on {who} since about {moment - SECONDS} (Unix seconds): taken "
+            "for a change of unit and converted"
+        )
+
+
+def _steps(value_NT: np.ndarray) -> np.ndarray:
+    """Returns by what factor each machine's unit changed in the middle, 1 for none.
+
+    value_NT: 2 SECONDS of all machines.
+    """
+    changed_N = np.ones(len(value_NT))
+    parts = np.split(value_NT, 2, axis=1)
+    enough_N = np.all([np.isfinite(p).sum(1) >= SECONDS / 2 for p in parts], axis=0)
+    most = [np.fmax.reduce(p, axis=1) for p in parts]  # far cheaper than medians
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio_N = most[1] / most[0]
+        far_N = enough_N & ((ratio_N > FACTORS[0] / 2) | (ratio_N < 2 / FACTORS[0]))
+    if not far_N.any():
+        return changed_N
+    before_N, after_N = (np.full(len(value_NT), np.nan) for _ in range(2))
+    before_N[enough_N], after_N[enough_N] = (np.nanmedian(p[enough_N], axis=1) for p in parts)
+    for k in np.flatnonzero(far_N & (before_N > 0) & (after_N > 0)):
+        changed_N[k] = _factor(after_N[k] / before_N[k])
+    for size in set(np.round(np.log10(changed_N))) - {0}:  # 1000 or 1024: all of them tell better
+        alike = np.round(np.log10(changed_N)) == size
+        changed_N[alike] = _factor(float(np.median(after_N[alike] / before_N[alike])))
+    moved_N, still_N = changed_N != 1, enough_N & (changed_N == 1)
+    used_N = enough_N & (before_N > 0)
+    if moved_N.sum() >= ALL * used_N.sum() and len(set(changed_N[moved_N])) == 1:
+        return changed_N
+    others = [level_N[still_N] for level_N in (before_N, after_N)]
+    for k in np.flatnonzero(moved_N):
+        levels = (before_N[k], after_N[k] / changed_N[k])
+        among = len(others[0]) >= FEWEST_OTHERS and all(
+            other.min() / AMONG <= level <= AMONG * other.max()
+            for level, other in zip(levels, others, strict=True)
+        )
+        changed_N[k] = changed_N[k] if among else 1
+    return changed_N
+
+
+def _factor(ratio: float) -> float:
+    """Returns the factor of FACTORS, or its inverse, that a ratio is near; 1 for none."""
+    signed = [f for g in FACTORS for f in (g, 1 / g)]
+    nearest = min(signed, key=lambda f: abs(math.log(ratio / f)))
+    return nearest if abs(ratio / nearest - 1) < TOLERANCE else 1.0

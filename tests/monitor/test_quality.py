@@ -1,0 +1,114 @@
+"""What is named about the metrics of machines, and when a step is a change of unit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megajax.monitor.grid import Grid
+from megajax.monitor.quality import Quality
+
+T0 = 1_700_000_005  # no multiple of ten
+MACHINES = tuple(f"m{k}" for k in range(6))
+
+
+def grid(rng, seconds=300, level=400.0, noise=0.02):
+    """Power of six machines, and a share that nobody touches."""
+    power_NT = level * (1 + noise * rng.normal(size=(6, seconds)))
+    share_NT = rng.uniform(0.4, 0.6, (6, seconds))
+    values = np.stack([power_NT, share_NT]).astype(np.float32)
+    return Grid(T0, 1, values, MACHINES, ("power", "share"))
+
+
+def cut(whole, *places):
+    bounds = [0, *places, whole.values_CNT.shape[2]]
+    return [
+        dataclasses.replace(whole, start=whole.start + a, values_CNT=whole.values_CNT[:, :, a:b])
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+@pytest.mark.parametrize("factor", [1000.0, 0.01, 1024.0, 1e6])
+@pytest.mark.parametrize("who", [[2], [0, 4], list(range(6))])
+def test_a_change_of_unit_is_named_and_converted(seed, factor, who):
+    plain = grid(np.random.default_rng(seed))
+    changed = dataclasses.replace(plain, values_CNT=plain.values_CNT.copy())
+    changed.values_CNT[0, who, 150:] *= np.float32(factor)
+    found = Quality().check(changed)
+    (note,) = found.notes
+    assert note.startswith("power is") and "m0" in note if 0 in who else "m2" in note
+    since = int(note.partition("since about ")[2].split()[0])
+    assert abs(since - (T0 + 150)) <= 10
+    np.testing.assert_allclose(
+        found.values_CNT[:, :, 150 + 41 :], plain.values_CNT[:, :, 150 + 41 :], rtol=1e-5
+    )
+    np.testing.assert_array_equal(found.values_CNT[:, :, :150], plain.values_CNT[:, :, :150])
+    np.testing.assert_array_equal(found.values_CNT[1], plain.values_CNT[1])
+    np.testing.assert_array_equal(
+        changed.values_CNT[0, who, 200],  # the input is left alone
+        plain.values_CNT[0, who, 200] * np.float32(factor),
+    )
+
+
+def test_it_does_not_matter_where_time_is_cut_and_a_unit_may_come_back(seed):
+    rng = np.random.default_rng(seed)
+    whole = grid(rng, 600)
+    whole.values_CNT[0, 3, 150:400] *= 1000
+    once = Quality().check(whole)
+    for places in ([1, 2, 3, 151, 190], sorted(rng.choice(599, 60, replace=False) + 1)):
+        quality = Quality()
+        parts = [quality.check(part) for part in cut(whole, *places)]
+        joined = np.concatenate([p.values_CNT for p in parts], axis=2)
+        np.testing.assert_array_equal(joined, once.values_CNT)
+        assert tuple(n for p in parts for n in p.notes) == once.notes
+    assert [n.split()[2:5] for n in once.notes] == [
+        ["1000", "times", "larger"], ["1000", "times", "smaller"],
+    ]  # fmt: skip
+    np.testing.assert_array_equal(once.values_CNT[0, 3, 450:], whole.values_CNT[0, 3, 450:])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x: x * 0.1,  # a clock that is throttled
+        lambda x: x * 0.015,
+        lambda x: x * 0.0,
+        lambda x: x * 0 + 4.0 * 3,  # a level that is nobody's, though near a hundredth
+        lambda x: x * 30,
+        lambda x: x * np.nan,
+    ],
+)
+def test_a_fault_is_no_change_of_unit(seed, fault):
+    plain = grid(np.random.default_rng(seed))
+    plain.values_CNT[0, 2, 150:] = fault(plain.values_CNT[0, 2, 150:])
+    found = Quality().check(plain)
+    assert found.notes == ()
+    np.testing.assert_array_equal(found.values_CNT, plain.values_CNT)
+
+
+def test_a_level_that_none_of_the_others_has_is_no_other_unit(seed):
+    plain = grid(np.random.default_rng(seed))
+    plain.values_CNT[0, 2, :150] *= 2  # it was not among the others before
+    plain.values_CNT[0, 2, 150:] *= 0.02
+    assert Quality().check(plain).notes == ()
+
+
+def test_what_is_missing_is_named_once_until_it_is_back(seed):
+    whole = grid(np.random.default_rng(seed), 100)
+    whole.values_CNT[1, :, 20:60] = np.nan
+    whole.values_CNT[:, 4, 40:80] = np.nan
+    quality = Quality(["power", "share", "nothing"])
+    said = [quality.check(part).notes for part in cut(whole, 20, 40, 60, 80)]
+    gone = "no machine has the metric {} from {} (Unix seconds) on"
+    assert said == [
+        (gone.format("nothing", T0),),
+        (gone.format("share", T0 + 20),),
+        (f"machine m4 is silent from {T0 + 40} (Unix seconds) on",),
+        (),
+        (),
+    ]
+    fewer = dataclasses.replace(
+        whole, start=T0 + 100, machines=MACHINES[:5], values_CNT=whole.values_CNT[:, :5]
+    )
+    assert "machine m5 is silent" in quality.check(fewer).notes[0]
+    assert quality.check(fewer).notes == ()
