@@ -40,6 +40,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
 from megajax.core.paths import expand
-from megajax.monitor import alerts, supervised, timeline
+from megajax.monitor import alerts, exporter, supervised, timeline
 from megajax.monitor.detectors import DETECTORS, USUAL, Maker, choose
 from megajax.monitor.job import Limits
 from megajax.monitor.lines import keep_standard_streams
@@ -124,6 +125,8 @@ def _meeting(add: Callable[..., Any]) -> None:
     add("--listen", default="127.0.0.1:0", help="host:port of the driver")
     add("--agents", choices=("here", "elsewhere"), default="here", help="who starts the agents")
     add("--agent", metavar="HOST:PORT", help="be the agent of this host, for that driver")
+    add("--metrics_at", metavar="HOST:PORT", help="where an --agent shows this host's counters to "
+        "Prometheus; default: nowhere")  # fmt: skip
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
     add("--name", default=name, help="of this host, as an agent; [%(default)s]")
     add("--token_file", help="file whose first line is the job's secret; or set MEGAJAX_TOKEN")
@@ -176,6 +179,8 @@ def check(settings: argparse.Namespace) -> None:
         raise UserError(f"name={host!r} must be 1 to 255 printable ASCII characters (--name)")
     if settings.agent:
         split_address(settings.agent, "--agent")
+    elif settings.metrics_at:
+        raise UserError("--metrics_at is for an --agent; or run scripts/agent_metrics.py")
 
 
 def find_secret(s: argparse.Namespace) -> str:
@@ -303,6 +308,9 @@ def serve(s: argparse.Namespace) -> int:
     # Without SLURM's own variables: jax would read from them that there is one process a GPU.
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     end, word = time.monotonic() + s.join_s, 0.0
+    if s.metrics_at:
+        shown = exporter.Server(*split_address(s.metrics_at, "--metrics_at"), exporter.Host().rows)
+        threading.Thread(target=shown.serve_forever, daemon=True).start()
     while True:
         try:
             agent = Agent(s.name, s.agent, secret, env, s.period_s, find_tls(s, None))

@@ -20,6 +20,7 @@ from megajax.monitor import exporter
 from megajax.monitor.host_meter import Gpus
 from megajax.monitor.sources import names
 from tests.fake_nvml import Nvml
+from tests.machines import free_port
 
 LINE = re.compile(r"(\w+)(?:\{(.*)\})? (-?[\d.e+-]+)")
 
@@ -244,3 +245,25 @@ def test_the_script_serves_until_it_is_told_to_stop():
         process.terminate()
         assert process.wait(10) == 0
         process.stdout.close()
+
+
+@pytest.mark.process
+def test_an_agent_of_supervision_shows_its_host_while_it_waits_for_its_driver():
+    port = free_port()
+    command = [sys.executable, "scripts/supervise.py", "--agent=127.0.0.1:1", "--join_s=30",
+               f"--metrics_at=127.0.0.1:{port}"]  # fmt: skip
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGAJAX_TOKEN": "x" * 32}
+    )
+    try:
+        assert "no driver at 127.0.0.1:1 yet" in process.stderr.readline()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            found = parsed(answer.read().decode())
+        assert len(of(found, "node_cpu_seconds_total")) >= 4 * os.cpu_count()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    wrong = [sys.executable, "scripts/supervise.py", "--metrics_at=127.0.0.1:1", "--", "true"]
+    said = subprocess.run(wrong, capture_output=True, text=True)
+    assert said.returncode == 2 and "--metrics_at is for an --agent" in said.stderr
