@@ -96,3 +96,30 @@ def torch_zip(value: Any, members: dict[str, bytes] | None = None, kind: int = 0
         for name, data in (members or {}).items():
             archive.writestr(f"archive/data/{name}", data)
     return file.getvalue()
+
+
+def torch_legacy(
+    value: Any,
+    storages: dict[str, tuple[int, bytes]],
+    first: tuple[Any, ...] = (),
+    keys: Any = None,
+) -> bytes:
+    """Returns a torch.save file from before PyTorch 1.6. storages: {key: (elements, bytes)}.
+
+    first: other values than the magic number, the version, the machine. keys: others than theirs.
+    """
+    machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"int": 4}}
+    given = (0x1950A86A20F9469CFC6C, 1001, machine)
+    parts = [*first, *given[len(first) :], value, list(storages) if keys is None else keys]
+    found = b"".join(map(dumps, parts))
+    return found + b"".join(struct.pack("<q", n) + data for n, data in storages.values())
+
+
+def old_tensor(
+    shape: Any, strides: Any, key: str = "7", elements: Any = 6, cls: str = "FloatStorage",
+    view: Any = None, offset: Any = 0,
+) -> Object:  # fmt: skip
+    """Returns a tensor as those files have them."""
+    pid = ("storage", Name("torch", cls), key, "cpu", elements, view)
+    args = (Persistent(pid), offset, shape, strides, False, None)
+    return Object(Name("torch._utils", "_rebuild_tensor_v2"), args)

@@ -3,6 +3,7 @@
 Here are those of checkpoints, weights, text and the network; tests/fuzz_local.py has the others.
 """
 
+import contextlib
 import gzip
 import io
 import json
@@ -17,6 +18,7 @@ import numpy as np
 from megajax.checkpoint import foreign, integrity
 from megajax.checkpoint.formats import pickles, safetensors
 from megajax.checkpoint.formats.torch_files import Plain, tensors
+from megajax.core.errors import UserError
 from megajax.data.config import DataConfig
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.source import open_source
@@ -24,8 +26,17 @@ from megajax.data.tokenizer import open_tokenizer
 from megajax.systems.elastic import wire
 from megajax.systems.elastic.door import Door
 from tests import fuzz_local as local
-from tests import mutations
-from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
+from tests import gguf_writer, mutations
+from tests.foreign_writer import (
+    Name,
+    Object,
+    Pairs,
+    dumps,
+    old_tensor,
+    tensor,
+    torch_legacy,
+    torch_zip,
+)
 from tests.fuzz_local import Target
 
 GOLDEN = Path(__file__).parent / "golden" / "foreign"
@@ -216,6 +227,59 @@ def _zip(data: bytes, folder: Path) -> None:
     _read_all(foreign.open_foreign(folder / "file.pt", "torch"))
 
 
+def _legacy_seeds(folder: Path) -> list[bytes]:
+    tensors = {"w": old_tensor((2, 3), (3, 1)), "b": old_tensor((6,), (1,)), "n": 3}
+    tensors |= {"h": old_tensor((4,), (1,), "8", 4, "HalfStorage")}
+    storages = {"7": (6, bytes(24)), "8": (4, bytes(8))}
+    return [torch_legacy(tensors, storages), torch_legacy({"a": {"b": tensors}}, storages)]
+
+
+def _legacy(data: bytes, folder: Path) -> None:
+    (folder / "file.pth").write_bytes(data)
+    _read_all(foreign.open_foreign(folder / "file.pth", "torch"))
+
+
+# ---- GGUF
+
+
+def _gguf_seeds(folder: Path) -> list[bytes]:
+    import megajax.checkpoint.gguf  # noqa: F401  # it takes jax, which takes long, and much memory
+
+    rng = np.random.default_rng(0)
+    tensors = gguf_writer.llama_tensors(rng)
+    found = gguf_writer.llama() | gguf_writer.vocabulary()
+    quantized = [
+        t
+        if len(t.sizes) == 1
+        else t._replace(kind=8, data=bytes(34 * t.sizes[0] // 32 * t.sizes[1]))
+        for t in tensors
+    ]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "a", "b", "ab"]
+    kinds = [2, 3, 3, *[6] * 256, 1, 1, 1]
+    sentencepiece = found | {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [-float(i) for i in range(262)],
+        "tokenizer.ggml.token_type": [gguf_writer.Typed("i32", k) for k in kinds],
+    }  # fmt: skip
+    return [
+        gguf_writer.gguf(found, tensors),
+        gguf_writer.gguf(sentencepiece, quantized),
+        gguf_writer.gguf(found | {"tokenizer.ggml.pre": "llama-bpe"}, quantized),
+    ]
+
+
+def _gguf(data: bytes, folder: Path) -> None:
+    from megajax.checkpoint import gguf  # here: it takes jax
+
+    (folder / "x.gguf").write_bytes(data)
+    opened = gguf.GgufModel(folder / "x.gguf")
+    with contextlib.suppress(UserError):
+        tokenizer = opened.tokenizer()
+        for ids in tokenizer.encode(["hello world", "", "é<|end|> 1"]):
+            tokenizer.decode(ids)
+    opened.params()
+
+
 def _dcp_seeds(folder: Path) -> list[bytes]:
     return [(GOLDEN / "dcp" / ".metadata").read_bytes()]
 
@@ -351,6 +415,7 @@ def _tokenizer(data: bytes, folder: Path) -> None:
         tokenizer.decode(ids)
 
 
+_NUMBERS = (*mutations.COMMON, mutations.set_number)
 TARGETS = local.TARGETS | {
     "wire": Target(_wire_seeds, mutations.TEXT, _wire),
     "records": Target(_record_seeds, mutations.TEXT, _record),
@@ -358,6 +423,12 @@ TARGETS = local.TARGETS | {
     "pickles": Target(_pickle_seeds, mutations.PICKLE, _pickle),
     "zips": Target(
         _zip_seeds, (*mutations.COMMON, *[mutations.inside_zip(mutations.PICKLE)] * 6), _zip
+    ),
+    "legacy": Target(_legacy_seeds, mutations.PICKLE, _legacy),
+    "gguf": Target(
+        _gguf_seeds,
+        (*mutations.COMMON, *[mutations.in_front(_NUMBERS, 2**14)] * 9),
+        _gguf,
     ),
     "dcp": Target(_dcp_seeds, mutations.PICKLE, _dcp),
     "megatron": Target(

@@ -8,6 +8,7 @@ import copy
 import gzip
 import io
 import json
+import math
 import random
 import re
 import zipfile
@@ -180,6 +181,16 @@ def edit_pickle(rng: random.Random, data: bytes) -> bytes:
     if rng.random() < 0.3:
         chosen *= int(2 ** rng.uniform(1, 14))
     return data[:begin] + chosen + data[begin + rng.choice((0, 0, 1, 2, 5)) :]
+
+
+def in_front(edits: Sequence[Edit], most: int) -> Edit:
+    """Makes the edit that changes some of the first bytes, where a format has its header."""
+
+    def edit(rng: random.Random, data: bytes) -> bytes:
+        size = min(len(data), int(2 ** rng.uniform(3, math.log2(most))))
+        return rng.choice(edits)(rng, data[:size]) + data[size:]
+
+    return edit
 
 
 def inside_zip(edits: Sequence[Edit], member: str = "data.pkl") -> Edit:

@@ -63,6 +63,7 @@ JAX_FREE = (
     "megajax.checkpoint.store",
     "megajax.checkpoint.formats.torch_dcp",
     "megajax.checkpoint.formats.torch_files",
+    "megajax.checkpoint.formats.torch_legacy",
     "megajax.core.boxes",
     "megajax.core.config",
     "megajax.core.config_file",

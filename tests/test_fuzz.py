@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz_targets import TARGETS
 from tests.mutations import COMMON, PICKLE, TEXT, mutate
 
-LIGHT = ["wire", "records", "safetensors", "zips", "dcp", "idx"]
+LIGHT = ["wire", "records", "safetensors", "zips", "legacy", "dcp", "idx"]
 LIGHT += ["settings", "report", "spans", "progress", "attempt", "step", "table", "stats", "lock"]
 
 

@@ -3,7 +3,7 @@
 Such a file is a zip of stored members: NAME/data.pkl, the structure, and NAME/data/KEY, the bytes
 of each storage. A tensor is a view of a storage (offset, shape, strides); it stays in the file till
 it is read. Members are checked against the zip's CRC-32 once, before the first tensor of them is
-given out. Files older than PyTorch 1.6 are one pickle without a zip and are refused. No jax.
+given out. Files older than PyTorch 1.6 are no zip: torch_legacy.py finds their parts. No jax.
 """
 
 import functools
@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from megajax.checkpoint.formats import pickles
+from megajax.checkpoint.formats import pickles, torch_legacy
 from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.core import files
 from megajax.core.errors import UserError
@@ -116,6 +116,7 @@ class TorchFile:
                 raise UserError(f"{self.where} was written on a big-endian machine")
         text = Storage(*members[structure[0]], np.uint8, f"{self.where}:{structure[0]}").raw
         builders = {
+            "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor_v3": self._tensor_v3,
             "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -126,24 +127,22 @@ class TorchFile:
 
     def _storage(self, pid: Any) -> Storage:
         """Makes a storage of ('storage', class, key, place, elements)."""
-        kind, cls, key, _, elements = pid
+        kind, cls, key, _, elements, *_ = pid  # files before 1.6 have one more, which is None
         if kind != "storage" or not isinstance(cls, Global):
             raise ValueError("a persistent id that is no storage")
         if not isinstance(key, str) or len(key) > MAX_KEY:
             raise ValueError(f"a storage with a key of type {type(key).__name__}, or a long one")
         if type(elements) is not int or elements < 0:
             raise ValueError("a storage with a negative or fractional size")
-        name = STORAGES.get(cls.name.rpartition(".")[2])
-        if name is None:
-            raise ValueError(f"a storage of {cls.name[:100]}")
+        dtype = storage_dtype(cls)
         member = self._members.get(f"{self._home}data/{key}")
         if member is None:
             raise ValueError(f"there is no storage {key[:50]!r}")
         if key not in self._storages:
             where = f"{self.where}:{self._home}data/{key}"
-            self._storages[key] = Storage(*member, DTYPES[name], where)
+            self._storages[key] = Storage(*member, dtype, where)
         found = self._storages[key]
-        if elements * np.dtype(DTYPES[name]).itemsize > found.nbytes:
+        if elements * dtype.itemsize > found.nbytes:
             raise ValueError(f"storage {key} has {found.nbytes} bytes for {elements} elements")
         return found
 
@@ -181,6 +180,14 @@ class TorchFile:
         if self._left < 0:
             raise ValueError(f"tensors that share bytes come to over {MAX_SHARED} times the file")
         return Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
+
+
+def storage_dtype(cls: Global) -> np.dtype:
+    """Returns the type of a storage's elements. Raises: ValueError for an unknown class."""
+    name = STORAGES.get(cls.name.rpartition(".")[2])
+    if name is None:
+        raise ValueError(f"a storage of {cls.name[:100]}")
+    return np.dtype(DTYPES[name])
 
 
 def dtype_of(found: Any) -> np.dtype:
@@ -326,12 +333,9 @@ class _Window(io.RawIOBase):
 
 
 def _members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, int]]:
-    """Returns {member: (its bytes, its CRC-32)} of a zip of stored members."""
-    if raw[:2].tobytes() == b"\x80\x02":
-        raise UserError(
-            f"{where} is of a PyTorch older than 1.6, one pickle with tensors in it; load it with "
-            "torch and save it again"
-        )
+    """Returns {member: (its bytes, its CRC-32)} of a zip of stored members, or of an older file."""
+    if torch_legacy.is_legacy(raw):
+        return torch_legacy.members(raw, where, lambda cls: storage_dtype(cls).itemsize)
     found: dict[str, tuple[np.ndarray, int]] = {}
     spans: list[tuple[int, int, str]] = []
     try:
