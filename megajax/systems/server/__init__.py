@@ -1,0 +1,1 @@
+"""An HTTP server for one engine, with the interface of OpenAI's completions and chats."""

@@ -1,0 +1,197 @@
+"""From the engine's outputs to what a client reads: texts, reasons, log-probabilities.
+
+A stream and a whole answer come from the same parts: an Answer turns outputs into deltas; a stream
+sends them, and a whole answer is what they add up to.
+"""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.serving import Output
+from megajax.systems.server.errors import ApiError
+from megajax.systems.server.protocol import Job
+from megajax.systems.server.text import Decoder, Stopper
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A token with its log-probability. start, end: its place in the text, in characters."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What is new of an answer. reason: 'stop' or 'length' where it ended."""
+
+    text: str
+    entries: list[Entry]
+    reason: str | None
+
+
+class Answer:
+    """One answer while it comes."""
+
+    def __init__(self, job: Job, decoder: Decoder, echo: str = ""):
+        """echo: text that its first delta begins with."""
+        self._job, self._decoder, self._echo = job, decoder, echo
+        self._stopper = Stopper(job.params.stop, job.include_stop)
+        self._decoded = self._shown = len(echo)
+        self._pending: list[Entry] = []
+        self.tokens = 0
+        self.reason: str | None = None
+
+    def add(self, output: Output) -> Delta | None:
+        """Returns what is new, or None. Raises: ApiError for an answer that failed."""
+        self.tokens += len(output.tokens)
+        if output.finish_reason in ("error", "cancelled"):
+            raise _failure(output.finish_reason)
+        if self.reason is not None:
+            return None
+        shown, tops = self._echo, output.top_logprobs or [{}] * len(output.tokens)
+        self._echo = ""
+        for token, logprob, top in zip(output.tokens, output.logprobs, tops, strict=True):
+            if token in self._job.ends:  # the last one, since it ended the answer
+                break
+            start, text = self._decoded, self._decoder.add(token)
+            self._decoded += len(text)
+            self._pending.append(Entry(token, logprob, top, start, self._decoded))
+            shown += self._stopper.add(text)
+        reason = output.finish_reason
+        if reason is not None:
+            shown += self._stopper.add(self._decoder.finish()) + self._stopper.finish()
+        self.reason = "stop" if self._stopper.stopped else reason
+        self._shown += len(shown)
+        entries = self._release()
+        if not shown and not entries and self.reason is None:
+            return None
+        return Delta(shown, entries, self.reason)
+
+    def _release(self) -> list[Entry]:
+        """Takes the entries of what was shown; those of a token that a stop string cut too."""
+        if self._job.logprobs is None:
+            self._pending.clear()
+            return []
+        if self.reason is not None:
+            ready = [e for e in self._pending if e.start < self._shown or e.end <= self._shown]
+            self._pending.clear()
+            return ready
+        count = 0
+        while count < len(self._pending) and self._pending[count].end <= self._shown:
+            count += 1
+        ready, self._pending = self._pending[:count], self._pending[count:]
+        return ready
+
+
+def _failure(reason: str) -> ApiError:
+    if reason == "cancelled":
+        return ApiError(503, "the server is stopping", code="stopping")
+    return ApiError(
+        500,
+        "the answer failed: the model's logits are not finite, or the constraint of the answer is "
+        "too complex",
+        code="answer_failed",
+    )
+
+
+class Shapes:
+    """Writes deltas and answers as OpenAI's objects, for one request."""
+
+    def __init__(self, job: Job, model: str, tokenizer: Any, pieces: Sequence[bytes | None] | None):
+        """model: as the client called it. pieces: of the tokenizer, or None."""
+        self._job, self._tokenizer, self._pieces = job, tokenizer, pieces
+        chat = job.kind == "chat"
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._kinds = (kind, kind + ".chunk" if chat else kind)
+
+    def whole(self, deltas: Sequence[Sequence[Delta]], usage: dict[str, int]) -> dict[str, Any]:
+        """Returns a response without streaming. deltas: of each answer."""
+        choices = []
+        for index, parts in enumerate(deltas):
+            text, entries = "".join(d.text for d in parts), [e for d in parts for e in d.entries]
+            choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(entries)}
+            if self._job.kind == "chat":
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choices.append(choice | {"finish_reason": parts[-1].reason})
+        return {**self._head, "object": self._kinds[0], "choices": choices, "usage": usage}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Returns what a stream of an answer begins with, if anything."""
+        if self._job.kind != "chat":
+            return None
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
+
+    def part(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Returns what a stream sends of a delta."""
+        text = delta.text
+        chat = {"delta": {"content": text} if text or delta.reason is None else {}}
+        body = chat if self._job.kind == "chat" else {"text": text}
+        return self._chunk(index, body, delta.entries, delta.reason)
+
+    def last(self, usage: dict[str, int]) -> dict[str, Any]:
+        """Returns the part of a stream that has the number of tokens."""
+        return {**self._head, "object": self._kinds[1], "choices": [], "usage": usage}
+
+    def _chunk(
+        self, index: int, body: dict[str, Any], entries: list[Entry], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(entries) if entries else None
+        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self._job.usage else {}
+        return {**self._head, "object": self._kinds[1], "choices": [choice], **usage}
+
+    # ---- log-probabilities
+
+    def _logprobs(self, entries: list[Entry]) -> dict[str, Any] | None:
+        if self._job.logprobs is None:
+            return None
+        if self._job.kind == "chat":
+            return {"content": [self._chat_entry(e) for e in entries], "refusal": None}
+        return {
+            "tokens": [self._name(e.token) for e in entries],
+            "token_logprobs": [_finite(e.logprob) for e in entries],
+            "top_logprobs": [
+                {self._name(t): _finite(p) for t, p in e.top.items()} for e in entries
+            ],
+            "text_offset": [e.start for e in entries],
+        }
+
+    def _chat_entry(self, entry: Entry) -> dict[str, Any]:
+        top = [self._named(token, logprob) for token, logprob in entry.top.items()]
+        return self._named(entry.token, entry.logprob) | {"top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(token)
+        text = self._name(token) if data is None else data.decode(errors="replace")
+        numbers = None if data is None else list(data)
+        return {"token": text, "logprob": _finite(logprob), "bytes": numbers}
+
+    def _bytes(self, token: int) -> bytes | None:
+        if self._pieces is None:
+            return self._tokenizer.decode([token]).encode()
+        return self._pieces[token] if token < len(self._pieces) else None
+
+    def _name(self, token: int) -> str:
+        """Its text; parts of a character as OpenAI writes them; another name for a special one."""
+        data = self._bytes(token)
+        if data is None:
+            return f"token_id:{token}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # (OpenAI's least value) JSON has no infinity

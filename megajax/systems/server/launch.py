@@ -1,0 +1,175 @@
+"""From settings to a server that runs: the socket, the model, the engine, the application."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.core import files
+from megajax.core.errors import UserError
+from megajax.core.paths import expand
+from megajax.serving import Engine
+from megajax.systems.open_model import MAX_TEMPLATE, ChatTemplate, OpenModel, open_model
+from megajax.systems.server import http, peers
+from megajax.systems.server.app import Server
+from megajax.systems.server.chat import Chat
+from megajax.systems.server.metrics import Metrics
+from megajax.systems.server.options import EngineOptions, HttpOptions, ModelOptions
+from megajax.systems.server.protocol import Reader
+from megajax.systems.server.worker import Worker
+
+RUNS = "runs/pretrain/nano-*/config.json"
+SHORTEST_KEY = 16  # (chosen) characters
+
+
+def run(model: ModelOptions, engine: EngineOptions, options: HttpOptions, mesh: Mesh) -> int:
+    """Serves until a signal. Returns the exit code. Raises: UserError."""
+    first = jax.process_index() == 0
+    made = http.listen(options.host, options.port) if first else None
+    with made or contextlib.nullcontext():
+        keys = read_keys(options.api_key_file)
+        opened = open_named(model)
+        params, what = opened.load_to_serve(mesh)
+        running = build_engine(opened, params, mesh, engine)
+        del params
+        if made is None:
+            peers.follow(running)
+            return 0
+        print(f"{what}\n{describe(running)}", flush=True)
+        return asyncio.run(_serve(running, opened, made, (model, engine, options), keys))
+
+
+async def _serve(
+    engine: Engine, opened: OpenModel, made: socket.socket, options: Any, keys: list[str]
+) -> int:
+    model, sizes, limits = options
+    name = model.served_model_name or opened.name
+    worker, server = build_server(
+        engine, name, Chat(template_of(model, opened)), limits, keys=keys,
+        max_batch=sizes.max_batch, ends=end_ids(model), document=model.run_dir is not None,
+    )  # fmt: skip
+    print(f"model {name!r} on {http.address(made)}/v1 (Ctrl-C stops)", flush=True)
+    return await http.serve(server, worker, made, limits.stop_timeout_s)
+
+
+def build_server(
+    engine: Engine,
+    name: str,
+    chat: Chat,
+    limits: HttpOptions,
+    *,
+    max_batch: int,
+    keys: list[str] | None = None,
+    ends: tuple[int, ...] = (),
+    document: bool = True,
+) -> tuple[Worker, Server]:
+    """Returns (the worker, which the event loop has to start, the application).
+
+    ends: ids that end an answer beside the tokenizer's. document: prompts begin as documents of
+    training do, else as the tokenizer's file says.
+    """
+    tokenizer: Any = engine.tokenizer
+    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    prefix = begin if document else tokenizer.prefix()
+    metrics = Metrics(name)
+    tell = peers.Peers().tell if jax.process_count() > 1 else None
+    worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
+    reader = Reader([name], tokenizer, chat, engine.context, prefix, ends)
+    server = Server(
+        worker, reader, metrics, name=name, keys=keys or (), max_body=limits.max_body,
+        timeout_s=limits.request_timeout_s,
+    )  # fmt: skip
+    return worker, server
+
+
+def open_named(options: ModelOptions) -> OpenModel:
+    """Opens the model that is named, or the newest nano run. Raises: UserError."""
+    run_dir = options.run_dir
+    if run_dir is None and options.hf is None and options.gguf is None:
+        run_dir = newest_run()
+    return open_model(
+        run_dir=run_dir, hf=options.hf, gguf=options.gguf, step=options.step,
+        tokenizer=options.tokenizer,
+    )  # fmt: skip
+
+
+def newest_run(folder: str | Path = ".") -> str:
+    """Returns the newest nano run below a folder. Raises: UserError that says how to get one."""
+    found = [p.parent for p in Path(folder).glob(RUNS) if any(p.parent.glob("checkpoints/*"))]
+    if not found:
+        raise UserError(
+            "there is no nano run with a checkpoint in runs/pretrain; train one in two minutes "
+            "with `uv run experiments/pretrain.py`, or name a model (--run_dir, --hf, --gguf)"
+        )
+    return str(max(found, key=lambda p: (p / "checkpoints").stat().st_mtime))
+
+
+def build_engine(opened: OpenModel, params: Any, mesh: Mesh, options: EngineOptions) -> Engine:
+    """Returns an engine with the model's tokenizer."""
+    return Engine(
+        opened.cfg, params, mesh=mesh, tokenizer=opened.tokenizer,
+        **{f.name: getattr(options, f.name) for f in dataclasses.fields(EngineOptions)},
+    )  # fmt: skip
+
+
+def describe(engine: Engine) -> str:
+    """Returns a line about an engine's sizes."""
+    pool = engine.pool
+    return (
+        f"context {engine.context} tokens, {pool.capacity} pages of {pool.page_size}, at most "
+        f"{engine.programs.bound} programs"
+    )
+
+
+def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None:
+    """Returns the chat template of a file, or of the model. Raises: UserError."""
+    if options.chat_template is None:
+        return opened.chat
+    path = expand(options.chat_template, "chat_template")
+    try:
+        source = files.read_bytes(path, MAX_TEMPLATE).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error} (--chat_template)") from None
+    own = opened.chat
+    return ChatTemplate(source, own.begin if own else "", own.end if own else "")
+
+
+def end_ids(options: ModelOptions) -> tuple[int, ...]:
+    """Returns eos_token_id of a Hugging Face folder's generation_config.json: chat models may end
+    an answer with one of several."""
+    if options.hf is None:
+        return ()
+    file = expand(options.hf, "hf") / "generation_config.json"
+    if not file.is_file():
+        return ()
+    found = files.read_object(file, MAX_TEMPLATE, "hf").get("eos_token_id")
+    listed = found if isinstance(found, list) else [found]
+    return tuple(i for i in listed if isinstance(i, int) and i >= 0)
+
+
+def read_keys(name: str | None) -> list[str]:
+    """Returns the keys of a file. Raises: UserError for one that others can read."""
+    if name is None:
+        return []
+    path = expand(name, "api_key_file")
+    try:
+        mode = os.stat(path).st_mode
+        lines = files.read_bytes(path, MAX_TEMPLATE).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error} (--api_key_file)") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise UserError(f"{path} can be read by others: chmod 600 {path} (--api_key_file)")
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys or min(map(len, keys)) < SHORTEST_KEY:
+        raise UserError(
+            f"{path} must have a key a line, of at least {SHORTEST_KEY} characters: openssl rand "
+            "-hex 32 (--api_key_file)"
+        )
+    return keys

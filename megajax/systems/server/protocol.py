@@ -1,0 +1,264 @@
+"""Requests of OpenAI's API, read strictly: a member that is unknown or cannot be done is refused.
+
+Beside OpenAI's members there are those that vLLM's users send (its "extra parameters"): top_k,
+min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, include_stop_str_in_output,
+add_special_tokens, chat_template_kwargs, add_generation_prompt, structured_outputs. Its older
+guided_json, guided_regex and guided_choice mean structured_outputs' members. What only says who
+asks is ignored.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megajax.core.errors import UserError
+from megajax.serving import SamplingParams, StructuredOutputsParams
+from megajax.systems.server.chat import Chat
+from megajax.systems.server.errors import ApiError
+from megajax.systems.server.fields import Fields, empty, is_ids, none_of, strings
+
+STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
+PROMPTS = 64  # (chosen) prompts of one request
+ANSWERS = 128  # (OpenAI) n
+PASSED = ("top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a request asks for.
+
+    prompts: token ids. echo: for each prompt, the text that comes before an answer. logprobs:
+    likeliest tokens to list for each, None: no log-probabilities. ends: ids that end an answer and
+    are no part of it.
+    """
+
+    kind: Literal["completion", "chat"]
+    prompts: list[list[int]]
+    params: SamplingParams
+    echo: list[str]
+    stream: bool
+    usage: bool
+    logprobs: int | None
+    include_stop: bool
+    ends: frozenset[int]
+
+
+class Reader:
+    """Reads requests for one model."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: Any,
+        chat: Chat,
+        context: int,
+        prefix: Sequence[int],
+        ends: Sequence[int] = (),
+    ):
+        """names: of the model. context: most tokens of prompt and answer. prefix: special ids
+        before the text of a completion. ends: ids that end an answer beside the tokenizer's."""
+        self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
+        self._context, self._prefix, self._ends = context, list(prefix), list(ends)
+
+    def completion(self, body: dict[str, Any]) -> Job:
+        """Reads a body of /v1/completions. Raises: ApiError."""
+        fields = Fields(body)
+        self._check_model(fields)
+        prompts, texts = self._prompts(fields)
+        logprobs = fields.between("logprobs", 0, 20, None)
+        echo = fields.take("echo", bool, False)
+        if echo and logprobs is not None:
+            raise fields.error("echo", "cannot be had with logprobs: prompts have none here")
+        fields.only("suffix", none_of(""), "is not supported")
+        fields.only("best_of", none_of(body.get("n") or 1), "must equal n: no answer is dropped")
+        most = fields.between("max_tokens", 1, 2**31, 16)
+        return self._job(fields, "completion", prompts, most, logprobs, texts if echo else [])
+
+    def chat(self, body: dict[str, Any]) -> Job:
+        """Reads a body of /v1/chat/completions. Raises: ApiError."""
+        fields = Fields(body)
+        self._check_model(fields)
+        more = dict(fields.take("chat_template_kwargs", dict, {}))
+        more["add_generation_prompt"] = fields.take("add_generation_prompt", bool, True)
+        text = self._chat.prompt(_messages(fields), more)
+        prompt = self._tokenizer.encode_special(text)
+        listed = fields.between("top_logprobs", 0, 20, None)
+        wanted = fields.take("logprobs", bool, False)
+        if listed is not None and not wanted:
+            raise fields.error("top_logprobs", "needs logprobs=true")
+        for name in ("tools", "functions"):
+            fields.only(name, empty, "is not supported: the server calls no tools")
+        fields.only("tool_choice", none_of("none", "auto"), "is not supported")
+        fields.ignore("parallel_tool_calls")
+        most = fields.between("max_completion_tokens", 1, 2**31, None)
+        older = fields.between("max_tokens", 1, 2**31, None)
+        most = older if most is None else most
+        self._check_context(prompt, 1)
+        most = self._context - len(prompt) if most is None else most
+        return self._job(fields, "chat", [prompt], most, (listed or 0) if wanted else None, [])
+
+    # ---- parts
+
+    def _check_model(self, fields: Fields) -> None:
+        name = fields.take("model", str, self._names[0])
+        if name not in self._names:
+            raise ApiError(
+                404, f"the model {name!r:.200} does not exist; this server has {self._names[0]!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    def _prompts(self, fields: Fields) -> tuple[list[list[int]], list[str]]:
+        """Returns (token ids, texts) of each prompt."""
+        given = fields.any("prompt")
+        if given is None:
+            raise fields.error("prompt", "is missing: give a text, a list of texts, or token ids")
+        listed = given if isinstance(given, list) and not is_ids(given) else [given]
+        if not listed or not all(isinstance(p, str) or is_ids(p) for p in listed):
+            raise fields.error("prompt", "must be a text, token ids, or a list of one of them")
+        if len(listed) > PROMPTS:
+            raise ApiError(
+                400, f"prompt has {len(listed)} texts; at most {PROMPTS}", param="prompt"
+            )
+        prefix = self._prefix if fields.take("add_special_tokens", bool, True) else []
+        found, texts = [], []
+        for prompt in listed:
+            if isinstance(prompt, str):
+                found.append(prefix + self._tokenizer.encode([prompt])[0].tolist())
+                texts.append(prompt)
+            else:
+                found.append(prompt)
+                texts.append(self._tokenizer.decode([i for i in prompt if 0 <= i < 2**31]))
+        if not all(found):
+            raise fields.error("prompt", "must have at least one token")
+        return found, texts
+
+    def _check_context(self, prompt: Sequence[int], most: int) -> None:
+        if len(prompt) + most > self._context:
+            raise ApiError(
+                400,
+                f"the model's context has {self._context} tokens; the prompt has {len(prompt)}, "
+                f"and {most} more are asked for: shorten the prompt, or max_tokens",
+                param="messages" if most == 1 else "max_tokens", code="context_length_exceeded",
+            )  # fmt: skip
+
+    def _job(
+        self,
+        fields: Fields,
+        kind: Literal["completion", "chat"],
+        prompts: list[list[int]],
+        most: int,
+        logprobs: int | None,
+        echo: list[str],
+    ) -> Job:
+        for prompt in prompts:
+            self._check_context(prompt, most)
+        stream = fields.take("stream", bool, False)
+        options = Fields(fields.take("stream_options", dict, {}), "stream_options.")
+        usage = options.take("include_usage", bool, False)
+        options.ignore("continuous_usage_stats", "include_obfuscation")
+        options.end()
+        fields.ignore(*IGNORED)
+        fields.only("min_tokens", none_of(0), "is not supported")
+        fields.only("skip_special_tokens", none_of(True), "is not supported: they have no text")
+        include = fields.take("include_stop_str_in_output", bool, False)
+        params = self._params(fields, most, logprobs)
+        fields.end()
+        end = self._tokenizer.end
+        own = [] if end is None or params.ignore_eos else [end]
+        ends = frozenset([*own, *params.stop_token_ids])
+        return Job(kind, prompts, params, echo, stream, usage, logprobs, include, ends)
+
+    def _params(self, fields: Fields, most: int, logprobs: int | None) -> SamplingParams:
+        given = {name: fields.take(name, float) for name in PASSED}
+        given["temperature"] = fields.take("temperature", float, 1.0)
+        given |= {name: fields.take(name, int) for name in ("top_k", "seed", "priority")}
+        given["n"] = fields.between("n", 1, ANSWERS, 1)
+        given["logit_bias"] = fields.take("logit_bias", dict)
+        given["ignore_eos"] = ignore = fields.take("ignore_eos", bool, False)
+        stops = fields.take("stop_token_ids", list, [])
+        if stops and not is_ids(stops):
+            raise fields.error("stop_token_ids", "must be a list of token ids")
+        given["stop_token_ids"] = [*stops, *(() if ignore else self._ends)]
+        given["stop"] = strings(fields, "stop", STOPS)
+        given["structured_outputs"] = _structured(fields)
+        try:
+            return SamplingParams(
+                max_tokens=most,
+                logprobs=logprobs,
+                **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+            )
+        except UserError as error:
+            name = str(error).partition("=")[0].partition("[")[0].partition(" ")[0]
+            raise ApiError(400, str(error), param=name, code="invalid_value") from None
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """Returns the messages of a chat, with texts as contents."""
+    found = fields.take("messages", list)
+    if not found:
+        raise fields.error("messages", "must be a list of at least one message")
+    made = []
+    for i, message in enumerate(found):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(
+                400, f"messages[{i}] must be an object with a role", param=f"messages[{i}]"
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+            texts = [p for p in parts if isinstance(p, str)]
+            content = "".join(texts) if len(texts) == len(parts) else 0
+        if content is not None and not isinstance(content, str):
+            raise ApiError(
+                400, f"messages[{i}].content must be a text, or a list of parts with texts",
+                param=f"messages[{i}].content",
+            )  # fmt: skip
+        made.append({**message, "content": content or ""})
+    return made
+
+
+def _structured(fields: Fields) -> StructuredOutputsParams | None:
+    """Returns the form that an answer must have, of whichever member says so."""
+    forms: list[tuple[str, dict[str, Any]]] = []
+    given = fields.take("structured_outputs", dict)
+    if given is not None:
+        inner = Fields(given, "structured_outputs.")
+        forms.append(
+            (
+                "structured_outputs",
+                {n: inner.any(n) for n in ("json", "regex", "choice", "json_object")},
+            )
+        )
+        inner.end()
+    for name in ("json", "regex", "choice"):
+        if (value := fields.any(f"guided_{name}")) is not None:
+            forms.append((f"guided_{name}", {name: value}))
+    wanted = fields.take("response_format", dict, {})
+    if wanted:
+        forms += _response_format(wanted)
+    if len(forms) > 1:
+        raise ApiError(400, f"{' and '.join(n for n, _ in forms)} exclude each other")
+    if not forms:
+        return None
+    name, values = forms[0]
+    try:
+        return StructuredOutputsParams(**values)
+    except UserError as error:
+        raise ApiError(400, str(error), param=name, code="invalid_value") from None
+
+
+def _response_format(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    kind, name = given.get("type"), "response_format"
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [(name, {"json_object": True})]
+    inner = given.get("json_schema")
+    if kind == "json_schema" and isinstance(inner, dict):
+        return [(name, {"json": inner.get("schema", True)})]
+    raise ApiError(
+        400, "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type': "
+        "'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}", param=name,
+        code="invalid_value",
+    )  # fmt: skip

@@ -1,0 +1,353 @@
+"""The endpoints, asked in this process: shapes, errors, limits, clients that leave."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+
+import httpx2
+import jax
+import jsonschema
+
+from megajax.data.tokenizer import ByteTokenizer
+from megajax.models import decoder
+from megajax.serving import Engine
+from megajax.systems.open_model import ChatTemplate
+from megajax.systems.server.chat import Chat
+from megajax.systems.server.launch import build_server
+from megajax.systems.server.options import HttpOptions
+from tests.tiny import MODEL
+
+CFG = dataclasses.replace(MODEL, layers=1, vocab=259, max_positions=128)
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+    "",
+    "",
+)
+KEY = "0123456789abcdef"
+
+
+@functools.cache
+def engine():
+    params = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
+    return Engine(
+        CFG, params, dtype="float32", max_batch=4, prefill_chunk=16, page_size=8, pages=80,
+        tokenizer=ByteTokenizer(),
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def serving(chat=TEMPLATE, keys=(), to=None, **options):
+    """Yields (a client, the worker)."""
+    limits = HttpOptions(**({"max_body": 4096} | options))
+    worker, server = build_server(
+        to or engine(), "tiny", Chat(chat), limits, max_batch=4, keys=list(keys)
+    )
+    worker.start()
+    transport = httpx2.ASGITransport(app=server.app)
+    try:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            yield client, worker
+    finally:
+        worker.stop()
+        assert await worker.join(60)
+        assert worker.live == 0 and worker.engine.pool.in_use == 0
+
+
+def serve(test):
+    """Runs a coroutine function with (client, worker)."""
+
+    @functools.wraps(test)
+    def run():
+        async def whole():
+            async with serving() as (client, worker):
+                await test(client, worker)
+
+        asyncio.run(whole())
+
+    del run.__wrapped__  # pytest would take its parameters for fixtures
+    return run
+
+
+async def ask(client, path="completions", **body):
+    return await client.post(f"/v1/{path}", json=body)
+
+
+async def events(client, path="completions", **body):
+    async with client.stream("POST", f"/v1/{path}", json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in response.aiter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+@serve
+async def test_a_completion_and_its_stream_say_the_same(client, worker):
+    body = {"prompt": "hello", "max_tokens": 12, "seed": 3, "logprobs": 2, "n": 2}
+    whole = (await ask(client, **body)).json()
+    assert whole["object"] == "text_completion" and whole["model"] == "tiny"
+    assert whole["usage"]["prompt_tokens"] == 6  # with the token that begins a document
+    assert [c["index"] for c in whole["choices"]] == [0, 1]
+    parts = await events(client, **body, stream_options={"include_usage": True})
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [c for p in parts for c in p["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+        found = choice["logprobs"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert sum((c["logprobs"][name] for c in mine if c["logprobs"]), []) == found[name]
+        assert len(found["tokens"]) in (11, 12)
+        assert all(len(top) == 2 for top in found["top_logprobs"])
+        offsets = found["text_offset"]
+        assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
+
+
+@serve
+async def test_a_chat_and_its_stream_say_the_same(client, worker):
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hé"}]}],
+        "max_completion_tokens": 9, "temperature": 0, "logprobs": True, "top_logprobs": 3,
+    }  # fmt: skip
+    whole = (await ask(client, "chat/completions", **body)).json()
+    choice = whole["choices"][0]
+    assert choice["message"]["role"] == "assistant"
+    assert whole["usage"]["prompt_tokens"] == len("user: hé\nassistant: ".encode())
+    parts = await events(client, "chat/completions", **body)
+    deltas = [p["choices"][0]["delta"] for p in parts]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(d.get("content", "") for d in deltas) == choice["message"]["content"]
+    entries = choice["logprobs"]["content"]
+    data = bytes(b for e in entries for b in e["bytes"])
+    assert data.decode(errors="replace") == choice["message"]["content"]
+    assert all(max(t["logprob"] for t in e["top_logprobs"]) == e["logprob"] for e in entries)
+
+
+@serve
+async def test_stops_echo_prompts_of_ids_and_biases(client, worker):
+    bias = {str(ord("a")): 100}
+    found = (await ask(client, prompt=["x", "yy"], logit_bias=bias, max_tokens=4, echo=True)).json()
+    assert [c["text"] for c in found["choices"]] == ["xaaaa", "yyaaaa"]
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    found = (await ask(client, prompt=[[65, 66]], stop=["aaa"], logit_bias=bias)).json()
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("", "stop")
+    assert found["usage"]["completion_tokens"] == 3
+    more = {"logit_bias": {"257": 100}, "max_tokens": 5, "logprobs": 0}
+    found = (await ask(client, prompt="x", **more)).json()["choices"][0]
+    assert (found["text"], found["finish_reason"], found["logprobs"]["tokens"]) == ("", "stop", [])
+    found = (await ask(client, prompt="x", **more, ignore_eos=True)).json()
+    assert found["usage"]["completion_tokens"] == 5
+
+
+@serve
+async def test_answers_have_the_form_that_is_asked_for(client, worker):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    messages, seeds = [{"role": "user", "content": "?"}], range(4)
+    for seed in seeds:
+        body = {"messages": messages, "response_format": asked, "seed": seed, "max_tokens": 90}
+        choice = (await ask(client, "chat/completions", **body)).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+        form = (
+            {"structured_outputs": {"regex": "[ab]{3}"}}
+            if seed % 2
+            else {"guided_regex": "[ab]{3}"}
+        )
+        text = (await ask(client, prompt="x", seed=seed, **form)).json()["choices"][0]["text"]
+        assert re.fullmatch("[ab]{3}", text)
+
+
+BAD = [
+    ({"model": "other"}, 404, "model_not_found", "does not exist; this server has 'tiny'"),
+    ({"max_tokens": 200}, 400, "context_length_exceeded", "context has 128 tokens; the prompt"),
+    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens=0 must be from 1"),
+    ({"temperature": "x"}, 400, "invalid_value", "temperature='x' must be a number"),
+    ({"temperature": -1}, 400, "invalid_value", "temperature=-1 must be at least 0"),
+    ({"top_p": 0}, 400, "invalid_value", "top_p=0 must be in"),
+    ({"n": 1000}, 400, "invalid_value", "n=1000 must be from 1 to 128"),
+    ({"stop": 7}, 400, "invalid_value", "stop=7 must be a string or a list"),
+    ({"stop": [""]}, 400, "invalid_value", "no empty string"),
+    ({"prompt": None}, 400, "invalid_value", "prompt=None is missing"),
+    ({"prompt": [[300]]}, 400, None, "token id 300; the vocabulary has 0 to 258"),
+    ({"prompt": {}}, 400, "invalid_value", "must be a text, token ids"),
+    ({"temprature": 1}, 400, "unknown_parameter", "temprature. Did you mean temperature?"),
+    ({"echo": True, "logprobs": 1}, 400, "invalid_value", "echo=True cannot be had with logprobs"),
+    ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias has the key 'x'"),
+    ({"guided_regex": "("}, 400, None, "structured_outputs.regex cannot be used"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, 400, None, "exclude"),
+    ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format must be"),
+    ({"stream_options": {"x": 1}}, 400, "unknown_parameter", "no member stream_options.x"),
+]  # fmt: skip
+
+
+@serve
+async def test_what_is_wrong_is_said_as_openai_says_it(client, worker):
+    for body, status, code, message in BAD:
+        response = await ask(client, **({"prompt": "x"} | body))
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (status, code), (body, error)
+        assert message in error["message"], error
+        assert set(error) == {"message", "type", "param", "code"} and error["type"]
+    headers = {"Content-Type": "application/json"}
+    for raw, status in ((b"{", 400), (b"[1]", 400), (b'{"prompt": NaN}', 400), (b"\xff", 400),
+                        (b'{"prompt": "\\ud800"}', 400), (b"[" * 4000, 400),
+                        (b" " * 5000, 413)):  # fmt: skip
+        response = await client.post("/v1/completions", content=raw, headers=headers)
+        assert response.status_code == status, raw[:20]
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    assert (await client.post("/v1/completions", content=b"{}")).status_code == 415
+    assert (await client.get("/v1/completions")).status_code == 405
+    assert (await client.get("/v2")).json()["error"]["type"] == "not_found_error"
+    for messages in ([], "x", [{"content": "x"}], [{"role": "user", "content": [{"image_url": 1}]}],
+                     [{"role": "tool", "content": "x"}]):  # fmt: skip
+        response = await ask(client, "chat/completions", messages=messages)
+        assert response.status_code == 400, messages
+    listed = {"messages": [{"role": "user", "content": "x"}]}
+    for more in ({"top_logprobs": 2}, {"tools": [{}]}, {"tool_choice": "required"}):
+        assert (await ask(client, "chat/completions", **listed, **more)).status_code == 400
+
+
+def test_a_model_without_a_template_says_so():
+    async def whole():
+        for chat in (None, ChatTemplate("{% for %}", "", "")):
+            async with serving(chat) as (client, _):
+                body = {"messages": [{"role": "user", "content": "x"}]}
+                response = await ask(client, "chat/completions", **body)
+                assert response.status_code == 400 and "chat template" in response.text
+
+    asyncio.run(whole())
+
+
+def test_a_key_is_needed_where_there_are_keys():
+    async def whole():
+        async with serving(keys=["x" * 20, KEY]) as (client, _):
+            for headers, status in (
+                ({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": KEY}, 401),
+                ({"Authorization": f"Bearer {KEY}"}, 200),
+            ):  # fmt: skip
+                assert (await client.get("/v1/models", headers=headers)).status_code == status
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(whole())
+
+
+def test_too_many_that_wait_are_told_to_come_again():
+    async def whole():
+        async with serving(max_waiting=2) as (client, _):
+            body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+            found = await asyncio.gather(*(ask(client, **body) for _ in range(12)))
+            codes = sorted(r.status_code for r in found)
+            # 4 run and 2 wait; more than these only if some ended in between.
+            assert codes[:6] == [200] * 6 and codes[-1] == 429
+            refused = next(r for r in found if r.status_code == 429)
+            assert 1 <= int(refused.headers["Retry-After"]) <= 60
+            assert refused.json()["error"]["code"] == "too_many_waiting"
+            assert (await ask(client, prompt="x", max_tokens=2)).status_code == 200
+
+    asyncio.run(whole())
+
+
+def test_a_request_that_takes_too_long_is_ended():
+    async def whole():
+        async with serving(request_timeout_s=0.05) as (client, _):
+            body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True}
+            response = await ask(client, **body)
+            assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
+            parts = await events(client, **body)
+            assert parts[-1]["error"]["code"] == "timeout"
+
+    asyncio.run(whole())
+
+
+def test_an_engine_that_raises_ends_all_requests_and_health_says_so():
+    class Broken:
+        """The engine, until its third step."""
+
+        def __init__(self):
+            self.steps = 0
+
+        def __getattr__(self, name):
+            return getattr(engine(), name)
+
+        def step(self):
+            self.steps += 1
+            if self.steps > 3:
+                raise RuntimeError("out of memory")
+            return engine().step()
+
+    async def whole():
+        async with serving(to=Broken()) as (client, worker):
+            body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+            found = await asyncio.gather(*(ask(client, **body) for _ in range(3)))
+            assert [r.status_code for r in found] == [500] * 3
+            assert "out of memory" in found[0].json()["error"]["message"]
+            health = await client.get("/health")
+            assert health.status_code == 503 and health.json()["status"] == "engine_failed"
+            assert (await ask(client, **body)).status_code == 500
+            for sequence in list(engine().scheduler.running):
+                engine().cancel(sequence.request)
+            list(engine().run())
+
+    asyncio.run(whole())
+
+
+@serve
+async def test_the_server_tells_what_it_has_and_does(client, worker):
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [m["id"] for m in listed] == ["tiny"] and listed[0]["max_model_len"] == 128
+    assert (await client.get("/v1/models/tiny")).json() == listed[0]
+    assert (await client.get("/v1/models/x")).status_code == 404
+    await ask(client, prompt="x", max_tokens=5, ignore_eos=True)
+    page = (await client.get("/metrics")).text
+    one = '{model_name="tiny"}'
+    for line in (
+        f"megajax:generation_tokens_total{one} 5.0", f"megajax:prompt_tokens_total{one} 2.0",
+        f"megajax:num_requests_running{one} 0.0", f"megajax:num_requests_waiting{one} 0.0",
+        f"megajax:kv_cache_usage_perc{one} 0.0", f"megajax:num_preemptions_total{one} 0.0",
+        f"megajax:time_to_first_token_seconds_count{one} 1.0",
+        f"megajax:inter_token_latency_seconds_count{one} 4.0",
+        'request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+    ):  # fmt: skip
+        assert line in page, line
+
+
+@serve
+async def test_a_client_that_leaves_frees_its_pages(client, worker):
+    """By ASGI's own messages: the transport above has no client that leaves."""
+    for stream in (True, False):
+        body = json.dumps({"prompt": "x", "max_tokens": 120, "ignore_eos": True, "stream": stream})
+        left, sent = asyncio.Event(), []
+        messages = [{"type": "http.request", "body": body.encode(), "more_body": False}]
+
+        async def receive(messages=messages, left=left):
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message, sent=sent):
+            sent.append(message)
+
+        app = client._transport.app
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
+        asking = asyncio.create_task(app(scope, receive, send))
+        while worker.engine.pool.in_use < 3:
+            await asyncio.sleep(0.005)
+        left.set()
+        await asking
+        for _ in range(400):
+            if not worker.live:
+                break
+            await asyncio.sleep(0.005)
+        assert worker.live == 0 and worker.engine.pool.in_use == 0
+        assert not any(b"[DONE]" in m.get("body", b"") for m in sent)
