@@ -30,6 +30,7 @@ ENTRY_BYTES = 768  # (measured: 630 to 680) of memory that a token, or a merge, 
 APART_BYTES = 1280  # (measured: 1,160) more for a token that is found before words are cut
 SLACK = 48 * 2**20  # (chosen) bytes of memory that any vocabulary may take
 MAX_PIECE = 256  # (chosen: published ones have at most some 100) letters of a SentencePiece piece
+MAX_LETTERS = 2**23  # (chosen: 2 s; published ones have some 2^21) letters of all such pieces
 SPACE = "\u2581"  # SentencePiece's sign for a blank
 
 _GPT2 = "gpt2"
@@ -217,6 +218,8 @@ def _merges(
     ways to cut a piece into two, in the order of the pieces' scores. spare: bytes of memory.
     """
     pieces = [(token, i) for token, i in vocab.items() if kinds[i] in (NORMAL, USER_DEFINED)]
+    if sum(len(piece) for piece, _ in pieces) > MAX_LETTERS:
+        raise UserError(f"its pieces have over {MAX_LETTERS:,} letters")
     pieces.sort(key=functools.partial(_rank, scores))
     pairs: list[tuple[str, str]] = []
     for piece, _ in pieces:

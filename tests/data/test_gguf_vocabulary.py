@@ -331,5 +331,8 @@ def test_special_tokens_and_merges_of_pieces_are_limited_too():
         build(metadata, 2**20, runs, scores=np.zeros(199))
     with pytest.raises(UserError, match="has 300 letters"):
         build(metadata, 2**20, ["a" * 300], scores=np.zeros(1))
+    with pytest.raises(UserError, match="have over 8,388,608 letters"):
+        many = [f"{i:06x}" + "b" * 250 for i in range(33_000)]
+        build(metadata, 2**40, many, scores=np.zeros(33_000))
     with pytest.raises(UserError, match="there are no scores"):
         build(metadata, 2**20, runs)
