@@ -32,6 +32,10 @@ MACHINE = r"""
 import os, socket, sys, tempfile, threading, time
 amount = dict.fromkeys(("cpu", "memory", "disk", "network"), 0.0)
 has_network = sys.argv[1] == "1"
+try:  # else what runs here besides makes busy machines look idle
+    os.nice(-10)
+    with open("/proc/self/autogroup", "w") as f: f.write("-10")  # Linux shares among sessions first
+except OSError: pass
 if has_network:
     os.unshare(os.CLONE_NEWNET)
     for words in ("link add eth0 type veth peer name eth1", "addr add 10.9.0.1/24 dev eth0",
@@ -112,7 +116,7 @@ class Machine:
     def __init__(self, folder: Path, network: bool):
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", MACHINE, str(int(network)), str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout and self._process.stdout.readline() == "ready\n"
         self._agent = subprocess.Popen(

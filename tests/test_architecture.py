@@ -106,6 +106,7 @@ JAX_FREE = (
     "megajax.monitor.quality",
     "megajax.monitor.records",
     "megajax.monitor.samples",
+    "megajax.monitor.sources.answers",
     "megajax.monitor.sources.convert",
     "megajax.monitor.sources.files",
     "megajax.monitor.sources.run_records",

@@ -60,9 +60,10 @@ def times(n, start=T0, count=1):
     return misbehave
 
 
-def test_pages_of_11000_points_give_every_second_once(fake):
+def test_pages_of_11000_points_give_every_second_once(fake, monkeypatch):
     queries = {"cpu": "a", "memory": "bcd"}
-    found = source(fake, queries=queries).read(T0 + 0.5, T0 + 25_000.5)
+    one = source(fake, queries=queries)
+    found = one.read(T0 + 0.5, T0 + 25_000.5)
     assert sorted(int(p["start"]) for p in fake.pages) == sorted(
         2 * [T0 + 1, T0 + 11_001, T0 + 22_001]
     )
@@ -74,6 +75,10 @@ def test_pages_of_11000_points_give_every_second_once(fake):
               for m in ("h0", "h1", "h2") for t in range(T0 + 1, T0 + 25_001)
               if m != "h2" or t < T0 + 100}  # fmt: skip
     assert set(found.rows()) == wanted and len(found) == len(wanted)
+    monkeypatch.setattr(server, "POINTS", 30_000)  # of three machines, once they are known
+    fake.asked.clear()
+    assert set(one.read(T0 + 0.5, T0 + 25_000.5).rows()) == wanted
+    assert sorted({int(p["start"]) for p in fake.pages}) == [T0 + 1, T0 + 10_001, T0 + 20_001]
     late = source(fake, step_s=15).read(T0 + 1, T0 + 61)
     assert {t % 15 for t, *_ in late.rows()} == {0.0} and len(late) == 4 * 3
 
@@ -216,7 +221,19 @@ def test_a_server_that_is_away_is_not_asked_for_every_page(fake):
     begin = time.monotonic()
     with pytest.raises(sources.Unavailable, match="no whole answer"):
         one.read(T0, T0 + 2)
-    assert time.monotonic() - begin < 3.0 and len(fake.asked) < 40
+    # Four at a time with two more tries each, and four or a few more with one try.
+    assert time.monotonic() - begin < 3.0 and len(fake.asked) < 4 * 3 + 8
+
+
+def test_a_connection_that_the_server_has_closed_is_opened_again(fake):
+    def close(handler, parameters):
+        handler.close_connection = True  # without a word in the answer
+        return False
+
+    fake.misbehave = close
+    queries = {f"m{k}": "a" * (k + 1) for k in range(20)}
+    found = source(fake, queries=queries, retries=0).read(T0, T0 + 2)
+    assert found.notes == () and len(found) == 20 * 6
 
 
 @pytest.mark.parametrize("how", ["samples", "timeout", "bytes"])

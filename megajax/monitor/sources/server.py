@@ -9,6 +9,7 @@ A page that is lost is a hole and a note. `read` raises only if nothing can be r
 again would not help. Legend: N rows.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import math
@@ -28,6 +29,7 @@ from megajax.monitor.sources.convert import per_machine
 from megajax.monitor.sources.http_query import Client, Refused, TooLarge, Unavailable
 
 PAGE = 11_000  # points of a series: Prometheus refuses more
+POINTS = 400_000  # (chosen: some 10 MB of text) of a page, once the number of series is known
 SMALLEST = 60  # (chosen) points of a page that is not cut further when it is too much
 THREADS = 4  # (chosen) requests at a time
 KNOWN_S = 600.0  # (chosen) for which a scrape interval is believed
@@ -91,6 +93,7 @@ class Server:
         self._client, self._queries, self._metrics = client, queries, tuple(metrics)
         self._step_s = step_s
         self._intervals: dict[str, tuple[float, float]] = {}  # name -> (known until, seconds)
+        self._size: dict[str, int] = {}  # metric -> number of its series
         self._seen: dict[str, set[str]] = {}  # instance -> the metrics that it had
         self._machines: dict[str, str] = {}  # instance -> machine
         self._last: dict[str, float] = {}  # machine -> its newest sample
@@ -119,12 +122,16 @@ class Server:
         first = math.ceil(start / self._step_s) * self._step_s
         points = math.ceil((end - first) / self._step_s)
         queries = self._expressions(start, end, notes)
-        pages = [
-            _Page(metric, text, first + k * self._step_s, min(PAGE, points - k))
-            for metric, text in queries.items()
-            for k in range(0, points, PAGE)
-        ]
+        pages = []
+        for metric, text in queries.items():
+            most = max(SMALLEST, min(PAGE, POINTS // self._size.get(metric, 1)))
+            pages += [
+                _Page(metric, text, first + k * self._step_s, min(most, points - k))
+                for k in range(0, points, most)
+            ]
         series, lost = self._run(pages, notes)
+        different = {(s.metric, s.series, s.labels.get(promql.MACHINE)) for s in series}
+        self._size |= collections.Counter(metric for metric, *_ in different)
         asked = {m: text for m, text in queries.items() if m not in lost}
         return self._samples(series, start, end), asked
 
@@ -312,6 +319,7 @@ def _parse(metric: str, data: Any) -> list[_Series]:
     for entry in data["result"]:
         labels = {str(k): str(v) for k, v in entry["metric"].items()}
         values = entry.get("values", [])
+        points_N2 = np.array(values, np.float64).reshape(len(values), 2)
         own = {k: v for k, v in labels.items() if k not in (promql.MACHINE, "__name__")}
         pairs = ",".join(f"{k}={_quoted(v)}" for k, v in sorted(own.items()))
         found.append(
@@ -319,8 +327,8 @@ def _parse(metric: str, data: Any) -> list[_Series]:
                 metric,
                 f"{metric}{{{pairs}}}" if pairs else metric,
                 labels,
-                np.fromiter((t for t, _ in values), np.float64, len(values)),
-                np.fromiter((float(v) for _, v in values), np.float64, len(values)),
+                points_N2[:, 0],
+                points_N2[:, 1],
             )
         )
     return found

@@ -1,0 +1,53 @@
+"""Answers of Prometheus' HTTP API as Python values, fast.
+
+A range query's answer is nearly all points, `[1700000000,"0.25"]`. As objects each takes 200 bytes
+and the garbage collector's time, so that the points of a series are read as numbers at once, and
+only what is left of the text is given to the JSON parser. What does not look like points goes to
+the JSON parser as a whole.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+
+_KEY = b'"values":'
+_POINTS = b'0123456789+-.eE,NaInf[]"'  # the bytes that points are made of
+
+
+def load(text: bytes) -> Any:
+    """Returns what json.loads returns, but each "values" of points as float64 (points, 2).
+
+    Raises: ValueError or RecursionError for what is no JSON.
+    """
+    head, *pieces = text.split(_KEY)
+    rest, found = [head], []
+    for piece in pieces:
+        end = piece.find(b"]]")
+        points = _numbers(piece[: end + 2]) if piece.startswith(b"[[") and end > 0 else None
+        if points is None:
+            return json.loads(text)
+        rest.append(b"%d%b" % (len(found), piece[end + 2 :]))
+        found.append(points)
+    said = json.loads(_KEY.join(rest))
+    if found:
+        try:
+            for series in said["data"]["result"]:
+                if "values" in series:
+                    series["values"] = found[series["values"]]
+        except (LookupError, TypeError):  # the word stands elsewhere
+            return json.loads(text)
+    return said
+
+
+def _numbers(points: bytes) -> np.ndarray | None:
+    """Returns [[time,"value"],...] as numbers, None for what is something else."""
+    size = points.count(b",") + 1
+    if size % 2 or points.count(b'"') != size or points.translate(None, _POINTS):
+        return None
+    text = points.translate(None, b'[]"').decode()
+    try:
+        found = np.fromstring(text, np.float64, sep=",")
+    except (ValueError, DeprecationWarning):
+        return None
+    return found.reshape(-1, 2) if found.size == size else None
