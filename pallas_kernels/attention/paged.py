@@ -17,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.attention import paged_reference
+from pallas_kernels.attention import (
+    paged_passes,
+    paged_reference,
+    paged_tile,
+    paged_tiling,
+)
 from pallas_kernels.attention.paged_reference import BLOCK, Pages
 from pallas_kernels.attention.ranges import Window
 from pallas_kernels.attention.reference import Spec
@@ -71,7 +76,10 @@ def paged_attention(
       softcap: c > 0, logits become c tanh(logits / c).
       sinks_H: a logit for each head that takes part in the softmax's sum with no value; neither
         scaled nor capped.
-      implementation: see `dispatch`. There is no Hopper kernel of this function yet.
+      implementation: see `dispatch`. The Hopper kernel takes bf16 and f16, head widths 64, 96,
+        128 and 256, pages of 8 tokens and more of q's type or of 8 bits, and up to 128 query heads
+        of a key-value head. It rounds weights to q's type before it multiplies them with values,
+        and where it cuts a sequence's keys depends on all contexts: its last bits may too.
     Returns: out_THK in q's type. It has no gradients.
     Raises: ValueError for shapes, types and concrete numbers that break the above;
       NotImplementedError with all reasons where the implementation asked for cannot run.
@@ -81,16 +89,19 @@ def paged_attention(
     spec = _check(op, q_THK, k_PNGK, v_PNGK, scales, scale, softcap, window)
     table = _numbers(op, q_THK, k_PNGK, table_BM, start_B, count_B, context_B)
     sinks = None if sinks_H is None else _sinks(op, sinks_H, q_THK.shape[1])
-    choice = dispatch.choose(op, implementation, ["it has no Hopper kernel yet"], [None])
+    pages = Pages(k_PNGK, v_PNGK, *scales, *table)
+    reasons = paged_tile.misfits(paged_tile.shape_of(q_THK, pages))
+    row, tile = paged_tiling.choose(q_THK, pages)
+    choice = dispatch.choose(op, implementation, reasons, [row])
     if not q_THK.shape[0] * table[0].size:
         return jnp.zeros(q_THK.shape, q_THK.dtype)
-    run = functools.partial(paged_reference.forward, spec=spec, window=window)
-    pages = Pages(k_PNGK, v_PNGK, *scales, *table)
-    return dispatch.run(choice, _no_kernel, run, *dispatch.alike((q_THK, pages, sinks)), op=op)
-
-
-def _no_kernel(*args: Any, interpret: bool) -> Array:
-    raise AssertionError("no choice leads here")
+    return dispatch.run(
+        choice,
+        functools.partial(paged_passes.forward, spec=spec, window=window, tile=tile),
+        functools.partial(paged_reference.forward, spec=spec, window=window),
+        *dispatch.alike((q_THK, pages, sinks)),
+        op=op,
+    )
 
 
 def _check(

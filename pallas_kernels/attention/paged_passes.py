@@ -1,0 +1,88 @@
+"""Paged attention by the Hopper kernels: rows into tiles, the plan, sums, what was cut, rows again.
+
+XLA gathers the queries of each tile and the results of each token; in between are the two kernels
+of hopper_paged.py and hopper_paged_combine.py.
+
+Legend: as hopper_paged.py.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import hopper_paged, paged_tile
+from pallas_kernels.attention.blocks import LOG2E
+from pallas_kernels.attention.hopper_paged_combine import combine
+from pallas_kernels.attention.paged_plan import plan
+from pallas_kernels.attention.paged_reference import Pages
+from pallas_kernels.attention.paged_rows import Tiles, cut
+from pallas_kernels.attention.paged_tile import Shape, Tile
+from pallas_kernels.attention.ranges import Window
+from pallas_kernels.attention.reference import LOWEST, Spec
+from pallas_kernels.hopper.cards import ROWS, SMS
+
+FEW = 3
+LEAST = 2  # steps of a thread block at least (chosen: a part less is a slot less to add up)
+
+
+def forward(
+    q_THK: jax.Array,
+    pages: Pages,
+    sinks_H: jax.Array | None,
+    *,
+    spec: Spec,
+    window: Window | None,
+    tile: Tile,
+    interpret: bool = False,
+    blocks: int | None = None,
+) -> jax.Array:
+    """As paged_reference.forward, for what `paged_tile.misfits` lets pass.
+
+    blocks: thread blocks; None: one an SM, of the interpreter, where each takes a second, FEW.
+    Raises: ValueError for a tile that does not fit.
+    """
+    (T, H, K), shape = q_THK.shape, paged_tile.shape_of(q_THK, pages, window)
+    paged_tile.check(tile, shape)
+    blocks = blocks or (FEW if interpret else SMS)
+    tiles = cut(T, pages.start_B, pages.count_B, pages.context_B, tile.tokens, window)
+    work = plan(tiles, shape.heads, tile.keys, blocks, LEAST)
+    rows = shape.rows(tile)
+    q_rows = _tiled(q_THK, tiles, shape.heads, rows)
+    out, sums, lse = hopper_paged.sums(
+        q_rows, pages, _sinks(sinks_H, shape, tile), work, shape=shape, tile=tile, spec=spec,
+        interpret=interpret,
+    )  # fmt: skip
+    cut_out = combine(sums, lse, work, rows=rows, dtype=q_THK.dtype, interpret=interpret)
+
+    # Of each token and key-value head: its tile, and the item's job where it was cut.
+    tile_T1 = jnp.maximum(tiles.tile_T, 0)[:, None]
+    item_TG = tile_T1 * shape.heads + jnp.arange(shape.heads, dtype=jnp.int32)[None]
+    job_TG = work.job_I[item_TG]
+    each = (-1, rows, K)
+    group_R = jnp.arange(shape.group, dtype=jnp.int32)
+    here_TGR = tiles.place_T[:, None, None] * shape.group + group_R[None, None]
+    whole_TGRK = out.reshape(each)[item_TG[..., None], here_TGR]
+    parts_TGRK = cut_out.reshape(each)[jnp.maximum(job_TG, 0)[..., None], here_TGR]
+    found_TGRK = jnp.where(job_TG[..., None, None] < 0, whole_TGRK, parts_TGRK)
+    live_T = tiles.tile_T >= 0
+    found_TGRK = jnp.where(live_T[:, None, None, None], found_TGRK, jnp.zeros((), q_THK.dtype))
+    return found_TGRK.reshape(T, H, K)
+
+
+def _tiled(q_THK: jax.Array, tiles: Tiles, heads: int, rows: int) -> jax.Array:
+    """The queries of each item, (I E, K), token by token; rows of nobody are 0."""
+    (T, H, K), (X, Q) = q_THK.shape, tiles.row_XQ.shape
+    live_XQ = tiles.lo_XQ < tiles.hi_XQ
+    q_XQGRK = q_THK.reshape(T, heads, H // heads, K)[tiles.row_XQ]
+    q_XQGRK = jnp.where(live_XQ[..., None, None, None], q_XQGRK, jnp.zeros((), q_THK.dtype))
+    q_XGEK = q_XQGRK.swapaxes(1, 2).reshape(X, heads, Q * H // heads, K)
+    q_XGEK = jnp.pad(q_XGEK, ((0, 0), (0, 0), (0, rows - q_XGEK.shape[2]), (0, 0)))
+    return q_XGEK.reshape(-1, K)
+
+
+def _sinks(sinks_H: jax.Array | None, shape: Shape, tile: Tile) -> jax.Array | None:
+    """Of each row of an item, base 2."""
+    if sinks_H is None:
+        return None
+    sinks_GR = jnp.maximum(sinks_H * LOG2E, LOWEST).reshape(shape.heads, shape.group)
+    sinks_GE = jnp.tile(sinks_GR, (1, tile.tokens))
+    return jnp.pad(sinks_GE, ((0, 0), (0, shape.warpgroups(tile) * ROWS - sinks_GE.shape[1])))

@@ -1,0 +1,164 @@
+"""The tiles of the paged kernel: what is static of a call, what fits, and the heuristic.
+
+Legend: as hopper_paged.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from pallas_kernels.attention.paged_reference import Pages
+from pallas_kernels.attention.ranges import FARTHEST, Window
+from pallas_kernels.hopper import tiles as limits
+from pallas_kernels.hopper.cards import ROWS
+from pallas_kernels.hopper.memory import PIECE, up
+
+OP = "paged_attention"
+WIDTHS = (64, 96, 128, 256)
+SMALL_WIDTHS = (64, 128)  # of pages of 8 bits: registers for their scales
+PART = 64  # columns of a piece that is converted, or set to 0, at a time: whole swizzles
+PAGES = (8, 16, 32, 64, 128)  # that TMA copies: whole rows of a tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """tokens: Q. keys: C, of a step. stages: steps in flight."""
+
+    tokens: int
+    keys: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is static of a call, but for the tile.
+
+    heads: G. group: R. kept: the type of pages. left: keys that a window has before a token's own.
+    """
+
+    heads: int
+    group: int
+    width: int
+    page: int
+    dtype: Any
+    kept: Any
+    left: int | None = None
+
+    @property
+    def most(self) -> int:
+        """Rows of a tile at most: two warpgroups, but where their sums leave too few registers."""
+        return ROWS if self.width > 128 else 2 * ROWS
+
+    @property
+    def small(self) -> bool:
+        """Whether pages have scales."""
+        return jnp.dtype(self.kept).itemsize == 1
+
+    def rows(self, tile: Tile) -> int:
+        """E: a whole warpgroup's, but for small tiles."""
+        rows = up(tile.tokens * self.group, PIECE)
+        return rows if rows <= ROWS else 2 * ROWS
+
+    def warpgroups(self, tile: Tile) -> int:
+        """That compute."""
+        return pl.cdiv(self.rows(tile), ROWS)
+
+    def pieces(self, tile: Tile) -> tuple[int, int]:
+        """Copies of keys in a step, and tokens of each."""
+        size = min(self.page, tile.keys)
+        return tile.keys // size, size
+
+
+def shape_of(q_THK: jax.Array, pages: Pages, window: Window | None = None) -> Shape:
+    """Of a call."""
+    (_, H, K), (_, N, G, _) = q_THK.shape, pages.k.shape
+    left = window[0] if window is not None else None
+    left = left if left is not None and left < FARTHEST else None
+    return Shape(G, H // G, K, N, q_THK.dtype, pages.k.dtype, left)
+
+
+def misfits(shape: Shape) -> list[str]:
+    """Returns why the kernel cannot take it, empty when it can."""
+    found = []
+    if jnp.dtype(shape.dtype).name not in ("bfloat16", "float16"):
+        found.append(f"needs bfloat16 or float16 queries, found {jnp.dtype(shape.dtype).name}")
+    elif shape.kept != shape.dtype and not shape.small:
+        found.append(f"needs pages of q's type or of 8 bits, found {jnp.dtype(shape.kept).name}")
+    widths = SMALL_WIDTHS if shape.small else WIDTHS
+    if shape.width not in widths:
+        pages = " with pages of 8 bits" if shape.small else ""
+        named = ", ".join(map(str, widths))
+        found.append(f"needs a head width of {named}{pages}, found {shape.width}")
+    if shape.page not in PAGES:
+        found.append(f"needs pages of {', '.join(map(str, PAGES))} tokens, found {shape.page}")
+    if shape.group > shape.most:
+        found.append(
+            f"needs at most {shape.most} query heads of a key-value head, found {shape.group}"
+        )
+    return found
+
+
+def heuristic(shape: Shape, tokens: int, segments: int) -> Tile:
+    """The tile where nothing was measured.
+
+    One token where all segments may decode, else as many as there are rows for. tokens, segments:
+    T and B.
+    """
+    most = max(shape.most // shape.group, 1)
+    few = shape.width > 128 or shape.small  # registers: of sums, of scales
+    rows = 1 if tokens <= segments else min(most, tokens)
+    return fitted(Tile(rows, 64 if few else 128, 8), shape)
+
+
+def fitted(tile: Tile, shape: Shape) -> Tile:
+    """The same tile with no more stages than fit."""
+    return dataclasses.replace(
+        tile,
+        stages=limits.fitted(
+            engine_tile(tile, shape),
+            lambda t: buffers(dataclasses.replace(tile, stages=t.stages), shape),
+        ).stages,
+    )
+
+
+def engine_tile(tile: Tile, shape: Shape) -> limits.Tile:
+    """As the engine knows it."""
+    warpgroups = shape.warpgroups(tile)
+    return limits.Tile(
+        ROWS * warpgroups, tile.keys, shape.width, tile.stages, warpgroups=warpgroups
+    )
+
+
+def buffers(tile: Tile, shape: Shape) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """The shared memory of a thread block."""
+    W, K, C = shape.warpgroups(tile), shape.width, tile.keys
+    kept = ((tile.stages, C, K), shape.kept)
+    found: dict[str, tuple[tuple[int, ...], Any]] = {
+        "q_smem": ((W, ROWS, K), shape.dtype),
+        "k_smem": kept,
+        "v_smem": kept,
+        "sums_smem": ((W, 1, ROWS, 32), jnp.float32),
+        "lse_smem": ((W, ROWS), jnp.float32),
+        "p_smem": ((W,), jnp.int32),
+    }
+    if shape.small:
+        found |= {name: ((C, K), shape.dtype) for name in ("wide_k_smem", "wide_v_smem")}
+        found |= {f"{x}_scale_smem": ((tile.stages, C), jnp.float32) for x in "kv"}
+    return found
+
+
+def check(tile: Tile, shape: Shape) -> None:
+    """Raises: ValueError for a tile that the hardware does not take."""
+    limits.check_multiple(OP, "keys", tile.keys, 64, 128)
+    limits.check_multiple(OP, "stages", tile.stages, 1)
+    if not 1 <= tile.tokens * shape.group <= shape.most:
+        raise ValueError(
+            f"{OP}: tokens={tile.tokens} of {shape.group} heads must be 1 to {shape.most} rows; "
+            f"nearest: {max(shape.most // shape.group, 1)}"
+        )
+    limits.check_shared(OP, buffers(tile, shape))
+    warpgroups = shape.warpgroups(tile)
+    limits.check_registers(OP, warpgroups, (ROWS, shape.width), (ROWS, tile.keys))
