@@ -9,6 +9,7 @@ which they were started, and `wgmma_wait(n)` leaves the last n. `check` raises E
     an accumulator is read or stored, and a product into it is in flight;
     shared memory is stored or loaded, and a product in flight reads it;
     a buffer of a ring is released, and a product in flight reads it;
+    a product reads shared memory that this warpgroup stored and has not committed;
     a kernel ends, and a product is in flight.
 
 Which buffers a barrier releases is read off the producer: those that it loads after it has waited
@@ -100,6 +101,7 @@ class Warpgroup:
         self.axes, self.guarded = axes, guarded
         self.numbers = itertools.count()
         self.flying: collections.deque[Product] = collections.deque()
+        self.stored: list[Place] = []  # and not committed
         self.started = 0
         self.loads: dict[Place, set[Place]] = {}
         self.waited: Place | None = None
@@ -253,7 +255,12 @@ class Warpgroup:
     def _swap(self, eqn: Any, ref: Ref, _: Any, *leaves: Any) -> list[Any]:
         (part,) = self._parts([ref], [eqn.params["tree"]], leaves)
         self._write(part)
+        self.stored.append(part)
         return [UNKNOWN]
+
+    def _commit_smem(self, eqn: Any) -> list[Any]:
+        self.stored.clear()
+        return []
 
     def _write(self, part: Place) -> None:
         self._still(lambda product: any(part.overlaps(x) for x in product.reads), "a store")
@@ -290,6 +297,8 @@ class Warpgroup:
     def _wgmma_ref(self, eqn: Any, acc: Ref, a: Any, b: Any, *leaves: Any) -> list[Any]:
         trees = [eqn.params[f"{x}_transforms_tree"] for x in ("acc", "a", "b")]
         _, *reads = self._parts([acc, a, b], trees, leaves)
+        if any(x.overlaps(y) for x in reads if x is not None for y in self.stored):
+            raise Early(f"a product reads what is stored and not committed; {self.axes}")
         self.flying.append(Product(acc, tuple(x for x in reads if x is not None)))
         self.started += 1
         return []
