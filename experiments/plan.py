@@ -11,24 +11,28 @@ compiler did that nobody wanted, and step time and MFU as ESTIMATES (MegaScale, 
 sections 3 and 6). --search looks for the mesh, the pipeline's schedule, the micro-batches and the
 rematerialisation itself, whatever the flags say of them, and ranks what it found with the flags to
 paste behind pretrain.py. --workload=prefill or decode plans generation instead, by the cost model
-alone: --train.global_batch rows of --train.seq_len tokens, or one more token for each of them. Exit
-code 2: it does not fit, and which term is to blame.
+alone: --train.global_batch rows of --train.seq_len tokens, or one more token for each of them.
+--workload=serve answers how many tokens a second the cluster serves with engines on --mesh.tensor
+GPUs each, by batch, where every sequence has --train.seq_len tokens. Exit code 2: it does not fit,
+and which term is to blame.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
 import sys
+from pathlib import Path
 
 from absl import flags
 
 from experiments.reports import plan as plan_report
-from experiments.reports import plan_search
+from experiments.reports import plan_search, plan_serving
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
-from megajax.core.hardware import parse_cluster
+from megajax.core.hardware import Cluster, parse_cluster
 from megajax.monitor import results
 from megajax.systems import aot, strategies
+from megajax.training.config import Config
 from megajax.training.presets import FIRST, PRESETS
 from megajax.training.start import take_model
 
@@ -37,7 +41,7 @@ CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOS
 OUT = flags.DEFINE_string("out", None, "folder for plan.md, plan.json and plan.png; none: print")
 SEARCH = flags.DEFINE_boolean("search", False, "rank meshes and schedules, compile the best few")
 WORKLOAD = flags.DEFINE_enum(
-    "workload", "train", ["train", "prefill", "decode"], "what a step does: see above"
+    "workload", "train", ["train", "prefill", "decode", "serve"], "what a step does: see above"
 )
 BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lower_bound=1)
 
@@ -51,6 +55,8 @@ def main() -> int:
     section, search = "", None
     if SEARCH.value and WORKLOAD.value != "train":
         raise UserError(f"--search ranks training only; leave out --workload={WORKLOAD.value}")
+    if WORKLOAD.value == "serve":
+        return serve(cfg, cluster, folder)
     if SEARCH.value:  # 2 either rank what could run
         found = strategies.search(cfg, cluster, BEST.value)
         plan = found.best
@@ -69,6 +75,17 @@ def main() -> int:
         print(f"see {folder}/plan.md, plan.json, plan.png")
     print(plan_report.verdict(plan))
     return 2 if plan.misfit else 0
+
+
+def serve(cfg: Config, cluster: Cluster, folder: Path | None) -> int:
+    """Prints what the cluster serves. Returns 0, or 2 when not one sequence fits."""
+    found = plan_serving.plan(cfg, cluster)
+    print(plan_serving.markdown(found, cluster))
+    if folder is not None:
+        about = results.facts(cluster.name, "estimate") | plan_serving.figures(found)
+        results.write(folder / "serve.json", about, plan_serving.rows(found, cluster))
+        print(f"see {folder}/serve.json")
+    return 0 if found.rates else 2
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ JAX_FREE = (
     "megajax.cost.pipeline",
     "megajax.cost.rings",
     "megajax.cost.roofline",
+    "megajax.cost.serving",
     "megajax.cost.sparse",
     "megajax.cost.step",
     "megajax.cost.traffic",

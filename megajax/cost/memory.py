@@ -51,12 +51,14 @@ def _gradients(step: StepShape) -> float:
 
 
 def _generation(step: StepShape) -> dict[str, float]:
-    """Of a prefill or a decoded token: parameters rest as training leaves them."""
+    """Of a prefill or a decoded token. Parameters rest in the compute type, or as training leaves
+    them where ZeRO cuts them (megajax/serving/engine.py, zero)."""
+    cut = step.ways(*step.zero_axes, *step.expert_zero_axes) > 1
     spread = step.pieces * step.ways("tensor")
     cache = step.used.cache * ITEMSIZE[step.load.dtype] / spread
     return {
-        "parameters": MASTER * held(step),
-        "weights in use": _weights_in_use(step),
+        "parameters": (MASTER if cut else step.itemsize) * held(step),
+        "weights in use": _weights_in_use(step) if cut else 0.0,
         "cache": cache,
         "activations": max(_block(step), _experts(step)) / 2,  # no gradients beside them
         "logits": _logits(step) / 2,

@@ -195,7 +195,8 @@ def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
 
 
 def _generation(step: StepShape) -> list[Transfer]:
-    """A forward pass whose residual stream is whole over tensor (serving/forward.py)."""
+    """A forward pass whose residual stream is whole over tensor (serving/forward.py). Experts are
+    taken as training exchanges them; an engine adds up all ranks' parts instead."""
     load, axes = step.load, ("tensor",)
     stream = step.itemsize * step.tokens * load.width
     logits = 4 * load.scores / step.pieces

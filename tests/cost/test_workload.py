@@ -186,7 +186,7 @@ def test_a_decoded_token_is_bound_by_memory_and_a_prefill_by_arithmetic():
     assert {t.kind for t in transfers(decode)} == {"all-reduce", "all-gather"}
     assert transfers(generation("decode")) == []
     alone = memory.terms(generation("decode"))
-    assert alone["cache"] == cache and alone["parameters"] == pytest.approx(4 * 8.03e9, rel=1e-3)
+    assert alone["cache"] == cache and alone["parameters"] == pytest.approx(2 * 8.03e9, rel=1e-3)
     # Replicas share the rows, and each reads the weights: so half the cache, all the weights.
     halves = estimate(generation("decode", data=2, tensor=4), cluster, ())
     assert halves.compute_s == pytest.approx((2 * read - cache) / 8 / (0.85 * 3.35e12), rel=0.02)

@@ -1,6 +1,7 @@
 """The planning command as a user meets it: what is refused, and in which words."""
 
 import functools
+import json
 
 import pytest
 
@@ -44,3 +45,16 @@ def test_a_search_that_finds_nothing_ends_with_2_and_the_term():
 def test_a_plan_is_of_the_weights_that_the_run_would_start_from():
     done = plan("--init_from=nowhere")
     assert done.returncode == 2 and "nowhere/config.json" in done.stderr
+
+
+@pytest.mark.process
+def test_tokens_a_second_of_a_server(tmp_path):
+    ask = ("--preset=llama3_1b", "--cluster=h100:1x8", "--train.seq_len=4096", "--workload=serve")
+    done = plan(*ask, "--mesh.tensor=2", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "h100:1x8: 4 replicas on 2 GPUs each" in done.stdout
+    rows = json.loads((tmp_path / "serve.json").read_text())["rows"]
+    rates = [row["tokens_per_s"] for row in rows]
+    assert rows[0]["batch"] == 1 and rates == sorted(rates)
+    done = plan(*ask, "--mesh.pipe=2")
+    assert done.returncode == 2 and "mesh.pipe=2 must be 1: --workload=serve" in done.stderr

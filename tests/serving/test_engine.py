@@ -39,8 +39,8 @@ def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_greedy_of_two_hundred_prompts(tensor, reuse):
     engine, *_ = check_greedy(
-        CFG, 200, 300, 320, {"tensor": tensor}, dtype="float32", pages=300, page_size=4,
-        max_batch=16, prefix_cache=reuse, decode_steps=1 + tensor // 2,
+        CFG, 200, 300, 320, {"tensor": tensor}, dtype="float32", pages=500, page_size=1,
+        max_batch=16, prefill_chunk=64, prefix_cache=reuse, decode_steps=1 + tensor // 2,
     )  # fmt: skip
     assert engine.scheduler.preemptions > 0
     assert (engine.scheduler.prefix_hits > 0) == reuse

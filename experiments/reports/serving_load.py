@@ -1,0 +1,172 @@
+"""Requests as a corpus has them, and two ways of serving them with one engine.
+
+Prompts and answers have the lengths of real text: a block of source code between blank lines is cut
+at a random place, and what follows it is as long as the answer. Half of the requests begin with one
+of a few common prefixes. An engine with random weights answers; its answers have these lengths.
+
+`continuous` hands each request to the engine when it arrives. `static` waits until all requests of
+the batch before have ended, and `padded` also computes the padding that a rectangular batch has:
+prompts and answers as long as the longest of the batch. All use the same compiled programs.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.data.config import DataConfig
+from megajax.data.source import open_source
+from megajax.data.tokenizer import ByteTokenizer
+from megajax.serving import Engine, SamplingParams
+
+Mode = Literal["continuous", "continuous, no prefix reuse", "static", "static, padded"]
+MODES: tuple[Mode, ...] = ("continuous", "continuous, no prefix reuse", "static", "static, padded")
+MOST_PROMPT, MOST_ANSWER = 192, 128  # (chosen) tokens, so that a context of 512 holds both
+PREFIX, PREFIXES = 64, 4  # (chosen) tokens of a common prefix, and how many there are
+FILES = 200  # (chosen) files of the corpus that are read
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens answer it."""
+
+    prompt: list[int]
+    answer: int
+
+
+@dataclasses.dataclass
+class Served:
+    """When a request came, when its first and its last token were there, in seconds."""
+
+    arrival: float
+    first: float = 0.0
+    last: float = 0.0
+
+
+def requests(source: str, count: int, seed: int) -> list[Request]:
+    """Returns requests with the lengths of a corpus's blocks. Raises: UserError if it is small."""
+    random, tokenizer = np.random.default_rng(seed), ByteTokenizer()
+    documents = open_source(source, DataConfig(source=source)).documents()
+    texts = [document.text for document in itertools.islice(documents, FILES)]
+    blocks = [b for text in texts for b in text.split("\n\n") if len(b.encode()) >= 8]
+    if len(blocks) < count:
+        raise UserError(
+            f"data={source}: {len(blocks)} blocks of text for {count} requests; nearest: "
+            f"requests={len(blocks)} (--data, --requests)"
+        )
+    prefixes = [tokenizer.encode([b])[0].tolist() * PREFIX for b in blocks[:PREFIXES]]
+    found = []
+    for i in random.permutation(len(blocks))[:count]:
+        ids = tokenizer.encode([blocks[i]])[0].tolist()
+        cut = int(random.integers(1, len(ids)))
+        begin = prefixes[random.integers(PREFIXES)][:PREFIX] if random.random() < 0.5 else []
+        prompt, answer = ids[:cut][:MOST_PROMPT], min(len(ids) - cut, MOST_ANSWER)
+        found.append(Request(begin + prompt, answer))
+    return found
+
+
+def arrivals(count: int, rate: float, seed: int) -> np.ndarray:
+    """Returns the times of a Poisson process, in seconds. rate: requests a second; inf: at once."""
+    if np.isinf(rate):
+        return np.zeros(count)
+    return np.random.default_rng(seed).exponential(1 / rate, count).cumsum()
+
+
+def batches(load: Sequence[Request], size: int, padded: bool) -> Iterator[list[Request]]:
+    """Yields batches in the order of arrival. padded: all as long as the longest."""
+    for start in range(0, len(load), size):
+        batch = list(load[start : start + size])
+        if padded:
+            prompt, answer = (max(map(f, batch)) for f in (_prompt, _answer))
+            batch = [Request([0] * (prompt - len(r.prompt)) + r.prompt, answer) for r in batch]
+        yield batch
+
+
+def _prompt(request: Request) -> int:
+    return len(request.prompt)
+
+
+def _answer(request: Request) -> int:
+    return request.answer
+
+
+def serve(
+    engine: Engine, load: Sequence[Request], mode: Mode, times: np.ndarray, size: int
+) -> dict[str, Any]:
+    """Serves a load that comes at these times. size: requests of a static batch.
+
+    Returns: tokens (those asked for), seconds, tokens_per_s, steps (calls of the device) and, in
+      seconds, percentiles of the time to the first token, of the time of each later token and of
+      the whole request.
+    """
+    engine.pool.prefix_cache = mode == "continuous"
+    engine.scheduler.drop_prefixes()
+    served = [Served(float(t)) for t in times]
+    began, steps = time.perf_counter(), 0
+    done: dict[int, int] = {}
+    owners: dict[int, int] = {}
+    queue = _queue(load, mode, size)
+    pending: list[tuple[int, Request]] = next(queue, [])
+    while pending or engine.busy:
+        now = time.perf_counter() - began
+        here = [(i, r) for i, r in pending if times[i] <= now]
+        # A static batch starts when the one before has ended and all of its requests are there.
+        if here and (
+            mode.startswith("continuous") or (len(here) == len(pending) and _idle(engine))
+        ):
+            for i, r in here:
+                asked = SamplingParams(max_tokens=r.answer, temperature=0, ignore_eos=True)
+                owners[engine.submit(r.prompt, asked)] = i
+            pending = pending[len(here) :] or next(queue, [])
+        if not engine.busy:
+            time.sleep(max(times[pending[0][0]] - now, 0.0005))
+            continue
+        outputs = engine.step()
+        steps, now = steps + 1, time.perf_counter() - began
+        for output in outputs:
+            i = owners[output.request_id]
+            done[i] = done.get(i, 0) + len(output.tokens)
+            served[i].first = served[i].first or now
+            if done[i] >= load[i].answer and not served[i].last:
+                served[i].last = now
+    return _summary(load, served, time.perf_counter() - began, steps)
+
+
+def _idle(engine: Engine) -> bool:
+    return not engine.busy
+
+
+def _queue(load: Sequence[Request], mode: Mode, size: int) -> Iterator[list[tuple[int, Request]]]:
+    """Yields what may be handed in together, with the requests' numbers."""
+    number = itertools.count()
+    if mode.startswith("continuous"):
+        yield list(zip(number, load, strict=False))
+        return
+    for batch in batches(load, size, mode == "static, padded"):
+        yield [(next(number), request) for request in batch]
+
+
+def _summary(
+    load: Sequence[Request], served: Sequence[Served], seconds: float, steps: int
+) -> dict[str, Any]:
+    tokens = sum(map(_answer, load))
+    found: dict[str, Any] = {
+        "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": steps,
+    }  # fmt: skip
+    each = [
+        (s.last - s.first) / (r.answer - 1)
+        for s, r in zip(served, load, strict=True)
+        if r.answer > 1
+    ]
+    for name, values in (
+        ("first_token_s", [s.first - s.arrival for s in served]),
+        ("per_token_s", each or [0.0]),
+        ("request_s", [s.last - s.arrival for s in served]),
+    ):
+        for percent in (50, 90, 99):
+            found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
+    return found

@@ -1,0 +1,124 @@
+"""How many tokens a second an engine can serve on given hardware: ESTIMATES of the cost model.
+
+A replica is one engine on the ranks of `tensor`; the other GPUs of a cluster hold more replicas. A
+decode step reads the weights once and the keys and values of every sequence, so it is bound by
+memory until the batch is large; a prefill is bound by arithmetic. Weights rest in the compute type,
+and pages fill the memory that they leave (megajax/serving/engine.py). The host's work is not
+counted. Sources: the operations and links of megajax/cost; PagedAttention (arXiv 2309.06180).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from megajax.core.axes import MESH_AXES
+from megajax.core.errors import UserError
+from megajax.core.hardware import Cluster
+from megajax.cost import memory
+from megajax.cost.base import CostModel, Phase, Workload
+from megajax.cost.estimate import Estimate, estimate
+from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
+from megajax.cost.traffic import transfers
+
+# (rows, tokens of a row, phase) -> the forward pass of the model.
+LoadOf = Callable[[int, int, Phase], Workload]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """What one replica serves with so many sequences at a time.
+
+    decode_s: of a step, which gives each sequence a token. first_token_s: of one prompt of half the
+    context, alone. tokens_per_s: of decode steps alone. served_per_s: answer tokens a second where
+    prompt and answer have half the context each, and prefills take their time. needed: bytes of a
+    GPU. bound_s: the memory roofline of a decode step: weights, pages and activations move at the
+    card's bandwidth.
+    """
+
+    batch: int
+    decode_s: float
+    first_token_s: float
+    tokens_per_s: float
+    served_per_s: float
+    needed: float
+    bound_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """The plan of a cluster. largest: sequences of a replica whose pages fit; 0: not one."""
+
+    context: int
+    tensor: int
+    replicas: int
+    largest: int
+    weight_bytes: float  # of a GPU
+    token_bytes: float  # of a GPU, keys and values of one token
+    rates: tuple[Rate, ...]
+
+
+def plan(
+    load_of: LoadOf,
+    cluster: Cluster,
+    *,
+    tensor: int,
+    context: int,
+    room: float,
+    model: CostModel = Roofline(),
+) -> Serving:
+    """Returns the rates of batches of powers of two up to the largest one that fits.
+
+    Args: tensor: GPUs of a replica. context: tokens of every sequence, prompt and answer. room:
+      bytes of a GPU that weights, pages and the working set may fill.
+    Raises: UserError for a tensor that does not divide the cluster or a context below 2.
+    """
+    gpus = cluster.devices
+    if tensor < 1 or gpus % tensor:
+        raise UserError(f"mesh.tensor={tensor} must divide the {gpus} GPUs (--mesh.tensor)")
+    if context < 2:
+        raise UserError(f"train.seq_len={context} must be at least 2 (--train.seq_len)")
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor}
+
+    def step(rows: int, tokens: int, phase: Phase) -> StepShape:
+        return StepShape(load_of(rows, tokens, phase), sizes, (), fused_attention=True)
+
+    def timed(shape: StepShape) -> Estimate:
+        return estimate(shape, cluster, transfers(shape), model)
+
+    prefill = timed(step(1, max(context // 2, 1), "prefill")).step_s
+
+    def rate(batch: int) -> Rate:
+        shape = step(batch, context, "decode")
+        decode = timed(shape).step_s
+        answer = context - context // 2
+        ops = (op for op in shape.forward.ops if op.part != "embedding")
+        moved = sum(op.nbytes * op.count for op in ops)
+        return Rate(
+            batch, decode, prefill, batch / decode,
+            answer * batch / (answer * decode + batch * prefill),
+            memory.bound(memory.terms(shape)), moved / cluster.card.memory_bytes_per_s,
+        )  # fmt: skip
+
+    one, two = (memory.terms(step(n, context, "decode")) for n in (1, 2))
+    largest = _largest(lambda n: memory.bound(memory.terms(step(n, context, "decode"))), room)
+    batches = _powers(largest)
+    return Serving(
+        context, tensor, gpus // tensor, largest, one["parameters"],
+        (two["cache"] - one["cache"]) / context, tuple(map(rate, batches)),
+    )  # fmt: skip
+
+
+def _largest(needed: Callable[[int], float], room: float) -> int:
+    """Returns the largest batch that fits: memory grows with it."""
+    low, high = 0, 1
+    while needed(high) <= room:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= room else (low, middle)
+    return low
+
+
+def _powers(largest: int) -> Sequence[int]:
+    found = [n for n in (1, 4, 16, 64, 256, 1024) if n < largest]
+    return [*found, largest] if largest else []
