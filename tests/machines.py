@@ -6,6 +6,7 @@ group only, since exporters on one kernel would all show the same host. The serv
 exporter are those of Debian: installed, or unpacked into a temporary folder.
 """
 
+import atexit
 import contextlib
 import functools
 import json
@@ -80,6 +81,7 @@ def program(name: str) -> str | None:
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         return None
     folder = Path(tempfile.mkdtemp(prefix="megajax-debian-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     command = ["apt-get", "download", "-q", name, "-o", "APT::Sandbox::User=root"]
     with contextlib.suppress(subprocess.SubprocessError):
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
