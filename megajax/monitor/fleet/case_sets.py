@@ -125,8 +125,8 @@ def cases(
     levels = [noise] if noise else list(family.noise)
     stream = keyed.CASES + (1 + list(FAMILIES).index(split) << 32)
     for k in range(n):
-        rng = keyed.generator(seed, stream, k)
         size = sizes[k % len(sizes)]
+        rng = keyed.generator(seed, stream, k, size)
         level = levels[k // len(sizes) % len(levels)]
         # Every group of cases has its share of healthy ones, whatever n is.
         faulty = np.floor((k + 1) * (1 - healthy) + 1e-9) > np.floor(k * (1 - healthy) + 1e-9)

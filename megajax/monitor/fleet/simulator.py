@@ -93,6 +93,10 @@ class Fleet:
             values_CNT[:, :, low - first : high - first] = made_CNT[:, :, inside]
         return Grid(first, 1, values_CNT, self.layout.names, names)
 
+    def disturbances(self, start: float, end: float) -> list[Disturbance]:
+        """Returns all that happens in [start, end), harmless or not, to explain a reading."""
+        return sorted(self._job.disturbances(start, end), key=lambda d: (d.start, d.kind))
+
     @cached_property
     def _cache(self) -> dict[int, np.ndarray]:
         return {}
