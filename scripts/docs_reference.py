@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 FOLDER = "docs/api"
 PACKAGES = (
     "megajax", "megajax.checkpoint", "megajax.core", "megajax.cost", "megajax.data",
-    "megajax.layers", "megajax.models", "megajax.monitor", "megajax.monitor.sources",
+    "megajax.layers", "megajax.models", "megajax.monitor", "megajax.monitor.fleet",
+    "megajax.monitor.sources",
     "megajax.parallel", "megajax.quant", "megajax.schedule", "megajax.search", "megajax.serving",
     "megajax.systems", "megajax.training", "pallas_kernels",
 )  # fmt: skip

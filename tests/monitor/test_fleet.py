@@ -24,9 +24,10 @@ from megajax.monitor.fleet import (
     Setting,
     cases,
     draw_fault,
+    keyed,
 )
 from megajax.monitor.fleet.faults import draw_kind
-from megajax.monitor.fleet.roles import draw_layout, step_profile
+from megajax.monitor.fleet.roles import BINS, draw_layout, step_profile
 from megajax.monitor.fleet.settings import quiet
 
 BUSY = Setting(jitters=3.0, job_events=20.0, gaps=3.0, checkpoint_every_s=200, evaluate_every_s=500)
@@ -83,6 +84,21 @@ def test_another_process_gives_the_same_bits():
     for case in cases(2, (8, 5), 7, split="held_out", healthy=0):
         here += [str(zlib.crc32(case.read().values_CNT.tobytes())), case.faults[0].machine]
     assert here == there
+
+
+@pytest.mark.parametrize("spacing", [5, 40, 900])
+def test_correlated_noise_is_continuous(spacing):
+    """Pieces are those of one long draw, steps are small, knots are independent."""
+    whole_NT = keyed.interpolated(1, 2, spacing, 120, 3600, 64)
+    cuts = [0, 60, 100, 777, 3600]
+    for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+        part_NT = keyed.interpolated(1, 2, spacing, 120 + low, high - low, 64)
+        assert np.array_equal(part_NT, whole_NT[:, low:high])
+    assert np.abs(np.diff(whole_NT, axis=1)).max() < 9 / spacing  # two knots: 9 sigma at most
+    knots_NT = whole_NT[:, (-120) % spacing :: spacing]
+    assert abs(knots_NT.std() - 1) < 0.2
+    if knots_NT.shape[1] > 30:
+        assert abs(np.mean(knots_NT[:, 1:] * knots_NT[:, :-1])) < 0.1
 
 
 def test_seeds_differ():
@@ -185,8 +201,10 @@ def test_bubbles_of_a_step_are_those_of_1f1b(stages, microbatches):
     busy = microbatches / (microbatches + stages - 1) * (1 - 0.1 - 0.02) + 0.02
     np.testing.assert_allclose(compute_PK[:, -1], busy, atol=1e-9)
     np.testing.assert_allclose(exchange_PK[:, -1], 0.1 * busy + 0.1, atol=1e-9)
-    begins = (compute_PK > 1e-6).argmax(axis=1)  # a later stage begins later
-    assert (np.diff(begins) > 0).all()
+    # Stage s begins after s forward passes, of 3 units the unit (a backward pass is two of them).
+    begins = (compute_PK > 1e-9).argmax(axis=1) - 1
+    share = 0.88 / 3 / (microbatches + stages - 1)
+    np.testing.assert_allclose(begins / BINS, np.arange(stages) * share, atol=1 / BINS)
 
 
 def test_roles():

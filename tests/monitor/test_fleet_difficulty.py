@@ -1,10 +1,13 @@
 """The simulated fleet is hard for plain detectors and not impossible for one that knows all."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from experiments.reports import fleet as report
-from megajax.monitor.fleet import Case, cases
+from megajax.monitor.fleet import cases
+from megajax.monitor.grid import Grid
 
 
 def made(n: int, machines, **options):
@@ -18,9 +21,7 @@ def test_the_oracle_is_no_constant():
     assert report.oracle(case, grid)
     row = grid.machines.index(case.faults[0].machine)
     order = np.roll(np.arange(8), 1)  # now another machine shows what this one did
-    other = type(grid)(
-        grid.start, 1, grid.values_CNT[:, order], grid.machines, grid.metrics, grid.notes
-    )
+    other = replace(grid, values_CNT=grid.values_CNT[:, order])
     assert grid.machines[row] == case.faults[0].machine
     assert not report.oracle(case, other)
 
@@ -28,15 +29,15 @@ def test_the_oracle_is_no_constant():
 def test_plain_detectors_on_a_plain_case():
     """A machine that is 50 % away for 10 minutes is named, one that is for 1 minute only without
     continuity."""
-    case: Case = next(iter(cases(1, 8, 1, healthy=1)))
+    names = next(iter(cases(1, 8, 1, healthy=1))).fleet.layout.names
     value_CNT = np.full((1, 8, 900), 20.0, np.float32)
     value_CNT += np.random.default_rng(0).normal(0, 0.5, value_CNT.shape)
     long, short = value_CNT.copy(), value_CNT.copy()
     long[0, 3, 200:800] += 10
     short[0, 3, 200:260] += 10
-    grids = [type(case.read())(0, 1, v, case.read().machines, ("cpu_usage",)) for v in (long, short)]
-    assert [report.plain(g, 4.0, 240, "mad") for g in grids] == [grids[0].machines[3], None]
-    assert [report.plain(g, 4.0, 0, "mad") for g in grids] == [grids[0].machines[3]] * 2
+    grids = [Grid(0, 1, made_CNT, names, ("cpu_usage",)) for made_CNT in (long, short)]
+    assert [report.plain(g, 4.0, 240, "mad") for g in grids] == [names[3], None]
+    assert [report.plain(g, 4.0, 0, "mad") for g in grids] == [names[3]] * 2
 
 
 def test_quality():
