@@ -10,25 +10,9 @@ docs/serving.md has the endpoints, what a request may ask, and several hosts.
 
 import megajax.core.interrupted  # noqa: F401
 
-from dataclasses import dataclass
-
-import jax
-
 from megajax.core import config
-from megajax.core import mesh as mesh_
-from megajax.core.config import group, option
 from megajax.core.errors import UserError
-from megajax.parallel.overlap import refuse_fused
-from megajax.systems.server.options import EngineOptions, HttpOptions, ModelOptions
-
-
-@dataclass(frozen=True)
-class Config(HttpOptions, EngineOptions, ModelOptions):
-    """What to serve, and to whom."""
-
-    emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
-    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
-
+from megajax.systems.server.options import Config
 
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
@@ -41,9 +25,7 @@ def main() -> int:
         from megajax.systems.server import launch
     except ImportError as error:
         raise UserError(f"{error}: the server needs its packages: uv sync --extra serve") from None
-    mesh_.start(cfg.emulate)
-    refuse_fused(cfg.overlap, jax.devices()[0])
-    return launch.run(cfg, cfg, cfg, cfg.mesh.build())
+    return launch.run(cfg)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Server:
 
         max_body: bytes of a request. timeout_s: of a request, from its arrival to its last token.
         """
-        self._worker, self._reader, self._metrics, self._name = worker, reader, metrics, name
+        self._worker, self._reader, self._metrics, self.name = worker, reader, metrics, name
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._max_body, self._timeout_s = max_body, timeout_s
         self._tokenizer = worker.engine.tokenizer
@@ -79,7 +79,7 @@ class Server:
     async def _models(self, request: Request) -> Response:
         context = self._worker.engine.context
         model = {
-            "id": self._name,
+            "id": self.name,
             "object": "model",
             "created": self._born,
             "owned_by": "megajax",
@@ -88,7 +88,7 @@ class Server:
         wanted = request.path_params.get("name")
         if wanted is None:
             return JSONResponse({"object": "list", "data": [model]})
-        if wanted != self._name:
+        if wanted != self.name:
             raise ApiError(404, f"the model {wanted!r:.200} does not exist", code="model_not_found")
         return JSONResponse(model)
 
@@ -176,7 +176,7 @@ class Server:
         self._worker.check()
         body = fields.parse(raw)
         job = await asyncio.to_thread(read, body)
-        shapes = Shapes(job, body.get("model") or self._name, self._tokenizer, self._pieces)
+        shapes = Shapes(job, body.get("model") or self.name, self._tokenizer, self._pieces)
         run = Run(self._worker, job, shapes, deadline, self._decoder)
         gone = asyncio.create_task(_until_gone(request))
         try:

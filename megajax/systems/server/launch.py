@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import stat
@@ -10,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from absl import logging
 
 from megajax.core import files
+from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
+from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
 from megajax.systems.open_model import MAX_TEMPLATE, ChatTemplate, OpenModel, open_model
 from megajax.systems.server import http, peers
 from megajax.systems.server.app import Server
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.metrics import Metrics
-from megajax.systems.server.options import EngineOptions, HttpOptions, ModelOptions
+from megajax.systems.server.options import Config, EngineOptions, HttpOptions, ModelOptions
 from megajax.systems.server.protocol import Reader
 from megajax.systems.server.worker import Worker
 
@@ -29,34 +32,53 @@ RUNS = "runs/pretrain/nano-*/config.json"
 SHORTEST_KEY = 16  # (chosen) characters
 
 
-def run(model: ModelOptions, engine: EngineOptions, options: HttpOptions, mesh: Mesh) -> int:
+def run(cfg: Config) -> int:
     """Serves until a signal. Returns the exit code. Raises: UserError."""
+    mesh_.start(cfg.emulate)
     first = jax.process_index() == 0
-    made = http.listen(options.host, options.port) if first else None
+    made = http.listen(cfg.host, cfg.port) if first else None
     with made or contextlib.nullcontext():
-        keys = read_keys(options.api_key_file)
-        opened = open_named(model)
-        params, what = opened.load_to_serve(mesh)
-        running = build_engine(opened, params, mesh, engine)
-        del params
         if made is None:
-            peers.follow(running)
+            peers.follow(load_engine(cfg)[0])
             return 0
-        print(f"{what}\n{describe(running)}", flush=True)
-        return asyncio.run(_serve(running, opened, made, (model, engine, options), keys))
+        worker, server = open_server(cfg)
+        return asyncio.run(_serve(cfg, worker, server, made))
 
 
-async def _serve(
-    engine: Engine, opened: OpenModel, made: socket.socket, options: Any, keys: list[str]
-) -> int:
-    model, sizes, limits = options
-    name = model.served_model_name or opened.name
-    worker, server = build_server(
-        engine, name, Chat(template_of(model, opened)), limits, keys=keys,
-        max_batch=sizes.max_batch, ends=end_ids(model), document=model.run_dir is not None,
+async def _serve(cfg: Config, worker: Worker, server: Server, made: socket.socket) -> int:
+    print(f"model {server.name!r} on {http.address(made)}/v1 (Ctrl-C stops)", flush=True)
+    return await http.serve(server, worker, made, cfg.stop_timeout_s)
+
+
+def open_server(cfg: Config) -> tuple[Worker, Server]:
+    """Returns what `build_server` does, for a model that it opens. Raises: UserError."""
+    keys = read_keys(cfg.api_key_file)
+    engine, opened = load_engine(cfg)
+    return build_server(
+        engine, cfg.served_model_name or opened.name, Chat(template_of(cfg, opened)), cfg,
+        max_batch=cfg.max_batch, keys=keys, ends=end_ids(cfg),
+        document=cfg.hf is None and cfg.gguf is None,
     )  # fmt: skip
-    print(f"model {name!r} on {http.address(made)}/v1 (Ctrl-C stops)", flush=True)
-    return await http.serve(server, worker, made, limits.stop_timeout_s)
+
+
+def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
+    """Returns an engine on the mesh of the settings, and what it serves. Raises: UserError."""
+    mesh = cfg.mesh.build()
+    refuse_fused(cfg.overlap, mesh.devices.flat[0])
+    alike = math.prod(n for axis, n in mesh.shape.items() if axis not in ("tensor", "expert"))
+    if alike > 1:
+        logging.warning(
+            "%d devices or groups of devices compute the same: cut the model with --mesh.tensor or "
+            "--mesh.expert, or start a server for each",
+            alike,
+        )
+    opened = open_named(cfg)
+    params, what = opened.load_to_serve(mesh)
+    options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
+    engine = Engine(opened.cfg, params, mesh=mesh, tokenizer=opened.tokenizer, **options)
+    if jax.process_index() == 0:
+        print(f"{what}\n{describe(engine)}", flush=True)
+    return engine, opened
 
 
 def build_server(
@@ -109,14 +131,6 @@ def newest_run(folder: str | Path = ".") -> str:
             "with `uv run experiments/pretrain.py`, or name a model (--run_dir, --hf, --gguf)"
         )
     return str(max(found, key=lambda p: (p / "checkpoints").stat().st_mtime))
-
-
-def build_engine(opened: OpenModel, params: Any, mesh: Mesh, options: EngineOptions) -> Engine:
-    """Returns an engine with the model's tokenizer."""
-    return Engine(
-        opened.cfg, params, mesh=mesh, tokenizer=opened.tokenizer,
-        **{f.name: getattr(options, f.name) for f in dataclasses.fields(EngineOptions)},
-    )  # fmt: skip
 
 
 def describe(engine: Engine) -> str:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megajax.core.config import Checked, option
+from megajax.core import mesh as mesh_
+from megajax.core.config import Checked, group, option
 from megajax.core.needs import other_than
 from megajax.parallel.overlap import Overlap
 
@@ -60,3 +61,11 @@ class HttpOptions(Checked):
     max_body: int = option(2**22, "of a request; longer ones get 413", "bytes", at_least=1)
     request_timeout_s: float = option(600.0, "from a request to its last token", "s", above=0)
     stop_timeout_s: float = option(60.0, "for running requests after SIGTERM", "s", at_least=0)
+
+
+@dataclass(frozen=True)
+class Config(HttpOptions, EngineOptions, ModelOptions):
+    """What to serve, and to whom."""
+
+    emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
+    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
