@@ -24,7 +24,7 @@ from jax.sharding import reshard
 
 from megajax.core.tree import Tree
 from megajax.parallel.buckets import Bucket, is_quantized
-from megajax.parallel.exchange_local import LocalExchange, fold, lead
+from megajax.parallel.exchange_local import LocalExchange, fold, lead, led
 from megajax.parallel.order import hold, never
 
 Array = jax.Array
@@ -149,20 +149,72 @@ class Exchange(LocalExchange):
 
     # ---- one layer, in two halves, for who has work to put beside them
 
-    def send(self, grads: Tree, key: Array) -> dict:
+    def send(self, grads: Tree, key: Array, sums: Any = None, index: Any = None) -> dict:
         """Returns what `receive` needs: the first half of `scatter`, of leaves that are not
-        stacked. grads: as of `scatter`."""
-        values = self._values(grads)
-        sent: dict[str, Any] = {
-            "exact": [reshard(values[i], self.masters.stored(*self.words[i])) for i in self.exact]
-        }
+        stacked. grads: as of `scatter`. sums: of `summed`, of which `index` is added; None: none.
+        """
+        values, exact = self._values(grads), []
+        for number, i in enumerate(self.exact):
+            found = reshard(values[i], self.masters.stored(*self.words[i]))
+            if sums is not None:
+                more = lax.dynamic_index_in_dim(sums["exact"][number], index, keepdims=False)
+                found = more + found.astype(more.dtype)
+            exact.append(found)
+        sent: dict[str, Any] = {"exact": exact}
         for number, bucket in enumerate(self.buckets):
+            more = None if sums is None else sums[str(number)]
             sent[str(number)] = self._everywhere(
-                functools.partial(self.send_bucket, bucket),
-                (self._partial(bucket), P()),
+                functools.partial(self._send_added, bucket),
+                (self._partial(bucket), P(), self.devices, P()),
                 self.devices,
-            )([values[i] for i in bucket.leaves], fold(key, number))
+            )([values[i] for i in bucket.leaves], fold(key, number), more, index)
         return sent
+
+    def summed(self, sums: Tree) -> dict:
+        """Returns stacked partial sums as `send` adds them: leaves that are in no bucket are small,
+        and summed over the ranks here."""
+        values = self._values(sums)
+        found: dict[str, Any] = {
+            "exact": [
+                reshard(values[i], _stacked(self.masters.stored(*self.words[i])))
+                for i in self.exact
+            ]
+        }
+        # Loops and custom_vjp of jax 0.11.2 take partial sums, and XLA adds them up before: as
+        # arrays with a dimension of devices they stay what each rank has.
+        for number, bucket in enumerate(self.buckets):
+            specs = [_stacked(spec) for spec in self._partial(bucket)]
+            found[str(number)] = self._everywhere(lead, (specs,), self.devices)(
+                [values[i] for i in bucket.leaves]
+            )
+        return found
+
+    def _send_added(
+        self, bucket: Bucket, grads: list[Array], key: Array, sums: Any, index: Any
+    ) -> tuple:
+        if sums is not None:
+            grads = [
+                lax.dynamic_index_in_dim(s, index, keepdims=False) + g.astype(s.dtype)
+                for s, g in zip(led(sums), grads, strict=True)
+            ]
+        return self.send_bucket(bucket, grads, key)
+
+    def leave(self, params: Tree, used: Tree, sums: Tree, key: Array, step: Array) -> Tree:
+        """Returns the weights in use, whose gradient is `scatter` of it and of sums.
+
+        sums: of earlier micro-batches, float32, partial sums as gradients of `used` are.
+        """
+
+        @jax.custom_vjp
+        def through(params: Tree) -> Tree:
+            return used
+
+        def backward(_: None, grads: Tree) -> tuple:
+            added = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
+            return (self.scatter(added, key, step)[0],)
+
+        through.defvjp(lambda params: (used, None), backward)
+        return through(params)
 
     def receive(self, sent: dict, key: Array, like: Tree) -> Tree:
         """Returns what `scatter` does. key: as of `send`. like: the masters."""
@@ -239,3 +291,8 @@ class Exchange(LocalExchange):
             out_specs=out_specs,
             check_vma=False,
         )
+
+
+def _stacked(spec: P) -> P:
+    """How a stack of layers lies, given how one does."""
+    return P(None, *spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced)

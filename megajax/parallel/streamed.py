@@ -9,6 +9,9 @@ a message ends, and XLA's scheduler ends it where it began (compiled for H100, j
 Weights are not kept for the backward pass a second time: they are in the new copies, or in a
 buffer of their own where there are none.
 
+Of several micro-batches the weights are there already for the last one (`Streamed.leave`), and the
+gradients of the others are added, layer by layer, to what it sends.
+
 Legend: L layers, x the residual stream.
 """
 
@@ -62,6 +65,33 @@ class Streamed:
         x, ys, copies, squares = through(x, masters, copies)
         return x, ys, *lax.stop_gradient((copies, squares))
 
+    def leave(self, x: Array, masters: Tree, used: Tree, sums: Tree) -> tuple[Array, Any]:
+        """Returns (x, stacked ys) of weights in use that are there already.
+
+        used: stacked; their values only. sums: stacked gradients of earlier micro-batches, float32,
+        partial sums as `used` has them. Gradients of the masters are pieces of all of them.
+        """
+
+        @jax.custom_vjp
+        def through(x: Array, masters: Tree) -> tuple:
+            return forward(x, masters)[0]
+
+        def forward(x: Array, masters: Tree) -> tuple[tuple, tuple]:
+            def one(x: Array, item: tuple) -> tuple[Array, tuple]:
+                x, y, kept = self._layer(x, item[1], item[0])
+                return x, (y, kept)
+
+            items = (jnp.arange(len(jax.tree.leaves(masters)[0])), used)
+            x, (ys, kept) = lax.scan(one, x, items)
+            return (x, ys), (masters, kept)
+
+        def backward(saved: tuple, given: tuple) -> tuple:
+            (masters, kept), (dx, dys) = saved, given
+            return self._backward((masters, None, (kept, used), None), dx, dys, sums)
+
+        through.defvjp(forward, backward)
+        return through(x, masters)
+
     # ---- forward
 
     def _forward(self, x: Array, masters: Tree, copies: Tree) -> tuple[tuple, tuple]:
@@ -103,22 +133,22 @@ class Streamed:
 
     # ---- backward
 
-    def _backward(self, saved: tuple, dx: Array, dys: Any) -> tuple[Array, Tree]:
+    def _backward(self, saved: tuple, dx: Array, dys: Any, sums: Tree = None) -> tuple[Array, Tree]:
+        """saved: of `_forward`. sums: as of `leave`."""
         masters, copies, stacked, last = saved
         count = len(jax.tree.leaves(masters)[0])
         floats, rebuild = _floating(dys)
 
         def turn(way: Way, index: Array, item: tuple) -> tuple[Way, Tree]:
             """Differentiates a layer beside the messages of the two after it."""
-            mine, dy, (kept, spare) = item
-            weights = spare
+            mine, dy, (kept, weights) = item
             if copies is not None:
                 weights = self._exchange.in_use(mine, _take(copies, index))
             pieces = sent = None
             if way.sent is not None:
                 pieces = self._exchange.receive(way.sent, self._own(index + 2), mine)
             if way.grads is not None:
-                sent = self._exchange.send(way.grads, self._own(index + 1))
+                sent = self._send(way.grads, sums, index + 1)
             template = jax.eval_shape(
                 lambda w, x: jax.vjp(self._function(jnp.int32(0)), w, x)[1], weights, way.dx
             )
@@ -126,7 +156,7 @@ class Streamed:
             return Way(dx, grads, sent), pieces
 
         def at(index: int) -> tuple:
-            own = last if index == count - 1 else _at(stacked, index)
+            own = last if index == count - 1 and last is not None else _at(stacked, index)
             return _at(masters, index), _at(floats, index), own
 
         way = Way(dx, None, None)
@@ -142,12 +172,15 @@ class Streamed:
             if way.sent is None
             else [self._exchange.receive(way.sent, self._own(jnp.int32(1)), _at(masters, 1))]
         )
-        sent = self._exchange.send(way.grads, self._own(jnp.int32(0)))
+        sent = self._send(way.grads, sums, jnp.int32(0))
         ends = [self._exchange.receive(sent, self._own(jnp.int32(0)), _at(masters, 0)), *ends]
         ends = jax.tree.map(lambda *rows: jnp.stack(rows), *ends)
         if body is not None:
             ends = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ends, body)
         return way.dx, ends
+
+    def _send(self, grads: Tree, sums: Tree, index: Array) -> Any:
+        return self._exchange.send(grads, self._own(index), sums, index)
 
     def _own(self, index: Array) -> Array:
         return jax.random.fold_in(self._key, index)

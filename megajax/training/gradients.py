@@ -6,9 +6,11 @@ Without a wire, masters are cast and gathered where a model uses them. With one 
 streamed   each layer's weights come while the layer before it computes and, by differentiation,
            each layer's gradients leave while the layer before it is differentiated. Fully sharded
            weights come again in the backward pass; of copied ones what came is kept.
-gathered   all weights come before the first micro-batch; gradients are added up where they are
-           made, in float32, and leave after the last one. So it is with error feedback too: a
-           backward pass cannot return the errors that it leaves.
+accumulated  of several micro-batches: all weights come before the first one; gradients are added
+           up where they are made, in float32, and leave, layer by layer, while the last micro-batch
+           is differentiated.
+gathered   all weights come first, all gradients leave last: with error feedback, because a backward
+           pass cannot return the errors that it leaves, and with a first quantized step.
 
 Pipelines have loops of their own (parallel/pipeline.py), with the same exchange in them.
 
@@ -67,8 +69,10 @@ def without_stages(
         return without_exchange(scanned(plain_sums(parts, remat), value, pieces))
     if cfg.zero == "full":
         return without_exchange(scanned(sharded_sums(parts, exchange, remat), value, pieces))
-    if pieces > 1 or exchange.keeps_errors or exchange.wire.start_step:
+    if exchange.keeps_errors or exchange.wire.start_step:
         return gathered(exchange, scanned(plain_sums(parts, remat), value, pieces))
+    if pieces > 1:
+        return accumulated(parts, exchange, remat, value, pieces)
     return streamed(parts, exchange, remat, value)
 
 
@@ -77,9 +81,11 @@ def plain_sums(parts: ModelParts, remat: Remat) -> Sums:
     return lambda params, micro, turn: parts.loss(params, micro, turn.key, remat)
 
 
-def scanned(sums_of: Sums, value: Value, pieces: int) -> Callable[..., tuple[LossSums, Tree]]:
+def scanned(
+    sums_of: Sums, value: Value, pieces: int, always: bool = False
+) -> Callable[..., tuple[LossSums, Tree]]:
     """Returns (params, batch, total, turn) -> (sums, gradients) by differentiating the loss, one
-    micro-batch after the other. pieces: of them; more than one: the batch is stacked."""
+    micro-batch after the other. pieces: of them; more than one, or always: the batch is stacked."""
 
     def objective(params: Tree, micro: Batch, total: Array, turn: Turn) -> tuple:
         sums = sums_of(params, micro, turn)
@@ -88,7 +94,7 @@ def scanned(sums_of: Sums, value: Value, pieces: int) -> Callable[..., tuple[Los
     grad_of = jax.grad(objective, has_aux=True)
 
     def gradients(params: Tree, batch: Batch, total: Array, turn: Turn) -> tuple[LossSums, Tree]:
-        if pieces == 1:
+        if pieces == 1 and not always:
             grads, sums = grad_of(params, batch, total, turn)
             return sums, grads
 
@@ -200,6 +206,44 @@ def streamed(parts: ModelParts, exchange: Exchange, remat: Remat, value: Value) 
         grads, (sums, copies, squares) = jax.grad(objective, has_aux=True)(
             state.params, state.copies, batch, total, turn
         )
+        return Found(sums, grads, copies, squares)
+
+    return gradients
+
+
+def accumulated(
+    parts: ModelParts, exchange: Exchange, remat: Remat, value: Value, pieces: int
+) -> Gradients:
+    """Several micro-batches a step, of copied weights: gradients leave beside the last one."""
+    stack, (layers, rest) = parts.stack, split(exchange, parts)
+    earlier = scanned(plain_sums(parts, remat), value, pieces - 1, always=True)
+
+    def objective(
+        params: Tree, used: Tree, grads: Tree, batch: Batch, total: Array, turn: Turn, key: Array
+    ) -> tuple[Array, LossSums]:
+        whole = layers.summed(grads[stack])
+
+        def run(step: Callable, x: Array, masters: Tree, count: int) -> tuple[Array, Any]:
+            return Streamed(layers, step, key).leave(x, masters, used[stack], whole)
+
+        outer, used_outer, grads_outer = (
+            {k: x for k, x in tree.items() if k != stack} for tree in (params, used, grads)
+        )
+        left = rest.leave(outer, used_outer, grads_outer, jax.random.fold_in(key, REST), turn.step)
+        sums = parts.loss(left | {stack: params[stack]}, batch, turn.key, remat, Stream(run=run))
+        return value(sums, total), sums
+
+    def gradients(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
+        turn, wire_key = Turn(key, state.step), jax.random.fold_in(key, WIRE)
+        used, copies, squares = exchange.gather(state.params, state.copies, wire_key)
+        first = {k: x[: pieces - 1] for k, x in batch.items()}
+        sums, grads = earlier(used, first, total, turn)
+        last = {k: x[pieces - 1] for k, x in batch.items()}
+        own = turn._replace(key=jax.random.fold_in(key, pieces - 1))
+        grads, more = jax.grad(objective, has_aux=True)(
+            state.params, used, grads, last, total, own, wire_key
+        )
+        sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), sums, more)
         return Found(sums, grads, copies, squares)
 
     return gradients

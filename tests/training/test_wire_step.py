@@ -29,8 +29,8 @@ def make(model, **changes):
 
 
 @functools.cache
-def control(model):
-    return train(model, mesh__data=1)
+def control(model, pieces=1):
+    return train(model, mesh__data=1, train__accumulate=pieces)
 
 
 def train(model, steps=3, **changes):
@@ -52,7 +52,19 @@ def train(model, steps=3, **changes):
         pytest.param(MODEL, PIPE | EXACT, id="pipeline"),
         pytest.param(MODEL, MESH | SHARDED, id="sharded", marks=pytest.mark.slow),
         pytest.param(
-            MQA, MESH | EXACT | dict(train__accumulate=2), id="gathered", marks=pytest.mark.slow
+            DEEP, MESH | EXACT | dict(train__accumulate=4), id="accumulated", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MQA, MESH | dict(shard__zero="optimizer", train__accumulate=2),
+            id="no codec, accumulated", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            DEEPSEEK, EXPERT | EXACT | dict(train__accumulate=2), id="experts, accumulated",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MQA, MESH | EXACT | dict(exchange__start_step=1, train__accumulate=2), id="gathered",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             MODEL, MESH | SHARDED | dict(train__accumulate=2), id="sharded, twice",
@@ -77,7 +89,9 @@ def train(model, steps=3, **changes):
 )  # fmt: skip
 def test_a_wire_that_rounds_nothing_changes_nothing(model, changes):
     gradients, losses = train(model, **changes)
-    wanted, expected = control(model)
+    # A router's penalty is that of a micro-batch.
+    pieces = changes.get("train__accumulate", 1) if model is DEEPSEEK else 1
+    wanted, expected = control(model, pieces)
     assert apart(gradients, wanted) < GRADIENTS
     plain = "optim__name" not in changes
     np.testing.assert_allclose(
@@ -95,7 +109,7 @@ def apart(a, b):
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        pytest.param(MQA, MESH | dict(wire="sdp4bit"), id="sdp4bit"),
+        pytest.param(DEEP, MESH | dict(wire="sdp4bit"), id="sdp4bit"),
         pytest.param(MODEL, MESH | dict(wire="loco"), id="loco", marks=pytest.mark.slow),
         pytest.param(
             MODEL, PIPE | dict(wire="loco", mesh__data=1), id="loco, pipeline",
@@ -118,7 +132,7 @@ def test_few_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path, model, ch
         losses.append(float(metrics["loss"]))
         assert np.isfinite(metrics["leaf_norms"]).all()
     expected = control(model)[1]
-    np.testing.assert_allclose(losses[:3], expected, atol=3e-3)
+    np.testing.assert_allclose(losses[:3], expected, atol=6e-3)
     assert not np.allclose(losses[:3], expected, atol=1e-6)  # the codec was there
     if cfg.wire == "sdp4bit":
         assert 0 < metrics["wire_drift_relative"] < 0.05
