@@ -49,6 +49,16 @@ def test_of_a_large_decoder_nearly_all_bytes_travel_beside_products():
     assert not float_collectives(text)
 
 
+@pytest.mark.slow
+def test_gradients_of_micro_batches_travel_beside_products():
+    """Weights, 30 % of the bytes, come before the first micro-batch; no gradient travels as floats.
+    Measured: 54 % of all bytes."""
+    text, mesh, _ = compiled(DEEP, train__seq_len=256, train__global_batch=128, train__accumulate=4)
+    found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
+    assert sum(c.total for c in found if c.is_hidden) > 0.5 * sum(c.total for c in found)
+    assert not float_collectives(text)
+
+
 def test_most_bytes_travel_beside_products():
     text, mesh, params = compiled(DEEP, train__seq_len=256, train__global_batch=32)
     found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]

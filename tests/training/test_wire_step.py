@@ -99,6 +99,12 @@ def test_a_wire_that_rounds_nothing_changes_nothing(model, changes):
     )
 
 
+def test_without_a_wire_there_is_nothing_of_one():
+    plain = make(MODEL, **MESH)
+    state = plain.abstract_state
+    assert plain.exchange is None and plain.kept == {} and state.copies is state.errors is None
+
+
 def apart(a, b):
     """The largest relative L2 distance of two leaves."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
