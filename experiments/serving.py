@@ -116,7 +116,9 @@ class Study:
         found = alternate(calls, self.cfg.runs)
         for mode in MODES:
             ratio = found[mode]["tokens_per_s"] / found["static, padded"]["tokens_per_s"]
-            yield {"part": "offline", "mode": mode, "ratio": ratio} | found[mode]
+            cpu = found["static, padded"]["cpu_s"] / found[mode]["cpu_s"]
+            about = {"part": "offline", "mode": mode, "ratio": ratio, "cpu_ratio": cpu}
+            yield about | found[mode]
 
     def online(self, requests_per_s: float) -> Iterator[Row]:
         """Yields a row for each mode and load. requests_per_s: what is load 1."""
@@ -133,7 +135,8 @@ class Study:
             found = alternate(calls, self.cfg.runs)
             for name in engines:
                 of_fast = found[name]["tokens_per_s"] / found["fast"]["tokens_per_s"]
-                about = {"numerics": name, "batch": batch, "of_fast": of_fast}
+                cpu = found["fast"]["cpu_s"] / found[name]["cpu_s"]
+                about = {"numerics": name, "batch": batch, "of_fast": of_fast, "cpu_of_fast": cpu}
                 yield {"part": "numerics"} | about | found[name]
 
 
@@ -157,11 +160,16 @@ def alternate(calls: dict[Any, Callable[[], Row]], runs: int) -> dict[Any, Row]:
 
 
 def claims(rows: Sequence[Row]) -> list[Row]:
-    """Returns what the rows say of the two goals."""
-    ratio = next(r["ratio"] for r in rows if r.get("mode") == "continuous")
-    found = [("continuous over padded static batching", ratio, GOAL)]
+    """Returns what the rows say of the two goals.
+
+    By wall clock and by the process's CPU time, which a busy machine changes less.
+    """
+    row = next(r for r in rows if r.get("mode") == "continuous")
+    what = "continuous over padded static batching"
+    found = [(what, row["ratio"], GOAL), (f"{what}, CPU time", row["cpu_ratio"], GOAL)]
     for row in (r for r in rows if r.get("numerics") == "exact"):
-        found.append((f"exact over fast numerics, batch {row['batch']}", row["of_fast"], SLOWER))
+        what = f"exact over fast numerics, batch {row['batch']}"
+        found += [(what, row["of_fast"], SLOWER), (f"{what}, CPU time", row["cpu_of_fast"], SLOWER)]
     return [
         {"part": "claim", "what": what, "value": value, "goal": goal, "met": value >= goal}
         for what, value, goal in found

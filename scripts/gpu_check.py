@@ -12,8 +12,9 @@ of every kernel folder, then times beside rivals, training, tunings of the keys 
 and products with communication behind an emulated link.
 
 Into --out go at most eight files, named by device: DEVICE_kernels.json (times), DEVICE_checks.json,
-DEVICE_train.json (steps beside the cost model's estimates), DEVICE_overlap.json, DEVICE.json (a
-table for pallas_kernels/tuned), DEVICE_verdicts.json and log.txt. Each is replaced as a whole after
+DEVICE_train.json (steps beside the cost model's estimates), DEVICE_serving.json (decoding beside
+its memory roofline), DEVICE_overlap.json, DEVICE.json (a table for pallas_kernels/tuned),
+DEVICE_verdicts.json and log.txt. Each is replaced as a whole after
 every row. Compiled programs are kept in runs/gpu_cache, which does not travel: a program must be
 lowered before it is found there, and finished rows are what a second call saves.
 Needs jax with CUDA, flax, optax and absl only. The exit code is 1 when something failed.
@@ -117,6 +118,7 @@ def parts() -> list[Part]:
         times("attention", BOTH, 45),
         *beside("attention", BOTH),
         *(step(variant) for variant in TRAIN_FIRST),
+        Part("serving", "serving", {"do": "serving"}, 120),
         *(part for folder in ("grouped", "norm", "tile_sparse", "quantize")
           for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
         *(tuning(name) for name in TUNE_FIRST[:4]),

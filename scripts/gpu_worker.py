@@ -73,6 +73,10 @@ def build(spec: dict[str, Any], channel: Channel) -> list[Item]:
         if do == "losses":
             return gpu_train.losses_items(rehearsal)
         return gpu_train.step_items(spec["variant"], rehearsal)
+    if do == "serving":
+        import gpu_serving
+
+        return gpu_serving.items(rehearsal)
     if do == "tune":
         import gpu_tune
 

@@ -27,6 +27,7 @@ from experiments.reports import (
     overlap_tables,
     pruning_tables,
     sdp4bit_tables,
+    serving_figures,
     step_tables,
 )
 from experiments.storm import account
@@ -315,6 +316,10 @@ TABLES: dict[str, Callable[[], str]] = {
             sdp4bit_tables.sent,
             sdp4bit_tables.estimates,
         )
+    },
+    **{
+        f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
+        for table in (serving_figures.offline, serving_figures.online, serving_figures.numerics)
     },
     "visited": kernel_tables.visited,
 }

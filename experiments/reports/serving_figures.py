@@ -63,7 +63,7 @@ def offline(path: Path) -> str:
     """All requests at once, by mode."""
     columns = {
         "mode": "mode", "tokens/s": "tokens_per_s", "slowest": "slowest", "fastest": "fastest",
-        "n": "n", "steps": "steps", "times padded static": "ratio",
+        "n": "n", "steps": "steps", "times padded static": "ratio", "by CPU time": "cpu_ratio",
     }  # fmt: skip
     found = json.loads(path.read_text())
     text = (
@@ -90,5 +90,6 @@ def numerics(path: Path) -> str:
     columns = {
         "numerics": "numerics", "at a time": "batch", "tokens/s": "tokens_per_s",
         "slowest": "slowest", "fastest": "fastest", "n": "n", "of fast": "of_fast",
+        "by CPU time": "cpu_of_fast",
     }  # fmt: skip
     return table(path, columns, part="numerics")

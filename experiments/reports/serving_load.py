@@ -99,14 +99,14 @@ def serve(
 ) -> dict[str, Any]:
     """Serves a load that comes at these times. size: requests of a static batch.
 
-    Returns: tokens (those asked for), seconds, tokens_per_s, steps (calls of the device) and, in
-      seconds, percentiles of the time to the first token, of the time of each later token and of
-      the whole request.
+    Returns: tokens (those asked for), seconds, tokens_per_s, steps (calls of the device), cpu_s (of
+      this process, which other processes of the machine change less) and, in seconds, percentiles
+      of the time to the first token, of the time of each later token and of the whole request.
     """
     engine.pool.prefix_cache = mode == "continuous"
     engine.scheduler.drop_prefixes()
     served = [Served(float(t)) for t in times]
-    began, steps = time.perf_counter(), 0
+    began, busy, steps = time.perf_counter(), time.process_time(), 0
     done: dict[int, int] = {}
     owners: dict[int, int] = {}
     queue = _queue(load, mode, size)
@@ -133,7 +133,8 @@ def serve(
             served[i].first = served[i].first or now
             if done[i] >= load[i].answer and not served[i].last:
                 served[i].last = now
-    return _summary(load, served, time.perf_counter() - began, steps)
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    return _summary(load, served, seconds, steps) | {"cpu_s": busy}
 
 
 def _idle(engine: Engine) -> bool:

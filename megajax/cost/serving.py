@@ -91,12 +91,10 @@ def plan(
         shape = step(batch, context, "decode")
         decode = timed(shape).step_s
         answer = context - context // 2
-        ops = (op for op in shape.forward.ops if op.part != "embedding")
-        moved = sum(op.nbytes * op.count for op in ops)
         return Rate(
             batch, decode, prefill, batch / decode,
             answer * batch / (answer * decode + batch * prefill),
-            memory.bound(memory.terms(shape)), moved / cluster.card.memory_bytes_per_s,
+            memory.bound(memory.terms(shape)), _bound(shape, cluster),
         )  # fmt: skip
 
     one, two = (memory.terms(step(n, context, "decode")) for n in (1, 2))
@@ -106,6 +104,17 @@ def plan(
         context, tensor, gpus // tensor, largest, one["parameters"],
         (two["cache"] - one["cache"]) / context, tuple(map(rate, batches)),
     )  # fmt: skip
+
+
+def decode_bound(load_of: LoadOf, cluster: Cluster, batch: int, context: int) -> float:
+    """Returns the memory roofline of a decode step on one GPU, seconds: Rate.bound_s."""
+    shape = StepShape(load_of(batch, context, "decode"), dict.fromkeys(MESH_AXES, 1), ())
+    return _bound(dataclasses.replace(shape, fused_attention=True), cluster)
+
+
+def _bound(shape: StepShape, cluster: Cluster) -> float:
+    ops = (op for op in shape.forward.ops if op.part != "embedding")
+    return sum(op.nbytes * op.count for op in ops) / cluster.card.memory_bytes_per_s
 
 
 def _largest(needed: Callable[[int], float], room: float) -> int:

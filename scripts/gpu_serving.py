@@ -1,0 +1,162 @@
+"""The serving part of gpu_check.py: decode attention and a 1.2B decoder's tokens beside rooflines.
+
+Attention: one step's paged attention in bf16, batch 64 with 4,096 keys each, as bytes of pages a
+second over those of a copy in the same process. Decoding: an engine with random weights and greedy
+requests that all run at once; the time of a token of all of them, wall clock, beside the time in
+which the card's memory bandwidth moves weights and pages (megajax/cost/serving.py). First token:
+from `submit` of one prompt to its first output, the engine idle.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from worker_channel import Item
+
+from megajax.core.hardware import Cluster, find_card
+from megajax.cost import serving as cost
+from megajax.models import decoder
+from megajax.models.decoder_config import PRESETS, DecoderConfig
+from megajax.serving import Engine, SamplingParams
+from pallas_kernels import bench, paged_attention
+
+GOALS = {"attention": 0.85, "decode": 0.6}  # of the copy's bandwidth, of the memory roofline
+PAGE = 16
+# (batch, keys, query heads, key-value heads, head width) of Llama 3 8B's attention.
+ATTENTION, TINY_ATTENTION = (64, 4096, 32, 8, 128), (2, 64, 4, 2, 32)
+BATCHES = (1, 64)
+PROMPT, ANSWER, STEPS = 512, 256, 40
+
+
+def items(rehearsal: bool) -> list[Item]:
+    """Everything, in order of worth."""
+    engine = functools.cache(functools.partial(_engine, rehearsal))
+    batches = (1, 2) if rehearsal else BATCHES
+    return [
+        Item("decode attention", functools.partial(attention, rehearsal), limit_s=120),
+        *(
+            Item(
+                f"decode batch {batch}", functools.partial(decode, engine, batch, rehearsal),
+                about={"batch": batch}, limit_s=240,
+            )
+            for batch in batches
+        ),
+        Item("first token", functools.partial(first_token, engine, rehearsal), limit_s=120),
+    ]  # fmt: skip
+
+
+def attention(rehearsal: bool) -> dict[str, Any]:
+    """Paged attention of a decode step beside a copy of the memory."""
+    B, M, H, G, K = TINY_ATTENTION if rehearsal else ATTENTION
+    pages = B * M // PAGE
+    clock = bench.wall_clock if rehearsal else bench.device_clock
+    table = np.random.default_rng(0).permutation(pages).reshape(B, M // PAGE).astype(np.int32)
+    one = jnp.arange(B, dtype=jnp.int32), jnp.ones(B, jnp.int32), jnp.full(B, M, jnp.int32)
+    shapes = (
+        jax.ShapeDtypeStruct((B, H, K), jnp.bfloat16),
+        *[jax.ShapeDtypeStruct((pages, PAGE, G, K), jnp.bfloat16)] * 2,
+    )
+    inputs = [bench.normal(key, shapes) for key in jax.random.split(jax.random.key(0), 2)]
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return paged_attention(q, k, v, jnp.asarray(table), *one)
+
+    found = bench.measure(run, inputs, 2 if rehearsal else 20, 1 if rehearsal else 5, clock)
+    copy = bench.peaks(64 if rehearsal else 8192, clock)["copy_bytes_per_s"]
+    rate = sum(x.nbytes for x in inputs[0][1:]) / found.median_s
+    return {
+        "median_s": found.median_s, "p10_s": found.p10_s, "p90_s": found.p90_s,
+        "clock": found.clock, "bytes_per_s": rate, "copy_bytes_per_s": copy,
+        "of_copy": rate / copy, "goal": GOALS["attention"],
+    }  # fmt: skip
+
+
+def _engine(rehearsal: bool) -> tuple[DecoderConfig, Engine]:
+    cfg = DecoderConfig(layers=2) if rehearsal else PRESETS["llama3_1b"]()
+    dtype = "float32" if rehearsal else "bfloat16"
+
+    def weights(key: jax.Array) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), decoder.parts(cfg).init(key))
+
+    context = 64 if rehearsal else PROMPT + ANSWER
+    # Pages for all sequences, without what prompts could share.
+    engine = Engine(
+        cfg, jax.jit(weights)(jax.random.key(0)), dtype=dtype, context=context,
+        max_batch=2 if rehearsal else max(BATCHES), prefix_cache=False,
+    )  # fmt: skip
+    return cfg, engine
+
+
+def _prompts(cfg: DecoderConfig, batch: int, length: int) -> list[list[int]]:
+    random = np.random.default_rng(batch)
+    return random.integers(0, cfg.vocab, (batch, length)).tolist()
+
+
+def decode(
+    made: Callable[[], tuple[DecoderConfig, Engine]], batch: int, rehearsal: bool
+) -> dict[str, Any]:
+    """Tokens a second of so many sequences, when all prompts have been computed."""
+    cfg, engine = made()
+    prompt, answer, steps = (16, 24, 4) if rehearsal else (PROMPT, ANSWER, STEPS)
+    asked = SamplingParams(max_tokens=answer, temperature=0)
+    begun: dict[int, int] = {engine.submit(p, asked): 0 for p in _prompts(cfg, batch, prompt)}
+
+    def advance() -> int:
+        new = 0
+        for output in engine.step():
+            begun[output.request_id] += len(output.tokens)
+            new += len(output.tokens)
+        return new
+
+    while min(begun.values()) < 2 * engine.programs.steps:  # prompts, and the loop is compiled
+        advance()
+    times, counts = [], []
+    for _ in range(steps):
+        began = time.perf_counter()
+        counts.append(advance())
+        times.append(time.perf_counter() - began)
+    for id in begun:
+        engine.cancel(id)
+    list(engine.run())
+    tokens = sum(counts)
+    each = sum(times) / tokens * batch
+    return {
+        "token_s": each, "tokens_per_s": tokens / sum(times), "dispatch_s": np.median(times).item(),
+        "clock": "wall", "n": steps, **_roofline(cfg, batch, prompt + answer // 2, each),
+    }  # fmt: skip
+
+
+def _roofline(cfg: DecoderConfig, batch: int, context: int, measured_s: float) -> dict[str, Any]:
+    """The memory roofline of a decode step, where the card is known."""
+    card = find_card(jax.devices()[0].device_kind)
+    if card is None:
+        return {"roofline_s": None, "of_roofline": None}
+
+    def load_of(rows: int, tokens: int, phase: Any) -> Any:
+        return cfg.workload(rows, tokens, "bfloat16", phase)
+
+    bound = cost.decode_bound(load_of, Cluster(card, 1, 1), batch, context)
+    return {"roofline_s": bound, "of_roofline": bound / measured_s, "goal": GOALS["decode"]}
+
+
+def first_token(
+    made: Callable[[], tuple[DecoderConfig, Engine]], rehearsal: bool
+) -> dict[str, Any]:
+    """Seconds from submitting a prompt to its first token, the engine idle."""
+    cfg, engine = made()
+    runs, length = (2, 16) if rehearsal else (10, PROMPT)
+    times = []
+    for prompt in _prompts(cfg, runs + 1, length):
+        began = time.perf_counter()
+        engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0))
+        while not engine.step():
+            pass
+        times.append(time.perf_counter() - began)
+        list(engine.run())
+    p10, median, p90 = (float(x) for x in np.percentile(times[1:], (10, 50, 90)))
+    about = {"prompt": length, "n": runs, "clock": "wall"}
+    return {"median_s": median, "p10_s": p10, "p90_s": p90} | about
