@@ -10,6 +10,7 @@ reached: a plain matrix product and a copy are timed in the same process.
 """
 
 import dataclasses
+import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -174,6 +175,12 @@ def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, Any]:
         "copy_bytes_per_s": 2 * wide[0][0].nbytes / copy.median_s,
         "clock": product.clock,
     }
+
+
+def module_of(folder: str, what: str) -> Any:
+    """A kernel folder's 'bench' or 'cases'; those of paged attention lie beside attention's."""
+    place = "attention.paged_" if folder == "paged" else f"{folder}."
+    return importlib.import_module(f"pallas_kernels.{place}{what}")
 
 
 def memory_rate(device_kind: str) -> float:

@@ -19,6 +19,7 @@ import jax
 
 from pallas_kernels import aot
 from pallas_kernels.attention import configs as attention
+from pallas_kernels.attention import paged_configs as paged
 from pallas_kernels.collective import configs as collective
 from pallas_kernels.expert import configs as expert
 from pallas_kernels.gemm import configs as gemm
@@ -34,6 +35,7 @@ FOLDERS = {
     "gemm": gemm,
     "grouped": grouped,
     "norm": norm,
+    "paged": paged,
     "quantize": quantize,
     "tile_sparse": tile_sparse,
 }

@@ -42,8 +42,8 @@ ROOT = Path(__file__).parent.parent
 WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_worker.py")]
 REHEARSAL_SCALE, REHEARSAL_MINUTES = 30, 60  # of limits on a CPU that interprets; of the time
 SMOKE = Part("smoke", "kernels", {"do": "smoke"})
-FOLDERS = ("attention", "gemm", "grouped", "norm", "tile_sparse", "quantize")
-UNDIFFERENTIATED = ("quantize",)  # have no backward pass
+FOLDERS = ("attention", "gemm", "grouped", "norm", "tile_sparse", "quantize", "paged")
+UNDIFFERENTIATED = ("quantize", "paged")  # have no backward pass
 TORCH = ("attention", "gemm", "grouped", "norm")  # where PyTorch has a rival
 FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
@@ -72,6 +72,8 @@ TUNE_FIRST = (
     " rows 16384",
     "tile_sparse tile sparse matmul dtype bfloat16 kind forward activation none format 128x64"
     " M 12800 K 4096 P 16384 slots 2048",
+    "paged paged attention dtype bfloat16 pages bfloat16 width 128 group 4 heads 8 page 16"
+    " tokens 64 segments 64 room 4096",
     "quantize hadamard quantize dtype float32 bits 8 new_bits 8 group 128 random True hadamard True"
     " payloads 8 elements 67108864",
     "collective all gather matmul ranks 8 rows 512 K 12288 N 6144",
@@ -119,7 +121,7 @@ def parts() -> list[Part]:
         *beside("attention", BOTH),
         *(step(variant) for variant in TRAIN_FIRST),
         Part("serving", "serving", {"do": "serving"}, 120),
-        *(part for folder in ("grouped", "norm", "tile_sparse", "quantize")
+        *(part for folder in ("paged", "grouped", "norm", "tile_sparse", "quantize")
           for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
         *(tuning(name) for name in TUNE_FIRST[:4]),
         Part("bert", "kernels", {"do": "bert"}, 30),

@@ -14,7 +14,6 @@ kernel on its first case once more, so that a table can say how far the two proc
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -36,7 +35,7 @@ TORCH_S = 90  # the same for PyTorch, which compiles when it runs (chosen)
 
 def bench_of(folder: str) -> Any:
     """A kernel folder's bench.py; the others may be broken."""
-    return importlib.import_module(f"pallas_kernels.{folder}.bench")
+    return bench.module_of(folder, "bench")
 
 
 def checks(folder: str, span: Sequence[int | None], rehearsal: bool) -> list[Item]:

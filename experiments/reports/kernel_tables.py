@@ -5,7 +5,6 @@ them: the GPU's own rates, the clocks, and what could not be measured, with the 
 """
 
 import collections
-import importlib
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from pallas_kernels import bench
 from pallas_kernels.attention.cases import paper_lengths
 
 REPORTED = (
-    "attention", "tile_sparse", "norm", "gemm", "grouped", "quantize", "collective", "expert",
+    "attention", "paged", "tile_sparse", "norm", "gemm", "grouped", "quantize", "collective",
+    "expert",
 )  # fmt: skip
 # What stands beside our times of a folder: heading -> implementation in a DEVICE_kernels.json.
 SIDES = {
@@ -37,6 +37,9 @@ SIDES = {
         "one dense product, us": "dense",
     },
     "packing": {"ours, us": "ours"},
+    "paged": {
+        "ours, us": "ours", "plain JAX, us": "reference", "a copy of as many bytes, us": "copy",
+    },
     "quantize": {"ours, us": "ours", "XLA, us": "xla", "a copy of as many bytes, us": "copy"},
     "tile_sparse": {
         "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
@@ -45,10 +48,11 @@ SIDES = {
 BOUNDS = {
     "grouped": ("dense",),
     "quantize": ("copy",),
+    "paged": ("copy",),
 }  # do less than is asked for: no rivals
 CONTROL = "ours, in PyTorch's process"
 DIRECTIONS = (("forward", (False,)), ("forward+backward", (False, True)))
-UNDIFFERENTIATED = ("quantize",)  # have no backward pass
+UNDIFFERENTIATED = ("quantize", "paged")  # have no backward pass
 
 Row = dict[str, Any]
 
@@ -71,7 +75,7 @@ def floors(results: Path, folder: str) -> str:
 
 
 def _floors(measured: Row, folder: str) -> str:
-    cases = importlib.import_module(f"pallas_kernels.{folder}.cases").CASES
+    cases = bench.module_of(folder, "cases").CASES
     rate = bench.memory_rate(measured.get("device", "H200"))
     rows = [row for row in measured["rows"] if row.get("folder") == folder]
     times = {(r["case"], r["direction"], r["implementation"]): r for r in rows if "median_s" in r}

@@ -110,11 +110,17 @@ class Forward:
         )
 
     def run(
-        self, params: Tree, pages: paged.Pages, tokens: paged.Tokens, rows_B: Array
+        self,
+        params: Tree,
+        pages: paged.Pages,
+        tokens: paged.Tokens,
+        rows_B: Array,
+        attention: Any = None,
     ) -> tuple[Array, paged.Pages]:
         """Returns (float32 logits_BV after the tokens rows_B, the pages with all tokens).
 
-        V is the padded vocabulary; what pads it is NEGATIVE. All devices get the same.
+        V is the padded vocabulary; what pads it is NEGATIVE. All devices get the same. attention:
+        the implementation of pallas_kernels.paged_attention.
         """
         parts, stack, layers = self.parts, self.parts.stack, self.cfg.layers
         axes = packed_axes(parts.axes, params)
@@ -133,7 +139,7 @@ class Forward:
         def layer(carry: tuple, stacked: tuple) -> tuple:
             x, pages = carry
             weights = map_words(lambda words, w: whole(words, w), layer_axes, stacked[0])
-            cache = paged.PagedCache(pages, stacked[1], tokens, rows, pool)
+            cache = paged.PagedCache(pages, stacked[1], tokens, rows, pool, attention)
             x, cache, _ = parts.block(weights, x, context, cache)
             return (x, cache.pages), None
 

@@ -73,7 +73,8 @@ def rows_of(tokens: Tokens, page: int) -> tuple[Array, Array]:
 class PagedCache:
     """The pages as one layer sees them (layers.attention.Cache).
 
-    layer: its index. rows: as `rows_of`, the same for all layers.
+    layer: its index. rows: as `rows_of`, the same for all layers. implementation: of
+    pallas_kernels.paged_attention.
     """
 
     pages: Pages
@@ -81,6 +82,7 @@ class PagedCache:
     tokens: Tokens
     rows: tuple[Array, Array]
     pool: int = dataclasses.field(metadata={"static": True})  # P
+    implementation: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def attend(
         self, q: Array, k: Array, v: Array, context: Context, window: int | None
@@ -96,6 +98,7 @@ class PagedCache:
         y_THK = paged_attention(
             q[0], written.k, written.v, t.table_BM + first, t.start_B, t.count_B, t.context_B,
             window=None if window is None else (window - 1, 0),
+            implementation=self.implementation,
         )  # fmt: skip
         return y_THK[None], dataclasses.replace(self, pages=written)
 

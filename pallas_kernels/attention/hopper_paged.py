@@ -93,6 +93,7 @@ def sums(
     E, W, (pieces, _) = shape.rows(tile), shape.warpgroups(tile), shape.pieces(tile)
     slots = most_slots(blocks)
     of, shared = engine_tile(tile, shape), buffers(tile, shape)
+    shared.pop("reductions")
     scratch: dict[str, Any] = {name: _scratch(name, *size) for name, size in shared.items()}
     scratch["p_smem"] = staging((W, ROWS, tile.keys), shape.dtype, interpret)  # see multiply_into
     scratch["q_ready"] = plgpu.Barrier(num_barriers=W)

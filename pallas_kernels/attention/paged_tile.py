@@ -18,6 +18,7 @@ from pallas_kernels.hopper.memory import PIECE, up
 
 OP = "paged_attention"
 WIDTHS = (64, 96, 128, 256)
+REDUCTIONS = 2048  # bytes that Mosaic adds for them (read in its lowering)
 SMALL_WIDTHS = (64, 128)  # of pages of 8 bits: registers for their scales
 PART = 64  # columns of a piece that is converted, or set to 0, at a time: whole swizzles
 PAGES = (8, 16, 32, 64, 128)  # that TMA copies: whole rows of a tiling
@@ -133,7 +134,7 @@ def engine_tile(tile: Tile, shape: Shape) -> limits.Tile:
 
 
 def buffers(tile: Tile, shape: Shape) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """The shared memory of a thread block."""
+    """The shared memory of a thread block, that of Mosaic's reductions included."""
     W, K, C = shape.warpgroups(tile), shape.width, tile.keys
     kept = ((tile.stages, C, K), shape.kept)
     found: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -143,6 +144,7 @@ def buffers(tile: Tile, shape: Shape) -> dict[str, tuple[tuple[int, ...], Any]]:
         "sums_smem": ((W, 1, ROWS, 32), jnp.float32),
         "lse_smem": ((W, ROWS), jnp.float32),
         "p_smem": ((W,), jnp.int32),
+        "reductions": ((REDUCTIONS,), jnp.int8),
     }
     if shape.small:
         found |= {name: ((C, K), shape.dtype) for name in ("wide_k_smem", "wide_v_smem")}

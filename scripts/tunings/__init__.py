@@ -1,6 +1,6 @@
 """What tune.py measures of each folder of kernels: `tunings()` of the module of its name."""
 
-from . import attention, collective, expert, gemm, grouped, norm, quantize, tile_sparse
+from . import attention, collective, expert, gemm, grouped, norm, paged, quantize, tile_sparse
 
 FOLDERS = {
     "attention": attention,
@@ -9,6 +9,7 @@ FOLDERS = {
     "gemm": gemm,
     "grouped": grouped,
     "norm": norm,
+    "paged": paged,
     "quantize": quantize,
     "tile_sparse": tile_sparse,
 }

@@ -80,6 +80,11 @@ def quantized(op, *args, **options):
     return functools.partial(getattr(pallas_kernels, op), **options), [*args]
 
 
+def paged(q, k, v):
+    numbers = (jnp.zeros((2, 4), jnp.int32), *(jnp.array(x) for x in ([0, 1], [1, 3], [9, 20])))
+    return pallas_kernels.paged_attention(q, k, v, *numbers)
+
+
 def bytes_of(rows, n):
     return jax.ShapeDtypeStruct((rows, n), jnp.uint8)
 
@@ -106,6 +111,7 @@ PROGRAMS = {
     "attention with a soft cap, slopes or `return_lse`": (
         functools.partial(varlen, softcap=9.0), THK,
     ),
+    "`paged_attention`": (paged, [like(4, 4, 64), *[like(5, 16, 2, 64)] * 2]),
     "attention in float32": (varlen, [like(64, 2, 64, dtype=jnp.float32)] * 3),
 }  # fmt: skip
 

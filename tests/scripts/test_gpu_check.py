@@ -1,6 +1,5 @@
 """The parts of a GPU session: which there are; and some on a CPU, with planted faults."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pallas_kernels
-from pallas_kernels import report
+from pallas_kernels import bench, report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import gpu_check
@@ -33,8 +32,8 @@ def test_every_part_has_a_name_of_its_own_and_every_folder_is_checked():
 
 
 def test_results_are_right_before_they_are_timed():
-    first = [part.args["do"] for part in gpu_check.parts()][:9]
-    assert first == ["checks"] * 6 + ["exact"] * 2 + ["losses"]
+    first = [part.args["do"] for part in gpu_check.parts()][:10]
+    assert first == ["checks"] * 7 + ["exact"] * 2 + ["losses"]
 
 
 def test_words_choose_parts():
@@ -62,7 +61,7 @@ def test_pytorch_is_timed_right_behind_our_kernel_in_another_process():
     for part, behind in zip(times, [*times[1:], None], strict=True):
         if part.args["do"] == "times":
             folder = part.args["folder"]
-            has = hasattr(importlib.import_module(f"pallas_kernels.{folder}.bench"), "torch_sides")
+            has = hasattr(bench.module_of(folder, "bench"), "torch_sides")
             assert has == (folder in gpu_check.TORCH)
             assert has == (behind is not None and behind.name == f"{part.name} torch")
     chosen = gpu_check.chosen(parts, ["torch"])

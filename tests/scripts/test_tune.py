@@ -171,7 +171,7 @@ def tunings():
 
 def test_the_tunings_that_come_first_are_there(tunings):
     names = {gpu_tune.name_of(*each) for each in tunings}
-    assert set(gpu_check.TUNE_FIRST) <= names and len(set(gpu_check.TUNE_FIRST)) == 11
+    assert set(gpu_check.TUNE_FIRST) <= names and len(set(gpu_check.TUNE_FIRST)) == 12
 
 
 def test_every_tuning_has_a_reference_of_its_kernels_results(tunings):
@@ -188,7 +188,7 @@ def test_every_tuning_has_a_reference_of_its_kernels_results(tunings):
         assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
             (x.shape, x.dtype) for x in jax.tree.leaves(want)
         ]
-    assert len(seen) == 17
+    assert len(seen) == 18
 
 
 def test_results_that_are_not_finite_are_wrong():

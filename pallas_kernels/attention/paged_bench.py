@@ -1,0 +1,143 @@
+"""Paged attention on a GPU: is the kernel right, and how fast beside plain JAX and the memory.
+
+Right: no farther from plain JAX in float32 than twice what plain JAX in the kernel's type is, and a
+little. Pages of 8 bits: both read the same numbers. The rival is plain JAX; the bound is a copy
+that moves as many bytes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention.paged import paged_attention
+from pallas_kernels.attention.paged_cases import CASES as CASES
+from pallas_kernels.attention.paged_cases import Case, ragged
+from pallas_kernels.bench import Side
+from pallas_kernels.dispatch import Implementation
+
+TINY_CASES = (Case("tiny", (70, 20), (1, 1), (2, 1), 64, room=128),)
+MIXED = {"contexts": (300, 77, 2048, 129, 640), "counts": (1, 77, 1, 1, 500), "room": 2048}
+CHECKED = (
+    Case("decode", ragged(64, 2048), (1,) * 64, room=2048),
+    Case("mixed", **MIXED),
+    *(Case(f"mixed d{width}", **MIXED, width=width) for width in (64, 96, 256)),
+    *(Case(f"mixed {pages}", **MIXED, pages=pages) for pages in ("int8", "float8_e4m3fn")),
+    *(Case(f"decode page {n}", ragged(64, 2048), (1,) * 64, page=n, room=2048)
+      for n in (8, 128)),
+    Case("mixed, a head each", **MIXED, heads=(8, 8)),
+    Case("mixed, 7 heads a group", **MIXED, heads=(14, 2)),
+    Case("one long sequence", (32768,), (1,), room=32768),
+)  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"window": (255, 0), "softcap": 20.0}}
+
+
+def like(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """What is drawn: q, and keys and values as bfloat16."""
+    (H, G), pool = case.heads, -(-sum(case.contexts) // case.page) + len(case.contexts) + 1
+    keys = jax.ShapeDtypeStruct((pool, case.page, G, case.width), jnp.bfloat16)
+    return [jax.ShapeDtypeStruct((case.tokens, H, case.width), jnp.bfloat16), keys, keys]
+
+
+def table_of(case: Case) -> tuple[np.ndarray, ...]:
+    """(table, start, count, context), pages in random order."""
+    random = np.random.default_rng(0)
+    used = [-(-n // case.page) for n in case.contexts]
+    ids = random.permutation(np.arange(1, like(case)[1].shape[0]))
+    table = np.zeros((len(used), case.room // case.page), np.int32)
+    for row, last, n in zip(table, np.cumsum(used), used, strict=True):
+        row[:n] = ids[last - n : last]
+    count = np.asarray(case.counts, np.int32)
+    return table, (np.cumsum(count) - count).astype(np.int32), count, np.int32(case.contexts)
+
+
+def numbers(case: Case) -> list[jax.Array]:
+    """The same as XLA must not know them: the plan is a part of what is timed."""
+    return [jax.lax.optimization_barrier(jnp.asarray(x)) for x in table_of(case)]
+
+
+def call(case: Case, implementation: Implementation, **options: Any) -> Callable[..., jax.Array]:
+    """The function of a case, of what `like` describes."""
+    small = case.pages != "bfloat16"
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # A number of 8 bits for one of 16: values of a normal distribution, and a scale.
+        pages = [_narrow(x, case.pages) if small else x for x in (k, v)]
+        scale = jnp.full(k.shape[:3], 1 / 32 if case.pages == "int8" else 1.0, jnp.float32)
+        scales = {"k_scale_PNG": scale, "v_scale_PNG": scale} if small else {}
+        return paged_attention(
+            q, *pages, *numbers(case), implementation=implementation, **scales, **options
+        )
+
+    return run
+
+
+def _narrow(x: jax.Array, pages: str) -> jax.Array:
+    if pages == "int8":
+        return jnp.clip(jnp.round(x.astype(jnp.float32) * 32), -127, 127).astype(jnp.int8)
+    return x.astype(pages)
+
+
+def copied(case: Case) -> Side:
+    """A copy of half as many float32 as the case moves bytes, so that it moves as many."""
+    array = jax.ShapeDtypeStruct((int(case.bytes()) // 8,), jnp.float32)
+    return lambda x: x + 1.0, [array]
+
+
+def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
+    """Ours, plain JAX, and a copy. (Pages of 8 bits are made of 16 in every call: see `timed`.)"""
+    return {
+        "ours": lambda: timed(case, implementation),
+        "reference": lambda: timed(case, "reference"),
+        "copy": lambda: copied(case),
+    }
+
+
+def timed(case: Case, implementation: Implementation) -> Side:
+    """What is timed, of the pages as they are kept."""
+    q, keys, _ = like(case)
+    if case.pages == "bfloat16":
+        return call(case, implementation), [q, keys, keys]
+    # Any bits are numbers; those of pairs of bytes of random numbers of 16 bits have no NaN but in
+    # e4m3, which takes as long.
+    pairs = jax.ShapeDtypeStruct((*keys.shape[:3], case.width // 2), jnp.bfloat16)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        kept = [
+            jax.lax.bitcast_convert_type(x, jnp.dtype(case.pages)).reshape(keys.shape)
+            for x in (k, v)
+        ]
+        scale = jnp.full(keys.shape[:3], 1 / 32, jnp.float32)
+        return paged_attention(
+            q, *kept, *numbers(case), k_scale_PNG=scale, v_scale_PNG=scale,
+            implementation=implementation,
+        )  # fmt: skip
+
+    return run, [q, pairs, pairs]
+
+
+def errors(case: Case, implementation: Implementation, options: dict[str, Any]) -> dict[str, float]:
+    """Returns error over bound; at most 1 is right."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, like(case), strict=True)]
+    found = jax.jit(call(case, implementation, **options))(*inputs)
+    plain = jax.jit(call(case, "reference", **options))
+    wide = [inputs[0].astype(jnp.float32), *inputs[1:]]
+    got, rough, want = (np.asarray(x, np.float64) for x in (found, plain(*inputs), plain(*wide)))
+    # Weights in 16 bits add what a result in 16 bits loses.
+    bound = 2 * np.abs(rough - want).max() + 2**-8 * np.abs(want).max() + 1e-3
+    return {"out": float(np.abs(got - want).max() / bound)}
+
+
+def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """(name, what gives error over bound)."""
+    cases = TINY_CASES if rehearsal else CHECKED
+    implementation = "interpret" if rehearsal else "hopper"
+    return [
+        (f"paged {case.name}, {name}", functools.partial(errors, case, implementation, options))
+        for case in cases
+        for name, options in OPTIONS.items()
+    ]
