@@ -439,12 +439,15 @@ def test_environment_is_read_in_one_place():
 
 
 def test_array_names_use_known_letters():
-    """`x_BSD`: suffixes of array names are letters of core/axes.py."""
+    """`x_BSD`: suffixes of array names are letters of core/axes.py, or of the file's legend."""
     for folder in ("layers", "models"):
         for path in (ROOT / "megajax" / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            tree = ast.parse(path.read_text())
+            _, _, legend = (ast.get_docstring(tree) or "").partition("Legend:")
+            known = {*LETTERS, "1", *re.findall(r"\b[A-Z]\b", legend)}
+            for node in ast.walk(tree):
                 if isinstance(node, ast.Name) and (m := re.search(r"[a-z]_([A-Z1]+)$", node.id)):
-                    assert set(m[1]) <= set(LETTERS) | {"1"}, f"{path}: {node.id}"
+                    assert set(m[1]) <= known, f"{path}: {node.id}"
 
 
 def test_jax_free_modules_do_not_load_jax():

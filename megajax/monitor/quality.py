@@ -23,7 +23,8 @@ from megajax.monitor.grid import Grid
 
 # (chosen) percent; thousands and millions, decimal and binary: what exporters change between
 FACTORS = (100.0, 1000.0, 1024.0, 1e6, 2.0**20)
-TOLERANCE = 0.05  # (chosen) of the factor
+TOLERANCE = 0.05  # (chosen) of the factor, in the middle of all machines that changed alike
+NOISY = 0.25  # (chosen) the same of one machine, whose medians are of few seconds
 SECONDS = 30  # (chosen) that a level is the median of; a step shows this late
 EVERY = 10  # (chosen) seconds between the moments at which a step is looked for
 AMONG = 1.5  # (chosen) times the greatest, or below the least, level of the others
@@ -147,7 +148,7 @@ def _steps(value_NT: np.ndarray) -> np.ndarray:
     before_N, after_N = (np.full(len(value_NT), np.nan) for _ in range(2))
     before_N[enough_N], after_N[enough_N] = (np.nanmedian(p[enough_N], axis=1) for p in parts)
     for k in np.flatnonzero(far_N & (before_N > 0) & (after_N > 0)):
-        changed_N[k] = _factor(after_N[k] / before_N[k])
+        changed_N[k] = _factor(after_N[k] / before_N[k], NOISY)
     for size in set(np.round(np.log10(changed_N))) - {0}:  # 1000 or 1024: all of them tell better
         alike = np.round(np.log10(changed_N)) == size
         changed_N[alike] = _factor(float(np.median(after_N[alike] / before_N[alike])))
@@ -166,8 +167,8 @@ def _steps(value_NT: np.ndarray) -> np.ndarray:
     return changed_N
 
 
-def _factor(ratio: float) -> float:
+def _factor(ratio: float, tolerance: float = TOLERANCE) -> float:
     """Returns the factor of FACTORS, or its inverse, that a ratio is near; 1 for none."""
     signed = [f for g in FACTORS for f in (g, 1 / g)]
     nearest = min(signed, key=lambda f: abs(math.log(ratio / f)))
-    return nearest if abs(ratio / nearest - 1) < TOLERANCE else 1.0
+    return nearest if abs(ratio / nearest - 1) < tolerance else 1.0

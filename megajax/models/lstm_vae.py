@@ -1,0 +1,194 @@
+"""LSTM-VAEs that denoise short windows of metrics: one network a metric, one program for all.
+
+Minder (arXiv 2411.01791, section 4.2): a window of 8 s of one metric goes through an LSTM encoder
+to a small latent and back; what comes back is the window without its noise. All metrics share the
+architecture and nothing else, so their weights are stacked in a leading dimension of metrics and
+every product is batched over it. A second is either measured, in [0, 1] for what the training data
+had, or a hole: the encoder reads a hole as the value 0 beside a mask bit, and no loss asks for it.
+
+Absent: attention, deeper LSTMs, a learnt variance of the decoder.
+
+Legend: B windows, W seconds of a window, C metrics, H units of an LSTM, Z latent, I inputs, O
+outputs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.core.layout import Layout
+from megajax.core.tree import Tree
+from megajax.layers import param
+from megajax.layers.losses import LossSums
+from megajax.layers.mask import Context
+from megajax.layers.ops import Ops
+from megajax.models import parts as parts_
+
+Array = jax.Array
+HOLE = -1.0  # of a second without a sample, among targets
+
+
+@dataclasses.dataclass(frozen=True)
+class LstmVaeConfig:
+    """Shape of the networks. Defaults: Minder section 4.2, but for `kl`.
+
+    kl: weight of the KL term beside the squared error of a second (chosen: a Gaussian decoder with
+    a standard deviation of 0.02, 2 % of a metric's range, has 2 * 0.02 ** 2).
+    """
+
+    metrics: int
+    window: int = 8
+    hidden: int = 4
+    latent: int = 8
+    kl: float = 8e-4
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, str]]:
+        """Dimensions that a mesh can cut: none, the networks are tiny."""
+        return {}
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the stack: the networks of all metrics are one block."""
+        return 1
+
+    @property
+    def max_positions(self) -> int:
+        """Seconds of a window."""
+        return self.window
+
+    @property
+    def dropout(self) -> float:
+        """Dropout rate; the noise of the latent is not dropout."""
+        return 0.0
+
+
+class LstmVae(nnx.Module):
+    """The networks of all metrics as one residual-free block."""
+
+    def __init__(self, cfg: LstmVaeConfig, layout: Layout | None, rngs: nnx.Rngs):
+        """Draws the weights: uniform fan-in scaling of both LSTMs, forget gates open."""
+        self.cfg = cfg
+        C, H, Z = cfg.metrics, cfg.hidden, cfg.latent
+        normal = functools.partial(param.normal, rngs, layout)
+
+        def weight(rows: int, columns: int) -> nnx.Param:
+            return normal((C, rows, columns), (None, None, None), std=rows**-0.5)
+
+        def bias(columns: int) -> nnx.Param:
+            return param.constant(layout, (C, columns), (None, None), 0.0)
+
+        self.encode_in, self.encode_hidden = weight(2, 4 * H), weight(H, 4 * H)
+        self.encode_bias = bias(4 * H)
+        self.latent, self.latent_bias = weight(H, 2 * Z), bias(2 * Z)
+        self.decode_in, self.decode_hidden = weight(Z, 4 * H), weight(H, 4 * H)
+        self.decode_bias = bias(4 * H)
+        self.out, self.out_bias = weight(H + Z, 1), bias(1)
+
+    def __call__(self, x_BSC: Array, context: Context) -> Array:
+        """Returns (B, W + 1, C): the denoised seconds, then the KL divergence of the latent.
+
+        x: (B, W + 1, C), whose last second is ignored. context.dropout: key of the latent's noise;
+        None: the mean is decoded.
+        """
+        mean_BCZ, log_var_BCZ = self.encode(x_BSC[:, :-1])
+        z_BCZ = mean_BCZ
+        if context.dropout is not None:
+            noise_BCZ = jax.random.normal(context.dropout, mean_BCZ.shape)
+            z_BCZ = mean_BCZ + jnp.exp(0.5 * log_var_BCZ) * noise_BCZ
+        kl_BC = 0.5 * (jnp.exp(log_var_BCZ) + mean_BCZ**2 - 1.0 - log_var_BCZ).sum(-1)
+        return jnp.concatenate([self.decode(z_BCZ), kl_BC[:, None]], 1)
+
+    def encode(self, x_BWC: Array) -> tuple[Array, Array]:
+        """Returns (mean_BCZ, log variance_BCZ). x: seconds; below 0 or NaN: a hole."""
+        measured_BWC = x_BWC >= 0
+        inputs_BWCI = jnp.stack(
+            [jnp.where(measured_BWC, x_BWC, 0.0), measured_BWC.astype(jnp.float32)], -1
+        )
+        hidden, bias = self.encode_hidden[...], self.encode_bias[...][None]
+
+        def second(state: tuple, x_BCI: Array) -> tuple[tuple, None]:
+            gates = _product(x_BCI, self.encode_in[...]) + bias
+            return _lstm(state, gates + _product(state[0], hidden)), None
+
+        state, _ = jax.lax.scan(second, self._zeros(x_BWC), inputs_BWCI.swapaxes(0, 1))
+        both = _product(state[0], self.latent[...]) + self.latent_bias[...][None]
+        mean_BCZ, log_var_BCZ = jnp.split(both, 2, -1)
+        return mean_BCZ, jnp.clip(log_var_BCZ, -12.0, 4.0)
+
+    def decode(self, z_BCZ: Array) -> Array:
+        """Returns the seconds, (B, W, C)."""
+        from_z = _product(z_BCZ, self.decode_in[...]) + self.decode_bias[...][None]
+        hidden, out = self.decode_hidden[...], self.out[...]
+        level_BC = (_product(z_BCZ, out[:, self.cfg.hidden :]) + self.out_bias[...][None])[..., 0]
+
+        def second(state: tuple, _: None) -> tuple[tuple, Array]:
+            state = _lstm(state, from_z + _product(state[0], hidden))
+            return state, level_BC + _product(state[0], out[:, : self.cfg.hidden])[..., 0]
+
+        length = self.cfg.window
+        return jax.lax.scan(second, self._zeros(z_BCZ), None, length)[1].swapaxes(0, 1)
+
+    def _zeros(self, like: Array) -> tuple[Array, Array]:
+        """Returns the state before the first second. like: (B, ..., C, ...), whose varying mesh
+        axes and placement it takes over."""
+        rows_B = jnp.zeros_like(like.reshape(like.shape[0], -1)[:, :1, None])
+        zeros_BCH = rows_B + jnp.zeros((1, self.cfg.metrics, self.cfg.hidden))
+        return zeros_BCH, zeros_BCH
+
+
+def _product(x_BCI: Array, weight_CIO: Array) -> Array:
+    return jnp.einsum("bci,cio->bco", x_BCI, weight_CIO)
+
+
+def _lstm(state: tuple[Array, Array], gates_BCG: Array) -> tuple[Array, Array]:
+    """Returns (hidden, cell) after one second; gates: input, forget, candidate, output."""
+    i, f, g, o = jnp.split(gates_BCG, 4, -1)
+    cell = jax.nn.sigmoid(f + 1.0) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
+
+
+class Network(nnx.Module):
+    """The block with what training puts around it."""
+
+    def __init__(self, cfg: LstmVaeConfig, layout: Layout | None, rngs: nnx.Rngs):
+        """Makes the stack of one block."""
+        self.cfg = cfg
+        self.vae = nnx.vmap(lambda r: LstmVae(cfg, layout, r))(rngs.split(1))
+
+    def context(self, batch: parts_.Batch, key: Array | None) -> Context:
+        """Returns the key of the latent's noise."""
+        return Context(jnp.zeros((1, 1), jnp.int32), dropout=key)
+
+    def embed(self, batch: parts_.Batch, context: Context) -> Array:
+        """Returns (B, W + 1, C), the last second for the block to write into."""
+        x_BWC = batch["targets"]
+        return jnp.concatenate([x_BWC, jnp.zeros_like(x_BWC[:, :1])], 1)
+
+    def loss(self, x_BSC: Array, targets_BWC: Array) -> LossSums:
+        """Returns the sums over measured seconds of the squared error and its share of the KL."""
+        measured_BWC = targets_BWC >= 0
+        error_BWC = jnp.where(measured_BWC, x_BSC[:, :-1] - targets_BWC, 0.0)
+        squares = jnp.sum(error_BWC**2)
+        seconds_BC = measured_BWC.sum(1).astype(jnp.float32)
+        divergence = jnp.sum(x_BSC[:, -1] * jnp.minimum(seconds_BC, 1.0))
+        return LossSums(squares + self.cfg.kl * divergence, squares, jnp.sum(measured_BWC))
+
+
+def parts(cfg: LstmVaeConfig, layout: Layout | None = None, ops: Ops | None = None):
+    """Returns the networks as ModelParts. A batch is {'targets': (B, W, C) float32}, HOLE where a
+    second has no sample. Loss sums: `cross_entropy` is what is minimised, `z_squared` the squared
+    error alone."""
+    return parts_.of_module(lambda key: Network(cfg, layout, nnx.Rngs(params=key)), cfg.layers)
+
+
+def denoise(cfg: LstmVaeConfig, params: Tree, x_BWC: Array) -> Array:
+    """Returns the seconds (B, W, C) as the mean of the latent decodes them. x: below 0 or NaN: a
+    hole. Call it under the mesh of the parameters, or under none."""
+    graph = nnx.split(nnx.eval_shape(lambda: LstmVae(cfg, None, nnx.Rngs(0))))[0]
+    vae = nnx.merge(graph, jax.tree.map(lambda w: w[0], params["vae"]))
+    return vae.decode(vae.encode(x_BWC)[0])

@@ -1,0 +1,78 @@
+"""From seconds of all machines to two channels a metric: where a window lies, and how odd it is.
+
+Each window of 8 s goes through its metric's LSTM-VAE (Minder section 4.2). The level is the mean of
+what comes back, without the noise; the residual is the logarithm of how far the window lies from
+what comes back, which moves where a series freezes, oscillates or leaves its range.
+
+Legend: C metrics, N machines, T seconds of a tick, J windows of a tick, F channels (2 C: levels,
+then residuals).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.tree import Tree
+from megajax.models import lstm_vae
+from megajax.models.lstm_vae import LstmVaeConfig
+from megajax.systems.minder.settings import WINDOW
+
+Array = jax.Array
+SEEN = WINDOW // 2  # seconds of a window that must have a sample
+ROWS = 512  # (chosen) windows of a call: 170 machines
+FLOOR = 1e-3  # (chosen) of a residual, as a share of three healthy ranges
+
+
+def scaled(values: Any, low: Any, high: Any, bend: Any) -> Any:
+    """Returns values with the healthy range in the middle third of [0, 1], where they are cut off.
+
+    NaN stays NaN. low, high: of the metrics, as `bent` gives them. bend: as of `bent`. All are of
+    NumPy or JAX, and shaped to meet each other.
+    """
+    library = jnp if isinstance(values, jax.Array) else np
+    values = bent(values, bend)
+    return library.clip((values - low) / (3.0 * (high - low)) + 1.0 / 3.0, 0.0, 1.0)
+
+
+def bent(values: Any, bend: Any) -> Any:
+    """Returns asinh(values / bend), which is logarithmic far above `bend`; the values where bend is
+    0. For rates of rare events, whose healthy values differ by factors."""
+    library = jnp if isinstance(values, jax.Array) else np
+    divisor = library.where(bend > 0, bend, 1.0)
+    return library.where(bend > 0, library.arcsinh(values / divisor), values)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_windows(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_BWC: Array) -> Array:
+    """Returns y_BF of ROWS windows as they were measured."""
+    x_BWC = scaled(values_BWC, *range_3C[:, None, None])
+    back_BWC = lstm_vae.denoise(cfg, vae, x_BWC)
+    measured_BWC = x_BWC >= 0
+    seen_BC = measured_BWC.astype(jnp.float32).sum(1)
+    error_BWC = jnp.where(measured_BWC, x_BWC - back_BWC, 0.0)
+    mean_square_BC = (error_BWC**2).sum(1) / jnp.maximum(seen_BC, 1.0)
+    residual_BC = jnp.log(FLOOR + jnp.sqrt(mean_square_BC))
+    y_BF = jnp.concatenate([back_BWC.mean(1), residual_BC], 1)
+    return jnp.where(jnp.concatenate([seen_BC, seen_BC], 1) >= SEEN, y_BF, jnp.nan)
+
+
+def of_tick(cfg: LstmVaeConfig, vae: Tree, range_3C: np.ndarray, values_CNT: np.ndarray) -> Array:
+    """Returns y_FNJ of the seconds as they were measured, NaN for holes and where fewer than half
+    of a window's seconds have a sample. All sizes run one program, ROWS windows at a time.
+
+    range: low, high, bend of each metric (`scaled`).
+    """
+    C, N, T = values_CNT.shape
+    J = T // WINDOW
+    values_BWC = values_CNT.reshape(C, N * J, WINDOW).transpose(1, 2, 0)
+    range_3C = np.asarray(range_3C, np.float32)
+    found = []
+    for start in range(0, N * J, ROWS):
+        part = values_BWC[start : start + ROWS]
+        pad = ((0, ROWS - len(part)), (0, 0), (0, 0))
+        part = np.pad(part, pad, constant_values=np.nan)
+        found.append(_of_windows(cfg, vae, range_3C, part))
+    return jnp.concatenate(found)[: N * J].T.reshape(2 * C, N, J)

@@ -1,0 +1,311 @@
+"""What a detector learns from jobs without labels: ranges, networks, noise, offsets and limits.
+
+Three passes over the sources, one source in memory at a time: what the values range over and
+windows to train on; the LSTM-VAEs (training.py); then how far healthy machines lie from their peers
+and from their own past. Faults in the data are few, so every estimate is a quantile or a median.
+
+Legend: C metrics, F channels, N machines, T seconds, J windows of a tick, H ticks.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.models.lstm_vae import LstmVaeConfig
+from megajax.monitor.grid import Grid
+from megajax.systems.minder import evidence, features, tracker, training
+from megajax.systems.minder.evidence import Limits
+from megajax.systems.minder.pending import Window, grid_of, held
+from megajax.systems.minder.profile import Profile
+from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, Settings
+
+PAPER = (
+    "pfc_tx_packet_rate", "cpu_usage", "gpu_duty_cycle", "gpu_power_draw",
+    "gpu_graphics_engine_activity", "gpu_tensor_activity", "nvlink_bandwidth",
+)  # in the order that Minder learnt (section 4.2)  # fmt: skip
+SHORTEST = 600  # seconds of a job to learn from: more than the longest span of ticks
+VALUES = 2**20  # of a metric from which its range is taken
+WINDOWS = 2**15  # to train on
+TAILS = (0.002, 0.998)  # quantiles that bound the healthy range
+SKEWED = 4.0  # (chosen) times as far above the median as below it: a metric of factors
+LEAST_NOISE = (
+    0.002,
+    0.05,
+)  # (chosen) of a level, as a share of three healthy ranges; of a residual
+USUAL_SLOPE = (0.5, 0.5)  # where the job's state did not vary while learning
+BLOCK = 75  # ticks (30 minutes) of which the highest score is one observation of the tail
+LEAST_ALONE = 4.5  # (chosen) standard deviations of a channel's average
+LEAST_MORE = 4.0  # (chosen) of the length of all channels above its healthy one
+MANY = 300  # observations from which a limit follows their 99th percentile
+USUAL, FEW = (0.99, 1.8), (0.9, 2.3)  # (chosen on training seeds of the fleet) quantile, factor
+LEAST_ALONE = 5.9  # (chosen) standard deviations of a channel's average
+LEAST_MORE = 6.0  # (chosen) of the length of all channels above its healthy one
+ODD = 1.5  # (chosen) a residual alone is weaker evidence than a level
+Tell = Callable[[str], Any]
+Prior = tuple[np.ndarray, np.ndarray, np.ndarray]  # noise_F, offset_F, slope_F
+
+
+def fit(
+    sources: Sequence[Window],
+    seed: int,
+    metrics: Sequence[str] | None,
+    steps: int,
+    settings: Settings,
+    tell: Tell | None,
+    keep: training.Keep,
+) -> Profile:
+    """Returns a profile; the arguments are Detector.fit's."""
+    tell = tell or (lambda message: None)
+    if not sources:
+        raise UserError("there is nothing to fit: give at least one source")
+    ranges = _Ranges(np.random.default_rng(seed), metrics)
+    for k, source in enumerate(sources):
+        ranges.add(_checked(grid_of(source), k))
+    names, range_3C, period_C = ranges.learnt()
+    tell(f"{len(names)} metrics of {ranges.machines} machines, {ranges.seconds / 3600:.1f} h")
+    model = LstmVaeConfig(len(names))
+    windows = ranges.windows(range_3C)
+    vae, error = training.train(model, windows, seed, steps, keep, tell)
+    ticks = []
+    for source in sources:
+        ticks.append(_ticks(model, vae, range_3C, period_C, names, grid_of(source)))
+    tell("networks trained; measuring offsets and noise")
+    prior = noise_F, offset_F, slope_F = _spreads(ticks)
+    limits = _limits(prior, ticks, settings)
+    report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error}
+    return Profile(
+        names, model, vae, range_3C[0], range_3C[1], range_3C[2], period_C,
+        noise_F, offset_F, slope_F, limits, settings, report,
+    )  # fmt: skip
+
+
+def _checked(grid: Grid, k: int) -> Grid:
+    C, N, T = grid.values_CNT.shape
+    if N < LEAST or T < SHORTEST or not C:
+        raise UserError(
+            f"source {k} has {N} machines, {C} metrics and {T} s; a job to learn from has at least "
+            f"{LEAST} machines and {SHORTEST} s"
+        )
+    return grid
+
+
+class _Ranges:
+    """The first pass: values and windows at random places."""
+
+    def __init__(self, rng: np.random.Generator, metrics: Sequence[str] | None):
+        self._rng, self._wanted = rng, metrics
+        self._values: dict[str, list[np.ndarray]] = {}
+        self._periods: dict[str, list[float]] = {}
+        self._windows: list[tuple[tuple[str, ...], np.ndarray, np.ndarray]] = []
+        self.machines = self.seconds = 0
+
+    def add(self, grid: Grid) -> None:
+        """Reads a source."""
+        C, N, T = grid.values_CNT.shape
+        self.machines, self.seconds = max(self.machines, N), self.seconds + T
+        period_C = np.ones(C)
+        for c, name in enumerate(grid.metrics):
+            values = grid.values_CNT[c][np.isfinite(grid.values_CNT[c])]
+            if not len(values):
+                continue
+            stride = -(-len(values) // VALUES)
+            self._values.setdefault(name, []).append(values[::stride])
+            period_C[c] = _period(grid.values_CNT[c])
+            self._periods.setdefault(name, []).append(period_C[c])
+        at_B = self._rng.integers(0, T - WINDOW + 1, WINDOWS)
+        who_B = self._rng.integers(0, N, WINDOWS)
+        full_CNT = held(grid.values_CNT, period_C)
+        index_BW = at_B[:, None] + np.arange(WINDOW)
+        windows_BWC = full_CNT[:, who_B[:, None], index_BW].transpose(1, 2, 0)
+        self._windows.append((grid.metrics, windows_BWC, np.full(WINDOWS, T)))
+
+    def learnt(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+        """Returns (metrics in order, range_3C, period_C)."""
+        have = set(self._values)
+        order = [m for m in (PAPER if self._wanted is None else self._wanted) if m in have]
+        if self._wanted is None:
+            order += sorted(have - set(order))
+        if not order:
+            raise UserError(f"no metric to learn: the sources have {sorted(have) or 'no value'}")
+        ranges = [_range(np.concatenate(self._values[name]).astype(np.float64)) for name in order]
+        period_C = np.array([np.median(self._periods[name]) for name in order])
+        self._order = tuple(order)
+        return self._order, np.array(ranges).T, period_C
+
+    def windows(self, range_3C: np.ndarray) -> np.ndarray:
+        """Returns x_BWC in [0, 1], NaN for holes, each source with its share of the seconds."""
+        total, found = sum(float(T[0]) for *_, T in self._windows), []
+        for names, windows_BWC, T in self._windows:
+            count = max(1, round(WINDOWS * float(T[0]) / total))
+            picked = np.full((count, WINDOW, len(self._order)), np.nan, np.float32)
+            for c, name in enumerate(self._order):
+                if name in names:
+                    picked[..., c] = windows_BWC[:count, :, names.index(name)]
+            found.append(picked)
+        x_BWC = np.concatenate(found)
+        return features.scaled(x_BWC, *range_3C).astype(np.float32)
+
+
+def _range(values: np.ndarray) -> tuple[float, float, float]:
+    """Returns (low, high, bend) of a metric's values."""
+    low, middle, high = np.quantile(values, (TAILS[0], 0.5, TAILS[1]))
+    bend = 0.0
+    if low >= 0 and middle > 0 and high - middle > SKEWED * (middle - low):
+        bend = middle / 10
+        low, high = features.bent(low, bend), features.bent(high, bend)
+    least = max(abs(low), abs(high)) * 1e-3 or 1.0  # of a metric that never changes
+    if high - low < least:
+        low, high = (low + high - least) / 2, (low + high + least) / 2
+    return float(low), float(high), float(bend)
+
+
+def _period(values_NT: np.ndarray) -> float:
+    """Returns the median number of seconds between two samples of a machine."""
+    at = np.flatnonzero(np.isfinite(values_NT))
+    T = values_NT.shape[1]
+    gaps = np.diff(at)[at[1:] // T == at[:-1] // T]
+    return float(max(1, round(np.median(gaps)))) if len(gaps) else 1.0
+
+
+def _ticks(
+    model: LstmVaeConfig, vae: Any, range_3C: np.ndarray, period_C: np.ndarray,
+    names: tuple[str, ...], grid: Grid,
+) -> np.ndarray:  # fmt: skip
+    """Returns y_HFNJ of a source's ticks."""
+    C, N, T = len(names), len(grid.machines), grid.values_CNT.shape[2]
+    values = np.full((C, N, T), np.nan, np.float32)
+    for c, name in enumerate(names):
+        if name in grid.metrics:
+            values[c] = grid.values_CNT[grid.metrics.index(name)]
+    values = held(values, period_C)
+    first = -grid.start % TICK
+    found = []
+    for at in range(first, T - TICK + 1, TICK):
+        part = values[:, :, at : at + TICK]
+        found.append(np.asarray(features.of_tick(model, vae, range_3C, part)))
+    return np.stack(found)
+
+
+def _quiet(function: Callable) -> Callable:
+    """Lets NumPy meet metrics or machines without a single value: the result is NaN there."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return function(*args)
+
+    return call
+
+
+@_quiet
+def _spreads(ticks: Sequence[np.ndarray]) -> Prior:
+    """Returns (noise_F, offset_F, slope_F) of all sources."""
+    C = ticks[0].shape[1] // CHANNELS
+    middles = [np.nanmedian(y_HFNJ, (2, 3)) for y_HFNJ in ticks]  # (H, F)
+    noise, offsets, slopes = [], [], []
+    for y_HFNJ, middle_HF in zip(ticks, middles, strict=True):
+        apart_HFN = np.nanmean(y_HFNJ - np.nanmedian(y_HFNJ, 2, keepdims=True), 3)
+        offset_FN = np.nanmedian(apart_HFN, 0)
+        rest_HFN = apart_HFN - offset_FN
+        noise.append(np.nanmedian(np.abs(rest_HFN), 0))
+        offsets.append(offset_FN)
+        u_HF = middle_HF - np.nanmedian(middle_HF, 0)
+        power_F = np.nanmean(u_HF**2, 0)
+        slope_FN = np.nanmean(u_HF[..., None] * rest_HFN, 0) / np.maximum(power_F, 1e-9)[:, None]
+        slopes.append(np.where((power_F > 0.03**2)[:, None], slope_FN, np.nan))
+    least_F = np.repeat(LEAST_NOISE, C)
+    noise_F = np.fmax(1.4826 * np.nanmedian(np.concatenate(noise, 1), 1), least_F)
+    offset_F = np.fmax(_spread(np.concatenate(offsets, 1)), 2 * noise_F)
+    slope_F = np.fmax(_spread(np.concatenate(slopes, 1)), 0.1)
+    usual_F = np.repeat(USUAL_SLOPE, C)
+    slope_F = np.where(np.isfinite(slope_F), slope_F, usual_F)
+    return np.nan_to_num(noise_F), np.nan_to_num(offset_F), np.nan_to_num(slope_F)
+
+
+@_quiet
+def _spread(x_FN: np.ndarray) -> np.ndarray:
+    """Returns a standard deviation that one machine in fifty with a role of its own sets."""
+    absolute_FN = np.abs(x_FN)
+    usual_F = 1.4826 * np.nanmedian(absolute_FN, 1)
+    far_F = np.nanquantile(absolute_FN, 0.99, axis=1) / 2
+    return np.fmax(usual_F, far_F)
+
+
+def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray) -> np.ndarray:
+    """Returns the scores of a source's ticks, (F, N, H)."""
+    N = y_HFNJ.shape[2]
+    tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
+    for past, y_FNJ in enumerate(y_HFNJ):
+        young_N = np.full(N, past < evidence.YOUNG)
+        tracks, score, _, _ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, young_N)
+        found.append(np.asarray(score))
+    return np.stack(found, -1)
+
+
+def _limits(prior: Prior, ticks: Sequence[np.ndarray], s: Settings) -> Limits:
+    """Returns what healthy machines do not reach.
+
+    An observation is the highest statistic of a machine in half an hour; the limit is a multiple of
+    a high percentile, which the few faults in the sources do not reach.
+    """
+    given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
+    scores = [_scores(given, y_HFNJ) for y_HFNJ in ticks]
+    chosen, F = evidence.spans(s.ticks), len(prior[0])
+    shape = len(evidence.AGES), len(chosen)
+    inverse, limit = np.zeros((*shape, F, F)), np.zeros((*shape, F + 1))
+    for a, p in np.ndindex(shape):
+        span = chosen[p]
+        starts = [_starts(a, span, x.shape[-1]) for x in scores]
+        averages = [
+            evidence.average(x[..., at : at + span.ticks]).T
+            for x, ats in zip(scores, starts, strict=True) for at in ats[:: max(1, span.ticks // 2)]
+        ]  # fmt: skip
+        average_XF = np.concatenate([np.zeros((0, F)), *averages])
+        if not len(average_XF):  # the sources are too short: as the shorter past
+            inverse[a, p], limit[a, p] = inverse[a - 1, p], limit[a - 1, p]
+            continue
+        inverse[a, p] = np.linalg.inv(evidence.covariance(average_XF))
+        highest = [
+            _highest(x, ats, inverse[a, p], span) for x, ats in zip(scores, starts, strict=True)
+        ]
+        limit[a, p] = _tail(np.concatenate([h for hs in highest for h in hs], 1), F)
+    return Limits(inverse, limit)
+
+
+def _starts(age: int, span: evidence.Span, H: int) -> list[int]:
+    """Returns where spans begin whose machines have a past of that age."""
+    ages = (*evidence.AGES, H)
+    return list(range(ages[age], min(ages[age + 1], H - span.ticks + 1)))
+
+
+def _highest(
+    scores_FNH: np.ndarray, starts: list[int], inverse_FF: np.ndarray, span: evidence.Span
+) -> list[np.ndarray]:
+    """Returns the highest statistics of each block of BLOCK spans, (G, N) each."""
+    N = scores_FNH.shape[1]
+    inverse_NFF = np.broadcast_to(inverse_FF, (N, *inverse_FF.shape))
+    found = []
+    for first in range(0, len(starts), BLOCK):
+        block = starts[first : first + BLOCK]
+        each = [
+            evidence.statistics(scores_FNH[..., at : at + span.ticks], inverse_NFF, span)[1]
+            for at in block
+        ]
+        found.append(np.max(each, 0))
+    return found
+
+
+def _tail(highest_GX: np.ndarray, F: int) -> np.ndarray:
+    """Returns the limit of each statistic."""
+    X = highest_GX.shape[1]
+    quantile, margin = FEW if X < MANY else USUAL
+    least_G = np.append(np.full(F, LEAST_ALONE), np.sqrt(F) + LEAST_MORE)
+    least_G[F // CHANNELS : F] *= ODD  # residuals
+    high_G = margin * np.quantile(highest_GX, quantile, axis=1)
+    return np.maximum(high_G, least_G * (1 + 1.5 / np.sqrt(X)))

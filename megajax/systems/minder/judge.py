@@ -1,0 +1,225 @@
+"""From scores of ticks to the machine to name: continuity, causes and followers, series that end.
+
+Minder section 4.3: a machine is named when it has differed for four minutes without a break. Here
+nine ticks in ten must say so, with one sign in one channel. Where several machines differ, one may
+be the cause and the others wait for it: those that began within `group_s` of each other are one
+group, whose furthest machine is named. Where too many differ, the job has changed and nobody is.
+
+Legend: F channels, N rows of machines, C metrics, H ticks that are remembered.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.systems.minder.evidence import SHARE, YOUNG, Limits, score, spans
+from megajax.systems.minder.settings import CHANNELS, TICK, Settings
+
+HISTORY = 50  # ticks, 20 minutes
+SUSPECTED = 0.6  # (chosen) of a limit
+LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
+
+
+@dataclass(frozen=True)
+class Found:
+    """A machine to name. row: its place. channel: F; None: series that ended. metric: place of the
+    first that ended. whole: all of its series did. rest as Alert."""
+
+    row: int
+    since: float
+    score: float
+    channel: int | None = None
+    metric: int | None = None
+    whole: bool = False
+
+
+class Judge:
+    """Remembers what each machine showed. One row a machine; rows may be added and taken out."""
+
+    def __init__(self, settings: Settings, limits: Limits, order: Sequence[int]):
+        """order: channels as they decide, the first first."""
+        self._settings = settings
+        self._limits = dataclasses.replace(limits, limit=limits.limit * settings.strict)
+        self._spans, self._order = spans(settings.ticks), np.asarray(order)
+        F, N = limits.limit.shape[-1] - 1, 0
+        self.scores_FNH = np.full((F, N, HISTORY), np.nan, np.float32)
+        self.far_FNH = np.full((F, N, HISTORY), np.nan, np.float32)  # not cut off
+        self.mean_FN = np.zeros((F, N))  # of the scores over the continuity
+        self.seen_CN = np.full(
+            (F // CHANNELS, N), -math.inf
+        )  # end of the last second with a sample
+        self.joined_N = np.zeros(N)  # -inf: with the job; inf: not yet
+        self._begun = False
+        self._past_N = np.zeros(N, int)  # ticks from which its offsets were learnt
+        self._worst_N = np.zeros(N)  # the last score, 1 at its limit
+        self._free_at_N = np.zeros(N)  # when a named machine may be named again; 0: it was not
+        self._named_at_N = np.zeros(N)  # onset, and the highest score, of a machine that is named
+        self._named_for_N = np.zeros(N)
+        self._follows_N = np.zeros(N)  # until when it counts as the follower of a named one
+
+    def grow(self, rows: int) -> None:
+        """Adds machines, up to `rows`, that have not been seen yet."""
+        more = rows - self.joined_N.shape[0]
+        for name, value in _FIELDS.items():
+            kept = getattr(self, name)
+            axis = _axis(name)
+            shape = [*kept.shape]
+            shape[axis] = more
+            empty = np.full(shape, value, kept.dtype)
+            setattr(self, name, np.concatenate([kept, empty], axis))
+
+    def see(self, last_CN: np.ndarray, start: float) -> None:
+        """Takes the ends of the last seconds with a sample in the tick that began at `start`, -inf
+        where a series has none."""
+        shows_N = np.isfinite(last_CN).any(0)
+        first = np.isinf(self.joined_N) & (self.joined_N > 0) & shows_N
+        self.joined_N[first] = start if self._begun else -math.inf
+        self._begun = self._begun or bool(shows_N.any())
+        self.seen_CN = np.maximum(self.seen_CN, last_CN)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Takes machines out."""
+        for name in _FIELDS:
+            setattr(self, name, np.delete(getattr(self, name), list(rows), axis=_axis(name)))
+
+    def learns_N(self, end: float) -> np.ndarray:
+        """Returns whose offsets are learnt from the tick that ends at `end`: not those of machines
+        that have only just joined, nor of those that look odd. One with a short past looks odd as
+        long as its offset is not known, so more is needed."""
+        most_N = np.where(self.young_N(), 1.0, SUSPECTED)
+        return self._judged_N(end) & (self._worst_N <= most_N)
+
+    def _judged_N(self, end: float) -> np.ndarray:
+        return end - self.joined_N >= self._settings.grace_s
+
+    def young_N(self) -> np.ndarray:
+        """Returns which machines have too short a past to be trusted."""
+        return self._past_N < YOUNG
+
+    def look(self, end: float, score_FN: np.ndarray, far_FN: np.ndarray) -> list[Found]:
+        """Takes a tick that ended at `end`; returns whom to name because of it."""
+        for kept, new in ((self.scores_FNH, score_FN), (self.far_FNH, far_FN)):
+            kept[..., :-1] = kept[..., 1:]
+            kept[..., -1] = new
+        judged_N = self._judged_N(end)
+        self._past_N += judged_N
+        ended = self._ended(end, judged_N)
+        return ended + self._differing(end, judged_N)
+
+    # ---- machines that differ
+
+    def _differing(self, end: float, judged_N: np.ndarray) -> list[Found]:
+        s = self._settings
+        ready = self._past_N.max(initial=0)
+        if ready < s.ticks:
+            return []
+        have = min(ready, self._spans[-1].ticks)
+        score_GN, self.mean_FN = score(
+            self.scores_FNH[..., HISTORY - have :], self._past_N - 1, self._limits, self._spans
+        )
+        score_GN = np.where(judged_N, score_GN, 0.0)
+        self._worst_N = worst_N = score_GN.max(0)
+        busy_N = self._free_at_N > 0
+        self._free_at_N[busy_N & (worst_N > SUSPECTED)] = end + s.clear_s
+        self._free_at_N[self._free_at_N <= end] = 0.0
+        follows_N = self._follows_N > end
+        self._follows_N[follows_N & (worst_N > SUSPECTED)] = end + s.group_s
+        fires_N = (worst_N >= 1) & ~busy_N & ~follows_N
+        differing_N = worst_N > SUSPECTED
+        if not fires_N.any() or differing_N.sum() > max(1.0, s.widely * judged_N.sum()):
+            return []
+        found = []
+        onset_N, far_N = self._onsets(end), self._distances()
+        ending_N = self._ending(end)
+        while fires_N.any():
+            first = min(onset_N[fires_N])
+            group_N = differing_N & (np.abs(onset_N - first) <= s.group_s) & ~busy_N
+            row = int(np.argmax(np.where(group_N & fires_N, far_N, -1.0)))
+            waits = ending_N.any() and not ending_N[row]
+            if not waits and not self._follows(far_N, row, onset_N[row]):
+                found.append(self._named(row, score_GN[:, row], onset_N[row]))
+                self._free_at_N[row] = end + s.clear_s
+                self._named_at_N[row] = onset_N[row]
+            others_N = group_N.copy()
+            others_N[row] = False
+            self._follows_N[others_N] = end + s.group_s
+            fires_N &= ~group_N
+            fires_N[row] = False
+        return found
+
+    def _follows(self, far_N: np.ndarray, row: int, onset: float) -> bool:
+        """Tells whether a machine that is named already explains another one: it began before, and
+        it was further from its peers."""
+        named_N = self._free_at_N > 0
+        self._named_for_N = np.where(named_N, np.maximum(self._named_for_N, far_N), 0.0)
+        s = self._settings
+        before_N = self._named_at_N <= onset + s.group_s
+        before_N &= onset <= self._named_at_N + s.clear_s / 2
+        return bool((named_N & before_N & (self._named_for_N > far_N[row])).any())
+
+    def _distances(self) -> np.ndarray:
+        """Returns how far each machine is, without a bound: in its channel that is furthest."""
+        far_FNH = np.nan_to_num(np.abs(self.far_FNH[..., -self._settings.ticks :]))
+        return np.median(far_FNH, -1).max(0)
+
+    def _ending(self, end: float) -> np.ndarray:
+        """Returns which machines have had no sample at all for two ticks, while others have."""
+        lives_N = end - self.seen_CN.max(0, initial=-math.inf) <= TICK
+        had_N = np.isfinite(self.seen_CN).any(0)
+        gone_N = had_N & (end - self.seen_CN.max(0, initial=-math.inf) > 2 * TICK)
+        gone_N &= self._free_at_N <= end  # those that are named explain by that
+        return gone_N & (lives_N.sum() > gone_N.sum())
+
+    def _onsets(self, end: float) -> np.ndarray:
+        """Returns since when each machine differs, in the direction in which it does now."""
+        length_N = np.maximum((self.mean_FN**2).sum(0), 1e-12)
+        filled = np.nan_to_num(self.scores_FNH)
+        share_NH = np.einsum("fn,fnh->nh", self.mean_FN, filled) / length_N[:, None]
+        off_NH = np.concatenate(
+            [share_NH[:, ::-1] < 2 * SHARE, np.ones((len(length_N), 1), bool)], 1
+        )
+        # One tick may fail inside of the run, not at its beginning.
+        off_NH[:, :-1] &= np.concatenate([off_NH[:, 1:-1], np.ones((len(length_N), 1), bool)], 1)
+        return end - TICK * np.maximum(off_NH.argmax(1), self._settings.ticks - 1)
+
+    def _named(self, row: int, score_G: np.ndarray, onset: float) -> Found:
+        firing = [f for f in self._order if score_G[f] >= 1]
+        channel = int(firing[0]) if firing else int(np.abs(self.mean_FN[:, row]).argmax())
+        return Found(row, float(onset), float(score_G.max()), channel=channel)
+
+    # ---- series that end
+
+    def _ended(self, end: float, judged_N: np.ndarray) -> list[Found]:
+        s = self._settings
+        lives_CN = end - self.seen_CN <= LATELY
+        had_CN = np.isfinite(self.seen_CN)
+        gone_CN = had_CN & (end - self.seen_CN >= s.continuity_s) & judged_N
+        some_C = lives_CN.sum(1) > 0.5 * (had_CN & ~gone_CN).sum(1)
+        gone_CN &= some_C[:, None]  # a metric that ended everywhere says nothing of a machine
+        found = []
+        for row in np.flatnonzero(gone_CN.any(0) & (self._free_at_N <= end)):
+            ended = np.flatnonzero(gone_CN[:, row])
+            first = ended[np.argmin(self.seen_CN[ended, row])]
+            since = float(self.seen_CN[first, row])
+            whole = not lives_CN[:, row].any()
+            score = (end - since) / s.continuity_s
+            found.append(Found(int(row), since, score, metric=int(first), whole=bool(whole)))
+        for row in np.flatnonzero(gone_CN.any(0)):
+            self._free_at_N[row] = end + s.clear_s  # as long as it lasts
+            self._named_at_N[row], self._named_for_N[row] = self.seen_CN[:, row].min(), math.inf
+        return found
+
+
+_FIELDS = {
+    "scores_FNH": np.nan, "far_FNH": np.nan, "mean_FN": 0, "seen_CN": -math.inf,
+    "joined_N": math.inf,
+    "_past_N": 0, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
+    "_named_at_N": 0, "_named_for_N": 0,
+}  # of the members with a row a machine: what a new machine has  # fmt: skip
+
+
+def _axis(name: str) -> int:
+    return 0 if name.endswith("_N") else 1

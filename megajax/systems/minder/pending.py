@@ -1,0 +1,135 @@
+"""Seconds that wait until their tick is whole. Windows may be cut anywhere.
+
+Legend: C metrics, N machines, T seconds.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.monitor.grid import Grid, to_grid
+from megajax.monitor.samples import Samples
+from megajax.monitor.sources.files import read
+from megajax.systems.minder.settings import TICK
+
+Window = str | Path | Samples | Grid
+FAR = 3 * 86400  # (chosen) seconds from the middle of a window at which a time must be wrong
+
+
+def grid_of(window: Window) -> Grid:
+    """Returns a window on a grid of one second, nothing held or filled.
+
+    Raises: UserError for a file that cannot be read, or what is no window.
+    """
+    if isinstance(window, Grid):
+        if window.step_s != 1:
+            raise UserError(f"a grid of {window.step_s} s must be of 1 s for a detector")
+        return window
+    if isinstance(window, str | Path):
+        window = read(window)
+    if not isinstance(window, Samples):
+        raise UserError(
+            f"a window of type {type(window).__name__} must be a path of a CSV or parquet file, "
+            "Samples, or a Grid"
+        )
+    return to_grid(_near(window), 1, dict.fromkeys(window.metrics, 1.0))
+
+
+def held(values_CNT: np.ndarray, period_C: np.ndarray) -> np.ndarray:
+    """Returns values in which a sample stands for its metric's period of seconds, no longer."""
+    found = values_CNT
+    now_T = np.arange(values_CNT.shape[2])
+    for c in np.flatnonzero(period_C > 1):
+        found = values_CNT.copy() if found is values_CNT else found
+        last_NT = np.maximum.accumulate(np.where(np.isfinite(found[c]), now_T, -1), axis=1)
+        fresh_NT = (last_NT >= 0) & (now_T - last_NT < period_C[c])
+        values_NT = np.take_along_axis(found[c], np.maximum(last_NT, 0), 1)
+        found[c] = np.where(fresh_NT, values_NT, np.nan)
+    return found
+
+
+def _near(samples: Samples) -> Samples:
+    """Leaves out rows whose time is days from all others: they would make the grid endless."""
+    if samples.start is not None and samples.end is not None or not len(samples):
+        return samples
+    finite_N = np.isfinite(samples.time_N)
+    if not finite_N.any():
+        raise UserError("no row of the window has a time that is a number")
+    near_N = finite_N & (np.abs(samples.time_N - np.median(samples.time_N[finite_N])) <= FAR)
+    if near_N.all():
+        return samples
+    note = f"{int((~near_N).sum())} rows have times days away from all others, or none: left out"
+    return Samples(
+        samples.time_N[near_N], samples.machine_N[near_N], samples.metric_N[near_N],
+        samples.value_N[near_N], samples.machines, samples.metrics, samples.start, samples.end,
+        (*samples.notes, note),
+    )  # fmt: skip
+
+
+class Pending:
+    """Collects windows and gives out whole ticks, in order and each once."""
+
+    def __init__(self, metrics: Sequence[str]):
+        """metrics: that are kept, in this order."""
+        self._metrics = tuple(metrics)
+        self.machines: list[str] = []  # in the order of their coming: a machine's row
+        self._start: int | None = None
+        self._values_CNT = np.full((len(metrics), 0, 0), np.nan, np.float32)
+        self.end = 0  # seconds up to which windows have come
+
+    def add(self, grid: Grid) -> list[str]:
+        """Takes a window; returns what of it cannot be used, in sentences."""
+        notes = []
+        if self._start is None:
+            self._start = -(-grid.start // TICK) * TICK  # ticks begin at multiples of their length
+            self.end = self._start
+        if late := max(min(self._start - grid.start, grid.values_CNT.shape[2]), 0):
+            if np.isfinite(grid.values_CNT[:, :, :late]).any() and self.end > self._start:
+                notes.append(f"{late} s of samples came after their time was judged: left out")
+        known = set(self._metrics)
+        if strange := [m for m in grid.metrics if m not in known]:
+            notes.append(f"metrics that the detector was not fitted on: {', '.join(strange[:10])}")
+        if not known & set(grid.metrics) and grid.metrics:
+            raise UserError(
+                f"none of the window's metrics ({', '.join(grid.metrics[:10])}) is one that the "
+                f"detector was fitted on ({', '.join(self._metrics[:10])})"
+            )
+        shows_N = np.isfinite(grid.values_CNT).any((0, 2))  # who has no sample is not there yet
+        there = [m for m, shows in zip(grid.machines, shows_N, strict=True) if shows]
+        self._grow(there, max(grid.end, self.end))
+        rows = np.array([self.machines.index(m) for m in there], int)
+        places = [self._metrics.index(m) for m in grid.metrics if m in known]
+        used = [m in known for m in grid.metrics]
+        new = grid.values_CNT[used][:, shows_N, late:]
+        first = grid.start + late - self._start
+        part = self._values_CNT[:, :, first : first + new.shape[2]]
+        for c, values_NT in zip(places, new, strict=True):
+            part[c, rows] = np.where(np.isfinite(values_NT), values_NT, part[c, rows])
+        return notes
+
+    def _grow(self, machines: Sequence[str], end: int) -> None:
+        assert self._start is not None
+        have = set(self.machines)
+        self.machines += [m for m in machines if m not in have]
+        self.end = end
+        C, N, T = self._values_CNT.shape
+        more = (len(self.machines) - N, max(end - self._start - T, 0))
+        if any(more):
+            pad = ((0, 0), (0, more[0]), (0, more[1]))
+            self._values_CNT = np.pad(self._values_CNT, pad, constant_values=np.nan)
+
+    def take(self) -> tuple[int, np.ndarray] | None:
+        """Returns (Unix seconds of its start, values_CNT) of the next tick whose end has come."""
+        if self._start is None or self.end < self._start + TICK:
+            return None
+        start, tick = self._start, self._values_CNT[:, :, :TICK]
+        self._start, self._values_CNT = start + TICK, self._values_CNT[:, :, TICK:]
+        return start, tick
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Takes machines out; those behind them move up."""
+        gone = set(rows)
+        self.machines = [m for i, m in enumerate(self.machines) if i not in gone]
+        self._values_CNT = np.delete(self._values_CNT, list(rows), axis=1)

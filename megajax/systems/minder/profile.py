@@ -1,0 +1,123 @@
+"""What a healthy job looks like: all that `fit` learns, in one file.
+
+The file is a NumPy archive without pickles: arrays by name, and a JSON text with the names of the
+metrics, the settings and a checksum of the arrays.
+
+Legend: C metrics, F channels: the level of each metric, then the residual of each.
+"""
+
+import dataclasses
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.tree import Tree, named_leaves, nest
+from megajax.models.lstm_vae import LstmVaeConfig
+from megajax.systems.minder.evidence import Limits
+from megajax.systems.minder.settings import CHANNELS as CHANNELS_
+from megajax.systems.minder.settings import Settings
+
+FORMAT = 1
+CHANNELS = ("low_C", "high_C", "bend_C", "period_C", "noise_F", "offset_F", "slope_F")
+EVIDENCE = ("inverse", "limit")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `fit` learnt.
+
+    metrics: in the order in which they decide. low, high, bend: the range of healthy values of a
+    metric, and whether it is logarithmic (features.scaled). period: seconds between its samples.
+    noise: standard deviation of a machine's tick about its own offset. offset, slope: standard
+    deviations of the machines' offsets, and of how far they move apart as the median of all moves.
+    limits: of what healthy machines show for as long as the continuity. vae: parameters of the
+    networks.
+    """
+
+    metrics: tuple[str, ...]
+    model: LstmVaeConfig
+    vae: Tree
+    low_C: np.ndarray
+    high_C: np.ndarray
+    bend_C: np.ndarray
+    period_C: np.ndarray
+    noise_F: np.ndarray
+    offset_F: np.ndarray
+    slope_F: np.ndarray
+    limits: Limits
+    settings: Settings = Settings()
+    report: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the fit
+
+    @property
+    def range_3C(self) -> np.ndarray:
+        """Returns low, high and bend."""
+        return np.stack([self.low_C, self.high_C, self.bend_C])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file; an older one stays whole until the new one is."""
+        arrays = {name: np.asarray(getattr(self, name)) for name in CHANNELS}
+        arrays |= {name: getattr(self.limits, name) for name in EVIDENCE}
+        arrays |= {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
+        head = {
+            "format": FORMAT,
+            "metrics": list(self.metrics),
+            "model": dataclasses.asdict(self.model),
+            "settings": dataclasses.asdict(self.settings),
+            "report": self.report,
+            "checksum": _checksum(arrays),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            with open(new, "wb") as file:
+                np.savez(file, head=np.array(json.dumps(head)), **arrays)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | Path) -> "Profile":
+        """Raises: UserError for a file that cannot be read, or is none of `save`."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files if name != "head"}
+                head = json.loads(str(file["head"]))
+            metrics, model = tuple(head["metrics"]), LstmVaeConfig(**head["model"])
+            settings, report = Settings(**head["settings"]), head["report"]
+            known = head["format"] == FORMAT and head["checksum"] == _checksum(arrays)
+            channels = {name: arrays[name] for name in CHANNELS}
+            limits = Limits(*(arrays[name] for name in EVIDENCE))
+        except OSError as error:
+            why = error.strerror or "it is no NumPy archive"
+            raise UserError(f"model={path} cannot be read: {why} (--model)") from None
+        except Exception as error:  # a foreign or damaged archive fails in many ways
+            raise UserError(
+                f"model={path} is no detector that `save` wrote: {type(error).__name__} (--model)"
+            ) from None
+        if not known or any(not _fits(n, x, len(metrics)) for n, x in channels.items()):
+            raise UserError(f"model={path} is damaged, or of another version (--model)")
+        vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
+        return Profile(
+            metrics, model, vae, **channels, limits=limits, settings=settings, report=report
+        )
+
+
+def _fits(name: str, array: np.ndarray, metrics: int) -> bool:
+    return array.shape == ((CHANNELS_ * metrics,) if name.endswith("_F") else (metrics,))
+
+
+def _checksum(arrays: dict[str, np.ndarray]) -> int:
+    total = 0
+    for name in sorted(arrays):
+        x = np.ascontiguousarray(arrays[name])
+        total = zlib.crc32(f"{name} {x.dtype.str} {x.shape}".encode() + x.tobytes(), total)
+    return total

@@ -1,0 +1,121 @@
+"""How far each machine is from where its peers and its own past say that it should be.
+
+A machine differs from the median of all by an offset of its own (its pipeline stage, its rank, its
+make), about which it moves. Where the job does something unusual (a checkpoint, a stall), machines
+move apart in proportion to how unusual it is:
+
+    y_i = median + r_i + noise + slope (median - usual median) e_i
+
+r_i is estimated tick by tick with a Kalman filter whose prior and noise `fit` learnt, so a machine
+without a past is judged by how far machines usually differ, one with a past by its own, and an
+unusual state of the job gives a wide error instead of an alarm. The score of a tick is the distance
+in standard deviations. While a machine is suspected, its offset is not learnt, or a fault would
+become its normal state.
+Sources: distances to peers: Minder section 4.3 (there a z-score over machines, which cannot exceed
+(n - 1) / sqrt(n)); relative and own-history scores: NVIDIA's resiliency extension.
+
+Legend: F channels, N machines, J windows of a tick, H ticks that are remembered.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+CORRELATED = 4.0  # (chosen) neighbouring ticks that say about as much as one
+WANDER = 24.0 / 14400.0  # (chosen) share of the prior variance that a tick brings back: in 4 hours
+LEARN = 2.0  # (chosen) standard deviations beyond which a tick teaches no further
+CLIP = 6.0  # (chosen) standard deviations beyond which a window counts no further
+USUAL = 50  # ticks (20 minutes) whose median is the usual state of the job
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """What `fit` learnt, by channel (profile.py)."""
+
+    noise_F: Array
+    offset_F: Array
+    slope_F: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tracks:
+    """Of each machine its offset and the variance of that, (F, N); the medians of the last ticks,
+    NaN before there were any."""
+
+    offset_FN: Array
+    unsure_FN: Array
+    middle_FH: Array
+
+
+def begin(prior: Prior, machines: int) -> Tracks:
+    """Returns the estimates of a job whose machines have no past."""
+    F = prior.noise_F.shape[0]
+    zeros_FN = jnp.zeros((F, machines))
+    unsure_FN = prior.offset_F[:, None] ** 2 + zeros_FN
+    return Tracks(zeros_FN, unsure_FN, jnp.full((F, USUAL), jnp.nan))
+
+
+def resized(tracks: Tracks, prior: Prior, machines: int) -> Tracks:
+    """Returns the estimates with room for another number of machines; new ones have no past."""
+    fresh, have = begin(prior, machines), min(tracks.offset_FN.shape[1], machines)
+    return Tracks(
+        fresh.offset_FN.at[:, :have].set(tracks.offset_FN[:, :have]),
+        fresh.unsure_FN.at[:, :have].set(tracks.unsure_FN[:, :have]),
+        tracks.middle_FH,
+    )
+
+
+def without(tracks: Tracks, rows: list[int]) -> Tracks:
+    """Returns the estimates without these machines."""
+    keep = jnp.array([i for i in range(tracks.offset_FN.shape[1]) if i not in set(rows)], int)
+    return Tracks(tracks.offset_FN[:, keep], tracks.unsure_FN[:, keep], tracks.middle_FH)
+
+
+def median(x: Array) -> Array:
+    """Returns the median over the last axis of what is not NaN; NaN where nothing is."""
+    ordered = jnp.sort(x, -1)  # NaN comes last
+    count = jnp.isfinite(x).sum(-1, keepdims=True)
+    low, high = jnp.maximum((count - 1) // 2, 0), jnp.maximum(count // 2, 0)
+    high = jnp.minimum(high, x.shape[-1] - 1)
+    both = jnp.take_along_axis(ordered, low, -1) + jnp.take_along_axis(ordered, high, -1)
+    return jnp.where(count > 0, 0.5 * both, jnp.nan)[..., 0]
+
+
+@jax.jit
+def advance(
+    prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array, young_N: Array
+) -> tuple[Tracks, Array, Array, Array]:
+    """Returns (the estimates after a tick, score_FN with its sign, the same not cut off, median_F).
+
+    y: of features.of_tick. held: machines whose offsets are not learnt. young: those whose offsets
+    may have been learnt from a disturbance, so that only a step away from the peers counts. A score
+    is NaN where a machine has no window in this tick.
+    """
+    middle_FJ = median(y_FNJ.swapaxes(1, 2))
+    middle_F = jnp.nanmean(middle_FJ, -1)
+    middle_FH = jnp.concatenate([tracks.middle_FH[:, 1:], middle_F[:, None]], 1)
+    unusual_F = jnp.nan_to_num(middle_F - median(middle_FH))
+    apart_FNJ = y_FNJ - middle_FJ[:, None]
+    error_FNJ = apart_FNJ - tracks.offset_FN[..., None]
+    error_FN = jnp.nanmean(error_FNJ, -1)
+    spread_F = 1.4826 * median(jnp.abs(error_FN))
+    noise_F = jnp.fmax(prior.noise_F, spread_F) ** 2 + (unusual_F * prior.slope_F) ** 2
+    deviation_FN = jnp.sqrt(noise_F[:, None] + tracks.unsure_FN)
+    away_FNJ = jnp.where(error_FNJ > 0, jnp.clip(apart_FNJ, 0.0, error_FNJ),
+                         jnp.clip(apart_FNJ, error_FNJ, 0.0))  # fmt: skip
+    counted_FNJ = jnp.where(young_N[None, :, None], away_FNJ, error_FNJ) / deviation_FN[..., None]
+    score_FN = jnp.nanmean(jnp.clip(counted_FNJ, -CLIP, CLIP), -1)
+    bounded_FN = jnp.clip(error_FN / deviation_FN, -LEARN, LEARN) * deviation_FN
+    learns_FN = jnp.isfinite(error_FN) & ~held_N[None]
+    gain_FN = tracks.unsure_FN / (tracks.unsure_FN + CORRELATED * noise_F[:, None])
+    gain_FN = jnp.where(learns_FN, gain_FN, 0.0)
+    after = Tracks(
+        tracks.offset_FN + gain_FN * jnp.nan_to_num(bounded_FN),
+        (1.0 - WANDER) * (1.0 - gain_FN) * tracks.unsure_FN + WANDER * prior.offset_F[:, None] ** 2,
+        middle_FH,
+    )
+    return after, score_FN, jnp.nanmean(counted_FNJ, -1), middle_F

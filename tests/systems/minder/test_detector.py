@@ -1,0 +1,244 @@
+"""The detector on small invented jobs: whom it names, when, and whom it leaves alone.
+
+The jobs are made here and not by the fleet simulator, so that a mistake which both share shows.
+Legend: C metrics, N machines, T seconds.
+"""
+
+import dataclasses
+import gzip
+
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.monitor.grid import Grid
+from megajax.systems.minder import Detector
+
+BEGIN = 1_700_000_000
+METRICS = ("cpu_usage", "gpu_duty_cycle", "queue_length")  # the last one is nobody's standard
+LEVEL, NOISE = np.array([30.0, 80.0, 500.0]), np.array([2.0, 3.0, 60.0])
+
+
+def job(machines=8, seconds=1500, seed=0, faults=(), stall_every=600, missing=0.02):
+    """faults: (metric, machine, from, to, share of the level that is added)."""
+    rng = np.random.default_rng(seed)
+    shape = (len(METRICS), machines, seconds)
+    t_T = np.arange(seconds)
+    together_T = 1 + 0.1 * np.sin(2 * np.pi * t_T / 7)  # steps
+    together_T[t_T % stall_every < 45] *= 0.3  # the whole job waits
+    offset_CN1 = 0.05 * rng.standard_normal(shape[:2])[..., None]
+    values = LEVEL[:, None, None] * (together_T + offset_CN1)
+    values += NOISE[:, None, None] * rng.standard_normal(shape)
+    for metric, machine, start, end, share in faults:
+        values[metric, machine, start:end] += share * LEVEL[metric]
+    values[rng.random(shape) < missing] = np.nan
+    names = tuple(f"m{i}" for i in range(machines))
+    return Grid(BEGIN, 1, values.astype(np.float32), names, METRICS)
+
+
+def cut(grid, start, end, machines=None):
+    rows = range(len(grid.machines)) if machines is None else machines
+    values = grid.values_CNT[:, list(rows), start:end]
+    names = tuple(grid.machines[i] for i in rows)
+    return Grid(grid.start + start, 1, values, names, grid.metrics)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("minder") / "model.npz"
+    Detector.fit([job(8, 1800, seed=1), job(12, 1500, seed=2)], seed=3, steps=400).save(path)
+    return path
+
+
+def alerts(model, grid, **kw):
+    return Detector.load(model, **kw).update(grid)
+
+
+def test_a_healthy_job_and_short_disturbances_raise_nothing(model):
+    assert alerts(model, job(seed=5, seconds=2400)) == []
+    for metric in range(3):
+        faults = [(metric, 2, 300, 330, -0.9), (metric, 2, 900, 1050, -0.9)]
+        assert alerts(model, job(seed=6, faults=faults)) == [], metric
+    twice = [(1, 2, 700, 850, -0.9), (1, 2, 910, 1060, -0.9)]
+    assert alerts(model, job(seed=6, faults=twice)) == []
+
+
+@pytest.mark.parametrize(("machines", "metric"), [(4, 0), (8, 1), (40, 2)])
+def test_ten_minutes_are_named_once_with_their_onset(model, machines, metric):
+    fault = [(metric, 1, 800, 1400, -0.5)]
+    found = alerts(model, job(machines, 1700, seed=7, faults=fault, stall_every=700))
+    assert [(a.machine, a.metric) for a in found] == [("m1", METRICS[metric])]
+    alert = found[0]
+    assert abs(alert.since - (BEGIN + 800)) <= 60 and alert.score >= 1
+    assert 240 - 24 <= alert.at - (BEGIN + 800) <= 330  # whole ticks of 24 s
+    assert alert.deviations[0][0] == METRICS[metric] and alert.deviations[0][1] < 0
+    assert "m1" in alert.message and METRICS[metric] in alert.message
+
+
+def test_a_fault_from_the_first_second_is_found(model):
+    found = alerts(model, job(seed=8, seconds=900, faults=[(1, 3, 0, 900, -0.6)]))
+    assert [a.machine for a in found] == ["m3"]
+
+
+def test_two_machines_at_different_times_are_both_named(model):
+    faults = [(0, 1, 600, 1300, 1.0), (1, 6, 1000, 1700, -0.6)]
+    found = alerts(model, job(16, 1800, seed=9, faults=faults))
+    assert [a.machine for a in found] == ["m1", "m6"]
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_windows_may_be_cut_anywhere(model, seed):
+    faults = [(0, 1, 600, 1300, 1.0), (1, 6, 1000, 1700, -0.6)]
+    grid = job(16, 1800, seed=9, faults=faults)
+    rng = np.random.default_rng(seed)
+    places = sorted({0, 1800, *rng.integers(1, 1800, (3, 0, 200)[seed]).tolist()})
+    detector, found = Detector.load(model), []
+    for a, b in zip(places, places[1:], strict=False):
+        found += detector.update(cut(grid, a, b))
+    assert found == alerts(model, grid)
+
+
+def test_neither_order_nor_names_of_machines_matter(model):
+    grid = job(8, 1700, seed=7, faults=[(1, 1, 800, 1400, -0.5)])
+    (first,) = alerts(model, grid)
+    order = np.random.default_rng(0).permutation(8)
+    names = tuple(f"other-{i}" for i in order)
+    moved = dataclasses.replace(grid, values_CNT=grid.values_CNT[:, order], machines=names)
+    (second,) = alerts(model, moved)
+    assert second.machine == "other-1" and second.since == first.since
+    assert second.score == pytest.approx(first.score, rel=1e-4)
+
+
+@pytest.mark.slow  # three trainings
+def test_unit_and_zero_point_of_a_metric_do_not_matter():
+    found = []
+    for scale, shift in ((1.0, 0.0), (1e6, 0.0), (0.01, 4.0)):
+
+        def other(grid, scale=scale, shift=shift):
+            return dataclasses.replace(grid, values_CNT=(grid.values_CNT * scale + shift))
+
+        fault = [(1, 1, 800, 1400, -0.5)]
+        detector = Detector.fit([other(job(8, 900, seed=1))], steps=400)
+        found.append(detector.update(other(job(8, 1500, seed=7, faults=fault))))
+    assert [[a.machine for a in f] for f in found] == [["m1"]] * 3
+    assert len({f[0].since for f in found}) == 1
+    assert max(f[0].score for f in found) < 1.05 * min(f[0].score for f in found)
+
+
+def test_what_all_machines_do_is_no_fault(model):
+    grid = job(8, 1800, seed=11)
+    slow = grid.values_CNT.copy()
+    slow[:, :, 600:1400] *= 0.4
+    assert alerts(model, dataclasses.replace(grid, values_CNT=slow)) == []
+    same = np.repeat(grid.values_CNT[:, :1], 8, 1)
+    assert alerts(model, dataclasses.replace(grid, values_CNT=same)) == []
+    constant = np.full_like(grid.values_CNT, 50.0)
+    assert alerts(model, dataclasses.replace(grid, values_CNT=constant)) == []
+
+
+def test_three_machines_are_refused_and_nothing_is_lost(model):
+    detector, grid = Detector.load(model), job(8, 1200, seed=12, faults=[(1, 1, 500, 1200, -0.6)])
+    with pytest.raises(UserError, match="3 machines cannot be judged: at least 4"):
+        detector.update(cut(grid, 0, 60, range(3)))
+    assert [a.machine for a in detector.update(cut(grid, 60, 1200))] == ["m1"]
+
+
+def test_who_joins_late_is_no_fault_and_is_judged_later(model):
+    grid = job(9, 2400, seed=13, faults=[(1, 8, 700, 950, -0.8), (1, 8, 1500, 2300, -0.5)])
+    values = grid.values_CNT.copy()
+    values[:, 8, :700] = np.nan
+    found = alerts(model, dataclasses.replace(grid, values_CNT=values))
+    assert [a.machine for a in found] == ["m8"]
+    assert abs(found[0].since - (BEGIN + 1500)) <= 60
+
+
+def test_silence_is_an_alert_unless_it_was_declared(model):
+    grid = job(8, 1500, seed=14)
+    values = grid.values_CNT.copy()
+    values[:, 5, 700:] = np.nan
+    grid = dataclasses.replace(grid, values_CNT=values)
+    (alert,) = alerts(model, grid)
+    assert (alert.machine, alert.kind) == ("m5", "silent")
+    assert abs(alert.since - (BEGIN + 700)) <= 5 and 240 <= alert.at - (BEGIN + 700) <= 270
+    detector = Detector.load(model)
+    assert detector.update(cut(grid, 0, 720)) == []
+    detector.leave("m5")
+    assert detector.update(cut(grid, 720, 1500, [0, 1, 2, 3, 4, 6, 7])) == []
+
+
+def test_one_series_that_ends_is_an_alert_and_one_that_ends_everywhere_is_none(model):
+    grid = job(8, 1500, seed=15)
+    one, everywhere = grid.values_CNT.copy(), grid.values_CNT.copy()
+    one[1, 2, 600:] = np.nan
+    everywhere[1, :, 600:] = np.nan
+    (alert,) = alerts(model, dataclasses.replace(grid, values_CNT=one))
+    assert (alert.machine, alert.metric, alert.kind) == ("m2", "gpu_duty_cycle", "vanished")
+    assert alerts(model, dataclasses.replace(grid, values_CNT=everywhere)) == []
+
+
+def test_a_change_of_unit_is_named_and_the_rest_is_judged(model):
+    grid = job(8, 1700, seed=16, faults=[(0, 4, 800, 1600, 1.0)])
+    values = grid.values_CNT.copy()
+    values[2, :, 700:] *= 1000
+    detector = Detector.load(model)
+    found = detector.update(dataclasses.replace(grid, values_CNT=values))
+    assert [a.machine for a in found] == ["m4"]
+    assert any("queue_length" in n and "change of unit" in n for n in detector.notes)
+
+
+def test_files_out_of_order_with_values_that_are_none(model, tmp_path):
+    grid = job(6, 1300, seed=17, faults=[(0, 2, 500, 1300, 1.0)])
+    rows = [
+        f"{grid.start + t},{machine},{metric},{grid.values_CNT[c, n, t]}"
+        for c, metric in enumerate(grid.metrics)
+        for n, machine in enumerate(grid.machines)
+        for t in range(1300)
+        if np.isfinite(grid.values_CNT[c, n, t])
+    ]
+    np.random.default_rng(0).shuffle(rows)
+    rows += [f"{grid.start + 10},m1,cpu_usage,NaN", "99,m1,cpu_usage,30"]
+    path = tmp_path / "window.csv.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("timestamp,machine,metric,value\n" + "\n".join(rows) + "\n")
+    detector = Detector.load(model)
+    found = detector.update(path)
+    assert found == alerts(model, grid) and [a.machine for a in found] == ["m2"]
+    assert any("days away" in n for n in detector.notes)
+
+
+def test_models_and_windows_that_do_not_fit_are_named(model, tmp_path):
+    grid = job(8, 900, seed=18)
+    strange = dataclasses.replace(grid, metrics=("a", "b", "c"))
+    with pytest.raises(UserError, match="none of the window's metrics"):
+        alerts(model, strange)
+    detector = Detector.load(model)
+    partly = dataclasses.replace(grid, metrics=("a", "cpu_usage", "gpu_duty_cycle"))
+    assert detector.update(partly) == []
+    assert any("not fitted on: a" in note for note in detector.notes)
+    damaged = bytearray(model.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    (tmp_path / "bad.npz").write_bytes(damaged)
+    for path in (tmp_path / "bad.npz", tmp_path / "none.npz"):
+        with pytest.raises(UserError, match="model="):
+            Detector.load(path)
+    with pytest.raises(UserError, match="at least 4 machines and 600 s"):
+        Detector.fit([job(3, 900)])
+    with pytest.raises(UserError, match="nothing to fit"):
+        Detector.fit([])
+
+
+@pytest.mark.slow  # two trainings, and a half
+def test_a_training_that_was_stopped_goes_on(tmp_path):
+    sources = [job(8, 900, seed=1)]
+    whole = Detector.fit(sources, seed=4, steps=400)
+    folder = tmp_path / "training"
+
+    def stop(message):
+        if "step 200/" in message:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Detector.fit(sources, seed=4, steps=400, folder=folder, tell=stop, save_every=100)
+    again = Detector.fit(sources, seed=4, steps=400, folder=folder, save_every=100)
+    grid = job(8, 1500, seed=7, faults=[(1, 1, 600, 1400, -0.5)])
+    assert whole.update(grid) == again.update(grid) != []
