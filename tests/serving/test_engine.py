@@ -9,7 +9,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.serving import Engine, SamplingParams
+from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
 from megajax.training import logprobs
 from tests.plain_loop import (
     CFG,
@@ -129,16 +129,17 @@ def random_params(random):
         ("temperature", 0), ("top_k", 5), ("top_p", 0.8), ("min_p", 0.1), ("logprobs", 3), ("n", 3),
         ("repetition_penalty", 1.2), ("frequency_penalty", 0.4), ("logit_bias", {3: 5.0}),
         ("stop_token_ids", [7]), ("stop", "ab"), ("priority", 2),
+        ("structured_outputs", StructuredOutputsParams(regex="[0-9]{1,20}")),
     ):  # fmt: skip
         if random.random() < 0.25:
             given[name] = value
     return SamplingParams(**given)
 
 
-@pytest.mark.parametrize(("numerics", "bound"), [("fast", 5), ("exact", 4)])
+@pytest.mark.parametrize(("numerics", "bound"), [("fast", 6), ("exact", 5)])
 def test_random_traffic_compiles_a_bounded_number_of_programs(numerics, bound):
-    """fast: steps of 8 and of 16 tokens, 3 decode steps of 8, copies of pages, penalties. exact:
-    a tile, a draw, and the last two."""
+    """fast: steps of 8 and of 16 tokens, 3 decode steps of 8, copies of pages, penalties, masks of
+    constraints. exact: a tile, a draw, and the last three."""
     options = SMALL | {"pages": 30, "page_size": 4, "tokenizer": ByteTokenizer()}
     engine = Engine(CFG, sharp(CFG), **options, decode_steps=3, numerics=numerics)
     assert engine.programs.bound == bound
