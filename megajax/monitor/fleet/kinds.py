@@ -112,7 +112,7 @@ KINDS: dict[str, Kind] = {
         6.6,
         8.6,
         (
-            Effect("pfc", 1.0, "high", 0.25, 0.9),
+            Effect("pfc", 1.0, "high", 0.35, 0.9),
             Effect("network", 0.8, "idle", 0.1, 0.5),
             Effect("gpu", 0.15, "idle", 0.1, 0.4),
             Effect("nvlink", 0.2, "idle", 0.1, 0.4),
@@ -195,9 +195,9 @@ KINDS: dict[str, Kind] = {
         0.9,
         1.2,
         (
-            Effect("pfc", 0.7, "high", 0.15, 0.5),
+            Effect("pfc", 0.8, "high", 0.25, 0.6),
             Effect("network", 0.5, "idle", 0.1, 0.4),
-            Effect("nvlink", 0.2, "idle", 0.1, 0.3),
+            Effect("nvlink", 0.2, "idle", 0.2, 0.4),
         ),
         slows=0.8,
         speed=(0.7, 0.98),
