@@ -8,6 +8,7 @@ import pytest
 import pallas_kernels
 from tests.kernel_mutants import sites
 from tests.pallas_kernels.attention import test_hopper_mutants as attention
+from tests.pallas_kernels.attention import test_paged_mutants as paged
 from tests.pallas_kernels.collective import test_collective_mutants as collective
 from tests.pallas_kernels.expert import test_expert_mutants as expert
 from tests.pallas_kernels.gemm import test_gemm_mutants as gemm
@@ -16,7 +17,7 @@ from tests.pallas_kernels.hopper import test_engine_mutants as engine
 from tests.pallas_kernels.norm import test_norm_mutants as norm
 from tests.pallas_kernels.quantize import test_quantize_mutants as quantize
 
-TESTS = [attention, collective, engine, expert, gemm, grouped, norm, quantize]
+TESTS = [attention, collective, engine, expert, gemm, grouped, norm, paged, quantize]
 # What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers:
 # test_communication_mutants.py.
 UNREACHED = {

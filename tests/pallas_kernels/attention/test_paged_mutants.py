@@ -16,7 +16,7 @@ ONE = Case((300, 128, 70), (1, 1, 1), heads=(4, 2), width=64)
 # Two warpgroups, of which one lets go where a sequence decodes; values of nobody at both ends.
 TWO = Case((140, 90), (1, 40), heads=(4, 1), width=64, page=32, window=(50, 0))
 LONG = dataclasses.replace(TWO, contexts=(300, 290), window=None)
-RUNS = {
+CALLS = {
     "one": functools.partial(run, ONE, 0, Tile(1, 64, 2)),
     "two": functools.partial(run, TWO, 0, Tile(32, 64, 2)),
     "two, long": functools.partial(run, LONG, 0, Tile(32, 64, 2)),
@@ -24,10 +24,10 @@ RUNS = {
     "two, 8 bits": functools.partial(run, TWO, 0, Tile(32, 64, 2), INT8),
     "two, long, 8 bits": functools.partial(run, LONG, 0, Tile(32, 64, 2), INT8),
 }
-KERNELS = {
-    (hopper_paged, "multiply_into"): [RUNS["one"]],
-    (hopper_paged, "_Warpgroup"): [*RUNS.values()],
-    (hopper_paged, "_body"): [RUNS["one"], RUNS["two"]],
+RUNS = {
+    (hopper_paged, "multiply_into"): [CALLS["one"]],
+    (hopper_paged, "_Warpgroup"): [*CALLS.values()],
+    (hopper_paged, "_body"): [CALLS["one"], CALLS["two"]],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {
     "_Warpgroup.publish.commit_smem()": (
@@ -40,7 +40,7 @@ UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("site", parameters([hopper_paged]))
 def test_a_deleted_wait_is_missed(site):
-    check(site, KERNELS, UNSEEN)
+    check(site, RUNS, UNSEEN)
 
 
 def test_adding_up_waits_for_nothing():
