@@ -50,8 +50,8 @@ def table_of(case: Case) -> tuple[np.ndarray, ...]:
     table = np.zeros((len(used), case.room // case.page), np.int32)
     for row, last, n in zip(table, np.cumsum(used), used, strict=True):
         row[:n] = ids[last - n : last]
-    count = np.asarray(case.counts, np.int32)
-    return table, (np.cumsum(count) - count).astype(np.int32), count, np.int32(case.contexts)
+    count, context = (np.asarray(x, np.int32) for x in (case.counts, case.contexts))
+    return table, (np.cumsum(count) - count).astype(np.int32), count, context
 
 
 def numbers(case: Case) -> list[jax.Array]:
@@ -67,7 +67,7 @@ def call(case: Case, implementation: Implementation, **options: Any) -> Callable
         # A number of 8 bits for one of 16: values of a normal distribution, and a scale.
         pages = [_narrow(x, case.pages) if small else x for x in (k, v)]
         scale = jnp.full(k.shape[:3], 1 / 32 if case.pages == "int8" else 1.0, jnp.float32)
-        scales = {"k_scale_PNG": scale, "v_scale_PNG": scale} if small else {}
+        scales: dict[str, Any] = {"k_scale_PNG": scale, "v_scale_PNG": scale} if small else {}
         return paged_attention(
             q, *pages, *numbers(case), implementation=implementation, **scales, **options
         )
