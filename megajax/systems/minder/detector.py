@@ -24,7 +24,7 @@ from megajax.systems.minder.alert import Alert
 from megajax.systems.minder.judge import Found, Judge
 from megajax.systems.minder.pending import Pending, Window, grid_of, held
 from megajax.systems.minder.profile import Profile
-from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOWS, Settings
+from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, WINDOWS, Settings
 
 LEFT = 3600.0  # (chosen) seconds of silence after which a machine is no part of the job
 
@@ -112,7 +112,8 @@ class Detector:
         """
         grid = self._quality.check(grid_of(window))
         self.notes = [*grid.notes, *self._pending.add(grid)]
-        if len(self._pending.machines) < LEAST:
+        # In its first seconds a machine may only have lost a sample.
+        if len(self._pending.machines) < LEAST and grid.end - self._pending.begin >= WINDOW:
             count = len(self._pending.machines)
             while self._pending.take() is not None:  # their time is over
                 pass
@@ -202,4 +203,4 @@ def _rows(machines: int) -> int:
     return max(8, 1 << (machines - 1).bit_length())
 
 
-assert WINDOWS * features.WINDOW == TICK
+assert WINDOWS * WINDOW == TICK

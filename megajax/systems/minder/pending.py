@@ -78,13 +78,14 @@ class Pending:
         self._start: int | None = None
         self._values_CNT = np.full((len(metrics), 0, 0), np.nan, np.float32)
         self.end = 0  # seconds up to which windows have come
+        self.begin = 0  # of the first window
 
     def add(self, grid: Grid) -> list[str]:
         """Takes a window; returns what of it cannot be used, in sentences."""
         notes = []
         if self._start is None:
             self._start = -(-grid.start // TICK) * TICK  # ticks begin at multiples of their length
-            self.end = self._start
+            self.end, self.begin = self._start, grid.start
         if late := max(min(self._start - grid.start, grid.values_CNT.shape[2]), 0):
             if np.isfinite(grid.values_CNT[:, :, :late]).any() and self.end > self._start:
                 notes.append(f"{late} s of samples came after their time was judged: left out")

@@ -143,6 +143,11 @@ def test_three_machines_are_refused_and_nothing_is_lost(model):
     assert [a.machine for a in detector.update(cut(grid, 60, 1200))] == ["m1"]
 
 
+def test_a_sample_that_is_lost_in_the_first_second_refuses_no_job(model):
+    detector, grid = Detector.load(model), job(4, 60, seed=12)
+    assert detector.update(cut(grid, 0, 1, range(3))) == detector.update(cut(grid, 1, 60)) == []
+
+
 def test_who_joins_late_is_no_fault_and_is_judged_later(model):
     grid = job(9, 2400, seed=13, faults=[(1, 8, 700, 950, -0.8), (1, 8, 1500, 2300, -0.5)])
     values = grid.values_CNT.copy()
