@@ -99,6 +99,18 @@ class Detector:
         """The machines of the job, as far as they are known."""
         return tuple(self._pending.machines)
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """{machine: how far it was at the last tick}, 1 at what makes an alert."""
+        return dict(zip(self._pending.machines, self._judge.worst_N.tolist(), strict=False))
+
+    @property
+    def named(self) -> dict[str, float]:
+        """{machine: Unix seconds until which it is not named again} of those that were named. While
+        a machine differs, or is silent, this lies `clear_s` after the last tick."""
+        until = zip(self._pending.machines, self._judge.free_at_N.tolist(), strict=False)
+        return {machine: at for machine, at in until if at > 0}
+
     def leave(self, machine: str) -> None:
         """Declares that a machine left the job on purpose: its silence is no sign."""
         if machine in self._pending.machines:

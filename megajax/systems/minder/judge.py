@@ -109,6 +109,16 @@ class Judge:
         ended = self._ended(end, judged_N)
         return ended + self._differing(end, judged_N)
 
+    @property
+    def worst_N(self) -> np.ndarray:
+        """The last score of each machine, 1 at its limit."""
+        return self._worst_N
+
+    @property
+    def free_at_N(self) -> np.ndarray:
+        """Until when each machine that was named is not named again, Unix seconds; else 0."""
+        return self._free_at_N
+
     # ---- machines that differ
 
     def _differing(self, end: float, judged_N: np.ndarray) -> list[Found]:

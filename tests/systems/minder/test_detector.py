@@ -75,6 +75,23 @@ def test_ten_minutes_are_named_once_with_their_onset(model, machines, metric):
     assert "m1" in alert.message and METRICS[metric] in alert.message
 
 
+def test_who_is_named_and_how_far_each_machine_is_can_be_asked(model):
+    grid = job(seed=7, seconds=2400, faults=[(0, 1, 800, 1400, -0.5)], stall_every=700)
+    detector, rows = Detector.load(model), []
+    assert detector.scores == detector.named == {}
+    for at in range(0, 2400, 60):
+        detector.update(cut(grid, at, at + 60))
+        rows.append((at + 60, detector.scores, detector.named))
+    high = [end for end, scores, _ in rows if scores.get("m1", 0) >= 1]
+    named = [end for end, _, machines in rows if set(machines) == {"m1"}]
+    assert set(rows[-1][1]) == set(grid.machines)
+    assert 1000 <= high[0] <= 1150 and abs(high[-1] - 1400) <= 120
+    assert named[0] == high[0] and abs(named[-1] - (high[-1] + 600)) <= 120
+    assert rows[-1][2] == {} and all(set(machines) <= {"m1"} for *_, machines in rows)
+    until = next(machines["m1"] for end, _, machines in rows if end == 1200)
+    assert abs(until - (BEGIN + 1200 + 600)) <= 24
+
+
 def test_a_fault_from_the_first_second_is_found(model):
     found = alerts(model, job(seed=8, seconds=900, faults=[(1, 3, 0, 900, -0.6)]))
     assert [a.machine for a in found] == ["m3"]
