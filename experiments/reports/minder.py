@@ -9,13 +9,16 @@ the same command goes on after a stop.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megajax.core.config import Checked, option
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import results
+from megajax.monitor.fleet import MIXES
+
+PAPER = {"precision": 0.904, "recall": 0.883, "f1": 0.893}  # Minder section 6.1: 150 cases
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,77 @@ def numbers(name: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UserError(f"{name}={text} must be numbers with commas, e.g. 4,16 (--{name})") from None
+        message = f"{name}={text} must be numbers with commas, e.g. 4,16 (--{name})"
+        raise UserError(message) from None
 
 
-def evaluate(cfg: Config) -> Mapping[str, Any]:
-    """Runs all of it; returns what experiments/results/minder.json holds.
+def chosen(text: str) -> list[str]:
+    """Returns the detectors of --detectors, ours first. Raises: UserError."""
+    from experiments.reports.minder_rivals.rivals import RIVALS
+
+    known = ["ours", *RIVALS]
+    words = known if text == "all" else text.split(",")
+    for word in words:
+        if word not in known:
+            raise UserError(
+                f"detectors={text}: {word!r} must be one of {', '.join(known)}."
+                f"{did_you_mean(word, known)} (--detectors)"
+            )
+    return [name for name in known if name in words]
+
+
+def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, Any]:
+    """Runs what is missing; writes OUT/minder.json and figures; returns what the file holds.
 
     Raises: UserError for a configuration that cannot be run.
     """
-    return {"rows": [], "config": dataclasses.asdict(cfg)}
+    import jax
+
+    from experiments.reports import minder_figures, minder_rows, minder_runs
+
+    names, mixes = chosen(cfg.detectors), cfg.mixes.split(",")
+    if strange := [m for m in mixes if m not in MIXES]:
+        raise UserError(f"mixes={cfg.mixes}: {strange[0]!r} must be one of {sorted(MIXES)}")
+    path = results.writable_folder(cfg.out) / "minder.json"
+    state = results.writable_folder(cfg.state, "state")
+    fits = state / "fits"
+    fits.mkdir(exist_ok=True)
+    base = minder_runs.fitted(fits, cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.model, tell)
+    made = minder_runs.ready(
+        names, fits, base, cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.tune_cases,
+        cfg.tune_seed, tell,
+    )  # fmt: skip
+    sizes, counts = numbers("sizes", cfg.sizes), numbers("cases", cfg.cases)
+    wanted = minder_runs.items(cfg.split, cfg.seed, sizes, counts, mixes, cfg.healthy_hours)
+    if not cfg.draw:
+        minder_runs.shared(state, wanted, made, cfg.processes, tell)
+    found = list(minder_runs.found(state, wanted, made))
+    about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "simulated")
+    about |= {"config": dataclasses.asdict(cfg), "cases": len(found), "wanted": len(wanted)}
+    about |= {"tuned": minder_runs.tuned(made), "paper": PAPER}
+    rows = list(minder_rows.rows(found, names))
+    results.write(path, about, rows)
+    for row in rows:
+        if row["part"] in ("overall", "alarms"):
+            tell(text(row))
+    minder_figures.draw(rows, path.with_suffix(""))
+    tell(f"{path}, .svg and .png")
+    return about | {"rows": rows}
+
+
+def text(row: Mapping[str, Any]) -> str:
+    """Returns a line for the terminal."""
+    if row["part"] == "alarms":
+        low, high = row["a_day_95"]
+        return (
+            f"{row['detector']:16} {row['a_day']:.1f} false alarms a day of {row['machines']} "
+            f"healthy machines ({low:.1f} to {high:.1f}; {24 * row['days']:.0f} h)"
+        )
+    line = f"{row['detector']:16}" + "".join(
+        f" {n} {row[n]:.3f} ({row[f'{n}_95'][0]:.3f} to {row[f'{n}_95'][1]:.3f}),"
+        for n in ("precision", "recall", "f1")
+    )
+    if "f1_more" in row:
+        low, high = row["f1_more_95"]
+        line += f" ours better by {row['f1_more']:+.3f} ({low:+.3f} to {high:+.3f})"
+    return line.rstrip(",")

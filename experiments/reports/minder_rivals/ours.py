@@ -1,0 +1,32 @@
+"""Our detector as the evaluation runs it: in a job's order, with declared departures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.reports.minder_rivals.view import Said
+from megajax.monitor.grid import Grid
+from megajax.systems.minder import Detector
+
+DECLARED = 10.0  # seconds after which a departure is declared: clocks are up to 2 s wrong
+PART = 600  # seconds of a window, so that a long run is never in memory as a whole
+
+
+def alerts(
+    path: str | Path, grid: Grid, departures: Sequence[tuple[str, float]], detector: Detector | None = None,
+) -> list[Said]:  # fmt: skip
+    """Returns the alerts of a fresh detector on a case, or those of one that goes on.
+
+    departures: (machine, Unix s).
+    """
+    detector = Detector.load(path) if detector is None else detector
+    declared = [(at + DECLARED, machine) for machine, at in departures]
+    cuts = sorted({grid.start, grid.end, *(int(at) for at, _ in declared if at < grid.end)})
+    found = []
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        for at, machine in declared:
+            if int(at) == begin:
+                detector.leave(machine)
+        values = grid.values_CNT[:, :, begin - grid.start : end - grid.start]
+        part = Grid(begin, 1, values, grid.machines, grid.metrics)
+        found += detector.update(part)
+    return [Said(a.machine, a.metric, a.since, a.at, a.score, a.kind) for a in found]
