@@ -47,7 +47,7 @@ def triple(case: Row, alerts: Sequence[Row]) -> tuple[int, int, int]:
     return sum(d is not None for d in found["named"]), found["vain"], len(case["faults"])
 
 
-def quality(counts: np.ndarray) -> dict[str, float]:
+def quality(counts: np.ndarray) -> dict[str, np.ndarray]:
     """Returns precision, recall and F1 of (..., 3) sums of named, in vain, faults; without an alert
     the precision is 1, without a fault the recall is."""
     named, vain, faults = np.moveaxis(np.asarray(counts, float), -1, 0)
@@ -56,11 +56,11 @@ def quality(counts: np.ndarray) -> dict[str, float]:
         "precision": np.where(alerts > 0, named / np.maximum(alerts, 1), 1.0),
         "recall": np.where(faults > 0, named / np.maximum(faults, 1), 1.0),
         "f1": np.where(faults + alerts > 0, 2 * named / np.maximum(faults + alerts, 1), 1.0),
-    }  # type: ignore[return-value]
+    }
 
 
 def resampled(sizes: Sequence[int], seed: int = 0, samples: int = SAMPLES) -> np.ndarray:
-    """Returns how often each case is in each sample, (B, X); the cases of a size among themselves."""
+    """Returns how often each case is in each sample, (B, X); samples keep the cases of a size."""
     rng, sizes_X = np.random.default_rng(seed), np.asarray(sizes)
     times_BX = np.zeros((samples, len(sizes_X)))
     for size in np.unique(sizes_X):

@@ -3,7 +3,7 @@
 Each returns scores of machines by window, (M streams, J windows, N machines), and says what was
 assumed where its source looks at other data than per-second metrics.
 
-Legend: C metrics, N machines, J windows of 8 s, H ticks of 24 s, D numbers of a point, R run lengths.
+Legend: C metrics, N machines, J windows of 8 s, H ticks of 24 s, D numbers, R run lengths.
 """
 
 from collections.abc import Sequence

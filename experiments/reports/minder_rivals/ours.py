@@ -8,17 +8,11 @@ from megajax.monitor.grid import Grid
 from megajax.systems.minder import Detector
 
 DECLARED = 10.0  # seconds after which a departure is declared: clocks are up to 2 s wrong
-PART = 600  # seconds of a window, so that a long run is never in memory as a whole
 
 
-def alerts(
-    path: str | Path, grid: Grid, departures: Sequence[tuple[str, float]], detector: Detector | None = None,
-) -> list[Said]:  # fmt: skip
-    """Returns the alerts of a fresh detector on a case, or those of one that goes on.
-
-    departures: (machine, Unix s).
-    """
-    detector = Detector.load(path) if detector is None else detector
+def alerts(path: str | Path, grid: Grid, departures: Sequence[tuple[str, float]]) -> list[Said]:
+    """Returns the alerts of a detector without history. departures: (machine, Unix s)."""
+    detector = Detector.load(path)
     declared = [(at + DECLARED, machine) for machine, at in departures]
     cuts = sorted({grid.start, grid.end, *(int(at) for at, _ in declared if at < grid.end)})
     found = []

@@ -26,7 +26,7 @@ ROWS = 4096  # windows that go through the networks at a time
 
 
 class Said(NamedTuple):
-    """An alert of any detector. at, since: Unix seconds; score: above 1 or as the detector has it."""
+    """An alert of any detector. at, since: Unix seconds. score: in the detector's unit."""
 
     machine: str
     metric: str
@@ -62,7 +62,7 @@ class View:
 
     @cached_property
     def filled_CNT(self) -> np.ndarray:
-        """Scaled seconds, each hole with the nearest sample of its series; 0.5 where it has none."""
+        """Scaled seconds; a hole has the nearest sample of its series, 0.5 where there is none."""
         low_C, high_C, bend_C = (x[:, None, None] for x in self.profile.range_3C)
         return nearest(features.scaled(self.raw_CNT, low_C, high_C, bend_C).astype(np.float32))
 
