@@ -105,11 +105,11 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     state = results.writable_folder(cfg.state, "state")
     fits = state / "fits"
     fits.mkdir(exist_ok=True)
-    base = minder_runs.fitted(fits, cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.model, tell)
-    made = minder_runs.ready(
-        names, fits, base, cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.tune_cases,
-        cfg.tune_seed, tell,
-    )  # fmt: skip
+    recipe = minder_runs.Recipe(
+        cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.tune_cases, cfg.tune_seed
+    )
+    base = minder_runs.fitted(fits, recipe, cfg.model, tell)
+    made = minder_runs.ready(names, fits, base, recipe, tell)
     sizes, counts = numbers("sizes", cfg.sizes), numbers("cases", cfg.cases)
     wanted = minder_runs.items(cfg.split, cfg.seed, sizes, counts, mixes, cfg.healthy_hours)
     if not cfg.draw:

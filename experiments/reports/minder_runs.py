@@ -9,6 +9,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,45 +117,53 @@ class Made:
     key: str
 
 
-def sources(jobs: int, seed: int) -> Iterator[Case]:
-    """Yields the jobs to fit on: mostly healthy, without labels."""
-    yield from cases(jobs, FIT_SIZES, seed, split="train", healthy=0.8)
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What detectors learn from. jobs, seed: to fit on. steps: of training a network. tune_cases,
+    tune_seed: validation cases on which the rivals are tuned."""
+
+    jobs: int
+    seed: int
+    steps: int
+    tune_cases: int
+    tune_seed: int
+
+    def sources(self) -> Iterator[Case]:
+        """Yields the jobs to fit on: mostly healthy, without labels."""
+        yield from cases(self.jobs, FIT_SIZES, self.seed, split="train", healthy=0.8)
 
 
-def fitted(folder: Path, jobs: int, seed: int, steps: int, model: str, tell: Any) -> Path:
+def fitted(folder: Path, recipe: Recipe, model: str, tell: Any) -> Path:
     """Returns the file of our detector, fitted now or before, or the one that was given."""
     if model:
         return Path(model)
-    path = folder / f"ours-{_hash(jobs, seed, steps, code(minder))}.npz"
+    path = folder / f"ours-{_hash(recipe.jobs, recipe.seed, recipe.steps, code(minder))}.npz"
     if not path.exists():
-        tell(f"fitting our detector on {jobs} jobs")
-        grids = [case.read() for case in sources(jobs, seed)]
-        Detector.fit(grids, seed=0, steps=steps).save(path)
+        tell(f"fitting our detector on {recipe.jobs} jobs")
+        grids = [case.read() for case in recipe.sources()]
+        Detector.fit(grids, seed=0, steps=recipe.steps).save(path)
     return path
 
 
-def ready(
-    names: Sequence[str], folder: Path, base: Path, jobs: int, seed: int, steps: int,
-    tune_cases: int, tune_seed: int, tell: Any,
-) -> list[Made]:  # fmt: skip
+def ready(names: Sequence[str], folder: Path, base: Path, recipe: Recipe, tell: Any) -> list[Made]:
     """Returns the detectors, rivals learnt and tuned now or before."""
     own = _hash(base.read_bytes())
     made = [Made(OURS, base, base, f"{OURS}-{_hash(own, code(minder))}")] * (OURS in names)
-    common = _hash(own, code(minder_rivals), jobs, seed, steps, tune_cases, tune_seed)
+    common = _hash(own, code(minder_rivals), recipe)
     rivals = [n for n in names if n != OURS]
     paths = {name: folder / f"{name}-{common}.npz" for name in rivals}
     if new := [name for name in rivals if not paths[name].exists()]:
         tell(f"fitting and tuning {', '.join(new)}")
         profile = Detector.load(base).profile
-        learn = [View(c.read(), c.fleet.departures, profile) for c in sources(jobs, seed)]
-        drawn = list(cases(tune_cases, TUNE_SIZES, tune_seed, split="validate"))
+        learn = [View(c.read(), c.fleet.departures, profile) for c in recipe.sources()]
+        drawn = list(cases(recipe.tune_cases, TUNE_SIZES, recipe.tune_seed, split="validate"))
         views = (View(c.read(), c.fleet.departures, profile) for c in drawn)
-        facts = [described(Item("validate", tune_seed, "evaluation", 0, 0), c) for c in drawn]
+        facts = [described(Item("validate", recipe.tune_seed, "", 0, 0), c) for c in drawn]
 
         def counted(number: int, said: Sequence[Any]) -> tuple[int, int, int]:
             return triple(facts[number], [one._asdict() for one in said])
 
-        for one in tune(new, learn, views, counted, seed, steps):
+        for one in tune(new, learn, views, counted, recipe.seed, recipe.steps):
             one.save(paths[one.name])
             tell(f"{one.name}: F1 {one.f1:.3f} on the tuning cases, {dict(one.tuned)}")
     made += [Made(n, p, base, f"{n}-{_hash(p.read_bytes())}") for n, p in paths.items()]
@@ -205,42 +215,52 @@ def found(folder: Path, wanted: Sequence[Item], made: Sequence[Made]) -> Iterato
         yield kept
 
 
-def _share(folder: Path, wanted: Sequence[Item], made: Sequence[Made]) -> None:
-    """A process's work; prints what is done."""
-    run(folder, wanted, made, lambda line: print(line, flush=True))
+ALONE = (  # one thread of XLA and of BLAS
+    "XLA_FLAGS=--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "OPENBLAS_NUM_THREADS=1",
+    "OMP_NUM_THREADS=1",
+)
 
 
 def shared(
     folder: Path, wanted: Sequence[Item], made: Sequence[Made], processes: int, tell: Any
 ) -> None:
-    """Runs what is missing in several processes, each with one thread of XLA and of BLAS."""
+    """Runs what is missing in several processes, each of one thread."""
     missing = [item for item in wanted if not done(folder, item, made)]
     if processes == 1 or len(missing) < 2:
         run(folder, missing, made, tell)
         return
-    import multiprocessing
-    import os
-
-    one = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-           "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    before = {name: os.environ.get(name) for name in one}
-    context = multiprocessing.get_context("spawn")
     workers = []
     try:
-        os.environ.update(one)  # a process reads them when it starts
         for k in range(processes):
-            work = missing[k::processes]
-            workers.append(context.Process(target=_share, args=(folder, work, made), daemon=True))
-            workers[-1].start()
+            work = folder / f"work-{k}.json"
+            work.write_text(_written(missing[k::processes], made))
+            program = [sys.executable, "-m", "experiments.reports.minder_runs", str(work)]
+            workers.append(subprocess.Popen(["env", *ALONE, *program]))
         for worker in workers:
-            worker.join()
+            worker.wait()
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         for worker in workers:
-            worker.kill() if worker.is_alive() else None
-    if any(worker.exitcode for worker in workers):
+            worker.terminate()
+    if any(worker.returncode for worker in workers):
         raise RuntimeError("a process of the evaluation failed; its error stands above")
+
+
+def _written(wanted: Sequence[Item], made: Sequence[Made]) -> str:
+    """Returns the work of a process as JSON."""
+    return json.dumps(
+        {"items": [dataclasses.asdict(i) for i in wanted],
+         "made": [dataclasses.asdict(m) for m in made]},
+        default=str,
+    )  # fmt: skip
+
+
+def main(path: str) -> None:
+    """Does the work of a file that `shared` wrote; prints what is done."""
+    work = json.loads(Path(path).read_text())
+    made = [Made(m["name"], Path(m["path"]), Path(m["base"]), m["key"]) for m in work["made"]]
+    wanted = [Item(**item) for item in work["items"]]
+    run(Path(path).parent, wanted, made, lambda line: print(line, flush=True))
 
 
 def done(folder: Path, item: Item, made: Sequence[Made]) -> bool:
@@ -253,3 +273,7 @@ def tuned(made: Sequence[Made]) -> dict[str, Any]:
     """Returns what was chosen for the rivals, and their F1 on the tuning cases."""
     found = [Tuned.load(one.path) for one in made if one.name != OURS]
     return {one.name: {"f1": one.f1} | dict(one.tuned) for one in found}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
