@@ -25,7 +25,9 @@ PAPER = {"precision": 0.904, "recall": 0.883, "f1": 0.893}  # Minder section 6.1
 class Config(Checked):
     """What is judged, and on what."""
 
-    detectors: str = option("all", "names with commas; all: ours and every rival")
+    detectors: str = option(
+        "all", "names with commas; all: ours and every rival; ablations: ours without its parts"
+    )
     sizes: str = option("4,16,64,256,1024,1500", "machines of a job, with commas")
     cases: str = option("120,120,120,60,24,16", "cases of each size, with commas")
     mixes: str = option(
@@ -76,10 +78,15 @@ def numbers(name: str, text: str) -> list[int]:
 
 def chosen(text: str) -> list[str]:
     """Returns the detectors of --detectors, ours first. Raises: UserError."""
-    from experiments.reports.minder_rivals.rivals import RIVALS
+    from experiments.reports.minder_rivals.ablated import VARIANTS
+    from experiments.reports.minder_rivals.rivals import MEASURES, RIVALS
 
-    known = ["ours", *RIVALS]
-    words = known if text == "all" else text.split(",")
+    known = ["ours", *RIVALS, *VARIANTS]
+    groups = {
+        "all": ["ours", *(n for n in RIVALS if n not in MEASURES)],
+        "ablations": ["ours", *VARIANTS, "minder-tuned", *MEASURES],
+    }
+    words = groups.get(text, text.split(","))
     for word in words:
         if word not in known:
             raise UserError(
@@ -101,7 +108,8 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     names, mixes = chosen(cfg.detectors), cfg.mixes.split(",")
     if strange := [m for m in mixes if m not in MIXES]:
         raise UserError(f"mixes={cfg.mixes}: {strange[0]!r} must be one of {sorted(MIXES)}")
-    path = results.writable_folder(cfg.out) / "minder.json"
+    name = "minder_ablations" if cfg.detectors == "ablations" else "minder"
+    path = results.writable_folder(cfg.out) / f"{name}.json"
     state = results.writable_folder(cfg.state, "state")
     fits = state / "fits"
     fits.mkdir(exist_ok=True)
@@ -123,8 +131,9 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     for row in rows:
         if row["part"] in ("overall", "alarms"):
             tell(text(row))
-    minder_figures.draw(rows, path.with_suffix(""))
-    tell(f"{path}, .svg and .png")
+    if name == "minder":
+        minder_figures.draw(rows, path.with_suffix(""))
+    tell(f"{path}" + ", .svg and .png" * (name == "minder"))
     return about | {"rows": rows}
 
 

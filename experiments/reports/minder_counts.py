@@ -96,10 +96,10 @@ def difference(ours_X3: np.ndarray, other_X3: np.ndarray, times_BX: np.ndarray) 
 
 def rate(count: int, days: float) -> dict[str, Any]:
     """Returns events a day and the exact 95 % interval of a Poisson process (Garwood 1936)."""
-    from scipy.stats import chi2
+    from scipy.special import gammaincinv
 
-    low = chi2.ppf(0.025, 2 * count) / 2 if count else 0.0
-    high = chi2.ppf(0.975, 2 * count + 2) / 2
+    low = gammaincinv(count, 0.025) if count else 0.0
+    high = gammaincinv(count + 1, 0.975)
     return {"false_alarms": count, "days": days, "a_day": count / days,
             "a_day_95": [float(low / days), float(high / days)]}  # fmt: skip
 

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from experiments.reports import minder_counts as counts
+from experiments.reports.minder_rivals import ablated
+from experiments.reports.minder_rivals.rivals import RIVALS
 from experiments.reports.minder_runs import OURS
 
 Row = dict[str, Any]
-PAPER_F1 = 0.893  # Minder section 6.1: precision 0.904, recall 0.883
 
 
 def rows(found: Sequence[Mapping], names: Sequence[str], seed: int = 0) -> Iterator[Row]:
@@ -25,10 +26,21 @@ def rows(found: Sequence[Mapping], names: Sequence[str], seed: int = 0) -> Itera
                 yield row | {"part": part, of: value}
     for name in names:
         yield from _kinds(whole, name)
+        found_s = [d for _, d in _named(whole, name) if d is not None]
+        faults = sum(len(c["faults"]) for c in whole)
+        yield {"part": "delays", "detector": name, "faults": faults,
+               "seconds": sorted(round(d) for d in found_s)}  # fmt: skip
     healthy = [c for c in found if not c["mix"]]
     for name in names:
         yield from _alarms(healthy, name)
         yield from _costs(found, name)
+
+
+def what(name: str) -> str:
+    """Returns a line about a detector."""
+    if name in ablated.VARIANTS:
+        return ablated.VARIANTS[name].what
+    return RIVALS[name].what if name in RIVALS else "the whole detector"
 
 
 def _triples(cases: Sequence[Mapping], name: str) -> np.ndarray:
@@ -42,7 +54,9 @@ def _overall(cases: Sequence[Mapping], names: Sequence[str], seed: int) -> Itera
     mine = _triples(cases, OURS) if OURS in names else None
     for name in names:
         own = _triples(cases, name)
-        row = {"part": "overall", "detector": name} | counts.summary(own, times_BX)
+        row = {"part": "overall", "detector": name, "what": what(name)} | counts.summary(
+            own, times_BX
+        )
         if mine is not None and name != OURS:
             row |= counts.difference(mine, own, times_BX)
         row["delay_s"] = counts.delays([d for _, d in _named(cases, name) if d is not None])

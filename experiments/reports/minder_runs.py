@@ -18,8 +18,8 @@ from typing import Any
 
 from experiments.reports import minder_rivals
 from experiments.reports.minder_counts import triple
-from experiments.reports.minder_rivals import ours
-from experiments.reports.minder_rivals.rivals import Tuned, tune
+from experiments.reports.minder_rivals import ablated, ours
+from experiments.reports.minder_rivals.rivals import RIVALS, Tuned, tune
 from experiments.reports.minder_rivals.view import View
 from megajax.monitor.fleet import Case, cases
 from megajax.systems import minder
@@ -150,7 +150,14 @@ def ready(names: Sequence[str], folder: Path, base: Path, recipe: Recipe, tell: 
     own = _hash(base.read_bytes())
     made = [Made(OURS, base, base, f"{OURS}-{_hash(own, code(minder))}")] * (OURS in names)
     common = _hash(own, code(minder_rivals), recipe)
-    rivals = [n for n in names if n != OURS]
+    rivals = [n for n in names if n in RIVALS]
+    for name in (n for n in names if n in ablated.VARIANTS):
+        key = _hash(name, own, code(minder, minder_rivals), recipe)
+        path = folder / f"{name}-{key}.npz"
+        if not path.exists():
+            tell(f"fitting {name}: {ablated.VARIANTS[name].what}")
+            ablated.fit(name, base, list(recipe.sources()), recipe.steps, path)
+        made.append(Made(name, path, base, f"{name}-{key}"))
     paths = {name: folder / f"{name}-{common}.npz" for name in rivals}
     if new := [name for name in rivals if not paths[name].exists()]:
         tell(f"fitting and tuning {', '.join(new)}")
@@ -175,7 +182,7 @@ def ready(names: Sequence[str], folder: Path, base: Path, recipe: Recipe, tell: 
 
 def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], tell: Any) -> None:
     """Runs what is missing; a case's file is written as soon as all detectors have seen it."""
-    rivals = {one.key: Tuned.load(one.path) for one in made if one.name != OURS}
+    rivals = {one.key: Tuned.load(one.path) for one in made if one.name in RIVALS}
     profile = Detector.load(made[0].base).profile if made else None
     for number, item in enumerate(wanted):
         path = folder / f"{item.name}.json"
@@ -193,6 +200,8 @@ def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], tell: Any) -
             began = time.perf_counter()
             if one.name == OURS:
                 said = ours.alerts(one.path, view.grid, view.departures)
+            elif one.name in ablated.VARIANTS:
+                said = ablated.alerts(one.name, one.path, case)
             else:
                 said = rivals[one.key].alerts(view)
             kept["took"][one.key] = time.perf_counter() - began
@@ -271,7 +280,7 @@ def done(folder: Path, item: Item, made: Sequence[Made]) -> bool:
 
 def tuned(made: Sequence[Made]) -> dict[str, Any]:
     """Returns what was chosen for the rivals, and their F1 on the tuning cases."""
-    found = [Tuned.load(one.path) for one in made if one.name != OURS]
+    found = [Tuned.load(one.path) for one in made if one.name in RIVALS]
     return {one.name: {"f1": one.f1} | dict(one.tuned) for one in found}
 
 

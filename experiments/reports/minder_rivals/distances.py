@@ -20,14 +20,19 @@ from experiments.reports.minder_rivals.view import View, in_parts
 
 Learnt = dict[str, np.ndarray]
 MEASURES = ("euclid", "manhattan", "chebyshev")
+WINDOWS = 64  # of a call
+
+
+def sums(e_JND: np.ndarray, measure: str = "euclid") -> np.ndarray:
+    """Returns d_JN: of each machine the sum of its distances to all others."""
+    return in_parts(lambda e: _sums(e, measure), e_JND, WINDOWS)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def sums(e_JND: jax.Array, measure: str = "euclid") -> jax.Array:
-    """Returns d_JN: of each machine the sum of its distances to all others."""
+def _sums(e_JND: jax.Array, measure: str) -> jax.Array:
 
     def euclid(e_ND: jax.Array) -> jax.Array:
-        e_ND = e_ND - e_ND.mean(0)  # so that the products below lose no digits
+        e_ND = e_ND - e_ND.mean(0, keepdims=True)  # so that the products below lose no digits
         square_N = (e_ND * e_ND).sum(1)
         product = jnp.matmul(e_ND, e_ND.T, precision="highest")
         square_NN = square_N[:, None] + square_N[None] - 2 * product
@@ -47,8 +52,9 @@ def of_metrics(view: View, _: Learnt, source: str, measure: str = "euclid") -> n
     name = f"{source} {measure}"
     if name not in view.kept:
         windows = view.x_CNJW if source == "x" else view.denoised_CNJW
-        each = [np.asarray(sums(e_NJW.swapaxes(0, 1), measure)) for e_NJW in windows]
-        view.kept[name] = np.stack(each)
+        C, N, J, W = windows.shape
+        e_XNW = windows.swapaxes(1, 2).reshape(C * J, N, W)
+        view.kept[name] = sums(e_XNW, measure).reshape(C, J, N)
     return view.kept[name]
 
 
@@ -56,7 +62,7 @@ def concatenated(view: View, _: Learnt) -> np.ndarray:
     """Returns d_MJN of one stream: the metrics' denoised windows one after the other (CON)."""
     C, N, J, W = view.denoised_CNJW.shape
     e_JND = view.denoised_CNJW.transpose(2, 1, 0, 3).reshape(J, N, C * W)
-    return np.asarray(sums(e_JND))[None]
+    return sums(e_JND)[None]
 
 
 def of_one_network(view: View, learnt: Learnt) -> np.ndarray:
@@ -65,7 +71,7 @@ def of_one_network(view: View, learnt: Learnt) -> np.ndarray:
     x_XWC = view.x_CNJW.transpose(1, 2, 3, 0).reshape(N * J, W, C)
     back = in_parts(lambda x: integrated.denoise(learnt, x), x_XWC)
     e_JND = back.reshape(N, J, W * C).swapaxes(0, 1)
-    return np.asarray(sums(e_JND))[None]
+    return sums(e_JND)[None]
 
 
 def from_median(view: View, _: Learnt) -> np.ndarray:

@@ -33,7 +33,7 @@ def begin(key: jax.Array, metrics: int) -> dict[str, jax.Array]:
 
 
 def _lstm(w: dict, name: str, state: tuple, x: jax.Array) -> tuple:
-    gates = jnp.concatenate([x, state[0]], -1) @ w[name] + w[f"{name}_bias"]
+    gates = jnp.concatenate([x, state[0]], -1) @ w[name] + w[f"{name}_bias"][None]
     i, f, g, o = jnp.split(gates, 4, -1)
     cell = jax.nn.sigmoid(f + 1.0) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
@@ -46,7 +46,7 @@ def both(w: dict, x_BWC: jax.Array, key: jax.Array | None) -> tuple[jax.Array, j
     state, _ = jax.lax.scan(
         lambda s, x: (_lstm(w, "encode", s, x), None), state, x_BWC.swapaxes(0, 1)
     )
-    mean, log_var = jnp.split(state[0] @ w["latent"] + w["latent_bias"], 2, -1)
+    mean, log_var = jnp.split(state[0] @ w["latent"] + w["latent_bias"][None], 2, -1)
     log_var = jnp.clip(log_var, -12.0, 4.0)
     z = mean
     if key is not None:
@@ -54,7 +54,7 @@ def both(w: dict, x_BWC: jax.Array, key: jax.Array | None) -> tuple[jax.Array, j
 
     def second(s: tuple, _: None) -> tuple:
         s = _lstm(w, "decode", s, z)
-        return s, jnp.concatenate([s[0], z], -1) @ w["out"] + w["out_bias"]
+        return s, jnp.concatenate([s[0], z], -1) @ w["out"] + w["out_bias"][None]
 
     _, back = jax.lax.scan(second, (zeros, zeros), None, x_BWC.shape[1])
     return back.swapaxes(0, 1), 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum(-1)

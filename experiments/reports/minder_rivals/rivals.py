@@ -70,6 +70,7 @@ class Rival:
 
 
 _of = functools.partial(functools.partial, distances.of_metrics)
+MEASURES = ("minder-manhattan", "minder-chebyshev")  # for a comparison of distances only
 _one = ("plain", *SCORES[:-1])
 RIVALS: dict[str, Rival] = {
     "minder-paper": Rival(
@@ -100,6 +101,10 @@ RIVALS: dict[str, Rival] = {
                              need=1),
     "greyhound": Rival("Bayesian change points, confirmed (Greyhound, ATC 2025)", others.greyhound,
                        hows=("plain",), need=1),
+    "minder-manhattan": Rival("minder-tuned with Manhattan distances",
+                              _of(source="denoised", measure="manhattan")),
+    "minder-chebyshev": Rival("minder-tuned with Chebyshev distances",
+                              _of(source="denoised", measure="chebyshev")),
 }  # fmt: skip
 
 

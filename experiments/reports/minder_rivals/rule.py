@@ -8,7 +8,7 @@ Legend: M streams (metrics in order, or one of all), J windows, N machines.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from experiments.reports.minder_rivals.view import WINDOW, Said, View
 
 CONTINUITY = 240 // WINDOW  # windows: the paper's four minutes
-# How a sum of distances becomes a score. z: the paper's; it is at most (n - 1) / sqrt(n).
+# How a sum of distances becomes a score. z: the paper's; it is at most sqrt(n - 1).
 SCORES = ("z", "share", "ratio", "mad", "plain")
 
 
@@ -27,6 +27,23 @@ class Trace:
 
     who: np.ndarray
     high: np.ndarray
+    kept: dict = field(default_factory=dict)  # strengths that were asked for
+
+    def strength(self, out: int, need: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (the lowest score of the last `need` windows, -inf where they had not one
+        candidate; the candidate), (M, J) each. out: a machine that is no candidate; -1: none."""
+        if (out, need) not in self.kept:
+            is_out = self.who[0] == out
+            who_MJ = np.where(is_out, self.who[1], self.who[0])
+            high_MJ = np.where(is_out, self.high[1], self.high[0])
+            found = np.full(who_MJ.shape, -np.inf)
+            if who_MJ.shape[1] >= need:
+                lasts = np.lib.stride_tricks.sliding_window_view(who_MJ, need, 1)
+                same = (lasts == lasts[..., :1]).all(2)
+                low = np.lib.stride_tricks.sliding_window_view(high_MJ, need, 1).min(2)
+                found[:, need - 1 :] = np.where(same, low, -np.inf)
+            self.kept[out, need] = found, who_MJ
+        return self.kept[out, need]
 
 
 def trace(score_MJN: np.ndarray, there_JN: np.ndarray) -> Trace:
@@ -55,7 +72,7 @@ def normal(d_JN: np.ndarray, there_JN: np.ndarray, how: str) -> np.ndarray:
     if how in ("z", "share"):
         middle, spread = np.nanmean(d_JN, 1, keepdims=True), np.nanstd(d_JN, 1, keepdims=True)
         n = there_JN.sum(1, keepdims=True)
-        most = 1.0 if how == "z" else (n - 1) / np.sqrt(np.maximum(n, 1))
+        most = 1.0 if how == "z" else np.sqrt(np.maximum(n - 1, 1))
         return np.nan_to_num((d_JN - middle) / (spread * most + 1e-9))
     middle = np.nanmedian(d_JN, 1, keepdims=True)
     if how == "ratio":
@@ -74,32 +91,17 @@ def decide(
     """
     named: list[tuple[int, int, int, float]] = []
     out, begin = -1, 0
-    M, J = found.high.shape[1:]
-    while len(named) < most and begin < J:
-        fires = [
-            (j, m) for m in range(M) if (j := _first(found, m, begin, out, threshold, need)) >= 0
-        ]
-        if not fires:
+    while len(named) < most:
+        strength_MJ, who_MJ = found.strength(out, need)
+        fires_MJ = strength_MJ > threshold
+        fires_MJ[:, : min(begin + need - 1, fires_MJ.shape[1])] = False
+        if not fires_MJ.any():
             break
-        j, m = min(fires)
-        row = int(found.who[0, m, j] == out)  # the second candidate where the first is out
-        out = int(found.who[row, m, j])
-        named.append((j, out, m, float(found.high[row, m, j])))
-        begin = j + 1
+        j = int(fires_MJ.any(0).argmax())
+        m = int(fires_MJ[:, j].argmax())
+        out, begin = int(who_MJ[m, j]), j + 1
+        named.append((j, out, m, float(strength_MJ[m, j])))
     return named
-
-
-def _first(found: Trace, m: int, begin: int, out: int, threshold: float, need: int) -> int:
-    """Returns the first window at whose end one machine was the candidate `need` times; or -1."""
-    who, high = found.who[:, m, begin:], found.high[:, m, begin:]
-    who_J = np.where(who[0] == out, who[1], who[0])
-    over_J = np.where(who[0] == out, high[1], high[0]) > threshold
-    same_J = np.concatenate([[False], who_J[1:] == who_J[:-1]])
-    place_J = np.arange(len(who_J))
-    begins_J = over_J & ~(same_J & np.concatenate([[False], over_J[:-1]]))
-    start_J = np.maximum.accumulate(np.where(begins_J, place_J, -1))
-    done = np.flatnonzero(over_J & (place_J - start_J + 1 >= need))
-    return int(done[0]) + begin if len(done) else -1
 
 
 def said(view: View, named: Sequence[tuple[int, int, int, float]], need: int, streams: Any) -> list:

@@ -111,12 +111,12 @@ def nearest(values_CNT: np.ndarray) -> np.ndarray:
     return np.where(none, np.float32(0.5), found)
 
 
-def in_parts(function: Any, rows_X: np.ndarray) -> np.ndarray:
-    """Returns function(rows), ROWS at a time, so that all sizes run one program."""
+def in_parts(function: Any, rows_X: np.ndarray, rows: int = ROWS) -> np.ndarray:
+    """Returns function(rows_X), so many rows at a time, so that all lengths run one program."""
     found = []
-    for at in range(0, len(rows_X), ROWS):
-        part = rows_X[at : at + ROWS]
-        pad = [(0, ROWS - len(part))] + [(0, 0)] * (part.ndim - 1)
+    for at in range(0, len(rows_X), rows):
+        part = rows_X[at : at + rows]
+        pad = [(0, rows - len(part))] + [(0, 0)] * (part.ndim - 1)
         found.append(np.asarray(function(np.pad(part, pad)))[: len(part)])
     return np.concatenate(found)
 
