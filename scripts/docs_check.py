@@ -312,14 +312,25 @@ class Checker:
         for item in cls.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
                 field, call = ast.unparse(item.target), item.value
+                shown = {k.arg: ast.unparse(k.value).strip("'") for k in call.keywords}
+                inner = prefix + field if "flag" not in shown else shown["flag"]
                 if ast.unparse(call.func).endswith("group"):
-                    shown = {k.arg: ast.unparse(k.value).strip("'") for k in call.keywords}
-                    inner = prefix + field if "flag" not in shown else shown["flag"]
-                    kind = ast.unparse(call.args[0]).split(".")[-1]
-                    found |= self.fields_of(file, kind, f"{inner}.")
+                    module, _, kind = ast.unparse(call.args[0]).rpartition(".")
+                    place = self._module_file(tree, module) or file
+                    found |= self.fields_of(place, kind, f"{inner}.")
                 else:
-                    found.add(prefix + field)
+                    found.add(inner)
         return found
+
+    def _module_file(self, tree: ast.Module, name: str) -> str | None:
+        """Returns the file of a module of ours that another module imports under a name."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    if name == (alias.asname or alias.name):
+                        path = source_of(f"{node.module}.{alias.name}", self.root)
+                        return path and path.relative_to(self.root).as_posix()
+        return None
 
     def _imported(self, tree: ast.Module, file: str, name: str, prefix: str) -> set[str]:
         """As `fields_of`, of a class that another module defines."""

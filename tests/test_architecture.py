@@ -90,6 +90,7 @@ JAX_FREE = (
     "megajax.cost.step",
     "megajax.cost.traffic",
     "megajax.cost.transformer",
+    "megajax.monitor.alertmanager",
     "megajax.monitor.alerts",
     "megajax.monitor.detectors",
     "megajax.monitor.ethtool",

@@ -38,14 +38,19 @@ def option(
     unit: str = "",
     needs: Needs | None = None,
     verbs: tuple[str, ...] = (),
+    flag: str | None = None,
     **bounds: float,
 ) -> Any:
     """Returns a dataclass field.
 
     needs: without what it has no effect. verbs: of the script, the ones that use it; empty: all.
+    flag: its name on the command line; None: the dotted path from the root.
     bounds: the range of a number (limits.Limits: at_least, above, at_most, below).
     """
-    about = {"help": help, "unit": unit, "needs": needs, "verbs": verbs, "limits": Limits(**bounds)}
+    about = {
+        "help": help, "unit": unit, "needs": needs, "verbs": verbs, "flag": flag,
+        "limits": Limits(**bounds),
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=about)
 
 

@@ -9,6 +9,7 @@ Legend: N rows. Not here: what the metrics are called (sources/names.py).
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -72,6 +73,25 @@ class Samples:
         columns = (self.time_N, self.machine_N, self.metric_N, self.value_N)
         for at, machine, metric, value in zip(*(c.tolist() for c in columns), strict=True):
             yield at, self.machines[machine], self.metrics[metric], value
+
+
+def of_machines(samples: Samples, pattern: str) -> Samples:
+    """Returns the rows of the machines whose whole names the regular expression matches; '': of
+    all."""
+    if not pattern:
+        return samples
+    keep = [k for k, m in enumerate(samples.machines) if re.fullmatch(pattern, m)]
+    place = np.full(len(samples.machines), -1)
+    place[keep] = np.arange(len(keep))
+    rows = np.flatnonzero(place[samples.machine_N] >= 0)
+    return dataclasses.replace(
+        samples,
+        time_N=samples.time_N[rows],
+        machine_N=place[samples.machine_N[rows]],
+        metric_N=samples.metric_N[rows],
+        value_N=samples.value_N[rows],
+        machines=tuple(samples.machines[k] for k in keep),
+    )
 
 
 def index(names: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:

@@ -20,13 +20,16 @@ add("--grid", help="of devices")
 class Config(Checked):
     mesh: MeshSpec = group(MeshSpec)
     moe: Moe = group(Moe, flag="experts")
-    seed: int = option(0, "of all")
+    seed: int = option(0, "of all", flag="luck")
+    more: rows.Config = group(rows.Config)
 config.define_flags({}, "tiny")
 '''
 LIBRARY = '''class MeshSpec(Checked):
     data: int = option(1, "rows")
 class Moe(Checked):
     top_k: int = option(1, "of a token")
+class Config(Checked):
+    width: int = option(1, "of a row")
 class Loader:
     def read(self, rows: int, *, order=None) -> list:
         """Returns rows.
@@ -51,7 +54,7 @@ def tools():
 def project(tmp_path):
     """A repository with one script, one module and one public name."""
     sources = {
-        "scripts/run.py": "from megajax.rows import MeshSpec, Moe\n" + SCRIPT,
+        "scripts/run.py": "from megajax import rows\nfrom megajax.rows import MeshSpec, Moe\n" + SCRIPT,
         "megajax/__init__.py": "from megajax.rows import Loader as Loader\n",
         "megajax/rows.py": LIBRARY,
         "docs/page.md": "# A page\n\n## Rows, and more\n",
@@ -70,7 +73,7 @@ GOOD = """# Title
 `megajax/later.py` is not built yet
 ```
 uv run scripts/run.py --out=X \\
-    --grid=2 --seed=1   # comment --nothing
+    --grid=2 --luck=1 --more.width=2   # comment --nothing
 ```
 """
 BAD = {
@@ -83,6 +86,7 @@ BAD = {
     "`--mesh.dat=2`": "--mesh.dat=2: no script has this flag",
     "`scripts/run.py --moe.top_k=1`": "scripts/run.py --moe.top_k: the script has no such flag",
     "```\nuv run scripts/run.py \\\n --evaluate_s=1\n```": "run.py --evaluate_s: the script has",
+    "`scripts/run.py --seed=1`": "scripts/run.py --seed: the script has no such flag",
     "```\nuv run scripts/walk.py\n```": "scripts/walk.py: there is no such script",
 }
 

@@ -66,9 +66,11 @@ class Client:
         ca_file: str | Path | None = None,
         timeout_s: float = 10.0,
         retries: int = 3,
+        name: str = "prometheus",
     ):
-        """url: http(s)://host[:port][/prefix], without /api/v1. Raises: UserError for one that
-        cannot be, for both a password and a token, and for a ca_file that cannot be read."""
+        """url: http(s)://host[:port][/prefix], without /api/v1. name: what messages call it by.
+        Raises: UserError for an address that cannot be, for both a password and a token, and for a
+        ca_file that cannot be read."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -76,8 +78,7 @@ class Client:
             port = 0
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise UserError(
-                f"prometheus={_shown(url)} must be an address such as http://host:9090 "
-                "(--prometheus)"
+                f"{name}={_shown(url)} must be an address such as http://host:9090 (--{name})"
             )
         if timeout_s <= 0 or retries < 0:
             raise UserError(
@@ -88,7 +89,7 @@ class Client:
         if (user is None) != (password is None) or (user is not None and token is not None):
             raise UserError("give a user with a password, or a token, or neither, and not both")
         self._origin = (parts.scheme, parts.hostname, port)
-        self._prefix = parts.path.rstrip("/").removesuffix("/api/v1")
+        self._prefix = parts.path.rstrip("/").removesuffix("/api/v1").removesuffix("/api/v2")
         self._timeout_s, self.retries = timeout_s, retries
         self._headers = {"Accept": "application/json", "User-Agent": "megajax"}
         if token is not None:
@@ -122,6 +123,17 @@ class Client:
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise AssertionError
 
+    def post(self, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+        """Sends a body to a path below the address, once; returns (status, answer).
+
+        Raises: Unavailable when no whole answer comes; TooLarge.
+        """
+        try:
+            status, _, text = self._exchange(f"{self._prefix}/{path}", body, kind)
+        except _Again as error:
+            raise Unavailable(f"{self.where}: {error}") from None
+        return status, text
+
     def _once(self, path: str, query: str) -> tuple[Any, list[str]]:
         """One request with its redirects."""
         target, body = f"{path}?{query}", None
@@ -142,7 +154,9 @@ class Client:
             target = parts.path + (f"?{parts.query}" if parts.query else "")
         raise Refused(f"{self.where}: redirects more than {REDIRECTS} times")
 
-    def _exchange(self, target: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
+    def _exchange(
+        self, target: str, body: bytes | None, kind: str = "application/x-www-form-urlencoded"
+    ) -> tuple[int, Mapping[str, str], bytes]:
         """Returns (status, headers in lower case, body)."""
         reused = bool(self._idle)
         try:
@@ -154,14 +168,14 @@ class Client:
         timer.daemon = True
         timer.start()
         try:
-            answer = self._talk(connection, target, body)
+            answer = self._talk(connection, target, body, kind)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             if late.is_set():
                 raise _Again(f"no whole answer within {self._timeout_s:g} s") from None
             if reused:  # the server has closed it meanwhile
                 self.close()
-                return self._exchange(target, body)
+                return self._exchange(target, body, kind)
             raise _Again(_why(error)) from None
         except BaseException:
             connection.close()
@@ -175,11 +189,11 @@ class Client:
         return answer
 
     def _talk(
-        self, connection: http.client.HTTPConnection, target: str, body: bytes | None
+        self, connection: http.client.HTTPConnection, target: str, body: bytes | None, kind: str
     ) -> tuple[int, Mapping[str, str], bytes]:
         headers = dict(self._headers)
         if body is not None:
-            headers["Content-Type"] = "application/x-www-form-urlencoded"
+            headers["Content-Type"] = kind
         connection.request("GET" if body is None else "POST", target, body, headers)
         response = connection.getresponse()
         parts, size = [], 0

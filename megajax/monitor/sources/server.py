@@ -98,6 +98,11 @@ class Server:
         self._machines: dict[str, str] = {}  # instance -> machine
         self._last: dict[str, float] = {}  # machine -> its newest sample
 
+    @property
+    def interval_s(self) -> float:
+        """The longest scrape interval that was measured; 0.0 before the first read."""
+        return max((seconds for _, seconds in self._intervals.values()), default=0.0)
+
     def read(self, start: float, end: float) -> Samples:
         """Returns the samples of [start, end), Unix seconds, at whole multiples of step_s.
 

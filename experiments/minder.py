@@ -1,0 +1,216 @@
+"""Minder (arXiv 2411.01791): which machine of a training job is about to stop it.
+
+    uv run experiments/minder.py                               # a demonstration, about a minute
+    uv run experiments/minder.py train                         # fits on simulated jobs
+    uv run experiments/minder.py train --prometheus=http://HOST:9090 --hours=24
+    uv run experiments/minder.py train --source=monday.csv.gz,tuesday.parquet
+    uv run experiments/minder.py evaluate --preset=paper       # beside rivals, on simulated jobs
+    uv run experiments/minder.py watch --prometheus=http://HOST:9090 --model=MODEL
+
+`train` writes the model to --model; after Ctrl-C the same command goes on. `evaluate` compares the
+detector with others (experiments/reports/minder.py). `watch` is a daemon: it reads the metrics of
+all machines every few seconds, logs an alert with a picture, and tells Alertmanager and Prometheus
+(docs/monitoring.md). It goes on while the server is away; SIGTERM ends it with exit code 0. Exit
+code 2: a flag, the model or the server's password is wrong.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.reports import minder as report
+from experiments.reports import minder_sources as sources_
+from experiments.reports import minder_watch
+from megajax.core import config, mesh
+from megajax.core.config import Checked, group, option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.paths import expand
+from megajax.monitor import results
+from megajax.monitor.fleet import cases
+from megajax.monitor.grid import Grid
+from megajax.systems.minder import Detector, Settings
+from megajax.systems.minder.pictures import Heat, draw_alert
+from megajax.systems.minder.recent import Recent
+
+VERBS = ("train", "evaluate", "watch")
+
+
+@dataclass(frozen=True)
+class Train(Checked):
+    """What the model is fitted on."""
+
+    source: str = option(
+        "", "files of metrics, with commas; a file a job", verbs=("train",), flag="source"
+    )
+    hours: float = option(
+        6.0, "of the past, from the server", "h", verbs=("train",), flag="hours", above=0
+    )
+    machines: int = option(
+        64, "of the largest simulated job", verbs=("train",), flag="machines", at_least=4
+    )
+    jobs: int = option(18, "simulated jobs", verbs=("train",), flag="jobs", at_least=1)
+    steps: int = option(800, "of training the networks", flag="steps", at_least=1)
+    seed: int = option(0, "of networks and simulated jobs", flag="seed", at_least=0)
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """What to do it with."""
+
+    model: str | None = option(
+        None, "file of the model; none: OUT/model.npz, and evaluate fits one itself"
+    )
+    continuity_s: float | None = option(
+        None, "for which a machine must differ; none: 240, or the model's", "s", at_least=48,
+        at_most=900,
+    )  # fmt: skip
+    strict: float | None = option(
+        None, "factor on the learnt limits; above 1: fewer alerts; none: 1, or the model's", above=0
+    )
+    train: Train = group(Train)
+    server: minder_watch.Server = group(minder_watch.Server)
+    watch: minder_watch.WatchConfig = group(minder_watch.WatchConfig)
+    evaluate: report.Config = group(report.Config)
+    out: str = results.out_option("minder")
+
+    @property
+    def model_path(self) -> Path:
+        """Of train and watch."""
+        return expand(self.model or f"{self.out}/model.npz", "model")
+
+    def settings(self, base: Settings = Settings()) -> Settings:
+        """Returns settings with what the flags say."""
+        said = {"continuity_s": self.continuity_s, "strict": self.strict}
+        return replace(base, **{k: v for k, v in said.items() if v is not None})
+
+
+def tiny() -> Config:
+    """Few and small jobs."""
+    return Config(train=Train(machines=8, jobs=3, steps=200), evaluate=report.tiny())
+
+
+def full() -> Config:
+    """What is worth something."""
+    return Config(evaluate=report.Config())
+
+
+# ---- train
+
+
+def fit(cfg: Config) -> Detector:
+    """Fits a detector and saves it; after Ctrl-C the same call goes on."""
+    path = cfg.model_path
+    results.writable_folder(str(path.parent), "model")
+    ignored = ("watch", "evaluate", "model", "out", "server.timeout_s")
+    same = config.fingerprint(cfg, ignore=ignored)
+    folder = results.writable_folder(f"{cfg.out}/training/{same}")
+    given = _sources(cfg, folder)
+    detector = Detector.fit(
+        given, seed=cfg.train.seed, steps=cfg.train.steps, settings=cfg.settings(),
+        folder=folder / "steps", tell=_say,
+    )  # fmt: skip
+    detector.save(path)
+    sources_.forget(folder)
+    _say(f"{path}: metrics {', '.join(detector.profile.metrics)}")
+    return detector
+
+
+def _sources(cfg: Config, folder: Path) -> Sequence[Any]:
+    """Returns what to fit on, one a job."""
+    if cfg.train.source and cfg.server.prometheus:
+        raise UserError("give --source or --prometheus, and not both (--source, --prometheus)")
+    if cfg.train.source:
+        return sources_.paths(cfg.train.source)
+    if cfg.server.prometheus:
+        return sources_.recorded(
+            minder_watch.source(cfg.server, None),
+            cfg.train.hours,
+            cfg.server.only,
+            folder / "recorded.npz",
+            _say,
+        )
+    return sources_.simulated(cfg.train.jobs, cfg.train.machines, cfg.train.seed, _say)
+
+
+# ---- a demonstration
+
+
+def demonstrate(cfg: Config) -> int:
+    """Trains a little, then watches simulated jobs and draws what it found."""
+    folder = results.writable_folder(cfg.out)
+    fit(cfg)
+    heat, drawn = Heat(), None
+    named = faults = 0
+    chosen = cases(4, (8,), cfg.train.seed + 1, split="validate", noise="low", healthy=0.25)
+    for number, case in enumerate(chosen, 1):
+        detector, recent, found = Detector.load(cfg.model_path), Recent(3600), []
+        for at in range(case.start, case.end, 60):
+            grid: Grid = case.fleet.read(at, min(at + 60, case.end))
+            recent.add(grid)
+            found += detector.update(grid)
+            heat.add(at, detector.scores)
+        sick = {f.machine: f.kind for f in case.faults}
+        named, faults = named + sum(a.machine in sick for a in found), faults + len(sick)
+        said = "; ".join(a.message for a in found) or "no alert"
+        truth = ", ".join(f"{m} ({kind})" for m, kind in sick.items()) or "nobody"
+        _say(f"job {number}/4, {len(case.fleet.layout.names)} machines, faulty: {truth} | {said}")
+        if found and drawn is None:
+            drawn = folder / "alert.png"
+            draw_alert(found[0], recent, case.end, drawn)
+    heat.write(folder / "heat.png", ())
+    _say(f"named {named} of {faults} faulty machines; so little training shows no more than that")
+    _say(f"{folder / 'heat.png'}" + (f" and {drawn}" if drawn else ""))
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def adapt(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
+    """Returns where train and watch start without a preset: from what is worth something."""
+    verb = next((word for word in sys.argv[1:] if word in VERBS), "")
+    return full() if verb in minder_watch.FROM_SERVER and not config.start_given() else base
+
+
+def main(verb: str = "") -> int:
+    """Does what the word says."""
+    if verb and verb not in VERBS:
+        raise UserError(f"{verb!r} must be {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
+    cfg, base = config.from_flags(PRESETS, adapt, verb or None)
+    for name, old, new in config.diff(cfg, base):
+        print(f"{name}: {old} -> {new}")
+    if cfg.server.only:
+        try:
+            re.compile(cfg.server.only)
+        except re.error as error:
+            raise UserError(f"only={cfg.server.only} is no pattern: {error} (--only)") from None
+    mesh.start()
+    mesh.cache_programs("~/.cache/megajax")
+    np.seterr(all="ignore")
+    if verb == "watch":
+        return minder_watch.watch(
+            cfg.watch, cfg.server, cfg.model_path, cfg.settings, cfg.train.steps, cfg.out
+        )
+    if verb == "evaluate":
+        asked = replace(cfg.evaluate, model=cfg.model) if cfg.model else cfg.evaluate
+        report.evaluate(asked)
+        return 0
+    if verb == "train":
+        fit(cfg)
+        return 0
+    return demonstrate(cfg)
+
+
+PRESETS = {"tiny": tiny, "paper": full}
+config.define_flags(PRESETS, "tiny")
+
+if __name__ == "__main__":
+    sys.exit(config.run(main, optional=1))

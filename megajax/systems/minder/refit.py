@@ -1,0 +1,285 @@
+"""Rolling retraining: fits a new model on the last hours without an alert, beside the watch.
+
+The daemon keeps what it read on disk, in pieces of ten minutes, and throws away those in which an
+alert lasted. Every few hours a process of its own fits on these. The new model takes the place of
+the old one only if it is no worse on the same data: it may raise no more alerts on what was quiet,
+and must name as many of the faults that are put into it on purpose. Networks that a fit left blind
+fail this, as do limits that a disturbance has widened. The old model stays as MODEL.previous.
+
+`python -m megajax.systems.minder.refit JOB` is that process. Legend: C metrics, N machines.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.core import files
+from megajax.core.errors import UserError
+from megajax.monitor.grid import Grid
+from megajax.systems.minder.ledger import Lasting
+from megajax.systems.minder.recent import merged
+from megajax.systems.minder.settings import LEAST, Settings
+
+PIECE_S = 600  # (fit.SHORTEST) seconds of a piece
+BEFORE_S = 60  # (chosen) before an alert's onset, of what is thrown away too
+LEAST_S = 1800  # (chosen) of quiet seconds without a hole that the last stretch must have
+JUDGED_S = 2700  # (chosen) of the last stretch, on which both models are compared
+JUDGED_MACHINES = 64  # (chosen) of it
+AS_GOOD = 0.9  # (chosen) of the faults that the old model names, the new one must name so many
+NICE = 10  # (chosen) of the process
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to fit. hours: between two fits, and of quiet data that a fit takes. steps: of training.
+    settings: of the detector. metrics: in the order of the old model."""
+
+    hours: float
+    steps: int
+    settings: Settings
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a fit that ended. word: accepted, rejected or failed."""
+
+    word: str
+    message: str
+    report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Refit:
+    """Keeps the data of a job and fits on it in a child process."""
+
+    def __init__(self, folder: Path, model: Path, plan: Plan, clock: Callable[[], float]):
+        """folder: of the data. Goes on with what an earlier daemon kept there."""
+        self._folder, self._model, self._plan = folder, model, plan
+        self._new: list[Grid] = []
+        self._dirty = False  # an alert lasted in what is collected
+        self._due = clock() + 3600 * plan.hours
+        self._child: subprocess.Popen | None = None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.lost = 0  # pieces that the disk did not take
+
+    # ---- data
+
+    def keep(self, grid: Grid, lasting: Mapping[str, Lasting]) -> None:
+        """Takes the seconds that follow, and the alerts that last."""
+        begin = self._new[0].start if self._new else grid.start
+        self._new.append(grid)
+        for one in lasting.values():
+            since, last = one.alert.since - BEFORE_S, max(one.last, one.alert.at)
+            self._dirty |= since < grid.end and last >= begin
+            for path in self._pieces():
+                if since < int(path.stem) + PIECE_S and last >= int(path.stem):
+                    path.unlink(missing_ok=True)
+        if grid.end - begin < PIECE_S:
+            return
+        if not self._dirty:
+            self._write(merged(self._new, self._plan.metrics, begin, begin + PIECE_S))
+        self._new, self._dirty = [], False
+        most = max(1, round(3600 * self._plan.hours / PIECE_S))
+        for path in self._pieces()[:-most]:
+            path.unlink(missing_ok=True)
+
+    def _write(self, grid: Grid) -> None:
+        part = self._folder / f".{grid.start}.part"
+        try:
+            with open(part, "wb") as file:
+                np.savez_compressed(
+                    file, values=grid.values_CNT, machines=np.array(grid.machines, str)
+                )
+            part.replace(self._folder / f"{grid.start}.npz")
+        except OSError:
+            part.unlink(missing_ok=True)
+            self.lost += 1
+
+    def _pieces(self) -> list[Path]:
+        found = [p for p in self._folder.glob("*.npz") if p.stem.isdecimal()]
+        return sorted(found, key=lambda p: int(p.stem))
+
+    # ---- the process
+
+    def poll(self, now: float) -> Result | None:
+        """Begins a fit when its time has come; returns the result of one that has ended."""
+        if self._child is None:
+            if now >= self._due and _longest(self._pieces()) >= LEAST_S:
+                self._start()
+            return None
+        code = self._child.poll()
+        if code is None:
+            return None
+        text = self._child.communicate()[0]
+        self._child, self._due = None, now + 3600 * self._plan.hours
+        return self._take(code, text)
+
+    def _start(self) -> None:
+        plan = self._plan
+        job = {
+            "pieces": [str(p) for p in self._pieces()], "model": str(self._model),
+            "candidate": str(self._candidate), "steps": plan.steps,
+            "metrics": list(plan.metrics), "settings": dataclasses.asdict(plan.settings),
+        }  # fmt: skip
+        (self._folder / "job.json").write_text(json.dumps(job))
+        with (self._folder / "fit.log").open("w") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "megajax.systems.minder.refit", self._folder / "job.json"],
+                stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True,
+                start_new_session=True,  # Ctrl-C is the daemon's, which ends it
+            )  # fmt: skip
+
+    @property
+    def _candidate(self) -> Path:
+        return self._folder / "candidate"
+
+    def _take(self, code: int, text: str) -> Result:
+        """Returns what a process that has ended left, and puts an accepted model into its place."""
+        log = self._folder / "fit.log"
+        try:
+            report = json.loads(text.splitlines()[-1])
+            worse = str(report["worse"])
+        except (LookupError, ValueError, TypeError):
+            return Result("failed", f"retraining failed (exit code {code}, see {log}): the model "
+                                    "stays as it was")  # fmt: skip
+        if worse:
+            return Result("rejected", f"retraining: {worse}; the model stays as it was", report)
+        previous = self._model.with_name(f"{self._model.name}.previous")
+        try:
+            previous.unlink(missing_ok=True)
+            os.link(self._model, previous)
+            os.replace(self._candidate, self._model)
+        except OSError as error:
+            why = error.strerror or error
+            return Result("failed", f"retraining: the new model cannot be put in place: {why}")
+        message = (
+            f"retrained on {report['seconds'] / 3600:.1f} h: {self._model} is new, the old one is "
+            f"{previous.name}; named {report['named']} of {report['faults']} faults "
+            f"(the old one {report['named_before']})"
+        )
+        return Result("accepted", message, report)
+
+    def close(self) -> None:
+        """Ends a fit that runs."""
+        if self._child is not None:
+            self._child.terminate()
+            self._child.communicate()
+            self._child = None
+
+
+def _longest(pieces: Sequence[Path]) -> int:
+    """Returns the seconds of the newest stretch of pieces without a hole."""
+    starts = [int(p.stem) for p in pieces]
+    length = min(1, len(starts))
+    for before, after in zip(starts[-2::-1], starts[:0:-1], strict=False):
+        if after - before > PIECE_S:
+            break
+        length += 1
+    return PIECE_S * length
+
+
+# ---- in the process
+
+
+def stretches(paths: Sequence[str | Path], metrics: Sequence[str]) -> list[Grid]:
+    """Returns pieces joined where they follow each other without a change of machines."""
+    groups: list[list[Grid]] = []
+    for path in paths:
+        with np.load(path, allow_pickle=False) as file:
+            machines = tuple(str(m) for m in file["machines"])
+            grid = Grid(int(Path(path).stem), 1, file["values"], machines, tuple(metrics))
+        if len(machines) < LEAST:
+            continue
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.end == grid.start and last.machines == grid.machines:
+            groups[-1].append(grid)
+        else:
+            groups.append([grid])
+    return [merged(group, metrics) for group in groups]
+
+
+def compare(old: Callable, new: Callable, grid: Grid) -> dict[str, Any]:
+    """Returns how two detectors do on a quiet stretch, and on it with faults put into it.
+
+    old, new: return a detector without history. `worse` says why the new one is not to be used, ''
+    if it is. A fault moves a metric of one machine, in the second half, by what lies between the
+    1st and the 99th percentile of all machines.
+    """
+    part = _part(grid)
+    false_old, false_new = (len(make().update(part)) for make in (old, new))
+    named_old = named_new = faults = 0
+    for c in range(len(part.metrics)):
+        values = part.values_CNT[c]
+        if not np.isfinite(values).any():
+            continue
+        low, high = np.nanquantile(values, (0.01, 0.99))
+        for number, sign in enumerate((1.0, -1.0)):
+            machine = (3 * c + 7 * number) % len(part.machines)
+            sick = part.values_CNT.copy()
+            sick[c, machine, sick.shape[2] // 2 :] += sign * max(high - low, 1e-6)
+            broken = dataclasses.replace(part, values_CNT=sick)
+            hits = [
+                any(a.machine == part.machines[machine] for a in make().update(broken))
+                for make in (old, new)
+            ]
+            faults, named_old, named_new = faults + 1, named_old + hits[0], named_new + hits[1]
+    worse = ""
+    if false_new > false_old:
+        worse = f"the new model raises {false_new} alerts on quiet data, the old one {false_old}"
+    elif named_new < AS_GOOD * named_old:
+        worse = f"the new model names {named_new} of {faults} faults, the old one {named_old}"
+    return {
+        "worse": worse, "faults": faults, "named": named_new, "named_before": named_old,
+        "false": false_new, "false_before": false_old,
+    }  # fmt: skip
+
+
+def _part(grid: Grid) -> Grid:
+    """Returns the end of a stretch, of not too many machines."""
+    every = -(-len(grid.machines) // JUDGED_MACHINES)
+    values_CNT = grid.values_CNT[:, ::every, -JUDGED_S:]
+    start = grid.end - values_CNT.shape[2]
+    return Grid(start, 1, values_CNT, grid.machines[::every], grid.metrics)
+
+
+def main(job: Path) -> int:
+    """Fits, compares, saves the candidate; the last line of its output is the report."""
+    from megajax.systems.minder.detector import Detector
+
+    os.nice(NICE)
+    said = files.read_object(job, 2**20)
+    metrics, settings = said["metrics"], Settings(**said["settings"])
+    grids = stretches(said["pieces"], metrics)
+    if not grids:
+        raise UserError(f"no stretch of {PIECE_S} s has {LEAST} machines")
+    new = Detector.fit(
+        grids, seed=0, metrics=metrics, steps=said["steps"], settings=settings,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    report = compare(
+        lambda: Detector.load(said["model"], settings), lambda: Detector(new.profile), grids[-1]
+    )
+    new.save(said["candidate"])
+    seconds = sum(g.values_CNT.shape[2] for g in grids)
+    print(json.dumps(report | {"seconds": seconds, "fit": _plain(new.profile.report)}))
+    return 0
+
+
+def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in report.items() if isinstance(v, int | float | str | bool)}
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

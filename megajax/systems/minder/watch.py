@@ -1,0 +1,252 @@
+"""The daemon: reads the metrics of a job every few seconds, and tells which machine is about to
+stop it.
+
+A read that fails is repeated; the seconds that it missed are read later, as far as `gap_s`. Nothing
+but a server that refuses from the first read on ends the watch. The time of the daemon is that of
+the source's samples: an alert's `at` is the second up to which the detector had read.
+
+Source: Minder (NSDI 2025, arXiv 2411.01791), section 5: it is called every few minutes there, and
+reads 15 minutes each time. Not here: outlets (telling.py), retraining (refit.py).
+"""
+
+import contextlib
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megajax.core.errors import UserError
+from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Samples, of_machines
+from megajax.monitor.sources.http_query import Refused, Unavailable
+from megajax.systems.minder.alert import Alert
+from megajax.systems.minder.detector import Detector
+from megajax.systems.minder.pending import grid_of
+from megajax.systems.minder.recent import Recent
+from megajax.systems.minder.refit import Refit
+from megajax.systems.minder.telling import Teller
+
+INTERVALS = 2  # scrapes that may be incomplete before now (sources/server.py)
+FORGET_S = 3600.0  # (chosen) a hole after which a detector's history says nothing
+BACK_S = 60.0  # (chosen) by which a clock may go back without a new beginning
+QUIET_S = 600.0  # (chosen) between two repetitions of a note, or of what goes wrong
+PIECE_S = 900  # (chosen) seconds that are read at a time
+
+
+class Source(Protocol):
+    """Where metrics come from."""
+
+    def read(self, start: float, end: float) -> Samples:
+        """Returns the samples of [start, end), Unix seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Times in seconds. period_s: between two reads. lag_s: before now, up to which is read; at
+    least two scrape intervals. history_s: that are read at the start. gap_s: of a source that was
+    away, which are read later; older ones are left out. machines: pattern of the names of machines
+    that are judged; '': all."""
+
+    period_s: float = 8.0
+    lag_s: float = 5.0
+    history_s: float = 600.0
+    gap_s: float = 900.0
+    machines: str = ""
+
+
+class Watch:
+    """Watches one job."""
+
+    def __init__(
+        self,
+        source: Source,
+        load: Callable[[], Detector],
+        teller: Teller,
+        pace: Pace = Pace(),
+        refit: Refit | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        """load: returns a detector without history; called again when a new model is there."""
+        self._source, self._load, self._pace, self._clock = source, load, pace, clock
+        self._teller, self._refit = teller, refit
+        self._detector, self._recent = load(), Recent(max(pace.history_s, pace.gap_s))
+        self._next: int | None = None  # the first second that was not read yet
+        self._has_read = False
+        self._source_trouble = Trouble("reading", teller)
+        self._window_trouble = Trouble("judging", teller)
+        self._notes: dict[str, float] = {}  # without its numbers -> when it was said
+
+    def run(self, stop: threading.Event) -> None:
+        """Watches until told to stop. Raises: Refused when the source does not accept the first
+        request that it answers."""
+        while not stop.is_set():
+            began = time.monotonic()
+            self.look()
+            if self._is_behind():
+                continue
+            stop.wait(max(0.0, self._pace.period_s - (time.monotonic() - began)))
+
+    @property
+    def seconds(self) -> int:
+        """Seconds that were judged."""
+        return self._teller.count["judged_seconds_total"]
+
+    def look(self) -> None:
+        """Reads what is new and judges it."""
+        span = self._span()
+        if span is None:
+            return
+        began = time.monotonic()
+        samples = self._read(*span)
+        self._teller.count["read_seconds_total"] += time.monotonic() - began  # type: ignore
+        if samples is None:
+            return
+        self._next = span[1]
+        grid = grid_of(of_machines(samples, self._pace.machines))
+        self._recent.add(grid)
+        self._judge(grid)
+        if self._refit is not None:
+            self._refit.keep(grid, self._teller.ledger.lasting)
+            self._look_for_model()
+
+    # ---- time
+
+    def _end(self) -> int:
+        lag_s = max(self._pace.lag_s, INTERVALS * getattr(self._source, "interval_s", 0.0))
+        return math.floor(self._clock() - lag_s)
+
+    def _is_behind(self) -> bool:
+        up = self._teller.gauges["source_up"] > 0
+        return up and self._next is not None and self._end() - self._next > PIECE_S
+
+    def _span(self) -> tuple[int, int] | None:
+        """Returns [start, end) of what is to be read now, in Unix seconds."""
+        end, pace = self._end(), self._pace
+        if self._next is None:
+            self._next = end - math.ceil(max(pace.history_s, pace.period_s))
+        if end < self._next - BACK_S:
+            self._teller.event(
+                "clock", f"the clock went back by {self._next - end} s: the detector begins anew"
+            )
+            self._begin(end)
+            return None
+        if (missed := end - self._next - math.ceil(max(pace.gap_s, pace.history_s))) > 0:
+            self._teller.count["skipped_seconds_total"] += missed
+            message = f"{missed} s are too long ago and will not be judged"
+            self._teller.event("gap", message, seconds=missed)
+            self._next += missed
+            if missed > FORGET_S:
+                self._begin(self._next)
+        return (self._next, min(end, self._next + PIECE_S)) if end > self._next else None
+
+    def _begin(self, at: int) -> None:
+        """Begins anew, without history."""
+        self._next, self._detector = at, self._load()
+        self._recent.clear()
+
+    # ---- reading
+
+    def _read(self, start: int, end: int) -> Samples | None:
+        teller = self._teller
+        try:
+            samples = self._source.read(start, end)
+        except (Refused, Unavailable) as error:
+            if isinstance(error, Refused) and not self._has_read:
+                raise
+            teller.count["source_failures_total"] += 1
+            teller.gauges["source_up"] = 0.0
+            self._source_trouble.there(str(error))
+            return None
+        teller.gauges["source_up"] = 1.0
+        self._has_read = True
+        self._source_trouble.gone()
+        return samples
+
+    # ---- judging
+
+    def _judge(self, grid: Grid) -> None:
+        teller, detector = self._teller, self._detector
+        began, alerts = time.monotonic(), []
+        try:
+            alerts = detector.update(grid)
+        except UserError as error:
+            teller.count["refused_windows_total"] += 1
+            self._window_trouble.there(str(error))
+        else:
+            self._window_trouble.gone()
+        teller.count["update_seconds_total"] += time.monotonic() - began  # type: ignore
+        teller.count["judged_seconds_total"] += grid.values_CNT.shape[2]
+        for note in detector.notes:
+            self._note(note)
+        self._hear(alerts, grid.end)
+
+    def _hear(self, alerts: list[Alert], end: int) -> None:
+        teller, detector = self._teller, self._detector
+        teller.hear(alerts, detector.named, detector.scores, end, self._recent)
+        teller.gauges["judged_timestamp_seconds"] = float(end)
+        teller.gauges["machines"] = float(len(detector.machines))
+
+    def _note(self, note: str) -> None:
+        """Says a note that was not said lately."""
+        key, now = re.sub(r"\d+", "#", note), time.monotonic()
+        if now - self._notes.get(key, -math.inf) > QUIET_S:
+            self._notes[key] = now
+            self._teller.event("note", note)
+
+    # ---- a new model
+
+    def _look_for_model(self) -> None:
+        assert self._refit is not None
+        result = self._refit.poll(self._clock())
+        if result is None:
+            return
+        self._teller.fits[result.word] += 1
+        self._teller.event("fit", result.message, result=result.word, **result.report)
+        if result.word != "accepted":
+            return
+        try:
+            self._detector, end = self._load(), 0
+        except UserError as error:
+            self._teller.event("fit", f"the new model is not used: {error}", result="failed")
+            return
+        self._teller.gauges["model_timestamp_seconds"] = time.time()
+        alerts = []
+        for grid in self._recent:  # it takes over what the old one knew of the last minutes
+            with contextlib.suppress(UserError):
+                alerts += self._detector.update(grid)
+            end = grid.end
+        self._hear(alerts, end)
+
+
+class Trouble:
+    """Something that goes wrong for a while: said when it begins, changes and ends."""
+
+    def __init__(self, what: str, teller: Teller):
+        """what: the subject of the sentences."""
+        self._what, self._teller = what, teller
+        self._count, self._since, self._said = 0, 0.0, ("", 0.0)
+
+    def there(self, why: str) -> None:
+        """It is, or still is."""
+        now, key = time.monotonic(), re.sub(r"\d+", "#", why)
+        if not self._count:
+            self._since = now
+        self._count += 1
+        if key != self._said[0] or now - self._said[1] > QUIET_S:
+            self._said = (key, now)
+            more = f" ({self._count} times so far)" if self._count > 1 else ""
+            self._teller.event("trouble", f"{self._what}: {why}{more}; watching goes on")
+
+    def gone(self) -> None:
+        """It is not, or no more."""
+        if self._count:
+            seconds = time.monotonic() - self._since
+            self._teller.event(
+                "trouble", f"{self._what}: works again, after {self._count} failures in "
+                f"{seconds:.0f} s",
+            )  # fmt: skip
+        self._count, self._said = 0, ("", 0.0)
