@@ -103,6 +103,10 @@ def source(s: Server, metrics: Sequence[str] | None) -> Any:
     """Returns the Prometheus server. metrics: of a model; None: Minder's."""
     if s.prometheus is None:
         raise UserError("which server? Give its address (--prometheus=http://HOST:9090)")
+    if (s.user is None) != (s.password_file is None):
+        raise UserError("a user needs a password and the reverse (--user, --password_file)")
+    if s.user is not None and s.token_file is not None:
+        raise UserError("give a user or a token, and not both (--user, --token_file)")
     return sources_.server(
         s.prometheus, metrics, s.queries, user=s.user, ca_file=s.ca_file,
         password=_secret(s.password_file, "password_file"),
@@ -137,6 +141,11 @@ def watch(
     path: of the model. settings_of: makes settings of the model's. steps: of a retraining. out:
     folder of all that is written.
     """
+    if not path.exists():
+        raise UserError(
+            f"model={path} is not there; experiments/minder.py train --model={path} makes one "
+            "(--model)"
+        )
     first = Detector.load(path)  # what is wrong with it comes before all else
     learnt = first.profile.settings
     settings = settings_of(learnt)

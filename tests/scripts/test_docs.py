@@ -24,6 +24,7 @@ class Config(Checked):
     more: rows.Config = group(rows.Config)
 config.define_flags({}, "tiny")
 '''
+IMPORTS = "from megajax import rows\nfrom megajax.rows import MeshSpec, Moe\n"
 LIBRARY = '''class MeshSpec(Checked):
     data: int = option(1, "rows")
 class Moe(Checked):
@@ -54,7 +55,7 @@ def tools():
 def project(tmp_path):
     """A repository with one script, one module and one public name."""
     sources = {
-        "scripts/run.py": "from megajax import rows\nfrom megajax.rows import MeshSpec, Moe\n" + SCRIPT,
+        "scripts/run.py": IMPORTS + SCRIPT,
         "megajax/__init__.py": "from megajax.rows import Loader as Loader\n",
         "megajax/rows.py": LIBRARY,
         "docs/page.md": "# A page\n\n## Rows, and more\n",
