@@ -3,8 +3,8 @@
     uv run scripts/figures.py            # experiments/results/*.json -> .svg and .png beside them
     uv run scripts/figures.py FOLDER     # those of another folder, what an experiment's --out was
 
-Nothing is trained, simulated or measured: flux, comet, bytetransformer, tilewise, sdp4bit and
-serving. The figures of chaos, bytecheckpoint and schedules are drawn by their experiments alone.
+Nothing is trained, simulated or measured: flux, comet, bytetransformer, tilewise, sdp4bit,
+serving and minder. The figures of chaos, bytecheckpoint and schedules are drawn by their experiments alone.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -15,7 +15,12 @@ from pathlib import Path
 
 from experiments.reports import overlap as overlap_report
 from experiments.reports import padding as padding_report
-from experiments.reports import pruning_figures, sdp4bit_figures, serving_figures
+from experiments.reports import (
+    minder_figures,
+    pruning_figures,
+    sdp4bit_figures,
+    serving_figures,
+)
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -60,6 +65,11 @@ def serving(found: dict, path: Path) -> None:
     serving_figures.draw(found["rows"], path)
 
 
+def minder(found: dict, path: Path) -> None:
+    """F1 by size, recall by kind, noise, delays."""
+    minder_figures.draw(found["rows"], path)
+
+
 FIGURES: dict[str, Callable[[dict, Path], None]] = {
     "flux_simulated": flux,
     "comet_simulated": comet,
@@ -67,6 +77,7 @@ FIGURES: dict[str, Callable[[dict, Path], None]] = {
     "tilewise": tilewise,
     "sdp4bit": sdp4bit,
     "serving": serving,
+    "minder": minder,
 }
 
 

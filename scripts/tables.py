@@ -24,6 +24,7 @@ from absl import flags
 from experiments.reports import (
     gpu_tables,
     kernel_tables,
+    minder_tables,
     overlap_tables,
     pruning_tables,
     sdp4bit_tables,
@@ -317,6 +318,19 @@ TABLES: dict[str, Callable[[], str]] = {
             sdp4bit_tables.estimates,
         )
     },
+    **{
+        f"minder_{table.__name__}": functools.partial(table, RESULTS / "minder.json")
+        for table in (
+            minder_tables.overall,
+            minder_tables.sizes,
+            minder_tables.kinds,
+            minder_tables.conditions,
+            minder_tables.alarms,
+        )
+    },
+    "minder_ablations": functools.partial(
+        minder_tables.ablations, RESULTS / "minder_ablations.json"
+    ),
     **{
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
         for table in (serving_figures.offline, serving_figures.online, serving_figures.numerics)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports.minder_figures import LEVELS, OURS
-from experiments.reports.minder_rivals.rivals import RIVALS
 
 Row = dict[str, Any]
 
@@ -20,7 +19,7 @@ def overall(path: Path) -> str:
         tuned = found["tuned"].get(name, {}).get("f1")
         rows.append(
             (
-                name, "this detector" if name == OURS else RIVALS[name].what,
+                name, row["what"],
                 *(_interval(row, m) for m in ("precision", "recall", "f1")),
                 _interval(row, "f1_more", sign=True) if "f1_more" in row else "",
                 f"{row['delay_s'].get('p50', 0):.0f} s" if row["delay_s"] else "-",
