@@ -4,7 +4,8 @@
     uv run scripts/figures.py FOLDER     # those of another folder, what an experiment's --out was
 
 Nothing is trained, simulated or measured: flux, comet, bytetransformer, tilewise, sdp4bit,
-serving and minder. The figures of chaos, bytecheckpoint and schedules are drawn by their experiments alone.
+serving and minder. The figures of chaos, bytecheckpoint and schedules are drawn by their
+experiments alone.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -13,14 +14,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.reports import overlap as overlap_report
-from experiments.reports import padding as padding_report
 from experiments.reports import (
     minder_figures,
     pruning_figures,
     sdp4bit_figures,
     serving_figures,
 )
+from experiments.reports import overlap as overlap_report
+from experiments.reports import padding as padding_report
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand

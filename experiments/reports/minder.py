@@ -116,16 +116,18 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     recipe = minder_runs.Recipe(
         cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.tune_cases, cfg.tune_seed
     )
-    base = minder_runs.fitted(fits, recipe, cfg.model, tell)
-    made = minder_runs.ready(names, fits, base, recipe, tell)
     sizes, counts = numbers("sizes", cfg.sizes), numbers("cases", cfg.cases)
     wanted = minder_runs.items(cfg.split, cfg.seed, sizes, counts, mixes, cfg.healthy_hours)
+    made: list[minder_runs.Made] = []
     if not cfg.draw:
+        base = minder_runs.fitted(fits, recipe, cfg.model, tell)
+        made = minder_runs.ready(names, fits, base, recipe, tell)
         minder_runs.shared(state, wanted, made, cfg.processes, tell)
-    found = list(minder_runs.found(state, wanted, made))
+    found = list(minder_runs.found(state, wanted, names))
+    names = [n for n in names if all(n in c["said"] for c in found)]
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "simulated")
     about |= {"config": dataclasses.asdict(cfg), "cases": len(found), "wanted": len(wanted)}
-    about |= {"tuned": minder_runs.tuned(made), "paper": PAPER}
+    about |= {"tuned": minder_runs.tuned(state, made), "paper": PAPER}
     rows = list(minder_rows.rows(found, names))
     results.write(path, about, rows)
     for row in rows:

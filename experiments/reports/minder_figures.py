@@ -26,7 +26,7 @@ def draw(rows: Rows, path: Path) -> None:
     if OURS not in whole:
         return
     order = sorted(whole, key=lambda n: (n != OURS, -whole[n]["f1"]))
-    figure, axes = panels(2, 2, size=(13, 8.6))
+    figure, axes = panels(2, 2, size=(14, 8.6))
     _sizes(axes[0], rows, order)
     _kinds(axes[1], rows, order[:2])
     _noise(axes[2], rows, order[:4])
@@ -49,14 +49,15 @@ def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
             low, high = zip(*(r["f1_95"] for r in mine), strict=True)
             axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
     axes.axhline(PAPER_F1, color="0.3", linestyle="--", linewidth=0.9)
-    axes.text(axes.get_xlim()[0] * 1.05, PAPER_F1 + 0.01, "paper", fontsize=7, color="0.3")
+    axes.text(0.01, PAPER_F1 + 0.01, "paper", fontsize=7, color="0.3",
+              transform=axes.get_yaxis_transform())  # fmt: skip
     axes.set_xscale("log", base=2)
     sizes = sorted({r["size"] for r in rows if r["part"] == "size"})
     axes.set_xticks(sizes, [str(s) for s in sizes])
     axes.minorticks_off()
     axes.set(xlabel="machines of the job", ylabel="F1", ylim=(0, 1.02))
     axes.set_title("F1 by size of the job; shaded: 95 % interval", fontsize=9, loc="left")
-    axes.legend(fontsize=7, frameon=False, ncols=2, loc="lower center")
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
@@ -69,14 +70,14 @@ def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             low, high = row["recall_95"]
             axes.barh(place + shift, row["recall"], 0.36, color=COLOURS[name],
                       label=name if not place else None)  # fmt: skip
-            axes.plot([low, high], [place + shift] * 2, color="0.4", linewidth=0.9)
+            axes.plot([low, high], [place + shift] * 2, color="black", linewidth=0.8)
     axes.set_yticks(
         range(len(kinds)), [f"{k.replace('_', ' ')} ({mine[OURS][k]['faults']})" for k in kinds],
         fontsize=7.5,
     )  # fmt: skip
     axes.set(xlabel="share of the faults that were named", xlim=(0, 1))
     axes.set_title("recall by kind of fault; lines: 95 % intervals", fontsize=9, loc="left")
-    axes.legend(fontsize=7, frameon=False, loc="lower left")
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _noise(axes: Any, rows: Rows, names: Sequence[str]) -> None:
@@ -88,7 +89,7 @@ def _noise(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             middle = np.array([r[what] for r in found])
             low, high = np.array([r[f"{what}_95"] for r in found]).T
             axes.errorbar(
-                x, middle, np.maximum([middle - low, high - middle], 0), fmt=f"-{mark}",
+                x, middle, np.maximum([middle - low, high - middle], 0), marker=mark,
                 color=COLOURS[name], markersize=4, linewidth=1.0, elinewidth=0.6,
                 linestyle="--" if what == "precision" else "-", label=f"{name}, {what}",
             )  # fmt: skip

@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,15 +212,17 @@ def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], tell: Any) -
         tell(f"{number + 1}/{len(wanted)} {item.name}")
 
 
-def found(folder: Path, wanted: Sequence[Item], made: Sequence[Made]) -> Iterator[Mapping]:
-    """Yields what is there: a case, with 'said' and 'took' by the detectors' names."""
+def found(folder: Path, wanted: Sequence[Item], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields what is there: a case, with 'said' and 'took' by the detectors' names, of each the one
+    that ran last."""
     for item in wanted:
         path = folder / f"{item.name}.json"
         if not path.exists():
             continue
         kept = json.loads(path.read_text())
+        last = {key.rpartition("-")[0]: key for key in kept["said"]}  # in the order of running
         for member in ("said", "took"):
-            kept[member] = {o.name: kept[member][o.key] for o in made if o.key in kept[member]}
+            kept[member] = {n: kept[member][last[n]] for n in names if n in last}
         yield kept
 
 
@@ -278,10 +280,14 @@ def done(folder: Path, item: Item, made: Sequence[Made]) -> bool:
     return path.exists() and {o.key for o in made} <= json.loads(path.read_text())["said"].keys()
 
 
-def tuned(made: Sequence[Made]) -> dict[str, Any]:
-    """Returns what was chosen for the rivals, and their F1 on the tuning cases."""
-    found = [Tuned.load(one.path) for one in made if one.name in RIVALS]
-    return {one.name: {"f1": one.f1} | dict(one.tuned) for one in found}
+def tuned(folder: Path, made: Sequence[Made]) -> dict[str, Any]:
+    """Returns what was chosen for the rivals, now or before, and their F1 on the tuning cases."""
+    path = folder / "tuned.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    new = [Tuned.load(one.path) for one in made if one.name in RIVALS]
+    kept |= {one.name: {"f1": one.f1} | dict(one.tuned) for one in new}
+    path.write_text(json.dumps(kept, indent=1))
+    return kept
 
 
 if __name__ == "__main__":
