@@ -192,7 +192,7 @@ def main(verb: str = "") -> int:
             re.compile(cfg.server.only)
         except re.error as error:
             raise UserError(f"only={cfg.server.only} is no pattern: {error} (--only)") from None
-    mesh.start()
+    mesh.start(emulate=1 if verb == "watch" else None)  # GPUs of its host belong to the job
     mesh.cache_programs("~/.cache/megajax")
     np.seterr(all="ignore")
     if verb == "watch":

@@ -252,9 +252,12 @@ def _part(grid: Grid) -> Grid:
 
 def main(job: Path) -> int:
     """Fits, compares, saves the candidate; the last line of its output is the report."""
+    import jax
+
     from megajax.systems.minder.detector import Detector
 
     os.nice(NICE)
+    jax.config.update("jax_platforms", "cpu")  # GPUs of this host belong to the job
     said = files.read_object(job, 2**20)
     metrics, settings = said["metrics"], Settings(**said["settings"])
     grids = stretches(said["pieces"], metrics)
