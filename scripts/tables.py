@@ -318,19 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
             sdp4bit_tables.estimates,
         )
     },
-    **{
-        f"minder_{table.__name__}": functools.partial(table, RESULTS / "minder.json")
-        for table in (
-            minder_tables.overall,
-            minder_tables.sizes,
-            minder_tables.kinds,
-            minder_tables.conditions,
-            minder_tables.alarms,
-        )
-    },
-    "minder_ablations": functools.partial(
-        minder_tables.ablations, RESULTS / "minder_ablations.json"
-    ),
+    **minder_tables.tables(RESULTS),
     **{
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
         for table in (serving_figures.offline, serving_figures.online, serving_figures.numerics)

@@ -1,7 +1,8 @@
 """Markdown tables of what experiments/minder.py writes, for the documents."""
 
+import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,14 @@ def ablations(path: Path) -> str:
     heads = ("variant", "precision", "recall", "F1", "whole better by (F1)")
     text = f"{found['cases']} cases of the family `{found['config']['split']}`."
     return "\n".join([_table(heads, rows), "", text, "", _source(found)])
+
+
+def tables(folder: Path) -> dict[str, Callable[[], str]]:
+    """Returns {name of a place in a document: what stands there}."""
+    every = (overall, sizes, kinds, conditions, alarms)
+    found = {f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every}
+    path = folder / "minder_ablations.json"
+    return found | {"minder_ablations": functools.partial(ablations, path)}
 
 
 def _read(path: Path) -> dict[str, Any]:
