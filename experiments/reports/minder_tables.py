@@ -120,9 +120,11 @@ def ablations(path: Path) -> str:
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Returns {name of a place in a document: what stands there}."""
     every = (overall, sizes, kinds, conditions, alarms)
-    found = {f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every}
-    path = folder / "minder_ablations.json"
-    return found | {"minder_ablations": functools.partial(ablations, path)}
+    found: dict[str, Callable[[], str]] = {
+        f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every
+    }
+    found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
