@@ -120,9 +120,10 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     wanted = minder_runs.items(cfg.split, cfg.seed, sizes, counts, mixes, cfg.healthy_hours)
     made: list[minder_runs.Made] = []
     if not cfg.draw:
-        base = minder_runs.fitted(fits, recipe, cfg.model, tell)
-        made = minder_runs.ready(names, fits, base, recipe, tell)
-        minder_runs.shared(state, wanted, made, cfg.processes, tell)
+        model = minder_runs.fitted(fits, recipe, cfg.model, tell)
+        made = minder_runs.ready(names, fits, model, recipe, tell)
+        base = minder_runs.base_of(fits, model, recipe)
+        minder_runs.shared(state, wanted, made, base, cfg.processes, tell)
     found = list(minder_runs.found(state, wanted, names))
     names = [n for n in names if all(n in c["said"] for c in found)]
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "simulated")

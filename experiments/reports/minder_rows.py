@@ -117,5 +117,6 @@ def _costs(found: Sequence[Mapping], name: str) -> Iterator[Row]:
         mine = [c for c in found if c["size"] == size and name in c["took"]]
         if mine:
             each = [1000 * c["took"][name] / c["seconds"] for c in mine]
+            # CPU time of a process of one thread
             yield {"part": "cost", "detector": name, "size": size,
                    "ms_a_second_of_data": float(np.median(each))}  # fmt: skip

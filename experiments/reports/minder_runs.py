@@ -6,6 +6,7 @@ a new version of one detector runs that one alone.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ from experiments.reports import minder_rivals
 from experiments.reports.minder_counts import triple
 from experiments.reports.minder_rivals import ablated, ours
 from experiments.reports.minder_rivals.rivals import RIVALS, Tuned, tune
-from experiments.reports.minder_rivals.view import View
+from experiments.reports.minder_rivals.view import Base, View
 from megajax.monitor.fleet import Case, cases
 from megajax.systems import minder
 from megajax.systems.minder import Detector
@@ -108,12 +109,10 @@ def _hash(*parts: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A detector that is ready: its name, its files, its key. base: the file of our detector, whose
-    ranges and networks the rivals share."""
+    """A detector that is ready: its name, its file, its key."""
 
     name: str
     path: Path
-    base: Path
     key: str
 
 
@@ -145,26 +144,34 @@ def fitted(folder: Path, recipe: Recipe, model: str, tell: Any) -> Path:
     return path
 
 
-def ready(names: Sequence[str], folder: Path, base: Path, recipe: Recipe, tell: Any) -> list[Made]:
+def base_of(folder: Path, model: Path, recipe: Recipe) -> Path:
+    """Returns the file of what the rivals share, from the first model of a recipe."""
+    path = folder / f"base-{_hash(recipe.jobs, recipe.seed, recipe.steps)}.npz"
+    if not path.exists():
+        Base.of(Detector.load(model)).save(path)
+    return path
+
+
+def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell: Any) -> list[Made]:
     """Returns the detectors, rivals learnt and tuned now or before."""
-    own = _hash(base.read_bytes())
-    made = [Made(OURS, base, base, f"{OURS}-{_hash(own, code(minder))}")] * (OURS in names)
-    common = _hash(own, code(minder_rivals), recipe)
+    own = _hash(model.read_bytes())
+    made = [Made(OURS, model, f"{OURS}-{_hash(own, code(minder))}")] * (OURS in names)
+    base = base_of(folder, model, recipe)
+    shared, common = Base.load(base), _hash(base.read_bytes(), code(minder_rivals), recipe)
     rivals = [n for n in names if n in RIVALS]
     for name in (n for n in names if n in ablated.VARIANTS):
         key = _hash(name, own, code(minder, minder_rivals), recipe)
         path = folder / f"{name}-{key}.npz"
         if not path.exists():
             tell(f"fitting {name}: {ablated.VARIANTS[name].what}")
-            ablated.fit(name, base, list(recipe.sources()), recipe.steps, path)
-        made.append(Made(name, path, base, f"{name}-{key}"))
+            ablated.fit(name, model, list(recipe.sources()), recipe.steps, path)
+        made.append(Made(name, path, f"{name}-{key}"))
     paths = {name: folder / f"{name}-{common}.npz" for name in rivals}
     if new := [name for name in rivals if not paths[name].exists()]:
         tell(f"fitting and tuning {', '.join(new)}")
-        profile = Detector.load(base).profile
-        learn = [View(c.read(), c.fleet.departures, profile) for c in recipe.sources()]
+        learn = [View(c.read(), c.fleet.departures, shared) for c in recipe.sources()]
         drawn = list(cases(recipe.tune_cases, TUNE_SIZES, recipe.tune_seed, split="validate"))
-        views = (View(c.read(), c.fleet.departures, profile) for c in drawn)
+        views = (View(c.read(), c.fleet.departures, shared) for c in drawn)
         facts = [described(Item("validate", recipe.tune_seed, "", 0, 0), c) for c in drawn]
 
         def counted(number: int, said: Sequence[Any]) -> tuple[int, int, int]:
@@ -173,17 +180,17 @@ def ready(names: Sequence[str], folder: Path, base: Path, recipe: Recipe, tell: 
         for one in tune(new, learn, views, counted, recipe.seed, recipe.steps):
             one.save(paths[one.name])
             tell(f"{one.name}: F1 {one.f1:.3f} on the tuning cases, {dict(one.tuned)}")
-    made += [Made(n, p, base, f"{n}-{_hash(p.read_bytes())}") for n, p in paths.items()]
+    made += [Made(n, p, f"{n}-{_hash(p.read_bytes())}") for n, p in paths.items()]
     return made
 
 
 # ---- runs
 
 
-def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], tell: Any) -> None:
+def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], base: Path, tell: Any) -> None:
     """Runs what is missing; a case's file is written as soon as all detectors have seen it."""
     rivals = {one.key: Tuned.load(one.path) for one in made if one.name in RIVALS}
-    profile = Detector.load(made[0].base).profile if made else None
+    shared = Base.load(base)
     for number, item in enumerate(wanted):
         path = folder / f"{item.name}.json"
         kept = json.loads(path.read_text()) if path.exists() else None
@@ -192,19 +199,18 @@ def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], tell: Any) -
             continue
         case = item.case()
         kept = kept or described(item, case) | {"said": {}, "took": {}}
-        assert profile is not None
-        began = time.perf_counter()
-        view = View(case.read(), case.fleet.departures, profile)
-        kept["took"]["read"] = time.perf_counter() - began
+        began = time.process_time()
+        view = View(case.read(), case.fleet.departures, shared)
+        kept["took"]["read"] = time.process_time() - began
         for one in missing:
-            began = time.perf_counter()
+            began = time.process_time()
             if one.name == OURS:
                 said = ours.alerts(one.path, view.grid, view.departures)
             elif one.name in ablated.VARIANTS:
                 said = ablated.alerts(one.name, one.path, case)
             else:
                 said = rivals[one.key].alerts(view)
-            kept["took"][one.key] = time.perf_counter() - began
+            kept["took"][one.key] = time.process_time() - began
             kept["said"][one.key] = [alert._asdict() for alert in said]
         part = path.with_suffix(".part")
         part.write_text(json.dumps(kept, default=float))
@@ -234,18 +240,19 @@ ALONE = (  # one thread of XLA and of BLAS
 
 
 def shared(
-    folder: Path, wanted: Sequence[Item], made: Sequence[Made], processes: int, tell: Any
-) -> None:
+    folder: Path, wanted: Sequence[Item], made: Sequence[Made], base: Path, processes: int,
+    tell: Any,
+) -> None:  # fmt: skip
     """Runs what is missing in several processes, each of one thread."""
     missing = [item for item in wanted if not done(folder, item, made)]
     if processes == 1 or len(missing) < 2:
-        run(folder, missing, made, tell)
+        run(folder, missing, made, base, tell)
         return
     workers = []
     try:
         for k in range(processes):
             work = folder / f"work-{k}.json"
-            work.write_text(_written(missing[k::processes], made))
+            work.write_text(_written(missing[k::processes], made, base))
             program = [sys.executable, "-m", "experiments.reports.minder_runs", str(work)]
             workers.append(subprocess.Popen(["env", *ALONE, *program]))
         for worker in workers:
@@ -257,11 +264,11 @@ def shared(
         raise RuntimeError("a process of the evaluation failed; its error stands above")
 
 
-def _written(wanted: Sequence[Item], made: Sequence[Made]) -> str:
+def _written(wanted: Sequence[Item], made: Sequence[Made], base: Path) -> str:
     """Returns the work of a process as JSON."""
     return json.dumps(
         {"items": [dataclasses.asdict(i) for i in wanted],
-         "made": [dataclasses.asdict(m) for m in made]},
+         "made": [dataclasses.asdict(m) for m in made], "base": base},
         default=str,
     )  # fmt: skip
 
@@ -269,9 +276,10 @@ def _written(wanted: Sequence[Item], made: Sequence[Made]) -> str:
 def main(path: str) -> None:
     """Does the work of a file that `shared` wrote; prints what is done."""
     work = json.loads(Path(path).read_text())
-    made = [Made(m["name"], Path(m["path"]), Path(m["base"]), m["key"]) for m in work["made"]]
+    made = [Made(m["name"], Path(m["path"]), m["key"]) for m in work["made"]]
     wanted = [Item(**item) for item in work["items"]]
-    run(Path(path).parent, wanted, made, lambda line: print(line, flush=True))
+    tell = functools.partial(print, flush=True)
+    run(Path(path).parent, wanted, made, Path(work["base"]), tell)
 
 
 def done(folder: Path, item: Item, made: Sequence[Made]) -> bool:

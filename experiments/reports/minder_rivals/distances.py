@@ -9,7 +9,6 @@ Legend: C metrics, M streams, N machines, J windows, D numbers of a window.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +78,3 @@ def from_median(view: View, _: Learnt) -> np.ndarray:
     mean_CJN = view.x_CNJW.mean(3).swapaxes(1, 2)
     mean_CJN = np.where(view.there_JN, mean_CJN, np.nan)
     return np.abs(np.nan_to_num(mean_CJN - np.nanmedian(mean_CJN, 2, keepdims=True)))
-
-
-def none(profile: Any, sources: Any, seed: int) -> Learnt:
-    """Learns nothing."""
-    return {}

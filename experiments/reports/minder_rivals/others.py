@@ -90,7 +90,7 @@ def nvrx(view: View, _: Learnt, kind: str) -> np.ndarray:
     duty cycle, power, graphics and tensor activity and NVLink traffic, each against its reference,
     with equal weights; the median is of four minutes (10 ticks), reported every tick.
     """
-    wanted = [c for c, m in enumerate(view.profile.metrics) if m.startswith(("gpu_", "nvlink"))]
+    wanted = [c for c, m in enumerate(view.base.metrics) if m.startswith(("gpu_", "nvlink"))]
     raw_CNT = view.raw_CNT[wanted]
     C, N, T = raw_CNT.shape
     H = T // (8 * TICK)

@@ -65,7 +65,7 @@ class Rival:
         """Returns the alerts of a case."""
         only = dataclasses.replace(self, hows=(tuned["how"],))
         traces = only.traces(view, learnt)
-        streams = view.profile.metrics if len(traces[tuned["how"]].who[0]) > 1 else ("all",)
+        streams = view.base.metrics if len(traces[tuned["how"]].who[0]) > 1 else ("all",)
         return rule.said(view, self.named(traces, tuned), self.need, streams)
 
 
@@ -165,7 +165,7 @@ def tune(
             found = []
             for number, (view, traces) in enumerate(zip(cases, kept[name], strict=True)):
                 named = rival.named(traces, choice)
-                said = rule.said(view, named, rival.need, view.profile.metrics)  # by their order
+                said = rule.said(view, named, rival.need, view.base.metrics)  # by their order
                 found.append(counted(number, said))
             return found
 

@@ -11,15 +11,17 @@ Legend: C metrics, N machines, T seconds, J windows, W seconds of a window.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models import lstm_vae
+from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.grid import Grid
-from megajax.systems.minder import features
-from megajax.systems.minder.profile import Profile
+from megajax.systems.minder import Detector
 
 WINDOW = 8  # seconds, side by side (paper: one starts every second)
 ROWS = 4096  # windows that go through the networks at a time
@@ -37,12 +39,50 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Base:
+    """What the rivals take over from a fit of our detector: metrics in order, their ranges (low,
+    high, bend) and the networks. It is kept, so that later changes of ours change no rival."""
+
+    metrics: tuple[str, ...]
+    range_3C: np.ndarray
+    vae: Tree
+
+    @staticmethod
+    def of(detector: Detector) -> "Base":
+        """Returns that of a fitted detector."""
+        profile = detector.profile
+        return Base(profile.metrics, profile.range_3C, profile.vae)
+
+    def save(self, path: Path) -> None:
+        """Writes an archive without pickles."""
+        arrays = {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
+        part = path.with_suffix(".part.npz")
+        np.savez(part, metrics=np.array(self.metrics), ranges=self.range_3C, **arrays)  # type: ignore
+        part.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> "Base":
+        """Reads what `save` wrote."""
+        with np.load(path, allow_pickle=False) as file:
+            vae = nest({n[4:]: file[n] for n in file.files if n.startswith("vae.")})
+            return Base(tuple(str(m) for m in file["metrics"]), file["ranges"], vae)
+
+    def scaled(self, values_CNT: np.ndarray) -> np.ndarray:
+        """Returns values with the healthy range in the middle third of [0, 1], where they are cut
+        off; metrics with a bend by asinh(value / bend)."""
+        low, high, bend = (x[:, None, None] for x in self.range_3C)
+        bent = np.arcsinh(values_CNT / np.where(bend > 0, bend, 1.0))
+        values = np.where(bend > 0, bent, values_CNT)
+        return np.clip((values - low) / (3 * (high - low)) + 1 / 3, 0, 1).astype(np.float32)
+
+
+@dataclass(frozen=True)
 class View:
-    """departures: (machine, Unix s). profile: ranges, and networks that denoise."""
+    """departures: (machine, Unix s)."""
 
     grid: Grid
     departures: Sequence[tuple[str, float]]
-    profile: Profile
+    base: Base
 
     @property
     def windows(self) -> int:
@@ -55,16 +95,15 @@ class View:
 
     @cached_property
     def raw_CNT(self) -> np.ndarray:
-        """Seconds in the order of the profile's metrics, in their units, NaN for holes."""
+        """Seconds in the order of the base's metrics, in their units, NaN for holes."""
         grid = self.grid
-        rows = [grid.metrics.index(m) for m in self.profile.metrics]
+        rows = [grid.metrics.index(m) for m in self.base.metrics]
         return grid.values_CNT[rows, :, : self.windows * WINDOW]
 
     @cached_property
     def filled_CNT(self) -> np.ndarray:
         """Scaled seconds; a hole has the nearest sample of its series, 0.5 where there is none."""
-        low_C, high_C, bend_C = (x[:, None, None] for x in self.profile.range_3C)
-        return nearest(features.scaled(self.raw_CNT, low_C, high_C, bend_C).astype(np.float32))
+        return nearest(self.base.scaled(self.raw_CNT))
 
     @cached_property
     def x_CNJW(self) -> np.ndarray:
@@ -77,7 +116,7 @@ class View:
         """The windows as the LSTM-VAEs give them back."""
         C, N, J, W = self.x_CNJW.shape
         rows_XWC = self.x_CNJW.reshape(C, N * J, W).transpose(1, 2, 0)
-        back = in_parts(lambda x: _denoise(self.profile.model, self.profile.vae, x), rows_XWC)
+        back = in_parts(lambda x: _denoise(LstmVaeConfig(C), self.base.vae, x), rows_XWC)
         return back.transpose(2, 0, 1).reshape(C, N, J, W)
 
     @cached_property

@@ -8,7 +8,7 @@ import pytest
 from scipy.special import gammaln
 
 from experiments.reports.minder_rivals import distances, forest, others, rule
-from experiments.reports.minder_rivals.view import View, nearest
+from experiments.reports.minder_rivals.view import Base, View, nearest
 from megajax.monitor.grid import Grid
 
 RNG = np.random.default_rng
@@ -154,15 +154,17 @@ def test_average_path_is_that_of_random_search_trees():
 # ---- scores by peers and own past
 
 
-class FakeProfile:
-    metrics = ("cpu_usage", "gpu_duty_cycle", "gpu_power_draw")
-    range_3C = np.array([[0.0, 0, 0], [100, 100, 700], [0, 0, 0]])
+BASE = Base(
+    ("cpu_usage", "gpu_duty_cycle", "gpu_power_draw"),
+    np.array([[0.0, 0, 0], [100, 100, 700], [0, 0, 0]]),
+    {},
+)
 
 
 def view(values_CNT, left=()):
     names = tuple(f"m{k}" for k in range(values_CNT.shape[1]))
-    grid = Grid(1000, 1, values_CNT.astype(np.float32), names, FakeProfile.metrics)
-    return View(grid, left, FakeProfile)
+    grid = Grid(1000, 1, values_CNT.astype(np.float32), names, BASE.metrics)
+    return View(grid, left, BASE)
 
 
 def job(seconds=720, machines=6):
@@ -192,6 +194,20 @@ def test_nvrx_is_a_ratio_of_medians():
         )
     assert relative[0, -1].argmax() == own[0, -1].argmax() == 2
     assert relative[0, -1, 2] == pytest.approx(0.5, abs=0.03)
+
+
+def test_ranges_and_networks_are_kept(tmp_path):
+    base = Base(
+        ("a", "b"), np.array([[0.0, 1], [10, 3], [0, 2]]), {"vae": {"out": np.ones((1, 2))}}
+    )
+    base.save(tmp_path / "base.npz")
+    again = Base.load(tmp_path / "base.npz")
+    assert again.metrics == base.metrics and np.array_equal(
+        again.vae["vae"]["out"], np.ones((1, 2))
+    )
+    got = again.scaled(np.array([[[0.0, 5, 10, 30]], [[0.0, 2 * np.sinh(2), np.nan, 1e9]]]))
+    want = [[[1 / 3, 1 / 2, 2 / 3, 1]], [[1 / 6, 1 / 2, np.nan, 1]]]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_who_left_or_has_not_come_is_not_there():
