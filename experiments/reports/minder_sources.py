@@ -1,5 +1,6 @@
 """Where experiments/minder.py gets metrics from: files, a Prometheus server, simulated jobs."""
 
+import contextlib
 import math
 import shutil
 import time
@@ -107,3 +108,5 @@ def recorded(
 def forget(folder: Path) -> None:
     """Takes away what a training kept: the next one begins anew."""
     shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another training is under way beside it
+        folder.parent.rmdir()

@@ -32,7 +32,9 @@ from megajax.systems.minder.telling import Teller
 INTERVALS = 2  # scrapes that may be incomplete before now (sources/server.py)
 FORGET_S = 3600.0  # (chosen) a hole after which a detector's history says nothing
 BACK_S = 60.0  # (chosen) by which a clock may go back without a new beginning
-QUIET_S = 600.0  # (chosen) between two repetitions of a note, or of what goes wrong
+QUIET_S = 600.0  # (chosen) without a note, after which it is said again; between two sentences
+# about what still goes wrong
+MOST_NOTES = 1000  # (chosen) that are remembered
 PIECE_S = 900  # (chosen) seconds that are read at a time
 
 
@@ -78,7 +80,7 @@ class Watch:
         self._has_read = False
         self._source_trouble = Trouble("reading", teller)
         self._window_trouble = Trouble("judging", teller)
-        self._notes: dict[str, float] = {}  # without its numbers -> when it was said
+        self._notes: dict[str, float] = {}  # without its numbers -> when it came
 
     def run(self, stop: threading.Event) -> None:
         """Watches until told to stop. Raises: Refused when the source does not accept the first
@@ -191,11 +193,13 @@ class Watch:
         teller.gauges["machines"] = float(len(detector.machines))
 
     def _note(self, note: str) -> None:
-        """Says a note that was not said lately."""
+        """Says a note, unless it came in the last minutes too."""
         key, now = re.sub(r"\d+", "#", note), time.monotonic()
-        if now - self._notes.get(key, -math.inf) > QUIET_S:
-            self._notes[key] = now
+        if now - self._notes.pop(key, -math.inf) > QUIET_S:
             self._teller.event("note", note)
+        self._notes[key] = now
+        if len(self._notes) > MOST_NOTES:
+            del self._notes[next(iter(self._notes))]  # the one that is longest ago
 
     # ---- a new model
 

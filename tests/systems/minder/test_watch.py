@@ -192,6 +192,20 @@ def test_few_machines_are_said_once_and_watching_goes_on(setting):
     assert len(said) == 2 and "works again" in said[1]
 
 
+def test_a_note_is_said_when_it_comes_and_not_while_it_stays(setting, monkeypatch):
+    world, detector = World(), Scripted()
+    monkeypatch.setattr("megajax.systems.minder.watch.MOST_NOTES", 1)
+    watch, said, *_ = setting(world, detector)
+    detector.notes = ["machine m1 gave nothing since 1700000001"]
+    watch.look()
+    detector.notes = ["machine m1 gave nothing since 1700000009"]
+    go(watch, world, 80)
+    assert said == ["machine m1 gave nothing since 1700000001"]
+    detector.notes = ["metric x has another unit"]
+    go(watch, world, 8)
+    assert len(said) == 2 and len(watch._notes) == 1
+
+
 def test_an_alert_is_told_everywhere_once_and_ends_when_the_machine_is_like_the_others(
     setting, tmp_path
 ):
