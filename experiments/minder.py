@@ -34,7 +34,6 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.paths import expand
 from megajax.monitor import results
 from megajax.monitor.fleet import cases
-from megajax.monitor.grid import Grid
 from megajax.systems.minder import Detector, Settings
 from megajax.systems.minder.pictures import Heat, draw_alert
 from megajax.systems.minder.recent import Recent
@@ -84,6 +83,12 @@ class Config(Checked):
     def model_path(self) -> Path:
         """Of train and watch."""
         return expand(self.model or f"{self.out}/model.npz", "model")
+
+    def asked(self, model: str | None) -> report.Config:
+        """Returns what evaluate is to do. model: None: it fits one."""
+        own = self.evaluate
+        said = {n: self.out for n in ("out", "state") if getattr(own, n) == "runs/minder"}
+        return replace(own, **said, **({"model": model} if model else {}))
 
     def settings(self, base: Settings = Settings()) -> Settings:
         """Returns settings with what the flags say."""
@@ -143,30 +148,24 @@ def _sources(cfg: Config, folder: Path) -> Sequence[Any]:
 
 
 def demonstrate(cfg: Config) -> int:
-    """Trains a little, then watches simulated jobs and draws what it found."""
+    """Trains a little, watches two simulated jobs, draws what it found, and evaluates."""
     folder = results.writable_folder(cfg.out)
     fit(cfg)
-    heat, drawn = Heat(), None
-    named = faults = 0
-    chosen = cases(4, (8,), cfg.train.seed + 1, split="validate", noise="low", healthy=0.25)
-    for number, case in enumerate(chosen, 1):
-        detector, recent, found = Detector.load(cfg.model_path), Recent(3600), []
+    for number, case in enumerate(cases(2, (8,), 4, split="validate", noise="low", healthy=0), 1):
+        detector, recent, heat, found = Detector.load(cfg.model_path), Recent(3600), Heat(), []
         for at in range(case.start, case.end, 60):
-            grid: Grid = case.fleet.read(at, min(at + 60, case.end))
+            grid = case.fleet.read(at, min(at + 60, case.end))
             recent.add(grid)
             found += detector.update(grid)
             heat.add(at, detector.scores)
-        sick = {f.machine: f.kind for f in case.faults}
-        named, faults = named + sum(a.machine in sick for a in found), faults + len(sick)
+        sick = ", ".join(f"{f.machine} ({f.kind})" for f in case.faults)
         said = "; ".join(a.message for a in found) or "no alert"
-        truth = ", ".join(f"{m} ({kind})" for m, kind in sick.items()) or "nobody"
-        _say(f"job {number}/4, {len(case.fleet.layout.names)} machines, faulty: {truth} | {said}")
-        if found and drawn is None:
-            drawn = folder / "alert.png"
-            draw_alert(found[0], recent, case.end, drawn)
-    heat.write(folder / "heat.png", ())
-    _say(f"named {named} of {faults} faulty machines; so little training shows no more than that")
-    _say(f"{folder / 'heat.png'}" + (f" and {drawn}" if drawn else ""))
+        _say(f"job {number} of 2, {len(detector.machines)} machines, faulty: {sick} | {said}")
+        heat.write(folder / f"scores{number}.png", detector.named)
+        for alert in found[:1]:
+            draw_alert(alert, recent, case.end, folder / f"alert{number}.png")
+    report.evaluate(cfg.asked(str(cfg.model_path)))
+    _say(f"{folder}: model, pictures, table; so little training shows that all of it runs, no more")
     return 0
 
 
@@ -200,8 +199,7 @@ def main(verb: str = "") -> int:
             cfg.watch, cfg.server, cfg.model_path, cfg.settings, cfg.train.steps, cfg.out
         )
     if verb == "evaluate":
-        asked = replace(cfg.evaluate, model=cfg.model) if cfg.model else cfg.evaluate
-        report.evaluate(asked)
+        report.evaluate(cfg.asked(cfg.model))
         return 0
     if verb == "train":
         fit(cfg)
