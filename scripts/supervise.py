@@ -50,8 +50,8 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
 from megajax.core.paths import expand
-from megajax.monitor import alerts, exporter, supervised, timeline
-from megajax.monitor.detectors import DETECTORS, USUAL, Maker, choose
+from megajax.monitor import exporter, supervised, timeline
+from megajax.monitor.detectors import DETECTORS, USUAL, Maker
 from megajax.monitor.job import Limits
 from megajax.monitor.lines import keep_standard_streams
 from megajax.systems.elastic.agent import Agent
@@ -64,6 +64,7 @@ from megajax.systems.elastic.policy import Policy
 from megajax.systems.elastic.speaker import Speaker
 from megajax.systems.elastic.tls import Tls, self_signed
 from megajax.systems.elastic.wire import check_secret, dial, split_address
+from megajax.systems.minder import run
 
 # What a number may be, by its flag.
 RANGES = {
@@ -92,13 +93,8 @@ def flags_of() -> Parser:
     add("--min_hosts", type=int, help="go on with as few; default: --hosts")
     add("--max_restarts", type=int, default=5, help="of the whole job")
     add("--backoff_s", type=float, default=1.0, help="pause before a restart; doubles when idle")
-    add("--straggler", choices=("warn", "evict"), default="warn",
-        help="what to do about a rank that is slower than the others; evict: save, and go on "
-        "without its host where enough others are there; [%(default)s]")  # fmt: skip
-    add("--detectors", default=USUAL, help="names joined by commas, of: "
-        f"{', '.join(DETECTORS)}; {USUAL}: all of these")  # fmt: skip
-    add("--respond", default="", help="what is done about an alert, as rule=warn, rule=evict or "
-        "rule=restart, joined by commas")  # fmt: skip
+    _detectors(parser.add_argument_group("who watches, and what follows").add_argument)
+    add = parser.add_argument_group("pictures").add_argument
     add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
     add = parser.add_argument_group("how long is too long, in seconds").add_argument
     add("--join_s", type=float, default=600.0, help="time for agents and driver to meet")
@@ -119,6 +115,26 @@ def flags_of() -> Parser:
     add("--report", action="store_true", help="say where the time of --out and --run_dir went")
     add("--run_dir", help="of the training run, for --report")
     return parser
+
+
+def _detectors(add: Callable[..., Any]) -> None:
+    add("--straggler", choices=("warn", "evict"), default="warn",
+        help="what to do about a rank that is slower than the others; evict: save, and go on "
+        "without its host where enough others are there; [%(default)s]")  # fmt: skip
+    add("--detectors", default=USUAL, help="names joined by commas, of: "
+        f"{', '.join(DETECTORS)}; {USUAL}: all of these")  # fmt: skip
+    add(
+        "--detector",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one more; minder: names "
+        "the machine that all others wait for, is slow, or has odd metrics (docs/supervision.md)",
+    )
+    add("--respond", default="", help="what is done about an alert, as rule=warn, rule=evict or "
+        "rule=restart, joined by commas")  # fmt: skip
+    add("--prometheus", metavar="URL", help="server with metrics of the hosts, for minder")
+    run.add_flags(add)
 
 
 def _meeting(add: Callable[..., Any]) -> None:
@@ -231,8 +247,7 @@ def drive(
     s: argparse.Namespace, command: tuple[str, ...], known: Mapping[str, Maker] = DETECTORS
 ) -> int:
     """Runs the driver. known: the detectors that --detectors may name. Returns its exit code."""
-    detectors = choose(s.detectors, known)
-    responses = {"straggler": s.straggler} | alerts.parse(s.respond, known)
+    detectors, responses = run.choose_detectors(vars(s), known)
     listener = listen(s.listen)
     secret = find_secret(s) or secrets.token_hex(16)
     out = new_folder() if s.out is None else Path(s.out).absolute()
@@ -251,12 +266,14 @@ def drive(
     except OSError as error:
         raise UserError(f"cannot write into {out}: {error.strerror} (--out)") from None
     least = s.hosts if s.min_hosts is None else s.min_hosts
+    minder = run.of_driver(vars(s), detectors, journal)
     driver = Driver(
         Settings(
             command, s.hosts, s.processes, s.join_s, s.grace_s, s.period_s, s.grid,
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
             Policy(s.max_restarts, least, backoff=s.backoff_s, responses=responses),
             invitation(host, port, out) if s.agents == "elsewhere" else "", detectors,
+            minder,
         ),
         journal, listener, secret, lambda text: speaker.say(sys.stdout, text),
         spawner(s, address, secret, tls) if s.agents == "here" else None, s.spares, tls,
@@ -269,6 +286,8 @@ def drive(
         return driver.run()
     finally:
         (out / "driver.json").unlink(missing_ok=True)
+        if minder is not None:
+            minder.close()
         speaker.close()
         keep_standard_streams()  # what they could not print is no error at the end
         os.close(lock)

@@ -60,6 +60,8 @@ class HostMeter:
             fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
             spent = (int(fields[11]) + int(fields[12])) / TICKS_PER_S  # user and system time
             self._rate(found, "cpu_cores", spent, pid)
+            waited = sum(_waited(task) for task in (folder / "task").iterdir())
+            self._rate(found, "cpu_wait_cores", waited, ("waited", pid))
             if pages := int((folder / "statm").read_text().split()[1]):  # else it is ending
                 found["resident_bytes"] = pages * PAGE
         return found
@@ -98,6 +100,13 @@ def _cpu_ticks(stat: str) -> tuple[float, float]:
     ticks = [int(x) for x in stat.split("\n", 1)[0].split()[1:9]]
     idle = ticks[3] + ticks[4]
     return sum(ticks) - idle, idle
+
+
+def _waited(task: Path) -> float:
+    """Returns the seconds that a thread was ready to run and waited for a processor."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((task / "schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def table(text: str) -> Values:

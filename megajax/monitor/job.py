@@ -207,10 +207,11 @@ class Job:
         place = min((r.place for r in live), default=None)
         return [r for r in live if r.place == place]
 
-    def allowed(self, section: str) -> float:
+    def allowed(self, section: str, least: float | None = None) -> float:
         """Returns the seconds that a section may take now: FACTOR times the longest that was seen
-        of it, and not less than its limit."""
-        return max(self.limits.floor(section), FACTOR * self._seen.get(section, 0.0))
+        of it, and not less than `least`, None: its limit."""
+        least = self.limits.floor(section) if least is None else least
+        return max(least, FACTOR * self._seen.get(section, 0.0))
 
     def is_settled(self) -> bool:
         """Called at a sign of a fault. Tells whether the signs of the other ranks are in."""

@@ -61,4 +61,8 @@ def shares(out: Path) -> tuple[Path, dict[int, float], dict[str, int]] | None:
     if not spans:
         raise UserError(f"{newest} holds no sections of ranks (--out)")
     axes = timeline.parse_grid(grid if isinstance(grid, str) else None, len(spans))
-    return newest, timeline.own_share(spans), axes
+    shares, more = timeline.own_share(spans), saved.get("shares")
+    for rank, x in (more if isinstance(more, dict) else {}).items():  # as the rule `slow` saw it
+        if rank.isdecimal() and int(rank) in shares and _is_time(x):
+            shares[int(rank)] = max(shares[int(rank)], x)
+    return newest, shares, axes

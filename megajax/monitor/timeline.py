@@ -22,6 +22,7 @@ Spans = Mapping[int, Sequence[Span]]
 OWN = ("data", "prepare")
 LATEST = 1e12  # (chosen) seconds of a clock; what is beyond is no moment
 MAX_DEVICES = 2**20  # (chosen) of a grid
+FRAME = ";outline:3px solid #00c"  # of a rank that a detector has named
 REDDEST = 0.2  # (chosen) of a step more than the usual has the full colour
 
 
@@ -175,8 +176,14 @@ def silent(places: Mapping[int, tuple[int, str]], grid: Mapping[str, int]) -> st
     return "\n".join(lines) + "\n"
 
 
-def heat_html(shares: Mapping[int, float], grid: Mapping[str, int]) -> str:
-    """Returns a page with the heat map of `own_share`; each cell says its rank and figure."""
+def heat_html(
+    shares: Mapping[int, float], grid: Mapping[str, int], named: Mapping[int, str] | None = None
+) -> str:
+    """Returns a page with the heat map of `own_share`; each cell says its rank and figure.
+
+    named: what detectors said of a rank; such cells have a frame, and the page lists the sentences.
+    """
+    named = named or {}
     worst = max(shares, key=lambda r: shares[r])
     title = f"rank {worst} does {100 * shares[worst]:.1f} % of a step more than the usual rank"
     lines = [
@@ -185,12 +192,13 @@ def heat_html(shares: Mapping[int, float], grid: Mapping[str, int]) -> str:
     ]
     for name, ranks in _rows(grid, len(shares)):
         cells = (
-            f'<td style="background:{_colour(shares[r])}" title="rank {r}: '
-            f'{100 * shares[r]:+.1f} %">&nbsp;&nbsp;</td>'
+            f'<td style="background:{_colour(shares[r])}{FRAME * (r in named)}" title="rank {r}: '
+            f'{100 * shares[r]:+.1f} % {html.escape(named.get(r, ""))}">&nbsp;&nbsp;</td>'
             for r in ranks
         )
         lines.append(f"<tr><th>{html.escape(name)}</th>{''.join(cells)}</tr>")
-    return "\n".join([*lines, "</table>\n"])
+    said = [f"<p>{html.escape(text)}" for text in dict.fromkeys(named.values())]
+    return "\n".join([*lines, "</table>", *said, ""])
 
 
 def _colour(share: float) -> str:

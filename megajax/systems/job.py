@@ -9,6 +9,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -28,9 +29,12 @@ from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
+from megajax.systems.minder.in_run import InRun, watched_timers
+from megajax.systems.minder.run import NAME
 from megajax.systems.prune_stages import Pruner
 from megajax.training import banner, preflight, resume
 from megajax.training.loop import Hook, Run, train
+from megajax.training.pulse import Pulse
 from megajax.training.report import write_report
 from megajax.training.run_dir import RunDir, command_line, open_run, run_path
 from megajax.training.run_lock import lock_run
@@ -87,6 +91,7 @@ class _Start:
     supervision: Supervision
     timers: Timers
     phases: Phases
+    progress: Path | None
 
 
 def run(kind: Kind) -> int:
@@ -127,6 +132,9 @@ def _begin(kind: Kind) -> _Start:
     supervision = mesh_.find_supervisor()
     timers = Timers.of_process(supervision.progress)
     cfg, preset = config.from_flags(kind.presets, kind.take)  # 1 configuration
+    progress = None  # of the thread that watches, where no driver does
+    if cfg.detector == NAME and supervision.progress is None:
+        timers, progress = watched_timers()
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
     cfg.check(cfg.mesh.sizes(jax.device_count()))
@@ -144,7 +152,7 @@ def _begin(kind: Kind) -> _Start:
     banner.show_start(console, name, cfg, shown, mesh, run_dir)
     phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
     return _Start(
-        cfg, preset, name, mesh, run_dir, console, attempt, supervision, timers, phases
+        cfg, preset, name, mesh, run_dir, console, attempt, supervision, timers, phases, progress
     )  # fmt: skip
 
 
@@ -165,6 +173,9 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
     if jax.process_index() == 0:
         run_dir.begin(cfg, reading.tokenizer)
     sinks = [*banner.sinks(cfg, run_dir), console, *stream.of_process(supervision.progress)]
+    if begun.progress is not None:
+        args = cfg.minder, cfg.prometheus, begun.progress, run_dir.path
+        sinks.append(InRun(*args, console.say))
     recorder = Recorder(sinks, rank := jax.process_index(), console.say)
     sent = {name: float(nbytes) for name, (nbytes, _) in banner.wire_bytes(train_step).items()}
     recorder.emit(int(start.state.step), begun.phases.seconds | sent)
@@ -190,4 +201,11 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
         timers=begun.timers,
         faults=Injector(faults.parse(cfg.fault), rank, supervision.attempt, recorder.emit),
         memory=memory,
+        pulse=_pulse(cfg),
     ), measurement
+
+
+def _pulse(cfg: Any) -> Pulse | None:
+    """Returns what times the devices of this process, where a detector reads it."""
+    every = cfg.minder.pulse_every if cfg.detector == NAME else 0
+    return Pulse(every) if every else None

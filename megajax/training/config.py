@@ -20,6 +20,7 @@ from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Remat
 from megajax.monitor import faults
+from megajax.monitor.minder_config import MinderConfig
 from megajax.parallel import wire as wire_
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.overlap import Overlap, refuse_mesh
@@ -181,6 +182,13 @@ class JobConfig(Checked):
         "none", "what data parallelism sends: none: as computed; a codec: docs/parallelism.md"
     )
     exchange: WireSpec = group(WireSpec, flag="wire", needs=other_than("wire", "none"))
+    detector: Literal["none", "minder"] = option(
+        "none", "minder: names the process for which all wait, is slow, or has odd metrics"
+    )
+    minder: MinderConfig = group(MinderConfig, needs=equal("detector", "minder"))
+    prometheus: str | None = option(
+        None, "address of a server with metrics of the hosts", needs=equal("detector", "minder")
+    )
     emulate: int | None = option(
         None, "CPU devices to emulate in this process; none: real ones", at_least=1
     )
@@ -213,6 +221,7 @@ class JobConfig(Checked):
         wire_.check(self, sizes)
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)
+        self.minder.check(self.prometheus)
 
     def task(self) -> Task:
         """Returns what is trained, for `make_train_step`; a kind of runs says it here."""

@@ -28,6 +28,7 @@ from megajax.monitor.timers import Timers
 from megajax.training.config import JobConfig
 from megajax.training.interrupts import Interrupts, QuietGarbage
 from megajax.training.profiler import Profiler
+from megajax.training.pulse import Pulse
 from megajax.training.resume import KEPT
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
@@ -79,6 +80,7 @@ class Run:
     faults: Injector = dataclasses.field(default_factory=Injector)
     skew: LaunchSkew = dataclasses.field(default_factory=LaunchSkew.of_job)
     memory: MemoryTier | None = None
+    pulse: Pulse | None = None
     stopped_by: int | None = None
 
 
@@ -110,6 +112,8 @@ def train(run: Run) -> Stop:
             run.skew.launch(step)
             timers.enter("launch" if step > first else "compile", step)
             run.state, metrics = run.train_step.step(run.state, batch)
+            if run.pulse is not None:
+                run.pulse.launch(step, metrics)
             # The first step's end is waited for in the second: groups of devices meet in it.
             timers.enter("wait" if step > first + 1 else "compile", step)
             if pending is not None:
@@ -188,6 +192,7 @@ def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
 
 def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     """Waits for a step and records it."""
+    pulse = {} if run.pulse is None else run.pulse.finish(step)
     values = {k: np.asarray(v) for k, v in metrics.items()}
     loss, norm = float(values["loss"]), float(values["grad_norm"])
     tokens = run.cfg.train.global_batch * run.cfg.train.seq_len
@@ -199,7 +204,7 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
         "targets": int(values["targets"]),
     }
     run.timers.loss = loss
-    row |= run.timers.drain()
+    row |= run.timers.drain() | pulse
     row |= {k: v.item() for k, v in values.items() if k.startswith(("accuracy", "moe_", "wire_"))}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):

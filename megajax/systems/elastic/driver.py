@@ -28,7 +28,15 @@ from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
-from megajax.systems.elastic.policy import ELSEWHERE, USAGE, Policy, Recovery, ended
+from megajax.systems.elastic.policy import (
+    ELSEWHERE,
+    USAGE,
+    Guard,
+    Policy,
+    Recovery,
+    ended,
+    to_evict,
+)
 from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import join_address
 
@@ -42,7 +50,7 @@ class Settings:
     """hosts: wanted at a time. processes: of a host. join: seconds to wait for agents.
 
     grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
-    invite: how a person starts an agent that is missing. detectors: by name.
+    invite: how a person starts an agent that is missing. detectors: by name. guard: of evictions.
     """
 
     command: tuple[str, ...]
@@ -56,6 +64,7 @@ class Settings:
     policy: Policy = Policy()
     invite: str = ""
     detectors: Mapping[str, Maker] = dataclasses.field(default_factory=lambda: DETECTORS)
+    guard: Guard | None = None
 
 
 class Driver:
@@ -254,12 +263,12 @@ class Driver:
         return time.monotonic() + self._settings.grace
 
     def _to_evict(self, found: list[Action]) -> Action | None:
-        """Returns what takes a host out, where enough others are left."""
-        for action in found:
-            left = len(self._hosts.candidates() - set(action.hosts))
-            if action.kind == "evict" and left >= self._settings.policy.min_hosts:
-                return action
-        return None
+        """Returns what takes a host out, where it may."""
+        s, hosts = self._settings, self._hosts.candidates()
+        action, kept = to_evict(found, hosts, s.policy.min_hosts, s.guard)
+        for why in kept:
+            self._journal.event("kept", why)
+        return action
 
     def _record(self, name: str, action: Action) -> None:
         self._journal.event(

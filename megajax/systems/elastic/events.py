@@ -21,6 +21,9 @@ from megajax.monitor.lines import Lines
 from megajax.monitor.records import Record
 from megajax.monitor.sinks import Prometheus
 
+SHARE = "own_work_share"  # of slow_rank.py, in usual steps
+# Rules that name a rank for being sick, and not for what it printed.
+BLAMES = ("hang", "slow", "minder", "straggler", "stall", "stopped", "nan", "exit")
 EVERY_S = 5.0  # (chosen) seconds between rewrites of metrics.prom without an event
 
 
@@ -38,6 +41,8 @@ class Journal:
         self._faults: Counter[str] = Counter()
         self._gauges: dict[str, float] = {}
         self._metrics = Prometheus()
+        self._named: dict[int, str] = {}  # what was said of a rank in this attempt
+        self._shares: dict[int, float] = {}  # own work beyond the others', by the rule `slow`
         self._written = 0.0
 
     def last_attempt(self) -> int:
@@ -49,6 +54,8 @@ class Journal:
         """Makes the folder of an attempt, so that no later driver takes its number, and forgets
         the values of the ranks before."""
         self._metrics = Prometheus()
+        self._named.clear()
+        self._shares.clear()
         with self._may_lose():
             (self.folder / f"attempt{attempt}").mkdir(parents=True, exist_ok=True)
 
@@ -63,6 +70,8 @@ class Journal:
             self._lose(self._lines.why)
         if name in ("fault", "warning"):
             self._faults[f'megajax_{name}s_total{{rule="{values["rule"]}"}}'] += 1
+        if name in ("fault", "warning") and values["rule"] in BLAMES:
+            self._named |= dict.fromkeys(values.get("ranks", ()), message)
         if message:
             self._say(f"[supervise] {name}: {message}")
         self._write()
@@ -76,6 +85,9 @@ class Journal:
     def take(self, records: Sequence[Record]) -> None:
         """Keeps the newest values of an attempt for metrics.prom."""
         self._metrics.write(records)
+        for r in records:
+            if r.name == SHARE and r.rank is not None and isinstance(r.value, int | float):
+                self._shares[r.rank] = float(r.value)
 
     def _write(self) -> None:
         self._written = time.monotonic()
@@ -125,8 +137,8 @@ class Journal:
         with self._may_lose():
             self._evidence(self.folder / f"attempt{attempt}", stacks, spans, hosts, offsets, grid)
 
-    @staticmethod
     def _evidence(
+        self,
         folder: Path,
         stacks: Mapping[str, str],
         spans: Mapping[str, list],
@@ -140,7 +152,8 @@ class Journal:
         found = timeline.spans_of(spans)
         if not found:  # a command that leaves no progress, or no agent that could tell
             return
-        saved = {"spans": spans, "hosts": hosts, "offsets": offsets, "grid": grid}
+        saved = {"spans": spans, "hosts": hosts, "offsets": offsets, "grid": grid,
+                 "shares": self._shares}  # fmt: skip
         (folder / "spans.json").write_text(json.dumps(saved))
         trace = timeline.perfetto(found, hosts, offsets)
         (folder / "timeline.json").write_text(json.dumps(trace))
@@ -148,7 +161,9 @@ class Journal:
             axes = timeline.parse_grid(grid, len(found))
             places = {rank: (own[-1].step, own[-1].section) for rank, own in found.items()}
             (folder / "silent.txt").write_text(timeline.silent(places, axes))
-            page = timeline.heat_html(timeline.own_share(found), axes)
+            shares = timeline.own_share(found)
+            shares = {r: max(x, self._shares.get(r, x)) for r, x in shares.items()}
+            page = timeline.heat_html(shares, axes, self._named)
             (folder / "heat.html").write_text(page)
 
     def report(self, text: str) -> None:

@@ -10,7 +10,8 @@ progress records).
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from megajax.monitor.alerts import Action, Kind
 
@@ -57,6 +58,39 @@ def ended(action: Action, told: bool, leaving: Action | None) -> Action:
     if action.kind == "done" or not told:
         return action
     return dataclasses.replace(action, kind="stop", code=ELSEWHERE)  # its last step may be stored
+
+
+class Guard(Protocol):
+    """Who has a word before a host is taken out because of an alert."""
+
+    def refuses(self, action: Action) -> str | None:
+        """Returns why not, None: it may be."""
+        ...
+
+    def evicts(self, action: Action) -> None:
+        """It will be."""
+        ...
+
+
+def to_evict(
+    found: Sequence[Action], hosts: Collection[str], least: int, guard: Guard | None
+) -> tuple[Action | None, list[str]]:
+    """Returns (what takes a host out, why others may not).
+
+    hosts: that there are, spares included. least: that must be left. guard: is told of the one.
+    """
+    kept = []
+    for action in [a for a in found if a.kind == "evict" and a.hosts]:
+        left = len(set(hosts) - set(action.hosts))
+        why = guard.refuses(action) if guard is not None else None
+        if left < least:
+            why = f"{left} hosts would be left of {least} (--spares, --min_hosts)"
+        if why is None:
+            if guard is not None:
+                guard.evicts(action)
+            return action, kept
+        kept.append(f"{', '.join(action.hosts)} stays: {why}")
+    return None, kept
 
 
 class Recovery:

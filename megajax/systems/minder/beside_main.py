@@ -1,0 +1,171 @@
+"""The child of beside.py: records on standard input, alerts on standard output, lines of JSON.
+The first line has the options.
+
+Every few seconds the records that came, and what a Prometheus server says of the same hosts, become
+one window of the detector. A server that is away is said once, and the records go on.
+"""
+
+import dataclasses
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.core.errors import UserError
+from megajax.monitor.records import Record
+from megajax.monitor.samples import Samples, concat
+from megajax.monitor.sources import from_records, prometheus
+from megajax.monitor.sources.http_query import Refused, Unavailable
+from megajax.systems.minder.beside import as_line
+from megajax.systems.minder.detector import Detector
+
+EVERY_S = 5.0  # (chosen) between two windows
+LAG_S = 4.0  # (chosen) before now, up to which a window goes: records and scrapes come late
+BEFORE_S = 10.0  # (chosen) of the records before a window, of which rates of counters are taken
+
+
+class Feed:
+    """Makes windows of records and of a server's answers."""
+
+    def __init__(self, server: Any):
+        """server: None: records alone."""
+        self._server = server
+        self.machines: tuple[str, ...] = ()  # names of the job's hosts
+        self._rows: list[Record] = []
+        self._next: int | None = None
+        self.notes: list[str] = []
+        self._trouble = ""
+
+    def add(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Takes records."""
+        self._rows += [Record(*row) for row in rows]
+
+    def window(self, now: float) -> Samples | None:
+        """Returns the seconds since the last window, None where there is none yet."""
+        end = int(now - LAG_S)
+        if self._next is None:
+            first = min((r.time for r in self._rows), default=now)
+            self._next = int(first if self._server is None else min(first, now - 30))
+        start = self._next
+        if end <= start:
+            return None
+        parts = []
+        if self._rows:
+            samples = from_records([r for r in self._rows if r.time < end])
+            keep_N = samples.time_N >= start
+            parts.append(
+                dataclasses.replace(
+                    samples, time_N=samples.time_N[keep_N], machine_N=samples.machine_N[keep_N],
+                    metric_N=samples.metric_N[keep_N], value_N=samples.value_N[keep_N],
+                    start=start, end=end,
+                )
+            )  # fmt: skip
+            self._rows = [r for r in self._rows if r.time >= end - BEFORE_S]
+        if self._server is not None and (told := self._ask(start, end)) is not None:
+            parts.append(told)
+        self._next = end
+        return concat(parts) if parts else None
+
+    def _ask(self, start: int, end: int) -> Samples | None:
+        try:
+            samples = self._server.read(start, end)
+        except (Refused, Unavailable) as error:
+            if str(error)[:60] != self._trouble:
+                self._trouble = str(error)[:60]
+                self.notes.append(f"the metrics server: {error}; records are judged without it")
+            return None
+        if self._trouble:
+            self._trouble = ""
+            self.notes.append("the metrics server answers again")
+        hosts = host_of(samples.machines, self.machines)
+        if not self.machines or not hosts:
+            return samples
+        return renamed(samples, hosts)
+
+
+def host_of(machines: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
+    """Returns {machine of a server: host of the job}: the same but for port and domain."""
+    found = {}
+    for machine in machines:
+        plain = machine.rsplit(":", 1)[0] if machine.count(":") == 1 else machine
+        for host in hosts:
+            if (
+                plain == host
+                or plain.split(".")[0] == host.split(".")[0]
+                and not _is_address(plain)
+            ):
+                found[machine] = host
+    return found
+
+
+def _is_address(name: str) -> bool:
+    return name.replace(".", "").isdigit()
+
+
+def renamed(samples: Samples, hosts: dict[str, str]) -> Samples:
+    """Returns the samples of these machines only, under the names of the hosts."""
+    rows = ((t, hosts[m], c, v) for t, m, c, v in samples.rows() if m in hosts)
+    return Samples.of(rows, samples.start, samples.end)
+
+
+def main() -> int:
+    """Judges until standard input ends. Returns the exit code."""
+    options = json.loads(sys.stdin.readline())
+    detector = Detector.load(options["model"])
+    settings = dataclasses.replace(detector.settings, **options["settings"])
+    detector = Detector(detector.profile, settings)
+    server = None
+    if options["server"] is not None:
+        server = prometheus(**options["server"], metrics=detector.profile.metrics)
+    feed = Feed(server)
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    due, said = time.monotonic(), set[str]()
+    while True:
+        try:
+            line = lines.get(timeout=max(due - time.monotonic(), 0.0))
+            if line is None:
+                return 0
+            told = json.loads(line)
+            if isinstance(told, list):
+                feed.add(told)
+            elif "hosts" in told:
+                feed.machines = tuple(told["hosts"])
+            else:
+                detector.leave(told["leave"])
+            if time.monotonic() < due:
+                continue
+        except queue.Empty:
+            pass
+        due = time.monotonic() + EVERY_S
+        window = feed.window(time.time())
+        if window is None:
+            continue
+        notes, alerts = feed.notes, []
+        feed.notes = []
+        try:
+            alerts = detector.update(window)
+            notes = [*notes, *detector.notes]
+        except UserError as error:
+            notes = [*notes, str(error)]
+        fresh = [n for n in notes if n not in said]
+        said.update(fresh)
+        if len(said) > 1000:
+            said.clear()
+        print(json.dumps(as_line(alerts, fresh, dict(detector.scores))), flush=True)
+
+
+def _read(lines: "queue.SimpleQueue[str | None]") -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put(None)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"{error}")

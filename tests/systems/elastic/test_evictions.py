@@ -1,0 +1,106 @@
+"""The budget of evictions: how many, what a false alarm costs, and what outlives a driver."""
+
+import json
+
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.monitor.alerts import Action
+from megajax.systems.elastic.evictions import DAY_S, OPEN_S, Evictions
+from megajax.systems.elastic.policy import to_evict
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def evictions(tmp_path, clock, per_day=2):
+    return Evictions(tmp_path / "evictions.json", per_day, clock)
+
+
+def test_one_at_a_time_and_a_few_a_day(tmp_path, clock):
+    found = evictions(tmp_path, clock)
+    for host in ("a", "b"):
+        assert found.refusal() is None
+        found.add(host, "slow", [1], 4, (1.0, 1.5))
+        assert f"whether {host} was evicted rightly" in found.refusal()
+        assert found.judge(4, 1.1).verdict == "right"
+    assert "2 evictions a day" in found.refusal()
+    clock.now += DAY_S + 1
+    assert found.refusal() is None
+    assert evictions(tmp_path, clock, per_day=0).refusal() is not None
+
+
+def test_steps_that_stay_long_make_a_false_alarm_for_a_day_and_for_the_next_driver(tmp_path, clock):
+    found = evictions(tmp_path, clock)
+    found.add("a", "slow", [1], 4, (1.0, 1.5))
+    found = evictions(tmp_path, clock)  # the driver was started again
+    settled = found.judge(4, 1.4)
+    assert (settled.verdict, settled.host) == ("false alarm", "a") and "now 1.4 s" in settled.why
+    found = evictions(tmp_path, clock)
+    assert "the eviction of a was a false alarm" in found.refusal()
+    clock.now += DAY_S - 1
+    assert found.refusal() is not None
+    clock.now += 2
+    assert found.refusal() is None
+
+
+def test_a_successor_that_shows_the_same_makes_a_false_alarm(tmp_path, clock):
+    found = evictions(tmp_path, clock)
+    found.add("a", "minder", [2, 3], 4, (0.0, 0.0))
+    assert found.judge(4, 1.0) is None  # how long steps took before is not known
+    assert found.blame("slow", [2]) is None and found.blame("minder", [0]) is None
+    assert found.blame("minder", [3]).verdict == "false alarm"
+    assert found.blame("minder", [3]) is None
+
+
+def test_what_nobody_can_know_is_unknown(tmp_path, clock):
+    found = evictions(tmp_path, clock)
+    found.add("a", "slow", [1], 4, (1.0, 1.5))
+    assert found.judge(3, 1.0) is None  # fewer ranks: other steps
+    clock.now += OPEN_S + 1
+    assert found.refusal() is None and found.all[0].verdict == "unknown"
+    rows = json.loads((tmp_path / "evictions.json").read_text())["evictions"]
+    assert rows[0]["verdict"] == "unknown"
+
+
+@pytest.mark.parametrize("text", ['{"evictions": [{"x": 1}]}', "{}", "not json"])
+def test_a_file_that_is_none(tmp_path, clock, text):
+    (tmp_path / "evictions.json").write_text(text)
+    with pytest.raises(UserError, match="evictions.json"):
+        evictions(tmp_path, clock)
+
+
+class Guard:
+    """Refuses hosts of a list."""
+
+    def __init__(self, *bad):
+        self.bad, self.told = bad, []
+
+    def refuses(self, action):
+        return "because" if action.hosts[0] in self.bad else None
+
+    def evicts(self, action):
+        self.told.append(action.hosts)
+
+
+def test_a_driver_asks_before_it_evicts_and_keeps_the_needed_hosts():
+    def action(*hosts):
+        return Action("evict", "slow", "slow", (1,), hosts)
+
+    warn = Action("warn", "slow", "slow", (1,), ("a",))
+    guard = Guard("a")
+    found, kept = to_evict([warn, action("a"), action("b")], "abc", 2, guard)
+    assert found.hosts == ("b",) and kept == ["a stays: because"] and guard.told == [("b",)]
+    found, kept = to_evict([action("b")], "abc", 3, guard)
+    assert found is None and "2 hosts would be left of 3" in kept[0] and len(guard.told) == 1
+    assert to_evict([action()], "abc", 2, guard) == (None, [])  # of no host of the job
+    assert to_evict([action("a")], "abc", 2, None)[0].hosts == ("a",)
