@@ -123,17 +123,8 @@ def _detectors(add: Callable[..., Any]) -> None:
         "without its host where enough others are there; [%(default)s]")  # fmt: skip
     add("--detectors", default=USUAL, help="names joined by commas, of: "
         f"{', '.join(DETECTORS)}; {USUAL}: all of these")  # fmt: skip
-    add(
-        "--detector",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="one more; minder: names "
-        "the machine that all others wait for, is slow, or has odd metrics (docs/supervision.md)",
-    )
     add("--respond", default="", help="what is done about an alert, as rule=warn, rule=evict or "
         "rule=restart, joined by commas")  # fmt: skip
-    add("--prometheus", metavar="URL", help="server with metrics of the hosts, for minder")
     run.add_flags(add)
 
 

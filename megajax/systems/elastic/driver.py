@@ -264,11 +264,8 @@ class Driver:
 
     def _to_evict(self, found: list[Action]) -> Action | None:
         """Returns what takes a host out, where it may."""
-        s, hosts = self._settings, self._hosts.candidates()
-        action, kept = to_evict(found, hosts, s.policy.min_hosts, s.guard)
-        for why in kept:
-            self._journal.event("kept", why)
-        return action
+        s, tell = self._settings, self._journal.event
+        return to_evict(found, self._hosts.candidates(), s.policy.min_hosts, s.guard, tell)
 
     def _record(self, name: str, action: Action) -> None:
         self._journal.event(

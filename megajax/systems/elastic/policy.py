@@ -10,7 +10,7 @@ progress records).
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from megajax.monitor.alerts import Action, Kind
@@ -73,13 +73,17 @@ class Guard(Protocol):
 
 
 def to_evict(
-    found: Sequence[Action], hosts: Collection[str], least: int, guard: Guard | None
-) -> tuple[Action | None, list[str]]:
-    """Returns (what takes a host out, why others may not).
+    found: Sequence[Action],
+    hosts: Collection[str],
+    least: int,
+    guard: Guard | None,
+    tell: Callable[[str, str], object],
+) -> Action | None:
+    """Returns what takes a host out, where it may.
 
     hosts: that there are, spares included. least: that must be left. guard: is told of the one.
+    tell: of a journal, is told why others may not.
     """
-    kept = []
     for action in [a for a in found if a.kind == "evict" and a.hosts]:
         left = len(set(hosts) - set(action.hosts))
         why = guard.refuses(action) if guard is not None else None
@@ -88,9 +92,9 @@ def to_evict(
         if why is None:
             if guard is not None:
                 guard.evicts(action)
-            return action, kept
-        kept.append(f"{', '.join(action.hosts)} stays: {why}")
-    return None, kept
+            return action
+        tell("kept", f"{', '.join(action.hosts)} stays: {why}")
+    return None
 
 
 class Recovery:

@@ -44,7 +44,14 @@ def _flags() -> list[dataclasses.Field]:
 
 
 def add_flags(add: Callable[..., Any]) -> None:
-    """Declares --minder.<option> of a script that uses argparse. add: of a group of flags."""
+    """Declares --detector, --prometheus and --minder.<option> of a script that uses argparse.
+
+    add: of a group of flags.
+    """
+    what = "one more of the detectors; minder: names the machine that all others wait for, is slow"
+    more = f"{what}, or has odd metrics (docs/supervision.md)"
+    add("--detector", action="append", default=[], metavar="NAME", help=more)
+    add("--prometheus", metavar="URL", help="server with metrics of the hosts, for minder")
     for field in _flags():
         kind = str if field.default is None else type(field.default)
         shown = "" if field.default is None else f"; [{field.default:g}]"

@@ -96,11 +96,16 @@ def test_a_driver_asks_before_it_evicts_and_keeps_the_needed_hosts():
     def action(*hosts):
         return Action("evict", "slow", "slow", (1,), hosts)
 
+    def choose(found, least, guard):
+        said = []
+        return to_evict(found, "abc", least, guard, lambda *words: said.append(words)), said
+
     warn = Action("warn", "slow", "slow", (1,), ("a",))
     guard = Guard("a")
-    found, kept = to_evict([warn, action("a"), action("b")], "abc", 2, guard)
-    assert found.hosts == ("b",) and kept == ["a stays: because"] and guard.told == [("b",)]
-    found, kept = to_evict([action("b")], "abc", 3, guard)
-    assert found is None and "2 hosts would be left of 3" in kept[0] and len(guard.told) == 1
-    assert to_evict([action()], "abc", 2, guard) == (None, [])  # of no host of the job
-    assert to_evict([action("a")], "abc", 2, None)[0].hosts == ("a",)
+    found, said = choose([warn, action("a"), action("b")], 2, guard)
+    assert found.hosts == ("b",) and said == [("kept", "a stays: because")]
+    assert guard.told == [("b",)]
+    found, said = choose([action("b")], 3, guard)
+    assert found is None and "2 hosts would be left of 3" in said[0][1] and len(guard.told) == 1
+    assert choose([action()], 2, guard) == (None, [])  # of no host of the job
+    assert choose([action("a")], 2, None)[0].hosts == ("a",)
