@@ -36,6 +36,7 @@ QUIET_S = 600.0  # (chosen) without a note, after which it is said again; betwee
 # about what still goes wrong
 MOST_NOTES = 1000  # (chosen) that are remembered
 PIECE_S = 900  # (chosen) seconds that are read at a time
+SMALLEST_S = 60  # (chosen) of a server that is too slow for more
 
 
 class Source(Protocol):
@@ -77,7 +78,7 @@ class Watch:
         self._teller, self._refit = teller, refit
         self._detector, self._recent = load(), Recent(max(pace.history_s, pace.gap_s))
         self._next: int | None = None  # the first second that was not read yet
-        self._has_read = False
+        self._piece, self._has_read = PIECE_S, False
         self._source_trouble = Trouble("reading", teller)
         self._window_trouble = Trouble("judging", teller)
         self._notes: dict[str, float] = {}  # without its numbers -> when it came
@@ -123,7 +124,7 @@ class Watch:
 
     def _is_behind(self) -> bool:
         up = self._teller.gauges["source_up"] > 0
-        return up and self._next is not None and self._end() - self._next > PIECE_S
+        return up and self._next is not None and self._end() - self._next > self._piece
 
     def _span(self) -> tuple[int, int] | None:
         """Returns [start, end) of what is to be read now, in Unix seconds."""
@@ -143,7 +144,7 @@ class Watch:
             self._next += missed
             if missed > FORGET_S:
                 self._begin(self._next)
-        return (self._next, min(end, self._next + PIECE_S)) if end > self._next else None
+        return (self._next, min(end, self._next + self._piece)) if end > self._next else None
 
     def _begin(self, at: int) -> None:
         """Begins anew, without history."""
@@ -161,10 +162,11 @@ class Watch:
                 raise
             teller.count["source_failures_total"] += 1
             teller.gauges["source_up"] = 0.0
+            self._piece = max(SMALLEST_S, self._piece // 2)  # it may be too slow for so much
             self._source_trouble.there(str(error))
             return None
         teller.gauges["source_up"] = 1.0
-        self._has_read = True
+        self._piece, self._has_read = min(PIECE_S, 2 * self._piece), True
         self._source_trouble.gone()
         return samples
 
@@ -194,7 +196,7 @@ class Watch:
 
     def _note(self, note: str) -> None:
         """Says a note, unless it came in the last minutes too."""
-        key, now = re.sub(r"\d+", "#", note), time.monotonic()
+        key, now = re.sub(r"\d{6,}", "#", note), time.monotonic()  # moments, not machines
         if now - self._notes.pop(key, -math.inf) > QUIET_S:
             self._teller.event("note", note)
         self._notes[key] = now
@@ -249,8 +251,8 @@ class Trouble:
         """It is not, or no more."""
         if self._count:
             seconds = time.monotonic() - self._since
+            failures = f"{self._count} failure{'s' * (self._count > 1)}"
             self._teller.event(
-                "trouble", f"{self._what}: works again, after {self._count} failures in "
-                f"{seconds:.0f} s",
-            )  # fmt: skip
+                "trouble", f"{self._what}: works again, after {failures} in {seconds:.0f} s"
+            )
         self._count, self._said = 0, ("", 0.0)

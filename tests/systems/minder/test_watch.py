@@ -157,6 +157,24 @@ def test_the_past_is_read_at_the_start_in_pieces_and_a_clock_that_goes_back_begi
     assert made[0].seconds == list(range(BEGIN - 500, BEGIN - 484))
 
 
+def test_a_server_that_is_too_slow_for_all_is_asked_for_less(setting):
+    """Else what it missed would grow, and with it each request."""
+    world, detector = World(), Scripted()
+    read, tried = world.read, []
+
+    def slow(start, end):
+        tried.append(end - start)
+        if end - start > 120:
+            raise Unavailable("no whole answer within 5 s")
+        return read(start, end)
+
+    world.read = slow
+    watch, *_ = setting(world, detector, Pace(history_s=800))
+    go(watch, world, 400)
+    assert tried[:5] == [800, 450, 225, 112, 224] and max(tried[5:]) <= 225
+    assert detector.seconds == list(range(BEGIN - 792, int(world.now) - 5))
+
+
 def test_the_interval_of_the_server_sets_how_far_before_now_is_read(setting):
     world = World()
     world.interval_s = 15.0
