@@ -125,7 +125,7 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
         base = minder_runs.base_of(fits, model, recipe)
         minder_runs.shared(state, wanted, made, base, cfg.processes, tell)
     found = list(minder_runs.found(state, wanted, names))
-    names = [n for n in names if all(n in c["said"] for c in found)]
+    names = [n for n in names if all(n in c["said"] for c in found if c["mix"])]
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "simulated")
     about |= {"config": dataclasses.asdict(cfg), "cases": len(found), "wanted": len(wanted)}
     about |= {"tuned": minder_runs.tuned(state, made), "paper": PAPER}
