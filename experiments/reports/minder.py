@@ -29,13 +29,13 @@ class Config(Checked):
         "all", "names with commas; all: ours and every rival; ablations: ours without its parts"
     )
     sizes: str = option("4,16,64,256,1024,1500", "machines of a job, with commas")
-    cases: str = option("120,120,120,60,24,16", "cases of each size, with commas")
+    cases: str = option("100,100,100,48,24,16", "cases of each size, with commas")
     mixes: str = option(
         "evaluation,even,weak,slow", "of fault types: the first has half of the cases"
     )
     split: Literal["train", "validate", "held_out"] = option("held_out", "family of the jobs")
     seed: int = option(1, "of the cases", at_least=0)
-    healthy_hours: float = option(12.0, "of healthy jobs of 1,024 machines", "hours", at_least=0)
+    healthy_hours: float = option(8.0, "of healthy jobs of 1,024 machines", "hours", at_least=0)
     train_jobs: int = option(18, "jobs to fit on", at_least=1)
     train_seed: int = option(7, "of the jobs to fit on", at_least=0)
     steps: int = option(800, "of training the networks", at_least=1)
