@@ -9,6 +9,7 @@ exporter are those of Debian: installed, or unpacked into a temporary folder.
 import atexit
 import contextlib
 import functools
+import http.server
 import json
 import os
 import shutil
@@ -17,7 +18,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,6 +247,112 @@ def node_exporter() -> Iterator[str]:
                 break
             time.sleep(0.1)
         yield instance
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Proxy(http.server.ThreadingHTTPServer):
+    """Stands before a server of HTTP. mode: "pass", "half" (of each answer), "slow", "refuse"
+    (401), or "nonsense". count: requests so far, by mode."""
+
+    daemon_threads = True
+
+    def __init__(self, target: str):
+        """target: its address."""
+        super().__init__(("127.0.0.1", 0), _Passing)
+        self.target, self.mode, self.count = target, "pass", dict[str, int]()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients may go in the middle."""
+
+
+class _Passing(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Passes a request on, and its answer back."""
+        proxy = self.server
+        assert isinstance(proxy, Proxy)
+        mode = proxy.mode
+        proxy.count[mode] = proxy.count.get(mode, 0) + 1
+        size = self.headers.get("Content-Length")
+        body = self.rfile.read(int(size)) if size else None
+        if mode == "slow":
+            time.sleep(30)
+        if mode in ("refuse", "nonsense"):
+            status, answer = (401, b"Unauthorized") if mode == "refuse" else (200, b"<html>")
+        else:
+            status, answer = self._ask(proxy.target, body)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer[: len(answer) // 2] if mode == "half" else answer)
+        self.close_connection |= mode == "half"
+
+    do_POST = do_GET
+
+    def _ask(self, target: str, body: bytes | None) -> tuple[int, bytes]:
+        kind = {"Content-Type": self.headers["Content-Type"]} if body is not None else {}
+        request = urllib.request.Request(target + self.path, body, kind)
+        try:
+            with urllib.request.urlopen(request) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except OSError:
+            return 502, b"bad gateway"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+
+@contextlib.contextmanager
+def proxy(target: str) -> Iterator[Proxy]:
+    """Yields a proxy before an address."""
+    found = Proxy(target)
+    thread = threading.Thread(target=found.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.shutdown()
+        found.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def alertmanager(folder: Path) -> Iterator[str | None]:
+    """Yields the address of a real Alertmanager, None where there is none to be had.
+
+    Debian's program reads its default template from /usr/share. Where it was only unpacked, it runs
+    in a mount namespace that shows the unpacked folder there.
+    """
+    found = program("prometheus-alertmanager")
+    unpacked = found is not None and not found.startswith("/usr")
+    if found is None or (unpacked and (os.geteuid() != 0 or not shutil.which("unshare"))):
+        yield None
+        return
+    folder.mkdir()
+    (folder / "config.yml").write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
+    port = free_port()
+    command = [found, f"--config.file={folder}/config.yml", f"--storage.path={folder}/data",
+               f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="]  # fmt: skip
+    if unpacked:
+        share = Path(found).parent.parent / "share"
+        script = f'mount --bind {share} /usr/share && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", script, "sh", *command]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stderr=log, stdout=log)
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready").close()
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()

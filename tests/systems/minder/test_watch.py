@@ -232,7 +232,9 @@ def test_an_alert_is_told_everywhere_once_and_ends_when_the_machine_is_like_the_
     watch.look()
     go(watch, world, 400)
     detector.named["m3"] = BEGIN + 900  # it differed until BEGIN + 300
-    go(watch, world, 600)
+    go(watch, world, 488)
+    assert len(said) == 1 and world.now == BEGIN + 893
+    go(watch, world, 16)
     assert [line for line in said if line.startswith("ALERT m3: cpu_usage")] == said[:1]
     assert len(said) == 2 and said[1].startswith("m3: like the others again")
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -308,6 +310,7 @@ def test_recent_seconds_are_put_together_with_their_holes():
     assert np.isnan(grid.values_CNT[0, 0, 5:]).all() and (grid.values_CNT[0, 0, :5] == 10).all()
     assert (grid.values_CNT[0, 1, :25] == np.repeat([10, 20, 30], [5, 10, 10])).all()
     assert np.isnan(grid.values_CNT[0, :, 25:]).all()
+    assert recent.metric("x", 0, 10).machines == ()  # too long ago
     assert merged([], ["x"]).values_CNT.shape == (1, 0, 0)
 
 
