@@ -82,6 +82,10 @@ class WatchConfig(Checked):
         900.0, "that are read later when the server was away", "s", verbs=("watch",),
         flag="gap_s", at_least=60, at_most=3600,
     )  # fmt: skip
+    left: str | None = option(
+        None, "file of machines, or hosts, that left on purpose, one a line; read each time",
+        verbs=("watch",), flag="left",
+    )  # fmt: skip
     metrics_port: int | None = option(
         None, "serve the daemon's own metrics here; 0: any port", verbs=("watch",),
         flag="metrics_port", at_least=0, at_most=65535,
@@ -172,7 +176,8 @@ def watch(
             plan = Plan(w.retrain_hours, steps, settings, first.profile.metrics)
             refit = Refit(folder / "quiet", path, plan, time.time)
             stack.callback(refit.close)
-        pace = Pace(w.period_s, w.lag_s, w.history_s, w.gap_s, server.only)
+        left = None if w.left is None else expand(w.left, "left")
+        pace = Pace(w.period_s, w.lag_s, w.history_s, w.gap_s, server.only, left)
         daemon = Watch(reader, lambda: Detector.load(path, settings), teller, pace, refit)
         for sentence in (ledger.trouble, _mismatch(settings, learnt)):
             if sentence:

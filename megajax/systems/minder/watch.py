@@ -16,8 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
 from megajax.monitor.samples import Samples, of_machines
@@ -34,6 +36,7 @@ FORGET_S = 3600.0  # (chosen) a hole after which a detector's history says nothi
 BACK_S = 60.0  # (chosen) by which a clock may go back without a new beginning
 QUIET_S = 600.0  # (chosen) without a note, after which it is said again; between two sentences
 # about what still goes wrong
+MOST_NAMES = 2**20  # (chosen) bytes of a file of names
 MOST_NOTES = 1000  # (chosen) that are remembered
 PIECE_S = 900  # (chosen) seconds that are read at a time
 SMALLEST_S = 60  # (chosen) of a server that is too slow for more
@@ -52,13 +55,15 @@ class Pace:
     """Times in seconds. period_s: between two reads. lag_s: before now, up to which is read; at
     least two scrape intervals. history_s: that are read at the start. gap_s: of a source that was
     away, which are read later; older ones are left out. machines: pattern of the names of machines
-    that are judged; '': all."""
+    that are judged; '': all. left: a file that is read again each time, with the names of machines
+    (or their hosts) that left the job on purpose, one a line."""
 
     period_s: float = 8.0
     lag_s: float = 5.0
     history_s: float = 600.0
     gap_s: float = 900.0
     machines: str = ""
+    left: Path | None = None
 
 
 class Watch:
@@ -81,6 +86,7 @@ class Watch:
         self._piece, self._has_read = PIECE_S, False
         self._source_trouble = Trouble("reading", teller)
         self._window_trouble = Trouble("judging", teller)
+        self._left_trouble = Trouble("machines that left", teller)
         self._notes: dict[str, float] = {}  # without its numbers -> when it came
 
     def run(self, stop: threading.Event) -> None:
@@ -175,6 +181,7 @@ class Watch:
     def _judge(self, grid: Grid) -> None:
         teller, detector = self._teller, self._detector
         began, alerts = time.monotonic(), []
+        self._leave()
         try:
             alerts = detector.update(grid)
         except UserError as error:
@@ -187,6 +194,22 @@ class Watch:
         for note in detector.notes:
             self._note(note)
         self._hear(alerts, grid.end)
+
+    def _leave(self) -> None:
+        """Takes out the machines that left on purpose."""
+        if self._pace.left is None:
+            return
+        try:
+            names = set(files.read_bytes(self._pace.left, MOST_NAMES).decode().split())
+        except FileNotFoundError:
+            return  # nobody has left yet
+        except (OSError, ValueError) as error:
+            self._left_trouble.there(f"{self._pace.left}: {getattr(error, 'strerror', error)}")
+            return
+        self._left_trouble.gone()
+        for machine in self._detector.machines:
+            if machine in names or machine.rpartition(":")[0] in names:
+                self._detector.leave(machine)
 
     def _hear(self, alerts: list[Alert], end: int) -> None:
         teller, detector = self._teller, self._detector

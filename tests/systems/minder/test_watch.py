@@ -54,7 +54,10 @@ class Scripted:
     def __init__(self, alerts=()):
         self.alerts, self.seconds, self.notes = list(alerts), [], []
         self.named, self.scores, self.machines = {}, dict.fromkeys(MACHINES, 0.1), MACHINES
-        self.error = None
+        self.error, self.gone = None, []
+
+    def leave(self, machine):
+        self.gone.append(machine)
 
     def update(self, grid):
         self.seconds += range(grid.start, grid.end)
@@ -208,6 +211,24 @@ def test_few_machines_are_said_once_and_watching_goes_on(setting):
     detector.error = None
     go(watch, world, 16)
     assert len(said) == 2 and "works again" in said[1]
+
+
+def test_who_left_on_purpose_stands_in_a_file_that_may_change(setting, tmp_path):
+    world, detector = World(), Scripted()
+    detector.machines = ("a:9100", "b:9100", "c")
+    file = tmp_path / "blocklist"
+    watch, said, *_ = setting(world, detector, Pace(history_s=0, left=file))
+    watch.look()
+    assert detector.gone == []
+    file.write_text("b\n")
+    go(watch, world, 8)
+    file.write_text("a:9100\nc\nx\n")
+    go(watch, world, 8)
+    assert detector.gone == ["b:9100", "a:9100", "c"] and said == []
+    file.unlink()
+    file.mkdir()
+    go(watch, world, 24)
+    assert len(said) == 1 and "blocklist" in said[0] and len(detector.seconds) >= 40
 
 
 def test_a_note_is_said_when_it_comes_and_not_while_it_stays(setting, monkeypatch):
