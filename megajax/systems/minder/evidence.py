@@ -5,7 +5,9 @@ judged channel by channel and in all channels together (its Mahalanobis length u
 machines show). Continuity (Minder section 4.3) is asked of every tick: its own share in the
 direction of the average must not fall to that of a machine that is like the others again. So a
 disturbance that is shorter than the span gives nothing, however large it is.
-A machine without a past is judged by other limits than one whose offsets are known (AGES).
+A machine without a past is judged by other limits than one whose offsets are known (AGES). The
+limits hold for one machine of a small job; `demand` raises them for the many of a large one, for
+all of a restless one, and for those that have differed ever since they were first seen.
 
 Legend: F channels, N machines, H ticks, G = F + 1 statistics: each channel, then all together.
 """
@@ -23,6 +25,9 @@ YOUNG = 25  # (chosen) ticks (10 minutes) until a machine's own past is trusted
 MISSING = 0.3  # share of a span's ticks that may be without a score
 ODD = 3.0  # (chosen on training seeds of the fleet) more spread of residuals than they show
 LEAST_SIGMA = 0.3  # of an average: ten ticks of independent noise have 10 ** -0.5
+CROWD, PER_DOUBLING = 16, 0.1  # (chosen) machines whose limits these are; more for twice as many
+RESTLESS = (0.75, 0.38)  # (chosen) quantile of all machines' scores, and what it usually is below
+ALWAYS = 1.6  # (chosen) of a limit, for a machine that was never seen like the others
 SPREAD = 4.0  # (chosen) robust standard deviations at which averages are cut off for a covariance
 
 
@@ -106,6 +111,20 @@ def score(
         best_GN = np.maximum(best_GN, found_GN)
         first_FN = mean_FN if p == 0 else first_FN
     return best_GN, first_FN
+
+
+def demand(worst_N: np.ndarray, judged_N: np.ndarray, always_N: np.ndarray) -> np.ndarray:
+    """Returns the factor on the limits of each machine.
+
+    worst: highest score of each machine. judged: who counts. always: whose difference has no
+    beginning: it may be its role.
+    """
+    count = max(int(judged_N.sum()), 1)
+    factor = 1.0 + PER_DOUBLING * max(0.0, np.log2(count / CROWD))
+    if count >= CROWD:
+        quantile, usual = RESTLESS
+        factor *= max(1.0, float(np.quantile(worst_N[judged_N], quantile)) / usual)
+    return factor * np.where(always_N, ALWAYS, 1.0)
 
 
 def covariance(average_XF: np.ndarray) -> np.ndarray:

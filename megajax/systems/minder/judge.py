@@ -3,7 +3,9 @@
 Minder section 4.3: a machine is named when it has differed for four minutes without a break. Here
 nine ticks in ten must say so, with one sign in one channel. Where several machines differ, one may
 be the cause and the others wait for it: those that began within `group_s` of each other are one
-group, whose furthest machine is named. Where too many differ, the job has changed and nobody is.
+group, whose furthest machine is named; a machine that is further and began a moment later is waited
+for. Who begins to differ while a machine that is named still does, and less than that one, follows
+it. Where too many differ, the job has changed and nobody is named.
 
 Legend: F channels, N rows of machines, C metrics, H ticks that are remembered.
 """
@@ -15,11 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.systems.minder.evidence import SHARE, YOUNG, Limits, score, spans
+from megajax.systems.minder.evidence import SHARE, YOUNG, Limits, demand, score, spans
 from megajax.systems.minder.settings import CHANNELS, TICK, Settings
 
 HISTORY = 50  # ticks, 20 minutes
 SUSPECTED = 0.6  # (chosen) of a limit
+FURTHER = 1.1  # (chosen) times as far: another machine may be the cause
 LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
 
 
@@ -55,6 +58,7 @@ class Judge:
         self._begun = False
         self._past_N = np.zeros(N, int)  # ticks from which its offsets were learnt
         self._worst_N = np.zeros(N)  # the last score, 1 at its limit
+        self._always_N = np.zeros(N, bool)  # who has differed ever since it was first seen
         self._free_at_N = np.zeros(N)  # when a named machine may be named again; 0: it was not
         self._named_at_N = np.zeros(N)  # onset, and the highest score, of a machine that is named
         self._named_for_N = np.zeros(N)
@@ -88,9 +92,10 @@ class Judge:
     def learns_N(self, end: float) -> np.ndarray:
         """Returns whose offsets are learnt from the tick that ends at `end`: not those of machines
         that have only just joined, nor of those that look odd. One with a short past looks odd as
-        long as its offset is not known, so more is needed."""
+        long as its offset is not known, so more is needed, and one that always did has a role of
+        its own."""
         most_N = np.where(self.young_N(), 1.0, SUSPECTED)
-        return self._judged_N(end) & (self._worst_N <= most_N)
+        return self._judged_N(end) & ((self._worst_N <= most_N) | self._always_N)
 
     def _judged_N(self, end: float) -> np.ndarray:
         return end - self.joined_N >= self._settings.grace_s
@@ -131,6 +136,9 @@ class Judge:
             self.scores_FNH[..., HISTORY - have :], self._past_N - 1, self._limits, self._spans
         )
         score_GN = np.where(judged_N, score_GN, 0.0)
+        onset_N = self._onsets(end)
+        self._always_N = end - onset_N >= TICK * (self._past_N - 2)
+        score_GN /= demand(score_GN.max(0), judged_N, self._always_N)
         self._worst_N = worst_N = score_GN.max(0)
         busy_N = self._free_at_N > 0
         self._free_at_N[busy_N & (worst_N > SUSPECTED)] = end + s.clear_s
@@ -142,12 +150,17 @@ class Judge:
         if not fires_N.any() or differing_N.sum() > max(1.0, s.widely * judged_N.sum()):
             return []
         found = []
-        onset_N, far_N = self._onsets(end), self._distances()
-        ending_N = self._ending(end)
+        far_N, ending_N = self._distances(), self._ending(end)
+        free_N = judged_N & ~busy_N & ~follows_N
         while fires_N.any():
             first = min(onset_N[fires_N])
             group_N = differing_N & (np.abs(onset_N - first) <= s.group_s) & ~busy_N
             row = int(np.argmax(np.where(group_N & fires_N, far_N, -1.0)))
+            fresh = end - onset_N[row] <= s.continuity_s
+            further_N = free_N & ~fires_N & (far_N > FURTHER * far_N[row])
+            if fresh and further_N.any():
+                fires_N &= ~group_N
+                continue
             waits = ending_N.any() and not ending_N[row]
             if not waits and not self._follows(far_N, row, onset_N[row]):
                 found.append(self._named(row, score_GN[:, row], onset_N[row]))
@@ -161,14 +174,16 @@ class Judge:
         return found
 
     def _follows(self, far_N: np.ndarray, row: int, onset: float) -> bool:
-        """Tells whether a machine that is named already explains another one: it began before, and
-        it was further from its peers."""
+        """Tells whether a machine that is named already explains another one: it began before, was
+        further from its peers, and still differs or did when the other one began."""
         named_N = self._free_at_N > 0
         self._named_for_N = np.where(named_N, np.maximum(self._named_for_N, far_N), 0.0)
         s = self._settings
         before_N = self._named_at_N <= onset + s.group_s
-        before_N &= onset <= self._named_at_N + s.clear_s / 2
-        return bool((named_N & before_N & (self._named_for_N > far_N[row])).any())
+        soon_N = onset <= self._named_at_N + s.clear_s / 2
+        still_N = (self._worst_N > SUSPECTED) | (far_N > far_N[row])
+        explains_N = named_N & before_N & (soon_N | still_N)
+        return bool((explains_N & (self._named_for_N > far_N[row])).any())
 
     def _distances(self) -> np.ndarray:
         """Returns how far each machine is, without a bound: in its channel that is furthest."""
@@ -226,7 +241,7 @@ class Judge:
 _FIELDS = {
     "scores_FNH": np.nan, "far_FNH": np.nan, "mean_FN": 0, "seen_CN": -math.inf,
     "joined_N": math.inf,
-    "_past_N": 0, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
+    "_past_N": 0, "_always_N": False, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
     "_named_at_N": 0, "_named_for_N": 0,
 }  # of the members with a row a machine: what a new machine has  # fmt: skip
 

@@ -10,7 +10,11 @@ r_i is estimated tick by tick with a Kalman filter whose prior and noise `fit` l
 without a past is judged by how far machines usually differ, one with a past by its own, and an
 unusual state of the job gives a wide error instead of an alarm. The score of a tick is the distance
 in standard deviations. While a machine is suspected, its offset is not learnt, or a fault would
-become its normal state.
+become its normal state. The noise is learnt in `fit` and adapts to the job, slowly, so that a fault
+does not become noise either.
+
+Of few machines, a fault and the peer that it drags along are half, and the median lies between the
+halves. Then the half that is nearer to the usual state of the job is taken for the healthy one.
 Sources: distances to peers: Minder section 4.3 (there a z-score over machines, which cannot exceed
 (n - 1) / sqrt(n)); relative and own-history scores: NVIDIA's resiliency extension.
 
@@ -28,6 +32,13 @@ WANDER = 24.0 / 14400.0  # (chosen) share of the prior variance that a tick brin
 LEARN = 2.0  # (chosen) standard deviations beyond which a tick teaches no further
 CLIP = 6.0  # (chosen) standard deviations beyond which a window counts no further
 USUAL = 50  # ticks (20 minutes) whose median is the usual state of the job
+KNOWN = 4  # (chosen) ticks from which there is a usual state
+SPLIT = 3.0  # (chosen) noises between the two middle machines of an even number, or more: halves
+HALVES = 16  # (chosen) machines up to which a fault and its peers may be half of them
+FEW = 100  # (chosen) machines up to which the spread of a tick may be that of a fault
+SLOW = 0.015  # (chosen) share by which a tick changes the noise of the job
+RANGE = (0.7, 2.0)  # (chosen) of the job's noise, as shares of what `fit` learnt
+SUDDEN = 1.5  # (chosen) times the job's noise that a tick of few machines may have
 
 
 @jax.tree_util.register_dataclass
@@ -43,12 +54,13 @@ class Prior:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tracks:
-    """Of each machine its offset and the variance of that, (F, N); the medians of the last ticks,
-    NaN before there were any."""
+    """Of each machine its offset and the variance of that, (F, N); the healthy states of the last
+    ticks, NaN before there were any; the standard deviation of this job's ticks."""
 
     offset_FN: Array
     unsure_FN: Array
     middle_FH: Array
+    noise_F: Array
 
 
 def begin(prior: Prior, machines: int) -> Tracks:
@@ -56,23 +68,25 @@ def begin(prior: Prior, machines: int) -> Tracks:
     F = prior.noise_F.shape[0]
     zeros_FN = jnp.zeros((F, machines))
     unsure_FN = prior.offset_F[:, None] ** 2 + zeros_FN
-    return Tracks(zeros_FN, unsure_FN, jnp.full((F, USUAL), jnp.nan))
+    return Tracks(zeros_FN, unsure_FN, jnp.full((F, USUAL), jnp.nan), prior.noise_F)
 
 
 def resized(tracks: Tracks, prior: Prior, machines: int) -> Tracks:
     """Returns the estimates with room for another number of machines; new ones have no past."""
     fresh, have = begin(prior, machines), min(tracks.offset_FN.shape[1], machines)
-    return Tracks(
-        fresh.offset_FN.at[:, :have].set(tracks.offset_FN[:, :have]),
-        fresh.unsure_FN.at[:, :have].set(tracks.unsure_FN[:, :have]),
-        tracks.middle_FH,
+    return dataclasses.replace(
+        tracks,
+        offset_FN=fresh.offset_FN.at[:, :have].set(tracks.offset_FN[:, :have]),
+        unsure_FN=fresh.unsure_FN.at[:, :have].set(tracks.unsure_FN[:, :have]),
     )
 
 
 def without(tracks: Tracks, rows: list[int]) -> Tracks:
     """Returns the estimates without these machines."""
     keep = jnp.array([i for i in range(tracks.offset_FN.shape[1]) if i not in set(rows)], int)
-    return Tracks(tracks.offset_FN[:, keep], tracks.unsure_FN[:, keep], tracks.middle_FH)
+    return dataclasses.replace(
+        tracks, offset_FN=tracks.offset_FN[:, keep], unsure_FN=tracks.unsure_FN[:, keep]
+    )
 
 
 def median(x: Array) -> Array:
@@ -95,15 +109,17 @@ def advance(
     may have been learnt from a disturbance, so that only a step away from the peers counts. A score
     is NaN where a machine has no window in this tick.
     """
-    middle_FJ = median(y_FNJ.swapaxes(1, 2))
-    middle_F = jnp.nanmean(middle_FJ, -1)
-    middle_FH = jnp.concatenate([tracks.middle_FH[:, 1:], middle_F[:, None]], 1)
-    unusual_F = jnp.nan_to_num(middle_F - median(middle_FH))
-    apart_FNJ = y_FNJ - middle_FJ[:, None]
-    error_FNJ = apart_FNJ - tracks.offset_FN[..., None]
+    own_FNJ = y_FNJ - tracks.offset_FN[..., None]
+    center_FJ = _healthy(prior, tracks, own_FNJ)
+    middle_FH = jnp.concatenate(
+        [tracks.middle_FH[:, 1:], jnp.nanmean(center_FJ, -1, keepdims=True)], 1
+    )
+    unusual_F = jnp.nan_to_num(middle_FH[:, -1] - median(middle_FH))
+    apart_FNJ = y_FNJ - median(y_FNJ.swapaxes(1, 2))[:, None]
+    error_FNJ = own_FNJ - center_FJ[:, None]
     error_FN = jnp.nanmean(error_FNJ, -1)
-    spread_F = 1.4826 * median(jnp.abs(error_FN))
-    noise_F = jnp.fmax(prior.noise_F, spread_F) ** 2 + (unusual_F * prior.slope_F) ** 2
+    noise_F, slowly_F = _noise(prior, tracks, error_FN)
+    noise_F = noise_F**2 + (unusual_F * prior.slope_F) ** 2
     deviation_FN = jnp.sqrt(noise_F[:, None] + tracks.unsure_FN)
     away_FNJ = jnp.where(error_FNJ > 0, jnp.clip(apart_FNJ, 0.0, error_FNJ),
                          jnp.clip(apart_FNJ, error_FNJ, 0.0))  # fmt: skip
@@ -117,5 +133,39 @@ def advance(
         tracks.offset_FN + gain_FN * jnp.nan_to_num(bounded_FN),
         (1.0 - WANDER) * (1.0 - gain_FN) * tracks.unsure_FN + WANDER * prior.offset_F[:, None] ** 2,
         middle_FH,
+        slowly_F,
     )
-    return after, score_FN, jnp.nanmean(counted_FNJ, -1), middle_F
+    return after, score_FN, jnp.nanmean(counted_FNJ, -1), middle_FH[:, -1]
+
+
+def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:
+    """Returns where healthy machines without an offset are, (F, J): the median, or the half of the
+    machines that is nearer to the usual state. own: windows without the machines' offsets."""
+    own_FN = jnp.nanmean(own_FNJ, -1)
+    ordered_FN, count_F = jnp.sort(own_FN, -1), jnp.isfinite(own_FN).sum(-1)  # NaN comes last
+
+    def at(place_F: Array) -> Array:
+        place_F = jnp.clip(place_F, 0, own_FN.shape[1] - 1)
+        return jnp.take_along_axis(ordered_FN, place_F[:, None], -1)[:, 0]
+
+    low_F, high_F = at((count_F - 1) // 2), at(count_F // 2)
+    usual_F = median(tracks.middle_FH)
+    halves_F = (high_F - low_F > SPLIT * prior.noise_F) & (count_F <= HALVES)
+    halves_F &= jnp.isfinite(tracks.middle_FH).sum(-1) >= KNOWN
+    up_F = jnp.abs(high_F - usual_F) < jnp.abs(low_F - usual_F)
+    shift_F = jnp.where(up_F, 0.5, -0.5) * (high_F - low_F)
+    middle_FJ = median(own_FNJ.swapaxes(1, 2))
+    return middle_FJ + jnp.where(halves_F, shift_F, 0.0)[:, None]
+
+
+def _noise(prior: Prior, tracks: Tracks, error_FN: Array) -> tuple[Array, Array]:
+    """Returns (the standard deviation of a tick, the job's after it)."""
+    spread_F = 1.4826 * median(jnp.abs(error_FN))
+    low, high = RANGE
+    job_F = jnp.clip(tracks.noise_F, low * prior.noise_F, high * prior.noise_F)
+    few_F = jnp.isfinite(error_FN).sum(-1) < FEW
+    most_F = jnp.where(few_F, SUDDEN * jnp.fmax(job_F, tracks.noise_F), jnp.inf)
+    square_F = tracks.noise_F**2
+    new_F = (1 - SLOW) * square_F + SLOW * jnp.minimum(spread_F**2, 4 * square_F)
+    after_F = jnp.where(jnp.isfinite(new_F), jnp.sqrt(new_F), tracks.noise_F)
+    return jnp.fmax(job_F, jnp.minimum(spread_F, most_F)), after_F
