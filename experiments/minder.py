@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiments.reports import minder as report
 from experiments.reports import minder_sources as sources_
 from experiments.reports import minder_watch
@@ -34,6 +32,7 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.paths import expand
 from megajax.monitor import results
 from megajax.monitor.fleet import cases
+from megajax.monitor.sources.http_query import shown
 from megajax.systems.minder import Detector, Settings
 from megajax.systems.minder.pictures import Heat, draw_alert
 from megajax.systems.minder.recent import Recent
@@ -185,7 +184,7 @@ def main(verb: str = "") -> int:
         raise UserError(f"{verb!r} must be {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
     cfg, base = config.from_flags(PRESETS, adapt, verb or None)
     for name, old, new in config.diff(cfg, base):
-        print(f"{name}: {old} -> {new}")
+        print(f"{name}: {old} -> {shown(new) if '://' in str(new) else new}")
     if cfg.server.only:
         try:
             re.compile(cfg.server.only)
@@ -193,7 +192,6 @@ def main(verb: str = "") -> int:
             raise UserError(f"only={cfg.server.only} is no pattern: {error} (--only)") from None
     mesh.start(emulate=1 if verb == "watch" else None)  # GPUs of its host belong to the job
     mesh.cache_programs("~/.cache/megajax")
-    np.seterr(all="ignore")
     if verb == "watch":
         return minder_watch.watch(
             cfg.watch, cfg.server, cfg.model_path, cfg.settings, cfg.train.steps, cfg.out

@@ -16,6 +16,7 @@ from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.monitor import exporter, results
 from megajax.monitor.alertmanager import Alertmanager
+from megajax.monitor.sources.http_query import shown
 from megajax.systems.minder import Detector, Settings
 from megajax.systems.minder.ledger import Ledger
 from megajax.systems.minder.refit import Plan, Refit
@@ -183,8 +184,9 @@ def watch(
             if sentence:
                 teller.event("note", sentence)
         teller.event(
-            "start", f"watching {server.prometheus}: {len(first.profile.metrics)} metrics, "
-            f"continuity {settings.continuity_s:g} s, every {w.period_s:g} s; {folder}",
+            "start", f"watching {shown(str(server.prometheus))}: "
+            f"{len(first.profile.metrics)} metrics, continuity "
+            f"{settings.continuity_s:g} s, every {w.period_s:g} s; {folder}",
         )  # fmt: skip
         number = _until_told(daemon)
         lasting = len(ledger.lasting)

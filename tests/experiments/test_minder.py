@@ -5,6 +5,7 @@ import os
 import runpy
 import signal
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +62,16 @@ def test_secrets_and_expressions_come_from_files(tmp_path):
         minder_watch.source(server, ("queue",))
     with pytest.raises(UserError, match=r"are none that exporters show.*--queries"):
         minder_watch.source(minder_watch.Server("http://me.invalid"), ("queue",))
+
+
+def test_the_start_prints_no_password(script, monkeypatch, capsys):
+    cfg = replace(script["full"](), server=minder_watch.Server("https://me:s3cret@x:9090"))
+    monkeypatch.setattr(config, "from_flags", lambda *_: (cfg, script["full"]()))
+    monkeypatch.setattr(minder_watch, "watch", lambda *_: 0)
+    for name in ("start", "cache_programs"):  # of this process they are what the tests need
+        monkeypatch.setattr(script["mesh"], name, lambda *_, **__: None)
+    assert script["main"]("watch") == 0
+    assert "server.prometheus: None -> https://***@x:9090" in capsys.readouterr().out
 
 
 def test_a_missing_model_says_how_to_make_one(script, tmp_path):

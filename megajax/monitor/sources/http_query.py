@@ -78,7 +78,7 @@ class Client:
             port = 0
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise UserError(
-                f"{name}={_shown(url)} must be an address such as http://host:9090 (--{name})"
+                f"{name}={shown(url)} must be an address such as http://host:9090 (--{name})"
             )
         if timeout_s <= 0 or retries < 0:
             raise UserError(
@@ -292,7 +292,7 @@ def _why(error: Exception) -> str:
     return f"no answer of HTTP: {str(error)[:200] or type(error).__name__}"
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Returns an address without its password."""
     head, at, tail = url.rpartition("@")
     return f"{head.partition('//')[0]}//***@{tail}" if at else url
