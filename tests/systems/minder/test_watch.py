@@ -20,6 +20,7 @@ from megajax.systems.minder import Alert
 from megajax.systems.minder.ledger import Ledger
 from megajax.systems.minder.pictures import Heat, draw_alert
 from megajax.systems.minder.recent import Recent, merged
+from megajax.systems.minder.refit import Result
 from megajax.systems.minder.telling import NAMES, Teller
 from megajax.systems.minder.watch import Pace, Watch
 
@@ -211,6 +212,42 @@ def test_few_machines_are_said_once_and_watching_goes_on(setting):
     detector.error = None
     go(watch, world, 16)
     assert len(said) == 2 and "works again" in said[1]
+
+
+def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
+    world, old, results = World(), Scripted([ALERT]), []
+    other = Alert(**{**vars(ALERT), "machine": "m1", "at": BEGIN + 10})  # the old one saw none
+    made = []
+
+    class Fits:
+        kept = 0
+
+        def keep(self, grid, lasting):
+            self.kept += grid.values_CNT.shape[2]
+
+        def poll(self, now):
+            return results.pop() if results else None
+
+    def load():
+        made.append(Scripted([ALERT, other]))
+        return made[-1]
+
+    fits = Fits()
+    watch, said, _, teller = setting(world, old, Pace(history_s=300), refit=fits)
+    watch._load = load
+    go(watch, world, 80)
+    results.append(Result("rejected", "retraining: it is blind", {"named": 0}))
+    go(watch, world, 8)
+    assert made == [] and said[-1] == "retraining: it is blind"
+    results.append(Result("accepted", "retrained", {}))
+    go(watch, world, 8)
+    before = len(made[0].seconds)
+    assert made[0].seconds == old.seconds and fits.kept == before
+    assert [line[:9] for line in said if "ALERT" in line] == ["ALERT m3:", "ALERT m1:"]
+    go(watch, world, 16)
+    assert len(old.seconds) == before and len(made[0].seconds) == before + 16
+    assert teller.count["judged_seconds_total"] == before + 16  # the replay does not count
+    assert teller.fits == {"rejected": 1, "accepted": 1}
 
 
 def test_who_left_on_purpose_stands_in_a_file_that_may_change(setting, tmp_path):
