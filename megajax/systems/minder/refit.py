@@ -68,12 +68,12 @@ class Refit:
         self._due = clock() + 3600 * plan.hours
         self._child: subprocess.Popen | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.lost = 0  # pieces that the disk did not take
 
     # ---- data
 
     def keep(self, grid: Grid, lasting: Mapping[str, Lasting]) -> None:
-        """Takes the seconds that follow, and the alerts that last."""
+        """Takes the seconds that follow, and the alerts that last. Raises: OSError when the disk
+        does not take a piece, which is then lost."""
         begin = self._new[0].start if self._new else grid.start
         self._new.append(grid)
         for one in lasting.values():
@@ -84,9 +84,9 @@ class Refit:
                     path.unlink(missing_ok=True)
         if grid.end - begin < PIECE_S:
             return
-        if not self._dirty:
-            self._write(merged(self._new, self._plan.metrics, begin, begin + PIECE_S))
-        self._new, self._dirty = [], False
+        quiet, self._new, self._dirty = ([] if self._dirty else self._new), [], False
+        if quiet:
+            self._write(merged(quiet, self._plan.metrics, begin, begin + PIECE_S))
         most = max(1, round(3600 * self._plan.hours / PIECE_S))
         for path in self._pieces()[:-most]:
             path.unlink(missing_ok=True)
@@ -99,9 +99,8 @@ class Refit:
                     file, values=grid.values_CNT, machines=np.array(grid.machines, str)
                 )
             part.replace(self._folder / f"{grid.start}.npz")
-        except OSError:
+        finally:
             part.unlink(missing_ok=True)
-            self.lost += 1
 
     def _pieces(self) -> list[Path]:
         found = [p for p in self._folder.glob("*.npz") if p.stem.isdecimal()]
@@ -110,16 +109,18 @@ class Refit:
     # ---- the process
 
     def poll(self, now: float) -> Result | None:
-        """Begins a fit when its time has come; returns the result of one that has ended."""
+        """Begins a fit when its time has come; returns the result of one that has ended. Raises:
+        OSError when none can be started."""
         if self._child is None:
             if now >= self._due and _longest(self._pieces()) >= LEAST_S:
+                self._due = now + 3600 * self._plan.hours  # also if it cannot be started
                 self._start()
             return None
         code = self._child.poll()
         if code is None:
             return None
         text = self._child.communicate()[0]
-        self._child, self._due = None, now + 3600 * self._plan.hours
+        self._child = None
         return self._take(code, text)
 
     def _start(self) -> None:

@@ -110,9 +110,9 @@ class Teller:
         path = self.folder / "alerts" / f"{int(alert.at)}-{name}.png"
         try:
             draw_alert(alert, recent, judged, path)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the alert is what counts
             self.count["lost_writes_total"] += 1
-            self.say(f"no picture: {error.strerror or error}")
+            self.say(f"no picture: {error}")
             shown = ""
         else:
             shown = f"; see {path}"

@@ -87,6 +87,7 @@ class Watch:
         self._source_trouble = Trouble("reading", teller)
         self._window_trouble = Trouble("judging", teller)
         self._left_trouble = Trouble("machines that left", teller)
+        self._refit_trouble = Trouble("retraining", teller)
         self._notes: dict[str, float] = {}  # without its numbers -> when it came
 
     def run(self, stop: threading.Event) -> None:
@@ -119,8 +120,7 @@ class Watch:
         self._recent.add(grid)
         self._judge(grid)
         if self._refit is not None:
-            self._refit.keep(grid, self._teller.ledger.lasting)
-            self._look_for_model()
+            self._learn(grid, self._refit)
 
     # ---- time
 
@@ -228,9 +228,14 @@ class Watch:
 
     # ---- a new model
 
-    def _look_for_model(self) -> None:
-        assert self._refit is not None
-        result = self._refit.poll(self._clock())
+    def _learn(self, grid: Grid, refit: Refit) -> None:
+        try:
+            refit.keep(grid, self._teller.ledger.lasting)
+            result = refit.poll(self._clock())
+        except OSError as error:  # a full disk, or no process can be started
+            self._refit_trouble.there(str(error))
+            return
+        self._refit_trouble.gone()
         if result is None:
             return
         self._teller.fits[result.word] += 1

@@ -249,6 +249,13 @@ def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
     assert teller.count["judged_seconds_total"] == before + 16  # the replay does not count
     assert teller.fits == {"rejected": 1, "accepted": 1}
 
+    def full(now):
+        raise OSError(28, "No space left on device")
+
+    fits.poll = full
+    go(watch, world, 24)
+    assert "retraining: [Errno 28]" in said[-1] and len(made[0].seconds) == before + 40
+
 
 def test_who_left_on_purpose_stands_in_a_file_that_may_change(setting, tmp_path):
     world, detector = World(), Scripted()
