@@ -31,6 +31,9 @@ FIT_SIZES, TUNE_SIZES = (8, 16, 64), (4, 16, 64, 256)
 HEALTHY = 1024  # machines of a long healthy run
 HOURS = 1.0  # of one such run
 HEALTHY_TOO = (OURS, "minder-paper", "median")  # detectors that see them: they take long
+# The modules on which alerts depend; others tell of them, or run the detector.
+DETECTS = {"detector", "evidence", "features", "fit", "judge", "pending", "profile", "settings",
+           "tracker", "training"}  # fmt: skip
 MIXES_APART = 1000  # between the seeds of two mixes
 
 
@@ -95,10 +98,16 @@ def described(item: Item, case: Case) -> dict[str, Any]:
 # ---- detectors
 
 
-def code(*packages: Any) -> str:
-    """Returns a hash of the sources of packages."""
-    files = [p for package in packages for p in Path(package.__path__[0]).glob("*.py")]
+def code() -> str:
+    """Returns a hash of our detector's sources."""
+    files = [p for p in Path(minder.__path__[0]).glob("*.py") if p.stem in DETECTS]
     return _hash(*(p.read_bytes() for p in sorted(files)))
+
+
+def code_of_rivals() -> str:
+    """Returns a hash of the rivals' sources."""
+    files = sorted(Path(minder_rivals.__path__[0]).glob("*.py"))
+    return _hash(*(p.read_bytes() for p in files if p.stem not in ("ablated", "ours")))
 
 
 def _hash(*parts: Any) -> str:
@@ -137,7 +146,7 @@ def fitted(folder: Path, recipe: Recipe, model: str, tell: Any) -> Path:
     """Returns the file of our detector, fitted now or before, or the one that was given."""
     if model:
         return Path(model)
-    path = folder / f"ours-{_hash(recipe.jobs, recipe.seed, recipe.steps, code(minder))}.npz"
+    path = folder / f"ours-{_hash(recipe.jobs, recipe.seed, recipe.steps, code())}.npz"
     if not path.exists():
         tell(f"fitting our detector on {recipe.jobs} jobs")
         grids = [case.read() for case in recipe.sources()]
@@ -156,12 +165,12 @@ def base_of(folder: Path, model: Path, recipe: Recipe) -> Path:
 def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell: Any) -> list[Made]:
     """Returns the detectors, rivals learnt and tuned now or before."""
     own = _hash(model.read_bytes())
-    made = [Made(OURS, model, f"{OURS}-{_hash(own, code(minder))}")] * (OURS in names)
+    made = [Made(OURS, model, f"{OURS}-{_hash(own, code())}")] * (OURS in names)
     base = base_of(folder, model, recipe)
-    shared, common = Base.load(base), _hash(base.read_bytes(), code(minder_rivals), recipe)
+    shared, common = Base.load(base), _hash(base.read_bytes(), code_of_rivals(), recipe)
     rivals = [n for n in names if n in RIVALS]
     for name in (n for n in names if n in ablated.VARIANTS):
-        key = _hash(name, own, code(minder, minder_rivals), recipe)
+        key = _hash(name, own, code(), code_of_rivals(), recipe)
         path = folder / f"{name}-{key}.npz"
         if not path.exists():
             tell(f"fitting {name}: {ablated.VARIANTS[name].what}")
