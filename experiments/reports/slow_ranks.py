@@ -13,13 +13,22 @@ slow, a host whose own work is, or a processor that others use.
 Legend: R ranks (one a machine), T steps, K ticks.
 """
 
+import megajax.core.interrupted  # noqa: F401, I001  (first: Ctrl-C during the imports)
+
+import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from absl import app, flags
 
 from megajax.monitor.own_work import TICKS, OwnWork, Slow
 
+FLAGS = flags.FLAGS
 STEP_S, STEPS = 2.0, 1800
 KINDS = ("device", "host", "processor")
 PULSE_EVERY = 10  # steps
@@ -164,3 +173,71 @@ def judge(run: Run, tick_steps: int = 12) -> list[tuple[int, Slow]]:
 def _middle(x_RT: np.ndarray) -> np.ndarray:
     has_T = np.isfinite(x_RT).any(0)
     return np.median(x_RT[:, has_T], -1) if has_T.any() else np.full(len(x_RT), np.nan)
+
+
+# ---- figures
+
+
+def counts(ranks: int, runs: int, seed: int) -> dict[str, Any]:
+    """Returns what became of so many jobs: faults, those localised, alarms in vain, by kind."""
+    found: Counter[str] = Counter()
+    delays_s: list[float] = []
+    for k in range(runs):
+        run = simulate(ranks, seed + k)
+        alarms = judge(run)
+        if run.who is None:
+            found["healthy"] += 1
+            found["false_alarms"] += len(alarms)
+            continue
+        found["faults"] += 1
+        found[f"faults_{run.kind}"] += 1
+        after = [(at, one) for at, one in alarms if at > run.onset]
+        found["false_alarms"] += len(alarms) - len(after)
+        if not after:
+            found["missed"] += 1
+        elif after[0][1].rank != run.who:
+            found["wrong"] += 1
+        else:
+            found["localised"] += 1
+            found[f"localised_{run.kind}"] += 1
+            delays_s.append((after[0][0] - run.onset) * STEP_S)
+    low, high = wilson(found["localised"], found["faults"])
+    hours = runs * STEPS * STEP_S / 3600
+    return {
+        "machines": ranks, "jobs": runs, **found,
+        "localised_share": found["localised"] / max(found["faults"], 1), "interval_95": [low, high],
+        "delay_median_s": float(np.median(delays_s)) if delays_s else None,
+        "false_alarms_per_day": 24 * found["false_alarms"] / hours,
+    }  # fmt: skip
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a share."""
+    if not of:
+        return 0.0, 1.0
+    z, p = 1.96, hits / of
+    middle, half = p + z * z / (2 * of), z * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of))
+    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
+
+
+def main(_: Sequence[str]) -> None:
+    """Prints a row for each number of machines; with --out writes them."""
+    rows = []
+    for ranks in map(int, FLAGS.machines):
+        rows.append(counts(ranks, FLAGS.runs, FLAGS.seed))
+        print(json.dumps(rows[-1]), flush=True)
+    total = {n: sum(r.get(n, 0) for r in rows) for n in ("faults", "localised", "wrong", "missed")}
+    low, high = wilson(total["localised"], total["faults"])
+    share = total["localised"] / max(total["faults"], 1)
+    print(f"localised {share:.3f} of {total['faults']} faults [{low:.3f}, {high:.3f}]")
+    if FLAGS.out:
+        text = json.dumps({"seed": FLAGS.seed, "rows": rows, "total": total}, indent=1)
+        Path(FLAGS.out).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("runs", 20, "jobs a number of machines", lower_bound=1)
+    flags.DEFINE_integer("seed", 1, "of the first job", lower_bound=0)
+    flags.DEFINE_list("machines", ["4", "16", "64"], "of a job")
+    flags.DEFINE_string("out", None, "JSON file to write")
+    app.run(main)

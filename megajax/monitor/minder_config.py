@@ -26,6 +26,9 @@ class MinderConfig(Checked, section="minder"):
         10.0, "for which all others wait for a rank before it is named", "s", at_least=1
     )
     evictions_per_day: int = option(2, "hosts that may be taken out in a day", at_least=0)
+    record: str | None = option(
+        None, "file (.csv.gz) that gets the metrics of the hosts, to fit a detector on"
+    )
     pulse_every: int = option(
         10, "steps between two timings of a fixed product on each device; 0: none", at_least=0
     )

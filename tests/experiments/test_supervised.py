@@ -66,10 +66,10 @@ def events(folder, name):
     return [e for e in map(json.loads, lines) if e["event"] == name]
 
 
-def same(folder, straight):
+def same(folder, straight, steps=STEPS):
     """Every stored array and every loss of the two runs is the same, to the last bit."""
-    _, ours, data = restore(folder, STEPS)
-    _, theirs, expected = restore(straight, STEPS)
+    _, ours, data = restore(folder, steps)
+    _, theirs, expected = restore(straight, steps)
     assert data == expected
     leaves = jax.tree.leaves_with_path(theirs)
     assert len(leaves) > 10

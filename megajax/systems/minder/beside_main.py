@@ -8,6 +8,7 @@ one window of the detector. A server that is away is said once, and the records 
 import dataclasses
 import json
 import queue
+import re
 import sys
 import threading
 import time
@@ -123,7 +124,7 @@ def main() -> int:
     feed = Feed(server)
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    due, said = time.monotonic(), set[str]()
+    due, said = time.monotonic() + EVERY_S, set[str]()
     while True:
         try:
             line = lines.get(timeout=max(due - time.monotonic(), 0.0))
@@ -136,7 +137,7 @@ def main() -> int:
                 feed.machines = tuple(told["hosts"])
             else:
                 detector.leave(told["leave"])
-            if time.monotonic() < due:
+            if time.monotonic() < due or not lines.empty():
                 continue
         except queue.Empty:
             pass
@@ -151,8 +152,9 @@ def main() -> int:
             notes = [*notes, *detector.notes]
         except UserError as error:
             notes = [*notes, str(error)]
-        fresh = [n for n in notes if n not in said]
-        said.update(fresh)
+        keys = [re.sub(r"\d+", "#", n) for n in notes]
+        fresh = [n for n, key in zip(notes, keys, strict=True) if key not in said]
+        said.update(keys)
         if len(said) > 1000:
             said.clear()
         print(json.dumps(as_line(alerts, fresh, dict(detector.scores))), flush=True)

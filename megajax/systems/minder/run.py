@@ -25,6 +25,7 @@ from megajax.monitor.hang import Hang
 from megajax.monitor.job import Job
 from megajax.monitor.minder_config import MinderConfig
 from megajax.monitor.own_work import OwnWork
+from megajax.monitor.record_file import RecordFile
 from megajax.monitor.records import Record
 from megajax.monitor.slow_rank import SlowRank
 from megajax.systems.elastic.events import Journal
@@ -117,6 +118,8 @@ class RunMinder:
         self._tell, self.emit = tell, emit
         self.evictions = Evictions(out / "evictions.json", options.evictions_per_day)
         self.beside: Beside | None = None
+        record = options.record
+        self.file = None if record is None else RecordFile(expand(record, "minder.record"))
         self._work: OwnWork | None = None
         self._now: _Attempt | None = None
 
@@ -178,7 +181,9 @@ class RunMinder:
             self.beside.leave(action.hosts[0])
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child, and the file of records."""
+        if self.file is not None:
+            self.file.close()
         if self.beside is not None:
             self.beside.close()
 
@@ -195,6 +200,8 @@ class _Attempt:
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
         """Returns what is new, by all three rules."""
+        if self._run.file is not None:
+            self._run.file.write(records)
         slow = self._slow.watch(records)
         found = [*slow, *self._metrics(records)]
         for alert in found:

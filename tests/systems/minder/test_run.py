@@ -1,0 +1,203 @@
+"""--detector=minder put together: flags, its budget over attempts, its records, its child."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.monitor.alerts import RESPONSES
+from megajax.monitor.detectors import DETECTORS
+from megajax.monitor.job import Limits
+from megajax.monitor.minder_config import MinderConfig
+from megajax.monitor.record_file import RecordFile
+from megajax.monitor.records import Record
+from megajax.monitor.sources import from_records, read
+from megajax.systems.minder import run
+from megajax.systems.minder.beside import Beside
+from megajax.systems.minder.beside_main import Feed, host_of
+from scripts import supervise
+from tests.monitor.test_watchdog import Stream
+
+HOSTS = {f"h{r}": (r,) for r in range(4)}
+
+
+def flags(*words):
+    settings, _ = supervise.parse([*words, "--", "true"])
+    return run.choose_detectors(vars(settings), DETECTORS)
+
+
+def test_both_spellings_add_minder_to_the_default_with_its_responses():
+    detectors, responses = flags("--detector=minder")
+    assert list(detectors) == [*DETECTORS, "minder"]
+    assert responses == {"straggler": "warn", "hang": "warn", "slow": "evict", "minder": "evict"}
+    other = flags("--detectors=default,minder", "--respond=slow=warn,hang=restart")
+    assert list(other[0]) == list(detectors)
+    assert (other[1]["slow"], other[1]["hang"]) == ("warn", "restart")
+    assert "minder" not in flags()[0] and set(flags()[1]) == {"straggler"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minder.hang_s=3"], "need --detector=minder"),
+        (["--prometheus=http://x:1"], "need --detector=minder"),
+        (["--respond=slow=warn"], "slow"),
+        (["--detector=mindr"], "Did you mean minder"),
+        (["--detector=minder", "--prometheus=http://x:1"], "minder.model"),
+        (["--detector=minder", "--minder.model=/nowhere"], "is no file"),
+        (["--detector=minder", "--minder.continuity_s=1"], "nearest: 10"),
+        (["--detector=minder", "--minder.evictions_per_day=-1"], "evictions_per_day"),
+    ],
+)
+def test_a_mistake_in_the_flags(words, message):
+    with pytest.raises(UserError, match=message):
+        flags(*words)
+
+
+class Told(list):
+    def __call__(self, event, message, **values):
+        self.append((event, message))
+
+
+def job(minder):
+    rules = {"minder": minder.attempt}
+    return Stream(HOSTS, Limits(), detectors=rules, responses={**RESPONSES, **run.RESPONSES})
+
+
+def train(s, seconds, step_s, slow=None):
+    found, first = [], max((x or 0) for x in s.steps.values()) + 1
+    for step in range(first, first + seconds):
+        for r in HOSTS.values():
+            own = 0.02 + (0.4 if r[0] == slow else 0)
+            s.put(r[0], "wait", step, own_s=own + 0.001 * ((step + r[0]) % 3), step_s=step_s)
+        found += s.tick()
+    return found
+
+
+@pytest.mark.parametrize(("after_s", "verdict"), [(1.0, "right"), (1.4, "false alarm")])
+def test_the_steps_after_an_eviction_say_whether_it_was_right(tmp_path, after_s, verdict):
+    told, emitted = Told(), []
+    minder = run.RunMinder(MinderConfig(continuity_s=20), None, tmp_path, told, emitted.extend)
+    s = job(minder)
+    assert "no model" in told[0][1]
+    assert train(s, 60, 1.0) == []
+    (action,) = train(s, 30, 1.4, slow=2)
+    assert (action.kind, action.rule, action.hosts) == ("evict", "slow", ("h2",))
+    assert minder.refuses(action) is None
+    minder.evicts(action)
+    assert "not known yet" in minder.refuses(action)
+    s = job(minder)  # the next attempt, with another host in its place
+    assert train(s, 30, after_s) == []
+    assert told[-1][0] == "eviction" and verdict in told[-1][1]
+    assert (minder.refuses(action) is None) == (verdict == "right")
+    again = run.RunMinder(MinderConfig(), None, tmp_path, told, emitted.extend)
+    assert (again.refuses(action) is None) == (verdict == "right")  # of the next driver
+    assert {r.rank for r in emitted if r.name == "own_work_share"} == {0, 1, 2, 3}
+
+
+def test_a_successor_that_is_slow_too_makes_the_eviction_a_false_alarm(tmp_path):
+    told = Told()
+    minder = run.RunMinder(MinderConfig(continuity_s=20), None, tmp_path, told, lambda _: None)
+    s = job(minder)
+    train(s, 60, 1.0)
+    (action,) = train(s, 30, 1.4, slow=2)
+    minder.evicts(action)
+    s = job(minder)
+    train(s, 30, 1.4, slow=2)
+    assert [m for e, m in told if e == "eviction" and "false alarm" in m]
+
+
+# ---- records on their way to the child
+
+
+def machine_records(hosts, seconds, start, sick=None, seed=0):
+    """A record a second of three metrics of each host; one of them burns from the middle on."""
+    random = np.random.default_rng(seed)
+    found, sent = [], 0.0
+    for t in range(seconds):
+        wave = 0.1 * np.sin(t / 7)
+        sent += 1e6 * (1 + wave)
+        for h in range(hosts):
+            busy = sick == h and t > seconds / 2
+            cpu = 0.99 if busy else 0.3 + wave + 0.02 * random.standard_normal()
+            values = {
+                "cpu_share": cpu, "memory_share": 0.4 + 0.01 * random.standard_normal(),
+                "network_bytes": sent,
+            }  # fmt: skip
+            found += [Record(start + t, f"h{h}", None, None, t, n, v) for n, v in values.items()]
+            found.append(Record(start + t, f"h{h}", h, None, t, "cpu_cores", 4 * cpu))
+    return found
+
+
+def test_a_file_of_records_is_read_as_the_records_are(tmp_path):
+    found = machine_records(3, 20, 1e9) + [Record(1e9, 'a "b"', 0, 1, 1, "gpu_duty", 0.5)]
+    file = RecordFile(tmp_path / "x.csv.gz")
+    for k in range(0, len(found), 7):
+        file.write([*found[k : k + 7], Record(1e9, "h0", 0, None, 1, "loss", 3.0)])
+    file.close()
+    got, want = read(tmp_path / "x.csv.gz"), from_records(found)
+    assert set(got.machines) == set(want.machines) and set(got.metrics) == set(want.metrics)
+    for a, b in zip(sorted(got.rows()), sorted(want.rows()), strict=True):
+        assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0]) and a[3] == pytest.approx(b[3])
+    with pytest.raises(UserError, match=r"end with \.csv\.gz"):
+        RecordFile(tmp_path / "x.csv")
+
+
+def test_windows_follow_each_other_and_lose_no_rate():
+    records = machine_records(4, 60, 1e9)
+    feed, windows = Feed(None), []
+    for t in range(0, 60, 5):
+        feed.add([list(r) for r in records if t <= r.time - 1e9 < t + 5])
+        windows.append(feed.window(1e9 + t + 5 + 4))
+    assert [(w.start, w.end) for w in windows] == [(1e9 + t, 1e9 + t + 5) for t in range(0, 60, 5)]
+    whole = from_records(records)
+    got = sorted(row for w in windows for row in w.rows())
+    assert len(got) == len(whole)
+    assert {r[2] for r in got} >= {"cpu_usage", "memory_usage", "tcp_rdma_throughput"}
+
+
+def test_machines_of_a_server_are_hosts_of_the_job():
+    machines = ["h1:9100", "h2.cluster.org:9100", "h3", "10.0.0.1:9100", "other:9100"]
+    hosts = ["h1", "h2", "h3.x", "10.0.0.2"]
+    expected = {"h1:9100": "h1", "h2.cluster.org:9100": "h2", "h3": "h3.x"}
+    assert host_of(machines, hosts) == expected
+    assert host_of(["10.0.0.1:9100"], ["10.0.0.1", "10.0.0.2"]) == {"10.0.0.1:9100": "10.0.0.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_child_names_the_host_with_odd_metrics_and_its_end_costs_nothing(tmp_path):
+    from megajax.systems.minder import Detector
+
+    healthy = [from_records(machine_records(6, 1200, 1e9, seed=s)) for s in range(2)]
+    model = tmp_path / "model.npz"
+    Detector.fit(healthy, steps=300).save(model)
+    given = {"model": str(model), "settings": {"continuity_s": 96.0}, "server": None}
+    child = Beside(given)
+    try:
+        child.begin([f"h{h}" for h in range(6)])
+        start = int(time.time()) - 1210
+        records = machine_records(6, 1200, start, sick=4, seed=9)
+        for t in range(0, 1200, 60):
+            child.send([r for r in records if t <= r.time - start < t + 60])
+        alerts, scores, end = [], {}, time.monotonic() + 240
+        while not alerts and time.monotonic() < end:
+            more, _, found = child.take()
+            alerts, scores = alerts + more, scores | found
+            time.sleep(0.5)
+        assert [a.machine for a in alerts] == ["h4"] and max(scores, key=scores.get) == "h4"
+        assert start + 570 <= alerts[0].since <= start + 660
+    finally:
+        child.close()
+    (tmp_path / "bad.npz").write_bytes(b"no model")
+    child = Beside({"model": str(tmp_path / "bad.npz"), "settings": {}, "server": None})
+    notes, end = [], time.monotonic() + 120
+    while not notes and time.monotonic() < end:
+        notes += child.take()[1]
+        time.sleep(0.2)
+    assert "ended" in notes[0] and "bad.npz" in notes[0] and "the job goes on" in notes[0]
+    child.send(machine_records(4, 3, 1e9))
+    child.close()
+    json.dumps(notes)
