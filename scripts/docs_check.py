@@ -27,7 +27,8 @@ MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when
 PRETRAIN = "pretrain.py"  # these launchers hand it the flags that are not theirs
 ADDS = ("add", "add_argument")  # how scripts call argparse's method
 LAUNCHERS = ("launch_ray.py", "launch_slurm.sh")
-SHARED = {"tune.py": "scripts/gpu_check.py"}  # a script with the flags of another that it imports
+OPTIONS = {"megajax/systems/minder/run.py": ("MinderConfig", "minder.")}  # made in a loop
+SHARED = {"tune.py": "scripts/gpu_check.py", "supervise.py": "megajax/systems/minder/run.py"}
 # Words of other programs and formats that documents mention in backticks.
 FOREIGN = {
     "aws", "s3", "sync", "sbatch", "scancel", "srun", "kubectl", "mpirun", "nvidia", "git", "pip",
@@ -281,6 +282,8 @@ class Checker:
             found |= self.flags_of(f"experiments/{PRETRAIN}")
         if name in SHARED:
             found |= self.flags_of(SHARED[name])
+        if file in OPTIONS:
+            found |= self.fields_of(file, *OPTIONS[file])
         if not name.endswith(".py"):
             return frozenset(found)
         tree = parse(self.root / file)
