@@ -85,8 +85,8 @@ class Teller:
         new, ended = self.ledger.hear(alerts, named, judged)
         for one in new:
             self._alerts[one.alert.machine] += 1
+            self._send(one)  # before a picture is drawn
             self._tell(one.alert, recent, judged)
-            self._send(one)
         for one in ended:
             alert = one.alert
             message = f"{alert.machine}: like the others again, or gone; it last differed at "
