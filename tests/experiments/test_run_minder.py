@@ -216,3 +216,45 @@ def test_what_is_slow_and_no_fault_names_nobody(home):
         run.end()
         assert not run.told() and not run.events("fault")
         assert max(rows(run.folder)) == 130
+
+
+def test_processes_without_a_driver_name_the_one_that_is_stopped(home):
+    folder = home / "alone"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, str(ROOT / "experiments" / "pretrain.py"), *MODEL, "--train.steps=100000",
+        f"--data.source={home}/text", f"--cache_dir={home}/cache", f"--run_dir={folder}",
+    ]  # fmt: skip
+    started = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True,
+            env=environment() | {
+                "PYTHONPATH": str(ROOT), "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": str(rank),
+                "JAX_ENABLE_COMPILATION_CACHE": "false",
+                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+            },
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        for line in started[0].stdout:
+            if line.startswith("step 10/"):
+                break
+        time.sleep(5)
+        os.kill(started[2].pid, signal.SIGSTOP)
+        stopped, file = time.time(), folder / "minder.jsonl"
+        alerts = []
+        while not alerts and time.time() - stopped < 60:
+            told = [json.loads(x) for x in file.read_text().splitlines()]
+            alerts = [t for t in told if t["event"] == "alert"]
+            time.sleep(0.2)
+        assert alerts[0]["rule"] == "hang" and alerts[0]["ranks"] == [2], alerts
+        print(f"SIGSTOP named after {alerts[0]['time'] - stopped:.1f} s without a driver")
+        assert alerts[0]["time"] - stopped <= SOON_S
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        started[0].stdout.close()

@@ -90,8 +90,9 @@ def of_driver(
     if NAME not in detectors:
         return None
     minder = RunMinder(
-        from_flags(said), said["prometheus"], journal.folder, journal.event, journal.take
-    )
+        from_flags(said), said["prometheus"], journal.folder, journal.event, journal.take,
+        journal.gauge,
+    )  # fmt: skip
     detectors[NAME] = minder.attempt
     return minder
 
@@ -107,15 +108,17 @@ class RunMinder:
         out: Path,
         tell: Callable[..., object],
         emit: Callable[[Sequence[Record]], object],
+        gauge: Callable[..., object] = lambda **_: None,
     ):
         """prometheus: address of a server. out: folder of evictions.json. tell(event, message,
-        **values): of a journal. emit: takes records of what is found.
+        **values): of a journal. emit: takes records of what is found. gauge(**values): of a
+        journal, for metrics of the job.
 
         Raises: UserError for what cannot be.
         """
         options.check(prometheus)
         self.options, self._prometheus = options, prometheus
-        self._tell, self.emit = tell, emit
+        self._tell, self.emit, self._gauge = tell, emit, gauge
         self.evictions = Evictions(out / "evictions.json", options.evictions_per_day)
         self.beside: Beside | None = None
         record = options.record
@@ -164,6 +167,11 @@ class RunMinder:
         only = "; alerts only tell for a day" if eviction.verdict == "false alarm" else ""
         message = f"the eviction of {eviction.host}: {eviction.verdict}, {eviction.why}{only}"
         self._tell("eviction", message, host=eviction.host, verdict=eviction.verdict)
+        self._count()
+
+    def _count(self) -> None:
+        wrong = sum(e.verdict == "false alarm" for e in self.evictions.all)
+        self._gauge(minder_evictions=len(self.evictions.all), minder_false_alarms=wrong)
 
     # ---- driver.Guard
 
@@ -177,6 +185,7 @@ class RunMinder:
             return
         ranks, steps_s = action.ranks, self._now.steps_s(action)
         self.evictions.add(action.hosts[0], action.rule, ranks, self._now.size, steps_s)
+        self._count()
         if self.beside is not None:
             self.beside.leave(action.hosts[0])
 
