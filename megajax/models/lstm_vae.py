@@ -105,49 +105,54 @@ class LstmVae(nnx.Module):
 
     def encode(self, x_BWC: Array) -> tuple[Array, Array]:
         """Returns (mean_BCZ, log variance_BCZ). x: seconds; below 0 or NaN: a hole."""
-        measured_BWC = x_BWC >= 0
-        inputs_BWCI = jnp.stack(
-            [jnp.where(measured_BWC, x_BWC, 0.0), measured_BWC.astype(jnp.float32)], -1
+        x_WCB = x_BWC.transpose(1, 2, 0)
+        measured_WCB = x_WCB >= 0
+        inputs_WCIB = jnp.stack(
+            [jnp.where(measured_WCB, x_WCB, 0.0), measured_WCB.astype(jnp.float32)], 2
         )
-        hidden, bias = self.encode_hidden[...], self.encode_bias[...][None]
+        bias_CO1 = self.encode_bias[...][..., None]
 
-        def second(state: tuple, x_BCI: Array) -> tuple[tuple, None]:
-            gates = _product(x_BCI, self.encode_in[...]) + bias
-            return _lstm(state, gates + _product(state[0], hidden)), None
+        def second(state: tuple, x_CIB: Array) -> tuple[tuple, None]:
+            gates_COB = _product(self.encode_in[...], x_CIB) + bias_CO1
+            return _lstm(state, gates_COB + _product(self.encode_hidden[...], state[0])), None
 
-        state, _ = jax.lax.scan(second, self._zeros(x_BWC), inputs_BWCI.swapaxes(0, 1))
-        both = _product(state[0], self.latent[...]) + self.latent_bias[...][None]
-        mean_BCZ, log_var_BCZ = jnp.split(both, 2, -1)
+        state, _ = jax.lax.scan(second, self._zeros(x_WCB[0]), inputs_WCIB)
+        both_COB = _product(self.latent[...], state[0]) + self.latent_bias[...][..., None]
+        mean_BCZ, log_var_BCZ = jnp.split(both_COB.transpose(2, 0, 1), 2, -1)
         return mean_BCZ, jnp.clip(log_var_BCZ, -12.0, 4.0)
 
     def decode(self, z_BCZ: Array) -> Array:
         """Returns the seconds, (B, W, C)."""
-        from_z = _product(z_BCZ, self.decode_in[...]) + self.decode_bias[...][None]
-        hidden, out = self.decode_hidden[...], self.out[...]
-        level_BC = (_product(z_BCZ, out[:, self.cfg.hidden :]) + self.out_bias[...][None])[..., 0]
+        z_CZB = z_BCZ.transpose(1, 2, 0)
+        from_z_COB = _product(self.decode_in[...], z_CZB) + self.decode_bias[...][..., None]
+        out = self.out[...]
+        hidden = self.cfg.hidden
+        level_CB = (_product(out[:, hidden:], z_CZB) + self.out_bias[...][..., None])[:, 0]
 
         def second(state: tuple, _: None) -> tuple[tuple, Array]:
-            state = _lstm(state, from_z + _product(state[0], hidden))
-            return state, level_BC + _product(state[0], out[:, : self.cfg.hidden])[..., 0]
+            state = _lstm(state, from_z_COB + _product(self.decode_hidden[...], state[0]))
+            return state, level_CB + _product(out[:, :hidden], state[0])[:, 0]
 
-        length = self.cfg.window
-        return jax.lax.scan(second, self._zeros(z_BCZ), None, length)[1].swapaxes(0, 1)
+        y_WCB = jax.lax.scan(second, self._zeros(z_CZB[:, 0]), None, self.cfg.window)[1]
+        return y_WCB.transpose(2, 0, 1)
 
-    def _zeros(self, like: Array) -> tuple[Array, Array]:
-        """Returns the state before the first second. like: (B, ..., C, ...), whose varying mesh
-        axes and placement it takes over."""
-        rows_B = jnp.zeros_like(like.reshape(like.shape[0], -1)[:, :1, None])
-        zeros_BCH = rows_B + jnp.zeros((1, self.cfg.metrics, self.cfg.hidden))
-        return zeros_BCH, zeros_BCH
-
-
-def _product(x_BCI: Array, weight_CIO: Array) -> Array:
-    return jnp.einsum("bci,cio->bco", x_BCI, weight_CIO)
+    def _zeros(self, like_CB: Array) -> tuple[Array, Array]:
+        """Returns the state before the first second. like: whose varying mesh axes and placement it
+        takes over."""
+        zeros_CHB = jnp.zeros_like(like_CB)[:, None] + jnp.zeros((1, self.cfg.hidden, 1))
+        return zeros_CHB, zeros_CHB
 
 
-def _lstm(state: tuple[Array, Array], gates_BCG: Array) -> tuple[Array, Array]:
+def _product(weight_CIO: Array, x_CIB: Array) -> Array:
+    """Returns (C, O, B). Sums of vectors over the windows, unrolled: on a CPU about twice as fast
+    as products of matrices whose sides are 1 to 16."""
+    columns = (weight_CIO[:, i, :, None] * x_CIB[:, i, None] for i in range(weight_CIO.shape[1]))
+    return functools.reduce(jnp.add, columns)
+
+
+def _lstm(state: tuple[Array, Array], gates_COB: Array) -> tuple[Array, Array]:
     """Returns (hidden, cell) after one second; gates: input, forget, candidate, output."""
-    i, f, g, o = jnp.split(gates_BCG, 4, -1)
+    i, f, g, o = jnp.split(gates_COB, 4, 1)
     cell = jax.nn.sigmoid(f + 1.0) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
 

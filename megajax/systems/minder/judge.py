@@ -22,6 +22,8 @@ from megajax.systems.minder.settings import CHANNELS, TICK, Settings
 
 HISTORY = 50  # ticks, 20 minutes
 SUSPECTED = 0.6  # (chosen) of a limit
+ALIKE = 0.3  # (chosen) cosine between how a fault differs and how those that follow it do
+CLEAR = 1.3  # (chosen) score from which a machine that differs in another way has its own fault
 FURTHER = 1.1  # (chosen) times as far: another machine may be the cause
 LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
 
@@ -62,6 +64,7 @@ class Judge:
         self._free_at_N = np.zeros(N)  # when a named machine may be named again; 0: it was not
         self._named_at_N = np.zeros(N)  # onset, and the highest score, of a machine that is named
         self._named_for_N = np.zeros(N)
+        self._named_as_FN = np.zeros((F, N))
         self._follows_N = np.zeros(N)  # until when it counts as the follower of a named one
 
     def grow(self, rows: int) -> None:
@@ -166,10 +169,12 @@ class Judge:
                 found.append(self._named(row, score_GN[:, row], onset_N[row]))
                 self._free_at_N[row] = end + s.clear_s
                 self._named_at_N[row] = onset_N[row]
-            others_N = group_N.copy()
+                self._named_as_FN[:, row] = self.mean_FN[:, row]
+            alike_N = self._alike_N(self.mean_FN[:, row], self.mean_FN)
+            others_N = group_N & (alike_N | (worst_N < CLEAR))
             others_N[row] = False
             self._follows_N[others_N] = end + s.group_s
-            fires_N &= ~group_N
+            fires_N &= ~others_N
             fires_N[row] = False
         return found
 
@@ -183,7 +188,17 @@ class Judge:
         soon_N = onset <= self._named_at_N + s.clear_s / 2
         still_N = (self._worst_N > SUSPECTED) | (far_N > far_N[row])
         explains_N = named_N & before_N & (soon_N | still_N)
+        ended_N = ~np.isfinite(self._named_for_N)  # they were named because their series ended
+        if self._worst_N[row] >= CLEAR:
+            explains_N &= ended_N | self._alike_N(self.mean_FN[:, row], self._named_as_FN)
         return bool((explains_N & (self._named_for_N > far_N[row])).any())
+
+    def _alike_N(self, one_F: np.ndarray, others_FN: np.ndarray) -> np.ndarray:
+        """Tells which differ in the same direction: another fault moves other metrics."""
+        levels = len(one_F) // CHANNELS
+        a_F, b_FN = one_F[:levels], others_FN[:levels]
+        lengths_N = np.linalg.norm(a_F) * np.linalg.norm(b_FN, axis=0)
+        return a_F @ b_FN >= ALIKE * np.maximum(lengths_N, 1e-9)
 
     def _distances(self) -> np.ndarray:
         """Returns how far each machine is, without a bound: in its channel that is furthest."""
@@ -242,7 +257,7 @@ _FIELDS = {
     "scores_FNH": np.nan, "far_FNH": np.nan, "mean_FN": 0, "seen_CN": -math.inf,
     "joined_N": math.inf,
     "_past_N": 0, "_always_N": False, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
-    "_named_at_N": 0, "_named_for_N": 0,
+    "_named_at_N": 0, "_named_for_N": 0, "_named_as_FN": 0,
 }  # of the members with a row a machine: what a new machine has  # fmt: skip
 
 
