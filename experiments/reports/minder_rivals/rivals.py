@@ -79,10 +79,10 @@ RIVALS: dict[str, Rival] = {
         _of(source="denoised"), hows=("z",), most=(1,),
     ),
     "minder-tuned": Rival(
-        "the same with the best of four scores, and up to two alerts", _of(source="denoised")
+        "minder-paper with the best of four scores and up to two alerts", _of(source="denoised")
     ),
     "no-continuity": Rival(
-        "the same without continuity (section 6)", _of(source="denoised"), need=1
+        "minder-tuned without continuity (section 6)", _of(source="denoised"), need=1
     ),
     "raw": Rival("distances of windows without a network (RAW, section 6)", _of(source="x")),
     "con": Rival("all metrics' denoised windows in one distance (CON)", distances.concatenated),
