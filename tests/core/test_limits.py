@@ -29,20 +29,22 @@ RANGES = {
         model.rope.theta model.rope.factor
         mesh.pipe mesh.node mesh.data mesh.expert mesh.context mesh.tensor
         pipeline.microbatches pipeline.chunks prune.stages prune.steps prune.tile prune.chunk
-        emulate emulate_without_gpu""",
+        emulate emulate_without_gpu minder.hang_s""",
     (0, INF, True): """
         train.loss_chunks train.z_loss optim.lr optim.warmup optim.weight_decay optim.clip
         model.moe.experts model.moe.shared model.moe.aux_loss model.moe.z_loss model.moe.bias_rate
         prune.start data.prefetch data.hash_gib eval.every eval.batches
         eval.sample_tokens eval.temperature
         checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every
-        exchange.start_step exchange.check_every""",
+        exchange.start_step exchange.check_every minder.evictions_per_day minder.pulse_every""",
     (32, INF, True): "exchange.weight_group exchange.inside_group exchange.between_group",
+    (10, 900, True): "minder.continuity_s",
     (0, SEED, True): "train.seed",
     (0, 255, True): "told_code",
     (0, 1, True): "optim.final optim.decay",
     (0, 0.99999, True): "optim.beta1 optim.beta2",
     (0, INF, False): """
+        minder.clear_s minder.strict
         model.rope.low_freq_factor model.rope.high_freq_factor model.moe.scale
         model.moe.capacity_factor""",
     (1e-30, INF, True): "optim.eps model.norm_eps",
