@@ -90,7 +90,7 @@ def test_ticks_without_a_measurement_and_a_measure_that_nobody_has(seed):
 
 
 def test_simulated_jobs():
-    """A few of those whose figures are in experiments/results/slow_ranks.json."""
+    """A few of those of experiments/reports/slow_ranks.py."""
     for seed in range(2):
         run = slow_ranks.simulate(4, seed, healthy=0.0)
         found = [one.rank for at, one in slow_ranks.judge(run) if at > run.onset]

@@ -25,6 +25,7 @@ ON_CPU = (
     "env", "-u", "XLA_FLAGS", "-u", "JAX_COORDINATOR_ADDRESS", "-u", "JAX_NUM_PROCESSES",
     "-u", "JAX_PROCESS_ID", "JAX_PLATFORMS=cpu", "CUDA_VISIBLE_DEVICES=",
 )  # fmt: skip
+CLOSE_S = 2.0  # (chosen) for a thread to see the end of the child
 WAITING = 600  # (chosen) batches of records, of about a second, that wait for the child
 
 
@@ -44,8 +45,12 @@ class Beside:
             start_new_session=True,
         )  # fmt: skip
         self._last = ""  # words of the child to standard error
-        for work in (self._write, self._read, self._listen):
-            threading.Thread(target=work, name="minder", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="minder", daemon=True)
+            for work in (self._write, self._read, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def send(self, records: Sequence[Record]) -> None:
         """Hands over the records that are metrics of machines."""
@@ -82,10 +87,16 @@ class Beside:
 
     def close(self) -> None:
         """Ends the child."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
         self._child.kill()
         self._child.wait()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
 
     def _write(self) -> None:
         assert self._child.stdin is not None
