@@ -207,8 +207,9 @@ def test_a_stopped_and_a_killed_process_are_named_soon(home):
 
 def test_what_is_slow_and_no_fault_names_nobody(home):
     """A long evaluation on one rank, a disk that is slow for all, a cold cache, busy processors."""
-    faults = "evaluate=30@40:rank0,evaluate=30@80:rank2," + ",".join(
-        f"save=25@{step}:rank{r}" for step in (50, 100) for r in range(4)
+    late = 18  # Gloo gives a peer 30 s
+    faults = f"evaluate={late}@40:rank0,evaluate={late}@80:rank2," + ",".join(
+        f"save={late}@{step}:rank{r}" for step in (50, 100) for r in range(4)
     )
     flags = ("--minder.continuity_s=20",)
     trained = ("--eval.every=40", "--eval.batches=1", f"--fault={faults}")
