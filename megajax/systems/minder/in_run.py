@@ -40,6 +40,9 @@ MEET_S = 300.0  # (chosen) for all processes to say where they are
 def watched_timers() -> tuple[Timers, Path]:
     """Returns timers whose progress a thread of this process can read, and where it is."""
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    for old in folder.glob("megajax-minder-*"):  # of processes that were killed
+        if not Path(f"/proc/{old.name.rsplit('-', 1)[1]}").exists():
+            old.unlink(missing_ok=True)
     path = folder / f"megajax-minder-{os.getpid()}"
     return Timers(Heartbeat(path)), path
 
