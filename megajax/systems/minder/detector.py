@@ -38,7 +38,8 @@ class Detector:
         self.settings = profile.settings if settings is None else settings
         self.notes: list[str] = []  # of the last update: what was wrong with its window
         C = len(profile.metrics)
-        order = [c + k * C for c in range(C) for k in range(CHANNELS)]
+        first = [profile.metrics.index(m) for m in profile.priority or profile.metrics]
+        order = [c + k * C for c in first for k in range(CHANNELS)]
         self._judge = Judge(self.settings, profile.limits, order)
         self._pending = Pending(profile.metrics)
         self._prior = tracker.Prior(
@@ -64,6 +65,7 @@ class Detector:
         folder: str | Path | None = None,
         save_every: int = 200,
         tell: Any = None,
+        faults: "Sequence[Sequence[tuple[float, float]]] | None" = None,
     ) -> "Detector":
         """Learns from jobs that were mostly healthy; nobody needs to say which parts were not.
 
@@ -71,7 +73,9 @@ class Detector:
           machines and 10 minutes each. seed: of the networks and of what they see. metrics: in the
           order in which they decide; None: the paper's order, then by name. steps: of training.
           folder: keeps the training every `save_every` steps, and it goes on after a stop. tell:
-          called with lines of progress.
+          called with lines of progress. faults: where they are known, of each source the intervals
+          [start, end) in Unix s in which a machine was faulty: the order in which the metrics
+          decide is then learnt from them (priority.py). They change nothing else.
         Raises: UserError where there is too little to learn from.
         """
         from megajax.systems.minder import fit  # the trainer's imports take seconds
@@ -80,8 +84,9 @@ class Detector:
         if isinstance(sources, str | Path) or not isinstance(sources, Iterable):
             sources = [sources]  # type: ignore[list-item]
         return cls(
-            fit.fit(list(sources), seed, metrics, steps, settings, tell, Keep(folder, save_every))
-        )
+            fit.fit(list(sources), seed, metrics, steps, settings, tell,
+                    Keep(folder, save_every), faults)
+        )  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path, settings: Settings | None = None) -> "Detector":

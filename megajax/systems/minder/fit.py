@@ -18,7 +18,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.grid import Grid
-from megajax.systems.minder import evidence, features, tracker, training
+from megajax.systems.minder import evidence, features, priority, tracker, training
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.pending import Window, grid_of, held
 from megajax.systems.minder.profile import Profile
@@ -39,14 +39,14 @@ LEAST_NOISE = (
 )  # (chosen) of a level, as a share of three healthy ranges; of a residual
 USUAL_SLOPE = (0.5, 0.5)  # where the job's state did not vary while learning
 BLOCK = 75  # ticks (30 minutes) of which the highest score is one observation of the tail
-LEAST_ALONE = 4.5  # (chosen) standard deviations of a channel's average
-LEAST_MORE = 4.0  # (chosen) of the length of all channels above its healthy one
 MANY = 300  # observations from which a limit follows their 99th percentile
 USUAL, FEW = (0.99, 1.8), (0.9, 2.3)  # (chosen on training seeds of the fleet) quantile, factor
 LEAST_ALONE = 5.9  # (chosen) standard deviations of a channel's average
 LEAST_MORE = 6.0  # (chosen) of the length of all channels above its healthy one
 ODD = 1.5  # (chosen) a residual alone is weaker evidence than a level
 Tell = Callable[[str], Any]
+LEARNT = 0.5  # (chosen) share of the windows' variance that trained networks give back at least
+Faults = Sequence[Sequence[tuple[float, float]]]
 Prior = tuple[np.ndarray, np.ndarray, np.ndarray]  # noise_F, offset_F, slope_F
 
 
@@ -58,11 +58,17 @@ def fit(
     settings: Settings,
     tell: Tell | None,
     keep: training.Keep,
+    faults: Faults | None = None,
 ) -> Profile:
     """Returns a profile; the arguments are Detector.fit's."""
     tell = tell or (lambda message: None)
     if not sources:
         raise UserError("there is nothing to fit: give at least one source")
+    if faults is not None and len(faults) != len(sources):
+        raise UserError(
+            f"faults has {len(faults)} lists of intervals for {len(sources)} sources: give one "
+            "for each, empty where nothing was wrong"
+        )
     ranges = _Ranges(np.random.default_rng(seed), metrics)
     for k, source in enumerate(sources):
         ranges.add(_checked(grid_of(source), k))
@@ -71,17 +77,42 @@ def fit(
     model = LstmVaeConfig(len(names))
     windows = ranges.windows(range_3C)
     vae, error = training.train(model, windows, seed, steps, keep, tell)
-    ticks = []
+    learnt = 1.0 - error / training.variance(windows, seed)
+    if not learnt >= LEARNT:
+        tell(
+            f"WARNING: after {steps} steps the networks give back {max(learnt, 0):.0%} of their "
+            f"windows' variance, less than {LEARNT:.0%}: the detector is nearly blind. Train longer"
+        )
+    ticks, starts = [], []
     for source in sources:
-        ticks.append(_ticks(model, vae, range_3C, period_C, names, grid_of(source)))
+        grid = grid_of(source)
+        ticks.append(_ticks(model, vae, range_3C, period_C, names, grid))
+        starts.append(grid.start + -grid.start % TICK)
     tell("networks trained; measuring offsets and noise")
     prior = noise_F, offset_F, slope_F = _spreads(ticks)
     limits = _limits(prior, ticks, settings)
-    report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error}
+    report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error,
+              "learnt": learnt}  # fmt: skip
     return Profile(
         names, model, vae, range_3C[0], range_3C[1], range_3C[2], period_C,
         noise_F, offset_F, slope_F, limits, settings, report,
+        names if faults is None else _priority(ticks, starts, faults, names),
     )  # fmt: skip
+
+
+def _priority(
+    ticks: Sequence[np.ndarray], starts: Sequence[int], faults: Faults, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns the metrics in the order in which a tree asks for them (priority.py)."""
+    z, labels = [], []
+    for y_HFNJ, start, intervals in zip(ticks, starts, faults, strict=True):
+        H, _, N, J = y_HFNJ.shape
+        levels = y_HFNJ[:, : len(names)].transpose(1, 2, 0, 3).reshape(len(names), N, H * J)
+        middle_X = start + WINDOW * (np.arange(H * J) + 0.5)
+        z.append(priority.features(levels))
+        labels.append(np.any([(a <= middle_X) & (middle_X < b) for a, b in intervals], 0)
+                      if intervals else np.zeros(H * J, bool))  # fmt: skip
+    return priority.order(np.concatenate(z), np.concatenate(labels), names)
 
 
 def _checked(grid: Grid, k: int) -> Grid:

@@ -32,7 +32,8 @@ EVIDENCE = ("inverse", "limit")
 class Profile:
     """What `fit` learnt.
 
-    metrics: in the order in which they decide. low, high, bend: the range of healthy values of a
+    metrics: in the order of the networks. priority: in the order in which they decide; empty: that
+    of the networks. low, high, bend: the range of healthy values of a
     metric, and whether it is logarithmic (features.scaled). period: seconds between its samples.
     noise: standard deviation of a machine's tick about its own offset. offset, slope: standard
     deviations of the machines' offsets, and of how far they move apart as the median of all moves.
@@ -53,6 +54,7 @@ class Profile:
     limits: Limits
     settings: Settings = Settings()
     report: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the fit
+    priority: tuple[str, ...] = ()
 
     @property
     def range_3C(self) -> np.ndarray:
@@ -67,6 +69,7 @@ class Profile:
         head = {
             "format": FORMAT,
             "metrics": list(self.metrics),
+            "priority": list(self.priority),
             "model": dataclasses.asdict(self.model),
             "settings": dataclasses.asdict(self.settings),
             "report": self.report,
@@ -93,6 +96,7 @@ class Profile:
                 head = json.loads(str(file["head"]))
             metrics, model = tuple(head["metrics"]), LstmVaeConfig(**head["model"])
             settings, report = Settings(**head["settings"]), head["report"]
+            priority = tuple(head.get("priority", ()))
             known = head["format"] == FORMAT and head["checksum"] == _checksum(arrays)
             channels = {name: arrays[name] for name in CHANNELS}
             limits = Limits(*(arrays[name] for name in EVIDENCE))
@@ -103,12 +107,14 @@ class Profile:
             raise UserError(
                 f"model={path} is no detector that `save` wrote: {type(error).__name__} (--model)"
             ) from None
+        known = known and set(priority) <= set(metrics)
         if not known or any(not _fits(n, x, len(metrics)) for n, x in channels.items()):
             raise UserError(f"model={path} is damaged, or of another version (--model)")
         vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
         return Profile(
-            metrics, model, vae, **channels, limits=limits, settings=settings, report=report
-        )
+            metrics, model, vae, **channels, limits=limits, settings=settings, report=report,
+            priority=priority,
+        )  # fmt: skip
 
 
 def _fits(name: str, array: np.ndarray, metrics: int) -> bool:

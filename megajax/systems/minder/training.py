@@ -5,6 +5,7 @@ Legend: B windows, W seconds, C metrics.
 
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def _begin(step: Any, seed: int, steps: int, folder: Any) -> tuple[TrainState, i
         return step.init(seed % 2**32), 0, checkpoints
     like = {n: x for n, x in vars(step.abstract_state).items() if x is not None}
     return TrainState(**checkpoints.restore(like=like, order=step.rows)), done, checkpoints
+
+
+def variance(x_BWC: np.ndarray, seed: int) -> float:
+    """Returns the variance of a second over what training sees, which a network that gives back one
+    value for all has as its error."""
+    rows_BWC = np.concatenate([_rows(x_BWC, seed, number) for number in range(8)])
+    measured = np.where(rows_BWC >= 0, rows_BWC, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a metric without a sample
+        each_C = np.nanvar(measured, (0, 1))
+    return float(max(np.nanmean(each_C), 1e-12))
 
 
 def _rows(x_BWC: np.ndarray, seed: int, number: int) -> np.ndarray:
