@@ -63,7 +63,6 @@ class Detector:
         steps: int = 800,
         settings: Settings = Settings(),
         folder: str | Path | None = None,
-        save_every: int = 200,
         tell: Any = None,
         faults: "Sequence[Sequence[tuple[float, float]]] | None" = None,
     ) -> "Detector":
@@ -72,7 +71,7 @@ class Detector:
         Args: sources: one a job: a path of a CSV or parquet file, Samples or a Grid; at least 4
           machines and 10 minutes each. seed: of the networks and of what they see. metrics: in the
           order in which they decide; None: the paper's order, then by name. steps: of training.
-          folder: keeps the training every `save_every` steps, and it goes on after a stop. tell:
+          folder: keeps the training every 100 steps, and it goes on after a stop. tell:
           called with lines of progress. faults: where they are known, of each source the intervals
           [start, end) in Unix s in which a machine was faulty: the order in which the metrics
           decide is then learnt from them (priority.py). They change nothing else.
@@ -85,7 +84,7 @@ class Detector:
             sources = [sources]  # type: ignore[list-item]
         return cls(
             fit.fit(list(sources), seed, metrics, steps, settings, tell,
-                    Keep(folder, save_every), faults)
+                    Keep(folder), faults)
         )  # fmt: skip
 
     @classmethod

@@ -32,6 +32,7 @@ SHORTEST = 600  # seconds of a job to learn from: more than the longest span of 
 VALUES = 2**20  # of a metric from which its range is taken
 WINDOWS = 2**15  # to train on
 TAILS = (0.002, 0.998)  # quantiles that bound the healthy range
+NARROW = 0.02  # (chosen) of its level: a smaller difference is no fault in any metric
 SKEWED = 4.0  # (chosen) times as far above the median as below it: a metric of factors
 LEAST_NOISE = (
     0.002,
@@ -189,7 +190,7 @@ def _range(values: np.ndarray) -> tuple[float, float, float]:
     if low >= 0 and middle > 0 and high - middle > SKEWED * (middle - low):
         bend = middle / 10
         low, high = features.bent(low, bend), features.bent(high, bend)
-    least = max(abs(low), abs(high)) * 1e-3 or 1.0  # of a metric that never changes
+    least = max(abs(low), abs(high)) * NARROW or 1.0  # of a metric that never changes
     if high - low < least:
         low, high = (low + high - least) / 2, (low + high + least) / 2
     return float(low), float(high), float(bend)

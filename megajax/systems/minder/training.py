@@ -37,7 +37,7 @@ class Keep:
     """Where a training is saved, and every how many steps. folder: None: nowhere."""
 
     folder: str | Path | None = None
-    every: int = 200
+    every: int = 100
 
 
 def train(

@@ -260,7 +260,7 @@ def test_a_training_that_was_stopped_goes_on(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Detector.fit(sources, seed=4, steps=400, folder=folder, tell=stop, save_every=100)
-    again = Detector.fit(sources, seed=4, steps=400, folder=folder, save_every=100)
+        Detector.fit(sources, seed=4, steps=400, folder=folder, tell=stop)
+    again = Detector.fit(sources, seed=4, steps=400, folder=folder)
     grid = job(8, 1500, seed=7, faults=[(1, 1, 600, 1400, -0.5)])
     assert whole.update(grid) == again.update(grid) != []
