@@ -7,8 +7,9 @@ look like the worst fault of all, so its values are converted to the old unit.
 
 A change of unit is a step by a factor of FACTORS, up to TOLERANCE, between the medians of SECONDS
 before and after it. One machine's step counts only if the converted level lies among those of the
-other machines, as the old one did: a GPU that stands still does not look like milliwatts. That a
-fault lowers a metric to just a hundredth or a thousandth cannot be told from a change of unit.
+other machines, as the old one did and the new one as it is does not, if the others hardly moved, and
+if the values vary as much in proportion as before: a GPU that stands still, or a job that goes on
+after it stood still, does not look like milliwatts.
 
 Legend: C metrics, N machines, T seconds.
 """
@@ -28,6 +29,8 @@ NOISY = 0.25  # (chosen) the same of one machine, whose medians are of few secon
 SECONDS = 30  # (chosen) that a level is the median of; a step shows this late
 EVERY = 10  # (chosen) seconds between the moments at which a step is looked for
 AMONG = 1.5  # (chosen) times the greatest, or below the least, level of the others
+STILL = 2.0  # (chosen) times by which the middle of the others may move meanwhile
+VARIES = 3.0  # (chosen) times by which the spread in proportion to the level may change
 FEWEST_OTHERS = 3  # (chosen) machines that did not change
 ALL = 0.9  # (chosen) part of the machines that makes a step one of all
 
@@ -156,15 +159,27 @@ def _steps(value_NT: np.ndarray) -> np.ndarray:
     used_N = enough_N & (before_N > 0)
     if moved_N.sum() >= ALL * used_N.sum() and len(set(changed_N[moved_N])) == 1:
         return changed_N
-    others = [level_N[still_N] for level_N in (before_N, after_N)]
+    others = [level_N[still_N & used_N] for level_N in (before_N, after_N)]
+    if len(others[0]) < FEWEST_OTHERS:
+        return np.ones(len(value_NT))
+    common = np.median(others[1] / others[0])
     for k in np.flatnonzero(moved_N):
-        levels = (before_N[k], after_N[k] / changed_N[k])
-        among = len(others[0]) >= FEWEST_OTHERS and all(
-            other.min() / AMONG <= level <= AMONG * other.max()
-            for level, other in zip(levels, others, strict=True)
-        )
-        changed_N[k] = changed_N[k] if among else 1
+        unit = 1 / STILL < common < STILL
+        unit &= _among(before_N[k], others[0]) and _among(after_N[k] / changed_N[k], others[1])
+        unit &= not _among(after_N[k], others[1])
+        unit &= _varies_alike(parts[0][k] / before_N[k], parts[1][k] / after_N[k])
+        changed_N[k] = changed_N[k] if unit else 1
     return changed_N
+
+
+def _among(level: float, others: np.ndarray) -> bool:
+    return bool(others.min() / AMONG <= level <= AMONG * others.max())
+
+
+def _varies_alike(before_T: np.ndarray, after_T: np.ndarray) -> bool:
+    """Tells whether values around 1 spread as much after a step as before it."""
+    spreads = [float(np.nanmedian(np.abs(x - 1))) for x in (before_T, after_T)]
+    return max(spreads) <= VARIES * min(spreads) or max(spreads) < 1e-6
 
 
 def _factor(ratio: float, tolerance: float = TOLERANCE) -> float:
