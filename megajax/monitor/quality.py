@@ -7,9 +7,9 @@ look like the worst fault of all, so its values are converted to the old unit.
 
 A change of unit is a step by a factor of FACTORS, up to TOLERANCE, between the medians of SECONDS
 before and after it. One machine's step counts only if the converted level lies among those of the
-other machines, as the old one did and the new one as it is does not, if the others hardly moved, and
-if the values vary as much in proportion as before: a GPU that stands still, or a job that goes on
-after it stood still, does not look like milliwatts.
+other machines, as the old one did and the new one as it is does not; if the others hardly moved;
+and if the values vary as much in proportion as before: a GPU that stands still, or a job that goes
+on after it stood still, does not look like milliwatts.
 
 Legend: C metrics, N machines, T seconds.
 """
