@@ -157,7 +157,7 @@ def _steps(value_NT: np.ndarray) -> np.ndarray:
         changed_N[alike] = _factor(float(np.median(after_N[alike] / before_N[alike])))
     moved_N, still_N = changed_N != 1, enough_N & (changed_N == 1)
     used_N = enough_N & (before_N > 0)
-    if moved_N.sum() >= ALL * used_N.sum() and len(set(changed_N[moved_N])) == 1:
+    if moved_N.sum() >= ALL * enough_N.sum() and len(set(changed_N[moved_N])) == 1:
         return changed_N
     others = [level_N[still_N & used_N] for level_N in (before_N, after_N)]
     if len(others[0]) < FEWEST_OTHERS:

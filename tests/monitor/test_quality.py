@@ -131,6 +131,14 @@ def test_a_machine_that_stands_still_at_a_hundredth_changed_no_unit():
     untouched(values)
 
 
+def test_one_machine_that_shows_a_little_while_all_show_nothing_changed_no_unit():
+    rng = np.random.default_rng(6)
+    values = 98 + rng.integers(0, 3, (16, 300)).astype(float)
+    values[:, 100:200] = 0  # the whole job waits
+    values[5, 100:200] = 1
+    untouched(values)
+
+
 def untouched(values):
     machines = tuple(f"m{k:02}" for k in range(len(values)))
     found = Quality().check(Grid(0, 1, values[None].astype(np.float32), machines, ("x",)))
