@@ -104,11 +104,12 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     import jax
 
     from experiments.reports import minder_figures, minder_rows, minder_runs
+    from experiments.reports.minder_rivals.ablated import VARIANTS
 
     names, mixes = chosen(cfg.detectors), cfg.mixes.split(",")
     if strange := [m for m in mixes if m not in MIXES]:
         raise UserError(f"mixes={cfg.mixes}: {strange[0]!r} must be one of {sorted(MIXES)}")
-    name = "minder_ablations" if cfg.detectors == "ablations" else "minder"
+    name = "minder_ablations" if set(names) & set(VARIANTS) else "minder"
     path = results.writable_folder(cfg.out) / f"{name}.json"
     state = results.writable_folder(cfg.state, "state")
     fits = state / "fits"
