@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.reports.minder_rivals import ours
@@ -40,8 +39,8 @@ def _without_residual() -> Any:
 
     def of_tick(*args: Any, **kw: Any) -> Any:
         y_FNJ = whole(*args, **kw)
-        C = len(y_FNJ) // 2
-        return y_FNJ.at[C:].set(jnp.where(jnp.isnan(y_FNJ[C:]), jnp.nan, 0.0))
+        level_CNJ, residual_CNJ = np.split(y_FNJ, 2)
+        return np.concatenate([level_CNJ, np.where(np.isnan(residual_CNJ), np.nan, 0.0)])
 
     return mock.patch.object(features, "of_tick", of_tick)
 
@@ -55,8 +54,8 @@ def _without_networks() -> Any:
         seen = np.isfinite(x_CNJW).sum(3)
         mean = np.nansum(x_CNJW, 3) / np.maximum(seen, 1)
         y = np.concatenate([mean, np.zeros_like(mean)])
-        return jnp.asarray(np.where(np.concatenate([seen, seen]) >= features.SEEN, y, np.nan),
-                           jnp.float32)  # fmt: skip
+        measured = np.concatenate([seen, seen]) >= features.SEEN
+        return np.where(measured, y, np.nan).astype(np.float32)
 
     return mock.patch.object(features, "of_tick", of_tick)
 

@@ -59,7 +59,9 @@ def _of_windows(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_BWC: Arra
     return jnp.where(jnp.concatenate([seen_BC, seen_BC], 1) >= SEEN, y_BF, jnp.nan)
 
 
-def of_tick(cfg: LstmVaeConfig, vae: Tree, range_3C: np.ndarray, values_CNT: np.ndarray) -> Array:
+def of_tick(
+    cfg: LstmVaeConfig, vae: Tree, range_3C: np.ndarray, values_CNT: np.ndarray
+) -> np.ndarray:
     """Returns y_FNJ of the seconds as they were measured, NaN for holes and where fewer than half
     of a window's seconds have a sample. All sizes run one program, ROWS windows at a time.
 
@@ -75,4 +77,5 @@ def of_tick(cfg: LstmVaeConfig, vae: Tree, range_3C: np.ndarray, values_CNT: np.
         pad = ((0, ROWS - len(part)), (0, 0), (0, 0))
         part = np.pad(part, pad, constant_values=np.nan)
         found.append(_of_windows(cfg, vae, range_3C, part))
-    return jnp.concatenate(found)[: N * J].T.reshape(2 * C, N, J)
+    y_BF = np.concatenate([np.asarray(part) for part in found])  # all of them run before the first
+    return y_BF[: N * J].T.reshape(2 * C, N, J)
