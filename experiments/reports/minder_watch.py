@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports import minder_sources as sources_
-from megajax.core import files
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.monitor import exporter, results
 from megajax.monitor.alertmanager import Alertmanager
+from megajax.monitor.minder_config import first_line
 from megajax.monitor.sources.http_query import shown
 from megajax.systems.minder import Detector, Settings
 from megajax.systems.minder.ledger import Ledger
@@ -114,23 +114,9 @@ def source(s: Server, metrics: Sequence[str] | None) -> Any:
         raise UserError("give a user or a token, and not both (--user, --token_file)")
     return sources_.server(
         s.prometheus, metrics, s.queries, user=s.user, ca_file=s.ca_file,
-        password=_secret(s.password_file, "password_file"),
-        token=_secret(s.token_file, "token_file"), timeout_s=s.timeout_s,
+        password=first_line(s.password_file, "password_file"),
+        token=first_line(s.token_file, "token_file"), timeout_s=s.timeout_s,
     )  # fmt: skip
-
-
-def _secret(path: str | None, flag: str) -> str | None:
-    """Returns the first line of a file. Raises: UserError without its content."""
-    if path is None:
-        return None
-    try:
-        lines = files.read_bytes(expand(path, flag), 2**16).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"{flag}={path} cannot be read: {why} (--{flag})") from None
-    if not lines or not lines[0]:
-        raise UserError(f"{flag}={path} is empty (--{flag})")
-    return lines[0]
 
 
 def watch(
@@ -162,7 +148,7 @@ def watch(
         alertmanager = None
         if w.alertmanager is not None:
             alertmanager = Alertmanager(
-                w.alertmanager, password=_secret(w.alertmanager_password_file,
+                w.alertmanager, password=first_line(w.alertmanager_password_file,
                                                  "alertmanager_password_file"),
                 ca_file=server.ca_file, tell=_log,
             )  # fmt: skip

@@ -43,8 +43,8 @@ class MinderConfig(Checked, section="minder"):
             return None
         return {
             "url": url, "user": self.user, "ca_file": self.ca_file,
-            "password": _first_line(self.password_file, "minder.password_file"),
-            "token": _first_line(self.token_file, "minder.token_file"),
+            "password": first_line(self.password_file, "minder.password_file"),
+            "token": first_line(self.token_file, "minder.token_file"),
         }  # fmt: skip
 
     def check(self, url: str | None) -> None:
@@ -59,7 +59,8 @@ class MinderConfig(Checked, section="minder"):
         self.server(url)
 
 
-def _first_line(path: str | None, flag: str) -> str | None:
+def first_line(path: str | None, flag: str) -> str | None:
+    """Returns the first line of a file. Raises: UserError without its content."""
     if path is None:
         return None
     try:
