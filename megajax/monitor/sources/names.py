@@ -113,7 +113,7 @@ METRICS: Mapping[str, tuple[Way, ...]] = {
     "gpu_sm_activity": (Way(("DCGM_FI_PROF_SM_ACTIVE",)),),
     "gpu_clocks": (Way(("DCGM_FI_DEV_SM_CLOCK",)), Way(("gpu_clock_mhz",))),
     "gpu_fp_engine_activity": (Way(("DCGM_FI_PROF_PIPE_FP32_ACTIVE",)),),
-    "gpu_memory_bandwidth_usage": (
+    "gpu_memory_bandwidth_utilization": (
         Way(("DCGM_FI_PROF_DRAM_ACTIVE",)),
         Way(("DCGM_FI_DEV_MEM_COPY_UTIL",), scale=0.01),
         Way(("gpu_memory_duty",)),
