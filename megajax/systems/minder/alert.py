@@ -1,6 +1,10 @@
 """What Minder says of a machine. No jax import."""
 
+import re
 from dataclasses import dataclass
+
+# A number that stands alone: a count or a moment, not a part of a machine's name or address.
+NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\d)")
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,8 @@ class Alert:
         else:
             what = f"{self.metric} differs from the others' by {self.score:.1f} times the limit"
         return f"{self.machine}: {what}, for {self.at - self.since:.0f} s (nearest: {self.kind})"
+
+
+def without_numbers(note: str) -> str:
+    """Returns a note by which it is known again when only its counts and moments have changed."""
+    return NUMBER.sub("#", note)

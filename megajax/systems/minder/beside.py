@@ -58,12 +58,9 @@ class Beside:
         if rows:
             self._put(rows)
 
-    def leave(self, machine: str) -> None:
-        """Declares that a host left on purpose."""
-        self._put({"leave": machine})
-
     def begin(self, hosts: Sequence[str]) -> None:
-        """Names the hosts of an attempt, by which the machines of a server are known."""
+        """Names the hosts of an attempt, by which the machines of a server are known. Those of the
+        attempt before that are not among them are no longer judged."""
         self._put({"hosts": [*hosts]})
 
     def _put(self, what: Any) -> None:

@@ -8,18 +8,20 @@ one window of the detector. A server that is away is said once, and the records 
 import dataclasses
 import json
 import queue
-import re
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megajax.core.errors import UserError
 from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples, concat
 from megajax.monitor.sources import from_records, prometheus
 from megajax.monitor.sources.http_query import Refused, Unavailable
+from megajax.systems.minder.alert import without_numbers
 from megajax.systems.minder.beside import as_line
 from megajax.systems.minder.detector import Detector
 
@@ -36,9 +38,18 @@ class Feed:
         self._server = server
         self.machines: tuple[str, ...] = ()  # names of the job's hosts
         self._rows: list[Record] = []
+        self._served: set[str] = set()  # metrics that the server has shown
         self._next: int | None = None
         self.notes: list[str] = []
         self._trouble = ""
+
+    def begin(self, hosts: Sequence[str]) -> list[str]:
+        """Takes the hosts of an attempt; returns those that are not in it but were in the last.
+        What the feed still holds of them is thrown away."""
+        gone = [host for host in self.machines if host not in hosts]
+        self.machines = tuple(hosts)
+        self._rows = [r for r in self._rows if r.host not in gone]
+        return gone
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
         """Takes records."""
@@ -53,22 +64,26 @@ class Feed:
         start = self._next
         if end <= start:
             return None
-        parts = []
+        told = None if self._server is None else self._ask(start, end)
+        parts = [] if told is None else [told]
         if self._rows:
-            samples = from_records([r for r in self._rows if r.time < end])
-            keep_N = samples.time_N >= start
-            parts.append(
-                dataclasses.replace(
-                    samples, time_N=samples.time_N[keep_N], machine_N=samples.machine_N[keep_N],
-                    metric_N=samples.metric_N[keep_N], value_N=samples.value_N[keep_N],
-                    start=start, end=end,
-                )
-            )  # fmt: skip
+            parts.append(self._recorded(start, end))
             self._rows = [r for r in self._rows if r.time >= end - BEFORE_S]
-        if self._server is not None and (told := self._ask(start, end)) is not None:
-            parts.append(told)
         self._next = end
         return concat(parts) if parts else None
+
+    def _recorded(self, start: int, end: int) -> Samples:
+        """Returns what the records show. A metric that the server has shown is left out: the two
+        may measure it differently, e.g. with or without what other programs of the host use, and a
+        second must not have the mean of both."""
+        samples = from_records([r for r in self._rows if r.time < end])
+        is_served_C = np.array([m in self._served for m in samples.metrics], bool)
+        keep_N = (samples.time_N >= start) & ~is_served_C[samples.metric_N]
+        return dataclasses.replace(
+            samples, time_N=samples.time_N[keep_N], machine_N=samples.machine_N[keep_N],
+            metric_N=samples.metric_N[keep_N], value_N=samples.value_N[keep_N],
+            start=start, end=end,
+        )  # fmt: skip
 
     def _ask(self, start: int, end: int) -> Samples | None:
         try:
@@ -82,9 +97,15 @@ class Feed:
             self._trouble = ""
             self.notes.append("the metrics server answers again")
         hosts = host_of(samples.machines, self.machines)
-        if not self.machines or not hosts:
-            return samples
-        return renamed(samples, hosts)
+        if hosts:
+            samples = renamed(samples, hosts)
+        elif self.machines and samples.machines:
+            self.notes.append(
+                f"no machine of the metrics server ({', '.join(samples.machines[:3])}) has the "
+                f"name of a host of this job ({', '.join(self.machines[:3])})"
+            )
+        self._served |= {samples.metrics[c] for c in np.unique(samples.metric_N)}
+        return samples
 
 
 def host_of(machines: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
@@ -109,7 +130,8 @@ def _is_address(name: str) -> bool:
 def renamed(samples: Samples, hosts: dict[str, str]) -> Samples:
     """Returns the samples of these machines only, under the names of the hosts."""
     rows = ((t, hosts[m], c, v) for t, m, c, v in samples.rows() if m in hosts)
-    return Samples.of(rows, samples.start, samples.end)
+    found = Samples.of(rows, samples.start, samples.end)
+    return dataclasses.replace(found, notes=samples.notes)
 
 
 def main() -> int:
@@ -133,10 +155,9 @@ def main() -> int:
             told = json.loads(line)
             if isinstance(told, list):
                 feed.add(told)
-            elif "hosts" in told:
-                feed.machines = tuple(told["hosts"])
             else:
-                detector.leave(told["leave"])
+                for host in feed.begin(told["hosts"]):
+                    detector.leave(host)
             if time.monotonic() < due or not lines.empty():
                 continue
         except queue.Empty:
@@ -152,7 +173,7 @@ def main() -> int:
             notes = [*notes, *detector.notes]
         except UserError as error:
             notes = [*notes, str(error)]
-        keys = [re.sub(r"\d+", "#", n) for n in notes]
+        keys = [without_numbers(n) for n in notes]
         fresh = [n for n, key in zip(notes, keys, strict=True) if key not in said]
         said.update(keys)
         if len(said) > 1000:

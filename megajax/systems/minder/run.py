@@ -24,7 +24,7 @@ from megajax.monitor.detectors import DETECTORS, NEEDED, Maker, choose
 from megajax.monitor.hang import Hang
 from megajax.monitor.job import Job
 from megajax.monitor.minder_config import MinderConfig
-from megajax.monitor.own_work import OwnWork
+from megajax.monitor.own_work import TICKS, OwnWork
 from megajax.monitor.record_file import RecordFile
 from megajax.monitor.records import Record
 from megajax.monitor.slow_rank import SlowRank
@@ -186,8 +186,6 @@ class RunMinder:
         ranks, steps_s = action.ranks, self._now.steps_s(action)
         self.evictions.add(action.hosts[0], action.rule, ranks, self._now.size, steps_s)
         self._count()
-        if self.beside is not None:
-            self.beside.leave(action.hosts[0])
 
     def close(self) -> None:
         """Ends the child, and the file of records."""
@@ -255,5 +253,5 @@ class _Attempt:
         if own:
             most = max(own, key=lambda s: s.more_s)
             return most.usual_s, most.step_s
-        work = self._slow.work
-        return (work.usual_s or 0.0, self._slow.steps_s[-1] if self._slow.steps_s else 0.0)
+        recent = self._slow.steps_s[-TICKS:]  # the continuity; one tick may hold a step or two
+        return self._slow.work.usual_s or 0.0, statistics.median(recent) if recent else 0.0

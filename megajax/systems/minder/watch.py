@@ -24,7 +24,7 @@ from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
 from megajax.monitor.samples import Samples, of_machines
 from megajax.monitor.sources.http_query import Refused, Unavailable
-from megajax.systems.minder.alert import Alert
+from megajax.systems.minder.alert import Alert, without_numbers
 from megajax.systems.minder.detector import Detector
 from megajax.systems.minder.pending import grid_of
 from megajax.systems.minder.recent import Recent
@@ -219,7 +219,7 @@ class Watch:
 
     def _note(self, note: str) -> None:
         """Says a note, unless it came in the last minutes too."""
-        key, now = re.sub(r"\d{6,}", "#", note), time.monotonic()  # moments, not machines
+        key, now = without_numbers(note), time.monotonic()
         if now - self._notes.pop(key, -math.inf) > QUIET_S:
             self._teller.event("note", note)
         self._notes[key] = now

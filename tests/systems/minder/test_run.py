@@ -2,19 +2,23 @@
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor.alerts import RESPONSES
+from megajax.monitor.alerts import RESPONSES, Action
 from megajax.monitor.detectors import DETECTORS
 from megajax.monitor.job import Limits
 from megajax.monitor.minder_config import MinderConfig
 from megajax.monitor.record_file import RecordFile
 from megajax.monitor.records import Record
+from megajax.monitor.samples import Samples
 from megajax.monitor.sources import from_records, read
+from megajax.monitor.sources.http_query import Unavailable
 from megajax.systems.minder import run
+from megajax.systems.minder.alert import without_numbers
 from megajax.systems.minder.beside import Beside
 from megajax.systems.minder.beside_main import Feed, host_of
 from scripts import supervise
@@ -97,6 +101,21 @@ def test_the_steps_after_an_eviction_say_whether_it_was_right(tmp_path, after_s,
     assert {r.rank for r in emitted if r.name == "own_work_share"} == {0, 1, 2, 3}
 
 
+def test_steps_before_an_eviction_by_metrics_are_those_of_the_whole_continuity(tmp_path):
+    """A tick of long steps holds few of them, and may hold just a short one."""
+    told = Told()
+    minder = run.RunMinder(MinderConfig(continuity_s=20), None, tmp_path, told, lambda _: None)
+    s = job(minder)
+    assert train(s, 60, 1.0) == []
+    train(s, 30, 4.0)  # all are slow: no rank of its own, so only metrics name a host
+    train(s, 3, 0.1)
+    minder.evicts(Action("evict", "minder", "odd", (2,), ("h2",), 90))
+    (eviction,) = minder.evictions.all
+    assert (eviction.usual_s, eviction.slow_s) == (pytest.approx(1.0), pytest.approx(4.0))
+    train(job(minder), 30, 1.0)
+    assert eviction.verdict == "right", told
+
+
 def test_a_successor_that_is_slow_too_makes_the_eviction_a_false_alarm(tmp_path):
     told = Told()
     minder = run.RunMinder(MinderConfig(continuity_s=20), None, tmp_path, told, lambda _: None)
@@ -164,6 +183,65 @@ def test_machines_of_a_server_are_hosts_of_the_job():
     expected = {"h1:9100": "h1", "h2.cluster.org:9100": "h2", "h3": "h3.x"}
     assert host_of(machines, hosts) == expected
     assert host_of(["10.0.0.1:9100"], ["10.0.0.1", "10.0.0.2"]) == {"10.0.0.1:9100": "10.0.0.1"}
+
+
+class Served:
+    """A source that shows the processors of some machines, or is away."""
+
+    def __init__(self, *machines):
+        self.machines, self.is_away = machines, False
+
+    def read(self, start, end):
+        if self.is_away:
+            raise Unavailable("nobody listens")
+        rows = [(t, m, "cpu_usage", 0.5) for t in range(start, end) for m in self.machines]
+        return replace(Samples.of(rows, start, end), notes=("one page was lost",))
+
+
+def test_a_metric_that_the_server_shows_is_not_mixed_with_that_of_the_records():
+    server = Served("h0:9100", "h1:9100", "other:9100")
+    feed = Feed(server)
+    feed.machines = ("h0", "h1", "h2", "h3")
+
+    def window(t):
+        feed.add([list(r) for r in records if t <= r.time - 1e9 < t + 5])
+        return feed.window(1e9 + t + 5 + 4)
+
+    records = machine_records(4, 20, 1e9)
+    first = window(0)
+    assert first.notes == ("one page was lost",) and not feed.notes
+    cpu = [(m, v) for _, m, c, v in first.rows() if c == "cpu_usage"]
+    assert {m for m, _ in cpu} == {"h0", "h1"} and {v for _, v in cpu} == {0.5}
+    assert {m for _, m, c, _ in first.rows() if c == "memory_usage"} == {*feed.machines}
+    server.is_away = True  # the records' measure does not come in its place
+    shown = {c for _, _, c, _ in window(5).rows()}
+    assert "memory_usage" in shown and "cpu_usage" not in shown
+    assert ["nobody listens" in n for n in feed.notes] == [True]
+
+
+def test_notes_of_two_machines_are_two_and_of_two_counts_one():
+    note = "{} rows of {} came late at {}"
+    assert without_numbers(note.format(3, "h1", 1e9)) == without_numbers(note.format(4, "h1", 2.5))
+    for a, b in (("h1", "h2"), ("10.0.0.1", "10.0.0.2"), ("10.0.0.1:91", "10.0.0.1:92")):
+        assert without_numbers(note.format(3, a, 1)) != without_numbers(note.format(3, b, 1))
+
+
+def test_a_host_that_is_in_no_further_attempt_is_not_judged_silent():
+    feed, records = Feed(None), machine_records(4, 20, 1e9)
+    assert feed.begin(["h0", "h1", "h2"]) == []
+    feed.add([list(r) for r in records if r.time < 1e9 + 10])
+    assert "h2" in feed.window(1e9 + 9).machines
+    assert feed.begin(["h0", "h1", "h3"]) == ["h2"]
+    feed.add([list(r) for r in records if r.time >= 1e9 + 10 and r.host != "h2"])
+    assert {m for _, m, _, _ in feed.window(1e9 + 24).rows()} == {"h0", "h1", "h3"}
+
+
+def test_a_server_of_other_machines_is_said():
+    feed = Feed(Served("node1:9100", "node2:9100"))
+    feed.machines = ("h0", "h1")
+    assert {m for _, m, _, _ in feed.window(1e9).rows()} == {"node1:9100", "node2:9100"}
+    (note,) = feed.notes
+    assert "node1:9100, node2:9100) has the name of a host of this job (h0, h1)" in note
 
 
 @pytest.mark.slow
