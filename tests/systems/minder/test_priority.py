@@ -63,6 +63,7 @@ def jobs():
     return [Grid(BEGIN, 1, values.astype(np.float32), names, ("a", "b", "c"))]
 
 
+@pytest.mark.slow  # compiles a training
 def test_fit_learns_the_order_keeps_it_and_says_when_it_is_nearly_blind(tmp_path):
     told = []
     faults = [[(BEGIN + 300, BEGIN + 700)]]
