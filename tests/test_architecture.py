@@ -83,6 +83,7 @@ JAX_FREE = (
     "megajax.cost.memory",
     "megajax.cost.network",
     "megajax.cost.pipeline",
+    "megajax.cost.record",
     "megajax.cost.rings",
     "megajax.cost.roofline",
     "megajax.cost.serving",

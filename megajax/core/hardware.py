@@ -6,7 +6,10 @@ Sources: NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950-r4), H10
 (SXM5 column, halved where the sheet quotes sparsity), H200 datasheet, H800 (H100 die, NVLink cut to
 400 GB/s both ways; secondary source), DGX B200 datasheet divided by its 8 GPUs. Latencies of links:
 NCCL src/graph/tuning.cc (ring, simple protocol). Network adapters: ConnectX-5 of Slingshot-10
-(arXiv 2008.08886, section 2), ConnectX-6 and ConnectX-7 datasheets (HDR, NDR InfiniBand).
+(arXiv 2008.08886, section 2), ConnectX-6 and ConnectX-7 datasheets (HDR, NDR InfiniBand). SMs, L2
+and boost clock: A100 whitepaper (table 4: 108, 40 MB, 1410 MHz), H100 whitepaper (132, 50 MB) with
+the largest SM clock that nvidia-smi names for SXM5 (1980 MHz); H200 and H800 have the H100's die;
+B200: 148 SMs, 126.5 MiB and 1965 MHz are secondary sources.
 """
 
 import dataclasses
@@ -31,6 +34,8 @@ class DeviceCard:
 
     flops: FLOP/s by dtype name. memory_bytes: HBM capacity. memory_bytes_per_s: HBM bandwidth.
     link_bytes_per_s: NVLink, one direction. network_bytes_per_s: its NIC, one direction.
+    sms: streaming multiprocessors (of a CPU: threads that compute). l2_bytes: the last cache that
+    all of them share. clock_hz: the largest (boost) clock. 0: unknown.
     """
 
     name: str
@@ -39,6 +44,9 @@ class DeviceCard:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
+    sms: int = 0
+    l2_bytes: float = 0
+    clock_hz: float = 0
 
     def floor_s(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
         """Returns seconds below which no kernel can stay: at the peaks, without efficiencies."""
@@ -63,6 +71,7 @@ _HOPPER_FLOPS = {
     "float8": 1979e12,
     "int8": 1979e12,
 }
+_HOPPER_DIE = (132, 50 * 2**20, 1.98e9)  # SMs, L2, clock
 _A100_FLOPS = {
     "float32": 19.5e12,
     "tfloat32": 156e12,
@@ -80,11 +89,15 @@ _B200_FLOPS = {
 }
 
 CARDS = {
-    "A100": DeviceCard("A100", _A100_FLOPS, 80 * 10**9, 2.039e12, 300e9, 25e9),
-    "H100": DeviceCard("H100", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 450e9, 50e9),
-    "H200": DeviceCard("H200", _HOPPER_FLOPS, 141 * 10**9, 4.8e12, 450e9, 50e9),
-    "H800": DeviceCard("H800", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 200e9, 50e9),
-    "B200": DeviceCard("B200", _B200_FLOPS, 180 * 10**9, 7.7e12, 900e9, 50e9),
+    "A100": DeviceCard(
+        "A100", _A100_FLOPS, 80 * 10**9, 2.039e12, 300e9, 25e9, 108, 40 * 2**20, 1.41e9
+    ),
+    "H100": DeviceCard("H100", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 450e9, 50e9, *_HOPPER_DIE),
+    "H200": DeviceCard("H200", _HOPPER_FLOPS, 141 * 10**9, 4.8e12, 450e9, 50e9, *_HOPPER_DIE),
+    "H800": DeviceCard("H800", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 200e9, 50e9, *_HOPPER_DIE),
+    "B200": DeviceCard(
+        "B200", _B200_FLOPS, 180 * 10**9, 7.7e12, 900e9, 50e9, 148, 126.5 * 2**20, 1.965e9
+    ),
 }
 
 # Bytes a second of a network adapter, one direction.

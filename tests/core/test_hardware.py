@@ -1,7 +1,8 @@
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.core.hardware import CARDS, find_card, parse_cluster, shared
+from megajax.core.hardware import CARDS, DeviceCard, find_card, parse_cluster, shared
+from pallas_kernels.hopper.cards import CHIPS
 
 
 def test_cards_are_found_by_jaxs_names():
@@ -37,3 +38,15 @@ def test_a_cluster_that_cannot_be_read_is_explained(text):
 def test_gpus_share_the_adapters_of_their_host():
     assert shared(CARDS["A100"], "Slingshot-10", 1, 4).network_bytes_per_s == 100e9 / 8 / 4
     assert shared(CARDS["H800"], "InfiniBand NDR", 8, 8) == CARDS["H800"]
+
+
+def test_cards_agree_with_the_chips_that_kernels_are_compiled_for():
+    """SMs, L2 and clock of every card, as XLA's GPU compiler is told."""
+    for name, card in CARDS.items():
+        _, _, sms, _, _, l2, clock, *_ = CHIPS[name.lower()]
+        assert (card.sms, card.l2_bytes, card.clock_hz) == (sms, l2, clock * 1e9), name
+
+
+def test_a_card_may_leave_its_chip_unknown():
+    card = DeviceCard("T", {"float32": 1e12}, 1, 1e11, 1e9, 1e9)
+    assert (card.sms, card.l2_bytes, card.clock_hz) == (0, 0, 0)
