@@ -22,7 +22,8 @@ Where the time went (ETTR), and a heat map of the ranks as a PNG:
 
     supervise.py --report --out=FOLDER --run_dir=RUN
 
-Take a host out by hand, from where the driver runs: supervise.py --evict=HOST --out=FOLDER
+Take a host out by hand, from where the driver runs: supervise.py --evict=HOST --out=FOLDER, and
+let it come back as a spare: supervise.py --readmit=HOST --out=FOLDER
 
 Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and again (do not retry);
 75 too few good hosts or restarts (retry elsewhere, without the blocklist), or a last save failed
@@ -142,6 +143,9 @@ def _meeting(add: Callable[..., Any]) -> None:
     add("--tls_ca", help="PEM file of the authority that must have signed it; default: the secret "
         "alone says who the driver is")  # fmt: skip
     add("--evict", metavar="HOST", help="tell the driver of --out to go on without this host")
+    add(
+        "--readmit", metavar="HOST", help="tell the driver of --out that this excluded host is good"
+    )
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -164,7 +168,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         if (given := getattr(settings, name)) is not None:
             setattr(settings, name, str(expand(given, name)))
     check(settings)
-    if not (command or settings.agent or settings.evict or settings.report):
+    by_hand = settings.evict or settings.readmit
+    if not (command or settings.agent or by_hand or settings.report):
         raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
     return settings, tuple(command)
 
@@ -296,12 +301,13 @@ def report(s: argparse.Namespace) -> int:
     return 0
 
 
-def evict(s: argparse.Namespace) -> int:
-    """Tells the driver whose folder is --out. Returns 0."""
+def operate(s: argparse.Namespace) -> int:
+    """Tells the driver whose folder is --out what to do about a host. Returns 0."""
+    word, host = ("evict", s.evict) if s.evict else ("readmit", s.readmit)
     try:
         reach = json.loads((Path(s.out or ".") / "driver.json").read_text())
-        line = dial(reach["address"], reach["token"], OPERATOR, s.evict, find_tls(s, None))
-        line.send({"evict": s.evict})
+        line = dial(reach["address"], reach["token"], OPERATOR, host, find_tls(s, None))
+        line.send({word: host})
         line.close()
     except OSError as error:
         raise UserError(f"no driver is running for {s.out or '.'}: {error} (--out)") from None
@@ -341,7 +347,7 @@ def serve(s: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str], detectors: Mapping[str, Maker] = DETECTORS) -> int:
-    """Is the driver, an agent, a report, or the hand that evicts. Returns the exit code.
+    """Is the driver, an agent, a report, or an operator's word. Returns the exit code.
 
     detectors: that --detectors may name, of the caller's own too.
     """
@@ -349,8 +355,8 @@ def main(argv: Sequence[str], detectors: Mapping[str, Maker] = DETECTORS) -> int
         settings, command = parse(argv)
         if settings.report:
             return report(settings)
-        if settings.evict:
-            return evict(settings)
+        if settings.evict or settings.readmit:
+            return operate(settings)
         if settings.agent:
             return serve(settings)
         return drive(settings, command, detectors)

@@ -142,6 +142,10 @@ class Driver:
         """Somebody wants a host out."""
         self._evict = name
 
+    def on_readmit(self, name: str) -> None:
+        """Somebody says that an excluded host is good."""
+        self._readmit(name, "by hand")
+
     def on_output(self, text: str) -> None:
         """Rank 0 printed something."""
         self._show(text)
@@ -227,6 +231,8 @@ class Driver:
         leaving: Action | None = None  # takes a host out as soon as the job has saved
         while True:
             self._hosts.pump()
+            for name in self._recovery.acquitted(self._settings.guard):
+                self._readmit(name, "its eviction was a false alarm")
             if self._unable is not None:
                 return self._unable
             found = self._dog.judge(time.monotonic())
@@ -361,6 +367,12 @@ class Driver:
     def _block(self, name: str, why: str) -> None:
         self._hosts.blocked.add(name)
         self._journal.exclude(name, why)
+
+    def _readmit(self, name: str, why: str) -> None:
+        """Lets a host be a spare again."""
+        self._hosts.blocked.discard(name)
+        self._recovery.forgive(name)
+        self._journal.readmit(name, why)
 
     def _give_up(self, code: int, why: str) -> int:
         blocked = ", ".join(sorted(self._hosts.blocked)) or "none"

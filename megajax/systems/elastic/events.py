@@ -121,6 +121,17 @@ class Journal:
             file.write(host + "\n")
         self.event("excluded", f"{host}: {why}", host=host)
 
+    def readmit(self, host: str, why: str) -> None:
+        """Takes a host from the blocklist."""
+        path = self.folder / "blocklist"
+        with self._may_lose():
+            if path.exists():
+                fresh = self.folder / "blocklist.new"
+                left = [line for line in path.read_text().splitlines() if line != host]
+                fresh.write_text("".join(f"{line}\n" for line in left))
+                fresh.replace(path)
+        self.event("readmitted", f"{host}: {why}", host=host)
+
     def evidence(
         self,
         attempt: int,

@@ -61,6 +61,9 @@ class Listener(Protocol):
     def on_evict(self, name: str) -> None:
         """Somebody wants a host out."""
 
+    def on_readmit(self, name: str) -> None:
+        """Somebody says that a host that is out is good."""
+
     def on_output(self, text: str) -> None:
         """Rank 0 printed something."""
 
@@ -184,7 +187,10 @@ class Hosts:
     def _take(self, line: Line, message: dict[str, Any]) -> None:
         host = next((h for h in self._here.values() if h.line is line), None)
         if line.purpose == OPERATOR:
-            self._owner.on_evict(str(message["evict"]))
+            if "readmit" in message:
+                self._owner.on_readmit(str(message["readmit"]))
+            else:
+                self._owner.on_evict(str(message["evict"]))
         elif host is None:
             self._join(line, message)
         else:

@@ -71,6 +71,10 @@ class Guard(Protocol):
         """It will be."""
         ...
 
+    def acquitted(self) -> list[str]:
+        """Returns hosts that were taken out wrongly, each once, as soon as that is known."""
+        ...
+
 
 def to_evict(
     found: Sequence[Action],
@@ -105,6 +109,7 @@ class Recovery:
         self.policy = policy
         self.restarts = 0
         self._strikes: Counter[str] = Counter()
+        self._sick: set[str] = set()  # hosts that have failed a self-check
         self._step: int | None = None
         self._same = 0
         self._idle = 0  # restarts in a row that did not get beyond the best step
@@ -120,6 +125,7 @@ class Recovery:
 
         bad: {host: why} of failed self-checks. hosts: that there are, spares included.
         """
+        self._sick |= {*bad}
         if fault.kind == "stop":
             return Verdict(fault.code, fault.message)
         step = fault.step or 0
@@ -146,6 +152,16 @@ class Recovery:
         self._best = max(self._best, step)
         wait = min(self.policy.backoff * 2**self._idle, self.policy.longest)
         return Verdict(None, fault.message, wait, excluded)
+
+    def acquitted(self, guard: Guard | None) -> list[str]:
+        """Returns the hosts that a guard lets come back now, but for those that have failed a
+        self-check."""
+        found = guard.acquitted() if guard is not None else []
+        return [host for host in found if host not in self._sick]
+
+    def forgive(self, host: str) -> None:
+        """Forgets the faults that named a host."""
+        self._strikes.pop(host, None)
 
     def _strike(self, fault: Action, good: set[str]) -> dict[str, str]:
         """Counts against a host that alone is named; excludes it while there are others."""

@@ -125,6 +125,7 @@ class RunMinder:
         self.file = None if record is None else RecordFile(expand(record, "minder.record"))
         self._work: OwnWork | None = None
         self._now: _Attempt | None = None
+        self._acquitted: list[str] = []
 
     def attempt(self, job: Job) -> "_Attempt":
         """Returns the detector of an attempt."""
@@ -167,6 +168,8 @@ class RunMinder:
         only = "; alerts only tell for a day" if eviction.verdict == "false alarm" else ""
         message = f"the eviction of {eviction.host}: {eviction.verdict}, {eviction.why}{only}"
         self._tell("eviction", message, host=eviction.host, verdict=eviction.verdict)
+        if eviction.verdict == "false alarm":
+            self._acquitted.append(eviction.host)
         self._count()
 
     def _count(self) -> None:
@@ -186,6 +189,11 @@ class RunMinder:
         ranks, steps_s = action.ranks, self._now.steps_s(action)
         self.evictions.add(action.hosts[0], action.rule, ranks, self._now.size, steps_s)
         self._count()
+
+    def acquitted(self) -> list[str]:
+        """Returns hosts whose eviction has proved a false alarm since the last call."""
+        found, self._acquitted = self._acquitted, []
+        return found
 
     def close(self) -> None:
         """Ends the child, and the file of records."""

@@ -1,13 +1,15 @@
 """The budget of evictions: how many, what a false alarm costs, and what outlives a driver."""
 
+import dataclasses
 import json
 
 import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor.alerts import Action
+from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.evictions import DAY_S, OPEN_S, Evictions
-from megajax.systems.elastic.policy import to_evict
+from megajax.systems.elastic.policy import Policy, Recovery, to_evict
 
 
 class Clock:
@@ -83,13 +85,16 @@ class Guard:
     """Refuses hosts of a list."""
 
     def __init__(self, *bad):
-        self.bad, self.told = bad, []
+        self.bad, self.told, self.free = bad, [], ["a", "b"]
 
     def refuses(self, action):
         return "because" if action.hosts[0] in self.bad else None
 
     def evicts(self, action):
         self.told.append(action.hosts)
+
+    def acquitted(self):
+        return self.free
 
 
 def test_a_driver_asks_before_it_evicts_and_keeps_the_needed_hosts():
@@ -109,3 +114,27 @@ def test_a_driver_asks_before_it_evicts_and_keeps_the_needed_hosts():
     assert found is None and "2 hosts would be left of 3" in said[0][1] and len(guard.told) == 1
     assert choose([action()], 2, guard) == (None, [])  # of no host of the job
     assert choose([action("a")], 2, None)[0].hosts == ("a",)
+
+
+def test_a_host_that_was_evicted_wrongly_comes_back_unless_it_failed_a_check():
+    recovery = Recovery(Policy(restarts=9, strikes=2))
+    assert recovery.acquitted(None) == [] and recovery.acquitted(Guard()) == ["a", "b"]
+    fault = Action("restart", "exit", "ended", (1,), ("b",), 5)
+    recovery.decide(fault, {"a": "slow disk"}, "abc")
+    assert recovery.acquitted(Guard()) == ["b"]
+    recovery.forgive("b")  # its strike is forgotten
+    later = dataclasses.replace(fault, step=50)
+    assert not recovery.decide(later, {}, "bc").excluded
+    assert set(recovery.decide(dataclasses.replace(fault, step=90), {}, "bc").excluded) == {"b"}
+
+
+def test_the_blocklist_loses_the_host_that_is_readmitted(tmp_path):
+    said = []
+    journal = Journal(tmp_path, said.append)
+    journal.readmit("a", "by hand")  # nobody is excluded
+    for host in ("a", "ab", "b"):
+        journal.exclude(host, "bad")
+    journal.readmit("a", "its eviction was a false alarm")
+    journal.close()
+    assert (tmp_path / "blocklist").read_text() == "ab\nb\n"
+    assert any("readmitted: a: its eviction was a false alarm" in line for line in said)

@@ -283,6 +283,28 @@ def test_evicting_by_hand_brings_the_spare_in(tmp_path):
 
 
 @slow
+def test_a_host_that_is_readmitted_by_hand_is_a_spare_again(tmp_path):
+    run = Supervised(tmp_path, "--spares=1", pause=0.5)
+
+    def tell(*words):
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        assert not subprocess.call([sys.executable, SUPERVISE, *words, f"--out={run.out}"], env=env)
+
+    run.wait_for(lambda: run.saved()["step"] >= 3)
+    tell("--evict=local0")
+    run.wait_for(lambda: len(run.events("start")) == 2)
+    assert (run.out / "blocklist").read_text() == "local0\n"
+    tell("--readmit=local0")
+    run.wait_for(lambda: run.events("readmitted"))
+    assert (run.out / "blocklist").read_text() == "" and len(run.events("start")) == 2
+    tell("--evict=local1")
+    code, err = run.end()
+    assert code == 0, err
+    assert run.saved()["value"] == parameters()
+    assert run.events("start")[2]["message"].endswith("on local2, local0")
+
+
+@slow
 def test_sigterm_to_one_rank_or_to_the_driver_saves_one_step_everywhere(tmp_path):
     for name in ("rank", "driver"):
         folder = tmp_path / name

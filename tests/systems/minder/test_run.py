@@ -96,6 +96,7 @@ def test_the_steps_after_an_eviction_say_whether_it_was_right(tmp_path, after_s,
     assert train(s, 30, after_s) == []
     assert told[-1][0] == "eviction" and verdict in told[-1][1]
     assert (minder.refuses(action) is None) == (verdict == "right")
+    assert minder.acquitted() == ([] if verdict == "right" else ["h2"]) and not minder.acquitted()
     again = run.RunMinder(MinderConfig(), None, tmp_path, told, emitted.extend)
     assert (again.refuses(action) is None) == (verdict == "right")  # of the next driver
     assert {r.rank for r in emitted if r.name == "own_work_share"} == {0, 1, 2, 3}
