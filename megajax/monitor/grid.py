@@ -78,8 +78,9 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
         mean = np.full(size, np.nan)
         mean[has] = total[has] / count[has]
         given = None if period_s is None else period_s.get(name)
-        period = _period(has, cells) if given is None else round(given / step_s)
-        values_CNT[c] = _held(mean.reshape(-1, cells), has.reshape(-1, cells), period)
+        mean_NT = mean.reshape(len(machines), cells)
+        period = period_of(np.isfinite(mean_NT)) if given is None else round(given / step_s)
+        values_CNT[c] = hold(mean_NT, period)
     notes = samples.notes + _outside(samples, ~inside_N)
     return Grid(first * step_s, int(step_s), values_CNT, machines, metrics, notes)
 
@@ -105,20 +106,20 @@ def _ranks(names: tuple[str, ...]) -> np.ndarray:
     return rank
 
 
-def _period(has: np.ndarray, cells: int) -> int:
+def period_of(has_NT: np.ndarray) -> int:
     """Returns the median number of cells between two samples of a machine, 1 where none has two."""
-    at = np.flatnonzero(has)
-    same = at[1:] // cells == at[:-1] // cells if cells else at[1:] == at[:-1]
-    gaps = np.diff(at)[same]
+    at, cells = np.flatnonzero(has_NT), max(has_NT.shape[1], 1)
+    gaps = np.diff(at)[at[1:] // cells == at[:-1] // cells]
     return max(1, round(float(np.median(gaps)))) if len(gaps) else 1
 
 
-def _held(value_NT: np.ndarray, has_NT: np.ndarray, period: int) -> np.ndarray:
-    """Returns the values, each repeated until the next one, over at most `period` cells."""
+def hold(value_NT: np.ndarray, period: float) -> np.ndarray:
+    """Returns the values, each repeated in the NaN cells that follow it, over at most `period`
+    cells together with its own."""
     if period <= 1 or not value_NT.size:
         return value_NT
     now_T = np.arange(value_NT.shape[1])
-    last_NT = np.maximum.accumulate(np.where(has_NT, now_T, -1), axis=1)
+    last_NT = np.maximum.accumulate(np.where(np.isfinite(value_NT), now_T, -1), axis=1)
     fresh_NT = (last_NT >= 0) & (now_T - last_NT < period)
     return np.where(fresh_NT, np.take_along_axis(value_NT, np.maximum(last_NT, 0), 1), np.nan)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
-from megajax.monitor.grid import Grid
+from megajax.monitor.grid import Grid, period_of
 from megajax.systems.minder import evidence, features, priority, tracker, training
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.pending import Window, grid_of, held
@@ -147,7 +147,7 @@ class _Ranges:
                 continue
             stride = -(-len(values) // VALUES)
             self._values.setdefault(name, []).append(values[::stride])
-            period_C[c] = _period(grid.values_CNT[c])
+            period_C[c] = period_of(np.isfinite(grid.values_CNT[c]))
             self._periods.setdefault(name, []).append(period_C[c])
         at_B = self._rng.integers(0, T - WINDOW + 1, WINDOWS)
         who_B = self._rng.integers(0, N, WINDOWS)
@@ -194,14 +194,6 @@ def _range(values: np.ndarray) -> tuple[float, float, float]:
     if high - low < least:
         low, high = (low + high - least) / 2, (low + high + least) / 2
     return float(low), float(high), float(bend)
-
-
-def _period(values_NT: np.ndarray) -> float:
-    """Returns the median number of seconds between two samples of a machine."""
-    at = np.flatnonzero(np.isfinite(values_NT))
-    T = values_NT.shape[1]
-    gaps = np.diff(at)[at[1:] // T == at[:-1] // T]
-    return float(max(1, round(np.median(gaps)))) if len(gaps) else 1.0
 
 
 def _ticks(

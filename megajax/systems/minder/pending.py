@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid, to_grid
+from megajax.monitor.grid import Grid, hold, to_grid
 from megajax.monitor.samples import Samples
 from megajax.monitor.sources.files import read
 from megajax.systems.minder.settings import TICK
@@ -39,15 +39,10 @@ def grid_of(window: Window) -> Grid:
 
 def held(values_CNT: np.ndarray, period_C: np.ndarray) -> np.ndarray:
     """Returns values in which a sample stands for its metric's period of seconds, no longer."""
-    found = values_CNT
-    now_T = np.arange(values_CNT.shape[2])
-    for c in np.flatnonzero(period_C > 1):
-        found = values_CNT.copy() if found is values_CNT else found
-        last_NT = np.maximum.accumulate(np.where(np.isfinite(found[c]), now_T, -1), axis=1)
-        fresh_NT = (last_NT >= 0) & (now_T - last_NT < period_C[c])
-        values_NT = np.take_along_axis(found[c], np.maximum(last_NT, 0), 1)
-        found[c] = np.where(fresh_NT, values_NT, np.nan)
-    return found
+    if (period_C <= 1).all():
+        return values_CNT
+    pairs = zip(values_CNT, period_C, strict=True)
+    return np.stack([hold(values_NT, period) for values_NT, period in pairs])
 
 
 def _near(samples: Samples) -> Samples:
