@@ -36,11 +36,13 @@ FLOORS = [
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 # Pairs of one floor that may import each other: a script breaks what the tests' servers serve, and
-# tests check what scripts measure. A GGUF file has its tokenizer in it.
+# tests check what scripts measure. A GGUF file has its tokenizer in it. A replay's step time comes
+# from the simulator that times schedules.
 SAME_FLOOR = {
     ("scripts", "tests"),
     ("tests", "scripts"),
     ("megajax.checkpoint", "megajax.data"),
+    ("megajax.cost", "megajax.schedule"),
 }
 
 # A driver starts these in a tenth of a second and never touches a device.
@@ -84,6 +86,7 @@ JAX_FREE = (
     "megajax.cost.network",
     "megajax.cost.pipeline",
     "megajax.cost.record",
+    "megajax.cost.replay",
     "megajax.cost.rings",
     "megajax.cost.roofline",
     "megajax.cost.serving",

@@ -4,6 +4,7 @@ Durations are the seconds of ALL chunks of a stage by kind, so one chunk's work 
 function of the task. Seconds may be any exact number too (fractions.Fraction).
 """
 
+import collections
 import dataclasses
 import graphlib
 from collections.abc import Callable, Mapping, Sequence
@@ -73,16 +74,18 @@ def run(tasks: Sequence[Task], resources: tuple[str, ...]) -> Timeline:
     """Returns the times of tasks that each resource takes in the order given.
 
     Args: resources: those whose idle time counts.
-    Raises: ValueError where a dependency is unknown or waits for itself.
+    Raises: UserError naming the tasks, where two have one name, a dependency is unknown, or tasks
+      wait for each other.
     """
     by_name = {task.name: task for task in tasks}
     if len(by_name) < len(tasks):
-        raise ValueError("two tasks have one name")
+        twice = next(n for n, k in collections.Counter(t.name for t in tasks).items() if k > 1)
+        raise UserError(f"two tasks have one name: {twice}")
     waits_for: dict[str, tuple[str, ...]] = {}
     latest: dict[str, tuple[str, ...]] = {}
     for task in tasks:
-        if unknown := set(task.deps) - by_name.keys():
-            raise ValueError(f"{task.name} depends on {min(unknown)}, which is no task")
+        if unknown := [dep for dep in task.deps if dep not in by_name]:
+            raise UserError(f"{task.name} depends on {min(unknown)}, which is no task")
         waits_for[task.name] = (*task.deps, *latest.get(task.resource, ()))
         latest[task.resource] = (task.name,)
     ends: dict[str, float] = {}
@@ -93,7 +96,10 @@ def run(tasks: Sequence[Task], resources: tuple[str, ...]) -> Timeline:
             ends[name] = start + by_name[name].duration
             spans[name] = Span(by_name[name], start, ends[name])
     except graphlib.CycleError as error:
-        raise ValueError(f"these wait for each other: {', '.join(error.args[1])}") from None
+        raise UserError(
+            f"these tasks wait for each other: {' -> '.join(error.args[1])} (each must end before "
+            f"the next one starts, by its dependencies or by the order of its resource)"
+        ) from None
     return Timeline(tuple(spans[task.name] for task in tasks), resources)
 
 

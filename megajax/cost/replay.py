@@ -1,0 +1,104 @@
+"""Replays a step's tasks on its streams: how long it takes, and what communication it waits for.
+
+No second simulator: schedule/simulator.py gives the times. A resource of a task is a stream, such
+as a GPU's compute stream, its communication stream, or one of each for every stage of a pipeline.
+CDMPP (arXiv 2311.09690) replays the graph of a model's operations so. Not here: contention between
+computation and communication for a device's memory bandwidth.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from megajax.core.errors import UserError
+from megajax.schedule import simulator
+from megajax.schedule.ir import Task, Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What a replay gives. timeline: the tasks with their times in seconds, in the order given."""
+
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """From 0, when every stream is free, until the last task ends."""
+        return self.timeline.end
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which some COMM task runs and no task of another kind runs on any stream.
+
+        Two COMM tasks at one time count once. For several devices this is the time in which none of
+        them computes; replay a device's tasks alone for its own.
+        """
+        moving, busy = [], []
+        for task, start, end in self.timeline.spans:
+            (moving if task.kind == "COMM" else busy).append((start, end))
+        return _uncovered(_union(moving), _union(busy))
+
+
+def replay(tasks: Sequence[Task]) -> Replay:
+    """Runs each stream's tasks in the order given, each as soon as all its deps have ended.
+
+    Args: tasks: `resource` is the stream; kind 'COMM' is communication, any other kind computes.
+    Raises: UserError naming the tasks, where a name stands twice, a dependency is no task, a
+      duration is negative or not finite, or tasks wait for each other through their dependencies
+      and the order of their streams.
+    """
+    for task in tasks:
+        if not 0 <= task.duration < math.inf:
+            raise UserError(
+                f"{task.name} takes {task.duration} s; a duration is a finite number, at least 0"
+            )
+    computing = dict.fromkeys(task.resource for task in tasks if task.kind != "COMM")
+    return Replay(simulator.run(tasks, tuple(computing)))
+
+
+def repeat(body: Sequence[Task], times: int) -> list[Task]:
+    """Returns the tasks of a loop's turns in order, for `replay`: task 'x' of turn 2 is 'x#2'.
+
+    A dependency on a task of the body is one on that of the same turn; other names stand as they
+    are. The streams keep the order of the turns, so a turn's communication may lie beside the next
+    turn's computation where no dependency forbids it.
+    Raises: UserError where `times` is negative.
+    """
+    if times < 0:
+        raise UserError(f"a loop turns {times} times; at least 0")
+    inside = {task.name for task in body}
+    return [
+        dataclasses.replace(
+            task,
+            name=f"{task.name}#{turn}",
+            deps=tuple(f"{d}#{turn}" if d in inside else d for d in task.deps),
+        )
+        for turn in range(times)
+        for task in body
+    ]
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns intervals in order that do not touch and cover the same points."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _uncovered(wanted: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
+    """Returns the length of `wanted` outside `by`; both as `_union` gives them."""
+    total, index = 0.0, 0
+    for start, end in wanted:
+        while index < len(by) and by[index][1] <= start:
+            index += 1
+        at = index
+        while start < end and at < len(by) and by[at][0] < end:
+            total += max(by[at][0] - start, 0)
+            start = max(start, by[at][1])
+            at += 1
+        total += max(end - start, 0)
+    return total
