@@ -18,12 +18,9 @@ SUPERVISE=1 scripts/launch_slurm.sh does so. Driver and agents prove to each oth
 the job's secret, which never travels: MEGAJAX_TOKEN in the environment of both, or the first line
 of --token_file. The training processes do not get it. --tls encrypts what they say.
 
-Where the time went (ETTR), and a heat map of the ranks as a PNG:
+Where the time went (ETTR), and a PNG of the ranks: supervise.py --report --out=OUT --run_dir=RUN
 
-    supervise.py --report --out=FOLDER --run_dir=RUN
-
-Take a host out by hand, from where the driver runs: supervise.py --evict=HOST --out=FOLDER, and
-let it come back as a spare: supervise.py --readmit=HOST --out=FOLDER
+Take a host out by hand: supervise.py --evict=HOST --out=FOLDER; --readmit=HOST lets it come back
 
 Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and again (do not retry);
 75 too few good hosts or restarts (retry elsewhere, without the blocklist), or a last save failed
@@ -56,12 +53,13 @@ from megajax.monitor.detectors import DETECTORS, USUAL, Maker
 from megajax.monitor.job import Limits
 from megajax.monitor.lines import keep_standard_streams
 from megajax.systems.elastic.agent import Agent
-from megajax.systems.elastic.driver import Driver, Settings
+from megajax.systems.elastic.driver import Driver
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.folder import hold, new_folder
 from megajax.systems.elastic.hosts import OPERATOR, WAITING_S
 from megajax.systems.elastic.meeting import announce, invitation, listen, own_address
 from megajax.systems.elastic.policy import Policy
+from megajax.systems.elastic.settings import Settings
 from megajax.systems.elastic.speaker import Speaker
 from megajax.systems.elastic.tls import Tls, self_signed
 from megajax.systems.elastic.wire import check_secret, dial, split_address
@@ -168,8 +166,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         if (given := getattr(settings, name)) is not None:
             setattr(settings, name, str(expand(given, name)))
     check(settings)
-    by_hand = settings.evict or settings.readmit
-    if not (command or settings.agent or by_hand or settings.report):
+    if not (command or settings.agent or settings.evict or settings.readmit or settings.report):
         raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
     return settings, tuple(command)
 
@@ -303,11 +300,10 @@ def report(s: argparse.Namespace) -> int:
 
 def operate(s: argparse.Namespace) -> int:
     """Tells the driver whose folder is --out what to do about a host. Returns 0."""
-    word, host = ("evict", s.evict) if s.evict else ("readmit", s.readmit)
     try:
         reach = json.loads((Path(s.out or ".") / "driver.json").read_text())
-        line = dial(reach["address"], reach["token"], OPERATOR, host, find_tls(s, None))
-        line.send({word: host})
+        line = dial(reach["address"], reach["token"], OPERATOR, "operator", find_tls(s, None))
+        line.send({"evict": s.evict} if s.evict else {"readmit": s.readmit})
         line.close()
     except OSError as error:
         raise UserError(f"no driver is running for {s.out or '.'}: {error} (--out)") from None

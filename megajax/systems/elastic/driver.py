@@ -10,19 +10,16 @@ never logs in anywhere: agents come to it, started by itself on this machine, or
 Ray elsewhere. No jax import.
 """
 
-import dataclasses
 import signal
 import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from megajax.monitor import records
 from megajax.monitor.alerts import RESPONSES, Action
-from megajax.monitor.detectors import DETECTORS, Maker
-from megajax.monitor.job import Limits
 from megajax.monitor.lease import LOOK_S
 from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import checks, links
@@ -31,40 +28,17 @@ from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
 from megajax.systems.elastic.policy import (
     ELSEWHERE,
     USAGE,
-    Guard,
-    Policy,
     Recovery,
     ended,
     to_evict,
 )
+from megajax.systems.elastic.settings import Settings
 from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import join_address
 
 LEASE_S = 1.0 + 2 * LOOK_S  # (chosen) for a process whose lease has run out to be gone
 CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
 STEPS = 200  # (chosen) newest step times whose median enters the ETTR
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """hosts: wanted at a time. processes: of a host. join: seconds to wait for agents.
-
-    grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
-    invite: how a person starts an agent that is missing. detectors: by name. guard: of evictions.
-    """
-
-    command: tuple[str, ...]
-    hosts: int = 1
-    processes: int = 1
-    join: float = 600.0
-    grace: float = 600.0
-    period: float = 1.0
-    grid: str | None = None
-    limits: Limits = Limits()
-    policy: Policy = Policy()
-    invite: str = ""
-    detectors: Mapping[str, Maker] = dataclasses.field(default_factory=lambda: DETECTORS)
-    guard: Guard | None = None
 
 
 class Driver:

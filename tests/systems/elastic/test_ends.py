@@ -23,10 +23,11 @@ from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module
 from megajax.systems.elastic import hosts, ranks, reaper, shared
 from megajax.systems.elastic.agent import Agent
-from megajax.systems.elastic.driver import Driver, Settings
+from megajax.systems.elastic.driver import Driver
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import AGENT, Host, Hosts
 from megajax.systems.elastic.output import Output
+from megajax.systems.elastic.settings import Settings
 from megajax.systems.elastic.speaker import Speaker
 from megajax.systems.elastic.tls import self_signed
 from megajax.systems.elastic.wire import Line, join_address, split_address
@@ -193,7 +194,8 @@ from megajax.monitor.sinks import read_jsonl
 from megajax.systems.elastic import driver as driver_module
 from megajax.systems.elastic import ranks, reaper, shared
 from megajax.systems.elastic.agent import Agent
-from megajax.systems.elastic.driver import Driver, Settings
+from megajax.systems.elastic.driver import Driver
+from megajax.systems.elastic.settings import Settings
 ranks.adopt_orphans()
 command = ["sh", "-c", sys.argv[2]]
 env = os.environ | {reaper.MARK: sys.argv[3]}
