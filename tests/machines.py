@@ -175,13 +175,15 @@ def machines(count: int, folder: Path, network: bool = False) -> Iterator[list[M
 class Server:
     """A Prometheus server that scrapes some instances every second."""
 
-    def __init__(self, folder: Path, instances: list[str], guarded: bool = False):
-        """guarded: with basic authentication (user `me`) and TLS, by `certificate`."""
+    def __init__(self, folder: Path, instances: list[str] | dict[str, str], guarded: bool = False):
+        """instances: their addresses; a dict also says which `instance` each is shown as. guarded:
+        with basic authentication (user `me`) and TLS, by `certificate`."""
         self.folder, self.port, self._process = folder, free_port(), None
-        targets = json.dumps(instances)
+        names = instances if isinstance(instances, dict) else {i: i for i in instances}
+        static = [{"targets": [at], "labels": {"instance": name}} for at, name in names.items()]
         (folder / "prometheus.yml").write_text(
             "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
-            f"scrape_configs: [{{job_name: machines, static_configs: [{{targets: {targets}}}]}}]\n"
+            f"scrape_configs: [{{job_name: machines, static_configs: {json.dumps(static)}}}]\n"
         )
         self.certificate, self._more = folder / "certificate.pem", list[str]()
         if guarded:
@@ -223,7 +225,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, instances: list[str], guarded: bool = False) -> Iterator[Server]:
+def server(
+    folder: Path, instances: list[str] | dict[str, str], guarded: bool = False
+) -> Iterator[Server]:
     """Yields a server."""
     folder.mkdir()
     found = Server(folder, instances, guarded)

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 __all__ = ["home"]  # the fixture, shared
 
 GROUPS = pathlib.Path("/sys/fs/cgroup/cpu")
+COUNTED = ("cpuacct", "memory")  # controllers that only count what a host uses
 PERIOD_US = 50_000
 SHARE = 0.25  # of a processor: four hosts on two, beside whatever else runs here
 WEIGHT = 16_384  # of a host beside other work of this machine: it gets its share anyhow
@@ -73,13 +74,20 @@ class Job:
     def start(self, host, words, share, env=None):
         """Starts a process on a host."""
         if share is not None:
-            group = GROUPS / f"megajax-{os.getpid()}-{host}"
-            group.mkdir(exist_ok=True)
+            group, *counted = self.groups(host)
+            for folder in (group, *counted):
+                folder.mkdir(exist_ok=True)
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(int(share * PERIOD_US)))
             (group / "cpu.shares").write_text(str(WEIGHT))
-            words = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *words]
+            enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in (group, *counted))
+            words = ["sh", "-c", f'{enter}exec "$@"', "sh", *words]
         self.started.append(subprocess.Popen(words, env=env, start_new_session=True))
+
+    def groups(self, host):
+        """The folders of a host's control group, that of the processor first."""
+        name = f"megajax-{os.getpid()}-{host}"
+        return [GROUPS / name, *(GROUPS.parent / controller / name for controller in COUNTED)]
 
     def events(self, name=None):
         file = self.out / "events.jsonl"
@@ -131,9 +139,9 @@ class Job:
             process.wait()
         self.log.close()
         time.sleep(1)  # for the reapers
-        for name in self.names:
+        for folder in (folder for name in self.names for folder in self.groups(name)):
             with contextlib.suppress(OSError):
-                (GROUPS / f"megajax-{os.getpid()}-{name}").rmdir()
+                folder.rmdir()
 
 
 @contextlib.contextmanager
