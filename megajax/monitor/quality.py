@@ -6,7 +6,8 @@ percent where it said shares, or milliwatts instead of watts. A change of unit o
 look like the worst fault of all, so its values are converted to the old unit.
 
 A change of unit is a step by a factor of FACTORS, up to TOLERANCE, between the medians of SECONDS
-before and after it. One machine's step counts only if the converted level lies among those of the
+before and after it. It counts only where the metric is steady: rates of packets, say, jump by a
+hundred by themselves. One machine's step counts only if the converted level lies among those of the
 other machines, as the old one did and the new one as it is does not; if the others hardly moved;
 and if the values vary as much in proportion as before: a GPU that stands still, or a job that goes
 on after it stood still, does not look like milliwatts.
@@ -32,6 +33,7 @@ AMONG = 1.5  # (chosen) times the greatest, or below the least, level of the oth
 STILL = 2.0  # (chosen) times by which the middle of the others may move meanwhile
 VARIES = 3.0  # (chosen) times by which the spread in proportion to the level may change
 FEWEST_OTHERS = 3  # (chosen) machines that did not change
+STEADY = 0.25  # (chosen) power of the factor that the middle 90 % of a metric's samples may span
 ALL = 0.9  # (chosen) part of the machines that makes a step one of all
 
 
@@ -157,14 +159,19 @@ def _steps(value_NT: np.ndarray) -> np.ndarray:
         changed_N[alike] = _factor(float(np.median(after_N[alike] / before_N[alike])))
     moved_N, still_N = changed_N != 1, enough_N & (changed_N == 1)
     used_N = enough_N & (before_N > 0)
-    if moved_N.sum() >= ALL * enough_N.sum() and len(set(changed_N[moved_N])) == 1:
+    if not moved_N.any():
         return changed_N
+    old_NT = parts[0][:, :-EVERY]  # a step down is seen once the last value before it has gone
+    if moved_N.sum() >= ALL * enough_N.sum() and len(set(changed_N[moved_N])) == 1:
+        steady = _is_steady(old_NT[enough_N], changed_N[moved_N][0])
+        return changed_N if steady else np.ones(len(value_NT))
     others = [level_N[still_N & used_N] for level_N in (before_N, after_N)]
     if len(others[0]) < FEWEST_OTHERS:
         return np.ones(len(value_NT))
     common = np.median(others[1] / others[0])
     for k in np.flatnonzero(moved_N):
-        unit = 1 / STILL < common < STILL
+        unit = 1 / STILL < common < STILL and _is_steady(old_NT[k], changed_N[k])
+        unit = unit and all(_is_steady(p[still_N & used_N], changed_N[k]) for p in parts)
         unit &= _among(before_N[k], others[0]) and _among(after_N[k] / changed_N[k], others[1])
         unit &= not _among(after_N[k], others[1])
         unit &= _varies_alike(parts[0][k] / before_N[k], parts[1][k] / after_N[k])
@@ -174,6 +181,12 @@ def _steps(value_NT: np.ndarray) -> np.ndarray:
 
 def _among(level: float, others: np.ndarray) -> bool:
     return bool(others.min() / AMONG <= level <= AMONG * others.max())
+
+
+def _is_steady(samples: np.ndarray, factor: float) -> bool:
+    """Tells whether a step by this factor stands out among samples of a metric."""
+    low, high = np.nanquantile(samples, (0.05, 0.95))
+    return bool(low > 0 and high <= low * max(factor, 1 / factor) ** STEADY)
 
 
 def _varies_alike(before_T: np.ndarray, after_T: np.ndarray) -> bool:

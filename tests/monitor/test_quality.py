@@ -144,3 +144,16 @@ def untouched(values):
     found = Quality().check(Grid(0, 1, values[None].astype(np.float32), machines, ("x",)))
     assert found.notes == ()
     np.testing.assert_array_equal(found.values_CNT[0], values.astype(np.float32))
+
+
+def test_bursts_of_a_rate_that_is_never_steady_change_no_unit():
+    rng = np.random.default_rng(7)
+    rate = 12 * np.exp(rng.normal(0, 0.5, (64, 1)))  # packets a second
+    rate[5] = 12
+    values = rng.poisson(rate, (64, 300)).astype(float)
+    values[5, 150:] = rng.poisson(12, 150) * 100.0
+    untouched(values)
+    values = np.array([[0.49]] * 4) * (1 + 0.05 * rng.standard_normal((4, 300)))
+    values[:, 128:134] *= 0.01  # a job that stops now and then, in its own units
+    values[:, 150:] *= 0.01
+    untouched(values)

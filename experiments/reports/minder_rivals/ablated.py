@@ -63,8 +63,8 @@ def _without_networks() -> Any:
 def _without_past() -> Any:
     whole = tracker.advance
 
-    def advance(prior: Any, tracks: Any, y_FNJ: Any, held_N: Any, young_N: Any) -> Any:
-        return whole(prior, tracks, y_FNJ, np.ones_like(held_N), np.zeros_like(young_N))
+    def advance(prior: Any, tracks: Any, y_FNJ: Any, held_N: Any) -> Any:
+        return whole(prior, tracks, y_FNJ, np.ones_like(held_N))
 
     return mock.patch.object(tracker, "advance", advance)
 

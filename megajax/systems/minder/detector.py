@@ -151,13 +151,11 @@ class Detector:
             self._tracks = tracker.resized(self._tracks, self._prior, rows)
         held_N = np.zeros(rows, bool)
         held_N[:N] = ~self._judge.learns_N(end)
-        young_N = np.ones(rows, bool)
-        young_N[:N] = self._judge.young_N()
         p = self.profile
         y_FNJ = np.full((CHANNELS * C, rows, WINDOWS), np.nan, np.float32)
         y_FNJ[:, :N] = features.of_tick(p.model, p.vae, p.range_3C, values_CNT)
         self._tracks, score, far, _ = tracker.advance(
-            self._prior, self._tracks, jnp.asarray(y_FNJ), held_N, young_N
+            self._prior, self._tracks, jnp.asarray(y_FNJ), held_N
         )
         found = self._judge.look(end, np.asarray(score)[:, :N], np.asarray(far)[:, :N])
         alerts = [self._alert(one, end) for one in found]

@@ -265,9 +265,8 @@ def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray) -> np.ndarray:
     """Returns the scores of a source's ticks, (F, N, H)."""
     N = y_HFNJ.shape[2]
     tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
-    for past, y_FNJ in enumerate(y_HFNJ):
-        young_N = np.full(N, past < evidence.YOUNG)
-        tracks, score, _, _ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, young_N)
+    for y_FNJ in y_HFNJ:
+        tracks, score, _, _ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody)
         found.append(np.asarray(score))
     return np.stack(found, -1)
 

@@ -101,13 +101,13 @@ def median(x: Array) -> Array:
 
 @jax.jit
 def advance(
-    prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array, young_N: Array
+    prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array
 ) -> tuple[Tracks, Array, Array, Array]:
     """Returns (the estimates after a tick, score_FN with its sign, the same not cut off, median_F).
 
-    y: of features.of_tick. held: machines whose offsets are not learnt. young: those whose offsets
-    may have been learnt from a disturbance, so that only a step away from the peers counts. A score
-    is NaN where a machine has no window in this tick.
+    y: of features.of_tick. held: machines whose offsets are not learnt. Only a step away from the
+    peers counts: one towards them may be the end of a disturbance that an offset was learnt from.
+    A score is NaN where a machine has no window in this tick.
     """
     own_FNJ = y_FNJ - tracks.offset_FN[..., None]
     center_FJ = _healthy(prior, tracks, own_FNJ)
@@ -123,7 +123,7 @@ def advance(
     deviation_FN = jnp.sqrt(noise_F[:, None] + tracks.unsure_FN)
     away_FNJ = jnp.where(error_FNJ > 0, jnp.clip(apart_FNJ, 0.0, error_FNJ),
                          jnp.clip(apart_FNJ, error_FNJ, 0.0))  # fmt: skip
-    counted_FNJ = jnp.where(young_N[None, :, None], away_FNJ, error_FNJ) / deviation_FN[..., None]
+    counted_FNJ = away_FNJ / deviation_FN[..., None]
     score_FN = jnp.nanmean(jnp.clip(counted_FNJ, -CLIP, CLIP), -1)
     bounded_FN = jnp.clip(error_FN / deviation_FN, -LEARN, LEARN) * deviation_FN
     learns_FN = jnp.isfinite(error_FN) & ~held_N[None]
