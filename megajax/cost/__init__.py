@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = public(
         "estimate": ("Estimate",),
         "flops": ("mfu",),
         "kernels": ("Attention", "Embedding", "Experts", "Matmul", "Rowwise"),
+        "program": ("records",),
         "record": ("OpRecord", "Tree", "product", "rowwise"),
         "roofline": ("Roofline",),
         "step": ("StepShape",),

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megajax.cost.hlo_module import ARRAY, NAME, Module, Place, ints, nbytes
+from megajax.cost.hlo_module import Module, Place
+from megajax.cost.hlo_text import ARRAY, NAME, ints, nbytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
 _COLLECTIVE = re.compile(rf"= (.*?) ((?:ragged-)?(?:{'|'.join(KINDS)}))(-start)?\(")
@@ -84,7 +85,7 @@ def collectives(
         if match is None or "-done(" in place.line:
             continue
         result, kind, start = match.groups()
-        groups = _groups(place.line, devices)
+        groups = device_groups(place.line, devices)
         if kind == "collective-permute" and all(a == b for a, b in groups):
             continue
         parts = [nbytes(a) for a in _result_arrays(result, bool(start))]
@@ -132,8 +133,8 @@ def _result_arrays(result: str, start: bool) -> list[tuple[str, str]]:
     return arrays[len(arrays) // 2 :] if start and len(arrays) > 1 else arrays
 
 
-def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the first group of devices, or all pairs of a permute.
+def device_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the first group of devices of a collective's line, or all pairs of a permute.
 
     XLA spells replica_groups in four ways: over a named mesh, as an iota with a transposition, as
     lists, and empty for all devices.

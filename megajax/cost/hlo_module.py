@@ -1,24 +1,20 @@
 """The text of a compiled module as computations: what runs, how often, and its matmul FLOPs.
 
-The order of the lines of a scheduled module is the order in which the device starts them. Only what
-cost/hlo.py asks for is read: loops with their trip counts, calls, and the shapes of `dot`.
+The lines of a scheduled module are in the order in which the device starts them. A line is read by
+cost/hlo_text.py; here are computations, loops with their trip counts, calls and the products of a
+computation.
 """
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2,
-    "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
-}  # fmt: skip
-ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
+from megajax.cost.hlo_text import ARRAY, NAME, Array, Instruction, instructions, ints, parse
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-_CALL = re.compile(r" (?:fusion|fusion-start|call|conditional|async-start)\(")
+CALLS = ("fusion", "fusion-start", "call", "conditional", "async-start")
 # A Mosaic GPU kernel of pallas_kernels/grouped: how its results and operands are spelled.
 _GROUPED = re.compile(
     r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?)\}, api_version.*"
@@ -26,18 +22,6 @@ _GROUPED = re.compile(
 )
 # Its library path, a loop whose trip count depends on the groups: steps when they hold all rows.
 _STEPS = re.compile(r'op_name="[^"]*/grouped_steps_(\d+)/')
-_DOT = re.compile(r" dot\(%?([\w.\-]+),.*lhs_contracting_dims=\{([\d,]*)\}")
-
-
-def ints(text: str) -> list[int]:
-    """Returns the numbers of '4,2,8'."""
-    return [int(i) for i in text.split(",") if i]
-
-
-def nbytes(array: tuple[str, str]) -> int:
-    """Returns the bytes of one (dtype, dims) that ARRAY found."""
-    dtype, dims = array
-    return BYTES.get(dtype, 4) * math.prod(ints(dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,55 +70,68 @@ class Module:
             elif current:
                 self.computations[current].append(line)
         self.flops_of = functools.cache(self._flops_of)
+        self.instructions = functools.cache(self._instructions)
 
     def places(self) -> Iterator[Place]:
         """Yields every line that runs; branches of a conditional all count as running."""
         yield from self._visit(self.entry, (), ())
 
+    def loop(self, one: Instruction) -> tuple[str, int | None] | None:
+        """Returns (body, trip count) of a while; None for a count that the program does not say."""
+        if one.opcode != "while" or not (body := one.get("body")):
+            return None
+        if count := re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes):
+            return body, int(count[1])
+        steps = _STEPS.search(one.attributes)
+        return body, max(round(self._live_rows * int(steps[1])), 1) if steps else None
+
     def _visit(self, name: str, loops: tuple[int, ...], bodies: tuple[str, ...]) -> Iterator[Place]:
         lines = self.computations.get(name, [])
         for index, line in enumerate(lines):
             yield Place(name, lines, index, loops, bodies)
-            if loop := self._loop(line):
-                yield from self._visit(loop[0], (*loops, loop[1]), (*bodies, loop[0]))
-            elif _CALL.search(line):
-                for called in _CALLED.findall(line):
+            if (one := parse(line)) is None:
+                continue
+            if loop := self.loop(one):
+                yield from self._visit(loop[0], (*loops, loop[1] or 1), (*bodies, loop[0]))
+            elif one.opcode in CALLS:
+                for called in (*one.called, *one.branches):
                     yield from self._visit(called, loops, bodies)
 
     def flops(self, lines: Sequence[str], computation: str) -> int:
         """Returns the matmul FLOPs of some lines of a computation, calls and loops included."""
         total = 0
-        for line in lines:
-            if loop := self._loop(line):
-                total += loop[1] * self.flops_of(loop[0])
-            elif _CALL.search(line):
-                total += sum(self.flops_of(called) for called in _CALLED.findall(line))
-            elif match := _DOT.search(line):
-                total += self._dot(line, match[1], ints(match[2]), computation)
-            elif match := _GROUPED.search(line):
+        for one in instructions(lines).values():
+            if loop := self.loop(one):
+                total += (loop[1] or 1) * self.flops_of(loop[0])
+            elif one.opcode in CALLS:
+                total += sum(self.flops_of(called) for called in (*one.called, *one.branches))
+            elif one.opcode == "dot":
+                total += dot_flops(one, self.instructions(computation))
+            elif one.opcode == "custom-call" and (match := _GROUPED.search(_line(one))):
                 total += round(self._live_rows * _grouped(*match.groups()))
         return total
-
-    def _loop(self, line: str) -> tuple[str, int] | None:
-        """Returns (body, trip count) of a while; a count that nobody knows is 1."""
-        if " while(" not in line or (body := re.search(r"body=%?([\w.\-]+)", line)) is None:
-            return None
-        if count := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
-            return body[1], int(count[1])
-        steps = _STEPS.search(line)
-        return body[1], max(round(self._live_rows * int(steps[1])), 1) if steps else 1
 
     def _flops_of(self, computation: str) -> int:
         return self.flops(self.computations.get(computation, []), computation)
 
-    def _dot(self, line: str, lhs: str, contracted: list[int], computation: str) -> int:
-        made = ARRAY.search(line)
-        for other in self.computations[computation]:
-            if (match := NAME.match(other)) and match[1] == lhs and (array := ARRAY.search(other)):
-                dims = ints(array[2])
-                inner = math.prod(dims[i] for i in contracted)
-                return 2 * math.prod(ints(made[2]) if made else []) * inner
-        return 0
+    def _instructions(self, computation: str) -> dict[str, Instruction]:
+        """The instructions of a computation by name."""
+        return instructions(self.computations.get(computation, []))
+
+
+def dot_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
+    """Returns 2 M N K of all batches of a dot. around: the instructions of its computation."""
+    left = around.get(one.operands[0]) if one.operands else None
+    return 0 if left is None else 2 * one.array.elements * contracted(one, left.array)
+
+
+def contracted(one: Instruction, left: Array) -> int:
+    """Returns the length of the sum of a dot whose first operand this is."""
+    return math.prod(left.dims[i] for i in one.dims("lhs_contracting_dims"))
+
+
+def _line(one: Instruction) -> str:
+    return f" = {one.shape} {one.opcode}({one.arguments}){one.attributes}"
 
 
 def _grouped(result: str, operands: str, kind: str) -> int:

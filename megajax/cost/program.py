@@ -1,0 +1,284 @@
+"""A compiled program as records of what a device launches (CDMPP, arXiv 2311.09690, for XLA).
+
+`records` reads the scheduled module of a `jax.stages.Compiled`, of a CPU or of a GPU that is not
+there (pallas_kernels/aot.py). What counts, and how:
+
+- A record is one launched instruction: a fusion, a product, a library's or kernel's call, a copy, a
+  collective. Tuples, parameters, constants, bitcasts and the second halves of asynchronous
+  operations launch nothing. The body of a loop stands as records with `executions` = trips; the
+  loop and its condition add nothing.
+- Of a conditional one branch is launched: the one that a constant chooses, else the one with the
+  most FLOPs (then bytes), because the text does not say how often each is taken.
+- A loop whose trips the compiler does not know counts once, with a warning.
+- FLOPs: 2 M N K of a product, one an element of other arithmetic on floats, n - 1 of a sum of n.
+  Padding of a convolution is not multiplied. Comparisons, selections, conversions and integers are
+  no FLOPs; transcendental functions have their own feature. Collectives have none.
+- Bytes: what the launched instruction reads of its operands and writes of its results; inside a
+  fusion nothing. Of an operand that is only sliced the slices, of an update in place its part.
+
+Not here: times (systems/cdmpp), the mesh axes of a collective (cost/hlo.py).
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from megajax.cost import program_body as body
+from megajax.cost import program_calls as calls
+from megajax.cost import program_work as work
+from megajax.cost.hlo import device_groups
+from megajax.cost.hlo_module import Module
+from megajax.cost.hlo_text import Array, Instruction
+from megajax.cost.record import SIZES, OpRecord, record
+
+Platform = Literal["cpu", "gpu"]
+_COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast", "send", "recv",
+)  # fmt: skip
+_MOVES = frozenset(
+    ("copy", "slice", "update", "reshape", "transpose", "concatenate", "broadcast", "convert")
+)
+# The kind of a fusion is that of its dearest operation, in this order.
+_KINDS = {
+    "convolution": "convolution", "sort": "sort", "scatter": "scatter", "reduce": "reduction",
+    "gather": "gather", "random": "random", "custom": "custom", "other": "custom",
+}  # fmt: skip
+_TOTALS = ("flops", "bytes_read", "bytes_written", "transcendentals", "indices")
+
+
+def records(
+    compiled: Any, *, live_rows: float = 1.0, platform: Platform | None = None
+) -> list[OpRecord]:
+    """Returns what one device launches in one call of a program, in the order of the schedule.
+
+    Args:
+      compiled: a `jax.stages.Compiled`, or the text of its module.
+      live_rows: share of the rows of a grouped product that are in groups, where a loop over them
+        has no trip count of its own.
+      platform: where the program runs; None asks `compiled` (a text: 'cpu'). On a GPU a product of
+        float32 at default precision is one of tfloat32.
+
+    Warns of operations whose FLOPs are unknown and of loops whose trip count is.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    where = platform or ("cpu" if isinstance(compiled, str) else _platform(compiled))
+    partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+    replicas = re.search(r"^HloModule .*\breplica_count=(\d+)", text)
+    devices = (int(partitions[1]) if partitions else 1) * (int(replicas[1]) if replicas else 1)
+    module = Module(text, live_rows)
+    return list(_Reader(module, where == "gpu", devices).computation(module.entry, 1.0))
+
+
+def _platform(compiled: Any) -> Platform:
+    """Returns where a program runs; the shardings of its results know the devices."""
+    import jax
+
+    for sharding in jax.tree.leaves((compiled.output_shardings, compiled.input_shardings)):
+        for device in sharding.device_set:
+            return "cpu" if device.platform == "cpu" else "gpu"
+    return "cpu"
+
+
+class _Reader:
+    """Walks the computations of a module."""
+
+    def __init__(self, module: Module, is_gpu: bool, devices: int):
+        self._module, self._is_gpu, self._devices = module, is_gpu, devices
+
+    def computation(self, name: str, executions: float) -> Iterator[OpRecord]:
+        """Yields the records of a computation that runs so often."""
+        around = self._module.instructions(name)
+        for one in around.values():
+            if one.opcode in work.FREE or one.opcode.endswith("-done"):
+                continue
+            if loop := self._module.loop(one):
+                yield from self.computation(loop[0], executions * self._trips(*loop))
+            elif one.opcode == "conditional":
+                yield from self._branch(one, around, executions)
+            elif one.opcode in ("call", "async-start"):
+                for called in one.called:
+                    yield from self.computation(called, executions)
+            elif (found := self._launched(one, around, executions)) is not None:
+                yield found
+
+    def _trips(self, loop: str, trips: int | None) -> int:
+        if trips is None:
+            warnings.warn(
+                f"the program does not say how often the loop {loop} runs: it counts once",
+                stacklevel=2,
+            )
+        return 1 if trips is None else trips
+
+    def _branch(
+        self, one: Instruction, around: Mapping[str, Instruction], executions: float
+    ) -> list[OpRecord]:
+        branches = one.branches
+        if (index := _constant(one.operands[0], around)) is not None:
+            branches = [branches[index] if 0 <= index < len(branches) else branches[-1]]
+        priced = [list(self.computation(name, executions)) for name in branches]
+
+        def work_of(found: list[OpRecord]) -> tuple[float, float]:
+            flops = sum(r.flops * r.executions for r in found)
+            return flops, sum(r.nbytes * r.executions for r in found)
+
+        return max(priced, key=work_of, default=[])
+
+    def _launched(
+        self, one: Instruction, around: Mapping[str, Instruction], executions: float
+    ) -> OpRecord | None:
+        if one.opcode.removesuffix("-start") in _COLLECTIVES:
+            return self._collective(one, around, executions)
+        if one.opcode == "custom-call":
+            if calls.target(one) in calls.MARKERS:
+                return None
+            if (dot := calls.as_dot(one)) is None:
+                return _call(one, around, executions)
+            one = dot
+        if one.opcode == "copy-start":
+            one = _plain_copy(one)
+        return self._region(body.region(self._module, one, around), one, executions)
+
+    def _collective(
+        self, one: Instruction, around: Mapping[str, Instruction], executions: float
+    ) -> OpRecord:
+        given = [a for n in one.operands if n in around for a in around[n].arrays]
+        made = [a for a in one.arrays if a.dtype not in ("token",)]
+        if one.opcode.endswith("-start") and len(made) > 1:
+            made = made[len(made) // 2 :]
+        groups = device_groups(one.attributes, self._devices)
+        ranks = len(groups[0]) if one.opcode != "collective-permute" else 2
+        array = max(made or given, key=lambda a: a.nbytes, default=one.array)
+        read, written = (sum(a.nbytes for a in arrays) for arrays in (given, made))
+        leaf = {
+            "opcode": "collective", "bytes_read": read, "bytes_written": written,
+            "elements": array.elements, "width": ranks, "operands": len(given),
+            "itemsize": body.itemsize(array),
+        }  # fmt: skip
+        values = {
+            "bytes_read": read, "bytes_written": written, "elements": array.elements,
+            "rows": array.elements, "width": ranks, "operands": len(given),
+            "itemsize": body.itemsize(array),
+        }  # fmt: skip
+        return record(
+            "collective", [leaf], values, dtype=work.dtype_of(array), executions=executions,
+            name=one.name, structure=f"{one.opcode.removesuffix('-start')} {made}",
+        )  # fmt: skip
+
+    def _region(self, found: body.Region, one: Instruction, executions: float) -> OpRecord:
+        leaves = body.leaves(found)
+        flat = [leaf for leaf in leaves if isinstance(leaf, dict)]
+        kind, values = _features(found, flat)
+        if kind == "custom":
+            for name in sorted({i.opcode for i in found.order if work.class_of(i) == "other"}
+                               - work.FREE):  # fmt: skip
+                calls.unknown(f"the operation {name}")
+        dtype = self._dtype(found)
+        values["itemsize"] = SIZES[dtype]
+        return record(
+            kind, leaves, values, dtype=dtype, executions=executions, name=one.name,
+            structure=found.structure,
+        )  # fmt: skip
+
+    def _dtype(self, found: body.Region) -> str:
+        """Returns the data type of the arithmetic that bounds a region."""
+        products = [i for i in found.order if i.opcode in ("dot", "ragged-dot", "convolution")]
+        if products:
+            one = max(products, key=lambda i: i.array.elements)
+            wide = max(found.operands(one)[:2], key=body.itemsize, default=one.array)
+            exact = re.search(
+                r"operand_precision=\{[^}]*highest|algorithm=\w*f32_f32", one.attributes
+            )
+            tensor_cores = self._is_gpu and wide.dtype == "f32" and exact is None
+            return "tfloat32" if tensor_cores else work.dtype_of(wide)
+        floats = [i.array for i in found.order if i.opcode not in work.FREE and i.array.is_float]
+        return work.dtype_of(max(floats or [found.root.array], key=body.itemsize))
+
+
+def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
+    """Returns (kind, features by name) of a region with these operations."""
+    values = {name: float(sum(leaf.get(name, 0) for leaf in leaves)) for name in _TOTALS}
+    # A parameter that no operation uses (a result that is an operand) is read all the same.
+    values["bytes_read"] = sum(body.bytes_read(found, one) for one in found.order)
+    values["bytes_written"] = sum(found.written(one) for one in found.outputs)
+    result = max((one.array for one in found.outputs), key=lambda array: array.elements)
+    values["elements"] = result.elements
+    values["width"] = result.minor
+    values["rows"] = result.elements / max(result.minor, 1)
+    external = [i for i in found.order if i.opcode == "parameter" and i.array.elements > 1]
+    values["operands"] = len(external)
+    opcodes = {leaf["opcode"] for leaf in leaves}
+    values["transposed"] = float("transpose" in opcodes)
+    reduces = [leaf for leaf in leaves if leaf["opcode"] == "reduce"]
+    if reduces:
+        widest = max(reduces, key=lambda leaf: leaf["elements"] * leaf["width"])
+        values["reduced"] = float(sum(leaf["elements"] * leaf["width"] for leaf in reduces))
+        values["rows"], values["width"] = widest["elements"], widest["width"]
+        values["reduces_minor"] = float(any(_reduces_minor(found, i) for i in found.order))
+    products = [leaf for leaf in leaves if leaf["opcode"] in ("dot", "convolution")]
+    if not products:
+        kind = next((kind for code, kind in _KINDS.items() if code in opcodes), "fusion")
+        return ("copy" if opcodes <= _MOVES - {"convert"} else kind), values
+    main = max(products, key=lambda leaf: leaf["flops"])
+    values |= {name: main[name] for name in ("batch", "m", "n", "k", "transposed")}
+    if not reduces:
+        values["rows"], values["width"] = main["batch"] * main["m"], main["n"]
+    if main["opcode"] == "convolution":
+        return "convolution", values
+    return ("product" if main["batch"] == 1 else "batched_product"), values
+
+
+def _reduces_minor(found: body.Region, one: Instruction) -> bool:
+    operands = found.operands(one)
+    if not operands or not operands[0].layout:
+        return False
+    minor = operands[0].layout[0]
+    if one.opcode == "reduce":
+        return minor in one.dims("dimensions")
+    return one.opcode == "reduce-window" and work.windows(one)[minor].size > 1
+
+
+def _call(one: Instruction, around: Mapping[str, Instruction], executions: float) -> OpRecord:
+    """Returns the record of a library's or kernel's call."""
+    found = calls.call(one, around)
+    leaf = calls.leaf(found, one, around)
+    dtype = work.dtype_of(_first_float(one, around))
+    values = {
+        **{name: leaf.get(name, 0.0) for name in ("flops", "bytes_read", "bytes_written",
+           "transcendentals", "elements", "width", "batch", "m", "n", "k", "operands")},
+        "rows": one.array.elements / max(one.array.minor, 1), "itemsize": SIZES[dtype],
+    }  # fmt: skip
+    shapes = [str(around[n].array) for n in one.operands if n in around]
+    made = [str(array) for array in one.arrays]
+    return record(
+        found.kind, [leaf], values, dtype=dtype, executions=executions, name=one.name,
+        structure=f"{calls.target(one)} {found.name} {shapes} {made}",
+    )  # fmt: skip
+
+
+def _first_float(one: Instruction, around: Mapping[str, Instruction]) -> Array:
+    """Returns the array whose type a call computes in: the first operand of floats."""
+    given = [around[n].array for n in one.operands if n in around] or [one.array]
+    return next((a for a in given if a.is_float), given[0])
+
+
+def _plain_copy(one: Instruction) -> Instruction:
+    """Returns the start of an asynchronous copy as the copy that it is."""
+    import dataclasses
+
+    shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
+    return dataclasses.replace(one, opcode="copy", shape=shape[1] if shape else one.shape)
+
+
+def _constant(name: str, around: Mapping[str, Instruction]) -> int | None:
+    """Returns the number of a constant behind copies and conversions, 0 and 1 of a boolean."""
+    one = around.get(name)
+    while one is not None and one.opcode in ("copy", "bitcast", "convert", "reshape"):
+        one = around.get(one.operands[0]) if one.operands else None
+    if one is None or one.opcode != "constant":
+        return None
+    text = one.arguments.strip().strip("{}").strip()
+    if text in ("true", "false"):
+        return int(text == "true")
+    return int(text) if re.fullmatch(r"-?\d+", text) else None

@@ -1,0 +1,172 @@
+"""Library and kernel calls of a compiled program: what their text says of their work.
+
+Vendor libraries (cuBLAS, cuDNN, oneDNN) are read from their configuration, megajax's Mosaic GPU
+kernels from the scope in which they were launched (pallas_kernels/work.py). Other calls move their
+operands and results; their FLOPs are unknown and counted as 0, with a warning.
+"""
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megajax.cost import program_body as body
+from megajax.cost import program_work as work
+from megajax.cost.hlo_text import Array, Instruction
+
+# Markers that the compiler leaves in the program and that launch nothing.
+MARKERS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AllocateBuffer",
+           "annotate_device_placement", "xla.sdy.FuncResultSharding")  # fmt: skip
+# Calls without floating-point operations, by the beginning of their target.
+KNOWN = {
+    "__cub$": "sort", "TopK": "sort", "__gpu$TopK": "sort", "cu_threefry2x32": "random",
+    "PadToStatic": "copy", "SliceToDynamic": "copy", "__nop": "copy",
+}  # fmt: skip
+PRODUCTS = ("__cublas$", "__onednn$matmul")
+# A kernel's own count: its name, FLOPs, bytes read and written (pallas_kernels/work.py).
+KERNEL = re.compile(r"kernel_(\w+?)\.flops_(\d+)\.read_(\d+)\.written_(\d+)")
+# What the record of a kernel is, by the beginning of its name.
+KERNELS = {
+    "attention": "attention", "paged_attention": "attention", "gemm": "product",
+    "grouped": "product", "tile_sparse": "product", "norm": "reduction",
+}  # fmt: skip
+# Products of a pair of a query and a key and a head: forward 2; backward 5, of which one is made
+# again (FlashAttention-2, section 3.1).
+FORWARD, BACKWARD = 2, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is known of a call. kind: of record.KINDS. transcendentals: exponentials."""
+
+    kind: str
+    flops: float = 0.0
+    product: work.Product | None = None
+    opcode: str = "custom"
+    bytes_read: float | None = None
+    bytes_written: float | None = None
+    transcendentals: float = 0.0
+    name: str = ""
+
+
+def target(one: Instruction) -> str:
+    """Returns what a custom call calls."""
+    return one.get("custom_call_target").strip('"')
+
+
+def as_dot(one: Instruction) -> Instruction | None:
+    """Returns a library's product as the dot that it is, or None for another call."""
+    if not target(one).startswith(PRODUCTS) or "contracting_dimensions" not in one.attributes:
+        return None
+    dims = {
+        short: ",".join(re.findall(r"\d+", found[1]))
+        for short, long in (("lhs_contracting_dims", "lhs_contracting_dimensions"),
+                            ("rhs_contracting_dims", "rhs_contracting_dimensions"),
+                            ("lhs_batch_dims", "lhs_batch_dimensions"),
+                            ("rhs_batch_dims", "rhs_batch_dimensions"))
+        if (found := re.search(rf'"{long}":\[([^\]]*)\]', one.attributes))
+    }  # fmt: skip
+    text = ", ".join(f"{name}={{{value}}}" for name, value in dims.items())
+    precision = re.search(r'"operand_precision":\[([^\]]*)\]', one.attributes)
+    if precision and "HIGHEST" in precision[1]:
+        text += ", operand_precision={highest,highest}"
+    # Behind the result stands the library's workspace, which says nothing of the product.
+    shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
+    return dataclasses.replace(
+        one, opcode="dot", shape=shape[1] if shape else one.shape, attributes=", " + text
+    )
+
+
+def call(one: Instruction, around: Mapping[str, Instruction]) -> Call:
+    """Returns what is known of a custom call's work."""
+    name = target(one)
+    operands = [around[n].array for n in one.operands if n in around]
+    if kernel := KERNEL.search(one.op_name):
+        return _kernel(kernel)
+    readers: dict[str, Callable[..., Call]] = {"__cudnn$conv": _convolution, "__cudnn$fmha": _fmha}
+    for prefix, reader in readers.items():
+        if name.startswith(prefix):
+            return reader(one, operands)
+    for prefix, kind in KNOWN.items():
+        if name.startswith(prefix):
+            return Call(kind, opcode=kind)
+    unknown(f"the custom call {name}")
+    return Call("custom")
+
+
+def unknown(what: str) -> None:
+    """Warns that an operation's arithmetic is not counted."""
+    warnings.warn(
+        f"{what} is not known to the cost model: its FLOPs count as 0, only its bytes are counted",
+        stacklevel=2,
+    )
+
+
+def _kernel(found: re.Match[str]) -> Call:
+    kind = next((k for start, k in KERNELS.items() if found[1].startswith(start)), "custom")
+    opcode = {"attention": "attention", "product": "dot", "reduction": "reduce"}.get(kind, "custom")
+    flops, read, written = (float(found[i]) for i in (2, 3, 4))
+    return Call(kind, flops, None, opcode, read, written, name=found[1])
+
+
+def _convolution(one: Instruction, operands: Sequence[Array]) -> Call:
+    """cuDNN's three: y of x and w, dx of dy and w, dw of x and dy. Labels are those of y."""
+    first, second, result = operands[0], operands[1], one.array
+    if "BackwardInput" in target(one):
+        x, w, y = result, second, first
+    elif "BackwardFilter" in target(one):
+        x, w, y = first, result, second
+    else:
+        x, w, y = first, second, result
+    product, flops = work.convolution(one, x, w, y)
+    return Call("convolution", flops, product, "convolution", bytes_written=result.nbytes)
+
+
+def _fmha(one: Instruction, operands: Sequence[Array]) -> Call:
+    """cuDNN's attention: useful pairs of the (rows, heads, queries, keys) that it says."""
+    text = one.attributes
+    found = re.search(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]', text)
+    if found is None:
+        unknown(f"the shape of {target(one)}")
+        return Call("attention", opcode="attention")
+    *outer, queries, keys = (int(i) for i in re.findall(r"\d+", found[1]))
+    window = re.search(r'"sliding_window_length":"?(\d+)', text)
+    pairs = useful_pairs(queries, keys, "CAUSAL" in text, int(window[1]) if window else 0)
+    heads = math.prod(outer)
+    products = BACKWARD if "Backward" in target(one) else FORWARD
+    width = operands[0].dims[-1]
+    flops = 2.0 * products * heads * pairs * width
+    product = work.Product(heads, queries, keys, width)
+    return Call("attention", flops, product, "attention", transcendentals=float(heads * pairs))
+
+
+def useful_pairs(queries: int, keys: int, causal: bool, window: int = 0) -> int:
+    """Returns the pairs of a query and a key that a mask leaves. window: 0 for none."""
+    if not causal:
+        return queries * keys
+    reach = min(window or keys, keys)
+    # Query i sees min(i + 1, reach) keys; both begin at the same position.
+    rising = min(reach, queries)
+    return rising * (rising + 1) // 2 + (queries - rising) * reach
+
+
+def leaf(found: Call, one: Instruction, around: Mapping[str, Instruction]) -> dict[str, Any]:
+    """Returns the one leaf of a call's tree."""
+    operands = [around[n] for n in one.operands if n in around]
+    read = sum(a.nbytes for i in operands for a in i.arrays)
+    written = sum(a.nbytes for a in one.arrays)
+    shape = {} if found.product is None else dataclasses.asdict(found.product)
+    return {
+        "opcode": found.opcode,
+        "flops": found.flops,
+        "transcendentals": found.transcendentals,
+        "elements": one.array.elements,
+        "width": one.array.minor,
+        **shape,
+        "bytes_read": read if found.bytes_read is None else found.bytes_read,
+        "bytes_written": written if found.bytes_written is None else found.bytes_written,
+        "operands": len(operands),
+        "itemsize": body.itemsize(operands[0].array if operands else one.array),
+    }

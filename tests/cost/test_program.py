@@ -1,0 +1,333 @@
+"""Records of compiled programs: hand counts, loops, names and order, what launches nothing."""
+
+import random
+import re
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from megajax.cost.hlo_module import Module
+from megajax.cost.hlo_text import parse
+from megajax.cost.program import records
+from megajax.cost.record import LEAF_FEATURES, OPCODES
+from tests.program_cases import PROGRAMS, compiled, scanned
+
+SMALL = [p for p in PROGRAMS if "loop" not in p.name]
+
+
+def total(found, feature):
+    return sum(r[feature] * r.executions for r in found)
+
+
+def text_of(function, *shapes, dtype=jnp.float32):
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return jax.jit(function).lower(*arrays).compile().as_text()
+
+
+def unnamed(found):
+    """What no name and no order may change, of each record."""
+    return sorted(
+        (r.hash, r.kind, r.dtype, r.executions, r.features.tobytes(), r.tree.leaves.tobytes(),
+         r.tree.positions.tobytes())
+        for r in found
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+def test_flops_and_bytes_are_those_of_the_hand_count(program):
+    found = records(compiled(program))
+    assert sum(r.flops * r.executions for r in found) == program.flops
+    assert sum(r.nbytes * r.executions for r in found) == program.nbytes
+    assert total(found, "transcendentals") == program.transcendentals
+    if program.kinds:
+        assert tuple(r.kind for r in found) == program.kinds
+    for one in found:
+        assert one.flops == one["flops"] and one.nbytes == one["bytes_read"] + one["bytes_written"]
+        sums = dict(zip(LEAF_FEATURES, one.tree.leaves[:, len(OPCODES) :].sum(0), strict=True))
+        for name in ("flops", "bytes_read", "bytes_written", "transcendentals"):
+            assert sums[name] == one[name], name
+
+
+def test_there_are_thirty_programs():
+    assert len(PROGRAMS) >= 30 and len({p.name for p in PROGRAMS}) == len(PROGRAMS)
+
+
+def test_a_product_has_its_shape():
+    [plain], [turned] = (records(compiled(p)) for p in PROGRAMS[:2])
+    for one, transposed in ((plain, 0), (turned, 1)):
+        assert [one[f] for f in ("batch", "m", "n", "k")] == [1, 24, 56, 40]
+        assert (one["rows"], one["width"], one["transposed"]) == (24, 56, transposed)
+    assert plain.hash != turned.hash
+
+
+def test_loops_scale_linearly():
+    """A loop of 14 trips is one of 7 whose body runs twice as often, and adds nothing itself."""
+    shapes = ((24, 40), (40, 40))
+    seven, fourteen = (records(text_of(scanned(n), *shapes)) for n in (7, 14))
+    assert [r.hash for r in seven] == [r.hash for r in fourteen]
+    times = {(a.executions, b.executions) for a, b in zip(seven, fourteen, strict=True)}
+    assert times == {(1, 1), (7, 14)}
+    product = next(r for r in seven if r.kind == "product")
+    assert product.flops == 2 * 24 * 40 * 40 and product.executions == 7
+
+
+def test_a_loop_that_nobody_can_count_is_warned_of():
+    def run(x):
+        return lax.while_loop(lambda c: c.sum() < 100, lambda c: c * 2, x)
+
+    with pytest.warns(UserWarning, match="does not say how often"):
+        found = records(text_of(run, (8, 8)))
+    assert {r.executions for r in found} == {1}
+
+
+def test_of_a_conditional_one_branch_is_launched():
+    """The one that costs most where the program does not say which."""
+
+    def run(x, w):
+        return lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w + x)
+
+    found = [r for r in records(text_of(run, (24, 40), (40, 40))) if r.kind == "product"]
+    assert sum(r.flops for r in found) in (2 * 2 * 24 * 40 * 40, 2 * 2 * 24 * 40 * 40 + 24 * 40)
+
+
+CHOICE = """HloModule choice, is_scheduled=true
+
+%few (p: (f32[8,4])) -> f32[8,8] {
+  %p = (f32[8,4]{1,0}) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=0
+  ROOT %d = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%many (p.1: (f32[8,64])) -> f32[8,8] {
+  %p.1 = (f32[8,64]{1,0}) parameter(0)
+  %y = f32[8,64]{1,0} get-tuple-element(%p.1), index=0
+  ROOT %e = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (a: f32[8,4], b: f32[8,64], i: s32[]) -> f32[8,8] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[8,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %ta = (f32[8,4]{1,0}) tuple(%a)
+  %tb = (f32[8,64]{1,0}) tuple(%b)
+  %c = CONSTANT
+  ROOT %r = f32[8,8]{1,0} conditional(%c, BRANCHES
+}
+"""
+INDEXED = "%ta, %tb), branch_computations={%few, %many}"
+BOOLEAN = "%ta, %tb), true_computation=%few, false_computation=%many"
+
+
+@pytest.mark.parametrize(
+    ("constant", "branches", "k"),
+    [
+        ("s32[] constant(0)", INDEXED, 4),
+        ("s32[] constant(1)", INDEXED, 64),
+        ("s32[] constant(7)", INDEXED, 64),  # what is beyond takes the last one
+        ("s32[] constant(-1)", INDEXED, 64),
+        ("s32[] copy(%i)", INDEXED, 64),
+        ("pred[] constant(true)", BOOLEAN, 4),
+        ("pred[] constant(false)", BOOLEAN, 64),
+    ],
+)
+def test_a_constant_chooses_its_branch(constant, branches, k):
+    text = CHOICE.replace("CONSTANT", constant).replace("BRANCHES", branches)
+    products = [r for r in records(text) if r.kind == "product"]
+    assert [r.flops for r in products] == [2 * 8 * 8 * k]
+
+
+def shuffled(text: str, seed: int) -> str:
+    """The same module: other names for all instructions, independent lines in another order."""
+    module, draw = Module(text), random.Random(seed)
+    names = {
+        name: f"v{draw.randrange(10**9)}.{i}"
+        for i, name in enumerate(
+            name for c in module.computations for name in module.instructions(c)
+        )
+    }
+    blocks = []
+    for block in re.split(r"(?<=\n\})\n", text):
+        head, *lines = block.split("\n")
+        start = next((i for i, line in enumerate(block.split("\n")) if line.endswith("{")), None)
+        if start is None:
+            blocks.append(block)
+            continue
+        lines = block.split("\n")
+        body = [line for line in lines[start + 1 :] if parse(line)]
+        blocks.append("\n".join([*lines[: start + 1], *_reordered(body, draw), "}"]))
+    return re.sub(
+        r"%([\w.\-]+)", lambda m: f"%{names.get(m[1], m[1])}", "\n".join(blocks)
+    )  # computations keep their names: `calls=` and headers say them
+
+
+def _reordered(lines, draw):
+    """Lines in a random order in which operands come before what uses them; the root is last."""
+    known = {one.name: line for line in lines if (one := parse(line))}
+    waiting, placed, found = list(known), set(), []
+    while waiting:
+        ready = [
+            n for n in waiting
+            if all(o in placed or o not in known for o in parse(known[n]).operands)
+            and (not parse(known[n]).is_root or len(waiting) == 1)
+        ]  # fmt: skip
+        name = draw.choice(ready)
+        waiting.remove(name)
+        placed.add(name)
+        found.append(known[name])
+    return found
+
+
+def attention(x, w):
+    q, k, v = (x @ w[i] for i in range(3))
+    p = jax.nn.softmax(q @ k.T / 8.0, axis=-1)
+    return jnp.tanh(p @ v) + x, p.sum()
+
+
+def test_neither_names_nor_the_order_of_lines_matter():
+    text = text_of(jax.grad(lambda w, x: attention(x, w)[0].sum()), (3, 32, 32), (16, 32))
+    wanted = unnamed(records(text))
+    assert len(wanted) > 10
+    for seed in range(3):
+        other = shuffled(text, seed)
+        assert other != text and unnamed(records(other)) == wanted
+
+
+def test_the_order_in_the_source_does_not_matter():
+    def one(x, y):
+        a, b = jnp.sin(x) * 2, jnp.tanh(y) + x
+        return a + b
+
+    def other(x, y):
+        b = x + jnp.tanh(y)
+        a = 2 * jnp.sin(x)
+        return b + a
+
+    texts = [text_of(f, (8, 32), (8, 32)) for f in (one, other)]
+    assert unnamed(records(texts[0])) == unnamed(records(texts[1]))
+
+
+def test_other_shapes_types_and_operations_have_other_hashes():
+    def hashes(function, *shapes, dtype=jnp.float32):
+        return {r.hash for r in records(text_of(function, *shapes, dtype=dtype))}
+
+    base = hashes(jnp.tanh, (8, 32))
+    assert base == hashes(jnp.tanh, (8, 32))
+    others = (
+        hashes(jnp.tanh, (8, 33)), hashes(jnp.sin, (8, 32)), hashes(jnp.exp, (8, 32)),
+        hashes(jnp.tanh, (8, 32), dtype=jnp.float16), hashes(lambda x: jnp.tanh(x) * x, (8, 32)),
+    )  # fmt: skip
+    assert not base & set().union(*others)
+
+
+def test_float32_products_of_a_gpu_use_its_tensor_cores_unless_told_otherwise():
+    dot = "f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    text = CHOICE.replace("CONSTANT", "s32[] constant(1)").replace("BRANCHES", INDEXED)
+    exact = text.replace(dot, dot + ", operand_precision={highest,highest}")
+    assert exact != text
+    for given, platform, dtype in (
+        (text, "gpu", "tfloat32"), (exact, "gpu", "float32"), (text, "cpu", "float32"),
+    ):  # fmt: skip
+        [found] = [r for r in records(given, platform=platform) if r.kind == "product"]
+        assert found.dtype == dtype and found["itemsize"] == 4
+
+
+def test_collectives_carry_their_bytes_and_devices():
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P())
+    def run(x):
+        return lax.psum(x * 2, "x")
+
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    array = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=sharding)
+    found = records(run.lower(array).compile())
+    [one] = [r for r in found if r.kind == "collective"]
+    assert one.flops == 0 and one["width"] == 4 and one["elements"] == 8 * 16
+    assert one.nbytes == 2 * 4 * 8 * 16
+
+
+ASYNC = """HloModule a, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[4,16]) -> f32[32,16] {
+  %x = f32[4,16]{1,0} parameter(0)
+  %s = ((f32[4,16]{1,0}), f32[32,16]{1,0}) all-gather-start(%x), replica_groups={}, dimensions={0}
+  %cs = (f32[4,16]{1,0}, f32[4,16]{1,0}, u32[]) copy-start(%x)
+  %cd = f32[4,16]{1,0} copy-done(%cs)
+  ROOT %d = f32[32,16]{1,0} all-gather-done(%s)
+}
+"""
+
+
+def test_the_second_half_of_what_is_asynchronous_launches_nothing():
+    gather, copy = records(ASYNC)
+    assert gather.kind == "collective" and gather["width"] == 8
+    assert (gather["bytes_read"], gather["bytes_written"]) == (4 * 64, 4 * 512)
+    assert copy.kind == "copy" and copy.nbytes == 2 * 4 * 64
+
+
+CALL = """HloModule c, is_scheduled=true
+
+ENTRY %main (x: f32[4,16], w: f32[16,8]) -> f32[4,8] {
+  %x = f32[4,16]{1,0} parameter(0)
+  %w = f32[16,8]{1,0} parameter(1)
+  ROOT %c = f32[4,8]{1,0} custom-call(%x, %w), custom_call_target="mystery", metadata={op_name="f"}
+}
+"""
+CUBLAS = CALL.replace('target="mystery"', 'target="__cublas$lt$matmul"').replace(
+    "ROOT %c = f32[4,8]{1,0}", "ROOT %c = (f32[4,8]{1,0}, s8[4194304]{0})"
+).replace('op_name="f"}', 'op_name="f"}, backend_config={"gemm_backend_config":{"alpha_real":1,'
+    '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":'
+    '["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}')  # fmt: skip
+
+
+def test_an_unknown_call_is_warned_of_and_moves_its_arrays():
+    with pytest.warns(UserWarning, match="custom call mystery is not known"):
+        [one] = records(CALL)
+    assert one.kind == "custom" and one.flops == 0 and one.nbytes == 4 * (64 + 128 + 32)
+
+
+def test_a_product_of_cublas_is_a_product_without_its_workspace():
+    [one] = records(CUBLAS, platform="gpu")
+    assert one.kind == "product" and one.flops == 2 * 4 * 8 * 16
+    assert one.nbytes == 4 * (64 + 128 + 32) and one.dtype == "tfloat32"
+
+
+def test_an_operation_without_a_count_is_warned_of():
+    with pytest.warns(UserWarning, match="operation fft"):
+        records(text_of(lambda x: jnp.fft.rfft(x).real, (4, 16)))
+
+
+def test_ten_thousand_instructions_take_less_than_five_seconds():
+    text = text_of(jax.grad(lambda w, x: attention(x, w)[0].sum()), (3, 32, 32), (16, 32))
+    head, entry = text.split("\nENTRY ")
+    computations, lines = head.split("\n\n\n")[-1], entry.split("\n")
+    body = [line.replace("ROOT ", "") for line in lines[1:] if parse(line)]
+    each = len(body) + sum(parse(line) is not None for line in computations.split("\n"))
+    launched, copies = len(records(text)), 10_000 // each + 1
+
+    def copy(text, i):  # with its own names and its own computations
+        return re.sub(r"%([\w.\-]+)", rf"%\1.c{i}", text)
+
+    before = [copy(computations, i) for i in range(copies)]
+    many = [copy(line, i) for i in range(copies) for line in body]
+    text = "\n".join([*before, "ENTRY " + lines[0], *many, "}"])
+    assert sum(parse(line) is not None for line in text.split("\n")) >= 10_000
+    start = time.process_time()
+    found = records(text)
+    seconds = time.process_time() - start
+    assert len(found) == copies * launched
+    assert seconds < 5
+    assert len({r.hash for r in found}) <= launched
+
+
+def test_records_are_silent_about_what_they_know():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for program in SMALL[:5]:
+            assert np.isfinite([r.features for r in records(compiled(program))]).all()
