@@ -1,0 +1,10 @@
+"""CDMPP (arXiv 2311.09690): how long a program takes on a device that it has not run on."""
+
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "dataset": ("Dataset",),
+    },
+)

@@ -1,0 +1,215 @@
+"""Measured operations: records, seconds, the device of each row, and the devices' cards.
+
+A row whose time is unknown has NaN seconds: such rows are what a new device has before it is
+profiled. Files are npz without pickles; a record that many rows share is stored once.
+"""
+
+import dataclasses
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import DeviceCard
+from megajax.cost.record import FEATURES, LEAF, OpRecord, Tree
+
+VERSION = 1
+_TEXTS = ("kind", "hash", "dtype", "name")
+_DAMAGE = (  # what NumPy raises on a file that is cut off, changed or of another format
+    OSError, ValueError, EOFError, TypeError, AttributeError, NotImplementedError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+_NUMBERS = ("flops", "nbytes", "executions")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset:
+    """Rows of measured operations.
+
+    records: one a row. seconds: (rows,) float64, NaN where unknown. devices: one name a row. cards:
+    of every device by that name. facts: where the rows are from (device, date, commit, noise).
+
+    Raises: UserError if the lengths differ, a device has no card, or a time is not positive.
+    """
+
+    records: Sequence[OpRecord]
+    seconds: np.ndarray
+    devices: Sequence[str]
+    cards: Mapping[str, DeviceCard]
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks that every row is complete."""
+        object.__setattr__(self, "records", list(self.records))
+        object.__setattr__(self, "devices", [str(name) for name in self.devices])
+        object.__setattr__(self, "seconds", np.asarray(self.seconds, np.float64).reshape(-1))
+        lengths = len(self.records), len(self.seconds), len(self.devices)
+        if len(set(lengths)) > 1:
+            counts = f"{lengths[0]}, {lengths[1]} and {lengths[2]}"
+            raise UserError(f"records, seconds and devices must have one entry a row: {counts}")
+        missing = sorted(set(self.devices) - set(self.cards))
+        if missing:
+            raise UserError(
+                f"device {missing[0]} has no card; cards given: {', '.join(self.cards) or 'none'}"
+            )
+        wrong = np.flatnonzero(~(np.isnan(self.seconds) | (self.seconds > 0)))
+        wrong = wrong if len(wrong) else np.flatnonzero(np.isinf(self.seconds))
+        if len(wrong):
+            raise UserError(
+                f"seconds of row {wrong[0]} is {self.seconds[wrong[0]]}; a time must be positive "
+                "and finite, or NaN where it is unknown"
+            )
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self.records)
+
+    def __getitem__(self, rows: Any) -> "Dataset":
+        """Returns the rows of a slice, of an array of indices or of a boolean mask."""
+        index = np.arange(len(self))[rows].reshape(-1)
+        names = [self.devices[i] for i in index]
+        return Dataset(
+            [self.records[i] for i in index],
+            self.seconds[index],
+            names,
+            self.cards,
+            self.facts,
+        )
+
+    def __add__(self, other: "Dataset") -> "Dataset":
+        """Returns both data sets' rows. Raises: UserError if a device has two different cards."""
+        for name in set(self.cards) & set(other.cards):
+            if self.cards[name] != other.cards[name]:
+                raise UserError(f"device {name} has two different cards")
+        return Dataset(
+            [*self.records, *other.records],
+            np.concatenate([self.seconds, other.seconds]),
+            [*self.devices, *other.devices],
+            {**self.cards, **other.cards},
+            {"parts": [dict(self.facts), dict(other.facts)]},
+        )
+
+    @property
+    def labelled(self) -> "Dataset":
+        """The rows whose time is known."""
+        return self[~np.isnan(self.seconds)]
+
+    def of(self, *devices: str) -> "Dataset":
+        """Returns the rows of these devices."""
+        wanted = set(devices)
+        return self[np.array([name in wanted for name in self.devices], bool)]
+
+    def without_duplicates(self) -> "Dataset":
+        """Returns the first row of each pair of structural hash and device.
+
+        Equal programs on both sides of a split would let a predictor look its answers up.
+        """
+        seen: dict[tuple[str, str], int] = {}
+        for row, (record, device) in enumerate(zip(self.records, self.devices, strict=True)):
+            seen.setdefault((record.hash or str(id(record)), device), row)
+        return self[np.array(sorted(seen.values()), int)]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes an npz file, whole or not at all."""
+        unique = list({id(record): record for record in self.records}.values())
+        place = {id(record): i for i, record in enumerate(unique)}
+        names = sorted(set(self.devices))
+        arrays: dict[str, np.ndarray] = {
+            "version": np.array(VERSION),
+            "record": np.array([place[id(record)] for record in self.records], np.int64),
+            "seconds": self.seconds,
+            "device": np.array([names.index(name) for name in self.devices], np.int64),
+            "names": np.array(names, np.str_),
+            "features": np.array([r.features for r in unique]).reshape(-1, len(FEATURES)),
+            "operations": np.array([len(r.tree.positions) for r in unique], np.int64),
+            "leaves": _joined([r.tree.leaves for r in unique], (0, LEAF), np.float32),
+            "positions": _joined([r.tree.positions for r in unique], (0,), np.int32),
+            "cards": np.array(json.dumps([card_as_json(c, n) for n, c in self.cards.items()])),
+            "facts": np.array(json.dumps(dict(self.facts))),
+        }
+        for name in _TEXTS:
+            arrays[name] = np.array([getattr(r, name) for r in unique], np.str_)
+        for name in _NUMBERS:
+            arrays[name] = np.array([getattr(r, name) for r in unique], np.float64)
+        save_arrays(path, arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Dataset":
+        """Returns the data set of a file that `save` wrote. Raises: UserError if it is damaged."""
+        arrays = load_arrays(path, "data set")
+        try:
+            if int(arrays["version"]) != VERSION:
+                raise UserError(f"{path} has version {arrays['version']}, must be {VERSION}")
+            if arrays["features"].size and arrays["features"].shape[1] > len(FEATURES):
+                raise UserError(f"{path} has features of a newer version of megajax")
+            unique = _records(arrays)
+            names = [str(name) for name in arrays["names"]]
+            cards = dict(card_of_json(entry) for entry in json.loads(str(arrays["cards"])))
+            return cls(
+                [unique[i] for i in arrays["record"]],
+                arrays["seconds"],
+                [names[i] for i in arrays["device"]],
+                cards,
+                json.loads(str(arrays["facts"])),
+            )
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{path} is no data set of megajax, or it is damaged: {error}"
+            ) from error
+
+
+def _records(arrays: Mapping[str, np.ndarray]) -> list[OpRecord]:
+    ends = np.cumsum(arrays["operations"])
+    if len(ends) and (ends[-1] != len(arrays["leaves"]) or ends[-1] != len(arrays["positions"])):
+        raise ValueError("the trees are incomplete")
+    features = np.zeros((len(ends), len(FEATURES)))  # names that were added since are 0
+    features[:, : arrays["features"].shape[1]] = arrays["features"]
+    found = []
+    for i, (end, count) in enumerate(zip(ends, arrays["operations"], strict=True)):
+        part = slice(end - count, end)
+        values: dict[str, Any] = {name: str(arrays[name][i]) for name in _TEXTS}
+        values |= {name: float(arrays[name][i]) for name in _NUMBERS}
+        tree = Tree(arrays["leaves"][part], arrays["positions"][part])
+        found.append(OpRecord(features=features[i], tree=tree, **values))
+    return found
+
+
+def _joined(parts: Sequence[np.ndarray], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(shape, dtype), *parts]).astype(dtype)
+
+
+def card_as_json(card: DeviceCard, name: str) -> dict[str, Any]:
+    """Returns a card, and the name that the rows call its device, as JSON."""
+    return {"device": name, **dataclasses.asdict(card), "flops": dict(card.flops)}
+
+
+def card_of_json(entry: Mapping[str, Any]) -> tuple[str, DeviceCard]:
+    """Returns the name and the card that `card_as_json` wrote."""
+    values = dict(entry)
+    return values.pop("device"), DeviceCard(**values)
+
+
+def save_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes an npz file under another name first: a reader never sees half a file."""
+    part = f"{os.fspath(path)}.{os.getpid()}.part"
+    with open(part, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    os.replace(part, path)
+
+
+def load_arrays(path: str | os.PathLike[str], what: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of an npz file. Raises: UserError if it is missing or damaged."""
+    try:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise UserError(f"{what} {path} does not exist") from None
+    except _DAMAGE as error:
+        raise UserError(f"{path} is no {what} of megajax, or it is damaged: {error}") from error

@@ -1,0 +1,173 @@
+"""Reads the kernel latencies that NeuSight (ASPLOS'25, sitar-lab/NeuSight) published.
+
+A folder has collect/, train/ and test/ with CSV files, plain or gzip, one row a kernel of PyTorch
+in float32, and devices/ with a JSON card a GPU. Latencies are in milliseconds there. Kernel names,
+grids and blocks are labels of the run, not of the program: they are not read.
+"""
+
+import csv
+import functools
+import gzip
+import json
+import math
+import os
+import pathlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.hardware import DeviceCard
+from megajax.cost.record import OpRecord, product, rowwise
+from megajax.systems.cdmpp.dataset import Dataset
+
+FOLDERS = ("collect", "train", "test")
+_SOFTMAX = ("reduce", "add", "exponential", "reduce", "divide")
+_NORM = ("reduce", "add", "multiply", "reduce", "power", "multiply", "multiply", "add")
+# Operations of a pass over rows, and arrays of the result's shape that it reads. A name that ends
+# in u has a scalar for its second operand.
+ROWWISE: dict[str, tuple[Sequence[str], int]] = {
+    "add": (("add",), 2),
+    "sub": (("add",), 2),
+    "mul": (("multiply",), 2),
+    "div": (("divide",), 2),
+    "pow": (("power",), 2),
+    "addu": (("add",), 1),
+    "subu": (("add",), 1),
+    "mulu": (("multiply",), 1),
+    "divu": (("divide",), 1),
+    "powu": (("power",), 1),
+    "relu": (("maximum",), 1),
+    "tanh": (("exponential",), 1),
+    "gelu": (("multiply", "exponential", "add", "multiply", "multiply"), 1),
+    "softmax": (_SOFTMAX, 1),
+    "ln": (_NORM, 1),
+}
+OPS = ("bmm", "linear", *ROWWISE)
+GROUPS = {"elem": tuple(n for n in ROWWISE if n not in ("softmax", "ln"))}
+
+
+def load(
+    folder: str | os.PathLike[str],
+    ops: Collection[str] | str | None = None,
+    devices: Collection[str] | str | None = None,
+) -> Dataset:
+    """Returns the rows of NeuSight's CSV files in their order: collect/, train/, test/, by name.
+
+    Args: ops: names of column OPName, or 'elem' for all element-wise ones; None: all that the
+        folder has. devices: names of column Device; None: all.
+    Returns: a Dataset; a row without a positive latency has NaN seconds.
+    Raises: UserError on an unknown operation or device, a device without a card, a damaged row.
+    """
+    root = pathlib.Path(folder)
+    cards = _cards(root)
+    wanted = _ops(ops)
+    names = None if devices is None else {devices} if isinstance(devices, str) else set(devices)
+    records, seconds, rows, known = [], [], [], set(cards)
+    for place, row in _rows(root):
+        known.add(row["Device"])
+        if (names is not None and row["Device"] not in names) or row["OPName"] not in wanted:
+            if ops is None and row["OPName"] not in OPS:
+                raise UserError(f"{place}: {_unknown(row['OPName'])}")
+            continue
+        if row["Device"] not in cards:
+            raise UserError(
+                f"{place}: device {row['Device']} has no card in {root / 'devices'}; "
+                f"cards: {', '.join(sorted(cards)) or 'none'}"
+            )
+        try:
+            records.append(_record(row["OPName"], *_sizes(row)))
+            seconds.append(_seconds(row["Latency"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{place}: the row is damaged: {error}") from error
+        rows.append(row["Device"])
+    for name in names or ():
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UserError(f"device {name} must be one of {', '.join(sorted(known))}.{near}")
+    used = {name: cards[name] for name in (names or set(rows)) if name in cards}
+    return Dataset(records, np.array(seconds), rows, used, {"source": "NeuSight"})
+
+
+def _ops(ops: Collection[str] | str | None) -> set[str]:
+    found: set[str] = set()
+    for name in OPS if ops is None else (ops,) if isinstance(ops, str) else ops:
+        if name not in OPS and name not in GROUPS:
+            raise UserError(_unknown(name))
+        found.update(GROUPS.get(name, (name,)))
+    return found
+
+
+def _unknown(name: str) -> str:
+    known = (*OPS, *GROUPS)
+    return f"operation {name} must be one of {', '.join(known)}.{did_you_mean(name, known)}"
+
+
+def _cards(root: pathlib.Path) -> dict[str, DeviceCard]:
+    cards = {}
+    for path in sorted((root / "devices").glob("*.json")):
+        try:
+            entry: dict[str, Any] = json.loads(path.read_text())
+            cards[entry["Device"]] = DeviceCard(
+                entry["Device"],
+                {"float32": float(entry["SingleFLOPs"]) * 1e9},
+                memory_bytes=int(entry["Dev_Mem"] * 1e9),
+                memory_bytes_per_s=float(entry["Mem_Bw"]) * 1e9,
+                link_bytes_per_s=0.0,
+                network_bytes_per_s=0.0,
+                sms=int(entry["Num_Sm"]),
+                l2_bytes=float(entry["L2Cache"]) * 2**20,
+                clock_hz=float(entry["Freq"]) * 1e6,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is no device card of NeuSight: {error!r}") from error
+    return cards
+
+
+def _rows(root: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    files = [p for sub in FOLDERS for p in sorted((root / sub).glob("*.csv*"))]
+    files = [p for p in files if p.name.endswith((".csv", ".csv.gz"))]
+    if not files:
+        raise UserError(f"{root} has no CSV file in {', '.join(FOLDERS)}")
+    for path in files:
+        opened = (
+            gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+        )
+        try:
+            with opened as file:
+                reader = csv.DictReader(file)
+                missing = {"OPName", "Latency", "Device"} - set(reader.fieldnames or ())
+                if missing:
+                    raise UserError(f"{path} has no column {sorted(missing)[0]}")
+                for row in reader:
+                    yield f"{path}:{reader.line_num}", row
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged: {error}") from error
+
+
+def _sizes(row: dict[str, str]) -> tuple[float, ...]:
+    columns = ("B", "M", "N", "K") if row["OPName"] in ("bmm", "linear") else ("B", "H")
+    sizes = tuple(float(row[name]) for name in columns)
+    if not all(size >= 1 and math.isfinite(size) for size in sizes):
+        raise ValueError(f"sizes {sizes} must be positive")
+    return sizes
+
+
+def _seconds(text: str) -> float:
+    value = float(text) if text.strip() else math.nan
+    return value / 1e3 if value > 0 and math.isfinite(value) else math.nan
+
+
+@functools.lru_cache(maxsize=200_000)
+def _record(op: str, *sizes: float) -> OpRecord:
+    """Rows of several devices share their programs' records."""
+    if op == "bmm":
+        batch, m, n, k = sizes
+        return product(batch, m, n, k, "float32")
+    if op == "linear":  # PyTorch keeps the weight as (outputs, inputs)
+        batch, m, n, k = sizes
+        return product(1, batch * m, n, k, "float32", transposed=1)
+    opcodes, reads = ROWWISE[op]
+    rows, width = sizes
+    return rowwise(opcodes, rows, width, reads, "float32")

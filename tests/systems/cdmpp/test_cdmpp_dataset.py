@@ -1,0 +1,80 @@
+"""Data sets of measured operations: rows, files, and what they refuse."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import CARDS
+from megajax.cost.record import product, rowwise
+from megajax.systems.cdmpp import Dataset
+
+
+def example() -> Dataset:
+    shared = product(2, 64, 32, 16, "bfloat16", bias=True)
+    records = [shared, rowwise(("add",), 8, 128, 2, "float32"), shared, shared]
+    seconds = np.array([1e-5, 2e-5, np.nan, 3e-5])
+    cards = {"one": CARDS["H100"], "two": CARDS["A100"]}
+    return Dataset(records, seconds, ["one", "one", "two", "one"], cards, {"date": "2026-11-24"})
+
+
+def test_rows_are_chosen_by_indices_masks_and_slices():
+    data = example()
+    assert len(data) == 4 and len(data[1:]) == 3 and len(data[2]) == 1
+    assert data[np.array([3, 0])].seconds.tolist() == [3e-5, 1e-5]
+    assert data[np.array([False, True, False, False])].records[0].kind == "fusion"
+    assert len(data.labelled) == 3 and data.of("two").devices == ["two"]
+    assert (data + data).seconds.shape == (8,)
+
+
+def test_duplicates_are_rows_of_one_program_on_one_device():
+    kept = example().without_duplicates()
+    assert kept.devices == ["one", "one", "two"] and np.isnan(kept.seconds[2])
+
+
+def test_a_file_gives_the_same_rows_back(tmp_path):
+    data = example()
+    data.save(tmp_path / "data.npz")
+    again = Dataset.load(tmp_path / "data.npz")
+    np.testing.assert_array_equal(again.seconds, data.seconds)
+    assert again.devices == data.devices and dict(again.cards) == dict(data.cards)
+    assert dict(again.facts) == {"date": "2026-11-24"}
+    assert again.records[0] is again.records[2]  # shared records are stored once
+    for one, other in zip(again.records, data.records, strict=True):
+        for field in dataclasses.fields(one):
+            if field.name not in ("features", "tree"):
+                assert getattr(one, field.name) == getattr(other, field.name)
+        np.testing.assert_array_equal(one.features, other.features)
+        np.testing.assert_array_equal(one.tree.leaves, other.tree.leaves)
+        np.testing.assert_array_equal(one.tree.positions, other.tree.positions)
+    data[:0].save(tmp_path / "empty.npz")
+    assert len(Dataset.load(tmp_path / "empty.npz")) == 0
+
+
+def test_incomplete_rows_are_refused():
+    data = example()
+    with pytest.raises(UserError, match="device two has no card; cards given: one"):
+        Dataset(data.records, data.seconds, data.devices, {"one": CARDS["H100"]})
+    with pytest.raises(UserError, match="4, 3 and 4"):
+        Dataset(data.records, data.seconds[:3], data.devices, data.cards)
+    for wrong in (0.0, -1.0, np.inf):
+        with pytest.raises(UserError, match="row 1"):
+            Dataset(data.records, np.array([1, wrong, 1, 1]), data.devices, data.cards)
+    with pytest.raises(UserError, match="device one has two different cards"):
+        data + Dataset([], np.zeros(0), [], {"one": CARDS["B200"]})
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "data.npz"
+    with pytest.raises(UserError, match="does not exist"):
+        Dataset.load(path)
+    example().save(path)
+    whole = path.read_bytes()
+    for text in (b"", b"no archive", whole[: len(whole) // 2], whole[:300] + whole[400:]):
+        path.write_bytes(text)
+        with pytest.raises(UserError, match="damaged"):
+            Dataset.load(path)
+    np.savez(path, seconds=np.zeros(3))
+    with pytest.raises(UserError, match="damaged"):
+        Dataset.load(path)
