@@ -1,0 +1,130 @@
+"""Measured rows with what a Dataset does not know: family, program and both halves of each row.
+
+One npz file holds all of it; `Dataset.load` reads its own part of the same file.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import DeviceCard
+from megajax.systems.cdmpp.dataset import Dataset, load_arrays, save_arrays
+from megajax.systems.cdmpp.profile import HALVES, NOISY, Timed
+
+_OWN = ("family", "program", "halves", "walls")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Labels:
+    """Rows of a profile.
+
+    families: a name a row. programs: a number a row. halves: (rows, HALVES) seconds, the least of
+    each half's passes. walls: (rows, HALVES) seconds of a call of the row's program.
+    """
+
+    dataset: Dataset
+    families: np.ndarray
+    programs: np.ndarray
+    halves: np.ndarray
+    walls: np.ndarray
+
+    @classmethod
+    def of(cls, timed: Sequence[Timed], card: DeviceCard, facts: Mapping[str, Any]) -> "Labels":
+        """Returns the labels of programs timed on one device."""
+        found = [r for one in timed for r in one.records]
+        halves = np.concatenate([np.zeros((0, HALVES)), *(one.halves for one in timed)])
+        counts = [len(one.records) for one in timed]
+        return cls(
+            Dataset(found, halves.min(1), [card.name] * len(found), {card.name: card}, facts),
+            np.repeat(np.array([one.program.family for one in timed], np.str_), counts),
+            np.repeat(np.array([one.program.number for one in timed], np.int64), counts),
+            halves,
+            np.repeat(np.array([one.wall for one in timed]).reshape(-1, HALVES), counts, 0),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Labels"]) -> "Labels":
+        """Returns the rows of all parts. Raises: UserError where there is none."""
+        if not parts:
+            raise UserError("nothing was measured; give more time (--budget)")
+        datasets = [part.dataset for part in parts]
+        cards: dict[str, DeviceCard] = {}
+        for dataset in datasets:
+            cards.update(dataset.cards)
+        rows = [record for dataset in datasets for record in dataset.records]
+        devices = [name for dataset in datasets for name in dataset.devices]
+        seconds = np.concatenate([dataset.seconds for dataset in datasets])
+        whole = Dataset(rows, seconds, devices, cards, datasets[-1].facts)
+        kept = ("families", "programs", "halves", "walls")
+        return cls(whole, *(np.concatenate([getattr(p, name) for p in parts]) for name in kept))
+
+    @property
+    def disagreement(self) -> np.ndarray:
+        """(rows,): |a - b| / min(a, b) of both halves."""
+        return np.ptp(self.halves, 1) / self.halves.min(1)
+
+    @property
+    def is_marked(self) -> np.ndarray:
+        """(rows,): whether the halves differ by more than NOISY."""
+        return self.disagreement > NOISY
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """The noise floor: mean and median disagreement, and the share of marked rows."""
+        apart = self.disagreement
+        return {
+            "noise_mean": float(apart.mean()),
+            "noise_median": float(np.median(apart)),
+            "marked": float(self.is_marked.mean()),
+        }
+
+    def with_facts(self, facts: Mapping[str, Any]) -> "Labels":
+        """Returns the same rows with other provenance."""
+        return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, facts=facts))
+
+    def with_raised_cards(self) -> "Labels":
+        """Returns the rows with cards that no row beats, for devices whose card was measured.
+
+        A CPU's card comes from a few simple programs, and some operation may find its array in a
+        nearer cache than these did.
+        """
+        cards = dict(self.dataset.cards)
+        rows = zip(self.dataset.records, self.dataset.devices, self.dataset.seconds, strict=True)
+        for record, device, seconds in rows:
+            card = cards[device]
+            if record.floor_s(card) > seconds:
+                flops = {
+                    name: max(peak, record.flops / seconds) for name, peak in card.flops.items()
+                }
+                moved = max(card.memory_bytes_per_s, record.nbytes / seconds)
+                cards[device] = dataclasses.replace(card, flops=flops, memory_bytes_per_s=moved)
+        return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, cards=cards))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes an npz file that `load` and `Dataset.load` read."""
+        self.dataset.save(path)
+        own = (self.families.astype(np.str_), self.programs, self.halves, self.walls)
+        save_arrays(path, load_arrays(path, "data set") | dict(zip(_OWN, own, strict=True)))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Labels":
+        """Returns the labels of a file. Raises: UserError if it is none or damaged."""
+        dataset, arrays = Dataset.load(path), load_arrays(path, "data set")
+        if missing := [name for name in _OWN if name not in arrays]:
+            raise UserError(
+                f"{path} has no {missing[0]}: scripts/profile_programs.py did not write it"
+            )
+        found = cls(dataset, *(arrays[name] for name in _OWN))
+        if any(len(arrays[name]) != len(dataset) for name in _OWN):
+            raise UserError(f"{path} is damaged: not all of its arrays have {len(dataset)} rows")
+        return found
+
+
+def card_json(card: DeviceCard) -> str:
+    """Returns a card as a line of JSON."""
+    return json.dumps(dataclasses.asdict(card) | {"flops": dict(card.flops)})

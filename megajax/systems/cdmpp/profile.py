@@ -1,0 +1,158 @@
+"""Times each launched instruction of compiled programs, from the profiler's own events.
+
+Programs run interleaved, one pass after the other, because a machine's speed drifts: the passes of
+a program lie apart, and every second pass belongs to the other half. An instruction's time in a
+pass is the median over its executions; a label is the least over all passes. By how much the two
+halves differ is the noise of the labels.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.cost.program import records
+from megajax.cost.record import OpRecord
+from megajax.systems.cdmpp.families import Program
+
+HALVES = 2
+NOISY = 0.1  # rows whose halves differ by more are marked (chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A program with the seconds of what it launches.
+
+    records: those that the profiler timed. halves: (records, HALVES) seconds of one execution.
+    wall: (HALVES,) seconds of a call, seen from outside. untimed: records without an event.
+    """
+
+    program: Program
+    records: list[OpRecord]
+    halves: np.ndarray
+    wall: np.ndarray
+    untimed: int
+
+
+def check_passes(passes: int) -> None:
+    """Raises UserError unless each half has three passes or more, and both equally many."""
+    if passes < 3 * HALVES or passes % HALVES:
+        raise UserError(f"passes={passes} must be even and at least {3 * HALVES} (--passes)")
+
+
+def measure(programs: Sequence[Program], passes: int = 6) -> list[Timed]:
+    """Compiles the programs and times them in turn.
+
+    Args: passes: over all programs, as `check_passes` wants it.
+    Raises: UserError on a wrong number of passes, and where the profiler names no instruction.
+    """
+    check_passes(passes)
+    compiled = [compile_program(program) for program in programs]
+    for ready, program in zip(compiled, programs, strict=True):
+        jax.block_until_ready(ready(*program.args))
+    walls = np.zeros((passes, len(programs)))
+    with tempfile.TemporaryDirectory() as folder:
+        with tracing(folder):
+            for turn in range(passes):
+                for place, (ready, program) in enumerate(zip(compiled, programs, strict=True)):
+                    began = time.perf_counter()
+                    jax.block_until_ready(ready(*program.args))
+                    walls[turn, place] = time.perf_counter() - began
+        events = read(folder)
+    if programs and not any(events.get(_module(program)) for program in programs):
+        raise UserError(
+            "the profiler named no instruction; on a GPU, command buffers hide them: set "
+            "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        )
+    out = []
+    for place, (ready, program) in enumerate(zip(compiled, programs, strict=True)):
+        named, found = events.get(_module(program), {}), records(ready)
+        each = [(r, _by_pass(named.get(r.name, ()), passes, r.executions)) for r in found]
+        kept = [r for r, times in each if times is not None]
+        halves = [_halves(times) for _, times in each if times is not None]
+        halves = np.array(halves).reshape(-1, HALVES)
+        out.append(Timed(program, kept, halves, _halves(walls[:, place]), len(found) - len(kept)))
+    return out
+
+
+def _by_pass(events: Sequence[float], passes: int, executions: float) -> np.ndarray | None:
+    """Returns an instruction's seconds in each pass; None where its events do not add up.
+
+    An execution may launch several kernels on a GPU, which follow each other: they are added.
+    """
+    if not events or len(events) % passes:
+        return None
+    of_pass = np.array(events).reshape(passes, -1)
+    runs = round(executions)
+    if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and not _is_cpu():
+        of_pass = of_pass.reshape(passes, runs, -1).sum(2)
+    return np.median(of_pass, 1)
+
+
+def _is_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def _halves(times: np.ndarray) -> np.ndarray:
+    """Returns the least time of the passes of each half, which take turns."""
+    return np.array([times[half::HALVES].min() for half in range(HALVES)])
+
+
+def _module(program: Program) -> str:
+    return f"jit_program{program.number}"
+
+
+def compile_program(program: Program) -> jax.stages.Compiled:
+    """Returns the compiled program, whose module has the program's number in its name."""
+
+    def call(*args):
+        return program.function(*args)
+
+    call.__name__ = _module(program).removeprefix("jit_")
+    return jax.jit(call).lower(*program.args).compile()
+
+
+@contextlib.contextmanager
+def tracing(folder: str) -> Iterator[None]:
+    """Records what runs, without the calls of Python functions, which would take part of it."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(folder, profiler_options=options):
+        yield
+
+
+def read(folder: str) -> dict[str, dict[str, list[float]]]:
+    """Returns {module: {instruction: seconds of its executions, in order}} of a trace's folder.
+
+    Events carry the instruction in 'hlo_op'.
+    """
+    found: dict[str, dict[str, list[tuple[float, float]]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    for path in sorted(Path(folder).rglob("*.xplane.pb")):
+        for event, stats in _events(path):
+            if "hlo_op" in stats and "hlo_module" in stats:
+                module, name = str(stats["hlo_module"]), str(stats["hlo_op"])
+                found[module][name].append((event.start_ns, event.duration_ns))
+    return {
+        module: {name: [d * 1e-9 for _, d in sorted(spans)] for name, spans in names.items()}
+        for module, names in found.items()
+    }
+
+
+def _events(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    with warnings.catch_warnings():  # jax 0.11.2: the type of stats warns when it is first made
+        warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    yield event, dict(event.stats)

@@ -1,0 +1,200 @@
+"""Times what real programs launch on this machine: training data of a learned cost model.
+
+    uv run scripts/profile_programs.py --out=runs/profile --budget=600
+    uv run scripts/profile_programs.py --threads=1,2      # a CPU as two devices, a process each
+    uv run scripts/profile_programs.py --families=decoder,mlp --programs=40
+
+Programs are this library's networks, optimizer updates and their pieces, in many shapes
+(megajax/systems/cdmpp/families.py). They are compiled, run in turn and timed an instruction at a
+time by jax.profiler; an instruction's label is its least time, and the least times of two halves of
+the passes say how far it can be trusted. Rows whose halves differ by more than 10 % are marked.
+
+Writes parts into --out as they come and joins them in --out/labels.npz (features, trees, seconds,
+halves, families, the device's card, noise, date and commit). The same command goes on where it was
+stopped, by --budget or by Ctrl-C. A CPU's card is measured first; on a GPU, set
+XLA_FLAGS=--xla_gpu_enable_command_buffer= so that the profiler sees instructions. Nothing else
+should run meanwhile: the noise is printed. Exit code 2: a flag is wrong.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megajax.core import config
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.hardware import CARDS, DeviceCard
+from megajax.core.paths import expand
+from megajax.monitor import results
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """What to time, and for how long."""
+
+    budget: float = option(600.0, "for all thread counts together, card included", "s", above=0)
+    threads: str = option("all", "of a CPU, with commas: a device each; all: one with all of them")
+    families: str = option("all", "of programs, with commas")
+    programs: int = option(100_000, "for each device, at most", at_least=1)
+    passes: int = option(6, "over all programs of a batch; even", at_least=6)
+    batch: int = option(16, "programs that run in turn", at_least=1)
+    scale: float = option(1.0, "of the programs' sizes; a GPU takes 16 and more", above=0)
+    seed: int = option(0, "of the shapes", at_least=0)
+    worker: bool = option(False, "times one device in this process; the script starts it so")
+    out: str = results.out_option("profile")
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def thread_counts(cfg: Config) -> list[int]:
+    """Returns --threads as numbers. Raises: UserError where this machine has fewer."""
+    usable = len(os.sched_getaffinity(0))
+    if cfg.threads == "all":
+        return [usable]
+    words = cfg.threads.split(",")
+    if not all(w.isdigit() and 1 <= int(w) <= usable for w in words):
+        raise UserError(
+            f"threads={cfg.threads} must be numbers from 1 to {usable}, the processors that this "
+            "process may use, with commas (--threads)"
+        )
+    return sorted({int(w) for w in words})
+
+
+def family_names(cfg: Config) -> tuple[str, ...]:
+    """Returns --families. Raises: UserError on an unknown one."""
+    from megajax.systems.cdmpp.families import FAMILIES
+
+    names = tuple(FAMILIES) if cfg.families == "all" else tuple(cfg.families.split(","))
+    for name in names:
+        if name not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UserError(
+                f"families={name} must be among {known}.{did_you_mean(name, FAMILIES)} (--families)"
+            )
+    return names
+
+
+def time_device(cfg: Config, threads: int) -> int:
+    """Times one device until the budget or the programs end; returns how many programs it has."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # before jax has threads
+    began = time.monotonic()
+    from megajax.core import mesh
+
+    mesh.start()
+    from megajax.systems.cdmpp import families
+    from megajax.systems.cdmpp.labels import Labels
+    from megajax.systems.cdmpp.profile import measure
+
+    folder = expand(cfg.out, "out") / f"threads{threads}"
+    folder.mkdir(parents=True, exist_ok=True)
+    card = _card(folder, threads)
+    _same_settings(folder, cfg)
+    done = max((int(p.stem) for p in folder.glob("[0-9]*.npz")), default=0)
+    drawn = families.programs(family_names(cfg), seed=cfg.seed, start=done, scale=cfg.scale)
+    while done < cfg.programs and time.monotonic() - began < cfg.budget:
+        batch = list(itertools.islice(drawn, min(cfg.batch, cfg.programs - done)))
+        timed = measure(batch, cfg.passes)
+        done += len(batch)
+        found = Labels.of(timed, card, results.facts(card.name, "measured"))
+        found.save(folder / f"{done:06}.npz")
+        untimed = sum(one.untimed for one in timed)
+        spent = time.monotonic() - began
+        print(
+            f"{threads} threads: {done} programs, {len(found.halves)} more rows ({untimed} without "
+            f"a time), halves differ by {100 * found.noise['noise_median']:.1f} % (median), "
+            f"{spent:.0f} of {cfg.budget:.0f} s",
+            flush=True,
+        )
+    return done
+
+
+def _card(folder: Path, threads: int) -> DeviceCard:
+    """Returns the device's card, measured once a folder."""
+    from megajax.systems.cdmpp import machine
+    from megajax.systems.cdmpp.labels import card_json
+
+    path = folder / "card.json"
+    if not path.exists():
+        path.write_text(card_json(machine.card(threads)) + "\n")
+    return DeviceCard(**json.loads(path.read_text()))
+
+
+def _same_settings(folder: Path, cfg: Config) -> None:
+    """Refuses to add rows of other programs to a folder's."""
+    path, mine = (
+        folder / "settings.json",
+        config.fingerprint(cfg, ignore=("budget", "programs", "threads", "worker", "out", "batch")),
+    )
+    if not path.exists():
+        path.write_text(json.dumps(mine) + "\n")
+    elif json.loads(path.read_text()) != mine:
+        raise UserError(
+            f"{folder} holds rows of other --families, --passes, --scale or --seed; give another "
+            "folder (--out)"
+        )
+
+
+def join(cfg: Config) -> None:
+    """Writes labels.npz of all devices' parts, and prints the noise."""
+    from megajax.systems.cdmpp.labels import Labels
+
+    folder = expand(cfg.out, "out")
+    parts = [Labels.load(path) for path in sorted(folder.glob("threads*/[0-9]*.npz"))]
+    whole = Labels.joined(parts)
+    if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
+        whole = whole.with_raised_cards()
+    devices = ", ".join(whole.dataset.cards)
+    facts = results.facts(devices, "measured") | whole.noise | {"load": os.getloadavg()[0]}
+    whole.with_facts(facts).save(folder / "labels.npz")
+    for name in whole.dataset.cards:
+        is_here = [device == name for device in whole.dataset.devices]
+        apart, marked = whole.disagreement[is_here], whole.is_marked[is_here]
+        unique = len({r.hash for r in whole.dataset.of(name).records})
+        print(
+            f"{name}: {len(apart)} rows, {unique} of them different; halves differ by "
+            f"{100 * apart.mean():.1f} % (mean), {sorted(apart)[len(apart) // 2] * 100:.1f} % "
+            f"(median); {100 * marked.mean():.0f} % of the rows are marked"
+        )
+    print(f"{folder / 'labels.npz'}")
+
+
+def main() -> int:
+    """Times every device in a process of its own, then joins what there is."""
+    cfg, _ = config.from_flags(PRESETS)
+    counts = thread_counts(cfg)
+    if cfg.worker:
+        time_device(cfg, counts[0])
+        return 0
+    if cfg.passes % 2:
+        raise UserError(f"passes={cfg.passes} must be even (--passes)")
+    family_names(cfg)
+    results.writable_folder(cfg.out)
+    interrupted = False
+    for threads in counts:
+        own = [f"--threads={threads}", f"--budget={cfg.budget / len(counts)}", "--worker"]
+        child = subprocess.Popen([sys.executable, *sys.argv, *own])
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            code, interrupted = child.wait(), True  # Ctrl-C went to the child too
+        if code and not interrupted:
+            return code
+        if interrupted:
+            break
+    join(cfg)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))
