@@ -13,8 +13,9 @@ rematerialisation itself, whatever the flags say of them, and ranks what it foun
 paste behind pretrain.py. --workload=prefill or decode plans generation instead, by the cost model
 alone: --train.global_batch rows of --train.seq_len tokens, or one more token for each of them.
 --workload=serve answers how many tokens a second the cluster serves with engines on --mesh.tensor
-GPUs each, by batch, where every sequence has --train.seq_len tokens. Exit code 2: it does not fit,
-and which term is to blame.
+GPUs each, by batch, where every sequence has --train.seq_len tokens. --cost says where times come
+from: assumed efficiencies (roofline), or a JSON table of measured kernels (table, --cost_file).
+Exit code 2: it does not fit, and which term is to blame.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -30,8 +31,9 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster, parse_cluster
+from megajax.cost.base import CostModel
 from megajax.monitor import results
-from megajax.systems import aot, strategies
+from megajax.systems import aot, cost_models, strategies
 from megajax.training.config import Config
 from megajax.training.presets import FIRST, PRESETS
 from megajax.training.start import take_model
@@ -43,6 +45,10 @@ SEARCH = flags.DEFINE_boolean("search", False, "rank meshes and schedules, compi
 WORKLOAD = flags.DEFINE_enum(
     "workload", "train", ["train", "prefill", "decode", "serve"], "what a step does: see above"
 )
+COST = flags.DEFINE_enum(
+    "cost", "roofline", ["roofline", "table"], "where times of operations come from"
+)
+COST_FILE = flags.DEFINE_string("cost_file", None, "of measured times, for --cost=table")
 BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lower_bound=1)
 
 
@@ -55,17 +61,18 @@ def main() -> int:
     section, search = "", None
     if SEARCH.value and WORKLOAD.value != "train":
         raise UserError(f"--search ranks training only; leave out --workload={WORKLOAD.value}")
+    model = cost_models.load(COST.value, COST_FILE.value)
     if WORKLOAD.value == "serve":
-        return serve(cfg, cluster, folder)
+        return serve(cfg, cluster, folder, model)
     if SEARCH.value:  # 2 either rank what could run
-        found = strategies.search(cfg, cluster, BEST.value)
+        found = strategies.search(cfg, cluster, BEST.value, model=model)
         plan = found.best
         rows = plan_search.rows(found, base, config.start_flags())
         section, search = plan_search.markdown(found, rows), plan_search.figures(found, rows)
     elif WORKLOAD.value != "train":
-        plan = aot.outline(cfg, cluster, phase=WORKLOAD.value)
+        plan = aot.outline(cfg, cluster, phase=WORKLOAD.value, model=model)
     else:  # or plan what was asked for
-        plan = aot.plan(cfg, cluster)
+        plan = aot.plan(cfg, cluster, model)
     print(plan_report.markdown(plan, section))  # 3 what it will do
     if folder is not None:
         plan_report.write(plan, folder, section, search)
@@ -77,9 +84,9 @@ def main() -> int:
     return 2 if plan.misfit else 0
 
 
-def serve(cfg: Config, cluster: Cluster, folder: Path | None) -> int:
+def serve(cfg: Config, cluster: Cluster, folder: Path | None, model: CostModel) -> int:
     """Prints what the cluster serves. Returns 0, or 2 when not one sequence fits."""
-    found = plan_serving.plan(cfg, cluster)
+    found = plan_serving.plan(cfg, cluster, model)
     print(plan_serving.markdown(found, cluster))
     if folder is not None:
         about = results.facts(cluster.name, "estimate") | plan_serving.figures(found)

@@ -9,11 +9,13 @@ from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
 from megajax.cost import memory, serving
+from megajax.cost.base import CostModel
+from megajax.cost.roofline import Roofline
 from megajax.systems.aot import RESERVE_BYTES
 from megajax.training.config import Config
 
 
-def plan(cfg: Config, cluster: Cluster) -> serving.Serving:
+def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> serving.Serving:
     """Returns the plan. Raises: UserError for a mesh that an engine's plan does not cover."""
     for axis in MESH_AXES:
         ways = getattr(cfg.mesh, axis)
@@ -28,7 +30,7 @@ def plan(cfg: Config, cluster: Cluster) -> serving.Serving:
 
     return serving.plan(
         load_of, cluster, tensor=cfg.mesh.tensor, context=cfg.train.seq_len,
-        room=cluster.card.memory_bytes - RESERVE_BYTES,
+        room=cluster.card.memory_bytes - RESERVE_BYTES, model=model,
     )  # fmt: skip
 
 

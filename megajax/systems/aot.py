@@ -16,7 +16,7 @@ import jax
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
 from megajax.cost import hlo, memory, traffic, traps
-from megajax.cost.base import Phase
+from megajax.cost.base import CostModel, Phase
 from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo_module import Module
 from megajax.cost.roofline import Roofline
@@ -152,27 +152,32 @@ def _with_branches(
 
 
 def outline(
-    cfg: Config, cluster: Cluster, fused_attention: bool = False, phase: Phase = "train"
+    cfg: Config,
+    cluster: Cluster,
+    fused_attention: bool = False,
+    phase: Phase = "train",
+    model: CostModel = Roofline(),
 ) -> Plan:
     """Returns the plan that the cost model alone makes: no compiler, milliseconds.
 
     Nothing is assumed to overlap, which is what a schedule does at worst, save for what a
     pipeline's program makes overlap: chunks' weights and gradients. phase: 'prefill' of the batch's
     rows, or 'decode' of one token for each with a cache of seq_len tokens, instead of training.
+    model: of the times.
     Raises: UserError when the configuration cannot run there.
     """
     found = sizes(cfg, cluster)
     cfg = with_chunks(cfg, found, cluster.card.memory_bytes)
     step = step_shape(cfg, found, fused_attention, phase)
     terms = memory.terms(step)
-    guess = estimate(step, cluster, traffic.transfers(step))
+    guess = estimate(step, cluster, traffic.transfers(step), model)
     misfit = memory.misfit(terms, cluster.card.memory_bytes - RESERVE_BYTES)
     return Plan(cfg, cluster, step, terms, guess, None, (), misfit)
 
 
-def plan(cfg: Config, cluster: Cluster) -> Plan:
+def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> Plan:
     """Returns the plan of the compiled step; only outlined if it cannot fit anyway."""
-    outlined = outline(cfg, cluster)
+    outlined = outline(cfg, cluster, model=model)
     if outlined.misfit:
         return outlined
     compiled = compile_step(cfg, cluster)
@@ -183,7 +188,7 @@ def plan(cfg: Config, cluster: Cluster) -> Plan:
         cluster,
         step,
         terms,
-        estimate(step, cluster, compiled.collectives),
+        estimate(step, cluster, compiled.collectives, model),
         compiled,
         tuple(traps.find(compiled.collectives, step.zero_axes, pod)),
         None,

@@ -21,7 +21,9 @@ from megajax.core.errors import UserError, divisors
 from megajax.core.hardware import Cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory, traffic
+from megajax.cost.base import CostModel
 from megajax.cost.estimate import estimate
+from megajax.cost.roofline import Roofline
 from megajax.models.parts import Remat
 from megajax.parallel.pipeline import PipelineConfig, Schedule
 from megajax.parallel.sharding import ShardSpec
@@ -71,10 +73,16 @@ class Found:
         return (*self.compiled, *(p for p in self.ranked if p.cfg not in done))
 
 
-def search(cfg: Config, cluster: Cluster, best: int = 3, compiles: bool = True) -> Found:
+def search(
+    cfg: Config,
+    cluster: Cluster,
+    best: int = 3,
+    compiles: bool = True,
+    model: CostModel = Roofline(),
+) -> Found:
     """Ranks what could run by the cost model, compiles the best few and ranks those again.
 
-    best: how many that fit are compiled, of at most twice as many that are tried.
+    best: how many that fit are compiled, of at most twice as many that are tried. model: of times.
     Raises: UserError when nothing is legal.
     """
     began = time.process_time()
@@ -84,10 +92,12 @@ def search(cfg: Config, cluster: Cluster, best: int = 3, compiles: bool = True) 
             f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
             f"{cfg.train.global_batch} or --cluster"
         )
-    priced, dropped, nearest = price(cfg, cluster, meshes)
-    ranked = tuple(itertools.islice(legal(priced or nearest, cluster), SHOWN if priced else 1))
+    priced, dropped, nearest = price(cfg, cluster, meshes, model)
+    ranked = tuple(
+        itertools.islice(legal(priced or nearest, cluster, model), SHOWN if priced else 1)
+    )
     spent = time.process_time() - began
-    compiled = compile_best(priced, cluster, best) if compiles else []
+    compiled = compile_best(priced, cluster, best, model) if compiles else []
     looked_at = len(priced) + sum(dropped.values())
     return Found(tuple(compiled), ranked, len(meshes), looked_at, dropped, spent)
 
@@ -192,7 +202,10 @@ def _has(schedule: str, chunks: int, microbatches: int, pipe: int) -> bool:
 
 
 def price(
-    cfg: Config, cluster: Cluster, meshes: list[tuple[MeshSpec, dict[str, int]]]
+    cfg: Config,
+    cluster: Cluster,
+    meshes: list[tuple[MeshSpec, dict[str, int]]],
+    model: CostModel = Roofline(),
 ) -> tuple[list[Strategy], dict[str, int], list[Strategy]]:
     """Returns (proposals that fit, fastest first; counts of the others by their largest term; if
     none fits, those that need least)."""
@@ -210,13 +223,15 @@ def price(
                     least = bound
                     nearest.insert(0, Strategy(0.0, bound, candidate))
                 continue
-            guess = estimate(step, cluster, traffic.transfers(step))
+            guess = estimate(step, cluster, traffic.transfers(step), model)
             fits.append(Strategy(guess.step_s, bound, candidate))
     fits.sort(key=lambda p: (p.step_s, p.bound))
     return fits, dict(dropped.most_common()), nearest
 
 
-def legal(priced: Iterable[Strategy], cluster: Cluster) -> Iterator[Plan]:
+def legal(
+    priced: Iterable[Strategy], cluster: Cluster, model: CostModel = Roofline()
+) -> Iterator[Plan]:
     """Yields the outlines of those that a run would accept, in their order.
 
     Of equally fast ones on a mesh (gpipe beside interleaved) only the first, which needs least.
@@ -226,13 +241,15 @@ def legal(priced: Iterable[Strategy], cluster: Cluster) -> Iterator[Plan]:
         if before and (before.step_s, before.cfg.mesh) == (one.step_s, one.cfg.mesh):
             continue
         try:
-            yield aot.outline(one.cfg, cluster)
+            yield aot.outline(one.cfg, cluster, model=model)
         except UserError:
             continue
         before = one
 
 
-def compile_best(priced: Iterable[Strategy], cluster: Cluster, best: int) -> list[Plan]:
+def compile_best(
+    priced: Iterable[Strategy], cluster: Cluster, best: int, model: CostModel = Roofline()
+) -> list[Plan]:
     """Returns the compiled plans, those that fit first, fastest first.
 
     A program needs more than its bound. One whose bound, times the least factor seen of what keeps
@@ -245,8 +262,8 @@ def compile_best(priced: Iterable[Strategy], cluster: Cluster, best: int) -> lis
         need = factors.get(_keeps(one.cfg), 1.0) * one.bound
         return need + RESERVE_BYTES <= cluster.card.memory_bytes
 
-    for outlined in legal(filter(worth, priced), cluster):
-        planned = aot.plan(outlined.cfg, cluster)
+    for outlined in legal(filter(worth, priced), cluster, model):
+        planned = aot.plan(outlined.cfg, cluster, model)
         plans.append(planned)
         if planned.compiled:
             kind, bound = _keeps(planned.cfg), memory.bound(outlined.terms)

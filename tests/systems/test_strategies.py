@@ -143,7 +143,7 @@ def pretend(monkeypatch, peaks):
     """Compiles in which a program's peak is so many times its bound."""
     tried = []
 
-    def plan(cfg, cluster):
+    def plan(cfg, cluster, model):
         outlined = aot.outline(cfg, cluster)
         peak = peaks[len(tried)] * memory.bound(outlined.terms)
         tried.append(cfg)

@@ -1,0 +1,154 @@
+"""A learned predictor as a backend of `cost.CostModel`: what planners take in Roofline's place.
+
+An operation of a plan becomes the records of what a device launches for it: a product is one, plain
+attention is two products and a softmax, experts are their grouped products. Their times add up.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.core.hardware import DeviceCard, Link
+from megajax.cost.base import CostModel, Op
+from megajax.cost.kernels import Attention, Collective, Embedding, Experts, Matmul, Rowwise
+from megajax.cost.record import OpRecord, itemsize, product, record, rowwise
+from megajax.cost.roofline import Roofline
+
+# The operations of a pass over rows, by `Rowwise.kind`; others are one addition.
+_PASSES: Mapping[str, tuple[str, ...]] = {
+    "norm": ("multiply", "reduce", "add", "power", "multiply", "multiply"),
+    "activation": ("exponential", "add", "divide", "multiply"),
+    "softmax": ("reduce", "add", "exponential", "reduce", "divide"),
+    "add": ("add",),
+    "update": ("multiply", "add", "multiply", "multiply", "add", "power", "divide", "add"),
+    "quantize": ("maximum", "divide", "convert"),
+}
+
+
+class Predictor(Protocol):
+    """What a backend asks. kinds: of the records that it was fitted on."""
+
+    @property
+    def kinds(self) -> Collection[str]: ...  # noqa: D102
+
+    def predict(  # noqa: D102
+        self, records: Sequence[OpRecord], card: DeviceCard
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class Learned:
+    """A CostModel around a predictor.
+
+    Collectives, transfers and memory are the other model's business. So are, each with one warning,
+    operations of a kind that the predictor was not fitted on, and devices whose card lacks the
+    number of SMs, the size of L2 or the clock. An operation is predicted once a card.
+    """
+
+    def __init__(self, predictor: Predictor, fallback: CostModel = Roofline()):
+        """Takes a fitted predictor, and the model for everything else."""
+        self._predictor, self._fallback = predictor, fallback
+        self._known: dict[tuple, tuple[float, float]] = {}
+        self._told: set[str] = set()
+
+    def op_time(self, op: Op, device: DeviceCard, dtype: str | None = None) -> tuple[float, float]:
+        """Returns (seconds of one execution, their standard deviation).
+
+        Errors of the records of one operation are taken as fully correlated.
+        """
+        op = op if dtype is None else op.cast(dtype)
+        if isinstance(op.kernel, Collective):
+            return self._fallback.op_time(op, device)
+        key = op.key, device.name
+        if key not in self._known:
+            self._known[key] = self._asked(op, device)
+        return self._known[key]
+
+    def transfer_time(self, nbytes: float, link: Link) -> float:
+        """Returns seconds from one device to another."""
+        return self._fallback.transfer_time(nbytes, link)
+
+    def memory(self, trees: Mapping[str, Iterable[Any]]) -> dict[str, int]:
+        """Returns bytes a device by name; leaves have shape, dtype and sharding."""
+        return self._fallback.memory(trees)
+
+    def _asked(self, op: Op, device: DeviceCard) -> tuple[float, float]:
+        found = records_of(op)
+        if found == []:
+            return 0.0, 0.0
+        missing = [
+            name for name in ("sms", "l2_bytes", "clock_hz") if not getattr(device, name)
+        ]  # fmt: skip
+        unseen = sorted({r.kind for r in found or ()} - set(self._predictor.kinds))
+        if missing:
+            reason = f"the card of {device.name} has no {', '.join(missing)}"
+        elif found is None:
+            reason = f"no record describes the kernel {op.kernel.name}"
+        elif unseen:
+            reason = f"the predictor was not fitted on records of kind {', '.join(unseen)}"
+        else:
+            seconds, sigma = self._predictor.predict(found, device)
+            return float(np.sum(seconds)), float(np.sum(sigma))
+        if reason not in self._told:
+            self._told.add(reason)
+            name = type(self._fallback).__name__
+            warnings.warn(f"{reason}; such operations are estimated by {name}", stacklevel=3)
+        return self._fallback.op_time(op, device)
+
+
+def records_of(op: Op) -> list[OpRecord] | None:
+    """Returns what a device launches for one execution; None where no record describes it."""
+    kernel, dtype = op.kernel, op.dtype
+    if op.nbytes == 0 and op.flops == 0:
+        return []
+    if isinstance(kernel, Matmul):
+        return [product(kernel.batch, kernel.m, kernel.n, kernel.k, dtype)]
+    if isinstance(kernel, Attention):
+        return [_fused(kernel, dtype)] if kernel.fused else _plain(kernel, dtype)
+    if isinstance(kernel, Experts):
+        rows = kernel.tokens * kernel.pairs / kernel.experts
+        up = product(kernel.experts, rows, kernel.hidden, kernel.width, dtype)
+        down = product(kernel.experts, rows, kernel.width, kernel.hidden, dtype)
+        return [*[up] * (kernel.matrices - 1), down]
+    if isinstance(kernel, Rowwise):
+        steps = _PASSES.get(kernel.kind, ("add",))
+        return [rowwise(steps, kernel.rows, kernel.width, kernel.reads, dtype)]
+    if isinstance(kernel, Embedding):
+        return [_lookup(kernel, dtype)]
+    return None
+
+
+def _plain(kernel: Attention, dtype: str) -> list[OpRecord]:
+    """Attention as XLA runs it: scores, softmax, values; keys and values once for a group."""
+    batch = kernel.batch * kernel.heads
+    q, m, k = kernel.queries, kernel.reach, kernel.head_width
+    return [
+        product(batch, q, m, k, dtype, transposed=1),
+        rowwise(_PASSES["softmax"], batch * q, m, 1, dtype),
+        product(batch, q, k, m, dtype),
+    ]
+
+
+def _fused(kernel: Attention, dtype: str) -> OpRecord:
+    """One kernel: no array of scores."""
+    size, batch = itemsize(dtype), kernel.batch * kernel.heads
+    *read, written = kernel.sizes
+    values = {
+        "flops": kernel.flops, "bytes_read": size * sum(read), "bytes_written": size * written,
+        "transcendentals": batch * kernel.queries * kernel.reach, "batch": batch,
+        "m": kernel.queries, "n": kernel.reach, "k": kernel.head_width, "elements": written,
+        "operands": 3, "itemsize": size,
+    }  # fmt: skip
+    leaf = {name: values[name] for name in values}
+    return record("attention", [{"opcode": "attention", **leaf}], values, dtype=dtype)
+
+
+def _lookup(kernel: Embedding, dtype: str) -> OpRecord:
+    """Rows of a table."""
+    size, elements = itemsize(dtype), kernel.rows * kernel.width
+    values = {
+        "bytes_read": size * elements, "bytes_written": size * elements, "elements": elements,
+        "width": kernel.width, "operands": 2, "indices": kernel.rows, "itemsize": size,
+    }  # fmt: skip
+    return record("gather", [{"opcode": "gather", **values}], values, dtype=dtype)
