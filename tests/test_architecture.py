@@ -92,6 +92,7 @@ JAX_FREE = (
     "megajax.cost.serving",
     "megajax.cost.sparse",
     "megajax.cost.step",
+    "megajax.cost.table",
     "megajax.cost.traffic",
     "megajax.cost.transformer",
     "megajax.monitor.alertmanager",
