@@ -121,3 +121,58 @@ def compiled(program: Program):
     """Returns the program as the CPU's compiler makes it."""
     arrays = [jax.ShapeDtypeStruct(shape, program.dtype) for shape in program.shapes]
     return jax.jit(program.run, donate_argnums=program.donated).lower(*arrays).compile()
+
+
+# One program for the golden files: a lookup, a loop of products and norms, probabilities, an update
+# in place, a convolution, a branch. On GPUs its products are kernels, and sums cross two devices.
+STEP = {"table": (128, 64), "ws": (3, 64, 64), "ids": (32,), "cache": (16, 64),
+        "image": (2, 8, 8, 16), "filters": (3, 3, 16, 32)}  # fmt: skip
+
+
+def step(table, ws, ids, cache, image, filters, *, axis: str | None = None):
+    """axis: of the mesh over which the products' results are summed, whose GPUs run kernels."""
+    from pallas_kernels import fused_gemm
+
+    def layer(h, w):
+        y = h @ w if axis is None else lax.psum(fused_gemm(h, w, implementation="hopper"), axis)
+        return rms(h + y, jnp.ones(h.shape[1], h.dtype)), h.sum()
+
+    h, sums = lax.scan(layer, table[ids], ws)
+    p = jax.nn.softmax(h @ table.T)
+    cache = lax.dynamic_update_slice(cache, h[:1], (3, 0))
+    y = conv(image, filters, window_strides=(1, 1), padding="SAME")
+    chosen = lax.cond(sums[0] > 0, lambda: jnp.tanh(h @ ws[0]), lambda: h)
+    return p, cache, y, chosen
+
+
+def golden_cpu():
+    """Returns the step as the CPU's compiler makes it."""
+    arrays = {n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "ids" else F32)
+              for n, s in STEP.items()}  # fmt: skip
+    return jax.jit(step, donate_argnums=3).lower(*arrays.values()).compile()
+
+
+def golden_h100():
+    """Returns the step on two H100s that are not there."""
+    from pallas_kernels import aot
+
+    mesh = jax.make_mesh((2,), ("x",), devices=aot.devices()[:2])
+    replicated = jax.NamedSharding(mesh, jax.P())
+    arrays = {n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "ids" else BF16, sharding=replicated)
+              for n, s in STEP.items()}  # fmt: skip
+    run = jax.shard_map(
+        lambda *a: step(*a, axis="x"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
+        check_vma=False,
+    )  # fmt: skip
+    return aot.compile(jax.jit(run, donate_argnums=3).lower(*arrays.values()))
+
+
+def summary(found) -> list[dict[str, Any]]:
+    """Returns records as a golden file holds them."""
+    return [
+        {"kind": r.kind, "dtype": r.dtype, "executions": r.executions, "flops": r.flops,
+         "bytes_read": r["bytes_read"], "bytes_written": r["bytes_written"],
+         "transcendentals": r["transcendentals"], "leaves": len(r.tree.leaves),
+         "positions": r.tree.positions.tolist(), "hash": r.hash, "name": r.name}
+        for r in found
+    ]  # fmt: skip

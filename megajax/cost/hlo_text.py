@@ -48,9 +48,14 @@ class Array:
         return math.prod(self.dims)
 
     @property
+    def itemsize(self) -> float:
+        """Bytes of an element."""
+        return BYTES.get(self.dtype, 4)
+
+    @property
     def nbytes(self) -> float:
         """In memory, without padding."""
-        return BYTES.get(self.dtype, 4) * self.elements
+        return self.itemsize * self.elements
 
     @property
     def minor(self) -> int:

@@ -29,22 +29,19 @@ from megajax.cost import program_calls as calls
 from megajax.cost import program_work as work
 from megajax.cost.hlo import device_groups
 from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import Array, Instruction
+from megajax.cost.hlo_text import Instruction
 from megajax.cost.record import SIZES, OpRecord, record
 
 Platform = Literal["cpu", "gpu"]
-_COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast", "send", "recv",
-)  # fmt: skip
 _MOVES = frozenset(
     ("copy", "slice", "update", "reshape", "transpose", "concatenate", "broadcast", "convert")
 )
 # The kind of a fusion is that of its dearest operation, in this order.
 _KINDS = {
-    "convolution": "convolution", "sort": "sort", "scatter": "scatter", "reduce": "reduction",
+    "collective": "collective", "sort": "sort", "scatter": "scatter", "reduce": "reduction",
     "gather": "gather", "random": "random", "custom": "custom", "other": "custom",
 }  # fmt: skip
+_PRODUCTS = ("dot", "convolution", "attention")
 _TOTALS = ("flops", "bytes_read", "bytes_written", "transcendentals", "indices")
 
 
@@ -128,14 +125,10 @@ class _Reader:
     def _launched(
         self, one: Instruction, around: Mapping[str, Instruction], executions: float
     ) -> OpRecord | None:
-        if one.opcode.removesuffix("-start") in _COLLECTIVES:
+        if one.opcode.removesuffix("-start") in work.COLLECTIVES:
             return self._collective(one, around, executions)
-        if one.opcode == "custom-call":
-            if calls.target(one) in calls.MARKERS:
-                return None
-            if (dot := calls.as_dot(one)) is None:
-                return _call(one, around, executions)
-            one = dot
+        if one.opcode == "custom-call" and calls.target(one) in calls.MARKERS:
+            return None
         if one.opcode == "copy-start":
             one = _plain_copy(one)
         return self._region(body.region(self._module, one, around), one, executions)
@@ -154,12 +147,12 @@ class _Reader:
         leaf = {
             "opcode": "collective", "bytes_read": read, "bytes_written": written,
             "elements": array.elements, "width": ranks, "operands": len(given),
-            "itemsize": body.itemsize(array),
+            "itemsize": array.itemsize,
         }  # fmt: skip
         values = {
             "bytes_read": read, "bytes_written": written, "elements": array.elements,
             "rows": array.elements, "width": ranks, "operands": len(given),
-            "itemsize": body.itemsize(array),
+            "itemsize": array.itemsize,
         }  # fmt: skip
         return record(
             "collective", [leaf], values, dtype=work.dtype_of(array), executions=executions,
@@ -186,22 +179,26 @@ class _Reader:
         products = [i for i in found.order if i.opcode in ("dot", "ragged-dot", "convolution")]
         if products:
             one = max(products, key=lambda i: i.array.elements)
-            wide = max(found.operands(one)[:2], key=body.itemsize, default=one.array)
+            wide = max(found.operands(one)[:2], key=lambda a: a.itemsize, default=one.array)
             exact = re.search(
                 r"operand_precision=\{[^}]*highest|algorithm=\w*f32_f32", one.attributes
             )
             tensor_cores = self._is_gpu and wide.dtype == "f32" and exact is None
             return "tfloat32" if tensor_cores else work.dtype_of(wide)
+        for name in found.launches:
+            given = found.operands(found.instructions[name])
+            return work.dtype_of(next((a for a in given if a.is_float), found.root.array))
         floats = [i.array for i in found.order if i.opcode not in work.FREE and i.array.is_float]
-        return work.dtype_of(max(floats or [found.root.array], key=body.itemsize))
+        return work.dtype_of(max(floats or [found.root.array], key=lambda a: a.itemsize))
 
 
 def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
     """Returns (kind, features by name) of a region with these operations."""
     values = {name: float(sum(leaf.get(name, 0) for leaf in leaves)) for name in _TOTALS}
     # A parameter that no operation uses (a result that is an operand) is read all the same.
-    values["bytes_read"] = sum(body.bytes_read(found, one) for one in found.order)
-    values["bytes_written"] = sum(found.written(one) for one in found.outputs)
+    if found.kernel is None:
+        values["bytes_read"] = sum(body.bytes_read(found, one) for one in found.order)
+        values["bytes_written"] = sum(found.written(one) for one in found.outputs)
     result = max((one.array for one in found.outputs), key=lambda array: array.elements)
     values["elements"] = result.elements
     values["width"] = result.minor
@@ -216,16 +213,18 @@ def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, di
         values["reduced"] = float(sum(leaf["elements"] * leaf["width"] for leaf in reduces))
         values["rows"], values["width"] = widest["elements"], widest["width"]
         values["reduces_minor"] = float(any(_reduces_minor(found, i) for i in found.order))
-    products = [leaf for leaf in leaves if leaf["opcode"] in ("dot", "convolution")]
+    products = [leaf for leaf in leaves if leaf["opcode"] in _PRODUCTS and leaf.get("m")]
     if not products:
+        if found.launches:
+            return next(iter(found.launches.values())).kind, values
         kind = next((kind for code, kind in _KINDS.items() if code in opcodes), "fusion")
         return ("copy" if opcodes <= _MOVES - {"convert"} else kind), values
     main = max(products, key=lambda leaf: leaf["flops"])
     values |= {name: main[name] for name in ("batch", "m", "n", "k", "transposed")}
     if not reduces:
         values["rows"], values["width"] = main["batch"] * main["m"], main["n"]
-    if main["opcode"] == "convolution":
-        return "convolution", values
+    if main["opcode"] != "dot":
+        return main["opcode"], values
     return ("product" if main["batch"] == 1 else "batched_product"), values
 
 
@@ -237,30 +236,6 @@ def _reduces_minor(found: body.Region, one: Instruction) -> bool:
     if one.opcode == "reduce":
         return minor in one.dims("dimensions")
     return one.opcode == "reduce-window" and work.windows(one)[minor].size > 1
-
-
-def _call(one: Instruction, around: Mapping[str, Instruction], executions: float) -> OpRecord:
-    """Returns the record of a library's or kernel's call."""
-    found = calls.call(one, around)
-    leaf = calls.leaf(found, one, around)
-    dtype = work.dtype_of(_first_float(one, around))
-    values = {
-        **{name: leaf.get(name, 0.0) for name in ("flops", "bytes_read", "bytes_written",
-           "transcendentals", "elements", "width", "batch", "m", "n", "k", "operands")},
-        "rows": one.array.elements / max(one.array.minor, 1), "itemsize": SIZES[dtype],
-    }  # fmt: skip
-    shapes = [str(around[n].array) for n in one.operands if n in around]
-    made = [str(array) for array in one.arrays]
-    return record(
-        found.kind, [leaf], values, dtype=dtype, executions=executions, name=one.name,
-        structure=f"{calls.target(one)} {found.name} {shapes} {made}",
-    )  # fmt: skip
-
-
-def _first_float(one: Instruction, around: Mapping[str, Instruction]) -> Array:
-    """Returns the array whose type a call computes in: the first operand of floats."""
-    given = [around[n].array for n in one.operands if n in around] or [one.array]
-    return next((a for a in given if a.is_float), given[0])
 
 
 def _plain_copy(one: Instruction) -> Instruction:

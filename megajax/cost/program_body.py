@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megajax.cost import program_calls as calls
 from megajax.cost import program_work as work
 from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import BYTES, Array, Instruction
+from megajax.cost.hlo_text import Array, Instruction
 from megajax.cost.record import digest
 
 _STRUCTURE = re.compile(
@@ -70,6 +71,21 @@ class Region:
             and one.operands[0] in self.instructions
             and self.source(one.operands[0]).opcode == "parameter"
         )
+
+    @functools.cached_property
+    def launches(self) -> dict[str, calls.Call]:
+        """What is known of the library's and kernel's calls, by name."""
+        return {
+            one.name: calls.call(one, self.instructions)
+            for one in self.order
+            if one.opcode == "custom-call"
+        }
+
+    @functools.cached_property
+    def kernel(self) -> tuple[str, calls.Call] | None:
+        """(name, count) of a call that says itself what it reads and writes."""
+        told = ((n, c) for n, c in self.launches.items() if c.bytes_read is not None)
+        return next(told, None)
 
     @functools.cached_property
     def _keys(self) -> dict[str, str]:
@@ -149,6 +165,9 @@ class Region:
 
     def written(self, one: Instruction) -> float:
         """Returns the bytes that an output writes."""
+        call = self.launches.get(one.name)
+        if call is not None and call.bytes_written is not None:
+            return call.bytes_written
         if one.name not in self.in_place:
             return sum(array.nbytes for array in one.arrays)
         part = one.operands[1] if one.opcode == "dynamic-update-slice" else one.operands[-1]
@@ -158,7 +177,7 @@ class Region:
 def region(module: Module, one: Instruction, around: Mapping[str, Instruction]) -> Region:
     """Returns the region of an instruction of a computation."""
     if one.opcode in ("fusion", "fusion-start") and one.called:
-        inside = module.instructions(one.called[0])
+        inside = {n: calls.as_dot(i) for n, i in module.instructions(one.called[0]).items()}
         root = next((i for i in inside.values() if i.is_root), None)
         if root is not None:
             return Region(inside, root, module)
@@ -167,6 +186,7 @@ def region(module: Module, one: Instruction, around: Mapping[str, Instruction]) 
         for name in one.operands
         if name in around
     }
+    one = calls.as_dot(one)
     return Region({**given, one.name: one}, one, module)
 
 
@@ -193,10 +213,15 @@ def leaves(found: Region) -> list[Any]:
         leaf = _leaf(found, one)
         leaf["bytes_read"] = sum(reads.pop(name, 0.0) for name in sorted(here))
         leaf["bytes_written"] = writes.get(one.name, 0.0)
+        if found.kernel is not None:
+            told, count = found.kernel
+            mine = one.name == told
+            leaf["bytes_read"] = count.bytes_read if mine else 0.0
+            leaf["bytes_written"] = count.bytes_written if mine else 0.0
         nodes.append(leaf)
         inner = [i for i in found.body(one).values() if i.opcode not in work.FREE]
         if len(inner) > 1 or one.opcode == "sort":
-            nodes.append([{"opcode": work.class_of(i), "itemsize": itemsize(i.array)}
+            nodes.append([{"opcode": work.class_of(i), "itemsize": i.array.itemsize}
                           for i in sorted(inner, key=lambda i: label(i, {}))])  # fmt: skip
     return nodes
 
@@ -207,12 +232,7 @@ def bytes_read(found: Region, one: Instruction) -> float:
         return 0.0
     if len(one.arrays) != 1:
         return sum(array.nbytes for array in one.arrays)
-    return found.demand[one.name] * itemsize(one.array)
-
-
-def itemsize(array: Array) -> float:
-    """Returns the bytes of an element."""
-    return BYTES.get(array.dtype, 4)
+    return found.demand[one.name] * one.array.itemsize
 
 
 def product_of(one: Instruction, operands: Sequence[Array]) -> work.Product | None:
@@ -226,6 +246,7 @@ def product_of(one: Instruction, operands: Sequence[Array]) -> work.Product | No
 
 def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
     operands, kind = found.operands(one), work.class_of(one)
+    call = found.launches.get(one.name)
     elements = found.demand[one.name]
     share = elements / max(one.array.elements, 1)
     product = product_of(one, operands)
@@ -236,17 +257,21 @@ def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
         width = product.k
     elif kind == "reduce" and operands:
         width = max(operands[0].elements / max(one.array.elements, 1), 1)
+    flops = work.flops_of(one, operands, found.body(one), share) if operands else 0.0
+    special = elements * (kind in ("exponential", "power"))
+    if call is not None:
+        kind, flops, special, product = call.opcode, call.flops, call.transcendentals, call.product
     shape = {} if product is None else dataclasses.asdict(product)
     return {
         "opcode": kind,
-        "flops": work.flops_of(one, operands, found.body(one), share) if operands else 0.0,
-        "transcendentals": elements * (kind in ("exponential", "power")),
+        "flops": flops,
+        "transcendentals": special,
         "elements": elements,
         "width": width,
         **shape,
         "indices": work.gathered(one, operands),
         "operands": len(one.operands),
-        "itemsize": itemsize(one.array),
+        "itemsize": one.array.itemsize,
     }
 
 

@@ -10,9 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from megajax.cost import program_body as body
 from megajax.cost import program_work as work
 from megajax.cost.hlo_text import Array, Instruction
 
@@ -25,12 +23,15 @@ KNOWN = {
     "PadToStatic": "copy", "SliceToDynamic": "copy", "__nop": "copy",
 }  # fmt: skip
 PRODUCTS = ("__cublas$", "__onednn$matmul")
-# A kernel's own count: its name, FLOPs, bytes read and written (pallas_kernels/work.py).
-KERNEL = re.compile(r"kernel_(\w+?)\.flops_(\d+)\.read_(\d+)\.written_(\d+)")
-# What the record of a kernel is, by the beginning of its name.
+# A kernel's own count (pallas_kernels/work.py).
+KERNEL = re.compile(
+    r"kernel_(\w+)\.flops_(\d+)\.read_(\d+)\.written_(\d+)\.given_(\d+)\.product_(\d+_\d+_\d+_\d+)"
+)
+# What the record of a kernel is, by a word of its name.
 KERNELS = {
-    "attention": "attention", "paged_attention": "attention", "gemm": "product",
-    "grouped": "product", "tile_sparse": "product", "norm": "reduction",
+    "attention_combine": "reduction", "attention": "attention", "gemm": "product",
+    "grouped": "product", "tile_sparse": "product", "norm": "reduction", "reduce_": "reduction",
+    "all_gather": "collective", "send_rows": "collective", "quantize": "fusion",
 }  # fmt: skip
 # Products of a pair of a query and a key and a head: forward 2; backward 5, of which one is made
 # again (FlashAttention-2, section 3.1).
@@ -39,7 +40,10 @@ FORWARD, BACKWARD = 2, 5
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is known of a call. kind: of record.KINDS. transcendentals: exponentials."""
+    """What is known of a call. kind: of record.KINDS. opcode: of record.OPCODES.
+
+    bytes_read, bytes_written: where they are not its operands and results.
+    """
 
     kind: str
     flops: float = 0.0
@@ -56,10 +60,12 @@ def target(one: Instruction) -> str:
     return one.get("custom_call_target").strip('"')
 
 
-def as_dot(one: Instruction) -> Instruction | None:
-    """Returns a library's product as the dot that it is, or None for another call."""
-    if not target(one).startswith(PRODUCTS) or "contracting_dimensions" not in one.attributes:
-        return None
+def as_dot(one: Instruction) -> Instruction:
+    """Returns a library's product as the dot that it is; anything else as it is."""
+    if one.opcode != "custom-call" or "contracting_dimensions" not in one.attributes:
+        return one
+    if not target(one).startswith(PRODUCTS):
+        return one
     dims = {
         short: ",".join(re.findall(r"\d+", found[1]))
         for short, long in (("lhs_contracting_dims", "lhs_contracting_dimensions"),
@@ -83,8 +89,9 @@ def call(one: Instruction, around: Mapping[str, Instruction]) -> Call:
     """Returns what is known of a custom call's work."""
     name = target(one)
     operands = [around[n].array for n in one.operands if n in around]
-    if kernel := KERNEL.search(one.op_name):
-        return _kernel(kernel)
+    if kernels := KERNEL.findall(one.op_name):
+        given = sum(a.nbytes for n in one.operands if n in around for a in around[n].arrays)
+        return _kernel(kernels[-1], given)
     readers: dict[str, Callable[..., Call]] = {"__cudnn$conv": _convolution, "__cudnn$fmha": _fmha}
     for prefix, reader in readers.items():
         if name.startswith(prefix):
@@ -104,11 +111,17 @@ def unknown(what: str) -> None:
     )
 
 
-def _kernel(found: re.Match[str]) -> Call:
-    kind = next((k for start, k in KERNELS.items() if found[1].startswith(start)), "custom")
-    opcode = {"attention": "attention", "product": "dot", "reduction": "reduce"}.get(kind, "custom")
-    flops, read, written = (float(found[i]) for i in (2, 3, 4))
-    return Call(kind, flops, None, opcode, read, written, name=found[1])
+def _kernel(found: tuple[str, ...], given: float) -> Call:
+    """A kernel's own count, times the rows of a `jax.vmap` around it. given: bytes of operands."""
+    name, *numbers, shape = found
+    flops, read, written, told = map(float, numbers)
+    rows = max(round(given / told), 1) if told else 1
+    kind = next((kind for word, kind in KERNELS.items() if word in name), "custom")
+    opcode = {"attention": "attention", "product": "dot", "reduction": "reduce",
+              "collective": "collective"}.get(kind, "custom")  # fmt: skip
+    batch, m, n, k = (int(i) for i in shape.split("_"))
+    product = work.Product(batch * rows, m, n, k) if batch else None
+    return Call(kind, rows * flops, product, opcode, rows * read, rows * written, name=name)
 
 
 def _convolution(one: Instruction, operands: Sequence[Array]) -> Call:
@@ -150,23 +163,3 @@ def useful_pairs(queries: int, keys: int, causal: bool, window: int = 0) -> int:
     # Query i sees min(i + 1, reach) keys; both begin at the same position.
     rising = min(reach, queries)
     return rising * (rising + 1) // 2 + (queries - rising) * reach
-
-
-def leaf(found: Call, one: Instruction, around: Mapping[str, Instruction]) -> dict[str, Any]:
-    """Returns the one leaf of a call's tree."""
-    operands = [around[n] for n in one.operands if n in around]
-    read = sum(a.nbytes for i in operands for a in i.arrays)
-    written = sum(a.nbytes for a in one.arrays)
-    shape = {} if found.product is None else dataclasses.asdict(found.product)
-    return {
-        "opcode": found.opcode,
-        "flops": found.flops,
-        "transcendentals": found.transcendentals,
-        "elements": one.array.elements,
-        "width": one.array.minor,
-        **shape,
-        "bytes_read": read if found.bytes_read is None else found.bytes_read,
-        "bytes_written": written if found.bytes_written is None else found.bytes_written,
-        "operands": len(operands),
-        "itemsize": body.itemsize(operands[0].array if operands else one.array),
-    }

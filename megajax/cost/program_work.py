@@ -13,6 +13,10 @@ import numpy as np
 from megajax.cost.hlo_module import contracted
 from megajax.cost.hlo_text import Array, Instruction
 
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast", "send", "recv",
+)  # fmt: skip
 CLASS = {
     **dict.fromkeys(("add", "subtract", "negate", "abs", "sign", "floor", "ceil",
                      "round-nearest-afz", "round-nearest-even"), "add"),
@@ -38,6 +42,7 @@ CLASS = {
     **dict.fromkeys(("dot", "ragged-dot"), "dot"), "convolution": "convolution", "sort": "sort",
     **dict.fromkeys(("rng", "rng-bit-generator", "rng-get-and-update-state"), "random"),
     "custom-call": "custom",
+    **dict.fromkeys(COLLECTIVES, "collective"),
 }  # fmt: skip
 FLOPS = ("add", "multiply", "divide", "maximum")  # of floats: one an element
 COMMUTES = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")

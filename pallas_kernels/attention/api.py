@@ -9,6 +9,7 @@ batch), H query heads, G key-value heads, K head width.
 Not here: dropout on the weights, paged keys, second derivatives.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from pallas_kernels.attention.names import named
 from pallas_kernels.attention.ranges import Rows, Window, packed_rows, segment_rows
 from pallas_kernels.attention.reference import Spec
 from pallas_kernels.attention.spec import check_heads, check_window, make_spec
+from pallas_kernels.work import most_pairs
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
@@ -110,6 +112,8 @@ def varlen_attention(
             causal=causal, window=sides, scale=scale,
         )  # fmt: skip
     rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
+    pairs = most_pairs(q_THK.shape[0], k_SGK.shape[0], causal, window, max_seqlen)
+    static = dataclasses.replace(static, pairs=pairs)
     # XLA fuses these into what made q, k and v; their gradients make dead tokens' zero.
     q_THK = _erase(q_THK, cu_q[-1])
     k_SGK, v_SGK = _erase(k_SGK, cu_k[-1]), _erase(v_SGK, cu_k[-1])
@@ -156,6 +160,8 @@ def packed_attention(
     q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
     static = _check(op, q, k, v, scale, softcap, window)
     chosen = _choose(op, q, k, implementation, max_seqlen, deterministic)
+    pairs = most_pairs(q.shape[0], k.shape[0], causal, window, max_seqlen)
+    static = dataclasses.replace(static, pairs=pairs)
     slopes = _slopes(op, alibi_slopes, q_BSHK.shape[2])
     sides, slots = _sides(causal, window), library.room(q_BSHK)
     plain = softcap is None and slopes is None and not return_lse

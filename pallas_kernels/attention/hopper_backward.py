@@ -71,6 +71,7 @@ from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import Spec
 from pallas_kernels.hopper.epilogue import WGMMA
 from pallas_kernels.hopper.memory import number, swizzled, varying_as
+from pallas_kernels.work import attention
 
 
 def heuristic(width: int, longest: int | None = None, deterministic: bool = True) -> Tile:
@@ -171,6 +172,14 @@ def both_products(first, second, shape, then):
     return pl.run_scoped(run, plgpu.ACC(shape), plgpu.ACC(shape))
 
 
+def _work(name, inputs, spec):
+    """dq makes 3 products again or anew, dkv 4, both together 5."""
+    (T, H, K), S = inputs[3].shape, inputs[4].shape[0]
+    pairs = T * S if spec.pairs is None else spec.pairs
+    times = {"dq": 3, "dkv": 4, "fused": 5}[name]
+    return attention(f"attention_{name}", pairs, H, (T, S, K), times)
+
+
 def _call(name, body, out_type, scratch, grid, interpret):
     return plgpu.kernel(
         body,
@@ -201,7 +210,9 @@ def _dq(tables, inputs, tile, static):
     body = functools.partial(_varlen_attention_dq, tile=tile, **static)
     out = jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype)
     grid = (H, tables[0].shape[0])
-    return _call("dq", body, out, scratch, grid, static["interpret"])(*tables, *inputs)
+    call = _call("dq", body, out, scratch, grid, static["interpret"])
+    with _work("dq", inputs, static["spec"]).scope(inputs, [out]):
+        return call(*tables, *inputs)
 
 
 def _varlen_attention_dq(
@@ -360,7 +371,8 @@ def _dkv(tables, inputs, tile, static, *sums):
     out = jax.ShapeDtypeStruct(k_SGK.shape, k_SGK.dtype)
     name, grid = "fused" if tile.fused else "dkv", (G, tables[0].shape[0])
     call = _call(name, body, (out, out), scratch, grid, static["interpret"])
-    return call(*tables, *inputs, *sums)
+    with _work(name, inputs, static["spec"]).scope((*inputs, *sums), [out, out]):
+        return call(*tables, *inputs, *sums)
 
 
 def _fused(tables, inputs, tile, static):

@@ -54,6 +54,7 @@ from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import LOWEST, Spec
 from pallas_kernels.hopper import tiles as limits
 from pallas_kernels.hopper.memory import number, swizzled, varying_as
+from pallas_kernels.work import attention
 
 HEADS = 8  # of a tile at most: TMA writes whole tiles of 8 rows
 WGMMA = plgpu.Layout.WGMMA
@@ -154,12 +155,13 @@ def forward(
     body = functools.partial(
         _body, spec=spec, tile=tile, alibi=slopes_H is not None, interpret=interpret
     )
-    out_THK, lse_HX = plgpu.kernel(
+    results = (
+        jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype),
+        jax.ShapeDtypeStruct((H // tile.heads, rows_3X.shape[1]), jnp.float32),
+    )
+    kernel = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype),
-            jax.ShapeDtypeStruct((H // tile.heads, rows_3X.shape[1]), jnp.float32),
-        ),
+        out_type=results,
         scratch_types=scratch,
         grid=(H // tile.heads, table.shape[0]),
         grid_names=("head", "block"),
@@ -168,7 +170,13 @@ def forward(
         kernel_name="varlen_attention_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
-    )(table, tiles, rows_3X, row_slopes(slopes_H, H, tile.heads), q_THK, k_SGK, v_SGK)
+    )
+    pairs = T * S if spec.pairs is None else spec.pairs
+    done = attention("attention_forward", pairs, H, (T, S, K), 2)
+    with done.scope((q_THK, k_SGK, v_SGK, rows_3X), results):
+        out_THK, lse_HX = kernel(
+            table, tiles, rows_3X, row_slopes(slopes_H, H, tile.heads), q_THK, k_SGK, v_SGK
+        )
     lse_HT = lse_HX.reshape(H // tile.heads, -1, tile.heads, P).swapaxes(1, 2).reshape(H, -1)
     return varying_as(q_THK, (out_THK[:T], lse_HT[:, :T]))
 

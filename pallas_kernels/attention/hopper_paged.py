@@ -66,6 +66,7 @@ from pallas_kernels.attention.reference import LOWEST, Spec
 from pallas_kernels.hopper import engine
 from pallas_kernels.hopper.epilogue import Staging
 from pallas_kernels.hopper.memory import PIECE, SWIZZLE, number, share, swizzled, varying_as
+from pallas_kernels.work import Work, attention, nbytes
 
 WGMMA, UPCAST = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_UPCAST_2X
 
@@ -118,12 +119,28 @@ def sums(
             "lse": jax.ShapeDtypeStruct((slots, W * ROWS), jnp.float32),
         },
         scratch | engine.barriers(of, arrivals),
-        name=OP,
+        work=_work(q_rows, pages, shape, spec),
         tile=of,
         clusters=blocks,
         interpret=interpret,
     )
     return varying_as(q_rows, (found["out"], found["sums"], found["lse"]))
+
+
+def _work(q_rows: jax.Array, pages: Pages, shape: Shape, spec: Spec) -> Work:
+    """Of full tables: every sequence has all of its pages, and every row of an item is a query's.
+
+    spec.pairs: of a token and a position, where the caller knows the tokens.
+    """
+    (B, M), N = pages.table_BM.shape, shape.page
+    heads, positions = shape.heads * shape.group, M * N
+    queries = q_rows.shape[0] // heads
+    pairs = queries * positions if spec.pairs is None else spec.pairs
+    kept = 2 * nbytes([pages.k]) * min(1.0, B * M / pages.k.shape[0])
+    return dataclasses.replace(
+        attention(OP, pairs, heads, (queries, positions, shape.width), 2),
+        read=kept + nbytes([q_rows, pages.table_BM]),
+    )
 
 
 def _scratch(name: str, size: tuple[int, ...], dtype: Any) -> Any:

@@ -22,6 +22,7 @@ from pallas_kernels.attention.paged_plan import JOB_PARTS, JOB_SLOT, Plan
 from pallas_kernels.attention.paged_registers import few_rows
 from pallas_kernels.attention.reference import LOWEST
 from pallas_kernels.hopper.memory import PIECE, number, share, varying_as
+from pallas_kernels.work import Work
 
 OP = "paged_attention_combine"
 
@@ -40,16 +41,19 @@ def combine(
     sums, lse: as of hopper_paged.sums. rows: E.
     """
     jobs, K = work.jobs_D.shape[0], sums.shape[1]
+    result = jax.ShapeDtypeStruct((jobs * rows, K), dtype)
     blocks = min(jobs, 2) if interpret else jobs * rows // PIECE
-    found = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_body, rows=rows, blocks=blocks),
-        out_type=jax.ShapeDtypeStruct((jobs * rows, K), dtype),
+        out_type=result,
         grid=(blocks,),
         grid_names=("block",),
         kernel_name=OP,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
-    )(work.jobs_D, work.count, sums, lse)
+    )
+    with Work(OP, 2.0 * sums.size).scope((sums, lse), [result]):
+        found = kernel(work.jobs_D, work.count, sums, lse)
     return varying_as(sums, found)
 
 

@@ -6,6 +6,8 @@ of hopper_paged.py and hopper_paged_combine.py.
 Legend: as hopper_paged.py.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -44,6 +46,9 @@ def forward(
     paged_tile.check(tile, shape)
     blocks = blocks or (FEW if interpret else SMS)
     tiles = cut(T, pages.start_B, pages.count_B, pages.context_B, tile.tokens, window)
+    positions = pages.table_BM.shape[1] * shape.page
+    seen = positions if shape.left is None else min(positions, shape.left + 1)
+    spec = dataclasses.replace(spec, pairs=T * seen)
     work = plan(tiles, shape.heads, tile.keys, blocks, LEAST)
     rows = shape.rows(tile)
     q_rows = _tiled(q_THK, tiles, shape.heads, rows)

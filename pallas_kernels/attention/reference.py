@@ -23,10 +23,14 @@ LOWEST = -1e30  # where a row's running maximum starts: exp of masked logits sta
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is static in one attention. scale: of the logits. softcap: None or its bound."""
+    """What is static in one attention. scale: of the logits. softcap: None or its bound.
+
+    pairs: of a query and a key that see each other, at most, for cost models; None: unknown.
+    """
 
     scale: float
     softcap: float | None = None
+    pairs: int | None = None
 
 
 def forward(

@@ -31,6 +31,7 @@ from pallas_kernels.hopper.epilogue import add_bias
 from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.memory import share, span
 from pallas_kernels.hopper.peers import Peers
+from pallas_kernels.work import Work, product
 
 NAME = "all_gather_gemm"
 
@@ -98,7 +99,7 @@ def all_gather_gemm(
             engine.buffers(tile, x.dtype, spec.out_dtype, turned_b=turned),
             functools.partial(relay.scratch, K, x.dtype),
         ),
-        name=NAME,
+        work=product(NAME, copies * R * rows, sum(w.shape[2 - turned] for w in weights), K),
         tile=tile,
         clusters=clusters * copies,
         interpret=interpret,
@@ -248,11 +249,14 @@ def all_gather(x: jax.Array, *, peers: Peers, comm: int, chunk: int) -> jax.Arra
         pull(x, gathered, flags, ring, arrived, peers=peers, split=split, me=peers.cluster(),
              comm=comm, keep=False)  # fmt: skip
 
-    return plgpu.kernel(
+    result = jax.ShapeDtypeStruct((peers.copies * R, height, width), x.dtype)
+    kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((peers.copies * R, height, width), x.dtype),
+        out_type=result,
         scratch_types={"ring": ring, "arrived": barriers},
         grid=(comm * peers.copies,),
         grid_names=("block",),
         kernel_name="all_gather",
-    )(x)
+    )
+    with Work("all_gather").scope([x], [result]):
+        return kernel(x)

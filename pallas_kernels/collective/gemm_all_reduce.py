@@ -29,6 +29,7 @@ from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.memory import span
 from pallas_kernels.hopper.peers import Peers
+from pallas_kernels.work import product
 
 NAME = "gemm_all_reduce"
 
@@ -79,7 +80,7 @@ def gemm_all_reduce(
         inputs,
         outputs,
         fused.scratch(NAME, fusion, shared, functools.partial(relay.scratch, N, sums)),
-        name=NAME,
+        work=product(NAME, copies * rows, N, K),
         tile=tile,
         clusters=clusters * copies,
     )["y"]

@@ -30,6 +30,7 @@ from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.fused import Fusion
 from pallas_kernels.hopper.memory import share, span
 from pallas_kernels.hopper.peers import Peers
+from pallas_kernels.work import product
 
 NAME = "gemm_reduce_scatter"
 
@@ -97,7 +98,7 @@ def gemm_reduce_scatter(
             engine.buffers(tile, dtype, sums, turned_b=turned),
             functools.partial(relay.scratch, N, sums),
         ),
-        name=NAME,
+        work=product(NAME, copies * R * rows, N, sum(x.shape[2] for x in xs)),
         tile=tile,
         clusters=clusters * copies,
         interpret=interpret,

@@ -10,6 +10,7 @@ from pallas_kernels.expert.tables import JOBS, OWN, Tables
 from pallas_kernels.hopper.cards import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.hopper.memory import share, span
 from pallas_kernels.hopper.peers import Peers
+from pallas_kernels.work import Work
 
 
 def send_rows(
@@ -43,11 +44,15 @@ def send_rows(
             finish=lambda n, peer, flag: None,
         )  # fmt: skip
 
-    return plgpu.kernel(
+    result = jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype)
+    kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype),
+        out_type=result,
         scratch_types={"smem": smem, "barriers": barriers},
         grid=(comm * peers.copies,),
         grid_names=("block",),
         kernel_name="send_rows",
-    )(x, work.jobs_CW, work.totals)
+    )
+    given = x, work.jobs_CW, work.totals
+    with Work("send_rows").scope(given, [result]):
+        return kernel(*given)

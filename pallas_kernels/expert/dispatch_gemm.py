@@ -34,6 +34,7 @@ from pallas_kernels.hopper.activations import Spec, activate_tile
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.memory import number, share, span
 from pallas_kernels.hopper.peers import Peers
+from pallas_kernels.work import product
 
 NAME = "dispatch_gemm"
 
@@ -96,7 +97,7 @@ def dispatch_gemm(
         inputs,
         outputs,
         shared.scratch(NAME, fusion, buffers, K, x.dtype),
-        name=NAME,
+        work=product(NAME, C * rows, sum(widths), K),
         tile=tile,
         clusters=clusters * C,
         interpret=interpret,

@@ -39,6 +39,7 @@ from pallas_kernels.hopper.activations import Spec
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.memory import number, share, span
 from pallas_kernels.hopper.peers import Peers
+from pallas_kernels.work import product
 
 NAME = "gemm_combine"
 TOGETHER = 8  # answers of a token that are loaded at one time (tried: of forty some spill)
@@ -102,7 +103,7 @@ def gemm_combine(
         inputs,
         outputs,
         shared.scratch(NAME, fusion, buffers, math.gcd(D, wide), sums),
-        name=NAME,
+        work=product(NAME, C * hs[0].shape[1], D, sum(h.shape[2] for h in hs)),
         tile=tile,
         clusters=clusters * C,
         interpret=interpret,

@@ -31,6 +31,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import work
 from pallas_kernels.gemm import promotion, reference
 from pallas_kernels.hopper import engine, tiles
 from pallas_kernels.hopper.activations import Spec, activate_tile
@@ -327,7 +328,7 @@ def _launch(given, *, spec, tile, stored, interpret, blocks):
         inputs,
         {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in outputs.items()},
         scratch,
-        name=OP,
+        work=work.product(OP, M, N, K),
         tile=tile,
         clusters=clusters,
         interpret=interpret,

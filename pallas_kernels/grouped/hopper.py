@@ -22,6 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import work
 from pallas_kernels.grouped.tiling import OP, PIECE, candidates, check
 from pallas_kernels.hopper import engine, visits
 from pallas_kernels.hopper.cards import ROWS, SMS
@@ -70,7 +71,7 @@ def product(
         },
         {"y": jax.ShapeDtypeStruct((M, whole_N), a_MK.dtype)},
         engine.scratch(shared, staged=by_row) | engine.barriers(tile),
-        name=OP,
+        work=work.product(OP, M, N, K),
         tile=tile,
         clusters=clusters,
         interpret=interpret,

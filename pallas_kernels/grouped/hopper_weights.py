@@ -25,6 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import work
 from pallas_kernels.grouped.tiling import PIECE, candidates, check
 from pallas_kernels.hopper import engine, visits
 from pallas_kernels.hopper.cards import ROWS, SMS
@@ -88,7 +89,7 @@ def weights(
         engine.scratch(shared, staged=by_row)
         | engine.barriers(tile)
         | {"together": plgpu.Barrier(num_arrivals=tile.warpgroups)},
-        name="grouped_weights",
+        work=work.product("grouped_weights", K, N, M),
         tile=tile,
         clusters=clusters,
         interpret=interpret,

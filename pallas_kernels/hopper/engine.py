@@ -46,6 +46,7 @@ from pallas_kernels.hopper import tiles
 from pallas_kernels.hopper.epilogue import staging_shape
 from pallas_kernels.hopper.memory import Int, share, swizzled
 from pallas_kernels.hopper.tiles import Tile
+from pallas_kernels.work import Work
 
 # Registers of a thread of a compute warpgroup, and of the producer, once the latter has handed its
 # own over; the second pair where the producer also waits for flags and copies rows.
@@ -104,14 +105,15 @@ def launch(
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
     *,
-    name: str,
+    work: Work,
     tile: Tile,
     clusters: int,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
     """Runs a persistent kernel: body(arrays in memory by name, scratch by name).
 
-    inputs: those that are None are left out. clusters: of thread blocks, that run at one time.
+    inputs: those that are None are left out. work: its name, and what it computes. clusters: of
+    thread blocks, that run at one time.
     """
     given = {key: value for key, value in inputs.items() if value is not None}
     names = (*given, *outputs)
@@ -119,7 +121,7 @@ def launch(
     def run(*refs: Any, **scratch: Any) -> None:
         body(dict(zip(names, refs, strict=True)), **scratch)
 
-    found = plgpu.kernel(
+    kernel = plgpu.kernel(
         run,
         out_type=list(outputs.values()),
         scratch_types=dict(scratch),
@@ -129,10 +131,12 @@ def launch(
         cluster_names=("cluster",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=name,
+        kernel_name=work.name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
-    )(*given.values())
+    )
+    with work.scope(given.values(), outputs.values()):
+        found = kernel(*given.values())
     return dict(zip(outputs, found, strict=True))
 
 

@@ -8,6 +8,7 @@ are counted as long as they are written. Scale, offset and bias are a few kiloby
 import dataclasses
 
 from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.norm import reference
 
 # H200 (datasheet): float32 FLOP/s outside the tensor cores and HBM bytes a second.
 PEAK_FLOPS, PEAK_BYTES = 67e12, 4.8e12
@@ -31,8 +32,8 @@ class Case:
 
     def flops(self, backward: bool = False) -> float:
         """Counted from the formulas in reference.py: one for each element and operation."""
-        norm = (13 if backward else 8) if self.centred else (10 if backward else 5)
-        return self.rows * self.width * (norm + self.added + self.bias)
+        each = reference.flops(self.centred, backward, self.added, self.bias)
+        return self.rows * self.width * each
 
     def bytes(self, backward: bool = False) -> float:
         """Each array of rows once."""

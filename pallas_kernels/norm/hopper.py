@@ -37,6 +37,7 @@ from pallas_kernels.hopper.memory import varying_as
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.reference import Spec
 from pallas_kernels.packing import reference as packing
+from pallas_kernels.work import Work
 
 Array = jax.Array
 GRAIN = 256  # columns: two for each thread
@@ -284,21 +285,25 @@ def _call(body, inputs, outputs, problem, tile, streams, spec, interpret) -> dic
         scratch["once"] = plgpu.Barrier(num_arrivals=len(vectors))
     if problem.zeros:
         scratch["zeros"] = plgpu.SMEM((R, P), problem.dtype)
-    names = (*given, *outputs)
-    found = plgpu.kernel(
+    names, name = (*given, *outputs), body.__name__.strip("_")
+    kernel = plgpu.kernel(
         functools.partial(body, names=names, problem=problem, tile=tile, spec=spec),
         out_type=tuple(outputs.values()),
         scratch_types=scratch,
         grid=(tile.blocks,),
         grid_names=("block",),
-        kernel_name=body.__name__.strip("_"),
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=4 * tiles.WARPGROUP * R,
         ),
         interpret=interpreter.params() if interpret else None,
-    )(*given.values())
+    )
+    added = any(inputs.get(more) is not None for more in ("residual", "dh"))
+    each = reference.flops(spec.centred, name == "norm_backward", added, spec.bias)
+    with Work(name, problem.rows * problem.width * each).scope(given.values(), outputs.values()):
+        found = kernel(*given.values())
     return dict(zip(outputs, found, strict=True))
 
 

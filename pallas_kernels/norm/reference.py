@@ -34,6 +34,15 @@ class Spec:
     length: int | None = None
 
 
+def flops(centred: bool, backward: bool, added: bool, bias: bool) -> int:
+    """Returns the operations of an element, one for each that the formulas below have.
+
+    added: a residual, backward a gradient of h. bias: is added too.
+    """
+    norm = (13 if backward else 8) if centred else (10 if backward else 5)
+    return norm + added + bias
+
+
 def forward(
     x_xD: Array,
     residual_xD: Array | None,

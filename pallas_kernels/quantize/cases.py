@@ -6,13 +6,10 @@ fill a GPU's memory system. Bytes count every array once: numbers, and payloads 
 
 import dataclasses
 
-from pallas_kernels.quantize.reference import payload_bytes
+from pallas_kernels.quantize.reference import flops, payload_bytes
 
 # H200 (datasheet): float32 FLOP/s outside the tensor cores and HBM bytes a second.
 PEAK_FLOPS, PEAK_BYTES = 67e12, 4.8e12
-# Of an element, counted from registers.py: a transform's sums and product; a scale and a code; a
-# sum's term; what random rounding adds, most of it the counter's integers.
-TRANSFORM, CODE, TERM, RANDOM = 6, 7, 6, 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +57,7 @@ class Case:
         """Operations on float32 and on words, which share the lanes of an SM. backward: 0."""
         if backward:
             return 0.0
-        each = {
-            "hadamard_quantize": TRANSFORM + CODE,
-            "reduce_requantize": TERM * self.payloads + CODE,
-            "reduce_hadamard": TERM * self.payloads + TRANSFORM,
-            "subtract_quantize": 1 + CODE,
-            "dequantize_add": TERM,
-        }[self.op]
-        return self.elements * (each + RANDOM * self.random)
+        return self.elements * flops(self.op, self.payloads, self.random)
 
     def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
         """No kernel is faster on a Hopper GPU with such memory; H200's by default."""

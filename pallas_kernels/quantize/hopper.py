@@ -21,8 +21,9 @@ from pallas_kernels import interpret as interpreter
 from pallas_kernels.hopper import tiles
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.memory import varying_as
-from pallas_kernels.quantize import columns, rows
+from pallas_kernels.quantize import columns, reference, rows
 from pallas_kernels.quantize.stream import PLACES
+from pallas_kernels.work import Work
 
 Array = jax.Array
 WORD = 32  # bits
@@ -312,7 +313,7 @@ def _call(problem: Problem, tile: Tile, inputs: dict[str, Any], interpret: bool)
     scratch["ready"] = plgpu.Barrier(num_arrivals=problem.copies, num_barriers=tile.stages)
     body, names = BODIES[problem.op], (*given, output)
     options = {"names": names, "problem": problem, "tile": tile, "interpret": interpret}
-    [found] = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(body, **options),
         out_type=(shape,),
         scratch_types=scratch,
@@ -321,7 +322,10 @@ def _call(problem: Problem, tile: Tile, inputs: dict[str, Any], interpret: bool)
         kernel_name=problem.op,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpreter.params() if interpret else None,
-    )(*given.values())
+    )
+    each = reference.flops(problem.op, problem.payloads, problem.noise)
+    with Work(problem.op, problem.elements * each).scope(given.values(), [shape]):
+        [found] = kernel(*given.values())
     like = next(iter(inputs.values()))
     found = found.reshape(-1) if output in ("x", "new") else _payload(found)
     return varying_as(like, found)

@@ -37,6 +37,23 @@ SCALE_BYTES = 4
 TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
+def flops(op: str, payloads: int, random: bool) -> int:
+    """Returns the operations of an element of a fused kernel, on float32 and on words.
+
+    Counted from registers.py: a transform's sums and product; a scale and a code; a sum's term;
+    what random rounding adds, most of it the counter's integers.
+    """
+    transform, code, term, noise = 6, 7, 6, 22
+    each = {
+        "hadamard_quantize": transform + code,
+        "reduce_requantize": term * payloads + code,
+        "reduce_hadamard": term * payloads + transform,
+        "subtract_quantize": 1 + code,
+        "dequantize_add": term,
+    }[op]
+    return each + noise * random
+
+
 def largest(bits: Bits) -> float:
     """Returns Q: the largest code; of a floating type its largest finite number."""
     if isinstance(bits, str):

@@ -34,6 +34,7 @@ from pallas_kernels.hopper.memory import PIECE as ALIGN
 from pallas_kernels.hopper.memory import number, pad, up, varying_as
 from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.tile_sparse.format import OP, Pattern
+from pallas_kernels.work import Work
 
 STEP = 64  # 16-bit columns of a piece of the tiling, 128 bytes: contracted at a time
 GRAIN = 32  # of which a block's columns, and what is contracted at a time, are multiples
@@ -196,6 +197,7 @@ def multiply(
     grid = pl.cdiv(whole_M, tile.block_m * tile.cluster), jobs.shape[0]
     clusters = min(blocks // tile.cluster, grid[0] * grid[1])
     result = whole_M, jobs.shape[0] * shape.width
+    name = "tile_sparse_dx" if shape.transpose else OP
     found = engine.launch(
         functools.partial(_body, spec=spec, tile=tile, shape=shape, grid=grid, clusters=clusters),
         {
@@ -208,7 +210,7 @@ def multiply(
         {name: jax.ShapeDtypeStruct(result, dtype) for name, dtype in outputs.items()},
         # wgmma takes operands of one swizzle, a's rows may be 64 bytes.
         engine.scratch(shared, most=2 * shape.step) | engine.barriers(tile, 1 + shape.together),
-        name="tile_sparse_dx" if shape.transpose else OP,
+        work=Work(name, 2.0 * M * slots_Skn.size, (1, M, result[1], a_MK.shape[1])),
         tile=tile,
         clusters=clusters,
         interpret=interpret,

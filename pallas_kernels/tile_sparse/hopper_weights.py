@@ -29,6 +29,7 @@ from pallas_kernels.hopper.memory import PIECE as ALIGN
 from pallas_kernels.hopper.memory import number, pad, span, up, varying_as
 from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.tile_sparse.format import OP, Pattern
+from pallas_kernels.work import Work
 
 BLOCK_K = 64  # rows of x and dy contracted at a time
 BLOCKS = (256, 128)
@@ -130,7 +131,9 @@ def weights(
         # wgmma takes operands of one swizzle, and a row of x's chunk may be 64 bytes.
         engine.scratch(shared, most=2 * unit)
         | engine.barriers(tile, 1 + tile.block_m // pattern.chunk),
-        name="tile_sparse_dw",
+        work=Work(
+            "tile_sparse_dw", 2.0 * M * S * pattern.chunk * width, (1, S * pattern.chunk, width, M)
+        ),
         tile=tile,
         clusters=clusters,
         interpret=interpret,

@@ -1,0 +1,211 @@
+"""A step's records beside golden files, and the counts that Mosaic GPU kernels export."""
+
+import gzip
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from megajax.cost import program_calls
+from megajax.cost.program import records
+from pallas_kernels import aot, work
+from pallas_kernels.attention.cases import Case as AttentionCase
+from pallas_kernels.gemm.cases import Case as GemmCase
+from pallas_kernels.grouped.cases import Case as GroupedCase
+from pallas_kernels.norm.cases import Case as NormCase
+from tests.program_cases import STEP, golden_cpu, golden_h100, summary
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+PLATFORMS = {"cpu": "cpu", "h100": "gpu"}
+
+
+def golden(name):
+    text = gzip.decompress((GOLDEN / f"program_{name}.hlo.gz").read_bytes()).decode()
+    return text, json.loads((GOLDEN / f"program_{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_records_of_a_step_are_those_of_the_golden_file(name):
+    text, wanted = golden(name)
+    assert summary(records(text, platform=PLATFORMS[name])) == wanted
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_the_products_of_the_golden_files_are_those_of_the_step(name):
+    """Counted by hand: three layers, the logits, one of two branches; a convolution."""
+    _, rows = golden(name)
+    (V, D), (L, *_), (T,), (N, H, W, C) = (STEP[n] for n in ("table", "ws", "ids", "image"))
+    F, logits = STEP["filters"][3], 2 * T * D * V
+    found = sum(r["flops"] * r["executions"] for r in rows if r["kind"] == "product")
+    epilogue = 2 * T * V - T if name == "cpu" else 0  # the softmax's difference and sums
+    assert found in (L * 2 * T * D * D + logits + 2 * T * D * D + e for e in (0, epilogue))
+    [conv] = [r["flops"] for r in rows if r["kind"] == "convolution"]
+    assert conv == 2 * N * F * C * (3 * H - 2) * (3 * W - 2)
+    assert [r["executions"] for r in rows if r["kind"] == "collective"] == [L] * (name != "cpu")
+
+
+def test_the_golden_step_compiles_to_the_same_products():
+    """Other CPUs may fuse in other ways; what is multiplied is the same."""
+    text, _ = golden("cpu")
+
+    def products(found):
+        return sorted(
+            (r.executions, *r.features[4:8]) for r in found if r.kind in ("product", "convolution")
+        )
+
+    assert products(records(golden_cpu())) == products(records(text))
+
+
+@pytest.mark.aot
+def test_the_golden_step_compiles_to_the_same_records_on_an_h100():
+    _, wanted = golden("h100")
+    assert summary(records(golden_h100())) == wanted
+
+
+CALL = """HloModule c, is_scheduled=true
+
+ENTRY %main (x: bf16[BATCH,16]) -> bf16[BATCH,8] {
+  %x = bf16[BATCH,16]{1,0} parameter(0)
+  ROOT %c = bf16[BATCH,8]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", OP_NAME
+}
+"""
+
+
+def scope_of(done, given, made):
+    """The name of the scope that a kernel is launched in."""
+
+    def launch(x):
+        with done.scope(given, made):
+            return x + 1
+
+    [eqn] = jax.make_jaxpr(launch)(1.0).eqns
+    return str(eqn.source_info.name_stack)
+
+
+def test_a_kernel_says_its_work_in_its_name():
+    """Of four rows under jax.vmap four times as much."""
+    one, out = (jax.ShapeDtypeStruct((64, n), jnp.bfloat16) for n in (16, 8))
+    name = scope_of(work.product("fused_gemm", 64, 8, 16), [one, None], [out])
+    for rows in (1, 4):
+        text = CALL.replace("BATCH", str(64 * rows))
+        text = text.replace("OP_NAME", f'metadata={{op_name="jit(f)/{name}/mpmd_map"}}')
+        [found] = records(text, platform="gpu")
+        assert found.kind == ("product" if rows == 1 else "batched_product")
+        assert found.flops == rows * 2 * 64 * 8 * 16
+        assert found.nbytes == rows * 2 * 64 * (16 + 8)
+        assert [found[f] for f in ("batch", "m", "n", "k")] == [rows, 64, 8, 16]
+        assert found.dtype == "bfloat16"
+
+
+def test_every_kernel_is_launched_with_its_work():
+    folder = pathlib.Path(pallas_kernels.__file__).parent
+    texts = {path: path.read_text() for path in folder.rglob("*.py")}
+    launches = {p: t for p, t in texts.items() if "plgpu.kernel(" in t or "engine.launch(" in t}
+    assert len(launches) > 12
+    for path, text in launches.items():
+        assert ".scope(" in text or "work=" in text, path
+
+
+@pytest.mark.parametrize("window", [None, (2, 0), (3, 1), (None, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_of_a_mask_are_those_that_are_counted_one_by_one(causal, window):
+    for n, longest in ((7, None), (12, 5), (4, 9)):
+        left, right = window or (None, None)
+        right = 0 if causal else right
+        each = min(longest or n, n)
+        brute = sum(
+            (left is None or i - j <= left) and (right is None or j - i <= right)
+            for i in range(n) for j in range(n) if i // each == j // each
+        )  # fmt: skip
+        assert work.most_pairs(n, n, causal, window, longest) == brute
+    assert work.most_pairs(0, 5, causal, window) == 0
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 3), (True, 50)])
+def test_cudnns_pairs_are_those_that_are_counted_one_by_one(causal, window):
+    for queries, keys in ((7, 7), (5, 9)):
+        reach = window or keys
+        brute = sum(not causal or i - reach < j <= i for i in range(queries) for j in range(keys))
+        assert program_calls.useful_pairs(queries, keys, causal, window) == brute
+
+
+def aot_records(function, *arrays):
+    one = jax.sharding.SingleDeviceSharding(aot.devices()[0])
+    given = [jax.ShapeDtypeStruct(s, d, sharding=one) for s, d in arrays]
+    return records(aot.compile(jax.jit(function).lower(*given)))
+
+
+BF16, I32 = jnp.bfloat16, jnp.int32
+HOPPER = {"implementation": "hopper"}
+
+
+@pytest.mark.aot
+def test_gemms_export_their_cases_flops_and_bytes():
+    case = GemmCase("", 512, 384, 256, bias=True)
+    [found] = [
+        r for r in aot_records(
+            lambda x, w, b: pallas_kernels.fused_gemm(x, w, bias=b, **HOPPER),
+            ((512, 256), BF16), ((256, 384), BF16), ((384,), jnp.float32),
+        ) if r.kind == "product"
+    ]  # fmt: skip
+    assert (found.flops, found.nbytes) == (case.flops(), case.bytes())
+
+
+@pytest.mark.aot
+def test_grouped_products_export_their_cases_flops():
+    """Beside the case's bytes are the groups' tables: less than a thousandth."""
+    case = GroupedCase("", 512, 4, 256, 384)
+
+    def loss(x, w, sizes):
+        y = pallas_kernels.grouped_matmul(x, w, sizes, **HOPPER)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    found = aot_records(
+        jax.grad(loss, argnums=(0, 1)), ((512, 256), BF16), ((4, 256, 384), BF16), ((4,), I32)
+    )
+    found = [r for r in found if r.kind == "product"]
+    assert sum(r.flops for r in found) == case.flops() + case.flops(backward=True)
+    assert found[0].nbytes == pytest.approx(case.bytes(), rel=1e-3)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_exports_the_pairs_of_full_segments(packed):
+    """Forward the case's FLOPs; backward 3 + 4 products, of which the case has the 5 that differ.
+
+    Bytes: beside the case's, which every kernel reads once, are intervals of rows.
+    """
+    case = AttentionCase("", (128,) * 4, (4, 2), 64, causal=True)
+    lead = (4, 128) if packed else (512,)
+
+    def loss(q, k, v, segments):
+        if packed:
+            out = pallas_kernels.packed_attention(q, k, v, segment_ids=segments, causal=True,
+                                                  **HOPPER)  # fmt: skip
+        else:
+            out = pallas_kernels.varlen_attention(q, k, v, cu_seqlens_q=segments, causal=True,
+                                                  max_seqlen=128, **HOPPER)  # fmt: skip
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    found = aot_records(
+        jax.grad(loss, argnums=(0, 1, 2)), ((*lead, 4, 64), BF16), ((*lead, 2, 64), BF16),
+        ((*lead, 2, 64), BF16), ((4, 128) if packed else (5,), I32),
+    )  # fmt: skip
+    kernels = sorted(r.flops for r in found if r.kind == "attention")
+    assert kernels == [case.flops(), 1.5 * case.flops(), 2 * case.flops()]
+    forward = min((r for r in found if r.kind == "attention"), key=lambda r: r.flops)
+    assert forward.nbytes == pytest.approx(case.bytes(), rel=0.05)
+
+
+@pytest.mark.aot
+def test_norms_export_their_cases_flops_and_bytes():
+    case = NormCase("", 1024, 512, centred=False, added=False)
+    found = aot_records(
+        lambda x, scale: pallas_kernels.fused_layer_norm(x, scale=scale, kind="rms", **HOPPER)[0],
+        ((1024, 512), BF16), ((512,), jnp.float32),
+    )  # fmt: skip
+    [one] = [r for r in found if r.flops == case.flops()]
+    assert one.kind == "reduction" and one.nbytes == pytest.approx(case.bytes(), rel=0.01)
