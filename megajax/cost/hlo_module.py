@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megajax.cost.hlo_text import ARRAY, NAME, Array, Instruction, instructions, ints, parse
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
 CALLS = ("fusion", "fusion-start", "call", "conditional", "async-start")
 # A Mosaic GPU kernel of pallas_kernels/grouped: how its results and operands are spelled.
 _GROUPED = re.compile(

@@ -100,7 +100,10 @@ class Instruction:
         """The names of the operands."""
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
-        return tuple(_OPERAND.findall(self.arguments))
+        if "%" in self.arguments or not self.arguments:
+            return tuple(_OPERAND.findall(self.arguments))
+        # Before optimisation XLA writes names alone.
+        return tuple(word.split()[-1] for word in self.arguments.split(", ") if word.strip())
 
     def get(self, name: str, default: str = "") -> str:
         """Returns the text of an attribute without its outer braces, 'calls' without its %."""

@@ -217,8 +217,7 @@ def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, di
     if not products:
         if found.launches:
             return next(iter(found.launches.values())).kind, values
-        kind = next((kind for code, kind in _KINDS.items() if code in opcodes), "fusion")
-        return ("copy" if opcodes <= _MOVES - {"convert"} else kind), values
+        return _kind(leaves, opcodes), values
     main = max(products, key=lambda leaf: leaf["flops"])
     values |= {name: main[name] for name in ("batch", "m", "n", "k", "transposed")}
     if not reduces:
@@ -226,6 +225,23 @@ def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, di
     if main["opcode"] != "dot":
         return main["opcode"], values
     return ("product" if main["batch"] == 1 else "batched_product"), values
+
+
+def _kind(leaves: list[dict[str, Any]], opcodes: set[str]) -> str:
+    """Returns the kind of a region without products: of an operation that does much of the work.
+
+    An operation on less than a quarter of the elements, such as the sum of a few sizes beside a
+    selection of many values, decides nothing.
+    """
+    if opcodes <= _MOVES - {"convert"}:
+        return "copy"
+
+    def size(leaf: dict[str, Any]) -> float:
+        return leaf["elements"] * (leaf["width"] if leaf["opcode"] == "reduce" else 1)
+
+    most = max((size(leaf) for leaf in leaves), default=0)
+    large = {leaf["opcode"] for leaf in leaves if 4 * size(leaf) >= most}
+    return next((kind for code, kind in _KINDS.items() if code in large), "fusion")
 
 
 def _reduces_minor(found: body.Region, one: Instruction) -> bool:

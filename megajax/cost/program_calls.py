@@ -72,7 +72,7 @@ def as_dot(one: Instruction) -> Instruction:
                             ("rhs_contracting_dims", "rhs_contracting_dimensions"),
                             ("lhs_batch_dims", "lhs_batch_dimensions"),
                             ("rhs_batch_dims", "rhs_batch_dimensions"))
-        if (found := re.search(rf'"{long}":\[([^\]]*)\]', one.attributes))
+        if (found := re.search(rf'"{long}":\s*\[([^\]]*)\]', one.attributes))
     }  # fmt: skip
     text = ", ".join(f"{name}={{{value}}}" for name, value in dims.items())
     precision = re.search(r'"operand_precision":\[([^\]]*)\]', one.attributes)
@@ -140,19 +140,24 @@ def _convolution(one: Instruction, operands: Sequence[Array]) -> Call:
 def _fmha(one: Instruction, operands: Sequence[Array]) -> Call:
     """cuDNN's attention: useful pairs of the (rows, heads, queries, keys) that it says."""
     text = one.attributes
-    found = re.search(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]', text)
+    found = re.search(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]', text)
     if found is None:
         unknown(f"the shape of {target(one)}")
         return Call("attention", opcode="attention")
     *outer, queries, keys = (int(i) for i in re.findall(r"\d+", found[1]))
-    window = re.search(r'"sliding_window_length":"?(\d+)', text)
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', text)
     pairs = useful_pairs(queries, keys, "CAUSAL" in text, int(window[1]) if window else 0)
     heads = math.prod(outer)
     products = BACKWARD if "Backward" in target(one) else FORWARD
     width = operands[0].dims[-1]
     flops = 2.0 * products * heads * pairs * width
     product = work.Product(heads, queries, keys, width)
-    return Call("attention", flops, product, "attention", transcendentals=float(heads * pairs))
+    # Behind the results stands the library's workspace.
+    written = sum(array.nbytes for array in one.arrays if array.is_float)
+    return Call(
+        "attention", flops, product, "attention", bytes_written=written,
+        transcendentals=float(heads * pairs),
+    )  # fmt: skip
 
 
 def useful_pairs(queries: int, keys: int, causal: bool, window: int = 0) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from megajax.cost.hlo import collectives
 from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import parse
 from megajax.cost.program import records
@@ -296,6 +297,94 @@ def test_a_product_of_cublas_is_a_product_without_its_workspace():
     [one] = records(CUBLAS, platform="gpu")
     assert one.kind == "product" and one.flops == 2 * 4 * 8 * 16
     assert one.nbytes == 4 * (64 + 128 + 32) and one.dtype == "tfloat32"
+
+
+FMHA = """HloModule f
+
+ENTRY main {
+  q = bf16[2,128,4,64]{3,2,1,0} parameter(0)
+  k = bf16[2,128,2,64]{3,2,1,0} parameter(1)
+  v = bf16[2,128,2,64]{3,2,1,0} parameter(2)
+  s = s32[2,5]{1,0} parameter(3)
+  ROOT a = (bf16[2,4,128,64]{3,1,2,0}, f32[8,4,128]{2,1,0}, u8[99]{0}) custom-call(q, k, v, s), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.125, "intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "4", "128", "128"], "tuple_shapes": []}, "mask_type": "PADDING_CAUSAL", "sliding_window_length": 0}}
+}
+"""  # noqa: E501
+
+
+def test_cudnns_attention_counts_the_pairs_of_its_mask():
+    """As jax lowers it (there is no cuDNN here to compile it); its workspace is not written."""
+    pairs = 128 * 129 // 2
+    for text, products in ((FMHA, 2), (FMHA.replace("Softmax", "SoftmaxBackward"), 5)):
+        [one] = records(text, platform="gpu")
+        assert one.kind == "attention" and one.flops == 2 * products * 2 * 4 * pairs * 64
+        assert one["transcendentals"] == 2 * 4 * pairs
+        assert one["bytes_read"] == 2 * 2 * 128 * 64 * (4 + 2 + 2) + 4 * 10
+        assert one["bytes_written"] == 2 * 2 * 128 * 64 * 4 + 4 * 8 * 4 * 128
+    [full] = records(FMHA.replace("PADDING_CAUSAL", "PADDING"), platform="gpu")
+    assert full.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64
+
+
+FUSIONS = """HloModule f, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%sliced (p: f32[64,32], q: f32[64,32]) -> f32[4,32] {
+  %p = f32[64,32]{1,0} parameter(0)
+  %q = f32[64,32]{1,0} parameter(1)
+  %s = f32[64,32]{1,0} multiply(%p, %q)
+  ROOT %t = f32[4,32]{1,0} slice(%s), slice={[8:12], [0:32]}
+}
+
+%selected (x: f32[64,32], n: f32[5]) -> f32[64,32] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %n = f32[5]{0} parameter(1)
+  %zero = f32[] constant(0)
+  %sum = f32[] reduce(%n, %zero), dimensions={0}, to_apply=%add
+  %wide = f32[64,32]{1,0} broadcast(%sum), dimensions={}
+  ROOT %m = f32[64,32]{1,0} maximum(%x, %wide)
+}
+
+ENTRY %main (x: f32[64,32], y: f32[64,32], n: f32[5]) -> f32[4,32] {
+  %x.1 = f32[64,32]{1,0} parameter(0)
+  %y.1 = f32[64,32]{1,0} parameter(1)
+  %n.1 = f32[5]{0} parameter(2)
+  %f = f32[64,32]{1,0} fusion(%x.1, %n.1), kind=kLoop, calls=%selected
+  ROOT %g = f32[4,32]{1,0} fusion(%f, %y.1), kind=kLoop, calls=%sliced
+}
+"""
+
+
+def test_of_what_is_sliced_later_only_the_slice_is_computed():
+    sliced = records(FUSIONS)[1]
+    assert sliced.flops == 4 * 32 and sliced.nbytes == 3 * 4 * 4 * 32
+
+
+def test_a_small_sum_beside_many_values_makes_no_reduction():
+    selected = records(FUSIONS)[0]
+    assert selected.kind == "fusion" and selected["reduced"] == 5
+    assert selected.flops == 64 * 32 + 4
+    large = FUSIONS.replace("[5]", "[5000]")
+    assert records(large)[0].kind == "reduction"
+
+
+def test_what_a_sort_compares_with_is_a_region_of_its_tree():
+    [one] = [r for r in records(text_of(lambda x: jnp.sort(x), (8, 32))) if r.kind == "sort"]
+    depth = one.tree.leaves[:, -1].tolist()
+    assert depth[0] == 1 and set(depth[1:]) == {2} and len(depth) > 4
+    assert one.tree.positions[:2].tolist() == [1, 4]  # a leaf, back, the region, its first leaf
+
+
+def test_collectives_in_the_branches_of_an_index_are_found():
+    """They were overlooked: only those of a boolean were visited."""
+    text = CHOICE.replace("CONSTANT", "s32[] copy(%i)").replace("BRANCHES", INDEXED)
+    line = "f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    gather = "f32[8,8]{1,0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%few"
+    [one] = collectives(text.replace(line, gather), {"x": 2})
+    assert one.kind == "all-reduce" and one.nbytes == 4 * 64
 
 
 def test_an_operation_without_a_count_is_warned_of():
