@@ -24,6 +24,7 @@ HISTORY = 50  # ticks, 20 minutes
 SUSPECTED = 0.6  # (chosen) of a limit
 ALIKE = 0.3  # (chosen) cosine between how a fault differs and how those that follow it do
 CLEAR = 1.3  # (chosen) score from which a machine that differs in another way has its own fault
+DRAGGED = 0.35  # (chosen) share of the furthest one's distance from which machines count as alike
 FURTHER = 1.1  # (chosen) times as far: another machine may be the cause
 LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
 
@@ -150,10 +151,14 @@ class Judge:
         self._follows_N[follows_N & (worst_N > SUSPECTED)] = end + s.group_s
         fires_N = (worst_N >= 1) & ~busy_N & ~follows_N
         differing_N = worst_N > SUSPECTED
-        if not fires_N.any() or differing_N.sum() > max(1.0, s.widely * judged_N.sum()):
+        if not fires_N.any():
+            return []
+        far_N, ending_N = self._distances(), self._ending(end)
+        # Machines that a fault drags along are far behind it; a job that changed has no furthest.
+        alike_N = differing_N & (far_N > DRAGGED * far_N[fires_N].max())
+        if alike_N.sum() > max(1.0, s.widely * judged_N.sum()):
             return []
         found = []
-        far_N, ending_N = self._distances(), self._ending(end)
         free_N = judged_N & ~busy_N & ~follows_N
         while fires_N.any():
             first = min(onset_N[fires_N])

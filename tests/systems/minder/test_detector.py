@@ -104,6 +104,17 @@ def test_a_fault_from_the_first_second_is_found(model):
     assert [a.machine for a in found] == ["m3"]
 
 
+def test_a_machine_that_drags_others_along_is_named(model):
+    """Were the others as far, the job would have changed and nobody be named."""
+
+    def faults(share):
+        return [(1, m, 700, 1400, -0.5 if m == 1 else -share) for m in range(1, 5)]
+
+    found = alerts(model, job(9, 1500, seed=10, faults=faults(0.2)))
+    assert [a.machine for a in found] == ["m1"]
+    assert alerts(model, job(9, 1500, seed=10, faults=faults(0.45))) == []
+
+
 def test_two_machines_at_different_times_are_both_named(model):
     faults = [(0, 1, 600, 1300, 1.0), (1, 6, 1000, 1700, -0.6)]
     found = alerts(model, job(16, 1800, seed=9, faults=faults))
