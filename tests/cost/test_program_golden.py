@@ -1,5 +1,7 @@
 """A step's records beside golden files, and the counts that Mosaic GPU kernels export."""
 
+import dataclasses
+import functools
 import gzip
 import json
 import pathlib
@@ -209,3 +211,49 @@ def test_norms_export_their_cases_flops_and_bytes():
     )  # fmt: skip
     [one] = [r for r in found if r.flops == case.flops()]
     assert one.kind == "reduction" and one.nbytes == pytest.approx(case.bytes(), rel=0.01)
+
+
+@pytest.mark.aot
+def test_paged_attention_exports_full_tables():
+    """Two tokens of two sequences, each with a table of 8 pages of 64 positions."""
+    T, H, G, K, N, M, P = 2, 8, 2, 128, 64, 8, 40
+    found = aot_records(
+        lambda *a: pallas_kernels.paged_attention(*a, **HOPPER), ((T, H, K), BF16),
+        ((P, N, G, K), BF16), ((P, N, G, K), BF16), ((2, M), I32), *[((2,), I32)] * 3,
+    )  # fmt: skip
+    [one] = [r for r in found if r.kind == "attention"]
+    assert one.flops == 4 * T * M * N * H * K
+    pages = 2 * 2 * (2 * M * N * G * K)  # keys and values of 16 bits; tables, not the whole pool
+    assert pages <= one["bytes_read"] < 1.1 * pages
+
+
+@pytest.mark.aot
+def test_quantizers_export_their_cases_flops_and_bytes():
+    from pallas_kernels.quantize import configs, hopper
+
+    case = dataclasses.replace(
+        next(c for c in configs.CASES if c.op == "dequantize_add"), elements=2**20
+    )
+    problem, call, arrays = configs.kernel(case)
+    call = functools.partial(call, tile=hopper.heuristic(problem))
+    found = aot_records(call, *((a.shape, a.dtype) for a in arrays))
+    [one] = [r for r in found if r.flops]
+    assert one.flops == case.flops() and one.nbytes == pytest.approx(case.bytes(), rel=0.01)
+
+
+@pytest.mark.aot
+def test_a_fused_collective_exports_its_ranks_product():
+    """An all-gather and product of 96 rows of each of 8 ranks with (512, 256)."""
+    mesh = jax.make_mesh((8,), ("x",), devices=aot.devices(1, 8))
+
+    def array(size, spec):
+        return jax.ShapeDtypeStruct(size, BF16, sharding=jax.NamedSharding(mesh, spec))
+
+    specs = jax.P("x"), jax.P(None, "x")
+    run = jax.shard_map(
+        lambda x, w: pallas_kernels.all_gather_matmul(x, w, axis="x", implementation="fused"),
+        mesh=mesh, in_specs=specs, out_specs=jax.P(None, "x"), check_vma=False,
+    )  # fmt: skip
+    lowered = jax.jit(run).lower(array((8 * 96, 512), specs[0]), array((512, 8 * 256), specs[1]))
+    [one] = [r for r in records(aot.compile(lowered)) if r.flops]
+    assert one.kind == "product" and one.flops == 2 * 8 * 96 * 512 * 256
