@@ -5,6 +5,8 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "choice": ("choose",),
         "dataset": ("Dataset",),
+        "predictor": ("FarFromTraining", "Predictor"),
     },
 )

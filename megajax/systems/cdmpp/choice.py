@@ -1,0 +1,42 @@
+"""Which rows to profile on a new device: k-means over programs (CDMPP, section 5)."""
+
+import numpy as np
+from scipy.cluster.vq import kmeans2
+
+from megajax.core.errors import UserError
+from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.physics import LOGS, programs
+
+_MOST = 20_000  # rows that the clusters are found on
+
+
+def choose(dataset: Dataset, n: int, *, seed: int = 0) -> np.ndarray:
+    """Returns the indices of n rows that stand for the data set, ascending.
+
+    Programs are clustered by their numbers and kinds; each cluster gives the row nearest to its
+    centre, and the largest clusters give more where rows are left to choose. Times are not read.
+
+    Raises: UserError if n is not from 1 to the number of rows.
+    """
+    if not 1 <= n <= len(dataset):
+        raise UserError(f"n={n} rows to profile must be from 1 to the data set's {len(dataset)}")
+    inputs = programs(dataset.records).inputs_RX.astype(np.float64)
+    spread = inputs.std(0)
+    points = (inputs - inputs.mean(0)) / np.where(spread > 1e-6, spread, 1)
+    points[:, LOGS:] /= 2  # flags and classes count less than sizes
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(len(points))[:_MOST]
+    centres, _ = kmeans2(points[some], min(n, len(some)), minit="++", rng=rng, missing="warn")
+    distance = ((points[:, None] - centres[None]) ** 2).sum(-1)
+    owner = distance.argmin(1)
+    order = np.argsort(-np.bincount(owner, minlength=len(centres)), kind="stable")
+    chosen: list[int] = []
+    while len(chosen) < n:
+        before = len(chosen)
+        for cluster in order:
+            rows = np.setdiff1d(np.flatnonzero(owner == cluster), chosen)
+            if len(rows) and len(chosen) < n:
+                chosen.append(int(rows[distance[rows, cluster].argmin()]))
+        if len(chosen) == before:
+            raise AssertionError("every row belongs to a cluster")
+    return np.sort(np.array(chosen))

@@ -1,0 +1,152 @@
+"""The network: seconds of a program on a card, monotone in the card by construction.
+
+    seconds = floor + exp(g),  g = log-sum-exp over times of (log time + what the program adds)
+
+A tree encoder (CDMPP, section 4: leaves with pre-order positions) and the program's numbers give
+offsets; the card enters only through the logarithms of times (physics.py), each of which falls as
+FLOP/s, bandwidth, SMs or L2 grow, and only through functions that do not decrease in them: sums,
+the smooth maximum of a tile's compute and traffic, the smooth minimum over tiles. A device has
+besides a small vector, its traits, which stands for what a card does not say (generation, kernel
+library, power limit); it goes with the device's name, never with its attributes.
+
+Legend: R rows, X inputs, N leaves, C columns of a leaf, D width, G general times, T tiles, O
+offsets, Z traits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.cost.record import KINDS
+from megajax.systems.cdmpp.physics import TILES, TIMES, Times
+
+Array = jax.Array
+Leaf = Any  # of a pytree: an array of jax or of NumPy
+OFFSETS = 3 * len(TILES) + TIMES
+TRAITS = 4
+POSITIONS = 16  # sines and cosines of a leaf's position
+# Where offsets start: a peak or bandwidth counts nearly in full, fixed costs and traffic less.
+_START = (
+    *(0.0,) * len(TILES) * 2,
+    *(-2.0,) * len(TILES),
+    *(-1.0, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0, -0.5),
+)
+# A device's shift of a kind moves every time of it, and no weight of a tile.
+_SHIFTED = (0.0,) * len(TILES) + (1.0,) * (OFFSETS - len(TILES))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Programs for the network: standardised numbers, trees, the place of a row's kind."""
+
+    inputs_RX: Leaf
+    leaves_RNC: Leaf
+    positions_RN: Leaf
+    kinds_R: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What is fitted for a device: traits (Z,), a shift of each kind (KINDS,), offsets (O,)."""
+
+    traits: Leaf
+    shift: Leaf
+    offsets: Leaf
+
+
+def plain_device(traits: Array) -> Device:
+    """Returns a device with these traits and nothing of its own."""
+    lead = traits.shape[:-1]
+    return Device(traits, jnp.zeros((*lead, len(KINDS))), jnp.zeros((*lead, OFFSETS)))
+
+
+class TreeEncoder(nnx.Module):
+    """Leaves with their pre-order positions, one layer of attention, mean and maximum."""
+
+    def __init__(self, columns: int, width: int, *, rngs: nnx.Rngs):
+        """columns: of a leaf."""
+        self.leaf = nnx.Linear(columns + POSITIONS, width, rngs=rngs)
+        self.mix = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(2 * width, width, rngs=rngs)
+
+    def __call__(self, leaves_RNC: Array, positions_RN: Array) -> Array:
+        """Returns one vector a row, (R, D)."""
+        real_RN = positions_RN >= 0
+        rates = 10000.0 ** -(jnp.arange(POSITIONS // 2) / (POSITIONS // 2))
+        angles = positions_RN[..., None].astype(jnp.float32) * rates[None, None]
+        places = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        x_RND = jnp.tanh(self.leaf(jnp.concatenate([leaves_RNC, places], -1)))
+        query, key, value = jnp.split(self.mix(x_RND), 3, -1)
+        scores = jnp.einsum("rnd,rmd->rnm", query, key) / jnp.sqrt(jnp.float32(key.shape[-1]))
+        scores = jnp.where(real_RN[:, None], scores, -1e9)
+        x_RND = x_RND + jnp.einsum("rnm,rmd->rnd", jax.nn.softmax(scores, -1), value)
+        mask = real_RN[..., None]
+        count = jnp.maximum(mask.sum(1), 1).astype(jnp.float32)
+        mean = jnp.where(mask, x_RND, 0).sum(1) / count
+        largest = jnp.where(mask, x_RND, -1e9).max(1)
+        largest = jnp.where(mask.any(1), largest, 0)
+        return self.out(jnp.concatenate([mean, largest], -1))
+
+
+class Network(nnx.Module):
+    """What each program adds to each time (log seconds) on its device."""
+
+    def __init__(self, inputs: int, columns: int, width: int = 32, *, rngs: nnx.Rngs):
+        """Args: inputs: of a program. columns: of a leaf. width: of the hidden layers."""
+        small = nnx.initializers.variance_scaling(0.01, "fan_in", "normal")
+        free = nnx.initializers.variance_scaling(0.04, "fan_in", "normal")
+        self.tree = TreeEncoder(columns, width // 2, rngs=rngs)
+        self.first = nnx.Linear(inputs + width // 2, width, rngs=rngs)
+        self.second = nnx.Linear(width, width, rngs=rngs)
+        self.last = nnx.Linear(
+            width, OFFSETS, rngs=rngs, kernel_init=small, bias_init=lambda *_: jnp.array(_START)
+        )
+        plain = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.traits_in = plain(TRAITS, width)
+        self.traits_out = plain(TRAITS, OFFSETS, kernel_init=free)
+        # Exponents of the smooth minimum over tiles and of the smooth maxima of a tile and of all
+        # times, minus 1, in logarithms.
+        self.sharpness = nnx.Param(jnp.log(jnp.array([3.0, 2.0, 2.0])))
+
+    def __call__(self, rows: Inputs, device: Device) -> Array:
+        """Returns offsets (R, O). device: one, or one a row (a leading dimension R)."""
+        if device.traits.ndim == 1:
+            device = jax.tree.map(lambda leaf: leaf[None], device)
+        kind = jax.nn.one_hot(rows.kinds_R, len(KINDS))
+        shift_R1 = jnp.sum(device.shift * kind, -1, keepdims=True)
+        tree_RD = self.tree(rows.leaves_RNC, rows.positions_RN)
+        x = jnp.concatenate([rows.inputs_RX, tree_RD], -1)
+        x = jnp.tanh(self.first(x) + self.traits_in(device.traits))
+        x = jnp.tanh(self.second(x))
+        offsets_RO = self.last(x) + self.traits_out(device.traits) + device.offsets
+        return offsets_RO + shift_R1 * jnp.array(_SHIFTED)[None]
+
+
+def combine(times: Times, product_R: Any, offsets_RO: Any, sharpness: Any, xp: Any) -> Any:
+    """Returns g (R,), the logarithm of the seconds over the floor.
+
+    It is not decreasing in any of the times. xp: jax.numpy, or numpy in float64, in which rounding
+    is far below what a change of a card does.
+    """
+    tiles = len(TILES)
+    weight, compute = offsets_RO[:, :tiles], offsets_RO[:, tiles : 2 * tiles]
+    traffic, general = offsets_RO[:, 2 * tiles : 3 * tiles], offsets_RO[:, 3 * tiles :]
+    least, both, over = (1 + xp.exp(sharpness[i]) for i in range(3))
+    parts = xp.stack([times.waves_RT + compute, times.traffic_RT + traffic])
+    tile_RT = _log_sum_exp(both * parts, 0, xp) / both
+    share_RT = weight - _log_sum_exp(weight, -1, xp)[:, None]
+    product = -_log_sum_exp(2 * share_RT - least * tile_RT, -1, xp) / least
+    product = xp.where(product_R > 0, product, -60.0)  # no product: no time
+    every = xp.concatenate([times.general_RG + general, product[:, None]], -1)
+    return _log_sum_exp(over * every, -1, xp) / over
+
+
+def _log_sum_exp(x: Any, axis: int, xp: Any) -> Any:
+    largest = xp.max(x, axis, keepdims=True)
+    return xp.squeeze(largest, axis) + xp.log(xp.sum(xp.exp(x - largest), axis))

@@ -1,0 +1,250 @@
+"""What a predictor reads: a program's own numbers, and times that a card's peaks give it.
+
+Everything that depends on the card is a time of a simple model of the program (at the peak, with
+tiles in waves over the SMs, as traffic of the memory, ...). Each of those times falls, or stays,
+as the card's FLOP/s, bandwidth, SMs or L2 grow; a network that is monotone in them is then monotone
+in the card. The program's own numbers know no card and may enter in any way.
+
+Tiles: a product is cut into tiles of its result and these run in waves over the SMs (NeuSight,
+ASPLOS'25, section 4); which tile a library takes is not known before a run, so all of TILES are
+described and the network weighs them.
+
+Legend: R rows, X inputs of the program, G general times, T tiles, N leaves, C columns of a leaf.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import DeviceCard
+from megajax.cost.record import KINDS, LEAF, LEAF_FEATURES, OPCODES, SIZES, OpRecord
+
+TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
+TIMES = 9  # general times
+LEAVES = 32  # of a record; those of a longer tree are taken at even distances
+DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
+_LOGS = (
+    "batch", "m", "n", "k", "flops", "transcendentals", "elements", "rows", "width", "reduced",
+    "indices", "operands",
+)  # fmt: skip
+LOGS = len(_LOGS) + 4 + len(TILES)
+_FLAGS = 8 + 5 + len(KINDS) + len(DTYPES)
+INPUTS = LOGS + _FLAGS + len(OPCODES)  # of a program
+# FLOP/s of a device and the operations of one SM in one clock that such devices have: a card's SMs
+# and clock say the same, but that quotient would make more SMs slower.
+_PEAKS = (1e11, 1e12, 4e12, 2e13, 3e13, 7e13, 1.56e14, 3.12e14, 5e14, 1e15, 2e15, 4.5e15)
+_PER_CLOCK = (32, 64, 128, 128, 256, 256, 1024, 2048, 2048, 4096, 8192, 16384)
+_CLOCK = 1.5e9  # of a card without one
+# GPUs by the words of their names: compute capability (CUDA C++ programming guide), by which
+# libraries choose kernels, and the power limit in watts (datasheets). The first that fits counts.
+_GPUS = (
+    ("K80", 3.7, 300), ("P100", 6.0, 250), ("P40", 6.1, 250), ("P4", 6.1, 75),
+    ("V100 PCIE", 7.0, 250), ("V100", 7.0, 300), ("T4", 7.5, 70),
+    ("A100 PCIE 40GB", 8.0, 250), ("A100 PCIE", 8.0, 300), ("A100", 8.0, 400), ("A30", 8.0, 165),
+    ("A800", 8.0, 400), ("A10", 8.6, 150), ("A10G", 8.6, 150), ("A40", 8.6, 300),
+    ("L4", 8.9, 72), ("L40", 8.9, 300), ("L40S", 8.9, 350), ("H100 PCIE", 9.0, 350),
+    ("H100", 9.0, 700), ("H200", 9.0, 700), ("H800", 9.0, 700), ("GH200", 9.0, 900),
+    ("H20", 9.0, 400), ("B200", 10.0, 1000), ("B300", 10.3, 1400), ("GB200", 10.0, 1200),
+)  # fmt: skip
+# Of other devices: below about this bandwidth GPUs have a limit near 72 W, above one of 250 W.
+_LOW_POWER, _WATTS = 450e9, (72, 250)
+_PER_WATT = 4.5e10  # FLOP/s of float32 at the limit; scales one time, whose weight is learnt
+
+
+def gpu(name: str) -> tuple[float, float] | None:
+    """Returns compute capability and power limit (W) of the GPU that a name is of, else None."""
+    words = set(name.upper().replace("-", " ").replace("_", " ").split())
+    found = (entry for entry in _GPUS if words.issuperset(entry[0].split()))
+    return next(((capability, float(watts)) for _, capability, watts in found), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Rows of records, ready for the network and free of any card.
+
+    inputs_RX: logarithms first (LOGS of them), then flags and classes. leaves_RNC, positions_RN:
+    trees; a position of -1 is padding.
+    """
+
+    inputs_RX: np.ndarray
+    leaves_RNC: np.ndarray
+    positions_RN: np.ndarray
+    kinds_R: np.ndarray
+    flops_R: np.ndarray
+    bytes_R: np.ndarray
+    work_R: np.ndarray
+    product_R: np.ndarray
+    sizes_R4: np.ndarray
+    dtypes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self.flops_R)
+
+    def __getitem__(self, mask_R: np.ndarray) -> "Programs":
+        """Returns the rows of a mask."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        dtypes = tuple(d for d, kept in zip(values.pop("dtypes"), mask_R, strict=True) if kept)
+        return Programs(**{name: array[mask_R] for name, array in values.items()}, dtypes=dtypes)
+
+
+def programs(records: Sequence[OpRecord]) -> Programs:
+    """Returns the inputs of these records."""
+    unique = list({id(record): record for record in records}.values())
+    place = {id(record): row for row, record in enumerate(unique)}
+    index = np.array([place[id(record)] for record in records], int)
+    table = {
+        name: np.array([record[name] for record in unique])
+        for name in (*_LOGS, "transposed", "itemsize", "reduces_minor")
+    }
+    sizes = np.maximum(np.stack([table[n] for n in ("batch", "m", "n", "k")], -1), 1)
+    is_product = np.prod([table[n] > 0 for n in ("m", "n", "k")], axis=0)
+    flops = np.array([record.flops for record in unique], float)
+    nbytes = np.array([record.nbytes for record in unique], float)
+    leaves, positions = _trees(unique)
+    inputs = np.concatenate(
+        [
+            _logarithms(table, sizes, flops, nbytes),
+            _flags(table, sizes, unique),
+            np.log1p(leaves[..., : len(OPCODES)].sum(1)),
+        ],
+        axis=-1,
+    )
+    return Programs(
+        inputs[index].astype(np.float32),
+        leaves[index],
+        positions[index],
+        np.array([KINDS.index(record.kind) for record in unique], int)[index],
+        flops[index],
+        nbytes[index],
+        (flops + 8 * table["transcendentals"])[index],
+        is_product.astype(float)[index],
+        sizes[index],
+        tuple(record.dtype for record in records),
+    )
+
+
+def _logarithms(
+    table: Mapping[str, np.ndarray], sizes: np.ndarray, flops: np.ndarray, nbytes: np.ndarray
+) -> np.ndarray:
+    columns = [np.log(np.maximum(table[name], 1)) for name in _LOGS]
+    _, m, n, _ = sizes.T
+    columns += [np.log(np.minimum(m, n)), np.log(np.maximum(m, n)), np.log(np.maximum(nbytes, 1))]
+    columns += [np.log(np.maximum(flops, 1) / np.maximum(nbytes, 1))]
+    for rows, width in TILES:
+        padded = np.ceil(m / rows) * rows * np.ceil(n / width) * width
+        columns.append(np.log(padded / (m * n)))
+    return np.stack(columns, -1)
+
+
+def _flags(
+    table: Mapping[str, np.ndarray], sizes: np.ndarray, records: Sequence[OpRecord]
+) -> np.ndarray:
+    width = table["width"]
+    columns = [size % factor == 0 for size in (*sizes.T[1:], width) for factor in (4, 32)]
+    columns += [width > 1024, width > 2048, table["reduces_minor"], table["transposed"] / 2]
+    columns += [np.log2(np.maximum(table["itemsize"], 0.25))]
+    columns += [np.array([record.kind == kind for record in records]) for kind in KINDS]
+    columns += [np.array([record.dtype == dtype for record in records]) for dtype in DTYPES]
+    return np.stack([np.asarray(column, float) for column in columns], -1)
+
+
+def _trees(records: Sequence[OpRecord]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns leaves and positions, padded to the longest tree of these (LEAVES at most)."""
+    longest = min(LEAVES, max((len(r.tree.positions) for r in records), default=1) or 1)
+    leaves = np.zeros((len(records), longest, LEAF), np.float32)
+    positions = np.full((len(records), longest), -1, np.int32)
+    for row, record in enumerate(records):
+        count = len(record.tree.positions)
+        chosen = (
+            np.arange(count) if count <= LEAVES else np.linspace(0, count - 1, LEAVES).astype(int)
+        )
+        leaves[row, : len(chosen)] = record.tree.leaves[chosen]
+        positions[row, : len(chosen)] = record.tree.positions[chosen]
+    classes = len(OPCODES)
+    leaves[..., classes:] = np.log1p(np.maximum(leaves[..., classes:], 0)) / 10
+    assert leaves.shape[-1] == classes + len(LEAF_FEATURES)
+    return leaves, positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Logarithms of seconds on a card: the floor (R,), general (R, G), of the tiles (R, T)."""
+
+    floor_R: np.ndarray
+    general_RG: np.ndarray
+    waves_RT: np.ndarray
+    traffic_RT: np.ndarray
+
+
+def check_card(name: str, card: DeviceCard) -> None:
+    """Refuses a card that lacks what the times need. Raises: UserError."""
+    needed = {
+        "flops": max(card.flops.values(), default=0), "sms": card.sms, "l2_bytes": card.l2_bytes,
+        "memory_bytes_per_s": card.memory_bytes_per_s,
+    }  # fmt: skip
+    for field, value in needed.items():
+        if not value > 0 or not np.isfinite(value):
+            raise UserError(f"the card of {name} has {field}={value}; a prediction needs it")
+
+
+def peak(card: DeviceCard, dtype: str) -> float:
+    """Returns the FLOP/s that bound a data type, as `OpRecord.floor_s` takes them."""
+    wide = SIZES.get(dtype, 4) >= 4
+    return card.flops.get(dtype) or (
+        card.flops["float32"] if wide and "float32" in card.flops else max(card.flops.values())
+    )
+
+
+def times(rows: Programs, card: DeviceCard) -> Times:
+    """Returns the times of these rows on one card."""
+    peaks = {dtype: peak(card, dtype) for dtype in set(rows.dtypes)}
+    peak_R = np.array([peaks[dtype] for dtype in rows.dtypes], float)
+    flops, nbytes = np.maximum(rows.work_R, 1), np.maximum(rows.bytes_R, 1)
+    bandwidth, clock = card.memory_bytes_per_s, card.clock_hz or _CLOCK
+    floor = np.maximum(rows.flops_R / peak_R, rows.bytes_R / bandwidth)
+    at_bandwidth, ones = np.log(nbytes / bandwidth), np.ones(len(rows))
+    general = (
+        np.log(flops / peak_R),
+        at_bandwidth,
+        np.log(flops / bandwidth / 20),  # products' traffic, and power, which bandwidth goes with
+        at_bandwidth
+        + np.log(nbytes / (nbytes + card.l2_bytes)),  # what no cache of that size holds
+        np.log(1e-5) * ones,  # a launch
+        np.log(1e-5 * 1.4e9 / clock) * ones,
+        (at_bandwidth + np.log(nbytes / card.sms / 4e9)) / 2,
+        (at_bandwidth + np.log(nbytes / peak_R * 25)) / 2,
+        # At a power limit a clock falls less than a peak is above what the limit feeds.
+        np.log(flops / np.sqrt(peak_R * power(card) * _PER_WATT)),
+    )
+    waves, traffic = _tiles(rows, card, clock * _per_clock(peak_R))
+    return Times(np.log(np.maximum(floor, 1e-12)), np.stack(general, -1), waves, traffic)
+
+
+def power(card: DeviceCard) -> float:
+    """Returns the power limit in watts: by the card's name, else by its bandwidth (it rises)."""
+    known = gpu(card.name)
+    share = 1 / (1 + (_LOW_POWER / card.memory_bytes_per_s) ** 4)
+    low, high = np.log(_WATTS)
+    return known[1] if known else float(np.exp(low + share * (high - low)))
+
+
+def _per_clock(peak_R: np.ndarray) -> np.ndarray:
+    return np.exp(np.interp(np.log(peak_R), np.log(_PEAKS), np.log(_PER_CLOCK)))
+
+
+def _tiles(rows: Programs, card: DeviceCard, rate_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns times of waves at this rate of an SM, and of the tiles' traffic beyond the L2."""
+    batch, m, n, k = rows.sizes_R4.T
+    size = np.exp2(np.round(np.log2(np.array([SIZES.get(d, 4) for d in rows.dtypes]))))
+    operands = size * batch * (m * k + k * n)
+    missed = 0.02 + 0.98 * operands / (operands + card.l2_bytes)
+    waves, traffic = [], []
+    for height, width in TILES:
+        tiles = batch * np.ceil(m / height) * np.ceil(n / width)
+        waves.append(np.log(np.ceil(tiles / card.sms) * 2 * height * width * k / rate_R))
+        read = size * tiles * (height + width) * k
+        traffic.append(np.log(read * missed / card.memory_bytes_per_s))
+    return np.stack(waves, -1), np.stack(traffic, -1)

@@ -1,0 +1,274 @@
+"""Seconds of a program on a device, seen or not: fit, predict, adapt, save, load.
+
+A prediction never falls below the card's roofline and never rises with the card's FLOP/s,
+bandwidth, SMs or L2 (network.py). A device that was in the training, or was adapted to, has traits
+of its own, found by the name of its card; another one starts from those of the devices of near
+compute capability and power limit.
+"""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import DeviceCard
+from megajax.cost.record import OpRecord
+from megajax.systems.cdmpp import calibration, files, train
+from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.network import Device, combine
+from megajax.systems.cdmpp.physics import Programs, Times, check_card, gpu, programs, times
+from megajax.systems.cdmpp.ranges import Ranges
+
+MEMBERS = 3
+STEPS = 2000
+FOLD_STEPS = 800
+ROWS_PER_GROUP = 2000  # of one device and kind; more are sampled, evenly over their FLOPs
+_CHUNK = 4096  # rows of one call of the network
+_MOST_ADAPTED = 2048  # rows that an adaptation reads
+# Differences of compute capability, and of the power limit's logarithm, over which the traits of a
+# device count e times less for another.
+_NEAR, _NEAR_POWER = 1.0, 0.5
+
+
+class FarFromTraining(UserWarning):
+    """A prediction for what the training had nothing near to."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Predictor:
+    """A fitted cost model.
+
+    cards: of the devices that it knows. facts: of its training. The other fields are its parts:
+    networks (graph, states), what is a device's own, the scale and ranges of the training, and
+    relative errors by kind, of known devices, of unseen ones, and of adapted ones.
+    """
+
+    graph: Any
+    states: Any
+    scale: train.Scale
+    ranges: Ranges
+    devices: Mapping[str, Device]
+    cards: Mapping[str, DeviceCard]
+    errors: Mapping[str, calibration.Errors]
+    trained: Sequence[str]
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def fit(
+        cls,
+        dataset: Dataset,
+        *,
+        seed: int = 0,
+        members: int = MEMBERS,
+        steps: int = STEPS,
+        fold_steps: int = FOLD_STEPS,
+        progress: Callable[[str, int, float], None] | None = None,
+    ) -> Self:
+        """Returns a predictor of a data set's rows. Rows without a time are left out.
+
+        Of more than ROWS_PER_GROUP rows of a device and kind a sample is read. Beside the members,
+        one network for each of five devices learns without that device, for the errors of unseen
+        ones: `fold_steps` steps; 0: none, and the errors are those of known devices.
+
+        Args: progress: is called with the part ('members', 'errors'), the step and the loss.
+        Raises: UserError if no row has a time or a card lacks SMs or L2.
+        """
+        data = sample(dataset.labelled.without_duplicates(), ROWS_PER_GROUP, seed)
+        if not len(data):
+            raise UserError(
+                f"a fit needs rows with measured seconds: of {len(dataset)} rows none has them"
+            )
+        names = sorted(set(data.devices))
+        rows = programs(data.records)
+        scale = train.Scale.of(rows.inputs_RX)
+        labelled = _rows(data, rows, names, scale)
+        rng = np.random.default_rng(seed)
+        everything = np.ones((members, len(data)))
+        graph, states, traits_EYZ = train.fit(
+            labelled, np.ones((members, len(names))), everything, seed=seed, steps=steps,
+            progress=None if progress is None else lambda i, x: progress("members", i, x),
+        )  # fmt: skip
+        fold = None
+        if fold_steps:
+            fold = calibration.folds(
+                labelled, names, rng, steps=fold_steps, seed=seed + 1, prior=_prior,
+                progress=None if progress is None else lambda i, x: progress("errors", i, x),
+            )  # fmt: skip
+        own = train.no_offsets(members)
+        devices = {
+            name: dataclasses.replace(own, traits=traits_EYZ[:, i]) for i, name in enumerate(names)
+        }
+        known = Predictor(
+            graph, states, scale, Ranges.of(data, rows), devices,
+            {name: data.cards[name] for name in names},
+            fold or calibration.of_training(graph, states, labelled, traits_EYZ),
+            names,
+            {**data.facts, "rows": len(data), "seed": seed},
+        )  # fmt: skip
+        return cls(**{f.name: getattr(known, f.name) for f in dataclasses.fields(known)})
+
+    def predict(
+        self, records: Sequence[OpRecord], card: DeviceCard
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (seconds, sigma) of each record: one execution on this device.
+
+        sigma: a standard deviation with the labels' noise: about nine of ten times are within 1.645
+        of it. Warns: FarFromTraining, once, naming what the training had nothing near to.
+        Raises: UserError if the card lacks its SMs, L2, bandwidth or FLOP/s.
+        """
+        check_card(card.name, card)
+        if not len(records):
+            return np.zeros(0), np.zeros(0)
+        rows = programs(records)
+        name = self._name(card)
+        far = self.ranges.beyond(rows, records, card, known=name is not None)
+        if far:
+            warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
+        logs_ER = self._logs(rows, card, self._device(name, card))
+        seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
+        errors = (
+            self.errors.get(f"adapted {name}") or self.errors["unseen" if name is None else "known"]
+        )
+        relative = np.hypot(errors.of(rows.kinds_R), logs_ER.std(0))
+        return seconds, seconds * relative
+
+    def adapt(self, dataset: Dataset) -> "Predictor":
+        """Returns a predictor that has learnt from some rows of new devices, within seconds.
+
+        The networks stay; traits and offsets of the device are fitted, from what it would start
+        with. Sigma of the device is from predictions of rows that a fit has not read.
+        Raises: UserError if no row has a time.
+        """
+        data = dataset.labelled.without_duplicates()
+        if not len(data):
+            raise UserError(
+                f"adapting needs rows with measured seconds: of {len(dataset)} rows none has them"
+            )
+        devices, cards, errors = dict(self.devices), dict(self.cards), dict(self.errors)
+        for name in sorted(set(data.devices)):
+            part = sample(data.of(name), _MOST_ADAPTED, 0)
+            rows = programs(part.records)
+            labelled = _rows(part, rows, [name], self.scale)
+            prior = self._device(name if name in self.devices else None, data.cards[name], name)
+            folds = calibration.leave_out(len(part))
+            fitted = jax.tree.map(
+                np.asarray, train.adapt(self.graph, self.states, labelled, prior.traits, folds)
+            )
+            devices[name] = jax.tree.map(lambda leaf: leaf[0], fitted)
+            cards[name] = data.cards[name]
+            found = [
+                self._logs(rows, data.cards[name], jax.tree.map(lambda leaf, i=i: leaf[i], fitted))
+                for i in range(1, len(folds))
+            ]
+            if found:
+                out = np.argmin(folds[1:], 0)  # the fit that has not read a row
+                logs_R = np.stack(found).mean(1)[out, np.arange(len(part))]
+                errors[f"adapted {name}"] = calibration.Errors.of_rows(
+                    np.exp(np.log(part.seconds) - logs_R), rows.kinds_R
+                )
+            else:
+                errors[f"adapted {name}"] = self.errors["unseen"]
+        return dataclasses.replace(self, devices=devices, cards=cards, errors=errors)
+
+    def _name(self, card: DeviceCard) -> str | None:
+        """Returns the known device that a card is of: that of this name, else None."""
+        if card.name in self.devices:
+            return card.name
+        same = [name for name, known in self.cards.items() if known.name == card.name]
+        if len(same) > 1:
+            same = [name for name in same if self.cards[name] == card]
+        return same[0] if len(same) == 1 else None
+
+    def _device(self, name: str | None, card: DeviceCard, called: str = "") -> Device:
+        if name is not None:
+            return self.devices[name]
+        traits = np.stack([self.devices[known].traits for known in self.trained])
+        weights = _prior(gpu(card.name) or gpu(called), self.trained)
+        own = train.no_offsets(traits.shape[1])
+        return dataclasses.replace(own, traits=np.einsum("y,yez->ez", weights, traits))
+
+    def _logs(self, rows: Programs, card: DeviceCard, device: Device) -> np.ndarray:
+        """Returns log seconds of each member, (E, R), in float64."""
+        inputs, timed = self.scale(rows), times(rows, card)
+        parts = []
+        for start in range(0, len(rows), _CHUNK):
+            part = jax.tree.map(lambda leaf, s=start: leaf[s : s + _CHUNK], inputs)
+            count = len(part.kinds_R)
+            padded = min(_CHUNK, 1 << (count - 1).bit_length())
+            part = jax.tree.map(lambda x, n=padded: np.resize(x, (n, *x.shape[1:])), part)
+            small = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), device)
+            offsets_ERO, sharpness = train.offsets_of(self.graph, self.states, part, small)
+            parts.append(np.asarray(offsets_ERO, np.float64)[:, :count])
+        offsets_ERO, sharp = np.concatenate(parts, 1), np.asarray(sharpness, np.float64)
+        logs = [
+            np.logaddexp(timed.floor_R, combine(timed, rows.product_R, own, sharp[e], np))
+            for e, own in enumerate(offsets_ERO)
+        ]
+        return np.stack(logs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes an npz file, whole or not at all."""
+        files.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
+        """Returns the predictor of a file; None: the one that ships with megajax.
+
+        Raises: UserError if the file is missing, damaged or of another version.
+        """
+        return cls(**files.load(path))
+
+
+def sample(data: Dataset, most: int, seed: int) -> Dataset:
+    """Returns at most so many rows of each device and kind: rare numbers of FLOPs more often.
+
+    A row's chance falls with the square root of how many rows have about its FLOPs (a factor of
+    two): measured sets have many small programs, and the large ones decide the time of a model.
+    """
+    rng = np.random.default_rng(seed)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row, (device, record) in enumerate(zip(data.devices, data.records, strict=True)):
+        groups.setdefault((device, record.kind), []).append(row)
+    kept = []
+    for rows in groups.values():
+        if len(rows) > most:
+            sizes = [np.log2(max(data.records[row].flops, 1)) // 1 for row in rows]
+            _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+            chance = 1 / np.sqrt(counts[inverse])
+            rows = list(rng.choice(rows, most, replace=False, p=chance / chance.sum()))
+        kept += rows
+    return data[np.sort(np.array(kept, int))]
+
+
+def _rows(data: Dataset, rows: Programs, names: Sequence[str], scale: train.Scale) -> train.Rows:
+    """Returns labelled rows, with the times of each on its device's card."""
+    device_R = np.array([names.index(name) for name in data.devices])
+    whole: dict[str, np.ndarray] = {}
+    for place, name in enumerate(names):
+        check_card(name, data.cards[name])
+        chosen = device_R == place
+        for field, part in vars(times(rows[chosen], data.cards[name])).items():
+            target = whole.setdefault(field, np.zeros((len(rows), *part.shape[1:])))
+            target[chosen] = part
+    timed = Times(**whole)
+    return train.Rows.of(scale(rows), rows.product_R, timed, np.log(data.seconds), device_R)
+
+
+def _prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
+    """Returns the weights of known devices' traits for a device by its `gpu`."""
+    others = [gpu(name) for name in names]
+    if own is None or not any(others):
+        return np.full(len(names), 1 / len(names))
+    away = [
+        abs(other[0] - own[0]) / _NEAR + abs(np.log(other[1] / own[1])) / _NEAR_POWER
+        if other
+        else np.inf
+        for other in others
+    ]
+    weights = np.exp(-np.array(away))
+    return weights / weights.sum()

@@ -1,0 +1,105 @@
+"""What the training had: a prediction beyond it carries a warning."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megajax.core.hardware import DeviceCard
+from megajax.cost.record import FEATURES, OPCODES, OpRecord
+from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.physics import Programs, peak
+
+MARGIN = 4.0  # times beyond the training's range that are still near
+_SIZES = (
+    "flops",
+    "bytes_read",
+    "bytes_written",
+    "batch",
+    "m",
+    "n",
+    "k",
+    "elements",
+    "rows",
+    "width",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """Kinds, classes of operations, data types, and ranges of sizes and cards."""
+
+    kinds: Sequence[str]
+    opcodes: Sequence[str]
+    dtypes: Sequence[str]
+    sizes: Mapping[str, Sequence[float]]
+    cards: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def of(cls, data: Dataset, rows: Programs) -> "Ranges":
+        """Returns what these rows have."""
+        table = np.array([record.features for record in data.records])
+        sizes = {name: _range(table[:, FEATURES.index(name)]) for name in _SIZES}
+        return cls(
+            sorted({record.kind for record in data.records}),
+            [OPCODES[i] for i in np.flatnonzero(_opcodes(rows))],
+            sorted(set(rows.dtypes)),
+            sizes,
+            {
+                name: _range(np.array([_of_card(data.cards[d], t)[name] for d, t in used]))
+                for used in [sorted(set(zip(data.devices, rows.dtypes, strict=True)))]
+                for name in ("FLOP/s", "bytes/s of memory", "SMs", "bytes of L2")
+            },
+        )
+
+    def beyond(
+        self, rows: Programs, records: Sequence[OpRecord], card: DeviceCard, *, known: bool
+    ) -> list[str]:
+        """Returns sentences about what is not near the training; none if all is.
+
+        known: the predictor has rows of this device, by its name: its card is not compared.
+        """
+        found = []
+        for what, here, seen in (
+            ("kind", {record.kind for record in records}, self.kinds),
+            ("operation", {OPCODES[i] for i in np.flatnonzero(_opcodes(rows))}, self.opcodes),
+            ("data type", set(rows.dtypes), self.dtypes),
+        ):
+            for name in sorted(here - set(seen)):
+                found.append(f"the training had no {what} {name}")
+        table = np.array([record.features for record in records])
+        for name, (low, high) in self.sizes.items():
+            values = table[:, FEATURES.index(name)]
+            far = (values > high * MARGIN) | ((values > 0) & (values < low / MARGIN))
+            if far.any():
+                found.append(
+                    f"{name} of {far.sum()} operations, e.g. {values[far][0]:.4g}, is more than "
+                    f"{MARGIN:g} times beyond the training's {low:.4g} to {high:.4g}"
+                )
+        for dtype in () if known else sorted(set(rows.dtypes)):
+            for name, value in _of_card(card, dtype).items():
+                low, high = self.cards[name]
+                if not low / MARGIN <= value <= high * MARGIN:
+                    found.append(
+                        f"{name} of {card.name}, {value:.4g}, is more than {MARGIN:g} times beyond "
+                        f"the training's {low:.4g} to {high:.4g}"
+                    )
+        return list(dict.fromkeys(found))
+
+
+def _opcodes(rows: Programs) -> np.ndarray:
+    return (rows.leaves_RNC[..., : len(OPCODES)] > 0).any((0, 1))
+
+
+def _range(values: np.ndarray) -> tuple[float, float]:
+    real = values[values > 0]
+    return (float(real.min()), float(real.max())) if len(real) else (0.0, 0.0)
+
+
+def _of_card(card: DeviceCard, dtype: str) -> dict[str, float]:
+    return {
+        "FLOP/s": peak(card, dtype),
+        "bytes/s of memory": card.memory_bytes_per_s,
+        "SMs": float(card.sms),
+        "bytes of L2": float(card.l2_bytes),
+    }

@@ -1,0 +1,271 @@
+"""Fits the networks of a predictor, and what is a device's own.
+
+Several members are trained at once (one program, a leading dimension of members). A member may
+leave a device out: its errors there say how wrong a prediction for an unseen device is.
+
+The loss is the absolute error of log seconds, quadratic within 5 %. Rows count by the inverse
+square root of the size of their device and kind. A row's traits are replaced by zeros half of the
+time, so that the network explains by the card what the card can explain.
+
+Legend: E members, R rows, Y devices, Z traits.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from megajax.cost.record import KINDS, LEAF
+from megajax.systems.cdmpp.network import (
+    OFFSETS,
+    TRAITS,
+    Device,
+    Inputs,
+    Leaf,
+    Network,
+    combine,
+    plain_device,
+)
+from megajax.systems.cdmpp.physics import LOGS, Programs, Times
+
+Array = jax.Array
+_QUADRATIC = 0.05
+# Weights of the priors of a new device's traits, shifts and offsets, against the sum of errors.
+# Chosen with 32 rows of the A100-40 and the T4, each left out of the training.
+_PRIOR = Device(traits=0.1, shift=0.2, offsets=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Mean, deviation and range of the logarithms among a program's inputs, in training."""
+
+    mean: np.ndarray
+    deviation: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @classmethod
+    def of(cls, inputs_RX: np.ndarray) -> "Scale":
+        """Returns the scale of these rows."""
+        logs = inputs_RX[:, :LOGS].astype(np.float64)
+        return cls(logs.mean(0), logs.std(0) + 1e-3, logs.min(0), logs.max(0))
+
+    def __call__(self, rows: Programs) -> Inputs:
+        """Returns rows for the network. Beyond the range of the training, offsets stay constant."""
+        logs = np.clip(rows.inputs_RX[:, :LOGS], self.low, self.high)
+        logs = (logs - self.mean) / self.deviation
+        inputs = np.concatenate([logs, rows.inputs_RX[:, LOGS:]], -1).astype(np.float32)
+        return Inputs(inputs, rows.leaves_RNC, rows.positions_RN, rows.kinds_R.astype(np.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Labelled rows: programs, times on the row's card, log seconds, the row's device, a weight."""
+
+    inputs: Inputs
+    product_R: Leaf
+    floor_R: Leaf
+    general_RG: Leaf
+    waves_RT: Leaf
+    traffic_RT: Leaf
+    target_R: Leaf
+    device_R: Leaf
+    weight_R: Leaf
+
+    @classmethod
+    def of(
+        cls, inputs: Inputs, product_R: Any, times: Times, target_R: Any, device_R: Any
+    ) -> "Rows":
+        """Returns rows in float32, weighted by the size of their device and kind."""
+        group = np.asarray(device_R) * len(KINDS) + np.asarray(inputs.kinds_R)
+        _, inverse, counts = np.unique(group, return_inverse=True, return_counts=True)
+        weight = 1 / np.sqrt(counts[inverse])
+        small = functools.partial(np.asarray, dtype=np.float32)
+        return cls(
+            inputs=inputs,
+            product_R=small(product_R),
+            floor_R=small(times.floor_R),
+            general_RG=small(times.general_RG),
+            waves_RT=small(times.waves_RT),
+            traffic_RT=small(times.traffic_RT),
+            target_R=small(target_R),
+            device_R=np.asarray(device_R, np.int32),
+            weight_R=small(weight / weight.mean()),
+        )
+
+    @property
+    def times(self) -> Times:
+        """The times alone."""
+        return Times(self.floor_R, self.general_RG, self.waves_RT, self.traffic_RT)
+
+
+def error_of(rows: Rows, offsets_RO: Array, sharpness: Array) -> Array:
+    """Returns log of predicted over measured seconds."""
+    g = combine(rows.times, rows.product_R, offsets_RO, sharpness, jnp)
+    return jnp.logaddexp(rows.floor_R, g) - rows.target_R
+
+
+@jax.jit
+def errors_of(rows: Rows, offsets_ERO: Array, sharpness: Array) -> Array:
+    """Returns `error_of` for each member, (E, R)."""
+    return jax.vmap(error_of, in_axes=(None, 0, 0))(rows, offsets_ERO, sharpness)
+
+
+def _robust(error: Array) -> Array:
+    size = jnp.abs(error)
+    return jnp.where(size < _QUADRATIC, size**2 / (2 * _QUADRATIC), size - _QUADRATIC / 2)
+
+
+def fit(
+    rows: Rows,
+    use_EY: np.ndarray,
+    use_ER: np.ndarray,
+    *,
+    seed: int,
+    steps: int,
+    progress: Callable[[int, float], None] | None = None,
+) -> tuple[Any, Any, np.ndarray]:
+    """Trains one member a row of `use_EY`.
+
+    Args: use_EY, use_ER: 1 where a member learns from a device and from a row. progress: is called
+        with the step and the mean loss, ten times.
+    Returns: the graph of the network, the members' states stacked, traits (E, Y, Z).
+    """
+    members, devices = use_EY.shape
+    inputs = rows.inputs.inputs_RX.shape[-1]
+
+    def create(key: Array) -> Any:
+        return nnx.split(Network(inputs, LEAF, rngs=nnx.Rngs(key)))[1]
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Network(inputs, LEAF, rngs=nnx.Rngs(0))))
+    keys = jax.random.split(jax.random.key(seed), members)
+    states = jax.vmap(create)(keys)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (devices, TRAITS)))(keys)
+    values = (states, 0.01 * noise)
+    optimizer = optax.adam(optax.cosine_decay_schedule(5e-3, steps))
+    moments = optimizer.init(values)
+    rows = jax.tree.map(jnp.asarray, rows)
+    uses = jnp.asarray(use_EY, jnp.float32), jnp.asarray(use_ER, jnp.float32)
+    batch = min(1024, len(rows.target_R))
+    run = _chunk(graph, optimizer, batch, max(1, steps // 10))
+    key = jax.random.key(seed + 1)
+    for chunk in range(10):
+        values, moments, loss = run(values, moments, jax.random.fold_in(key, chunk), rows, *uses)
+        if progress is not None:
+            progress((chunk + 1) * max(1, steps // 10), float(loss))
+    return graph, values[0], np.array(values[1])
+
+
+def _chunk(graph: Any, optimizer: Any, batch: int, steps: int) -> Callable[..., Any]:
+    def loss_of(values: Any, rows: Rows, use_EY: Array, use_ER: Array, key: Array) -> Array:
+        def member(state: Any, traits_YZ: Array, use_Y: Array, use_R: Array, key: Array) -> Array:
+            network = nnx.merge(graph, state)
+            known = jax.random.bernoulli(key, 0.5, (batch, 1))
+            device = plain_device(jnp.where(known, traits_YZ[rows.device_R], 0.0))
+            error = error_of(rows, network(rows.inputs, device), network.sharpness[...])
+            weight = rows.weight_R * use_Y[rows.device_R] * use_R
+            norms = [network.first, network.second, network.last]
+            decay = sum(jnp.sum(layer.kernel[...] ** 2) for layer in norms)
+            fitted = jnp.sum(_robust(error) * weight) / jnp.maximum(jnp.sum(weight), 1e-6)
+            return fitted + 1e-3 * jnp.mean(traits_YZ**2) + 1e-5 * decay
+
+        states, traits_EYZ = values
+        keys = jax.random.split(key, use_EY.shape[0])
+        return jnp.sum(jax.vmap(member)(states, traits_EYZ, use_EY, use_ER, keys))
+
+    def step(carry: Any, key: Array, rows: Rows, use_EY: Array, use_ER: Array) -> Any:
+        values, moments = carry
+        pick, drop = jax.random.split(key)
+        chosen = jax.random.randint(pick, (batch,), 0, len(rows.target_R))
+        some = jax.tree.map(lambda leaf: leaf[chosen], rows)
+        loss, grads = jax.value_and_grad(loss_of)(values, some, use_EY, use_ER[:, chosen], drop)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
+            updates, moments = optimizer.update(grads, moments)
+        return (optax.apply_updates(values, updates), moments), loss / use_EY.shape[0]
+
+    @jax.jit
+    def run(values: Any, moments: Any, key: Array, rows: Rows, use_EY: Array, use_ER: Array) -> Any:
+        body = functools.partial(step, rows=rows, use_EY=use_EY, use_ER=use_ER)
+        (values, moments), losses = jax.lax.scan(
+            body, (values, moments), jax.random.split(key, steps)
+        )
+        return values, moments, losses.mean()
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def offsets_of(graph: Any, states: Any, inputs: Inputs, devices: Device) -> tuple[Array, Array]:
+    """Returns the members' offsets (E, R, O) and sharpness. devices: (E, ...) or (E, R, ...)."""
+
+    def member(state: Any, device: Device) -> tuple[Array, Array]:
+        network = nnx.merge(graph, state)
+        return network(inputs, device), network.sharpness[...]
+
+    return jax.vmap(member)(states, devices)
+
+
+def adapt(
+    graph: Any, states: Any, rows: Rows, prior_EZ: Leaf, use_KR: np.ndarray, steps: int = 250
+) -> Device:
+    """Fits traits, shifts and offsets of one device; the networks stay as they are.
+
+    Args: prior_EZ: the traits that the device has without its rows. use_KR: 1 where a fit uses a
+        row: several fits, of which some leave rows out, run at once.
+    Returns: a Device whose leaves have dimensions (fits, E, ...).
+    """
+    fits = len(use_KR)
+    prior = jnp.asarray(prior_EZ)
+    start = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf[None], (fits, *leaf.shape)), plain_device(prior)
+    )
+    # Padding to a power of two: a program serves many numbers of rows.
+    total = 1 << (len(rows.target_R) - 1).bit_length()
+    more = total - len(rows.target_R)
+    rows = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf[:1].repeat(more, 0)]), rows)
+    use = np.concatenate([use_KR, np.zeros((fits, more))], -1).astype(np.float32)
+    return _adapt(graph, steps, states, jax.tree.map(jnp.asarray, rows), prior, start, use)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _adapt(
+    graph: Any, steps: int, states: Any, rows: Rows, prior_EZ: Array, start: Device, use: Array
+) -> Device:
+    def cost(device: Device, state: Any, prior_Z: Array, use_R: Array) -> Array:
+        network = nnx.merge(graph, state)
+        error = error_of(rows, network(rows.inputs, device), network.sharpness[...])
+        away = dataclasses.replace(device, traits=device.traits - prior_Z)
+        penalty = jax.tree.map(lambda weight, leaf: weight * jnp.sum(leaf**2), _PRIOR, away)
+        return jnp.sum(_robust(error) * use_R) + sum(jax.tree.leaves(penalty))
+
+    def total(devices: Any) -> Array:
+        members = jax.vmap(cost, in_axes=(0, 0, 0, None))
+        return jnp.sum(
+            jax.vmap(members, in_axes=(0, None, None, 0))(devices, states, prior_EZ, use)
+        )
+
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, steps))
+
+    def step(carry: Any, _: None) -> Any:
+        devices, moments = carry
+        grads = jax.grad(total)(devices)
+        with jax.numpy_dtype_promotion("standard"):  # as above
+            updates, moments = optimizer.update(grads, moments)
+        return (optax.apply_updates(devices, updates), moments), None
+
+    first: Any = start
+    (fitted, _), _ = jax.lax.scan(step, (first, optimizer.init(first)), None, length=steps)
+    return fitted
+
+
+def no_offsets(members: int) -> Device:
+    """Returns devices (E, ...) without anything of their own."""
+    shape = (members, TRAITS)
+    return Device(np.zeros(shape), np.zeros((members, len(KINDS))), np.zeros((members, OFFSETS)))

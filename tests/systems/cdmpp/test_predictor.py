@@ -1,0 +1,198 @@
+"""The predictor against devices whose times are known, and what it guarantees by construction."""
+
+import dataclasses
+import os
+import pathlib
+
+import known_gpu
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import CARDS, DeviceCard
+from megajax.cost.record import product, record, rowwise
+from megajax.systems.cdmpp import Dataset, FarFromTraining, Predictor, choose, neusight
+
+KNOWN = ("small", "wide", "large")
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Predictor:
+    data = known_gpu.dataset(KNOWN, 100, seed=0)
+    return Predictor.fit(data, seed=0, members=2, steps=400, fold_steps=100)
+
+
+def error(predictor: Predictor, data: Dataset) -> float:
+    """Mean relative error of a data set of one device."""
+    seconds, _ = predictor.predict(data.records, data.cards[data.devices[0]])
+    return float(np.mean(np.abs(seconds / data.seconds - 1)))
+
+
+def roofline_error(data: Dataset) -> float:
+    card = data.cards[data.devices[0]]
+    floor = np.array([r.floor_s(card) for r in data.records])
+    return float(np.mean(np.abs(floor / data.seconds - 1)))
+
+
+def test_new_programs_and_a_new_device_are_predicted(fitted):
+    for name, most in (("wide", 0.12), ("largest", 0.2)):
+        new = known_gpu.dataset((name,), 120, seed=1)
+        assert error(fitted, new) < most < roofline_error(new)
+
+
+def test_adapting_learns_what_the_card_does_not_say(fitted):
+    slow = known_gpu.dataset(("largest",), 150, seed=2, efficiency=0.4)
+    rows = choose(slow, 32, seed=0)
+    rest = np.setdiff1d(np.arange(len(slow)), rows)
+    adapted = fitted.adapt(slow[rows])
+    before, after = error(fitted, slow[rest]), error(adapted, slow[rest])
+    assert after < 0.15 and after < before / 2
+    assert error(fitted, slow[rest]) == before  # the old predictor stays
+    old = known_gpu.dataset(("wide",), 50, seed=3)
+    assert error(adapted, old) == error(fitted, old)
+
+
+def test_bands_cover_nine_in_ten(fitted):
+    new = known_gpu.dataset(("wide",), 300, seed=4)
+    seconds, sigma = fitted.predict(new.records, new.cards["wide"])
+    covered = np.mean(np.abs(new.seconds - seconds) <= 1.645 * sigma)
+    assert covered > 0.8 and np.all(sigma > 0)
+
+
+def odd_programs() -> list:
+    """Sizes around tiles, tiny and huge ones: where a time jumps."""
+    found = [product(b, m, n, k, "float32") for b, m, n, k in (
+        (1, 1, 1, 1), (1, 127, 129, 64), (7, 128, 128, 128), (1, 8192, 50257, 4096),
+        (4096, 64, 64, 64), (109, 128, 128, 2048),
+    )]  # fmt: skip
+    found += [rowwise(("add",), rows, 256, 2, "float32") for rows in (1, 1000, 10**6)]
+    return found + known_gpu.programs(60, seed=5)
+
+
+@pytest.mark.filterwarnings("ignore::megajax.systems.cdmpp.FarFromTraining")
+@pytest.mark.parametrize("name", ["large", "largest", "adapted"])
+def test_more_of_anything_never_makes_a_program_slower(fitted, name):
+    predictor, records = fitted, odd_programs()
+    card = dataclasses.replace(known_gpu.CARDS["largest" if name == "adapted" else name])
+    if name == "adapted":
+        predictor = fitted.adapt(known_gpu.dataset(("largest",), 24, seed=6, efficiency=0.5))
+    for field in ("memory_bytes_per_s", "sms", "l2_bytes", "flops"):
+        before = np.full(len(records), np.inf)
+        for factor in (0.1, 0.5, 0.9, 1, 1.01, 1.5, 2, 3.7, 10):
+            value = getattr(card, field)
+            if field == "flops":
+                value = {k: v * factor for k, v in card.flops.items()}
+            else:
+                value = type(value)(value * factor)
+            other = dataclasses.replace(card, **{field: value})
+            seconds, _ = predictor.predict(records, other)
+            assert np.all(seconds <= before * (1 + 1e-12)), (field, factor)
+            assert np.all(seconds >= [r.floor_s(other) for r in records]), (field, factor)
+            before = seconds
+
+
+@pytest.mark.filterwarnings("ignore::megajax.systems.cdmpp.FarFromTraining")
+def test_a_prediction_is_of_the_record_alone(fitted):
+    """Its place among others, their number, its name and its executions change nothing."""
+    records, card = odd_programs(), known_gpu.CARDS["wide"]
+    together, _ = fitted.predict(records, card)
+    alone = [fitted.predict([r], card)[0][0] for r in records[:9]]
+    np.testing.assert_allclose(together[:9], alone, rtol=1e-5)
+    renamed = [dataclasses.replace(r, name="x", executions=3.0) for r in records]
+    np.testing.assert_allclose(fitted.predict(renamed[::-1], card)[0], together[::-1], rtol=1e-5)
+
+
+def test_a_file_gives_the_same_predictions(fitted, tmp_path):
+    path = tmp_path / "predictor.npz"
+    adapted = fitted.adapt(known_gpu.dataset(("largest",), 16, seed=7))
+    adapted.save(path)
+    again = Predictor.load(path)
+    records = known_gpu.programs(20, seed=8)
+    assert set(again.cards) == {*KNOWN, "largest"}
+    for name in ("wide", "largest"):
+        for one, other in zip(
+            adapted.predict(records, known_gpu.CARDS[name]),
+            again.predict(records, known_gpu.CARDS[name]),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+    whole = path.read_bytes()
+    for text in (b"", whole[: len(whole) // 2], whole[:2000] + b"0" * 50 + whole[2050:]):
+        path.write_bytes(text)
+        with pytest.raises(UserError, match="damaged"):
+            Predictor.load(path)
+    known_gpu.dataset(("wide",), 3, seed=0).save(path)
+    with pytest.raises(UserError, match="no predictor"):
+        Predictor.load(path)
+    with pytest.raises(UserError, match="does not exist"):
+        Predictor.load(tmp_path / "none.npz")
+
+
+def test_what_the_training_had_not_is_warned_of(fitted):
+    wide = known_gpu.CARDS["wide"]
+    reduction = rowwise(("reduce",), 4096, 4096, 1, "float32")
+    for records, card, message in (
+        ([reduction], wide, "no kind reduction; the training had no operation reduce"),
+        ([record("fusion", [{"opcode": "other"}], {"flops": 1e9})], wide, "no operation other"),
+        ([product(1, 512, 512, 512, "bfloat16")], wide, "no data type bfloat16"),
+        ([product(1, 10**6, 512, 512, "float32")], wide, "m of 1 operations, e.g. 1e\\+06"),
+        (known_gpu.programs(3, 0), CARDS["B200"], "FLOP/s of B200, 7.5e\\+13, is more than 4"),
+    ):
+        with pytest.warns(FarFromTraining, match=message):
+            seconds, _ = fitted.predict(records, card)
+        assert np.all(seconds > 0) and np.all(np.isfinite(seconds))
+
+
+def test_bad_input_is_refused(fitted):
+    data = known_gpu.dataset(("wide",), 5, seed=0)
+    unknown = Dataset(data.records, np.full(5, np.nan), data.devices, data.cards)
+    for empty in (data[:0], unknown):
+        with pytest.raises(UserError, match="rows with measured seconds"):
+            Predictor.fit(empty)
+        with pytest.raises(UserError, match="rows with measured seconds"):
+            fitted.adapt(empty)
+    bare = DeviceCard("bare", {"float32": 1e12}, 1, 1e11, 0, 0)
+    with pytest.raises(UserError, match="the card of bare has sms=0"):
+        fitted.predict(data.records, bare)
+    with pytest.raises(UserError, match="the card of wide has sms=0"):
+        Predictor.fit(dataclasses.replace(data, cards={"wide": bare}))
+    assert fitted.predict([], known_gpu.CARDS["wide"])[0].shape == (0,)
+
+
+def test_chosen_rows_cover_the_programs():
+    data = known_gpu.dataset(("wide",), 200, seed=9)
+    unlabelled = dataclasses.replace(data, seconds=np.full(len(data), np.nan))
+    rows = choose(unlabelled, 12, seed=0)
+    assert len(set(rows.tolist())) == 12
+    assert {data.records[i].kind for i in rows} == {"product", "batched_product", "fusion"}
+    np.testing.assert_array_equal(rows, choose(data, 12, seed=0))  # times are not read
+    assert choose(data, len(data), seed=1).tolist() == list(range(len(data)))
+    for wrong in (0, 201):
+        with pytest.raises(UserError, match=f"n={wrong} rows"):
+            choose(data, wrong)
+
+
+FOLDER = os.environ.get("MEGAJAX_NEUSIGHT", "")
+UNSEEN = ("NVIDIA L4", "NVIDIA A100 80GB PCIe")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not pathlib.Path(FOLDER, "devices").is_dir(), reason="MEGAJAX_NEUSIGHT is unset"
+)
+def test_kernels_of_unseen_gpus_are_predicted():
+    """Mean errors over both GPUs and three choices of 32 rows, from fits on five others."""
+    data = neusight.load(FOLDER)
+    train = data.of(*sorted(set(data.devices) - set(UNSEEN)))
+    predictor = Predictor.fit(train, seed=0)
+    bounds = {"linear": (0.12, 0.08), "bmm": (0.22, 0.16), "elem": (0.04, 0.04)}
+    for op, (without, with_rows) in bounds.items():
+        zero, few = [], []
+        for name in UNSEEN:
+            test = neusight.load(FOLDER, ops=op, devices=name).labelled
+            zero.append(error(predictor, test))
+            for seed in range(3):
+                rows = choose(test, 32, seed=seed)
+                rest = np.setdiff1d(np.arange(len(test)), rows)
+                few.append(error(predictor.adapt(test[rows]), test[rest]))
+        assert np.mean(zero) <= without and np.mean(few) <= with_rows, (op, zero, few)
