@@ -14,8 +14,9 @@ paste behind pretrain.py. --workload=prefill or decode plans generation instead,
 alone: --train.global_batch rows of --train.seq_len tokens, or one more token for each of them.
 --workload=serve answers how many tokens a second the cluster serves with engines on --mesh.tensor
 GPUs each, by batch, where every sequence has --train.seq_len tokens. --cost says where times come
-from: assumed efficiencies (roofline), or a JSON table of measured kernels (table, --cost_file).
-Exit code 2: it does not fit, and which term is to blame.
+from: assumed efficiencies (roofline), a predictor that experiments/cdmpp.py fitted (learned), or a
+JSON table of measured kernels (table); --cost_file names the file. Exit code 2: it does not fit,
+and which term is to blame.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -46,9 +47,9 @@ WORKLOAD = flags.DEFINE_enum(
     "workload", "train", ["train", "prefill", "decode", "serve"], "what a step does: see above"
 )
 COST = flags.DEFINE_enum(
-    "cost", "roofline", ["roofline", "table"], "where times of operations come from"
+    "cost", "roofline", ["roofline", "learned", "table"], "where times of operations come from"
 )
-COST_FILE = flags.DEFINE_string("cost_file", None, "of measured times, for --cost=table")
+COST_FILE = flags.DEFINE_string("cost_file", None, "of --cost=learned or --cost=table")
 BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lower_bound=1)
 
 
@@ -62,6 +63,10 @@ def main() -> int:
     if SEARCH.value and WORKLOAD.value != "train":
         raise UserError(f"--search ranks training only; leave out --workload={WORKLOAD.value}")
     model = cost_models.load(COST.value, COST_FILE.value)
+    times = plan_report.ASSUMED
+    if COST.value != "roofline":
+        source = COST_FILE.value or "the predictor that ships with megajax"
+        times = f"operations from {source}, the others and transfers from {times}"
     if WORKLOAD.value == "serve":
         return serve(cfg, cluster, folder, model)
     if SEARCH.value:  # 2 either rank what could run
@@ -73,9 +78,9 @@ def main() -> int:
         plan = aot.outline(cfg, cluster, phase=WORKLOAD.value, model=model)
     else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster, model)
-    print(plan_report.markdown(plan, section))  # 3 what it will do
+    print(plan_report.markdown(plan, section, times))  # 3 what it will do
     if folder is not None:
-        plan_report.write(plan, folder, section, search)
+        plan_report.write(plan, folder, section, search, times)
         if search:
             about = results.facts(cluster.name, f"estimate, best compiled for {cluster.card.name}")
             results.write(folder / "search.json", about | search, search["rows"])

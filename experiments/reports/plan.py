@@ -86,8 +86,11 @@ def headline(plan: Plan) -> str:
     )
 
 
-def markdown(plan: Plan, search: str = "") -> str:
-    """Returns the whole plan. search: the section on how it was chosen."""
+ASSUMED = "assumed efficiencies and link speeds (megajax/cost)"
+
+
+def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
+    """Returns the whole plan. search: the section on how it was chosen. times: their source."""
     parts = ["# Plan", headline(plan).replace("\n", "\n\n"), verdict(plan)]
     parts += [search] if search else []
     parts += ["## Memory of a GPU", table(("term", "bytes", "source"), _memory(plan))]
@@ -111,7 +114,10 @@ def markdown(plan: Plan, search: str = "") -> str:
     parts += sending(plan)
     parts += pruning(plan)
     lines = [f"- {w}" for w in plan.warnings] or ["none"]
-    return "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan)}*"]) + "\n"
+    return (
+        "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan, times)}*"])
+        + "\n"
+    )
 
 
 def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
@@ -228,11 +234,15 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def write(
-    plan: Plan, folder: Path, section: str = "", search: Mapping[str, Any] | None = None
+    plan: Plan,
+    folder: Path,
+    section: str = "",
+    search: Mapping[str, Any] | None = None,
+    times: str = ASSUMED,
 ) -> None:
     """Writes plan.md, plan.json and plan.png. section, search: of the search that chose it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.md").write_text(markdown(plan, section))
+    (folder / "plan.md").write_text(markdown(plan, section, times))
     (folder / "plan.json").write_text(to_json(plan, search))
     draw(plan, folder / "plan.png")
 
@@ -270,9 +280,7 @@ def _layer(plan: Plan) -> str:
     return f"compiled for {plan.cluster.card.name}" if plan.compiled else "simulated"
 
 
-def _provenance(plan: Plan) -> str:
+def _provenance(plan: Plan, times: str) -> str:
     facts = results.facts(plan.cluster.name, _layer(plan))
-    return (
-        f"Times are estimates: assumed efficiencies and link speeds (megajax/cost). Attention is "
-        f"XLA's. {facts['layer']}, {facts['date']}, {facts['commit']}"
-    )
+    where = ", ".join(facts[name] for name in ("layer", "date", "commit"))
+    return f"Times are estimates: {times}. Attention is XLA's. {where}"

@@ -8,18 +8,27 @@ from megajax.cost.base import CostModel
 from megajax.cost.roofline import Roofline
 from megajax.cost.table import Table
 
-Name = Literal["roofline", "table"]
+Name = Literal["roofline", "learned", "table"]
 
 
 def load(name: Name, path: str | None) -> CostModel:
-    """Returns the model. path: of a table its JSON file.
+    """Returns the model. path: of a learned one what `Predictor.save` wrote; None: the one that
+    ships with megajax. Of a table its JSON file.
 
-    Raises: UserError where the file is missing, unreadable or not asked for.
+    Raises: UserError where the file is missing, damaged or not asked for.
     """
     if name == "roofline":
         if path is not None:
-            raise UserError(f"cost_file={path} needs --cost=table (--cost_file, --cost)")
+            raise UserError(
+                f"cost_file={path} needs --cost=learned or --cost=table (--cost_file, --cost)"
+            )
         return Roofline()
-    if path is None:
-        raise UserError("cost=table needs a file of measured times (--cost_file, --cost)")
-    return Table.load(expand(path, "cost_file"))
+    file = None if path is None else expand(path, "cost_file")
+    if name == "table":
+        if file is None:
+            raise UserError("cost=table needs a file of measured times (--cost_file, --cost)")
+        return Table.load(file)
+    from megajax.systems.cdmpp.backend import Learned  # a plan by the roofline needs no network
+    from megajax.systems.cdmpp.predictor import Predictor
+
+    return Learned(Predictor.load(file))

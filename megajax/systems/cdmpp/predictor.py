@@ -137,6 +137,11 @@ class Predictor:
         relative = np.hypot(errors.of(rows.kinds_R), logs_ER.std(0))
         return seconds, seconds * relative
 
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Kinds of records that the training had."""
+        return self.ranges.kinds
+
     def adapt(self, dataset: Dataset) -> "Predictor":
         """Returns a predictor that has learnt from some rows of new devices, within seconds.
 

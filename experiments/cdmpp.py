@@ -1,0 +1,233 @@
+"""CDMPP (arXiv 2311.09690): how long a program takes on a device, learnt from measured kernels.
+
+    uv run experiments/cdmpp.py train --data=FOLDER --out=runs/cdmpp     # NeuSight's CSV files
+    uv run experiments/cdmpp.py train --data=runs/profile/labels.npz
+    uv run experiments/cdmpp.py evaluate --data=runs/profile/labels.npz  # every split, and rivals
+    uv run --extra aot experiments/cdmpp.py predict --preset=llama3_8b --cluster=h100:2x8 \\
+        --mesh.tensor=8 --predictor=runs/cdmpp/predictor.npz
+    uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
+
+`train` fits a predictor and writes OUT/predictor.npz. `evaluate` fits it once for each split
+(random programs, held-out families, held-out devices with 0 and --shots rows seen) and writes the
+errors beside the roofline's, with the labels' noise. `predict` compiles the train step of a preset
+for a cluster without GPUs, and replays it: step time with a band, MFU, exposed communication, the
+dearest operations; without --predictor, times have assumed efficiencies. `calibrate` times programs
+on this machine for --budget seconds and adapts a predictor to it. scripts/profile_programs.py makes
+labels.
+Flags of a run (--model.layers, --mesh.tensor) are those of pretraining; only `predict` reads them.
+Exit code 2: a flag or a file is wrong.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import itertools
+import os
+import sys
+import time
+from typing import Any
+
+from absl import flags
+
+from experiments.reports import cdmpp as report
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.hardware import parse_cluster
+from megajax.core.paths import expand
+from megajax.monitor import results
+from megajax.systems import aot
+from megajax.systems.cdmpp import families, machine, neusight, profile, step
+from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.labels import Labels
+from megajax.systems.cdmpp.predictor import Predictor
+from megajax.training.presets import FIRST, PRESETS
+from megajax.training.start import take_model
+
+VERBS = ("train", "evaluate", "predict", "calibrate")
+
+config.define_flags(PRESETS, "nano", FIRST)
+DATA = flags.DEFINE_string("data", None, "labels.npz, or a folder of NeuSight's CSV files")
+OPS = flags.DEFINE_string("ops", None, "of NeuSight's files, with commas; none: all")
+DEVICES = flags.DEFINE_string("devices", None, "rows of these devices only, with commas")
+HELD_OUT = flags.DEFINE_string(
+    "held_out", None, "evaluate: devices to judge on, with commas; none: each in turn"
+)
+SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: with commas")
+PREDICTOR = flags.DEFINE_string("predictor", None, "file of a fitted predictor")
+CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: what for, kind:HOSTSxGPUS")
+BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
+SHOTS = flags.DEFINE_integer("shots", 32, "rows of a held-out device to adapt to", lower_bound=1)
+STEPS = flags.DEFINE_integer("fit_steps", 2000, "of fitting the networks", lower_bound=1)
+SEED = flags.DEFINE_integer("fit_seed", 0, "of the networks and splits", lower_bound=0)
+OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder of the files written")
+
+
+def data() -> tuple[Dataset, Labels | None]:
+    """Returns what --data names. Raises: UserError when nothing can be read there."""
+    if DATA.value is None:
+        raise UserError("give measured rows: labels.npz or a folder of NeuSight's files (--data)")
+    path, labels = expand(DATA.value, "data"), None
+    if path.is_dir():
+        wanted = None if OPS.value is None else OPS.value.split(",")
+        dataset = neusight.load(path, wanted, _words(DEVICES.value))
+    else:
+        labels = Labels.load(path)
+        dataset = labels.dataset
+        if DEVICES.value is not None:
+            raise UserError("--devices chooses among NeuSight's rows; labels are taken whole")
+    print(f"{path}: {len(dataset)} rows of {', '.join(sorted(set(dataset.devices)))}", flush=True)
+    return dataset, labels
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else text.split(",")
+
+
+def fit(dataset: Dataset) -> Predictor:
+    """Fits a predictor, telling how far it is."""
+    began = time.monotonic()
+    told = [0.0]
+
+    def tell(part: str, done: int, loss: float) -> None:
+        if time.monotonic() - told[0] > 10:
+            told[0] = time.monotonic()
+            print(f"  {part}: step {done}, loss {loss:.4f}, {told[0] - began:.0f} s", flush=True)
+
+    fold = min(STEPS.value, 800)
+    return Predictor.fit(
+        dataset, seed=SEED.value, steps=STEPS.value, fold_steps=fold, progress=tell
+    )
+
+
+def train() -> int:
+    """Writes OUT/predictor.npz."""
+    folder = results.writable_folder(OUT.value)
+    found = fit(data()[0])
+    found.save(folder / "predictor.npz")
+    print(f"{folder / 'predictor.npz'}: knows {', '.join(found.cards)}")
+    return 0
+
+
+def evaluate() -> int:
+    """Writes OUT/evaluation.json and evaluation.md."""
+    folder = results.writable_folder(OUT.value)
+    dataset, labels = data()
+    rows = report.unique_rows(dataset)
+    print(f"{len(rows)} rows remain of {len(dataset)} without duplicates and unlabelled ones")
+    splits: list[report.Split] = []
+    for name in SPLITS.value.split(","):
+        if name == "random":
+            splits.append(report.random_split(dataset, rows, SEED.value))
+        elif name == "families":
+            if labels is not None:
+                splits += report.family_splits(dataset, rows, labels.families, SEED.value)
+        elif name == "devices":
+            splits += _device_splits(dataset, rows)
+        else:
+            raise UserError(f"splits={name} must be random, families or devices (--splits)")
+    methods = {"ours": fit, "roofline": lambda _: report.Assumed()}
+    found = report.evaluate(
+        dataset, splits, methods, None if labels is None else labels.halves, _say
+    )
+    about = results.facts(", ".join(sorted(set(dataset.devices))), "measured")
+    results.write(folder / "evaluation.json", about | {"data": dict(dataset.facts)}, found)
+    (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
+    print(report.markdown(found))
+    print(f"{folder}/evaluation.json, evaluation.md")
+    return 0
+
+
+def _device_splits(dataset: Dataset, rows: Any) -> list[report.Split]:
+    held = _words(HELD_OUT.value)
+    if held is None:
+        return list(report.device_splits(dataset, rows, SHOTS.value, SEED.value))
+    if unknown := set(held) - set(dataset.devices):
+        first = min(unknown)
+        near = did_you_mean(first, dataset.devices)
+        raise UserError(f"held_out={first} is no device of the data.{near} (--held_out)")
+    fit_rows = rows[[dataset.devices[i] not in held for i in rows]]
+    out = []
+    for name in held:
+        here = rows[[dataset.devices[i] == name for i in rows]]
+        split = report.Split("devices", name, fit_rows, here)
+        out += [split, report.shown(dataset, split, SHOTS.value, SEED.value)]
+    return out
+
+
+def predict() -> int:
+    """Prints what a step takes on a cluster."""
+    cfg, _ = config.from_flags(PRESETS, take_model)
+    cluster = parse_cluster(CLUSTER.value)
+    times, source = step.assumed, "assumed efficiencies (megajax/cost/roofline.py)"
+    if PREDICTOR.value is not None:
+        path = expand(PREDICTOR.value, "predictor")
+        loaded = Predictor.load(path)
+        times, source = loaded.predict, f"{path.name}, fitted on {', '.join(loaded.cards)}"
+    sizes = aot.sizes(cfg, cluster)
+    compiled = aot.compile_step(cfg, cluster)
+    began = time.monotonic()
+    found = step.predict(compiled.text, cluster, times, live_rows=1 / sizes["expert"])
+    facts = report.step_facts(found, cfg, cluster)
+    print(report.step_markdown(facts, cluster, source))
+    folder = results.writable_folder(OUT.value)
+    about = results.facts(cluster.name, f"compiled for {cluster.card.name}") | {"times": source}
+    rows = facts.pop("dearest")
+    results.write(folder / "step.json", about | facts, rows)
+    found.replay.timeline.to_perfetto(folder / "step_trace.json")
+    spent = time.monotonic() - began
+    print(
+        f"{folder}/step.json, step_trace.json (opens in ui.perfetto.dev); {spent:.1f} s to predict"
+    )
+    return 0
+
+
+def calibrate() -> int:
+    """Adapts a predictor to this machine, and says what that changes."""
+    folder = results.writable_folder(OUT.value)
+    path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
+    before = Predictor.load(path)
+    began, timed = time.monotonic(), []
+    card = machine.card(len(os.sched_getaffinity(0)))
+    drawn = families.programs(seed=SEED.value)
+    while not timed or time.monotonic() - began < BUDGET.value:
+        timed += profile.measure(list(itertools.islice(drawn, 4)))
+    facts = results.facts(card.name, "measured")
+    labels = Labels.of(timed, card, facts).with_raised_cards()
+    dataset, halves = labels.dataset, labels.halves
+    rows = report.unique_rows(dataset)
+    print(
+        f"{card.name}: {len(timed)} programs, {len(rows)} different rows in "
+        f"{time.monotonic() - began:.0f} s; halves of the labels differ by "
+        f"{100 * labels.noise['noise_mean']:.1f} % (mean)"
+    )
+    # What adapting brings is judged on programs that it has not seen.
+    is_seen = labels.programs[rows] % 2 == 0
+    seen = {dataset.records[i].hash for i in rows[is_seen]}
+    other = [i for i in rows[~is_seen] if dataset.records[i].hash not in seen]
+    split = report.Split("this machine", card.name, rows[:0], rows[~is_seen])
+    if other and is_seen.any():
+        half = before.adapt(dataset[rows[is_seen]])
+        for name, model in {"as it was": before, "adapted": half}.items():
+            judged = report.judge(dataset, split, model, halves)[0]
+            print(report.text({"method": name, "split": "every second program",
+                               "held_out": card.name, **judged}))  # fmt: skip
+    before.adapt(dataset[rows]).save(folder / "predictor.npz")
+    print(f"{folder / 'predictor.npz'}: adapted to {card.name}")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(verb: str = "") -> int:
+    """Does what the word says."""
+    if verb not in VERBS:
+        raise UserError(f"{verb!r} must be {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
+    mesh_.start(1 if verb == "predict" else None)  # no device is used
+    do = {"train": train, "evaluate": evaluate, "predict": predict, "calibrate": calibrate}
+    return do[verb]()
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main, optional=1))

@@ -1,0 +1,292 @@
+"""What experiments/cdmpp.py says: errors of a cost model in every split, and a predicted step.
+
+Splits never cut a program in two: rows of one structural hash are on one side. Errors are absolute
+errors relative to the measured time; a split also reports how many of its measured times lie in the
+predicted 90 % band, and the noise floor of its labels where both halves are known.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.core.hardware import Cluster, DeviceCard
+from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.cost.record import OpRecord
+from megajax.systems.cdmpp import choose
+from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.step import StepTime, assumed
+from megajax.training.config import Config
+
+BAND = 1.645  # standard deviations of a 90 % band
+PAPER = {"families": 14.03, "devices": 10.85}  # CDMPP abstract: cross-model, cross-device, percent
+FAMILY_FOLDS = 4
+TOP = 10
+
+
+class Model(Protocol):
+    """What is judged."""
+
+    def predict(  # noqa: D102
+        self, records: Sequence[OpRecord], card: DeviceCard
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class Assumed:
+    """The roofline with assumed efficiencies."""
+
+    def predict(
+        self, records: Sequence[OpRecord], card: DeviceCard
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (seconds, sigma) of each record."""
+        return assumed(records, card)
+
+    def adapt(self, dataset: Dataset) -> "Assumed":
+        """Returns the same: nothing is fitted."""
+        return self
+
+
+Fit = Callable[[Dataset], Any]
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Rows to fit on, to judge on, and to adapt to, as indices. part: what is held out."""
+
+    name: str
+    part: str
+    fit: np.ndarray
+    judge: np.ndarray
+    adapt: np.ndarray | None = None
+
+
+# ---- splits
+
+
+def unique_rows(dataset: Dataset) -> np.ndarray:
+    """Returns the first labelled row of each (structural hash, device)."""
+    seen: dict[tuple[str, str], int] = {}
+    for row, (record, device) in enumerate(zip(dataset.records, dataset.devices, strict=True)):
+        if not np.isnan(dataset.seconds[row]):
+            seen.setdefault((record.hash, device), row)
+    return np.array(list(seen.values()), int)
+
+
+def random_split(dataset: Dataset, rows: np.ndarray, seed: int) -> Split:
+    """A fifth of the programs' hashes is held out, on all devices."""
+    hashes = sorted({dataset.records[i].hash for i in rows})
+    held = set(np.random.default_rng(seed).permutation(hashes)[: max(len(hashes) // 5, 1)])
+    is_held = np.array([dataset.records[i].hash in held for i in rows], bool)
+    return Split("random", "a fifth", rows[~is_held], rows[is_held])
+
+
+def family_splits(
+    dataset: Dataset, rows: np.ndarray, families: np.ndarray, seed: int
+) -> Iterator[Split]:
+    """Holds out one group of families after the other; programs that both sides have are not
+    fitted on."""
+    names = np.random.default_rng(seed).permutation(sorted(set(families[rows].tolist())))
+    for held in np.array_split(names, min(FAMILY_FOLDS, len(names))):
+        is_held = np.isin(families[rows], held)
+        judged = {dataset.records[i].hash for i in rows[is_held]}
+        is_free = np.array([dataset.records[i].hash not in judged for i in rows], bool)
+        yield Split("families", ", ".join(held), rows[~is_held & is_free], rows[is_held])
+
+
+def device_splits(dataset: Dataset, rows: np.ndarray, shots: int, seed: int) -> Iterator[Split]:
+    """Holds out one device after the other, of which `shots` chosen rows may be seen."""
+    names = np.array([dataset.devices[i] for i in rows])
+    for name in sorted(set(names.tolist())):
+        fit, other = rows[names != name], rows[names == name]
+        if not len(fit):
+            continue
+        yield Split("devices", name, fit, other)
+        yield shown(dataset, Split("devices", name, fit, other), shots, seed)
+
+
+def shown(dataset: Dataset, split: Split, shots: int, seed: int) -> Split:
+    """Returns the split with chosen rows to adapt to, which are then not judged."""
+    count = min(shots, len(split.judge) - 1)
+    picked = np.zeros(len(split.judge), bool)
+    if count > 0:
+        picked[choose(dataset[split.judge], count, seed=seed)] = True
+    return dataclasses.replace(
+        split, name=f"{split.name}, {count} rows seen", judge=split.judge[~picked],
+        adapt=split.judge[picked],
+    )  # fmt: skip
+
+
+# ---- errors
+
+
+def evaluate(
+    dataset: Dataset,
+    splits: Sequence[Split],
+    methods: Mapping[str, Fit],
+    halves: np.ndarray | None = None,
+    tell: Callable[[str], None] = print,
+) -> list[Row]:
+    """Returns a row for each split and method, and for each kind of record in it.
+
+    halves: (rows, 2) seconds, where the labels' noise is known. A method is fitted once for equal
+    rows.
+    """
+    rows: list[Row] = []
+    for name, fit in methods.items():
+        fitted: dict[bytes, Any] = {}
+        for split in splits:
+            key = split.fit.tobytes()
+            if key not in fitted:
+                fitted = {key: fit(dataset[split.fit])}  # the newest only: a fit may be large
+            model = fitted[key]
+            if split.adapt is not None and len(split.adapt):
+                model = model.adapt(dataset[split.adapt])
+            found = judge(dataset, split, model, halves)
+            rows += [{"method": name, "split": split.name, "held_out": split.part, **row}
+                     for row in found]  # fmt: skip
+            tell(text(rows[-len(found)]))
+    return rows
+
+
+def judge(dataset: Dataset, split: Split, model: Model, halves: np.ndarray | None) -> list[Row]:
+    """Returns the errors on all rows of a split, then those of each kind."""
+    seconds = dataset.seconds[split.judge]
+    devices = np.array([dataset.devices[i] for i in split.judge])
+    predicted, sigma = np.zeros(len(seconds)), np.zeros(len(seconds))
+    for device in sorted(set(devices.tolist())):
+        here = devices == device
+        records = [dataset.records[i] for i in split.judge[here]]
+        predicted[here], sigma[here] = model.predict(records, dataset.cards[device])
+    kinds = np.array([dataset.records[i].kind for i in split.judge])
+    noise = None if halves is None else halves[split.judge]
+    everything = np.ones(len(seconds), bool)
+    out = [{"kind": "all", **errors(predicted, sigma, seconds, noise, everything)}]
+    for kind in sorted(set(kinds.tolist())):
+        out.append({"kind": kind, **errors(predicted, sigma, seconds, noise, kinds == kind)})
+    return out
+
+
+def errors(
+    predicted: np.ndarray,
+    sigma: np.ndarray,
+    seconds: np.ndarray,
+    halves: np.ndarray | None,
+    here: np.ndarray,
+) -> Row:
+    """Returns percent errors of some rows: mean, median, 90th percentile, of the sum of seconds;
+    the share in the 90 % band, and the labels' own disagreement."""
+    apart = np.abs(predicted - seconds)[here]
+    relative = 100 * apart / seconds[here]
+    found = {
+        "rows": int(here.sum()),
+        "mean": float(relative.mean()),
+        "median": float(np.median(relative)),
+        "p90": float(np.percentile(relative, 90)),
+        "weighted": float(100 * apart.sum() / seconds[here].sum()),
+        "in_band": float((apart <= BAND * sigma[here]).mean()),
+    }
+    if halves is not None:
+        noise = 100 * np.ptp(halves[here], 1) / halves[here].min(1)
+        found |= {"noise_mean": float(noise.mean()), "noise_median": float(np.median(noise))}
+    return found
+
+
+def text(row: Row) -> str:
+    """Returns a line for the terminal."""
+    line = (
+        f"{row['method']:14} {row['split']:26} {row['held_out'][:30]:30} {row['rows']:6} rows  "
+        f"error {row['mean']:.1f} % (mean), {row['median']:.1f} % (median); "
+        f"{100 * row['in_band']:.0f} % in the 90 % band"
+    )
+    if "noise_mean" in row:
+        line += f"; labels differ by {row['noise_mean']:.1f} %"
+    return line
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Returns a table of all splits and methods, all kinds together."""
+    lines = [
+        "| split | held out | method | rows | mean % | median % | p90 % | of the sum % | in band % "
+        "| noise % | paper % |",
+        "|" + "---|" * 11,
+    ]
+    for row in rows:
+        if row["kind"] != "all":
+            continue
+        noise = f"{row['noise_mean']:.1f}" if "noise_mean" in row else "-"
+        paper = PAPER.get(row["split"].split(",")[0], "-")
+        lines.append(
+            f"| {row['split']} | {row['held_out']} | {row['method']} | {row['rows']} | "
+            f"{row['mean']:.1f} | {row['median']:.1f} | {row['p90']:.1f} | {row['weighted']:.1f} | "
+            f"{100 * row['in_band']:.0f} | {noise} | {paper} |"
+        )
+    return "\n".join(lines)
+
+
+# ---- a step
+
+
+def step_facts(step: StepTime, cfg: Config, cluster: Cluster) -> dict[str, Any]:
+    """Returns the figures of a predicted step, and its dearest operations."""
+    load = cfg.model.workload(cfg.train.global_batch, cfg.train.seq_len, cfg.train.dtype)
+    tokens_per_s = load.tokens / step.seconds
+    peak = cluster.card.flops[cfg.train.dtype]
+    flops = {c: train_flops_per_token(load, c) for c in ("megatron", "causal")}
+    same: dict[str, list[float]] = {}
+    first: dict[str, OpRecord] = {}
+    for record, seconds, _ in step.rows:
+        first.setdefault(record.hash, record)
+        total = same.setdefault(record.hash, [0.0, 0.0])
+        total[0] += seconds
+        total[1] += record.executions
+    dearest = sorted(same, key=lambda key: -same[key][0])[:TOP]
+    return {
+        "step_s": step.seconds,
+        "low_s": max(step.seconds - BAND * step.sigma, 0.0),
+        "high_s": step.seconds + BAND * step.sigma,
+        "compute_s": step.compute_s,
+        "communication_s": step.communication_s,
+        "exposed_s": step.exposed_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu_megatron": mfu(tokens_per_s, flops["megatron"], cluster.devices, peak),
+        "mfu_causal": mfu(tokens_per_s, flops["causal"], cluster.devices, peak),
+        "dearest": [
+            {
+                "name": first[key].name,
+                "kind": first[key].kind,
+                "executions": same[key][1],
+                "seconds": same[key][0],
+                "share": same[key][0] / step.seconds if step.seconds else 0.0,
+            }
+            for key in dearest
+        ],
+    }
+
+
+def step_markdown(facts: Mapping[str, Any], cluster: Cluster, source: str) -> str:
+    """Returns the predicted step as text. source: of the times."""
+    lines = [
+        f"# A step on {cluster.name}",
+        "",
+        f"- step: {_time(facts['step_s'])} (90 % band {_time(facts['low_s'])} to "
+        f"{_time(facts['high_s'])})",
+        f"- compute: {_time(facts['compute_s'])}; communication "
+        f"{_time(facts['communication_s'])}, of which {_time(facts['exposed_s'])} is exposed",
+        f"- {facts['tokens_per_s']:,.0f} tokens/s, MFU {100 * facts['mfu_megatron']:.1f} % "
+        f"(Megatron's convention), {100 * facts['mfu_causal']:.1f} % (causal)",
+        "",
+        "| operation | kind | executions | time | of the step |",
+        "|---|---|---|---|---|",
+    ]
+    for row in facts["dearest"]:
+        lines.append(
+            f"| {row['name']} | {row['kind']} | {row['executions']:g} | {_time(row['seconds'])} | "
+            f"{100 * row['share']:.1f} % |"
+        )
+    return "\n".join([*lines, "", f"*Predicted, not measured: {source}. Attention is XLA's.*"])
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"

@@ -1,0 +1,84 @@
+"""scripts/profile_programs.py and experiments/cdmpp.py as commands, from programs to a plan."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megajax.systems.cdmpp.labels import Labels
+from tests.experiments.test_pretrain import ROOT, environment
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+FAMILIES = "product,norm,elementwise,mlp"
+
+
+def call(script, *words, code=0):
+    command = [sys.executable, str(ROOT / script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == code, done.stderr[-2000:]
+    return done.stdout if code == 0 else done.stderr
+
+
+def profile(folder, *words):
+    return call(
+        "scripts/profile_programs.py", f"--out={folder}", f"--families={FAMILIES}", "--batch=4",
+        *words,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    profile(folder, "--programs=4", "--threads=1")
+    first = Labels.load(folder / "labels.npz")
+    profile(folder, "--programs=16", "--threads=1")
+    return folder, first
+
+
+def test_a_profile_goes_on_where_it_was(measured):
+    folder, first = measured
+    whole = Labels.load(folder / "labels.npz")
+    assert len(whole.dataset) > len(first.dataset) > 0
+    np.testing.assert_array_equal(whole.halves[: len(first.halves)], first.halves)
+    assert sorted(set(whole.programs.tolist())) == list(range(16))
+    assert set(whole.families) == set(FAMILIES.split(","))
+    assert whole.dataset.facts["noise_mean"] == pytest.approx(whole.disagreement.mean())
+    (card,) = whole.dataset.cards.values()
+    assert card.sms == 1
+    floors = [record.floor_s(card) for record in whole.dataset.records]
+    assert np.all(np.array(floors) <= whole.dataset.seconds * (1 + 1e-9))
+    said = call(
+        "scripts/profile_programs.py", f"--out={folder}", "--families=norm", "--threads=1", code=2
+    )
+    assert "--out" in said
+
+
+def test_what_is_measured_is_learnt_and_plans(measured, tmp_path):
+    data = f"--data={measured[0] / 'labels.npz'}"
+    call("experiments/cdmpp.py", "train", data, "--fit_steps=20", f"--out={tmp_path}")
+    call(
+        "experiments/cdmpp.py", "evaluate", data, "--fit_steps=20", "--splits=random,families",
+        f"--out={tmp_path}",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+    assert {row["method"] for row in rows} >= {"ours", "roofline"}
+    assert all(row["rows"] > 0 and np.isfinite(row["mean"]) for row in rows)
+    fitted = tmp_path / "predictor.npz"
+    said = call(
+        "experiments/cdmpp.py", "calibrate", "--budget=2", f"--predictor={fitted}",
+        f"--out={tmp_path / 'here'}",
+    )  # fmt: skip
+    assert "adapted" in said and (tmp_path / "here" / "predictor.npz").exists()
+    plans = [
+        call("experiments/plan.py", "--workload=prefill", *words)
+        for words in ((), ("--cost=learned", f"--cost_file={fitted}"))
+    ]
+    assert plans[0] != plans[1]
+
+
+def test_wrong_flags_are_named():
+    assert "--data" in call("experiments/cdmpp.py", "train", code=2)
+    assert "Did you mean train?" in call("experiments/cdmpp.py", "trian", code=2)
+    assert "--families" in call("scripts/profile_programs.py", "--families=nrom", code=2)
