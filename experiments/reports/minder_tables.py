@@ -123,7 +123,6 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every
     }
-    found["minder_after"] = functools.partial(overall, folder / "minder_after.json")
     found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
     return found
 
