@@ -1,6 +1,6 @@
 """Times what real programs launch on this machine: training data of a learned cost model.
 
-    uv run scripts/profile_programs.py --out=runs/profile --budget=600
+    uv run scripts/profile_programs.py --out=runs/profile_programs --budget=600
     uv run scripts/profile_programs.py --threads=1,2      # a CPU as two devices, a process each
     uv run scripts/profile_programs.py --families=decoder,mlp --programs=40
 
@@ -48,7 +48,7 @@ class Config(Checked):
     scale: float = option(1.0, "of the programs' sizes; a GPU takes 16 and more", above=0)
     seed: int = option(0, "of the shapes", at_least=0)
     worker: bool = option(False, "times one device in this process; the script starts it so")
-    out: str = results.out_option("profile")
+    out: str = results.out_option("profile_programs")
 
 
 PRESETS = {"default": Config}
