@@ -2,7 +2,7 @@
 
     uv run experiments/cdmpp.py train --data=FOLDER --out=runs/cdmpp     # NeuSight's CSV files
     uv run experiments/cdmpp.py train --data=runs/profile_programs/labels.npz
-    uv run experiments/cdmpp.py evaluate --data=runs/profile_programs/labels.npz  # every split, and rivals
+    uv run experiments/cdmpp.py evaluate --data=runs/profile_programs/labels.npz  # all splits
     uv run --extra aot experiments/cdmpp.py predict --preset=llama3_8b --cluster=h100:2x8 \\
         --mesh.tensor=8 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
