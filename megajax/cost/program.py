@@ -19,6 +19,7 @@ there (pallas_kernels/aot.py). What counts, and how:
 Not here: times (systems/cdmpp), the mesh axes of a collective (cost/hlo.py).
 """
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -256,8 +257,6 @@ def _reduces_minor(found: body.Region, one: Instruction) -> bool:
 
 def _plain_copy(one: Instruction) -> Instruction:
     """Returns the start of an asynchronous copy as the copy that it is."""
-    import dataclasses
-
     shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
     return dataclasses.replace(one, opcode="copy", shape=shape[1] if shape else one.shape)
 

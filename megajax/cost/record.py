@@ -93,16 +93,20 @@ class OpRecord:
         return float(self.features[FEATURES.index(feature)])
 
     def floor_s(self, card: DeviceCard) -> float:
-        """Returns seconds below which no execution can stay on this device.
+        """Returns seconds below which no execution can stay on this device."""
+        return max(self.flops / peak(card, self.dtype), self.nbytes / card.memory_bytes_per_s)
 
-        A data type that the card has no peak of runs at most at the peak of float32 if it is as
-        wide (float64, integers), else at the card's largest.
-        """
-        wide = SIZES.get(self.dtype, 4) >= 4
-        peak = card.flops.get(self.dtype) or (
-            card.flops["float32"] if wide and "float32" in card.flops else max(card.flops.values())
-        )
-        return max(self.flops / peak, self.nbytes / card.memory_bytes_per_s)
+
+def peak(card: DeviceCard, dtype: str) -> float:
+    """Returns the FLOP/s that bound arithmetic in a data type.
+
+    One that the card has no peak of runs at most at the peak of float32 if it is as wide (float64,
+    integers), else at the card's largest.
+    """
+    wide = SIZES.get(dtype, 4) >= 4
+    return card.flops.get(dtype) or (
+        card.flops["float32"] if wide and "float32" in card.flops else max(card.flops.values())
+    )
 
 
 Node = Mapping[str, Any] | Sequence[Any]  # a leaf's values by name, or the children of a region

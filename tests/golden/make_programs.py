@@ -12,7 +12,6 @@ import os
 import pathlib
 import re
 
-os.environ["JAX_PLATFORMS"] = "cpu"
 HERE = pathlib.Path(__file__).parent
 
 
@@ -22,6 +21,7 @@ def stripped(line: str) -> str:
 
 
 def main() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
     from megajax.cost.program import records
     from tests.program_cases import golden_cpu, golden_h100, summary
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import KINDS, LEAF, LEAF_FEATURES, OPCODES, SIZES, OpRecord
+from megajax.cost.record import KINDS, LEAF, LEAF_FEATURES, OPCODES, SIZES, OpRecord, peak
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
 TIMES = 9  # general times
@@ -188,14 +188,6 @@ def check_card(name: str, card: DeviceCard) -> None:
     for field, value in needed.items():
         if not value > 0 or not np.isfinite(value):
             raise UserError(f"the card of {name} has {field}={value}; a prediction needs it")
-
-
-def peak(card: DeviceCard, dtype: str) -> float:
-    """Returns the FLOP/s that bound a data type, as `OpRecord.floor_s` takes them."""
-    wide = SIZES.get(dtype, 4) >= 4
-    return card.flops.get(dtype) or (
-        card.flops["float32"] if wide and "float32" in card.flops else max(card.flops.values())
-    )
 
 
 def times(rows: Programs, card: DeviceCard) -> Times:

@@ -103,14 +103,13 @@ class Predictor:
         devices = {
             name: dataclasses.replace(own, traits=traits_EYZ[:, i]) for i, name in enumerate(names)
         }
-        known = Predictor(
+        return cls(
             graph, states, scale, Ranges.of(data, rows), devices,
             {name: data.cards[name] for name in names},
             fold or calibration.of_training(graph, states, labelled, traits_EYZ),
             names,
             {**data.facts, "rows": len(data), "seed": seed},
         )  # fmt: skip
-        return cls(**{f.name: getattr(known, f.name) for f in dataclasses.fields(known)})
 
     def predict(
         self, records: Sequence[OpRecord], card: DeviceCard

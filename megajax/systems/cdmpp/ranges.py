@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import FEATURES, OPCODES, OpRecord
+from megajax.cost.record import FEATURES, OPCODES, OpRecord, peak
 from megajax.systems.cdmpp.dataset import Dataset
-from megajax.systems.cdmpp.physics import Programs, peak
+from megajax.systems.cdmpp.physics import Programs
 
 MARGIN = 4.0  # times beyond the training's range that are still near
 _SIZES = (
