@@ -104,7 +104,8 @@ class Feed:
                 f"no machine of the metrics server ({', '.join(samples.machines[:3])}) has the "
                 f"name of a host of this job ({', '.join(self.machines[:3])})"
             )
-        self._served |= {samples.metrics[c] for c in np.unique(samples.metric_N)}
+        if hosts or not self.machines:  # else it says nothing of the job's hosts
+            self._served |= {samples.metrics[c] for c in np.unique(samples.metric_N)}
         return samples
 
 
