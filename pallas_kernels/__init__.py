@@ -18,6 +18,8 @@ from pallas_kernels.packing.api import PackInfo as PackInfo
 from pallas_kernels.packing.api import bucket as bucket
 from pallas_kernels.packing.api import pack as pack
 from pallas_kernels.packing.api import unpack as unpack
+from pallas_kernels.quant_gemm.api import pack_weight as pack_weight
+from pallas_kernels.quant_gemm.api import quant_matmul as quant_matmul
 from pallas_kernels.quantize.api import dequantize_add as dequantize_add
 from pallas_kernels.quantize.api import hadamard_quantize as hadamard_quantize
 from pallas_kernels.quantize.api import reduce_hadamard as reduce_hadamard

@@ -366,6 +366,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("api.py", "packed_attention"),
     ("api.py", "norm_unpack"),
     ("api.py", "fused_gemm"),
+    ("api.py", "quant_matmul"),
     ("tensor.py", "attend"),
     ("local.py", "attend"),
     ("expert.py", "expert"),

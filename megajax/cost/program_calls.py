@@ -31,7 +31,8 @@ KERNEL = re.compile(
 KERNELS = {
     "attention_combine": "reduction", "attention": "attention", "gemm": "product",
     "grouped": "product", "tile_sparse": "product", "norm": "reduction", "reduce_": "reduction",
-    "all_gather": "collective", "send_rows": "collective", "quantize": "fusion",
+    "all_gather": "collective", "send_rows": "collective", "quant_matmul": "product",
+    "quantize": "fusion",
 }  # fmt: skip
 # Products of a pair of a query and a key and a head: forward 2; backward 5, of which one is made
 # again (FlashAttention-2, section 3.1).

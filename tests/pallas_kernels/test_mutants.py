@@ -15,9 +15,12 @@ from tests.pallas_kernels.gemm import test_gemm_mutants as gemm
 from tests.pallas_kernels.grouped import test_grouped_mutants as grouped
 from tests.pallas_kernels.hopper import test_engine_mutants as engine
 from tests.pallas_kernels.norm import test_norm_mutants as norm
+from tests.pallas_kernels.quant_gemm import test_quant_gemm_mutants as quant_gemm
 from tests.pallas_kernels.quantize import test_quantize_mutants as quantize
 
-TESTS = [attention, collective, engine, expert, gemm, grouped, norm, paged, quantize]
+TESTS = [
+    attention, collective, engine, expert, gemm, grouped, norm, paged, quant_gemm, quantize,
+]  # fmt: skip
 # What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers:
 # test_communication_mutants.py.
 UNREACHED = {

@@ -1,0 +1,1 @@
+"""A matrix product of floating activations and weights of a few bits."""

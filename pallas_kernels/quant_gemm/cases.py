@@ -1,0 +1,66 @@
+"""Named shapes of products with quantized weights: what tests, reports and benchmarks share.
+
+FLOPs of the product only; bytes count x, the packed codes, scales, zeros, bias and y once.
+
+Legend: M rows (tokens), K contracted, N columns.
+"""
+
+import dataclasses
+
+from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.hopper.activations import Activation
+from pallas_kernels.quant_gemm.reference import Spec
+from pallas_kernels.quantize.reference import code_bytes, groups_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product: bf16 activations and results, codes of `bits`, float32 scales of groups."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    bits: int
+    group: int = 128
+    zeros: bool = False
+    activation: Activation | None = None
+    bias: bool = False
+
+    @property
+    def spec(self) -> Spec:
+        """What is static of it."""
+        return Spec(self.bits, self.group, not self.zeros, self.activation)
+
+    def flops(self, backward: bool = False) -> float:
+        """Of the product. backward: 0, for the gradients are those of plain JAX."""
+        return 0.0 if backward else 2.0 * self.M * self.N * self.K
+
+    def bytes(self, backward: bool = False) -> float:
+        """What is read and written, once. backward: 0."""
+        if backward:
+            return 0.0
+        numbers = 4 * groups_of(self.K, self.group) * self.N * (1 + self.zeros)
+        weight = code_bytes(self.K, self.bits) * self.N + numbers
+        return weight + 2 * (self.M * self.K + self.M * self.N) + 4 * self.N * self.bias
+
+    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
+        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
+
+
+# Llama 3 8B: width 4096, hidden width 14336, queries, keys and values 6144 together.
+CASES = (
+    Case("decode 1 gate int4", 1, 14336, 4096, 4),
+    Case("decode 16 gate int4", 16, 14336, 4096, 4),
+    Case("decode 64 gate int4", 64, 14336, 4096, 4),
+    Case("decode 16 qkv int4", 16, 6144, 4096, 4),
+    Case("decode 16 down int4", 16, 4096, 14336, 4),
+    Case("decode 16 down int4 zeros", 16, 4096, 14336, 4, zeros=True),
+    Case("decode 16 gate int8", 16, 14336, 4096, 8),
+    Case("decode 16 gate 3 bits", 16, 14336, 4096, 3),
+    Case("prefill 256 gate int4", 256, 14336, 4096, 4),
+    Case("prefill 2048 gate int4 silu", 2048, 14336, 4096, 4, activation="silu"),
+    Case("prefill 8192 down int4", 8192, 4096, 14336, 4),
+    Case("prefill 8192 gate int8", 8192, 14336, 4096, 8),
+)

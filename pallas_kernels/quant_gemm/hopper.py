@@ -1,0 +1,354 @@
+"""The product of activations and packed codes for Hopper: dequantized in registers.
+
+On the engine of pallas_kernels/hopper, with the two sides changed: the kernel computes y^T = w^T
+x^T, so that a weight's columns are the 64 rows of wgmma and tokens its columns, of which there may
+be 8 (decoding wastes no rows), and the weight is the left operand, which may lie in registers:
+
+    producer      TMA: packed bytes, scales, zeros of a step, x -> ready[s]
+    each compute  wait ready[s] | 64 of K: words -> codes -> w^T in registers (registers.py) | wgmma
+                  | the next 64, while the tensor core multiplies | arrive free[s]
+    epilogue      sums | bias, activation | shared memory | TMA to y (tokens, columns)
+
+A tile's block_m is columns of the weight here, 128 of each warpgroup, and its block_n tokens. Where
+a tile reaches over an edge TMA reads zeros: the zero byte is a finite code, and x is zero there.
+
+Where tiles are fewer than SMs, K is cut into splits as in pallas_kernels/gemm/hopper.py: pages of
+float32 that XLA adds up in the order of the splits, with the epilogue in the same fusion.
+
+Legend: M tokens, N columns, K contracted, G groups of K, P rows of packed bytes.
+"""
+
+import dataclasses
+import functools
+from typing import Any, override
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import work
+from pallas_kernels.hopper import engine, tiles
+from pallas_kernels.hopper.activations import activate_tile
+from pallas_kernels.hopper.cards import SMS
+from pallas_kernels.hopper.epilogue import Staging
+from pallas_kernels.hopper.memory import PIECE, pad, span, up, varying_as
+from pallas_kernels.hopper.tiles import Tile
+from pallas_kernels.quant_gemm import reference, registers
+from pallas_kernels.quant_gemm.reference import Spec
+from pallas_kernels.quant_gemm.registers import COLUMNS, DEPTH, WORDS
+
+OP = "quant_matmul"
+TOKENS = (8, 16, 32, 64, 128)  # of a tile
+STAGED = 64  # tokens of a piece of y on its way out
+SHORTEST = 32  # of a group along K
+GRAIN = 16  # columns of a row whose bytes TMA takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(engine.Product):
+    """The engine's roles; a step's products are over before its buffer is handed back."""
+
+    @override
+    def _product(self, where, live, multiply, *accumulators):
+        ring, first, steps = where
+        assert live is None
+
+        @pl.loop(first, first + steps)
+        def _(i):
+            buffer = self._buffer(ring, i)
+            plgpu.barrier_wait(self.ready.at[buffer])
+            multiply(i - first, buffer, *accumulators)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.free.at[buffer])
+
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+
+def misfits(dtype: Any, M: int, N: int, K: int, spec: Spec) -> list[str]:
+    """Returns why the kernel cannot take a product, empty when it can."""
+    found = []
+    if jnp.dtype(dtype).name == "float32":
+        found.append("needs bfloat16 or float16, found float32")
+    if not M * K * N:
+        found.append(f"needs something to compute, found M={M}, N={N}, K={K}")
+    if spec.group < K and spec.group != SHORTEST and spec.group % DEPTH:
+        found.append(f"needs groups of {SHORTEST} or a multiple of {DEPTH}, found {spec.group}")
+    return found
+
+
+def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> Tile:
+    """The tile where nothing was measured: all tokens of a decoding step, splits that fill SMs."""
+    tokens = next((t for t in TOKENS if t >= M), TOKENS[-1])
+    warpgroups = 2 if N > COLUMNS else 1
+    depth = 2 * DEPTH if _deep(spec, K) and tokens <= 64 else DEPTH
+    tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
+    count, steps = tile_count(tile, M, N), max(pl.cdiv(K, depth), 1)
+    splits = min(max(SMS // max(count, 1), 1), steps)
+    splits = pl.cdiv(steps, pl.cdiv(steps, splits))
+    return fitted(dataclasses.replace(tile, splits=splits), spec, dtype)
+
+
+def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> list[Tile]:
+    """What the tuner chooses from: the heuristic's first."""
+    first = heuristic(M, N, K, spec, dtype)
+    found = [first]
+    for tokens in TOKENS:
+        if tokens > 2 * first.block_n or 4 * tokens < first.block_n:
+            continue
+        for warpgroups in (1, 2):
+            for depth in (DEPTH, 2 * DEPTH) if _deep(spec, K) else (DEPTH,):
+                tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
+                room = SMS // max(tile_count(tile, M, N), 1)
+                steps = max(pl.cdiv(K, depth), 1)
+                some = {pl.cdiv(steps, pl.cdiv(steps, n)) for n in (1, room // 2, room) if n}
+                found += [dataclasses.replace(tile, splits=n) for n in sorted(some)]
+    return [tile for tile in (fitted(tile, spec, dtype) for tile in found) if tile.stages > 2]
+
+
+def _deep(spec: Spec, K: int) -> bool:
+    """Whether a step of 128 of K begins with a group, or lies in one."""
+    return spec.group >= K or spec.group in (SHORTEST, DEPTH) or spec.group % (2 * DEPTH) == 0
+
+
+def tile_count(tile: Tile, M: int, N: int) -> int:
+    """Of one split."""
+    return pl.cdiv(M, tile.block_n) * pl.cdiv(N, tile.block_m)
+
+
+def fitted(tile: Tile, spec: Spec, dtype: Any = jnp.bfloat16) -> Tile:
+    """The same tile with no more stages than fit."""
+    return tiles.fitted(tile, lambda tile: buffers(tile, spec, dtype))
+
+
+def scale_rows(tile: Tile, spec: Spec) -> int:
+    """Of groups, that a step needs."""
+    return max(tile.block_k // spec.group, 1)
+
+
+def buffers(tile: Tile, spec: Spec, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shared memory, as (shape, type)."""
+    rows = registers.rows_of(tile.block_k, spec.bits)
+    columns = (tile.buffers, scale_rows(tile, spec), tile.block_m)
+    height = min(tile.block_n, STAGED)
+    slots = min(2, tile.block_n // height)
+    out_dtype = jnp.dtype(jnp.float32 if tile.splits > 1 else dtype)
+    found: dict[str, tuple[tuple[int, ...], Any]] = {
+        "x_smem": ((tile.buffers, tile.block_n, tile.block_k), dtype),
+        "words_smem": ((tile.buffers, tile.warpgroups, rows, WORDS), jnp.int32),
+        "scales_smem": (columns, jnp.float32),
+        "y_smem": ((tile.warpgroups, slots, height, COLUMNS), out_dtype),
+    }
+    if not spec.signed:
+        found["zeros_smem"] = columns, jnp.float32
+    return found
+
+
+def check(tile: Tile, spec: Spec) -> None:
+    """Raises: ValueError for a tile that breaks a rule of wgmma, of registers or of groups."""
+    tiles.check_multiple(OP, "block_m", tile.block_m, COLUMNS * tile.warpgroups)
+    tiles.check_multiple(OP, "block_n", tile.block_n, PIECE, 256)
+    tiles.check_multiple(OP, "block_k", tile.block_k, DEPTH, 256)
+    tiles.check_registers(OP, tile.warpgroups, (tile.rows, tile.block_n), (COLUMNS, DEPTH // 2))
+    if tile.rows != COLUMNS or tile.stages < 2 or tile.cluster > 1 or tile.pingpong:
+        raise ValueError(
+            f"{OP}: {tile} needs {COLUMNS} columns (block_m) of each warpgroup, at least 2 stages, "
+            "no cluster and no ping-pong"
+        )
+    small, large = sorted((spec.group, tile.block_k))
+    if large % small:
+        raise ValueError(
+            f"{OP}: block_k={tile.block_k} must be a multiple of the group, {spec.group}, or "
+            "divide it"
+        )
+
+
+def multiply(
+    x_MK: jax.Array,
+    packed_PN: jax.Array,
+    scales_GN: jax.Array,
+    zeros_GN: jax.Array | None,
+    bias_N: jax.Array | None,
+    *,
+    spec: Spec,
+    tile: Tile,
+    interpret: bool = False,
+    blocks: int = SMS,
+) -> jax.Array:
+    """As reference.forward, for bf16 and f16 and two dimensions. blocks: thread blocks."""
+    K = x_MK.shape[1]
+    if spec.group >= K:  # one group, that no step leaves
+        spec = dataclasses.replace(spec, group=up(K, tile.block_k))
+    check(tile, spec)
+    given = {"x": x_MK, "packed": packed_PN, "scales": scales_GN, "zeros": zeros_GN}
+    static = {"tile": tile, "interpret": interpret, "blocks": blocks}
+    if tile.splits == 1:
+        return _launch(given | {"bias": bias_N}, spec=spec, **static)
+    plain = dataclasses.replace(spec, activation=None)
+    sums_SMN = _launch(given, spec=plain, **static)
+    z_MN = functools.reduce(jnp.add, list(sums_SMN))
+    return reference.finish(z_MN, bias_N, spec).astype(x_MK.dtype)
+
+
+def forward(
+    x_xK: jax.Array,
+    packed_PN: jax.Array,
+    scales_GN: jax.Array,
+    zeros_GN: jax.Array | None,
+    bias_N: jax.Array | None,
+    *,
+    spec: Spec,
+    tile: Tile,
+    interpret: bool = False,
+    blocks: int = SMS,
+) -> jax.Array:
+    """As reference.forward, for bf16 and f16. blocks: thread blocks, one an SM."""
+    y_MN = multiply(
+        x_xK.reshape(-1, x_xK.shape[-1]), packed_PN, scales_GN, zeros_GN, bias_N,
+        spec=spec, tile=tile, interpret=interpret, blocks=blocks,
+    )  # fmt: skip
+    return y_MN.reshape(*x_xK.shape[:-1], -1)
+
+
+def _launch(given, *, spec, tile, interpret, blocks):
+    """Returns y (M, N), or (splits, M, N) float32 where there are some."""
+    (M, K), (P, N) = given["x"].shape, given["packed"].shape
+    dtype = given["x"].dtype
+    grid = (pl.cdiv(M, tile.block_n), pl.cdiv(N, tile.block_m))
+    whole_N = max(tile.block_m, up(N, GRAIN))
+    groups = max(scale_rows(tile, spec), given["scales"].shape[0])
+    sizes = {
+        "x": (max(tile.block_n, up(M, PIECE)), max(tile.block_k, up(K, DEPTH))),
+        "packed": (max(registers.rows_of(tile.block_k, spec.bits), P), whole_N),
+        "scales": (groups, whole_N),
+        "zeros": (groups, whole_N),
+        "bias": (grid[1] * tile.block_m,),  # read by threads, past the edge as well
+    }
+    inputs = {name: pad(x, sizes[name]) for name, x in given.items() if x is not None}
+    for name in {"scales", "zeros", "bias"} & {*inputs}:
+        inputs[name] = inputs[name].astype(jnp.float32)
+    inputs["x"] = registers.ordered(inputs["x"], spec.bits)
+    words = inputs["packed"].reshape(-1, whole_N // 4, 4)
+    inputs["packed"] = lax.bitcast_convert_type(words, jnp.int32)
+    shared = buffers(tile, spec, dtype)
+    out_dtype = shared["y_smem"][1]
+    tiles.check_shared(OP, shared)
+    scratch = engine.scratch(shared, staged=lambda shape, dtype: plgpu.SMEM(shape, dtype))
+    scratch["x_smem"] = engine.swizzled(*shared["x_smem"])
+    copies = 1 + tile.warpgroups + 1 + (not spec.signed)
+    scratch |= engine.barriers(tile, copies)
+    if interpret:
+        shape = (tile.warpgroups, COLUMNS, DEPTH)
+        scratch["w_smem"] = engine.swizzled(shape, dtype)
+    clusters = min(blocks, grid[0] * grid[1] * tile.splits)
+    shape = *((tile.splits,) if tile.splits > 1 else ()), max(M, shared["y_smem"][0][2]), whole_N
+    found = engine.launch(
+        functools.partial(
+            _body, spec=spec, tile=tile, grid=grid, clusters=clusters, interpret=interpret
+        ),
+        inputs,
+        {"y": jax.ShapeDtypeStruct(shape, out_dtype)},
+        scratch,
+        work=work.product(OP, M, N, K),
+        tile=tile,
+        clusters=clusters,
+        interpret=interpret,
+    )
+    return varying_as(given["x"], found["y"][..., :M, :N])
+
+
+def _body(
+    gmem, *, spec, tile, grid, clusters, interpret,
+    x_smem, words_smem, scales_smem, y_smem, ready, free, **more,
+):  # fmt: skip
+    # The last split's last steps may lie beyond K: TMA brings zeros.
+    steps = pl.cdiv(pl.cdiv(gmem["x"].shape[1], tile.block_k), tile.splits)
+    count = grid[0] * grid[1]
+    product = Product(tile, ready, free, steps, lax.axis_index("block"), clusters)
+    staging = Staging((y_smem,), product.warpgroup)
+    pieces = staging.pieces((tile.block_n, COLUMNS))
+    height = y_smem.shape[2]
+    rows = registers.rows_of(tile.block_k, spec.bits)
+    # Of a group that is longer than a step there is one row.
+    part = min(spec.group, DEPTH)
+    numbers = {"scales": scales_smem} | ({} if spec.signed else {"zeros": more["zeros_smem"]})
+
+    def split(i):
+        return lax.div(i, jnp.int32(count)) if tile.splits > 1 else None
+
+    def corner(i):
+        i = lax.rem(i, jnp.int32(count)) if tile.splits > 1 else i
+        m, n = plgpu.planar_snake(i, grid, 0, tile.snake)
+        return pl.multiple_of(m * tile.block_n, PIECE), pl.multiple_of(n * tile.block_m, COLUMNS)
+
+    def load(place, s, buffer, barrier):
+        page, (m, n) = place
+        s = s if page is None else page * steps + s
+        source = gmem["x"].at[pl.ds(m, tile.block_n), span(s, tile.block_k)]
+        plgpu.copy_gmem_to_smem(source, x_smem.at[buffer], barrier)
+        for w in range(tile.warpgroups):
+            word = pl.multiple_of(lax.div(n, jnp.int32(4)) + w * WORDS, WORDS)
+            source = gmem["packed"].at[span(s, rows), pl.ds(word, WORDS)]
+            plgpu.copy_gmem_to_smem(source, words_smem.at[buffer, w], barrier)
+        first = lax.div(s * tile.block_k, jnp.int32(spec.group))
+        for name, smem in numbers.items():
+            source = gmem[name].at[pl.ds(first, smem.shape[1]), pl.ds(n, tile.block_m)]
+            plgpu.copy_gmem_to_smem(source, smem.at[buffer], barrier)
+
+    def weight(buffer, chunk):
+        """w^T of 64 of K: (128, 64) in registers."""
+        found = []
+        for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, part):
+            first, size = (registers.rows_of(k, spec.bits) for k in (start, part))
+            words = words_smem.at[buffer, product.warpgroup, pl.ds(first, size)]
+            row = min(start // spec.group, scales_smem.shape[1] - 1)
+
+            def column(name, j, row=row):
+                if name not in numbers:
+                    return None
+                own = pl.ds(pl.multiple_of(product.warpgroup * COLUMNS, COLUMNS), COLUMNS)
+                return registers.load_columns(numbers[name].at[buffer, row, own], j, interpret)
+
+            codes = registers.numbers(
+                registers.load(words, spec.bits, interpret), spec.bits, spec.signed
+            )
+            found.append(registers.dequantize(codes, column))
+        return registers.operand(found, spec.bits, gmem["x"].dtype, interpret)
+
+    def multiply(_, s, buffer, acc):
+        for chunk in range(tile.block_k // DEPTH):
+            left = weight(buffer, chunk)
+            right = x_smem.at[buffer, :, pl.ds(chunk * DEPTH, DEPTH)].T
+            if interpret:  # which knows no operands in registers
+                own = more["w_smem"].at[product.warpgroup]
+                plgpu.wgmma_wait(0)
+                own[...] = left
+                plgpu.commit_smem()
+                left = own
+            plgpu.wgmma(acc, left, right)
+
+    def finish(i, sums):
+        page, (m, n) = split(i), corner(i)
+        n += product.warpgroup * COLUMNS
+        y_TC = registers.sums(sums, interpret)
+        if "bias" in gmem:
+            bias = plgpu.load(
+                gmem["bias"].at[pl.ds(n, COLUMNS)], layout=registers.SUMS.reduce(0), optimized=False
+            )
+            y_TC += registers.by_column(bias, y_TC.shape)
+        target = gmem["y"] if page is None else gmem["y"].at[page]
+        for p, (token, _, down, right) in enumerate(pieces):
+            y = activate_tile(spec.activation, y_TC[down, right])
+
+            def copy(staged, token=token):
+                here = pl.ds(m + token, height), pl.ds(n, COLUMNS)
+                plgpu.copy_smem_to_gmem(staged, target.at[here], commit_group=True)
+
+            staging.put(p, (y,), copy)
+
+    total = count * tile.splits
+    product.specialise(
+        lambda: product.compute(total, multiply, finish, sums=[(tile.rows, tile.block_n)]),
+        lambda: product.produce(total, lambda i: (split(i), corner(i)), load),
+    )

@@ -1,0 +1,242 @@
+"""Packed codes as operands of the tensor cores: layouts of registers, and the arithmetic in them.
+
+A warpgroup has 128 columns of the weight. They come as 32-bit words of four columns' bytes: word c
+of a row has columns 4c .. 4c + 3. The product is y^T = w^T x^T. Columns of the weight are the rows
+of wgmma's left operand, which may lie in registers, and tokens are its columns. Along K a thread
+needs two neighbours of each 8, at places 2q and 2q + 1, q = lane mod 4:
+
+    wgmma row      16 w + l / 4 + 8 half + 64 t      of thread (warp w, lane l)
+    is column      4 (8 w + l / 4) + 2 t + half      byte j = 2t + half of word 8 w + l / 4
+
+so the bytes of a word go to one thread, each to a row of its own, and no value changes its thread.
+Of 8 and 4 bits a lane's two neighbours are whole bytes. Of 3 and 2 bits they are not: there a lane
+owns 8 (4) neighbours of each 32 (16) along K, in 3 bytes (1), and x is put in the same order
+(`ordered`), for a contraction has no order of its own.
+
+The sums of a thread are of the same four columns, for two tokens of each 8. In the layout `SUMS` of
+y (tokens, 128 columns) they are vectors of four neighbours: y needs no transposition.
+
+Legend: M tokens, K contracted; R rows of four lanes, C words of a row; T tokens of a tile.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import vector
+from jax.experimental.mosaic.gpu import fragmented_array as fragmented
+
+Values = Any  # a traced array in registers
+COLUMNS, WORDS = 128, 32  # of a warpgroup
+DEPTH = 64  # of K in a wgmma with an operand in registers: a swizzled row of the other one
+LANES, HALVES, TILES = 4, 2, 2  # lanes along K; rows 8 apart, and 64 apart, of a thread
+BLOCK = 8  # along K in which a thread has one pair
+# Of a code's bits: (pairs of neighbours that a lane owns, bytes that hold them).
+OWNED = {2: (2, 1), 3: (4, 3), 4: (1, 1), 8: (1, 2)}
+EXPONENT = 0x4B000000  # of float32 from 2^23 to 2^24, whose last bit is 1
+
+
+def _layout(tiles: Any, warp: int, lanes: tuple[int, int]) -> fragmented.TiledLayout:
+    return fragmented.TiledLayout(
+        fragmented.Tiling(tiles), (warp,), lanes, -1, _check_canonical=False
+    ).canonicalize()
+
+
+# (R, 32): lane q of four has the rows r with r mod 4 = q; eight lanes, and four warps, have words.
+LANED = _layout(((LANES, WORDS), (1, 8), (1,)), -4, (-2, -5))
+# (T, 128): of each 8 rows lane q of four has rows 2q and 2q + 1, and others have four columns each.
+SUMMED = _layout(((8, COLUMNS), (2, 32), (4,)), -4, (-2, -5))
+
+
+def _public(layout: fragmented.TiledLayout) -> Any:
+    return plgpu.Layout.TILED(
+        layout.tiling,
+        warp_dims=layout.warp_dims,
+        lane_dims=layout.lane_dims,
+        vector_dim=layout.vector_dim,
+    )
+
+
+CODES, SUMS = _public(LANED), _public(SUMMED)
+
+
+def ordered(x_MK: Values, bits: int) -> Values:
+    """Returns x with K in the order in which lanes own codes; K is a multiple of 32."""
+    pairs, _ = OWNED[bits]
+    if pairs == 1:
+        return x_MK
+    M, K = x_MK.shape
+    return x_MK.reshape(M, -1, LANES, pairs, 2).swapaxes(2, 3).reshape(M, K)
+
+
+def rows_of(depth: int, bits: int) -> int:
+    """Returns the rows of bytes of so many codes along K; a multiple of 32."""
+    return depth * bits // 8
+
+
+def load(words: Any, bits: int, interpret: bool) -> list[Values]:
+    """Returns the words that each lane owns: one (R, 32) for each byte.
+
+    words: shared memory, (rows of bytes, 32).
+    """
+    _, size = OWNED[bits]
+    shape = words.shape[0] // size, size, WORDS
+    if interpret:
+        found = words[...].reshape(shape)
+        return [found[:, r] for r in range(size)]
+    view = words.reshape(*shape)
+    return [plgpu.load(view.at[:, r], layout=CODES, optimized=False) for r in range(size)]
+
+
+def numbers(words: Sequence[Values], bits: int, signed: bool) -> list[list[Values]]:
+    """Returns float32 codes: of byte j of each word, the codes that its lane owns, in order."""
+    pairs, _ = OWNED[bits]
+    return [[_number(words, bits, signed, i, j) for i in range(2 * pairs)] for j in range(4)]
+
+
+def _number(words: Sequence[Values], bits: int, signed: bool, i: int, j: int) -> Values:
+    """Code i of byte j: its bits below those of 2^23, the sign bit flipped; both taken off."""
+    row, place = divmod(bits * i, 8)
+    sign = 2 ** (bits - 1) if signed else 0
+    over = place + bits - 8  # bits in the next byte
+    field = _shifted(words[row], 8 * j + place) & np.int32(2 ** min(bits, 8 - place) - 1)
+    if over > 0:
+        more = _shifted(words[row + 1], 8 * j) & np.int32(2**over - 1)
+        field = field | lax.shift_left(more, jnp.full_like(more, bits - over))
+    whole = lax.bitcast_convert_type(field ^ np.int32(EXPONENT | sign), jnp.float32)
+    return whole - np.float32(2**23 + sign)
+
+
+def _shifted(word: Values, places: int) -> Values:
+    return lax.shift_right_logical(word, jnp.full_like(word, places)) if places else word
+
+
+def by_column(vector_C: Values, shape: tuple[int, ...]) -> Values:
+    """Returns a number of each word, the same in all rows."""
+    return lax.broadcast_in_dim(vector_C, shape, [1])
+
+
+def load_columns(numbers: Any, j: int, interpret: bool) -> Values:
+    """Returns those of byte j's columns, (32,), of shared memory (128,)."""
+    if interpret:
+        return numbers[...].reshape(WORDS, 4)[:, j]
+    view = numbers.reshape(WORDS, 4).at[:, j]
+    return plgpu.load(view, layout=CODES.reduce(0), optimized=False)
+
+
+def places(bits: int, parts: int) -> dict[tuple[int, int, int], tuple[int, int, int, int, int]]:
+    """Returns where each pair of a thread's left operand (128, 64) comes from.
+
+    From (t, block of 8 along K, half) to (part, row of four lanes, byte j, first and second code).
+    parts: of the 64 along K, one after the other, each with arrays of its own.
+    """
+    pairs, _ = OWNED[bits]
+    each = DEPTH // BLOCK // parts  # blocks of a part
+    found = {}
+    for t in range(TILES):
+        for block in range(DEPTH // BLOCK):
+            part, inside = divmod(block, each)
+            row, pair = divmod(inside, pairs)
+            for half in range(HALVES):
+                found[t, block, half] = part, row, HALVES * t + half, 2 * pair, 2 * pair + 1
+    return found
+
+
+def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Values:
+    """Returns w^T (128, 64), rounded, in the layout of wgmma's left operand.
+
+    values: of each part of the 64 along K, of each byte j, the numbers that lanes own: (R, 32).
+    """
+    parts = len(values)
+    source = places(bits, parts)
+    if interpret:
+        # Warps and lanes are axes here: row = 16 w + l / 4 + ..., and K = 8 block + 2 q + parity.
+        w = np.empty((TILES, DEPTH // BLOCK, HALVES, 2), object)
+        for (t, block, half), (part, row, j, *codes) in source.items():
+            for parity, i in enumerate(codes):
+                four_QC = values[part][j][i][LANES * row : LANES * (row + 1)]
+                w[t, block, half, parity] = four_QC
+        stacked = jnp.stack(list(w.reshape(-1))).reshape(*w.shape, LANES, 4, 8)
+        # (t, block, half, parity, q, warp, l / 4) -> rows (t, warp, half, l / 4), then K.
+        return stacked.transpose(0, 5, 2, 6, 1, 4, 3).reshape(COLUMNS, DEPTH).astype(dtype)
+
+    types = [[[CODES for _ in codes] for codes in part] for part in values]
+
+    @plgpu.inline_mgpu(
+        arg_types=(types,),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS, DEPTH), dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def place(_, values):
+        layout = fragmented.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((COLUMNS, DEPTH)), object)
+        for (t, block, half), (part, row, j, *codes) in source.items():
+            pair = [_single(values[part][j][i].registers, row) for i in codes]
+            registers[(t, block, 0, 0, half, *(0,) * (registers.ndim - 5))] = _vector(pair)
+        w = fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return w.astype(ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
+
+    return place([list(map(list, part)) for part in values])
+
+
+def sums(acc_CT: Values, interpret: bool) -> Values:
+    """Returns y (T, 128), its columns in order, of wgmma's sums (128, T)."""
+    T = acc_CT.shape[1]
+    if interpret:
+        # Rows (t, warp, half, l / 4) are columns (warp, l / 4, t, half).
+        parts = acc_CT.reshape(TILES, 4, HALVES, 8, T)
+        return parts.transpose(4, 1, 3, 0, 2).reshape(T, COLUMNS)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((T, COLUMNS), jnp.float32, layout=SUMS),
+    )
+    def place(_, acc):
+        registers = np.empty(SUMMED.registers_shape((T, COLUMNS)), object)
+        flat = acc.registers.reshape(TILES, T // 8, HALVES)
+        for block in range(T // 8):
+            for parity in range(2):
+                four = [_element(flat[t, block, h], parity) for t in range(TILES) for h in range(2)]
+                registers[_summed_index(registers.ndim, block, parity)] = _vector(four)
+        return fragmented.FragmentedArray(_registers=registers, _layout=SUMMED, _is_signed=None)
+
+    return place(acc_CT)
+
+
+def _summed_index(rank: int, block: int, parity: int) -> tuple[int, ...]:
+    """Of SUMMED's registers: the block of 8 tokens, and which of a lane's two."""
+    index = [0] * rank
+    index[0], index[-3] = block, parity
+    return tuple(index)
+
+
+def _single(registers: np.ndarray, row: int) -> Any:
+    """The value of LANED's registers in a row of four lanes."""
+    (value,) = registers[row].flat
+    return _element(value, 0)
+
+
+def _element(value: Any, i: int) -> Any:
+    return vector.extract(value, dynamic_position=[], static_position=[i])
+
+
+def _vector(elements: Sequence[Any]) -> Any:
+    return vector.from_elements(ir.VectorType.get((len(elements),), elements[0].type), elements)
+
+
+def dequantize(
+    codes: Sequence[Sequence[Values]],
+    column: Callable[[str, int], Values | None],
+) -> list[list[Values]]:
+    """Returns the numbers of codes, float32. column: (name, byte j) -> scales or zeros (32,)."""
+    found = []
+    for j, each in enumerate(codes):
+        spread = functools.partial(by_column, shape=each[0].shape)
+        scale, zero = column("scales", j), column("zeros", j)
+        numbers = [code * spread(scale) for code in each]
+        found.append(numbers if zero is None else [n + spread(zero) for n in numbers])
+    return found

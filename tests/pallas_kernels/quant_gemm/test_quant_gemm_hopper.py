@@ -1,0 +1,238 @@
+"""The Hopper kernel in the interpreter, race detection on, and where its registers lie."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import fragmented_array as fragmented
+
+from pallas_kernels import interpret, pack_weight, quant_matmul
+from pallas_kernels.hopper import cards, tiles
+from pallas_kernels.hopper.tiles import Tile
+from pallas_kernels.quant_gemm import hopper, registers
+from pallas_kernels.quant_gemm.cases import CASES as SHAPES
+from pallas_kernels.quant_gemm.reference import BITS, Spec
+from tests import quant_gemm_oracle as oracle
+
+SLOW = pytest.mark.slow
+ONE = Tile(128, 8, 64, 2, 1)
+TWO = Tile(256, 16, 128, 2, 2)
+SPLIT = dataclasses.replace(TWO, splits=2)
+# (M, N, K), tile, spec, with a bias, blocks.
+CASES = {
+    # Tails in all three sizes, three steps in two stages, two tiles of columns, a short last group.
+    "int4": ((5, 144, 168), ONE, Spec(4, 64, True, "silu"), True, 1),
+    # Two warpgroups; the second split's last step lies beyond K; four groups a step.
+    "int8 split": ((16, 272, 328), SPLIT, Spec(8, 32), True, 2),
+    "3 bits": ((3, 37, 203), ONE, Spec(3, 32, False, "gelu"), True, 1),
+    "2 bits": ((17, 128, 130), TWO, Spec(2, 128), False, 1),
+    "int4 zeros, one group": ((9, 40, 200), ONE, Spec(4, 200, False), False, 1),
+    "int4 zeros split": ((3, 400, 700), SPLIT, Spec(4, 128, False, "gelu_tanh"), True, 4),
+    "many tokens": ((200, 130, 64), Tile(128, 128, 64, 2, 1), Spec(4, 32), False, 1),
+}
+QUICK = ("int4", "3 bits")
+
+
+def arrays(sizes, spec, bias, seed, dtype=jnp.bfloat16):
+    M, N, K = sizes
+    random = np.random.default_rng(seed)
+    scales, zeros = oracle.numbers(seed, K, N, spec.group, spec.signed)
+    return (
+        jnp.asarray(random.standard_normal((M, K)), dtype),
+        pack_weight(oracle.codes(seed, K, N, spec.bits, spec.signed), bits=spec.bits),
+        jnp.asarray(scales),
+        None if zeros is None else jnp.asarray(zeros),
+        jnp.asarray(random.standard_normal(N), jnp.float32) if bias else None,
+    )
+
+
+def close(found, given, spec):
+    """One rounding of the result; the interpreter sums in another order."""
+    x, packed, scales, zeros, bias = given
+    w = oracle.dequantize(packed, scales, zeros, x.shape[1], spec.bits, spec.group)
+    want, _ = oracle.product(x, w, bias, spec.activation, x.dtype.name)
+    assert found.dtype == x.dtype and found.shape == want.shape
+    error = np.abs(np.asarray(found, np.float64) - want) / np.maximum(np.abs(want), 1)
+    assert error.max() <= 2**-8, error.max()
+
+
+def product(case, seed):
+    sizes, tile, spec, bias, blocks = case
+    given = arrays(sizes, spec, bias, seed)
+    call = functools.partial(hopper.multiply, spec=spec, tile=tile, interpret=True, blocks=blocks)
+    with interpret.checked():
+        found = jax.block_until_ready(jax.jit(call)(*given))
+    close(found, given, spec)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in CASES]
+)
+def test_kernel(name, seed):
+    product(CASES[name], seed)
+
+
+@pytest.mark.slow
+def test_public_function_with_gradients(seed):
+    """Through custom_vjp, in the heuristic's tile; two leading dimensions."""
+    spec = Spec(4, 32, False, "silu")
+    x, packed, scales, zeros, bias = arrays((6, 160, 72), spec, True, seed, jnp.float16)
+
+    def call(x, scales, zeros, bias, implementation="interpret"):
+        return quant_matmul(
+            x.reshape(2, 3, -1), packed, scales, bits=4, group=32, zeros=zeros, bias=bias,
+            activation="silu", implementation=implementation,
+        )  # fmt: skip
+
+    def grads(call, *args):
+        y, pull = jax.vjp(call, *args)
+        return y, *pull(jnp.ones_like(y))
+
+    args = (x, scales, zeros, bias)
+    want = jax.jit(functools.partial(grads, functools.partial(call, implementation="reference")))(
+        *args
+    )
+    with interpret.checked():
+        found = jax.block_until_ready(jax.jit(functools.partial(grads, call))(*args))
+    assert found[0].shape == (2, 3, 160)
+    for got, value in zip(found, want, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(value, np.float32), rtol=4e-3, atol=4e-3
+        )
+
+
+# ---- where registers lie: every thread's, by the layouts as Mosaic has them
+
+
+def held(layout, shape):
+    """{(register index, place in its vector, warp, lane): element} of an array of this shape."""
+    rank = layout.tiled_tiling_rank
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:  # tile by tile, as the layout is defined
+        lead = numbers.shape[: -len(tile)]
+        pairs = [(s // t, t) for s, t in zip(numbers.shape[-len(tile) :], tile, strict=True)]
+        numbers = numbers.reshape(*lead, *(n for pair in pairs for n in pair))
+        n, k = len(lead), len(tile)
+        numbers = numbers.transpose(
+            *range(n), *(n + 2 * i for i in range(k)), *(n + 2 * i + 1 for i in range(k))
+        )
+    found = {}
+    sizes = numbers.shape[-rank:]
+
+    def index_of(thread, dims):
+        """The place of a thread along the dimensions that are cut over such."""
+        places = np.unravel_index(thread, [sizes[d] for d in dims])
+        return dict(zip(dims, map(int, places), strict=True))
+
+    free = layout.registers_shape(shape)
+    for warp in range(4):
+        for lane in range(32):
+            cut = index_of(warp, layout.warp_dims) | index_of(lane, layout.lane_dims)
+            for register in np.ndindex(*free):
+                for place in range(layout.vector_length):
+                    at = [*register]
+                    for d, i in (cut | {layout.vector_dim: place}).items():
+                        at[d] = i
+                    element = np.unravel_index(numbers[tuple(at)], shape)
+                    found[register, place, warp, lane] = tuple(map(int, element))
+    return found
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("bits", BITS)
+def test_no_code_changes_its_thread_on_the_way_to_the_tensor_core(bits, parts):
+    """Of each register of the operand: the thread holds that code of that column already."""
+    pairs, _ = registers.OWNED[bits]
+    rows = registers.DEPTH // parts // (2 * pairs)
+    words = held(registers.LANED, (rows, registers.WORDS))
+    operand = held(fragmented.WGMMA_LAYOUT, (registers.COLUMNS, registers.DEPTH))
+    places = registers.places(bits, parts)
+    kinds = {register: None for register, *_ in words}
+    K, columns = np.arange(registers.DEPTH), set()
+    (order,) = np.asarray(registers.ordered(K[None], bits))
+    seen = {}
+    for (register, place, warp, lane), (row, k) in operand.items():
+        t, block, half = register[0], register[1], register[4]
+        assert not any(register[2:4]) and not any(register[5:])
+        part, four, j, *codes = places[t, block, half]
+        source = [r for r in kinds if r[0] == four]
+        assert len(source) == 1
+        r, c = words[source[0], 0, warp, lane]
+        column, code = 4 * c + j, codes[place]
+        # Which K that is: neighbours of the lane, counted from the part's first.
+        owned = part * (registers.DEPTH // parts) + 2 * pairs * r + code
+        assert owned == order[k]
+        seen[row] = column
+        columns.add((column, owned))
+    assert len(columns) == registers.COLUMNS * registers.DEPTH
+    assert seen == {row: registers_column(row) for row in range(registers.COLUMNS)}
+
+
+def registers_column(row):
+    """As the docstring of registers.py has it."""
+    t, warp, half, quarter = row // 64, row % 64 // 16, row % 16 // 8, row % 8
+    return 4 * (8 * warp + quarter) + 2 * t + half
+
+
+@pytest.mark.parametrize("tokens", [8, 24])
+def test_sums_lie_with_their_columns_in_order(tokens):
+    """Each vector of y's layout is made of the four sums of its thread that belong there."""
+    sums = held(fragmented.WGMMA_LAYOUT, (registers.COLUMNS, tokens))
+    y = held(registers.SUMMED, (tokens, registers.COLUMNS))
+    rank = len(registers.SUMMED.registers_shape((tokens, registers.COLUMNS)))
+    of_sum = {(r[0], r[1], r[4], *rest): where for (r, *rest), where in sums.items()}
+    index = {
+        registers._summed_index(rank, block, parity): (block, parity)
+        for block in range(tokens // 8)
+        for parity in range(2)
+    }
+    for (register, place, warp, lane), (token, column) in y.items():
+        block, parity = index[register]
+        t, half = divmod(place, 2)
+        row, at = of_sum[t, block, half, parity, warp, lane]
+        assert (registers_column(row), at) == (column, token)
+    assert len(y) == tokens * registers.COLUMNS
+
+
+# ---- tiles
+
+
+def test_the_heuristic_gives_legal_tiles_that_fill_a_gpu():
+    for case in SHAPES:
+        tile = hopper.heuristic(case.M, case.N, case.K, case.spec)
+        hopper.check(tile, case.spec)
+        tiles.check_shared("x", hopper.buffers(tile, case.spec, jnp.bfloat16))
+        assert tile.stages >= 3
+        count = hopper.tile_count(tile, case.M, case.N) * tile.splits
+        assert count > cards.SMS // 2 and (tile.splits == 1 or count <= cards.SMS)
+    for sizes in ((1, 1, 1), (0, 4, 4), (4, 0, 0), (8192, 8, 8), (1, 64, 65536)):
+        hopper.check(hopper.heuristic(*sizes, Spec(4, 64)), Spec(4, 64))
+
+
+BAD = {
+    "block_m=128 must be a multiple of 256": Tile(128, 8, 64, 2, 2),
+    "block_n=12 must be a multiple of 8": Tile(128, 12, 64, 2, 1),
+    "block_k=32 must be a multiple of 64": Tile(128, 8, 32, 2, 1),
+    "128 columns .* of each warpgroup": Tile(256, 8, 64, 2, 1),
+    "smaller tiles or fewer warpgroups": Tile(256, 256, 64, 2, 2),
+    "no cluster": Tile(128, 8, 64, 2, 1, cluster=2),
+    "block_k=192 must be a multiple of the group, 128": Tile(128, 8, 192, 2, 1),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_an_illegal_tile_is_refused(message):
+    with pytest.raises(ValueError, match=message):
+        hopper.check(BAD[message], Spec(4, 128))
+
+
+def test_what_cannot_run_says_why():
+    x, packed, scales, *_ = arrays((4, 16, 96), Spec(4, 48), False, 0)
+    with pytest.raises(NotImplementedError, match="groups of 32 or a multiple of 64, found 48"):
+        quant_matmul(x, packed, scales, bits=4, group=48, implementation="interpret")
+    x, packed, scales, *_ = arrays((4, 16, 96), Spec(4, 32), False, 0, jnp.float32)
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16, found float32"):
+        quant_matmul(x, packed, scales, bits=4, group=32, implementation="interpret")
