@@ -172,7 +172,7 @@ def time_step(cfg: Config, steps: int, pieces: int) -> dict[str, Any]:
 
 def mfu_of(cfg: Config, tokens_per_s: float, pieces: int) -> dict[str, float | None]:
     """FLOPs a token and MFU, by both conventions, of attention inside `pieces` segments a row."""
-    card = find_card(jax.devices()[0].device_kind)
+    card = find_card(jax.devices()[0].device_kind, "bfloat16")
     found: dict[str, float | None] = {}
     for convention in ("megatron", "causal"):
         length = cfg.train.seq_len // pieces

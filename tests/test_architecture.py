@@ -148,6 +148,10 @@ JAX_FREE = (
     "megajax.systems.elastic.ranks",
     "megajax.systems.elastic.shared",
     "megajax.systems.elastic.speaker",
+    "megajax.systems.llm_pq.planning",
+    "megajax.systems.llm_pq.presets",
+    "megajax.systems.llm_pq.rivals",
+    "megajax.systems.llm_pq.simulator",
     "megajax.systems.minder.beside",
     "megajax.systems.minder.run",
 )

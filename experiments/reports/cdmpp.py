@@ -232,7 +232,7 @@ def step_facts(step: StepTime, cfg: Config, cluster: Cluster) -> dict[str, Any]:
     """Returns the figures of a predicted step, and its dearest operations."""
     load = cfg.model.workload(cfg.train.global_batch, cfg.train.seq_len, cfg.train.dtype)
     tokens_per_s = load.tokens / step.seconds
-    peak = cluster.card.flops[cfg.train.dtype]
+    peak = cluster.card.peak(cfg.train.dtype)
     flops = {c: train_flops_per_token(load, c) for c in ("megatron", "causal")}
     same: dict[str, list[float]] = {}
     first: dict[str, OpRecord] = {}

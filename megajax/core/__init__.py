@@ -7,7 +7,15 @@ __getattr__, __dir__, __all__ = public(
     {
         "config": ("Checked", "define_flags", "from_flags", "option"),
         "errors": ("UserError",),
-        "hardware": ("Cluster", "DeviceCard", "Link", "find_card", "parse_cluster"),
+        "hardware": (
+            "Cluster",
+            "DeviceCard",
+            "Link",
+            "MixedCluster",
+            "find_card",
+            "parse_cluster",
+            "parse_mixed",
+        ),
         "layout": ("Layout",),
         "limits": ("Limits",),
         "mesh": ("MeshSpec", "make_mesh"),

@@ -17,6 +17,8 @@ from megajax.cost.kernels import Attention, Experts, Kernel, Matmul
 
 ITEMSIZE = {
     "float32": 4, "tfloat32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": 0.5,
+    # Weights with a 16-bit scale for each group of 128.
+    "int8/128": 1.015625, "int4/128": 0.515625, "int3/128": 0.390625,
 }  # fmt: skip
 Part = Literal[
     "embedding", "norm", "input", "attention", "activation", "output", "router", "experts", "head",

@@ -123,7 +123,7 @@ def estimate(
         exposed[name] = exposed.get(name, 0.0) + bare
         sigma += deviation
     total = compute + idle + sum(exposed.values()) + update + quantize
-    tokens, peak = step.load.tokens, cluster.card.flops[step.load.dtype]
+    tokens, peak = step.load.tokens, cluster.card.peak(step.load.dtype)
 
     def utilisation(convention: Convention) -> float:
         flops = (3 if step.trains else 1) * model_flops_per_token(step.load, convention)

@@ -48,10 +48,10 @@ class Roofline:
             group = Group(kernel.inside, kernel.hosts)
             seconds = collective_time(kernel.kind, kernel.nbytes, group, device)
         elif self.cores is not None and isinstance(kernel, Matmul):
-            seconds = self._waves(kernel, self.cores, device.flops[op.dtype])
+            seconds = self._waves(kernel, self.cores, device.peak(op.dtype))
         else:
             share = self.attention if isinstance(kernel, Attention) else self.matmul
-            arithmetic = op.flops / (share * device.flops[op.dtype]) if op.flops else 0.0
+            arithmetic = op.flops / (share * device.peak(op.dtype)) if op.flops else 0.0
             moving = op.nbytes / (self.memory_bandwidth * device.memory_bytes_per_s)
             seconds = max(arithmetic, moving)
         return seconds, self.sigma * seconds

@@ -156,7 +156,7 @@ def best(
         return "xla", "experts on several nodes: XLA's collectives"
     if word := measured(halves, axes, mesh):
         return word, overlap.MEASURED
-    card = find_card(device.device_kind)
+    card = find_card(device.device_kind, "bfloat16")
     if card is None or not device.num_cores:
         return "xla", f"nothing is known of {layer.ranks} x {device.device_kind}"
     times = [simulate(op, half, card, device.num_cores) for op, half in halves.items()]

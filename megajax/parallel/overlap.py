@@ -199,7 +199,7 @@ def best(
         return word, MEASURED
     if op == kernels.REDUCE:
         return "xla", "so few rows have nothing to hide behind, and no kernel was measured"
-    card = find_card(device.device_kind)
+    card = find_card(device.device_kind, "bfloat16")
     if card is None or not device.num_cores or R > clique.NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
     plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)

@@ -26,6 +26,7 @@ from megajax.training.config import Config
 from megajax.training.shape import step_shape, with_chunks
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
+from pallas_kernels.hopper.cards import CHIPS
 
 # Held by NCCL's buffers, the CUDA context and fragmentation (assumed until measured).
 RESERVE_BYTES = 2.5e9
@@ -100,6 +101,11 @@ def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
     began = time.process_time()
     try:
         kind = cluster.card.name.lower()
+        if kind not in CHIPS:
+            raise UserError(
+                f"cluster={cluster.name}: steps are compiled for {', '.join(CHIPS)} only; "
+                "--workload=prefill, decode or serve needs no compiler (--cluster)"
+            )
         mesh = cfg.mesh.build(aot.devices(cluster.hosts, cluster.gpus_per_host, kind))
         step = make_train_step(cfg, mesh)
         lowered = step.step.lower(  # type: ignore[missing-attribute]

@@ -1,0 +1,94 @@
+"""Counts -> the arrangement that loses least quality: which device comes when, which layer is wide.
+
+Given how many layers of each width every device has, the layers of a device that follows a set of
+devices are known, whatever the order inside the set. So the least loss is a shortest path over sets
+of devices (Held and Karp), and the widths inside a stage are an assignment problem. Exact.
+
+Legend: D devices, B widths in bits, I layers of a stage.
+"""
+
+import numpy as np
+
+from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
+
+MOST = 14  # (chosen) stages whose every set is looked at: 16384 sets
+
+
+def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[int]] | None:
+    """Returns (stages, bits) with the least sum of omega; None: no order keeps the memory.
+
+    Args: counts_DB: layers of each width on each device, as many in all as the model has.
+    """
+    devices = [int(d) for d in np.flatnonzero(counts_DB.sum(1))]
+    if len(devices) > MOST:
+        raise NotImplementedError(f"{len(devices)} stages; at most {MOST} can be ordered")
+    sizes = counts_DB.sum(1)
+    room_D = problem.memory * (1 + SLACK) - counts_DB @ (problem.layer_bytes + problem.cache_bytes)
+    known: dict[tuple, tuple[float, list[int]]] = {}
+    twin = _twins(problem, counts_DB, devices)
+
+    def stage(start: int, d: int) -> tuple[float, list[int]]:
+        key = (start, counts_DB[d].tobytes())
+        if key not in known:
+            known[key] = widths(problem.omega[start : start + sizes[d]], counts_DB[d])
+        return known[key]
+
+    every = (1 << len(devices)) - 1
+    least: dict[int, tuple[float, int, int]] = {0: (0.0, -1, 0)}  # set: (omega, last, set before)
+    order = sorted(range(every + 1), key=int.bit_count)
+    start_of = {0: 0}
+    for done in order:
+        if done not in least:
+            continue
+        for k, d in enumerate(devices):
+            before = twin[k]
+            if done >> k & 1 or (before is not None and not done >> before & 1):
+                continue
+            more = done | 1 << k
+            need = problem.first_bytes * (done == 0) + problem.last_bytes * (more == every)
+            if need > room_D[d]:
+                continue
+            omega = least[done][0] + stage(start_of[done], d)[0]
+            if more not in least or omega < least[more][0]:
+                least[more] = (omega, k, done)
+                start_of[more] = start_of[done] + int(sizes[d])
+    if every not in least:
+        return None
+    found: list[Stage] = []
+    bits: list[int] = []
+    done = every
+    while done:
+        _, k, before = least[done]
+        start, d = start_of[before], devices[k]
+        found.insert(0, (d, start, start + int(sizes[d])))
+        bits = [problem.bits[b] for b in stage(start, d)[1]] + bits
+        done = before
+    return found, bits
+
+
+def _twins(problem: Problem, counts_DB: np.ndarray, devices: list[int]) -> list[int | None]:
+    """For each device the one before it that has the same memory and the same counts.
+
+    Their order does not matter, so the later one never comes first.
+    """
+    found: list[int | None] = []
+    last: dict[tuple, int] = {}
+    for k, d in enumerate(devices):
+        key = (float(problem.memory[d]), counts_DB[d].tobytes())
+        found.append(last.get(key))
+        last[key] = k
+    return found
+
+
+def widths(omega_IB: np.ndarray, counts_B: np.ndarray) -> tuple[float, list[int]]:
+    """Returns (least sum of omega, index of the width of each layer) of one stage."""
+    from scipy.optimize import linear_sum_assignment  # a third of a second
+
+    slots = np.repeat(np.arange(len(counts_B)), counts_B)
+    cost = omega_IB[:, slots]
+    if (counts_B > 0).sum() == 1:
+        picked = slots
+    else:
+        rows, columns = linear_sum_assignment(cost)
+        picked = slots[columns[np.argsort(rows)]]
+    return float(omega_IB[np.arange(len(picked)), picked].sum()), picked.tolist()

@@ -1,0 +1,284 @@
+"""The integer programs of LLM-PQ for one pair of micro-batch sizes, solved by HiGHS.
+
+Layers differ in quality only, so time and memory depend on COUNTS alone: how many layers of each
+width every device has, and which devices come first and last. `Counts` is that program, with at
+most D x (B + 3) whole numbers. Where quality is bounded and layers are unlike, it takes the best
+widths of layers wherever they stand, so it is a relaxation; where layers are alike it is exact.
+`Layers` adds the place of every layer: a device's layers are neighbours, so the order of devices
+follows from the solution and needs no search.
+
+Legend: L layers, D devices, B widths in bits, K kinds of layers (rows of omega that are equal).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megajax.systems.llm_pq.problem import Problem
+
+Goal = Literal["time", "omega", "memory"]
+Term = tuple[np.ndarray, np.ndarray | float]  # variables, coefficients
+
+
+@dataclass(frozen=True)
+class Found:
+    """What HiGHS gave. x: the best solution, None: none yet. bound: no solution is below it.
+
+    closed: proven, either optimal or (x is None) infeasible.
+    """
+
+    x: np.ndarray | None
+    value: float
+    bound: float
+    closed: bool
+
+
+class Program:
+    """Variables and rows of a mixed-integer program that minimises."""
+
+    def __init__(self) -> None:
+        """An empty program."""
+        self.size = 0
+        self.lows: list[np.ndarray] = []
+        self.highs: list[np.ndarray] = []
+        self.whole: list[np.ndarray] = []
+        self.cost: list[np.ndarray] = []
+        self.entries: list[tuple[np.ndarray, np.ndarray]] = []
+        self.ranges: list[tuple[float, float]] = []
+
+    def add(self, *shape: int, high: float = np.inf, whole: bool = False) -> np.ndarray:
+        """Returns the numbers of new variables, from 0 up to `high`, in this shape."""
+        count = int(np.prod(shape, dtype=int))
+        self.lows.append(np.zeros(count))
+        self.highs.append(np.full(count, float(high)))
+        self.whole.append(np.full(count, int(whole)))
+        self.cost.append(np.zeros(count))
+        numbers = np.arange(self.size, self.size + count).reshape(shape)
+        self.size += count
+        return numbers
+
+    def row(self, terms: Iterable[Term], low: float = -np.inf, high: float = np.inf) -> None:
+        """Adds low <= sum of coefficient x variable <= high. A variable may stand in two terms."""
+        numbers, values = [], []
+        for variables, coefficients in terms:
+            numbers.append(np.ravel(variables))
+            values.append(np.broadcast_to(coefficients, np.shape(variables)).ravel())
+        self.entries.append((np.concatenate(numbers), np.concatenate(values)))
+        self.ranges.append((low, high))
+
+    def minimise(self, terms: Iterable[Term]) -> None:
+        """Adds terms to the objective."""
+        cost = np.concatenate(self.cost)
+        for variables, coefficients in terms:
+            np.add.at(cost, variables, coefficients)
+        self.cost = [cost]
+
+    def solve(self, seconds: float, gap: float = 0.0, whole: bool = True) -> Found:
+        """Returns the best solution found in so many seconds. whole: False: the linear program."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # a third of a second
+        from scipy.sparse import coo_array
+
+        rows = np.concatenate([np.full(n.size, r) for r, (n, _) in enumerate(self.entries)])
+        columns, values = (np.concatenate(part) for part in zip(*self.entries, strict=True))
+        matrix = coo_array((values, (rows, columns)), shape=(len(self.ranges), self.size)).tocsr()
+        low, high = np.array(self.ranges).T
+        found = milp(
+            np.concatenate(self.cost),
+            constraints=LinearConstraint(matrix, low, high),
+            bounds=Bounds(np.concatenate(self.lows), np.concatenate(self.highs)),
+            integrality=np.concatenate(self.whole) * whole,
+            options={"time_limit": max(seconds, 0.05), "mip_rel_gap": gap},
+        )
+        if found.status == 2:
+            return Found(None, np.inf, np.inf, True)
+        bound = found.mip_dual_bound if whole else found.fun
+        bound = 0.0 if bound is None or not np.isfinite(bound) else float(bound)
+        if found.x is None:
+            return Found(None, np.inf, bound, False)
+        return Found(np.asarray(found.x), float(found.fun), bound, found.status == 0)
+
+
+class Counts:
+    """The program over counts. `program` may get more rows; `solve` answers in seconds.
+
+    sizes: micro-batches of prefill and of decoding. quality: the most that the sum of omega may be;
+    None: any. memory: a factor on the devices' memory. goal: what is least: 'time' in seconds,
+    'omega' (loss of quality), or 'memory': the bytes that the devices lack.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        sizes: tuple[int, int],
+        quality: float | None,
+        *,
+        goal: Goal = "time",
+        memory: float = 1.0,
+    ) -> None:
+        """Writes the rows; the class says what the arguments are."""
+        D, B = problem.devices, len(problem.bits)
+        self.problem, self.program = problem, Program()
+        self.scale, self.constant = 1.0, 0.0
+        add = self.program.add
+        self.n_DB = add(D, B, high=problem.layers, whole=True)
+        self.used_D = add(D, high=1, whole=True)
+        self.first_D = add(D, high=1, whole=True)
+        self.last_D = add(D, high=1, whole=True)
+        self.many = add(high=1, whole=True)  # whether there are two stages or more
+        self._shape(problem)
+        self._memory(problem, memory, goal)
+        if goal == "time":
+            self._time(problem, *sizes)
+        self._quality(problem, None if goal == "omega" else quality, goal)
+
+    def _quality(self, problem: Problem, quality: float | None, goal: Goal) -> None:
+        """Widths of layers wherever they stand, as many of each as the devices have."""
+        if goal != "omega" and quality is None:
+            return
+        omega_KB, times_K = np.unique(problem.omega, axis=0, return_counts=True)
+        taken_KB = self.program.add(*omega_KB.shape, high=problem.layers)
+        for k, times in enumerate(times_K):
+            self.program.row([(taken_KB[k], 1.0)], float(times), float(times))
+        for b in range(len(problem.bits)):
+            self.program.row([(taken_KB[:, b], 1.0), (self.n_DB[:, b], -1.0)], 0, 0)
+        bound_omega(self.program, taken_KB, omega_KB, quality)
+
+    def _shape(self, problem: Problem) -> None:
+        """All layers are somewhere; a device that is used has one; there is a first and a last."""
+        row, D = self.program.row, problem.devices
+        row([(self.n_DB, 1.0)], problem.layers, problem.layers)
+        for j in range(D):
+            row([(self.n_DB[j], 1.0), (self.used_D[j], -problem.layers)], high=0)
+            row([(self.n_DB[j], 1.0), (self.used_D[j], -1.0)], low=0)
+            row([(self.first_D[j], 1.0), (self.used_D[j], -1.0)], high=0)
+            row([(self.last_D[j], 1.0), (self.used_D[j], -1.0)], high=0)
+            row([(self.first_D[j], 1.0), (self.last_D[j], 1.0), (self.many, 1.0)], high=2)
+        row([(self.first_D, 1.0)], 1, 1)
+        row([(self.last_D, 1.0)], 1, 1)
+        row([(self.used_D, 1.0), (self.many, -(D - 1.0))], high=1)
+        row([(self.used_D, 1.0), (self.many, -1.0)], low=1)
+
+    def order_twins(self) -> None:
+        """Of devices that cannot be told apart, an earlier one has no fewer layers."""
+        for a, b in self.problem.twins():
+            self.program.row([(self.n_DB[a], 1.0), (self.n_DB[b], -1.0)], low=0)
+
+    def _memory(self, problem: Problem, factor: float, goal: Goal) -> None:
+        unit = float(problem.memory.max()) or 1.0
+        missing_D = None
+        if goal == "memory":
+            self.scale, missing_D = unit, self.program.add(problem.devices)
+            self.program.minimise([(missing_D, 1.0)])
+        for j in range(problem.devices):
+            more = [] if missing_D is None else [(missing_D[j], -1.0)]
+            self.program.row(
+                [
+                    (self.n_DB[j], (problem.layer_bytes + problem.cache_bytes) / unit),
+                    (self.first_D[j], problem.first_bytes / unit),
+                    (self.last_D[j], problem.last_bytes / unit),
+                    *more,
+                ],
+                high=factor * float(problem.memory[j]) / unit,
+            )
+
+    def _time(self, problem: Problem, prefill: int, decode: int) -> None:
+        """The objective of problem.timed, in units of the slowest layer."""
+        program, n = self.program, problem.new_tokens
+        table, hop = problem.prefill_s[prefill], problem.prefill_hop_s[prefill]
+        step, link = problem.decode_s[decode], problem.decode_hop_s[decode]
+        m, rounds = problem.batches(decode), max(n - 2, 0)
+        self.scale = max(table.max(), step.max(), hop, link) or 1.0
+        slowest = self._slowest(table / self.scale, hop / self.scale)
+        links = (self.used_D, hop / self.scale)
+        program.minimise([(self.n_DB, table / self.scale), links,
+                          (slowest, problem.batches(prefill) - 1.0)])  # fmt: skip
+        self.constant = -hop / self.scale
+        if n == 1:
+            return
+        step, link = step / self.scale, link / self.scale
+        slowest, lap = self._slowest(step, link), program.add()
+        # lap >= sum, with (stages - 1) links in it; lap >= m x slowest
+        program.row([(lap, 1.0), (self.n_DB, -step), (self.used_D, -link)], low=-link)
+        program.row([(lap, 1.0), (slowest, -float(m))], low=0)
+        program.minimise([(self.n_DB, step), (self.used_D, link), (slowest, m - 1.0),
+                          (lap, float(rounds))])  # fmt: skip
+        self.constant -= link
+
+    def _slowest(self, table_DB: np.ndarray, hop: float) -> np.ndarray:
+        slowest = self.program.add()
+        for j in range(self.problem.devices):
+            self.program.row([(slowest, 1.0), (self.n_DB[j], -table_DB[j])], low=0)
+        self.program.row([(slowest, 1.0), (self.many, -hop)], low=0)
+        return slowest
+
+    def solve(self, seconds: float, gap: float = 0.0, whole: bool = True) -> Found:
+        """Returns the best counts: value and bound in seconds of the whole run."""
+        found = self.program.solve(seconds, gap, whole)
+        value, bound = ((v + self.constant) * self.scale for v in (found.value, found.bound))
+        return Found(found.x, value, bound, found.closed)
+
+    def counts(self, x: np.ndarray) -> np.ndarray:
+        """Returns (D, B) layers of each width on each device."""
+        return np.rint(x[self.n_DB]).astype(int)
+
+
+def bound_omega(
+    program: Program, taken: np.ndarray, omega: np.ndarray, quality: float | None
+) -> None:
+    """Keeps the sum of omega x taken to `quality`; None: makes it the objective."""
+    unit = float(omega.max()) or 1.0
+    if quality is None:
+        program.minimise([(taken, omega / unit)])
+        return
+    program.row([(taken, omega / unit)], high=max(quality, 0.0) * (1 + 1e-9) / unit)
+    if quality <= 0:
+        program.row([(taken, (omega > 0).astype(float))], high=0)
+
+
+class Layers(Counts):
+    """The exact program: every layer has a device and a width."""
+
+    def _quality(self, problem: Problem, quality: float | None, goal: Goal) -> None:
+        L, D, B = problem.layers, problem.devices, len(problem.bits)
+        row = self.program.row
+        self.x_LDB = x = self.program.add(L, D, B, high=1, whole=True)
+        starts_LD = self.program.add(L, D, high=1)
+        for i in range(L):
+            row([(x[i], 1.0)], 1, 1)
+            for j in range(D):
+                before = [] if i == 0 else [(x[i - 1, j], 1.0)]
+                row([(starts_LD[i, j], 1.0), (x[i, j], -1.0), *before], low=0)
+        for j in range(D):
+            row([(starts_LD[:, j], 1.0), (self.used_D[j], -1.0)], 0, 0)
+            row([(x[0, j], 1.0), (self.first_D[j], -1.0)], 0, 0)
+            row([(x[L - 1, j], 1.0), (self.last_D[j], -1.0)], 0, 0)
+            for b in range(B):
+                row([(x[:, j, b], 1.0), (self.n_DB[j, b], -1.0)], 0, 0)
+        for a, b in problem.twins():
+            for i in range(L):  # the earlier of two twins starts no later
+                row([(starts_LD[: i + 1, a], 1.0), (starts_LD[: i + 1, b], -1.0)], low=0)
+        if goal == "omega" or quality is not None:
+            wide = np.broadcast_to(problem.omega[:, None, :], x.shape)
+            bound_omega(self.program, x, wide, quality)
+
+    def below(self, seconds: float) -> None:
+        """Leaves out what takes so long or longer."""
+        cost = np.concatenate(self.program.cost)
+        numbers = np.flatnonzero(cost)
+        high = seconds / self.scale - self.constant
+        self.program.row([(numbers, cost[numbers])], high=high)
+
+    def plan(self, x: np.ndarray) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Returns (stages, bits) of a solution."""
+        of_LDB = x[self.x_LDB]
+        flat = of_LDB.reshape(len(of_LDB), -1).argmax(1)
+        device_L, width_L = np.divmod(flat, len(self.problem.bits))
+        return cut(device_L.tolist()), [self.problem.bits[b] for b in width_L]
+
+
+def cut(devices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Returns the stages of layers whose devices these are."""
+    edges = [0, *(i for i in range(1, len(devices)) if devices[i] != devices[i - 1]), len(devices)]
+    return [(devices[a], a, b) for a, b in zip(edges, edges[1:], strict=False)]

@@ -1,0 +1,65 @@
+"""A workload and a cluster -> a placement: the front door of LLM-PQ's planner."""
+
+from typing import Literal
+
+from megajax.core.errors import UserError
+from megajax.core.hardware import Cluster, MixedCluster
+from megajax.cost.base import CostModel
+from megajax.cost.roofline import Roofline
+from megajax.systems.llm_pq.costs import Workload, problem_of
+from megajax.systems.llm_pq.problem import Placement, Problem, Stage, held, omega_of
+from megajax.systems.llm_pq.solver import Solver, solve
+
+
+def even_split(problem: Problem) -> list[Stage]:
+    """Returns as many layers for every device, in the order of the cluster; the first ones take the
+    layers that remain. Devices beyond the layers stay unused."""
+    devices = min(problem.devices, problem.layers)
+    small, more = divmod(problem.layers, devices)
+    edges = [0]
+    for d in range(devices):
+        edges.append(edges[-1] + small + (d < more))
+    return [(d, edges[d], edges[d + 1]) for d in range(devices)]
+
+
+def uniform_bits(problem: Problem) -> int | None:
+    """Returns the highest uniform width whose even split fits the memory; None: none fits."""
+    stages = even_split(problem)
+    for bits in sorted(problem.bits, reverse=True):
+        need = held(problem, stages, [bits] * problem.layers)
+        rooms = (problem.memory[d] for d, _, _ in stages)
+        if all(n <= room * (1 + 1e-9) for n, room in zip(need, rooms, strict=True)):
+            return bits
+    return None
+
+
+def equal_quality(problem: Problem) -> float:
+    """Returns the sum of omega of the highest uniform width whose even split fits.
+
+    Where none fits, that of the lowest width.
+    """
+    bits = uniform_bits(problem)
+    return omega_of(problem, [min(problem.bits) if bits is None else bits] * problem.layers)
+
+
+def plan(
+    workload: Workload,
+    cluster: MixedCluster | Cluster,
+    *,
+    quality: Literal["equal"] | float | None = "equal",
+    solver: Solver = "exact",
+    time_limit_s: float = 60,
+    model: CostModel = Roofline(),
+) -> Placement:
+    """Returns who serves which layers in how many bits, and the micro-batches of both phases.
+
+    Args: quality: the most that the sum of omega may be; 'equal': that of `equal_quality`; None:
+      any. model: where times come from; the default has assumed efficiencies.
+    Raises: UserError as `solve` does.
+    """
+    problem = problem_of(workload, cluster, model)
+    if isinstance(quality, str):
+        if quality != "equal":
+            raise UserError(f"quality={quality} must be 'equal', a number, or None (--quality)")
+        quality = equal_quality(problem)
+    return solve(problem, quality=quality, solver=solver, time_limit_s=time_limit_s)

@@ -1,0 +1,261 @@
+"""What LLM-PQ decides, and what a decision costs: partition, bits of every layer, micro-batches.
+
+A pipeline of unlike devices serves a fixed set of requests: all prompts first (prefill), then
+`new_tokens - 1` rounds of decoding, since the prefill gives the first token. LLM-PQ (arXiv
+2403.01136) minimises a sum that leaves out the round trip of decoding: a micro-batch cannot begin
+its next token before its last one has left the last stage. Here the time of a round is
+
+    R = max(sum of stages and links, m x slowest of them)        m micro-batches
+
+and decoding takes (n - 2) R + sum + (m - 1) slowest. The simulator (simulator.py) is the referee.
+
+Legend: L layers, D devices, B widths in bits, S stages.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.files import read_object
+
+SLACK = 1e-9  # of a budget, for sums of floats in another order
+MOST_BYTES = 2**24  # (chosen) of a placement's file
+
+Stage = tuple[int, int, int]  # (device, first layer, layer behind the last)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model of L equally shaped layers, D devices and a set of requests.
+
+    bits: widths that a layer may have. omega: (L, B) loss of quality of a layer at a width, in any
+    unit, at least 0. prefill_s, decode_s: {micro-batch: (D, B) seconds of ONE layer}.
+    prefill_hop_s, decode_hop_s: {micro-batch: seconds from a stage to the next}. layer_bytes: (B,)
+    of the weights. cache_bytes: of one layer, for all requests. first_bytes, last_bytes: what the
+    first and the last stage hold beside their layers. memory: (D,) bytes. new_tokens: of a request.
+    Requests that a micro-batch does not divide leave a last one that takes as long as a full one.
+    Raises: UserError for shapes that do not match and for numbers that are negative or not finite.
+    """
+
+    bits: tuple[int, ...]
+    omega: np.ndarray
+    prefill_s: Mapping[int, np.ndarray]
+    decode_s: Mapping[int, np.ndarray]
+    prefill_hop_s: Mapping[int, float]
+    decode_hop_s: Mapping[int, float]
+    layer_bytes: np.ndarray
+    cache_bytes: float
+    first_bytes: float
+    last_bytes: float
+    memory: np.ndarray
+    requests: int
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        """Turns everything into arrays, and checks it."""
+        put = object.__setattr__
+        put(self, "bits", tuple(int(b) for b in self.bits))
+        widths = len(self.bits)
+        if widths == 0 or len(set(self.bits)) < widths:
+            raise UserError(f"bits={self.bits} must be different widths, at least one")
+        put(self, "memory", _numbers("memory", self.memory, (None,)))
+        shape = (len(self.memory), widths)
+        put(self, "omega", _numbers("omega", self.omega, (None, widths)))
+        put(self, "layer_bytes", _numbers("layer_bytes", self.layer_bytes, (widths,)))
+        for name in ("prefill", "decode"):
+            times = getattr(self, f"{name}_s")
+            hops = getattr(self, f"{name}_hop_s")
+            if not times or any(not size >= 1 for size in times):
+                raise UserError(f"{name}_s must have micro-batches of at least one request")
+            if missing := sorted(set(times) - set(hops)):
+                raise UserError(f"{name}_hop_s has no seconds for micro-batches {missing}")
+            put(self, f"{name}_s", {
+                int(size): _numbers(f"{name}_s[{size}]", times[size], shape)
+                for size in sorted(times)
+            })  # fmt: skip
+            put(self, f"{name}_hop_s", {
+                int(size): float(_numbers(f"{name}_hop_s[{size}]", hops[size], ()))
+                for size in sorted(times)
+            })  # fmt: skip
+        for name in ("cache_bytes", "first_bytes", "last_bytes"):
+            put(self, name, float(_numbers(name, getattr(self, name), ())))
+        for name in ("requests", "new_tokens"):
+            if not getattr(self, name) >= 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1; nearest: 1")
+            put(self, name, int(getattr(self, name)))
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.omega)
+
+    @property
+    def devices(self) -> int:
+        """D."""
+        return len(self.memory)
+
+    def batches(self, size: int) -> int:
+        """Returns how many micro-batches of this size the requests make."""
+        return -(-self.requests // size)
+
+    def twins(self) -> list[tuple[int, int]]:
+        """Returns pairs of devices, neighbours of their kind, that no plan can tell apart."""
+        pairs, last = [], {}
+        for j in range(self.devices):
+            rows = [*self.prefill_s.values(), *self.decode_s.values()]
+            key = (float(self.memory[j]), *(row[j].tobytes() for row in rows))
+            if key in last:
+                pairs.append((last[key], j))
+            last[key] = j
+        return pairs
+
+    def alike(self) -> bool:
+        """Returns whether all layers lose the same quality at each width."""
+        return bool((self.omega == self.omega[0]).all())
+
+
+def _numbers(name: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray:
+    try:
+        found = np.asarray(value, float)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be numbers") from None
+    fits = found.ndim == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, found.shape, strict=False)
+    )
+    if not fits or (shape and not found.size):
+        wanted = " x ".join("any" if n is None else str(n) for n in shape) or "one number"
+        raise UserError(f"{name} has shape {found.shape}; it must be {wanted}")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        raise UserError(f"{name} must be finite and at least 0")
+    return found
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a placement takes: seconds of all prefills, of all decoding, and tokens a second."""
+
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first prompt to the last token."""
+        return self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds which layers in how many bits, and how large micro-batches are.
+
+    stages: (device, first layer, layer behind the last) in the pipeline's order; devices that are
+    not named stay unused. bits: of each layer. gap: how much shorter the whole time could be at
+    most, as a fraction of it; 0: proven optimal. omega: the sum over layers. status: 'optimal',
+    'time limit', 'interrupted' or 'heuristic': why the search ended.
+    """
+
+    stages: tuple[Stage, ...]
+    bits: tuple[int, ...]
+    prefill_batch: int
+    decode_batch: int
+    tokens_per_s: float
+    gap: float
+    prefill_s: float
+    decode_s: float
+    omega: float
+    status: str
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file that `load` reads."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Placement":
+        """Reads what `save` wrote. Raises: UserError for a file of another kind."""
+        found = read_object(path, MOST_BYTES)
+        try:
+            found["stages"] = tuple((int(d), int(a), int(b)) for d, a, b in found["stages"])
+            found["bits"] = tuple(int(b) for b in found["bits"])
+            return cls(**found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is no placement that LLM-PQ wrote: {error!r}") from None
+
+
+def timed(
+    problem: Problem, stages: Sequence[Stage], bits: Sequence[int], prefill: int, decode: int
+) -> Times:
+    """Returns the times of a placement by the closed form of the module's docstring."""
+    column = {b: k for k, b in enumerate(problem.bits)}
+
+    def spent(table: np.ndarray) -> list[float]:
+        return [sum(table[d, column[b]] for b in bits[i:j]) for d, i, j in stages]
+
+    return of_stages(
+        problem, spent(problem.prefill_s[prefill]), spent(problem.decode_s[decode]), prefill, decode
+    )
+
+
+def of_stages(
+    problem: Problem, prefill_S: list[float], decode_S: list[float], prefill: int, decode: int
+) -> Times:
+    """Returns the times of stages that take these seconds for a micro-batch in each phase."""
+    links = len(prefill_S) - 1
+    prefill_S = [*prefill_S, *[problem.prefill_hop_s[prefill]] * links]
+    decode_S = [*decode_S, *[problem.decode_hop_s[decode]] * links]
+    prefill_s = sum(prefill_S) + (problem.batches(prefill) - 1) * max(prefill_S)
+    decode_s, n, m = 0.0, problem.new_tokens, problem.batches(decode)
+    if n > 1:
+        total, slowest = sum(decode_S), max(decode_S)
+        decode_s = (n - 2) * max(total, m * slowest) + total + (m - 1) * slowest
+    whole = float(prefill_s + decode_s)
+    rate = problem.requests * n / whole if whole else float("inf")
+    return Times(float(prefill_s), float(decode_s), rate)
+
+
+def omega_of(problem: Problem, bits: Sequence[int]) -> float:
+    """Returns the loss of quality of these widths, summed over layers."""
+    column = {b: k for k, b in enumerate(problem.bits)}
+    return float(sum(row[column[b]] for row, b in zip(problem.omega, bits, strict=True)))
+
+
+def held(problem: Problem, stages: Sequence[Stage], bits: Sequence[int]) -> list[float]:
+    """Returns the bytes that each stage holds."""
+    size = dict(zip(problem.bits, problem.layer_bytes.tolist(), strict=True))
+    ends = [(k == 0, k == len(stages) - 1) for k in range(len(stages))]
+    return [
+        sum(size[b] + problem.cache_bytes for b in bits[i:j])
+        + first * problem.first_bytes
+        + last * problem.last_bytes
+        for (_, i, j), (first, last) in zip(stages, ends, strict=True)
+    ]
+
+
+def violations(
+    problem: Problem, stages: Sequence[Stage], bits: Sequence[int], quality: float | None
+) -> list[str]:
+    """Returns what a placement breaks: one sentence each; [] means that it is legal."""
+    found = []
+    devices = [d for d, _, _ in stages]
+    if len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.devices)):
+        found.append(f"stages {devices} must be different devices of the cluster")
+        return found
+    edges = [0, *(stop for _, _, stop in stages)]
+    if [start for _, start, _ in stages] != edges[:-1] or edges[-1] != problem.layers:
+        found.append(f"stages {list(stages)} must cut {problem.layers} layers without a hole")
+    if any(stop <= start for _, start, stop in stages):
+        found.append("a stage must have a layer; leave the device out")
+    if len(bits) != problem.layers or not set(bits) <= set(problem.bits):
+        found.append(f"every layer must have one of the widths {problem.bits}")
+    if found:
+        return found
+    for d, need in zip(devices, held(problem, stages, bits), strict=True):
+        if need > problem.memory[d] * (1 + SLACK):
+            found.append(f"device {d} holds {need:.0f} bytes of {problem.memory[d]:.0f}")
+    if quality is not None and omega_of(problem, bits) > quality * (1 + SLACK) + 1e-300:
+        found.append(f"the sum of omega is {omega_of(problem, bits):g}, more than {quality:g}")
+    return found

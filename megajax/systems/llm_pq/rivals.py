@@ -1,0 +1,206 @@
+"""What LLM-PQ is compared with, each timed by the same closed form and simulator.
+
+'uniform': one width for all layers, as many layers for every device. 'pipeedge': one width, and the
+partition that makes the slowest stage of decoding fastest; PipeEdge (DSD 2022) knows one phase, and
+LLM-PQ's released code runs it with requests / devices in a micro-batch of both phases.
+'pipeedge_tuned' is the same with the best micro-batches, which PipeEdge does not look for.
+'adabits': the widths that lose the least quality, wherever they fit, and the best micro-batches.
+'offload': FlexGen-like: even split at one width; layers that do not fit rest in the host's memory,
+and weights and cache are read through PCIe for every micro-batch, beside the arithmetic.
+
+One width is the highest that fits, as in the released code.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.systems.llm_pq.arrange import arrange
+from megajax.systems.llm_pq.planning import even_split, uniform_bits
+from megajax.systems.llm_pq.problem import (
+    SLACK,
+    Problem,
+    Stage,
+    Times,
+    of_stages,
+    omega_of,
+    timed,
+    violations,
+)
+from megajax.systems.llm_pq.search import least_omega
+
+HOST_BYTES_PER_S = 12.6e9  # (assumed: 0.8 of PCIe 3.0 x16) from host memory to a device
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A rival's plan. offloaded: layers in host memory."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    bits: tuple[int, ...]
+    prefill_batch: int
+    decode_batch: int
+    times: Times
+    omega: float
+    offloaded: int = 0
+
+
+def rivals(problem: Problem) -> list[Rival]:
+    """Returns the rivals that have a plan on this cluster."""
+    found = [uniform(problem), pipeedge(problem), pipeedge(problem, tuned=True), adabits(problem)]
+    offloads = [offload(problem, bits) for bits in sorted(problem.bits, reverse=True)]
+    return [rival for rival in (*found, *offloads) if rival is not None]
+
+
+def pairs(problem: Problem) -> Iterator[tuple[int, int]]:
+    """All pairs of micro-batch sizes."""
+    return itertools.product(problem.prefill_s, problem.decode_s)
+
+
+def fixed(problem: Problem) -> tuple[int, int]:
+    """Requests / devices for both phases, or the next larger size that the problem has."""
+    wanted = -(-problem.requests // problem.devices)
+    sizes = sorted(set(problem.prefill_s) & set(problem.decode_s))
+    size = next((s for s in sizes if s >= wanted), sizes[-1])
+    return size, size
+
+
+def _best(problem: Problem, name: str, stages: list[Stage], bits: list[int], options) -> Rival:
+    prefill, decode = min(options, key=lambda p: timed(problem, stages, bits, *p).seconds)
+    times = timed(problem, stages, bits, prefill, decode)
+    omega = omega_of(problem, bits)
+    return Rival(name, tuple(stages), tuple(bits), prefill, decode, times, omega)
+
+
+def uniform(problem: Problem) -> Rival | None:
+    """The even split at the highest width that fits, with the best micro-batches."""
+    bits = uniform_bits(problem)
+    if bits is None:
+        return None
+    return _best(problem, "uniform", even_split(problem), [bits] * problem.layers, pairs(problem))
+
+
+def pipeedge(problem: Problem, tuned: bool = False) -> Rival | None:
+    """The partition with the fastest slowest decoding stage at the highest width that fits."""
+    name = "pipeedge_tuned" if tuned else "pipeedge"
+    for column in np.argsort(problem.bits)[::-1].tolist():
+        bits = [problem.bits[column]] * problem.layers
+        options = []
+        # The bottleneck depends on the decoding micro-batch; tuned: whichever is best in the end.
+        for pair in pairs(problem) if tuned else [fixed(problem)]:
+            stages = partition(problem, column, problem.decode_s[pair[1]][:, column])
+            if stages is not None:
+                options.append((timed(problem, stages, bits, *pair).seconds, stages, pair))
+        if options:
+            _, stages, pair = min(options, key=lambda option: option[0])
+            return _best(problem, name, stages, bits, [pair])
+    return None
+
+
+def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stage] | None:
+    """Returns the stages whose slowest is fastest, of layers of one width; None: none fit.
+
+    Of the numbers of layers that reach that, the slowest devices have as few as possible.
+    """
+    each = problem.layer_bytes[column] + problem.cache_bytes
+    D = problem.devices
+    best: tuple[float, list[int], int, int] | None = None
+    for first, last in itertools.product(range(D), repeat=2):
+        if first == last and D > 1:
+            continue  # one stage has both: a device alone is the case below
+        room_D = problem.memory * (1 + SLACK)
+        room_D[first] -= problem.first_bytes
+        room_D[last] -= problem.last_bytes
+        most_D = np.floor(np.maximum(room_D, -1) / each).astype(int)
+        if (room_D[[first, last]] < 0).any():
+            continue
+        found = _spread(problem.layers, most_D, seconds_D)
+        if found is None or not all(found[1][d] for d in (first, last)):
+            continue
+        if best is None or found[0] < best[0]:
+            best = (*found, first, last)
+    if best is None:
+        return _alone(problem, each, seconds_D)
+    _, counts, first, last = best
+    between = [d for d in range(D) if d not in (first, last) and counts[d]]
+    order = [first] if first == last else [first, *between, last]
+    edges = np.cumsum([0, *(counts[d] for d in order)]).tolist()
+    return [(d, edges[k], edges[k + 1]) for k, d in enumerate(order)]
+
+
+def _alone(problem: Problem, each: float, seconds_D: np.ndarray) -> list[Stage] | None:
+    need = each * problem.layers + problem.first_bytes + problem.last_bytes
+    able = [d for d in range(problem.devices) if need <= problem.memory[d] * (1 + SLACK)]
+    if not able:
+        return None
+    return [(min(able, key=lambda d: seconds_D[d]), 0, problem.layers)]
+
+
+def _spread(layers: int, most_D: np.ndarray, seconds_D: np.ndarray):
+    """(slowest stage, layers of each device): the smallest bottleneck that holds all layers."""
+    limits = sorted({float(k * s) for s in seconds_D for k in range(1, layers + 1)})
+    for limit in limits:
+        able_D = np.minimum(most_D, np.floor(limit / seconds_D * (1 + 1e-12)).astype(int))
+        spare = int(able_D.clip(0).sum()) - layers
+        if spare >= 0:
+            counts = able_D.clip(0)
+            for d in np.argsort(-seconds_D, kind="stable"):
+                less = min(spare, int(counts[d]) - 1 if counts[d] else 0)
+                counts[d] -= less
+                spare -= less
+            return (limit, counts.tolist()) if spare == 0 else None
+    return None
+
+
+def adabits(problem: Problem) -> Rival | None:
+    """The least sum of omega that the memory allows, with the best micro-batches."""
+    counts = least_omega(problem)
+    found = None if counts is None else arrange(problem, counts)
+    return None if found is None else _best(problem, "adabits", *found, pairs(problem))
+
+
+def offload(problem: Problem, bits: int) -> Rival | None:
+    """The even split at a width whose layers rest in host memory where they do not fit.
+
+    None: all layers fit, so nothing is offloaded ('uniform' is the rival), or the ends do not.
+    """
+    stages = even_split(problem)
+    widths = [bits] * problem.layers
+    if not violations(problem, stages, widths, None):
+        return None
+    column = problem.bits.index(bits)
+    each = problem.layer_bytes[column] + problem.cache_bytes
+    away = []
+    for k, (d, start, stop) in enumerate(stages):
+        room = problem.memory[d] - problem.first_bytes * (k == 0)
+        room -= problem.last_bytes * (k == len(stages) - 1)
+        if room < each:
+            return None  # not even the layer that is being computed
+        # One layer's room is for what arrives from the host.
+        fits = int(room // each)
+        away.append(0 if fits >= stop - start else stop - start - (fits - 1))
+
+    def of_phase(table: np.ndarray, size: int) -> list[float]:
+        share = min(size / problem.requests, 1.0)
+        loaded = problem.layer_bytes[column] + problem.cache_bytes * share
+        return [
+            max(table[d, column] * (stop - start), gone * loaded / HOST_BYTES_PER_S)
+            for (d, start, stop), gone in zip(stages, away, strict=True)
+        ]
+
+    found = []
+    for prefill, decode in pairs(problem):
+        before, after = (
+            of_phase(problem.prefill_s[prefill], prefill),
+            of_phase(problem.decode_s[decode], decode),
+        )
+        times = of_stages(problem, before, after, prefill, decode)
+        found.append((times.seconds, prefill, decode, times))
+    _, prefill, decode, times = min(found, key=lambda option: option[0])
+    return Rival(
+        f"offload_{bits}", tuple(stages), tuple(widths), prefill, decode, times,
+        omega_of(problem, widths), sum(away),
+    )  # fmt: skip

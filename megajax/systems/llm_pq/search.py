@@ -1,0 +1,172 @@
+"""What all solvers of LLM-PQ share: the clock, the best placement so far, and the bounds.
+
+A pair is (micro-batch of prefill, micro-batch of decoding): each has a program of its own. The
+bound of a pair is a time that none of its placements goes below; the gap follows from the smallest.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.systems.llm_pq.arrange import arrange
+from megajax.systems.llm_pq.milp import Counts, Found, Layers
+from megajax.systems.llm_pq.problem import (
+    SLACK,
+    Placement,
+    Problem,
+    Stage,
+    omega_of,
+    timed,
+    violations,
+)
+
+Pair = tuple[int, int]
+CLOSE = 1e-7  # (chosen) a relative difference of times that is none
+POLL_S = 0.2  # (chosen) how often the thread that Ctrl-C reaches looks
+
+
+@dataclass
+class Search:
+    """The state of one search."""
+
+    problem: Problem
+    quality: float | None
+    deadline: float
+    bounds: dict[Pair, float] = field(default_factory=dict)
+    best: tuple[list[Stage], list[int], Pair] | None = None
+    seconds: float = np.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def gap(self) -> float:
+        """How much shorter than the best the time may be, as a fraction."""
+        bound = min(min(self.bounds.values(), default=0.0), self.seconds)
+        gap = 1 - bound / self.seconds if self.seconds else 0.0
+        return 0.0 if gap < 2 * CLOSE else gap
+
+    def open(self, pair: Pair) -> bool:
+        """Returns whether a pair may hold something better than the best."""
+        return self.bounds[pair] < self.seconds * (1 - CLOSE)
+
+    def raise_bound(self, pair: Pair, bound: float) -> None:
+        """Notes that nothing of a pair is below the bound."""
+        self.bounds[pair] = max(self.bounds[pair], bound)
+
+    def offer(self, stages: list[Stage], bits: list[int], pair: Pair) -> bool:
+        """Takes a placement if it is the best. Returns whether it is legal."""
+        if violations(self.problem, stages, bits, self.quality):
+            return False
+        seconds = timed(self.problem, stages, bits, *pair).seconds
+        if seconds < self.seconds:
+            self.best, self.seconds = (stages, bits, pair), seconds
+        return True
+
+    def offer_counts(self, counts_DB: np.ndarray, pair: Pair) -> float | None:
+        """Takes the best arrangement of counts.
+
+        Returns by how much its sum of omega exceeds the quality (0 or less: it is legal), or None
+        when the memory keeps it from every order.
+        """
+        found = arrange(self.problem, counts_DB)
+        if found is None:
+            return None
+        if self.offer(*found, pair) or self.quality is None:
+            return 0.0
+        return omega_of(self.problem, found[1]) - self.quality
+
+    def linear_bounds(self) -> None:
+        """Bounds every pair by its linear program: milliseconds each."""
+        for prefill in self.problem.prefill_s:
+            for decode in self.problem.decode_s:
+                pair = (prefill, decode)
+                self.bounds[pair] = 0.0
+        for pair in self.bounds:
+            found = Counts(self.problem, pair, self.quality).solve(10.0, whole=False)
+            if found.closed:
+                self.bounds[pair] = found.value  # infinite where nothing fits
+
+    def result(self, status: str) -> Placement:
+        """Returns the best placement. Must have one."""
+        assert self.best is not None
+        stages, bits, (prefill, decode) = self.best
+        times = timed(self.problem, stages, bits, prefill, decode)
+        return Placement(
+            tuple(stages), tuple(bits), prefill, decode, times.tokens_per_s, self.gap,
+            times.prefill_s, times.decode_s, omega_of(self.problem, bits), status,
+        )  # fmt: skip
+
+
+def attended(work: Callable[[], Found]) -> Found:
+    """Runs HiGHS in a thread of its own, because Ctrl-C waits until C++ code returns.
+
+    Raises: KeyboardInterrupt; the thread then ends with its time limit or with the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[Found] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def least_omega(problem: Problem, seconds: float = 10.0) -> np.ndarray | None:
+    """Returns (D, B) counts that lose the least quality within the memory ("adabits").
+
+    None: the memory holds the model at no widths.
+    """
+    program = Counts(problem, (0, 0), None, goal="omega")
+    program.order_twins()
+    found = attended(lambda: program.solve(seconds))
+    return None if found.x is None else program.counts(found.x)
+
+
+def explain(problem: Problem, quality: float | None) -> UserError:
+    """Returns the error of a problem without a placement: what is missing."""
+    best = problem.omega.min(1).sum()
+    if quality is not None and best > quality * (1 + SLACK):
+        return UserError(
+            f"quality={quality:g} is below the least sum of omega of any widths; nearest: {best:g}"
+        )
+    for program in (Counts, Layers):  # what counts lack is often all that is missing
+        found = program(problem, (0, 0), quality, goal="memory").solve(20.0)
+        if found.x is not None and found.value > 0.5:
+            break
+    if found.x is None or found.value <= 0.5:
+        return UserError("no placement keeps the memory of the devices and the quality")
+    low = min(problem.bits)
+    size = dict(zip(problem.bits, problem.layer_bytes.tolist(), strict=True))[low]
+    terms = {
+        f"weights at {low} bits": size * problem.layers,
+        "cache": problem.cache_bytes * problem.layers,
+        "first stage": problem.first_bytes,
+        "last stage": problem.last_bytes,
+    }
+    listed = ", ".join(f"{name} {value:.0f}" for name, value in terms.items())
+    total, room = sum(terms.values()), problem.memory.sum()
+    largest = max(terms, key=terms.__getitem__)
+    wanted = "" if quality is None else f" with a sum of omega of at most {quality:g}"
+    return UserError(
+        f"the memory of the {problem.devices} devices cannot hold the model{wanted}: "
+        f"{found.value:.0f} bytes are missing. At the least it takes {total:.0f} bytes ({listed}); "
+        f"the devices have {room:.0f}, and a layer cannot be cut. The largest term: {largest}"
+    )

@@ -1,0 +1,132 @@
+"""The planner: the fastest placement that keeps the memory and the quality, with proof.
+
+'exact': for each pair of micro-batch sizes, in the order of their linear bounds, the program over
+counts gives a bound and, through the best arrangement of its counts, a placement. Where unlike
+layers keep the two apart, the program over layers decides. Pairs whose bound is not below the best
+placement are never solved. 'counts': the same without the program over layers, exact where layers
+are alike. 'transfer': the paper's heuristic, with the gap to the linear bounds.
+"""
+
+import time
+from typing import Literal
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.systems.llm_pq.milp import Counts, Layers
+from megajax.systems.llm_pq.problem import Placement, Problem
+from megajax.systems.llm_pq.search import CLOSE, Pair, Search, attended, explain, least_omega
+from megajax.systems.llm_pq.transfer import transfer
+
+Solver = Literal["exact", "counts", "transfer"]
+SOLVERS = ("exact", "counts", "transfer")
+TIGHTER = 5  # (chosen) tries with a smaller sum of omega before counts are given up
+LOOSE = 1e-5  # (chosen) above the best: a bound that is tight makes HiGHS' own checks fail
+NARROW = 1 - 1e-5  # of the memory, where HiGHS' tolerance let a placement exceed it
+
+
+def solve(
+    problem: Problem,
+    *,
+    quality: float | None = None,
+    solver: Solver = "exact",
+    time_limit_s: float = 60,
+) -> Placement:
+    """Returns the placement with the most tokens a second.
+
+    Args: quality: the most that the sum of omega may be; None: any. time_limit_s: of the search; a
+      search that it ends, or Ctrl-C, gives the best placement found so far with its gap.
+    Raises: UserError when no placement keeps memory and quality, with the bytes that are missing,
+      or when the time limit ends before one is found; KeyboardInterrupt before one is found.
+    """
+    if solver not in SOLVERS:
+        near = did_you_mean(solver, SOLVERS)
+        raise UserError(f"solver={solver} must be one of {', '.join(SOLVERS)}.{near} (--solver)")
+    if not time_limit_s > 0:
+        raise UserError(f"time_limit_s={time_limit_s} must be more than 0 (--time_limit_s)")
+    search = Search(problem, quality, time.monotonic() + time_limit_s)
+    status = "optimal"
+    try:
+        _search(search, solver)
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        status = "interrupted"
+    if search.best is None:
+        if search.bounds and min(search.bounds.values()) < float("inf"):
+            raise UserError(
+                f"time_limit_s={time_limit_s:g} ended the search before any placement was found; "
+                f"nearest: {2 * time_limit_s:g} (--time_limit_s)"
+            )
+        raise explain(problem, quality)
+    if status == "optimal" and search.gap > 0:
+        status = "heuristic" if search.left > 0.1 else "time limit"
+    return search.result(status)
+
+
+def _search(search: Search, solver: Solver) -> None:
+    start = least_omega(search.problem, max(search.left / 4, 1.0))
+    if start is None:
+        return
+    search.linear_bounds()
+    for pair in search.bounds:
+        search.offer_counts(start, pair)
+    if solver == "transfer":
+        transfer(search, start)
+        return
+    pairs = sorted(search.bounds, key=search.bounds.__getitem__)
+    undone = _rounds(search, pairs, _by_counts)
+    if solver == "exact":
+        undone = [pair for pair in pairs if search.open(pair)]
+        _rounds(search, sorted(undone, key=search.bounds.__getitem__), _by_layers)
+
+
+def _rounds(search: Search, pairs: list[Pair], step) -> list[Pair]:
+    """Solves open pairs, each in a part of the time; what remains open again, in a larger part."""
+    slice_s = max(search.left / 8, 0.5)
+    while pairs and search.left > 0.05:
+        again = []
+        for pair in pairs:
+            if search.open(pair) and search.left > 0.05:
+                given, began = min(slice_s, search.left), time.monotonic()
+                closed = step(search, pair, given)
+                # HiGHS may also give up for its own reasons; more time does not help then.
+                if not closed and search.open(pair) and time.monotonic() - began > given / 2:
+                    again.append(pair)
+        pairs, slice_s = again, 3 * slice_s
+    return pairs
+
+
+def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
+    """Bounds a pair and offers placements. Returns whether counts can tell no more of it."""
+    quality, tighter = search.quality, 0.0
+    closed = False
+    for tries in range(TIGHTER):
+        wanted = None if quality is None else max(quality - tighter, 0.0)
+        program = Counts(search.problem, pair, wanted)
+        program.order_twins()
+        found = attended(lambda p=program: p.solve(min(seconds, search.left), CLOSE / 10))
+        if tries == 0:
+            search.raise_bound(pair, found.bound)
+            closed = found.closed
+        if found.x is None:
+            return closed
+        excess = search.offer_counts(program.counts(found.x), pair)
+        if excess is None or excess <= 0 or search.left <= 0:
+            return closed
+        if found.value >= search.seconds:
+            return closed
+        tighter = max(2 * tighter, excess)
+    return closed
+
+
+def _by_layers(search: Search, pair: Pair, seconds: float) -> bool:
+    """The program over layers. Returns whether it proved its answer."""
+    for memory in (1.0, NARROW):
+        program = Layers(search.problem, pair, search.quality, memory=memory)
+        if search.best is not None:
+            program.below(search.seconds * (1 + LOOSE))
+        found = attended(lambda p=program: p.solve(min(seconds, search.left), CLOSE / 10))
+        if memory == 1.0:
+            search.raise_bound(pair, found.bound)
+        if found.x is None or search.offer(*program.plan(found.x), pair):
+            return found.closed
+    return False

@@ -1,0 +1,231 @@
+"""LLM-PQ's planner against every placement tried, and its closed form against the simulator."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import tried_placements
+
+from megajax.core.errors import UserError
+from megajax.systems.llm_pq import Placement, Problem, search, simulator, solve
+from megajax.systems.llm_pq.arrange import arrange
+from megajax.systems.llm_pq.problem import omega_of, timed, violations
+
+# (seed, members that are others): unlike and alike layers, twins, ragged micro-batches, unused
+# devices, one device, hops that dominate.
+CASES = [
+    (0, {}), (1, {}), (2, {"devices": 2, "bits": (3, 4, 8)}), (3, {"layers": 6, "bits": (4, 16)}),
+    (4, {"requests": 5}), (5, {"alike": True}), (6, {"alike": True, "layers": 6}),
+    (7, {"memory": [14.0, 14.0, 9.0]}), (8, {"devices": 1, "memory": [60.0]}),
+    (9, {"prefill_hop_s": {1: 9.0, 2: 9.0, 4: 9.0}, "decode_hop_s": {1: 4.0, 2: 5.0, 4: 6.0}}),
+    (10, {"memory": [90.0, 1.0, 20.0]}),
+]  # fmt: skip
+
+
+def check(seed: int, changes: dict, solvers: tuple[str, ...] = ("exact",)) -> int:
+    """Compares both with and without a bound of quality. Returns how many placements there are."""
+    p = tried_placements.problem(seed, **changes)
+    if 7 == seed:  # two devices of one kind
+        p = twins(p)
+    found = 0
+    for quality in (None, p.omega[:, -2].sum(), 1.15 * p.omega[:, -1].sum()):
+        wanted = tried_placements.best(p, quality)
+        for solver in solvers:
+            if wanted is None:
+                with pytest.raises(UserError):
+                    solve(p, quality=quality, solver=solver)
+                continue
+            got = solve(p, quality=quality, solver=solver)
+            seconds = got.prefill_s + got.decode_s
+            assert violations(p, got.stages, got.bits, quality) == []
+            assert got.tokens_per_s == pytest.approx(p.requests * p.new_tokens / seconds)
+            assert seconds == pytest.approx(wanted[-1], rel=1e-6), (quality, solver, wanted)
+            assert got.gap == 0 and got.status == "optimal"
+            assert got.omega == pytest.approx(omega_of(p, got.bits))
+            found += 1
+    return found
+
+
+def twins(p: Problem) -> Problem:
+    """Returns the problem with the first device in the place of the second too."""
+
+    def twice(tables):
+        return {size: rows[[0, 0, *range(2, len(rows))]] for size, rows in tables.items()}
+
+    return dataclasses.replace(p, prefill_s=twice(p.prefill_s), decode_s=twice(p.decode_s))
+
+
+@pytest.mark.parametrize(("seed", "changes"), CASES)
+def test_exact_equals_every_placement_tried(seed, changes):
+    check(seed, changes)
+
+
+def test_counts_equal_every_placement_tried_where_layers_are_alike():
+    assert check(5, {"alike": True}, ("counts",)) and check(11, {"alike": True}, ("counts",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_exact_on_many_problems(seed):
+    check(seed, {"layers": 4 + seed % 3, "bits": (3, 4, 8) if seed % 2 else (4, 16)})
+    check(seed, {"alike": True}, ("exact", "counts"))
+
+
+def test_the_cases_have_placements():
+    """A test whose problems have no placement compares nothing."""
+    problems = [tried_placements.problem(seed, **changes) for seed, changes in CASES]
+    assert sum(tried_placements.best(p, None) is not None for p in problems) >= 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_transfer_is_legal_and_tells_its_gap(seed):
+    p = tried_placements.problem(seed, layers=6)
+    quality = p.omega[:, 1].sum()
+    wanted = tried_placements.best(p, quality)
+    if wanted is None:
+        with pytest.raises(UserError):
+            solve(p, quality=quality, solver="transfer")
+        return
+    got = solve(p, quality=quality, solver="transfer")
+    seconds = got.prefill_s + got.decode_s
+    assert violations(p, got.stages, got.bits, quality) == []
+    assert seconds >= wanted[-1] * (1 - 1e-9)
+    assert seconds * (1 - got.gap) <= wanted[-1] * (1 + 1e-9)  # the bound is one
+    assert got.gap < 1
+
+
+def test_the_simulator_agrees_with_the_closed_form():
+    """Random pipelines, links that are the slowest place among them."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        places = rng.uniform(0.1, 2.0, rng.integers(1, 8))
+        m, n = int(rng.integers(1, 9)), int(rng.integers(1, 12))
+        total, slowest = places.sum(), places.max()
+        lap = max(total, m * slowest)
+        wanted = (n - 1) * lap + total + (m - 1) * slowest
+        got = simulator.run(lambda _b, _r, each=places: each, m, n)
+        assert got == pytest.approx(wanted, rel=1e-9)
+
+
+def test_simulating_a_placement():
+    p = tried_placements.problem(1, requests=4, new_tokens=7)
+    got = solve(p)
+    times = simulator.simulate(p, got)
+    assert times.prefill_s == pytest.approx(got.prefill_s)
+    assert times.decode_s == pytest.approx(got.decode_s)
+    assert times.tokens_per_s == pytest.approx(got.tokens_per_s)
+
+
+def test_the_simulator_serves_first_come_first_served():
+    """Two micro-batches of unlike lengths, by hand.
+
+    The first takes 3 and 1, the second 1 and 5. Stage 0: first until 3, second until 4. Stage 1:
+    first 3-4, second 4-9. The first is back at 4: stage 0 4-7, stage 1 9-10; the second is back at
+    9: stage 0 9-10, stage 1 10-15.
+    """
+    each = [(3.0, 1.0), (1.0, 5.0)]
+    assert simulator.run(lambda batch, _round: each[batch], 2, 2) == 15.0
+
+
+def test_arrange_finds_the_least_loss():
+    """Against the brute force over orders and widths, of given counts."""
+    import itertools
+
+    for seed in range(4):
+        p = tried_placements.problem(seed, memory=[40.0, 11.0, 40.0])
+        counts = np.array([[1, 0, 1], [0, 1, 0], [1, 1, 0]])
+        least = np.inf
+        for order in itertools.permutations(range(3)):
+            for widths in itertools.product(range(3), repeat=5):
+                edges = np.cumsum([0, *counts[list(order)].sum(1)])
+                spans = list(itertools.pairwise(edges))
+                same = all(
+                    (np.bincount(widths[a:b], minlength=3) == counts[d]).all()
+                    for d, (a, b) in zip(order, spans, strict=True)
+                )
+                bits = [p.bits[b] for b in widths]
+                stages = [(d, a, b) for d, (a, b) in zip(order, spans, strict=True)]
+                if same and not violations(p, stages, bits, None):
+                    least = min(least, omega_of(p, bits))
+        found = arrange(p, counts)
+        assert found is not None
+        assert omega_of(p, found[1]) == pytest.approx(least)
+        assert violations(p, *found, None) == []
+
+
+def test_what_is_missing_is_told():
+    p = tried_placements.problem(0, devices=1, memory=[6.0])
+    # 5 layers of 1 byte at 4 bits and 0.5 of cache, 2.7 at the ends: 10.2 bytes.
+    with pytest.raises(UserError, match=r"memory.* 4 bytes are missing.*weights at 4 bits 5"):
+        solve(p)
+    scaled = dataclasses.replace(
+        p, memory=[6000.0], layer_bytes=1000 * p.layer_bytes, cache_bytes=500.0,
+        first_bytes=1000.0, last_bytes=1700.0,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"4200 bytes are missing.*takes 10200 bytes"):
+        solve(scaled)
+    # Layers are whole: 9500 bytes, but each end holds one layer of 1500 only beside its 1000.
+    p = tried_placements.problem(0)
+    p = dataclasses.replace(
+        p, memory=[3900.0, 2000.0, 3900.0], layer_bytes=1000 * p.layer_bytes, cache_bytes=500.0,
+        first_bytes=1000.0, last_bytes=1000.0,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r" 200 bytes are missing.*a layer cannot be cut"):
+        solve(p)
+
+
+def test_a_quality_that_no_widths_have():
+    p = tried_placements.problem(0)
+    with pytest.raises(UserError, match="below the least sum of omega"):
+        solve(p, quality=0.5 * p.omega.min(1).sum())
+
+
+def test_options_are_checked():
+    p = tried_placements.problem(0)
+    with pytest.raises(UserError, match="Did you mean exact"):
+        solve(p, solver="exac")
+    with pytest.raises(UserError, match="time_limit_s"):
+        solve(p, time_limit_s=0)
+    for member, value in [
+        ("omega", -p.omega), ("memory", [[1.0]]), ("layer_bytes", [1.0]), ("bits", (4, 4, 8)),
+        ("requests", 0), ("prefill_hop_s", {1: 0.0}), ("cache_bytes", float("nan")),
+        ("decode_s", {0: p.decode_s[1]}), ("decode_s", {1: p.decode_s[1][:2]}),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match=member.removesuffix("_hop_s")):
+            dataclasses.replace(p, **{member: value})
+
+
+def test_saved_and_loaded(tmp_path):
+    got = solve(tried_placements.problem(1))
+    got.save(tmp_path / "placement.json")
+    assert Placement.load(tmp_path / "placement.json") == got
+    (tmp_path / "other.json").write_text('{"stages": 3}')
+    with pytest.raises(UserError, match="no placement"):
+        Placement.load(tmp_path / "other.json")
+
+
+def test_an_interrupted_search_gives_the_best_so_far(monkeypatch):
+    """Ctrl-C during the second program: the first one's placement comes back, with its gap."""
+    p = tried_placements.problem(1)
+    calls = []
+
+    def work(program):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return program()
+
+    monkeypatch.setattr("megajax.systems.llm_pq.solver.attended", work)
+    monkeypatch.setattr(search, "attended", lambda program: program())
+    got = solve(p)
+    assert got.status == "interrupted" and 0 <= got.gap < 1
+    assert violations(p, got.stages, got.bits, None) == []
+    assert timed(p, got.stages, got.bits, got.prefill_batch, got.decode_batch).seconds > 0
+
+
+def test_highs_runs_beside_the_main_thread():
+    """Ctrl-C reaches Python only when C++ code returns, so HiGHS runs in another thread."""
+    seen = []
+    search.attended(lambda: seen.append(threading.current_thread()))
+    assert seen[0] is not threading.main_thread()
