@@ -215,16 +215,21 @@ def save(
     """
     if dtype not in CODES:
         raise UserError(f"dtype={dtype} must be one of {', '.join(CODES)} (--dtype)")
-    target = expand(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not an empty folder")
-    if tokenizer is not None:
-        find_tokenizer(tokenizer)
-    leaves = dict(named_leaves(params))
-    maps, _ = _home(cfg)
-    sizes = maps.sizes(cfg)
+    leaves, (maps, _) = dict(named_leaves(params)), _home(cfg)
+    tensors, produce = tensors_of(leaves, _fitting(maps.rules(cfg), leaves), cfg, dtype)
+    write(path, tensors, produce, maps.to_hf_config(cfg, dtype), shard_bytes, tokenizer)
+
+
+Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' name of the type)}
+
+
+def tensors_of(
+    leaves: Mapping[str, Any], found: list[Rule], cfg: ModelConfig, dtype: str
+) -> tuple[Tensors, Callable[[str], np.ndarray]]:
+    """Returns the tensors that these rules make of these leaves, and what produces one by name."""
+    sizes = _home(cfg)[0].sizes(cfg)
     groups: dict[str, list[Rule]] = {}
-    for rule in _fitting(maps.rules(cfg), leaves):
+    for rule in found:
         groups.setdefault(rule.theirs, []).append(rule)
     wanted = {}
     for rules in groups.values():
@@ -237,6 +242,26 @@ def save(
         return _join(rules, pieces, sizes)
 
     tensors = {n: (rules[0].their_shape(sizes), CODES[dtype]) for n, (rules, _) in wanted.items()}
+    return tensors, produce
+
+
+def write(
+    path: str | Path,
+    tensors: Tensors,
+    produce: Callable[[str], np.ndarray],
+    members: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Writes tensors, config.json (`members`) and a tokenizer as a folder, whole or not at all.
+
+    Raises: UserError when the folder exists or storage fails.
+    """
+    target = expand(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not an empty folder")
+    if tokenizer is not None:
+        find_tokenizer(tokenizer)
     if jax.process_index() != 0:  # every process takes part in fetching; one writes
         for name in tensors:
             produce(name)
@@ -246,8 +271,7 @@ def save(
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         write_folder(temporary, tensors, produce, shard_bytes)
-        text = json.dumps(maps.to_hf_config(cfg, dtype), indent=2) + "\n"
-        (temporary / "config.json").write_text(text)
+        (temporary / "config.json").write_text(json.dumps(members, indent=2) + "\n")
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary)
         temporary.chmod(0o755)

@@ -14,6 +14,5 @@ __getattr__, __dir__, __all__ = public(
         "ops": ("Ops",),
         "rope": ("RopeConfig",),
         "sparse": ("SparseKernel",),
-        "weight": ("PackedWeight",),
     },
 )

@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 
+from megajax.core.packed import PackedWeight
 from megajax.layers import ops
 from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
-from megajax.layers.weight import PackedWeight, Weight
+from megajax.layers.weight import Weight
 from pallas_kernels import fused_gemm, fused_layer_norm
 from pallas_kernels.dispatch import Implementation
 

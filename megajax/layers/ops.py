@@ -3,7 +3,7 @@
 A block is written once. What differs between one device, tensor parallelism, a fused
 GEMM-with-communication and another attention kernel is which functions stand in here; what differs
 between a dense, a tile-sparse and later a quantized GEMM is the type of the weight
-(layers/weight.py). `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
+(core/packed.py). `matmul` is local compute; `gather`, `whole`, `up`, `down` and `lookup` put
 communication around it and take it as an argument, so all three choices compose. `settle` and
 `expand` are where a kernel joins a product with the element-wise work after it. For mixtures of
 experts `grouped` is the local compute, `score`, `expert` and `total` what is around it. The
@@ -25,10 +25,11 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.core.packed import PackedWeight
 from megajax.layers.attend import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
-from megajax.layers.weight import PackedWeight, Weight
+from megajax.layers.weight import Weight
 from pallas_kernels import grouped_matmul
 
 Array = jax.Array

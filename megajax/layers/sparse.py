@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from megajax.layers.weight import PackedWeight
+from megajax.core.packed import PackedWeight
 from pallas_kernels import TileSparse, tile_sparse_matmul
 
 

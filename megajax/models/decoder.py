@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.layout import Layout
+from megajax.core.packed import runs_of
 from megajax.core.tree import Tree
 from megajax.layers import param
 from megajax.layers.attention import Attention, Cache
@@ -191,7 +192,10 @@ def parts(
         bias_LE = balance(moe["bias"], sums.moe.load_E, cfg.moe.bias_rate)
         return params | {"blocks": params["blocks"] | {"moe": moe | {"bias": bias_LE}}}
 
-    merge = functools.partial(nnx.merge, graph)
+    def merge(params: Tree) -> Decoder:
+        blocks = runs_of(params["blocks"], cfg.layers).stacks[0]  # `embed` and `head` run none
+        return nnx.merge(graph, params | {"blocks": blocks})
+
     context_of = merge(abstract).context  # reads the configuration only, no parameter
     return parts_.ModelParts(
         layers=cfg.layers,

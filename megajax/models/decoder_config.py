@@ -12,6 +12,7 @@ from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
 from megajax.core.needs import above, equal
+from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Workload
 from megajax.cost.kernels import Matmul
 from megajax.cost.transformer import Routed, Stack, lookup
@@ -73,6 +74,13 @@ class DecoderConfig(Checked, section="model"):
             raise UserError(
                 "model.bias=all: experts have no biases; use none or qkv (--model.bias)"
             )
+
+    @property
+    def axes(self) -> Tree:
+        """The logical words of each parameter, as ModelParts.axes has them."""
+        from megajax.models import decoder  # which reads this configuration
+
+        return decoder.parts(self).axes
 
     @property
     def padded_vocab(self) -> int:

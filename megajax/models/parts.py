@@ -19,6 +19,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
+from megajax.core.packed import runs_of
 from megajax.core.tree import Tree, is_words
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
@@ -29,10 +30,14 @@ Remat = Literal["none", "full", "outputs", "dots"]
 LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
 
 
-def scan_layers(step: Callable, x: jax.Array, stack: Tree, layers: int) -> tuple[jax.Array, Any]:
+def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, Any]:
     """Returns what step(x, (weights of a layer, its index)) -> (x, y) makes of x, layer by layer,
-    and the stacked ys."""
-    return jax.lax.scan(step, x, (stack, jnp.arange(layers)))
+    and the stacked ys. stack: of all layers, or core.packed.LayerRuns, a scan each."""
+    runs, found = runs_of(stack, layers), []
+    for part, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
+        x, ys = jax.lax.scan(step, x, (part, jnp.arange(start, stop)))
+        found.append(ys)
+    return x, found[0] if len(found) == 1 else jax.tree.map(lambda *y: jnp.concatenate(y), *found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from megajax.core.layout import Layout, Words
+from megajax.core.packed import PackedWeight
 from megajax.core.tree import Tree
-from megajax.layers.weight import PackedWeight
 
 TENSOR = "tensor"
 

@@ -19,9 +19,10 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.layout import Layout
+from megajax.core.packed import PackedWeight
 from megajax.layers import ops as ops_
 from megajax.layers.mlp import MlpConfig
-from megajax.layers.weight import PackedWeight, Weight, any_packed, words_of
+from megajax.layers.weight import Weight, any_packed, words_of
 from megajax.parallel import overlap as overlap_
 from megajax.parallel import ring
 from megajax.parallel.collective_matmul import (

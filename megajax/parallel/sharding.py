@@ -102,7 +102,7 @@ def kv_copies(kv_heads: int, tensor: int) -> int:
 
 def place(layout: Layout, axes: Tree, params: Tree) -> Tree:
     """Puts parameters on the layout's devices, as they rest. axes: as ModelParts.axes; a leaf may
-    be packed (layers/weight.py)."""
+    be packed (core/packed.py)."""
     words = packed_axes(axes, params)
     specs = jax.tree.map(lambda w: layout.named(layout.stored(*w)), words, is_leaf=is_words)
     return jax.device_put(params, specs)

@@ -22,9 +22,10 @@ from jax import lax
 from jax.sharding import reshard
 
 from megajax.core.layout import Layout
+from megajax.core.packed import PackedWeight
 from megajax.layers.mask import Context
 from megajax.layers.ops import Codec, Ops, coded, join
-from megajax.layers.weight import PackedWeight, Weight, any_packed, words_of
+from megajax.layers.weight import Weight, any_packed, words_of
 from megajax.parallel import attention as attention_
 from megajax.parallel import expert, inside
 from megajax.parallel import overlap as overlap_

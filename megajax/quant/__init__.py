@@ -5,10 +5,15 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "activation_aware": ("awq",),
         "codecs": ("Codec", "codec"),
         "feedback": ("Feedback",),
         "formats": ("Format",),
+        "indicators": ("sensitivity",),
+        "compensated": ("gptq",),
         "qtensor": ("QTensor", "dequantize", "quantize"),
+        "quantized_model": ("quantize_model",),
+        "statistics": ("Statistics",),
         "transforms": ("hadamard",),
     },
 )

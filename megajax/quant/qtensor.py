@@ -92,19 +92,48 @@ def quantize(x: Array, fmt: Format, *, key: Array | None = None) -> QTensor:
         noise_xGC = reference.split(_to_lines(noise, axis), group)
     x_xGC = reference.split(_to_lines(x, axis).astype(jnp.float32), group)
     if fmt.symmetric:
-        scale_xG, zero_xG = _symmetric_scales(x_xGC, fmt), None
+        scale_xG, zero_xG = symmetric_scales(x_xGC, fmt), None
         code_xGC = reference.codes(x_xGC, scale_xG, fmt.bits, noise_xGC)
     else:
-        scale_xG, zero_xG = _zero_points(x_xGC, n, fmt)
-        code_xGC = _unsigned_codes(x_xGC, scale_xG, zero_xG, fmt, noise_xGC)
-    packed = reference.pack(reference.join(code_xGC, n), fmt.bits)
+        scale_xG, zero_xG = zero_points(x_xGC, n, fmt)
+        code_xGC = unsigned_codes(x_xGC, scale_xG, zero_xG, fmt, noise_xGC)
+    return _packed(reference.join(code_xGC, n), scale_xG, zero_xG, fmt, axis, x.shape, x.dtype)
+
+
+def from_codes(
+    code: Array, scale: Array, zero: Array | None, fmt: Format, dtype: Any = "float32"
+) -> QTensor:
+    """Returns the QTensor of these codes, for formats with an axis.
+
+    Args: code: of the array's shape: int8 from -Q to Q, or uint8 with zero points. scale, zero: the
+        same dimensions, with the groups along fmt.axis; of values that scale_dtype holds.
+    Raises: UserError if a shape does not fit.
+    """
+    n, axis = fmt.lines(code.shape)
+    if axis is None:
+        raise UserError("from_codes needs a format with an axis, got axis=None")
+    groups = reference.groups_of(n, fmt.group_of(n))
+    wanted = (*code.shape[:axis], groups, *code.shape[axis + 1 :])
+    if fmt.symmetric != (zero is None):
+        raise UserError(f"from_codes: zero points must be there with symmetric=False only: {fmt}")
+    for name, x in {"scale": scale, "zero": zero}.items():
+        if x is not None and x.shape != wanted:
+            raise UserError(f"from_codes: {name} must have the shape {wanted}, got {x.shape}")
+    zero_xG = None if zero is None else _to_lines(zero, axis)
+    lines = _to_lines(code, axis), _to_lines(scale, axis), zero_xG
+    return _packed(*lines, fmt, axis, code.shape, dtype)
+
+
+def _packed(code_xN: Array, scale_xG: Array, zero_xG: Array | None, *described: Any) -> QTensor:
+    """described: format, axis, shape and dtype."""
+    fmt, axis, shape, dtype = described
     return QTensor(
-        values=_from_lines(packed, axis),
+        values=_from_lines(reference.pack(code_xN, fmt.bits), axis),
         scales=_from_lines(scale_xG, axis).astype(fmt.scale_dtype),
         zeros=None if zero_xG is None else _from_lines(zero_xG, axis).astype(fmt.scale_dtype),
         format=fmt,
-        shape=x.shape,
-        dtype=np.dtype(x.dtype),
+        shape=shape,
+        dtype=np.dtype(dtype),
     )
 
 
@@ -152,7 +181,7 @@ def _from_lines(x_xN: Array, axis: int | None) -> Array:
     return x_xN if axis is None else jnp.moveaxis(x_xN, -1, axis)
 
 
-def _symmetric_scales(x_xGC: Array, fmt: Format) -> Array:
+def symmetric_scales(x_xGC: Array, fmt: Format) -> Array:
     """Returns float32 scales that scale_dtype can hold, so rounded up."""
     scale_xG = reference.scales(reference.amax(x_xGC), fmt.bits)
     # Rounded up, the largest number of a group could be decoded as inf.
@@ -161,7 +190,7 @@ def _symmetric_scales(x_xGC: Array, fmt: Format) -> Array:
     return _fitting(jnp.minimum(_representable(scale_xG, fmt.scale_dtype, up=True), most), fmt)
 
 
-def _zero_points(x_xGC: Array, n: int, fmt: Format) -> tuple[Array, Array]:
+def zero_points(x_xGC: Array, n: Any, fmt: Format) -> tuple[Array, Array]:
     """Returns float32 (scale_xG, zero_xG) that scale_dtype can hold.
 
     In halves, because hi - lo may exceed float32.
@@ -180,7 +209,7 @@ def _zero_points(x_xGC: Array, n: int, fmt: Format) -> tuple[Array, Array]:
     return jnp.where(finite_xG, scale_xG, jnp.nan), jnp.where(finite_xG, zero_xG, jnp.nan)
 
 
-def _unsigned_codes(
+def unsigned_codes(
     x_xGC: Array, scale_xG: Array, zero_xG: Array, fmt: Format, noise_xGC: Array | None
 ) -> Array:
     """Returns uint8 codes from 0 to Q."""

@@ -19,12 +19,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as PS
 
 from megajax.core.layout import Layout
+from megajax.core.packed import PackedWeight
 from megajax.core.tree import Tree
 from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
-from megajax.layers.weight import PackedWeight, packed_axes
+from megajax.layers.weight import packed_axes
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.parts import map_words
+from megajax.models.parts import map_words, scan_layers
 from megajax.parallel import buckets, local, sharding
 from megajax.parallel.overlap import Overlap
 from megajax.serving import paged
@@ -130,7 +131,6 @@ class Forward:
             for key, value in params.items()
             if key != stack
         } | {stack: params[stack]}
-        layer_axes = map_words(lambda words: words[1:], axes[stack])
         batch = {"tokens": tokens.ids_T[None], "positions": tokens.positions_T[None]}
         context = parts.context(batch, None)
         pool = pages.k.shape[0] // layers
@@ -138,13 +138,14 @@ class Forward:
 
         def layer(carry: tuple, stacked: tuple) -> tuple:
             x, pages = carry
-            weights = map_words(lambda words, w: whole(words, w), layer_axes, stacked[0])
+            own = packed_axes(parts.axes[stack], stacked[0])  # layers may be unlike
+            weights = map_words(lambda words, w: whole(words[1:], w), own, stacked[0])
             cache = paged.PagedCache(pages, stacked[1], tokens, rows, pool, attention)
             x, cache, _ = parts.block(weights, x, context, cache)
             return (x, cache.pages), None
 
         x = parts.embed(rest, batch, context)
-        (x, pages), _ = lax.scan(layer, (x, pages), (params[stack], jnp.arange(layers)))
+        (x, pages), _ = scan_layers(layer, (x, pages), params[stack], layers)
         logits_BV = parts.head(rest, x[:, rows_B])[0]
         cut = self.layout.live(self.layout.rules.stored["vocab"])
         return (lax.all_gather(logits_BV, cut, axis=1, tiled=True) if cut else logits_BV), pages

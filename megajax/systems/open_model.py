@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from megajax.checkpoint import gguf as gguf_
 from megajax.checkpoint import hf as hf_
+from megajax.checkpoint import hf_quantized
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.mesh import describe
+from megajax.core.packed import PackedWeight
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data import tokenizer as tokenizer_
@@ -25,11 +28,17 @@ from megajax.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
+from megajax.quant.formats import Format
+from megajax.quant.quantized_model import quantize_model
 from megajax.systems.prune_export import stored, to_tiles
 from megajax.training.config import Config as RunConfig
 from megajax.training.run_dir import saved_tokenizer
 
 MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have at most some 2^13
+
+
+BITS = {"int8": 8, "int4": 4, "int3": 3}
+GROUP = 128  # (GPTQ and AWQ, the papers' group) inputs that share a scale
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,24 @@ class OpenModel:
         params, what = self._load(layout)
         return params, f"{what}, {describe(layout.mesh)}"
 
-    def load_to_serve(self, mesh: Mesh) -> tuple[Tree, str]:
-        """The same, for `serving.Engine` on this mesh: all devices of a tensor rank have a copy."""
-        return self.load(sharding.layout(mesh, "none", decode=True, model=self.cfg))
+    def load_to_serve(self, mesh: Mesh, quantize: str = "none") -> tuple[Tree, str]:
+        """The same, for `serving.Engine` on this mesh: all devices of a tensor rank have a copy.
+
+        quantize: a name of BITS: the blocks' matrices rounded to nearest, in groups of GROUP
+          inputs; 'none': as they are stored.
+        Raises: UserError also for experts, a stored form that is quantized already, and several
+          tensor ranks, for which no matrix can be quantized yet.
+        """
+        layout = sharding.layout(mesh, "none", decode=True, model=self.cfg)
+        params, what = self.load(layout)
+        if quantize == "none":
+            return params, what
+        one_rank(layout)
+        if any(isinstance(w, PackedWeight) for w in jax.tree.leaves(params, is_leaf=_is_packed)):
+            raise UserError(f"{self.name} is packed or quantized as it is stored (--quantize)")
+        fmt = Format(BITS[quantize], GROUP, 0, scale_dtype="float16")
+        found = quantize_model(params, self.cfg, fmt)
+        return sharding.place(layout, self.cfg.axes, found), f"{what} in {quantize}"
 
 
 def open_model(
@@ -96,6 +120,19 @@ def open_model(
         found = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
     check_vocabulary(found.tokenizer, found.cfg.vocab)
     return found
+
+
+def one_rank(layout: Layout) -> None:
+    """Refuses quantized matrices on several tensor ranks. Raises: UserError."""
+    if (ranks := layout.mesh.shape["tensor"]) > 1:
+        raise UserError(
+            f"quantized matrices are not cut over tensor ranks yet, and the mesh has {ranks} of "
+            "them; serve with --mesh.tensor=1"
+        )
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, PackedWeight)
 
 
 def _open_run(folder: Path, step: int | None, tokenizer: str | None, tiles: bool) -> OpenModel:
@@ -137,8 +174,14 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
         )
 
     def load(layout: Layout) -> tuple[Tree, str]:
-        return hf_.load_params(folder, cfg, layout), str(folder)
+        if found is None:
+            return hf_.load_params(folder, cfg, layout), str(folder)
+        one_rank(layout)
+        params = hf_quantized.load(folder)[1]
+        what = f"{folder} ({found['quant_method']}, {found['bits']} bits)"
+        return sharding.place(layout, cfg.axes, params), what
 
+    found = hf_quantized.settings(folder)
     named = open_tokenizer(tokenizer or str(folder))
     beside = expand(tokenizer) if tokenizer else folder
     return OpenModel(folder.name, cfg, named, chat_template(beside, named), load)

@@ -15,9 +15,9 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
+from megajax.core.packed import cut_word
 from megajax.core.tree import Tree, is_words, name, named_leaves
 from megajax.layers.sparse import SparseKernel
-from megajax.layers.weight import cut_word
 from megajax.systems.pruning import matrix_shape
 from megajax.training.masking import chosen
 from megajax.training.optim import STACK_WORDS

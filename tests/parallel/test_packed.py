@@ -15,9 +15,9 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.core.packed import PackedWeight
 from megajax.core.tree import floating
 from megajax.layers import ops
-from megajax.layers.weight import PackedWeight
 from megajax.models import decoder
 from megajax.parallel import inside, local, sharding, tensor
 from megajax.parallel.collective_matmul import GATHER, SCATTER

@@ -73,7 +73,7 @@ def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
             alike,
         )
     opened = open_named(cfg)
-    params, what = opened.load_to_serve(mesh)
+    params, what = opened.load_to_serve(mesh, cfg.quantize)
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
     engine = Engine(opened.cfg, params, mesh=mesh, tokenizer=opened.tokenizer, **options)
     if jax.process_index() == 0:

@@ -22,6 +22,9 @@ class ModelOptions(Checked):
         needs=other_than("run_dir", None),
         at_least=0,
     )
+    quantize: Literal["none", "int8", "int4", "int3"] = option(
+        "none", "the blocks' matrices, rounded to nearest in groups of 128 inputs"
+    )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     chat_template: str | None = option(None, "file with a chat template in Jinja; none: its own")
     served_model_name: str | None = option(None, "that requests give; none: of its folder or file")

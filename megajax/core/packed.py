@@ -1,0 +1,131 @@
+"""A weight that is no array, and a stack of layers that are not alike.
+
+A leaf of the parameters is an array, or a `PackedWeight` that stands for one: packed tiles
+(layers/sparse.py), a matrix in few bits (quant/kernel.py). The seams of layers/ops.py and parallel/
+look at the leaf's type; a new type implements `astype` and `matmul`, and inherits how it rests on a
+mesh:
+
+    dense (D, F), cut over tensor     packed: every array of it is (pieces, ...), a piece a rank
+
+So a piece is packed by itself, from the slice that a tensor rank multiplies, and no collective has
+to cut through a format. Axes that share a gradient (ZeRO) hold copies: a packed weight is small.
+
+Layers whose leaves differ in type or shape cannot be one stack: `LayerRuns` has a stack for each
+run of layers that are alike.
+
+Legend: D model width, F any hidden width.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+
+from megajax.core.errors import UserError
+from megajax.core.layout import Words
+from megajax.core.tree import Tree
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeight(abc.ABC):
+    """What derives from it is a frozen dataclass, registered as a pytree.
+
+    Its arrays begin with a dimension of pieces, after that of the layers where they are stacked; a
+    piece (`piece`) lacks it. shape: static, of the dense array that a piece stands for: (D, ...) of
+    an input's weight, (..., D) of an output's.
+    """
+
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @abc.abstractmethod
+    def astype(self, dtype: Any) -> Self:
+        """Returns it as products of inputs of this type take it."""
+
+    @abc.abstractmethod
+    def matmul(
+        self,
+        x: Array,
+        contract: int = 1,
+        *,
+        bias: Array | None = None,
+        activation: str | None = None,
+    ) -> Array:
+        """activation(x w + bias) of a piece, on local arrays: layers.ops.matmul's contract.
+
+        bias: of shape[contract:], one dimension. Returns: x's type; differentiable in x and in the
+        floating arrays of the weight.
+        """
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the dense array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements of a piece's dense array."""
+        return math.prod(self.shape)
+
+    @staticmethod
+    def words(axes: Words) -> Words:
+        """Returns the logical words of the first dimensions of all its arrays, that of the pieces
+        last. axes: of the dense leaf, its stack of layers included."""
+        stack = axes[: axes.count("layers")]
+        return (*stack, cut_word(axes))
+
+    def piece(self) -> Self:
+        """Returns the only piece that is here. Raises: UserError where there are several."""
+        pieces = jax.tree.leaves(self)[0].shape[0]
+        if pieces != 1:
+            raise UserError(
+                f"a weight was packed in {pieces} pieces, and one rank has all of them: pack it "
+                "for this mesh, as systems.prune_export.to_tiles(..., layout=) does"
+            )
+        return jax.tree.map(lambda x: x[0], self)
+
+
+def cut_word(axes: Words) -> str:
+    """Returns the word of a matrix's dimension that tensor parallelism cuts: the one beside the
+    model's width."""
+    return next(w for w in axes if w not in (None, "embed", "layers"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerRuns:
+    """The layers of a model in runs: a stack each, in the place of the one stack of all.
+
+    stacks: trees whose leaves have the layers of the run first. starts: the number of each run's
+    first layer, from 0 up; static. layers: of all runs.
+    """
+
+    stacks: tuple[Tree, ...]
+    starts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    layers: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The number behind each run's last layer."""
+        return (*self.starts[1:], self.layers)
+
+    def of(self, layer: int) -> Tree:
+        """Returns the leaves of one layer."""
+        run = max(i for i, start in enumerate(self.starts) if start <= layer)
+        return jax.tree.map(lambda x: x[layer - self.starts[run]], self.stacks[run])
+
+
+def runs_of(stack: Tree, layers: int) -> LayerRuns:
+    """Returns a stack of layers as runs: as it is, or as the only one."""
+    return stack if isinstance(stack, LayerRuns) else LayerRuns((stack,), (0,), layers)
+
+
+def map_runs(function: Callable[..., Any], stack: Tree) -> Tree:
+    """Returns function(stack), or the runs of function(stack of each run)."""
+    if not isinstance(stack, LayerRuns):
+        return function(stack)
+    return dataclasses.replace(stack, stacks=tuple(function(run) for run in stack.stacks))

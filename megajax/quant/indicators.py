@@ -1,0 +1,84 @@
+"""How much a quantized weight is expected to cost, before it is: indicators of a plan's quality.
+
+All are in the same unit, the squared error of the product summed over calibration tokens and
+outputs, except 'variance' as its paper has it, and 'random':
+
+    variance   sum over groups and outputs of s^2 Var(x), s = (max - min) / (2^(b-1) - 1)
+               LLM-PQ (arXiv 2403.01136), section 4.2: an upper bound's shape, without constants
+    exact      sum over rows and outputs of s^2 / 12 sum_t x_tk^2: the error's expectation where the
+               errors of rounding are uniform and independent
+    hessian    sum over outputs of dW^T h dW: what rounding to nearest really does
+    random     a number that knows nothing, for comparisons
+
+Legend: K inputs, N outputs, G groups of C rows.
+"""
+
+import zlib
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.quant import qtensor
+from megajax.quant.compensated import row_format
+from megajax.quant.formats import Format
+from megajax.quant.statistics import Statistics, statistics_of
+from pallas_kernels.quantize import reference
+
+Array = jax.Array
+Indicator = Literal["variance", "exact", "hessian", "random"]
+INDICATORS = ("variance", "exact", "hessian", "random")
+
+
+def sensitivity(
+    w_KN: Array,
+    x_TK: Array | Statistics,
+    fmt: Format | None,
+    indicator: Indicator = "exact",
+    *,
+    name: str = "",
+    seed: int = 0,
+) -> float:
+    """Returns what a format of this weight is expected to cost; 0 for None, no quantization.
+
+    Args: w_KN: of a floating type. x_TK: inputs in calibration, or their Statistics. fmt: as of
+        `gptq`. name, seed: 'random' is a function of both and of the bits.
+    Raises: UserError as `gptq`, and on an unknown indicator.
+    """
+    if indicator not in INDICATORS:
+        raise UserError(
+            f"indicator={indicator!r} must be among {', '.join(INDICATORS)}."
+            f"{did_you_mean(str(indicator), INDICATORS)}"
+        )
+    if fmt is None:
+        return 0.0
+    fmt = row_format("sensitivity", w_KN, fmt)
+    statistics = statistics_of(x_TK, w_KN.shape[0], "sensitivity")
+    if indicator == "random":
+        key = zlib.crc32(f"{name} {fmt.bits}".encode())
+        return float(np.random.default_rng([seed, key]).uniform())
+    w_KN = jnp.asarray(w_KN, jnp.float32)
+    if indicator == "hessian":
+        return float(statistics.error(qtensor.dequantize(qtensor.quantize(w_KN, fmt)) - w_KN))
+    K, N = w_KN.shape
+    C = fmt.group_of(K)
+    weight_K = jnp.diagonal(statistics.h_KK) / 12
+    if indicator == "variance":
+        steps = 2.0 ** (fmt.width - 1) - 1
+        low_GN, high_GN = (
+            f(_groups(w_KN, C, fill), 1) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
+        )
+        scale_GN, weight_K = (high_GN - low_GN) / steps, statistics.variance_K / C
+    else:
+        scale_GN = qtensor.quantize(w_KN, fmt).scales.astype(jnp.float32)
+    weight_G = _groups(weight_K[:, None], C, 0.0).sum((1, 2))
+    return float(jnp.sum(scale_GN**2 * weight_G[:, None]))
+
+
+def _groups(x_KN: Array, C: int, fill: float) -> Array:
+    """Returns x_GCN; `fill` stands for what a short last group lacks."""
+    K, N = x_KN.shape
+    more = reference.groups_of(K, C) * C - K
+    return jnp.pad(x_KN, ((0, more), (0, 0)), constant_values=fill).reshape(-1, C, N)

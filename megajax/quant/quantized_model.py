@@ -1,0 +1,157 @@
+"""A model whose blocks multiply by matrices in few bits (weights only; LLM-PQ, arXiv 2403.01136).
+
+Each matrix of the stacked layers is quantized by itself, with groups along its inputs. Embeddings,
+the head, norms, biases, routers and experts stay as they are. Layers of equal formats that follow
+each other are a stack of their own (core.packed.LayerRuns); where all are equal there is one stack
+as before.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.layout import Words
+from megajax.core.packed import LayerRuns
+from megajax.core.tree import Tree, is_words, name, named_leaves
+from megajax.quant.activation_aware import awq
+from megajax.quant.compensated import gptq, row_format
+from megajax.quant.formats import Format
+from megajax.quant.kernel import QuantKernel
+from megajax.quant.qtensor import QTensor, quantize
+from megajax.quant.statistics import Statistics
+
+Method = Literal["rtn", "gptq", "awq"]
+METHODS = ("rtn", "gptq", "awq")
+Formats = Format | Sequence[Format | None]
+LAYERS = "layers"
+
+
+class Model(Protocol):
+    """What is asked of a configuration. axes: the logical words of each leaf (ModelParts.axes)."""
+
+    @property
+    def layers(self) -> int: ...  # noqa: D102
+
+    @property
+    def axes(self) -> Tree: ...  # noqa: D102
+
+
+def quantize_model(
+    params: Tree,
+    cfg: Model,
+    formats: Formats,
+    *,
+    calibration: Mapping[str, Statistics] | None = None,
+    method: Method = "rtn",
+) -> Tree:
+    """Returns the parameters with QuantKernel leaves, whose `weight` is a QTensor.
+
+    Args: params: dense, as ModelParts has them. cfg: the model's configuration. formats: of all
+        layers, or one a layer; None: that layer stays dense. Groups lie along the inputs of a
+        product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
+        inputs of its products, stacked over the layers} (systems/llm_pq/calibrate.py); needed by
+        'gptq' and 'awq'. method: rounding to nearest, GPTQ or AWQ.
+    Returns: the tree of `params`. Its member of stacked layers is core.packed.LayerRuns where the
+        layers have unlike formats: a stack for each run of equal ones, with the first layer's
+        number beside it.
+    Raises: UserError for formats and methods that do not exist, a wrong number of formats, a matrix
+        without calibration, and experts, whose products are grouped.
+    """
+    each = layer_formats(formats, cfg.layers)
+    if method not in METHODS:
+        raise UserError(
+            f"method={method!r} must be among {', '.join(METHODS)}."
+            f"{did_you_mean(str(method), METHODS)}"
+        )
+    words = dict(named_leaves(cfg.axes, is_words))
+    found = matrices(cfg.axes)
+    if missing := [n for n in found if method != "rtn" and n not in (calibration or {})]:
+        raise UserError(
+            f"method={method!r} needs the inputs of {missing[0]} in calibration "
+            "(systems.llm_pq.calibrate), got none; method='rtn' needs none"
+        )
+    stack = next(iter(found)).split(".")[0]
+    starts = [i for i, fmt in enumerate(each) if i == 0 or fmt != each[i - 1]]
+    runs = []
+    for start, stop in zip(starts, [*starts[1:], cfg.layers], strict=True):
+
+        def leaf(path: tuple, w: Any, start: int = start, stop: int = stop) -> Any:
+            n, fmt = f"{stack}.{name(path)}", each[start]
+            if fmt is None or n not in found:
+                return w[start:stop]
+            layers = [
+                _quantized(n, w[i], words[n][1:], fmt, _of_layer(calibration, n, i), method)
+                for i in range(start, stop)
+            ]
+            return jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)  # one piece
+
+        runs.append(jax.tree_util.tree_map_with_path(leaf, params[stack]))
+    whole = runs[0] if len(runs) == 1 else LayerRuns(tuple(runs), tuple(starts), cfg.layers)
+    return params | {stack: whole}
+
+
+def layer_formats(formats: Formats, layers: int) -> list[Format | None]:
+    """Returns the format of each layer. Raises: UserError."""
+    each: list[Format | None] = [formats] * layers if isinstance(formats, Format) else list(formats)
+    if len(each) != layers:
+        raise UserError(f"formats has {len(each)} entries for {layers} layers; give one a layer")
+    for i, fmt in enumerate(each):
+        if fmt is not None and not isinstance(fmt, Format):
+            raise UserError(f"formats[{i}]={fmt!r} must be a megajax.quant.Format or None")
+    return each
+
+
+def matrices(axes: Tree) -> list[str]:
+    """Returns the names of the leaves that are quantized: matrices of stacked layers.
+
+    Raises: UserError for experts, whose products are grouped.
+    """
+    found = [
+        (n, w)
+        for n, w in named_leaves(axes, is_words)
+        if w[:1] == (LAYERS,) and len(w) > 2 and "embed" in w and "router" not in w
+    ]
+    for n, w in found:
+        if "expert" in w:
+            raise UserError(
+                f"{n}: experts are multiplied by grouped products, which take no QTensor"
+            )
+    return [n for n, _ in found]
+
+
+def inputs_of(words: Words, shape: tuple[int, ...]) -> int:
+    """Returns K, the number of inputs, of one layer's matrix with these words."""
+    rows = 1 if words[0] == "embed" else len(shape) - 1
+    return int(np.prod(shape[:rows]))
+
+
+def _of_layer(
+    calibration: Mapping[str, Statistics] | None, n: str, layer: int
+) -> Statistics | None:
+    if calibration is None or n not in calibration:
+        return None
+    return jax.tree.map(lambda x: jnp.asarray(x[layer]), calibration[n])
+
+
+def _quantized(
+    n: str, w: Any, words: Words, fmt: Format, statistics: Statistics | None, method: Method
+) -> QuantKernel:
+    w_KN = jnp.asarray(w).reshape(inputs_of(words, w.shape), -1)
+    try:
+        if method == "rtn" or statistics is None:
+            return QuantKernel(w.shape, _nearest(w_KN, row_format("rtn", w_KN, fmt)))
+        if method == "gptq":
+            return QuantKernel(w.shape, gptq(w_KN, statistics, fmt))
+        return QuantKernel(w.shape, *awq(w_KN, statistics, fmt))
+    except UserError as error:
+        raise UserError(f"{n}: {error}") from None
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _nearest(w_KN: Any, fmt: Format) -> QTensor:
+    return quantize(w_KN, fmt)

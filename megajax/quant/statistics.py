@@ -1,0 +1,88 @@
+"""What a product's inputs were like in calibration: all that GPTQ, AWQ and indicators ask of them.
+
+    h = sum over tokens of x x^T,   total = sum of x,   absolute = sum of |x|,   count = tokens
+
+The error of a product whose weight changes by dW is sum_n dW_n^T h dW_n over these tokens, so no
+input has to be kept.
+
+Legend: T tokens, K inputs of a product, N its outputs.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.errors import UserError
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Sums over tokens, float32: count (), h_KK, total_K, absolute_K; see the module's text."""
+
+    count: Array
+    h_KK: Array
+    total_K: Array
+    absolute_K: Array
+
+    @classmethod
+    def empty(cls, inputs: int) -> Self:
+        """Returns the sums over no token of a product with so many inputs."""
+        zeros_K = jnp.zeros(inputs, jnp.float32)
+        return cls(
+            jnp.zeros((), jnp.float32), jnp.zeros((inputs,) * 2, jnp.float32), zeros_K, zeros_K
+        )
+
+    @classmethod
+    def of(cls, x_xK: Array) -> Self:
+        """Returns the sums over the rows of x (any leading dimensions, K), in float32."""
+        x_TK = x_xK.reshape(-1, x_xK.shape[-1]).astype(jnp.float32)
+        h_KK = jnp.matmul(x_TK.T, x_TK, precision="highest")
+        return cls(jnp.float32(len(x_TK)), h_KK, x_TK.sum(0), jnp.abs(x_TK).sum(0))
+
+    def __add__(self, other: Self) -> Self:
+        """Returns the sums over the tokens of both."""
+        return jax.tree.map(jnp.add, self, other)
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.total_K.shape[-1]
+
+    @property
+    def variance_K(self) -> Array:
+        """The variance of each input over the tokens."""
+        count = jnp.maximum(self.count, 1)
+        square_K = jnp.diagonal(self.h_KK) / count
+        return jnp.maximum(square_K - (self.total_K / count) ** 2, 0)
+
+    def error(self, change_KN: Array) -> Array:
+        """Returns the squared error of the product, summed over tokens and outputs, ()."""
+        change_KN = change_KN.astype(jnp.float32)
+        return jnp.sum(jnp.matmul(self.h_KK, change_KN, precision="highest") * change_KN)
+
+
+def statistics_of(given: Array | Statistics, inputs: int, op: str) -> Statistics:
+    """Returns what `given`, inputs (T, K) or their statistics, says of a product with K inputs.
+
+    Raises: UserError where K differs, no token was seen, or a number is not finite.
+    """
+    found = given if isinstance(given, Statistics) else None
+    if found is None:
+        if getattr(given, "ndim", 0) < 2:
+            raise UserError(f"{op}: the inputs must have the shape (tokens, {inputs})")
+        found = Statistics.of(jnp.asarray(given))
+    if found.inputs != inputs:
+        raise UserError(
+            f"{op}: the weight has {inputs} rows, and the calibration is of {found.inputs} inputs; "
+            "they must be as many"
+        )
+    if not found.count > 0:
+        raise UserError(f"{op}: the calibration has no token; it must have one at least")
+    if not jnp.isfinite(found.h_KK).all():
+        raise UserError(f"{op}: the calibration's inputs are not all finite")
+    return found

@@ -1,0 +1,128 @@
+"""Calibration: what the inputs of every product are like on some text, one layer at a time.
+
+Only one layer's sums and the residual streams of all batches exist on the device at a time; the
+sums of finished layers lie in host memory. GPTQ (arXiv 2210.17323) feeds each layer what the
+quantized layers before it give; here all see the dense model's stream, so that one calibration
+serves every plan of bits (LLM-PQ, arXiv 2403.01136, section 4.2).
+
+Legend: B rows, S positions, T tokens, K inputs of a product.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.packed import PackedWeight
+from megajax.core.tree import Tree, name
+from megajax.layers import ops
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.quant.quantized_model import matrices
+from megajax.quant.statistics import Statistics
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Watched(PackedWeight):
+    """A dense weight that tells its products' inputs: tell(x, how many dimensions are summed)."""
+
+    weight: Array
+    tell: Callable[[Array, int], None] = dataclasses.field(metadata={"static": True})
+
+    def piece(self) -> Self:
+        return self
+
+    def astype(self, dtype: Any) -> Self:
+        return dataclasses.replace(self, weight=self.weight.astype(dtype))
+
+    def matmul(self, x: Array, contract: int = 1, **after: Any) -> Array:
+        assert not any(v is not None for v in after.values())  # the plain Ops fuse nothing
+        self.tell(x, contract)
+        return ops.matmul(x, self.weight, contract)
+
+
+def calibrate(
+    params: Tree, cfg: DecoderConfig, batches: Iterable[Any], *, dtype: Any = "float32"
+) -> dict[str, Statistics]:
+    """Returns {name of a leaf: Statistics of its products' inputs}, stacked over the layers.
+
+    Args: params: dense, on one device. batches: token ids, int (B, S) each, of one shape; 128
+        sequences of 2048 tokens are the papers' number. dtype: of the residual stream.
+    Returns: for `megajax.quant.quantize_model(calibration=...)`; NumPy arrays. Leaves with the same
+        inputs (query, key and value; gate and up) share their arrays.
+    Raises: UserError without a batch, and for unlike shapes.
+    """
+    parts = decoder.parts(cfg, dtype=dtype)
+    wanted = [n.removeprefix(f"{parts.stack}.") for n in matrices(cfg.axes)]
+    embed = jax.jit(functools.partial(_embed, parts))
+    streams, contexts = [], []
+    for tokens in batches:
+        x, context = embed(params, jnp.asarray(tokens, jnp.int32))
+        if streams and x.shape != streams[0].shape:
+            raise UserError(
+                f"calibration: batches must have one shape; the first has {streams[0].shape[:2]}, "
+                f"another {x.shape[:2]}"
+            )
+        streams.append(x)
+        contexts.append(context)
+    if not streams:
+        raise UserError("calibration: there is no batch of text; give one at least")
+    step = jax.jit(functools.partial(_layer, parts, wanted))
+    found: list[Mapping[str, Statistics]] = []
+    for layer in range(cfg.layers):
+        weights = jax.tree.map(lambda w, i=layer: w[i], params[parts.stack])
+        total: Any = None
+        for i, (x, context) in enumerate(zip(streams, contexts, strict=True)):
+            streams[i], sums = step(weights, x, context)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        found.append(jax.tree.map(np.asarray, total))
+    return _stacked(found, parts.stack)
+
+
+def _embed(parts: Any, params: Tree, tokens_BS: Array) -> tuple[Array, Any]:
+    positions_BS = jnp.broadcast_to(
+        jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape
+    )
+    batch = {"tokens": tokens_BS, "positions": positions_BS}
+    context = parts.context(batch, None)
+    return parts.embed(params, batch, context), context
+
+
+def _layer(
+    parts: Any, wanted: list[str], weights: Tree, x_BSD: Array, context: Any
+) -> tuple[Array, dict[str, Statistics]]:
+    """Returns the stream after a layer, and the sums of each distinct input of its products.
+
+    A sum's name is that of all leaves that have the input, joined by blanks.
+    """
+    seen: dict[int, tuple[Array, int, list[str]]] = {}
+
+    def told(n: str, x: Array, contract: int) -> None:
+        seen.setdefault(id(x), (x, contract, []))[2].append(n)
+
+    def leaf(path: tuple, w: Array) -> Any:
+        n = name(path)
+        return _Watched(w.shape, w, functools.partial(told, n)) if n in wanted else w
+
+    y_BSD, _, _ = parts.block(jax.tree_util.tree_map_with_path(leaf, weights), x_BSD, context)
+    inputs = {
+        " ".join(names): x.reshape(*x.shape[: x.ndim - contract], -1)
+        for x, contract, names in seen.values()
+    }
+    return y_BSD, {names: Statistics.of(x_xK) for names, x_xK in inputs.items()}
+
+
+def _stacked(layers: list[Mapping[str, Statistics]], stack: str) -> dict[str, Statistics]:
+    out: dict[str, Statistics] = {}
+    for joined in layers[0]:
+        together = jax.tree.map(lambda *x: np.stack(x), *(each[joined] for each in layers))
+        out |= {f"{stack}.{n}": together for n in joined.split()}
+    return out

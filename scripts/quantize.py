@@ -1,0 +1,118 @@
+"""Quantizes a decoder's matrices to few bits and says what that costs in held-out loss.
+
+    uv run scripts/quantize.py --run_dir=RUN --bits=4                  # GPTQ; measures only
+    uv run scripts/quantize.py --hf=FOLDER --bits=3 --method=awq
+    uv run scripts/quantize.py --gguf=FILE --bits=4 --group=64 --out=FOLDER
+
+Calibration reads text that training learns from, the loss text that it holds out; both of --source.
+--out writes a Hugging Face folder in GPTQ's form, which transformers, vLLM and `scripts/serve.py
+--hf` read. Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest,
+gptq is arXiv 2210.17323, awq arXiv 2306.00978. Exit code 2: a flag is wrong.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from megajax.checkpoint import hf_quantized
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError
+from megajax.core.needs import other_than
+from megajax.core.paths import expand
+from megajax.core.tree import nbytes
+from megajax.parallel import sharding
+from megajax.quant import Format, quantize_model
+from megajax.systems.llm_pq.calibrate import calibrate
+from megajax.systems.llm_pq.quality import loss_of, windows
+from megajax.systems.open_model import open_model
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """Which model, in which form, judged on what."""
+
+    run_dir: str | None = option(None, "folder of a run")
+    hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
+    gguf: str | None = option(None, "GGUF file of a Llama-like model, with its tokenizer")
+    step: int | None = option(
+        None, "checkpoint of the run; none: the latest",
+        needs=other_than("run_dir", None), at_least=0,
+    )  # fmt: skip
+    tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
+    bits: int = option(4, "of a weight: 2, 3, 4 or 8", at_least=2, at_most=8)
+    group: int = option(128, "inputs that share a scale", at_least=1)
+    symmetric: bool = option(True, "codes around 0; off: with zero points")
+    method: Literal["rtn", "gptq", "awq"] = option("gptq", "of rounding")
+    source: str = option("stdlib", "text, as --data.source of pretraining")
+    calibration_rows: int = option(32, "of text that is learnt", "rows", at_least=1)
+    eval_rows: int = option(32, "of held-out text", "rows", at_least=1)
+    length: int = option(256, "of a row", "tokens", at_least=2)
+    seed: int = option(0, "of the order of the text", at_least=0)
+    out: str | None = option(None, "folder to write in GPTQ's form; none: measures only")
+
+
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def tokenizer_of(cfg: Config) -> Path | None:
+    """Returns the file or folder whose tokenizer goes beside the weights, where there is one."""
+    named = (cfg.tokenizer if cfg.tokenizer != "bytes" else None) or cfg.hf or cfg.run_dir
+    home = None if named is None else expand(named)
+    return home if home and (home.is_file() or (home / "tokenizer.json").is_file()) else None
+
+
+def main() -> int:
+    """Prints the losses, and writes the folder."""
+    cfg, _ = config.from_flags(PRESETS)
+    fmt = Format(cfg.bits, cfg.group, 0, symmetric=cfg.symmetric, scale_dtype="float16")
+    opened = open_model(
+        run_dir=cfg.run_dir, hf=cfg.hf, gguf=cfg.gguf, step=cfg.step, tokenizer=cfg.tokenizer
+    )
+    if cfg.out is not None and cfg.method == "awq":
+        raise UserError(
+            "awq scales the inputs of products, for which GPTQ's form has no place (--out); "
+            "measure it without --out, or write --method=gptq"
+        )
+    mesh_.start(1)
+    mesh = mesh_.MeshSpec().build()
+    params, what = opened.load(sharding.layout(mesh, "none", decode=True, model=opened.cfg))
+    print(what, flush=True)
+    params = jax.device_put(params, jax.local_devices()[0])
+    length = min(cfg.length, opened.cfg.max_positions)
+
+    def text(rows: int, held_out: bool):
+        return windows(
+            cfg.source, opened.tokenizer, (rows, length), held_out=held_out, seed=cfg.seed
+        )
+
+    judged = text(cfg.eval_rows, True)
+    before = loss_of(params, opened.cfg, judged)
+    print(f"{judged.size} held-out tokens of {cfg.source}: {before:.4f} nats a token", flush=True)
+    began, calibration = time.monotonic(), None
+    if cfg.method != "rtn":
+        calibration = calibrate(params, opened.cfg, [*text(cfg.calibration_rows, False)[:, None]])
+    params_q = quantize_model(params, opened.cfg, fmt, calibration=calibration, method=cfg.method)
+    after = loss_of(params_q, opened.cfg, judged)
+    small, large = nbytes(params_q["blocks"]), nbytes(params["blocks"])
+    print(
+        f"{cfg.method}, {cfg.bits} bits, groups of {cfg.group}: {after:.4f} nats a token "
+        f"({after - before:+.4f}); the blocks have {8 * small / (large / 4):.2f} bits a number; "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    if cfg.out is not None:
+        hf_quantized.save(params_q, opened.cfg, cfg.out, tokenizer_of(cfg))
+        print(f"{cfg.out}: a Hugging Face folder in GPTQ's form")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

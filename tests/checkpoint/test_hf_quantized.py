@@ -1,0 +1,152 @@
+"""GPTQ's and AWQ's files: bits against a plain packing loop, and folders both ways."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint import hf, hf_quantized
+from megajax.checkpoint.formats import integers
+from megajax.checkpoint.formats.safetensors import TensorFolder, write_folder
+from megajax.core.errors import UserError
+from megajax.layers.rope import RopeConfig
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.quant import Format, dequantize, quantize_model
+
+CFG = DecoderConfig(
+    layers=2, width=64, heads=2, kv_heads=2, head_width=32, mlp=96, vocab=128, position="rope",
+    rope=RopeConfig(),
+)  # fmt: skip
+
+
+def plain_words(codes_KN, bits):
+    """AutoGPTQ's loops: a column's codes, low bits first, in words of 32 bits."""
+    K, N = codes_KN.shape
+    out = np.zeros((K * bits // 32, N), np.uint64)
+    for k in range(K):
+        for b in range(bits):
+            place = k * bits + b
+            out[place // 32] |= ((codes_KN[k].astype(np.uint64) >> b) & 1) << (place % 32)
+    return out.astype(np.uint32).view(np.int32)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_packing(bits):
+    codes_KN = np.random.default_rng(bits).integers(0, 2**bits, (96, 32))
+    words = plain_words(codes_KN, bits)
+    np.testing.assert_array_equal(integers.pack(np.ascontiguousarray(codes_KN.T), bits).T, words)
+    np.testing.assert_array_equal(
+        integers.unpack(np.ascontiguousarray(words.T), bits, 96).T, codes_KN
+    )
+    np.testing.assert_array_equal(integers.rows_of_bytes(integers.bytes_of_rows(words)), words)
+
+
+def test_packing_of_awq():
+    codes = np.random.default_rng(0).integers(0, 16, (5, 16)).astype(np.uint8)
+    words = np.zeros((5, 2), np.uint32)
+    for column in range(2):  # AutoAWQ's loop
+        for i, place in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+            words[:, column] |= codes[:, 8 * column + place].astype(np.uint32) << (4 * i)
+    np.testing.assert_array_equal(integers.pack_awq(codes), words.view(np.int32))
+    np.testing.assert_array_equal(integers.unpack_awq(words.view(np.int32)), codes)
+
+
+def quantized(bits, group=32, **more):
+    """Returns parameters in a format."""
+    params = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
+    # What float16 holds, as an export in float16 keeps it.
+    params = jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), params)
+    return quantize_model(params, CFG, Format(bits, group, 0, scale_dtype="float16", **more))
+
+
+def logits(params):
+    """Returns the logits of some tokens."""
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    return decoder.parts(CFG).logits(params, {"tokens": tokens, "positions": tokens})
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_folders_both_ways(bits, tmp_path):
+    params = quantized(bits)
+    hf_quantized.save(params, CFG, tmp_path / "one")
+    cfg, found = hf_quantized.load(tmp_path / "one")
+    assert (cfg.layers, cfg.width) == (2, 64)
+    np.testing.assert_array_equal(logits(found), logits(params))
+    hf_quantized.save(found, cfg, tmp_path / "two")
+    first, second = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two"))
+    assert first == second
+
+
+def test_a_linear_of_gptq_is_its_formula(tmp_path):
+    """Of either form of its zero points."""
+    hf_quantized.save(quantized(4), CFG, tmp_path / "v2")
+    files = TensorFolder(tmp_path / "v2")
+    stem = "model.layers.1.mlp.down_proj"
+    part = {end: np.asarray(files.view(f"{stem}.{end}")) for end in ("qweight", "qzeros", "scales")}
+    code = np.zeros((96, 64))
+    for k in range(96):
+        code[k] = (part["qweight"][k // 8].view(np.uint32) >> (4 * (k % 8))) & 15
+    w = part["scales"].astype(np.float64).repeat(32, 0) * (code - 8)
+    found = hf_quantized.load(tmp_path / "v2")[1]["blocks"]["mlp"]["down"].weight
+    own = jax.tree.map(lambda x: x[1, 0], found)
+    np.testing.assert_allclose(np.asarray(dequantize(own)), w, rtol=1e-6)
+
+    members = json.loads((tmp_path / "v2" / "config.json").read_text())
+    members["quantization_config"]["checkpoint_format"] = "gptq"
+    tensors = {n: np.asarray(files.view(n)) for n in files.names()}
+    for n in tensors:
+        if n.endswith(".qzeros"):
+            tensors[n] = tensors[n] - np.int32(0x11111111)
+    (tmp_path / "v1").mkdir()
+    kinds = {np.dtype(np.float16): "F16", np.dtype(np.int32): "I32"}
+    write_folder(
+        tmp_path / "v1", {n: (x.shape, kinds[x.dtype]) for n, x in tensors.items()},
+        tensors.__getitem__,
+    )  # fmt: skip
+    (tmp_path / "v1" / "config.json").write_text(json.dumps(members))
+    older = hf_quantized.load(tmp_path / "v1")[1]["blocks"]["mlp"]["down"].weight
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(older), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def change(folder, **members):
+    """Writes members into a folder's quantization_config."""
+    found = json.loads((folder / "config.json").read_text())
+    found["quantization_config"] |= members
+    (folder / "config.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    "members, words",
+    [
+        ({"quant_method": "bitsandbytes"}, "must be gptq or awq"),
+        ({"bits": 5}, "bits=5 of gptq must be one of"),
+        ({"group_size": 0}, "group_size=0 must be at least 1"),
+        ({"checkpoint_format": "marlin"}, "must be gptq or gptq_v2"),
+        ({"group_size": 16}, r"qzeros is int32\(2, 8\), must be int32\(4, 8\)"),
+    ],
+)
+def test_bad_settings(members, words, tmp_path):
+    hf_quantized.save(quantized(4), CFG, tmp_path / "m")
+    change(tmp_path / "m", **members)
+    with pytest.raises(UserError, match=words):
+        hf_quantized.load(tmp_path / "m")
+
+
+def test_what_the_form_cannot_hold(tmp_path):
+    with pytest.raises(UserError, match="scale_dtype='float16'"):
+        params = quantized(4)
+        dense = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
+        hf_quantized.save(quantize_model(dense, CFG, Format(4, 32)), CFG, tmp_path / "a")
+    with pytest.raises(UserError, match="no whole number of scales"):
+        hf_quantized.save(quantized(4, symmetric=False), CFG, tmp_path / "b")
+    with pytest.raises(UserError, match="has no quantization_config"):
+        hf.save(dense, CFG, tmp_path / "c")
+        hf_quantized.load(tmp_path / "c")
+    with pytest.raises(UserError, match="one format"):
+        mixed = quantize_model(dense, CFG, [Format(4, 32), Format(8, 32)])
+        hf_quantized.save(mixed, CFG, tmp_path / "d")
+    assert params is not None and not any((tmp_path / n).exists() for n in "abd")

@@ -1,0 +1,168 @@
+"""Models of quantized matrices: the arithmetic of the dense model that they stand for."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.packed import LayerRuns
+from megajax.layers.rope import RopeConfig
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.quant import Format, dequantize, quantize_model
+from megajax.quant.kernel import QuantKernel
+from megajax.quant.quantized_model import matrices
+from megajax.serving import Engine, SamplingParams
+from megajax.systems.llm_pq.calibrate import calibrate
+
+# All matrices have one shape, so that they share their compiled programs.
+CFG = DecoderConfig(
+    layers=3, width=64, heads=4, kv_heads=4, head_width=16, mlp=64, vocab=128, position="rope",
+    rope=RopeConfig(),
+)  # fmt: skip
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
+
+
+@functools.cache
+def dense():
+    """Returns (ModelParts, parameters) of a model whose numbers are not small."""
+    parts = decoder.parts(CFG)
+    params = jax.jit(parts.init)(jax.random.key(0))
+    return parts, jax.tree.map(lambda w: w * 4 if w.ndim > 2 else w, params)
+
+
+@functools.cache
+def statistics():
+    """Returns the calibration of `dense` on TOKENS."""
+    return calibrate(dense()[1], CFG, [TOKENS[:1], TOKENS[1:]])
+
+
+def logits(params):
+    """Returns the logits of TOKENS."""
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), tokens.shape)
+    return np.asarray(_logits(params, {"tokens": tokens, "positions": positions}))
+
+
+@jax.jit
+def _logits(params, batch):
+    return dense()[0].logits(params, batch)
+
+
+def decoded(params):
+    """Returns the dense parameters that quantized ones stand for."""
+
+    def leaf(k):
+        if not isinstance(k, QuantKernel):
+            return k
+
+        def one(q, scale):
+            w_KN = dequantize(q)
+            return (w_KN if scale is None else w_KN / scale[:, None]).reshape(k.shape)
+
+        stack = jax.tree.map(lambda x: x[:, 0], (k.weight, k.scale))
+        return jax.vmap(one)(*stack)
+
+    is_kernel = lambda x: isinstance(x, QuantKernel)  # noqa: E731
+    blocks = params["blocks"]
+    runs = blocks.stacks if isinstance(blocks, LayerRuns) else (blocks,)
+    wide = [jax.tree.map(leaf, run, is_leaf=is_kernel) for run in runs]
+    return params | {"blocks": jax.tree.map(lambda *x: jnp.concatenate(x), *wide)}
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_layers_of_unlike_bits(method):
+    params = dense()[1]
+    formats = [Format(8, 32), Format(4, 32, 0, symmetric=False), None]
+    given = {} if method == "rtn" else {"calibration": statistics()}
+    params_q = quantize_model(params, CFG, formats, method=method, **given)
+    runs = params_q["blocks"]
+    assert runs.starts == (0, 1, 2) and runs.layers == 3
+    assert runs.of(1)["mlp"]["up"].weight.format.bits == 4
+    found = logits(params_q)
+    np.testing.assert_allclose(found, logits(decoded(params_q)), rtol=1e-4, atol=1e-4)
+    assert np.abs(found - logits(params)).max() > 1e-3
+    kept = jax.tree.leaves(runs.stacks[2])
+    last = jax.tree.map(lambda w: w[2:], params["blocks"])
+    assert all((a == b).all() for a, b in zip(kept, jax.tree.leaves(last), strict=True))
+
+
+def test_equal_layers_stay_one_stack_and_are_small():
+    params = dense()[1]
+    params_q = quantize_model(params, CFG, Format(4, 32, scale_dtype="float16"))
+    blocks = params_q["blocks"]
+    assert not isinstance(blocks, LayerRuns)
+    kernel = blocks["attention"]["out"]
+    assert kernel.weight.values.shape == (3, 1, 32, 64) and kernel.shape == (4, 16, 64)
+    assert kernel.weight.scales.shape == (3, 1, 2, 64)
+    assert (blocks["attention_norm"]["scale"] == params["blocks"]["attention_norm"]["scale"]).all()
+
+
+def test_calibration_is_what_the_products_read():
+    """The sums of the first layer's attention inputs, of its norm, in NumPy; shared where equal."""
+    params = dense()[1]
+    found = statistics()
+    assert sorted(found) == sorted(matrices(CFG.axes))
+    x = np.asarray(params["tokens"], np.float64)[TOKENS].reshape(-1, 64)
+    norm = x / np.sqrt((x**2).mean(-1, keepdims=True) + CFG.norm_eps)
+    norm = norm * np.asarray(params["blocks"]["attention_norm"]["scale"])[0]
+    query = found["blocks.attention.query"]
+    np.testing.assert_allclose(query.h_KK[0], norm.T @ norm, rtol=1e-4, atol=1e-3)
+    assert query.count.tolist() == [48] * 3
+    assert found["blocks.attention.value"].h_KK is query.h_KK
+    assert found["blocks.mlp.down"].h_KK.shape == (3, 64, 64)
+    # Of the last layer: by the model itself, with a weight that is watched there only.
+    assert np.linalg.matrix_rank(found["blocks.mlp.up"].h_KK[2]) == 48
+
+
+def test_gptq_and_awq_change_the_model_less_than_rounding():
+    params = dense()[1]
+    fmt = Format(3, 32)
+    errors, right = {}, logits(params)
+    for method in ("rtn", "gptq", "awq"):
+        calibration = None if method == "rtn" else statistics()
+        params_q = quantize_model(params, CFG, fmt, method=method, calibration=calibration)
+        errors[method] = float(((logits(params_q) - right) ** 2).mean())
+    assert errors["gptq"] < 0.7 * errors["rtn"] and errors["awq"] < errors["rtn"]
+
+
+def test_an_engine_serves_runs_of_unlike_layers():
+    """Greedy tokens are those of the dense model that the quantized one stands for."""
+    params = quantize_model(dense()[1], CFG, [Format(4, 32), Format(8, 64), Format(8, 64)])
+    found = []
+    for weights in (params, decoded(params)):
+        engine = Engine(CFG, weights, pages=16, page_size=8, max_batch=2, dtype="float32")
+        ids = [engine.submit(TOKENS[0, :n].tolist(), GREEDY) for n in (5, 9)]
+        tokens = {i: [] for i in ids}
+        for output in engine.run():
+            tokens[output.request_id] += output.tokens
+        found.append(tokens)
+    assert found[0] == found[1] and all(len(t) == 8 for t in found[0].values())
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"formats": [Format(4)] * 2}, "2 entries for 3 layers"),
+        ({"formats": [Format(4), 4, None]}, r"formats\[1\]=4 must be"),
+        ({"method": "gtpq"}, "Did you mean gptq"),
+        ({"method": "gptq"}, "blocks.attention.key in calibration"),
+        ({"formats": Format(4, 32, 1)}, "blocks.*axis=1 of the format must be 0"),
+    ],
+)
+def test_bad_input(change, words):
+    given = {"formats": Format(4, 32)} | change
+    with pytest.raises(UserError, match=words):
+        quantize_model(dense()[1], CFG, **given)
+
+
+def test_experts_are_refused():
+    moe = dataclasses.replace(CFG.moe, experts=4, width=32)
+    cfg = dataclasses.replace(CFG, moe=moe)
+    with pytest.raises(UserError, match="experts are multiplied by grouped products"):
+        quantize_model({}, cfg, Format(4, 32))
