@@ -7,28 +7,36 @@
         --mesh.tensor=8 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
 
-`train` fits a predictor and writes OUT/predictor.npz. `evaluate` fits it once for each split
-(random programs, held-out families, held-out devices with 0 and --shots rows seen) and writes the
-errors beside the roofline's, with the labels' noise. `predict` compiles the train step of a preset
-for a cluster without GPUs, and replays it: step time with a band, MFU, exposed communication, the
-dearest operations; without --predictor, times have assumed efficiencies. `calibrate` times programs
-on this machine for --budget seconds and adapts a predictor to it. scripts/profile_programs.py makes
-labels.
+`train` fits a predictor and writes OUT/predictor.npz. `evaluate` fits it and its rivals once for
+each split (random programs, held-out families, held-out devices without rows and with those of
+--shots programs) and writes errors, coverage of the 90 % band and the labels' noise. `predict`
+compiles the train step of a preset for a cluster without GPUs, and replays it: step time with a
+band, MFU, exposed communication, the dearest operations; without --predictor, times have assumed
+efficiencies. `calibrate` times programs on this machine for --budget seconds and adapts a predictor
+to it. scripts/profile_programs.py makes labels.
 Flags of a run (--model.layers, --mesh.tensor) are those of pretraining; only `predict` reads them.
 Exit code 2: a flag or a file is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
+import dataclasses
+import functools
+import importlib.util
 import itertools
+import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import flags
 
 from experiments.reports import cdmpp as report
+from experiments.reports import cdmpp_calls as calls
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
@@ -36,10 +44,10 @@ from megajax.core.hardware import parse_cluster
 from megajax.core.paths import expand
 from megajax.monitor import results
 from megajax.systems import aot
-from megajax.systems.cdmpp import families, machine, neusight, profile, step
+from megajax.systems.cdmpp import families, machine, neusight, profile, rivals, step
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
-from megajax.systems.cdmpp.predictor import Predictor
+from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predictor, sample
 from megajax.training.presets import FIRST, PRESETS
 from megajax.training.start import take_model
 
@@ -56,7 +64,17 @@ SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: wit
 PREDICTOR = flags.DEFINE_string("predictor", None, "file of a fitted predictor")
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: what for, kind:HOSTSxGPUS")
 BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
-SHOTS = flags.DEFINE_integer("shots", 32, "rows of a held-out device to adapt to", lower_bound=1)
+SHOTS = flags.DEFINE_integer(
+    "shots", 32, "programs of a held-out device to adapt to", lower_bound=1
+)
+METHODS = flags.DEFINE_string("methods", "all", "evaluate: with commas; ours is the predictor")
+SEEDS = flags.DEFINE_integer("seeds", 1, "evaluate: averaged, from --fit_seed on", lower_bound=1)
+CALLS = flags.DEFINE_integer(
+    "calls", 0, "evaluate: programs whose whole calls are compared with XLA's counts", lower_bound=0
+)
+JSON = flags.DEFINE_string(
+    "json", None, "evaluate: file of the result, which keeps rows of other methods"
+)
 STEPS = flags.DEFINE_integer("fit_steps", 2000, "of fitting the networks", lower_bound=1)
 SEED = flags.DEFINE_integer("fit_seed", 0, "of the networks and splits", lower_bound=0)
 OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder of the files written")
@@ -83,7 +101,7 @@ def _words(text: str | None) -> list[str] | None:
     return None if text is None else text.split(",")
 
 
-def fit(dataset: Dataset) -> Predictor:
+def fit(dataset: Dataset, seed: int) -> Predictor:
     """Fits a predictor, telling how far it is."""
     began = time.monotonic()
     told = [0.0]
@@ -93,27 +111,97 @@ def fit(dataset: Dataset) -> Predictor:
             told[0] = time.monotonic()
             print(f"  {part}: step {done}, loss {loss:.4f}, {told[0] - began:.0f} s", flush=True)
 
-    fold = min(STEPS.value, 800)
-    return Predictor.fit(
-        dataset, seed=SEED.value, steps=STEPS.value, fold_steps=fold, progress=tell
-    )
+    fold = min(STEPS.value, FOLD_STEPS)
+    return Predictor.fit(dataset, seed=seed, steps=STEPS.value, fold_steps=fold, progress=tell)
 
 
 def train() -> int:
     """Writes OUT/predictor.npz."""
     folder = results.writable_folder(OUT.value)
-    found = fit(data()[0])
+    found = fit(data()[0], SEED.value)
+    made = results.facts(", ".join(found.cards), "measured")
+    found = dataclasses.replace(found, facts=dict(found.facts) | {"fitted": made})
     found.save(folder / "predictor.npz")
     print(f"{folder / 'predictor.npz'}: knows {', '.join(found.cards)}")
     return 0
 
 
 def evaluate() -> int:
-    """Writes OUT/evaluation.json and evaluation.md."""
+    """Writes --json, or OUT/evaluation.json, and OUT/evaluation.md."""
     folder = results.writable_folder(OUT.value)
+    path = folder / "evaluation.json" if JSON.value is None else expand(JSON.value, "json")
+    methods = _methods()
     dataset, labels = data()
-    rows = report.unique_rows(dataset)
+    same = report.repeats(dataset)
+    dataset, rows = dataset.typical(), report.unique_rows(dataset)
     print(f"{len(rows)} rows remain of {len(dataset)} without duplicates and unlabelled ones")
+    groups = None
+    if labels is None:
+        groups = np.array([neusight.group(record.name) for record in dataset.records])
+    halves = None if labels is None else labels.halves
+    runs = []
+    summed: dict[str, list[np.ndarray]] = {}
+
+    def keep(name: str, split: report.Split, model: Any) -> None:
+        if CALLS.value and split.name == "families":
+            everything = report.predicted(dataset, np.arange(len(dataset)), model)
+            summed.setdefault(name, []).append(everything[0])
+
+    for seed in range(SEED.value, SEED.value + SEEDS.value):
+        fits = {name: functools.partial(method, seed=seed) for name, method in methods.items()}
+        splits = _splits(dataset, rows, labels, seed)
+        runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep))
+    found = report.averaged(runs)
+    if summed and labels is not None:
+        numbers = np.unique(labels.programs)[: CALLS.value]
+        print(f"compiling {len(numbers)} programs again for XLA's counts")
+        whole = calls.Calls(labels, calls.xla_counts(labels, numbers.tolist()))
+        folds = [split for split in splits if split.name == "families"]
+        found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
+    about = results.facts(", ".join(sorted(set(dataset.devices))), "measured")
+    about |= {"rows_unique": len(rows), "shots": SHOTS.value, "data": dict(dataset.facts)} | same
+    found = _other_methods(path, about, {row["method"] for row in found}) + found
+    results.write(path, about, found)
+    (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
+    print(report.markdown(found))
+    print(f"{path}, {folder / 'evaluation.md'}")
+    return 0
+
+
+def _other_methods(path: Path, about: Mapping[str, Any], methods: set[str]) -> list[Any]:
+    """Returns the rows that a file has of the same data by methods that are not run now."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    same = all(before.get(name) == about[name] for name in ("data", "rows_unique", "shots"))
+    return [row for row in before["rows"] if row["method"] not in methods] if same else []
+
+
+def _methods() -> dict[str, Any]:
+    """Returns functions (rows, seed) -> a fitted model, by the names of --methods."""
+
+    def fitted(rival: rivals.Rival, dataset: Dataset, seed: int) -> rivals.Fitted:
+        data = sample(dataset.labelled.without_duplicates(), ROWS_PER_GROUP, seed)
+        return rivals.Fitted.of(rival, data)
+
+    known: dict[str, Any] = {"ours": fit}
+    known |= {name: functools.partial(fitted, rival) for name, rival in rivals.RIVALS.items()}
+    if METHODS.value == "all":
+        if importlib.util.find_spec("sklearn") is None:
+            print("not run: trees; they need scikit-learn (uv sync --group rivals)")
+            known.pop("trees")
+        return known
+    for name in METHODS.value.split(","):
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UserError(f"methods={name} must be among {', '.join(known)}.{near} (--methods)")
+    return {name: known[name] for name in METHODS.value.split(",")}
+
+
+def _splits(
+    dataset: Dataset, rows: np.ndarray, labels: Labels | None, seed: int
+) -> list[report.Split]:
+    """Returns the splits; `seed` draws the programs to adapt to, all else is by --fit_seed."""
     splits: list[report.Split] = []
     for name in SPLITS.value.split(","):
         if name == "random":
@@ -122,36 +210,16 @@ def evaluate() -> int:
             if labels is not None:
                 splits += report.family_splits(dataset, rows, labels.families, SEED.value)
         elif name == "devices":
-            splits += _device_splits(dataset, rows)
+            held = _words(HELD_OUT.value)
+            if held is not None and (unknown := set(held) - set(dataset.devices)):
+                first = min(unknown)
+                near = did_you_mean(first, dataset.devices)
+                raise UserError(f"held_out={first} is no device of the data.{near} (--held_out)")
+            programs = None if labels is None else labels.programs
+            splits += report.device_splits(dataset, rows, SHOTS.value, seed, held, programs)
         else:
             raise UserError(f"splits={name} must be random, families or devices (--splits)")
-    methods = {"ours": fit, "roofline": lambda _: report.Assumed()}
-    found = report.evaluate(
-        dataset, splits, methods, None if labels is None else labels.halves, _say
-    )
-    about = results.facts(", ".join(sorted(set(dataset.devices))), "measured")
-    results.write(folder / "evaluation.json", about | {"data": dict(dataset.facts)}, found)
-    (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
-    print(report.markdown(found))
-    print(f"{folder}/evaluation.json, evaluation.md")
-    return 0
-
-
-def _device_splits(dataset: Dataset, rows: Any) -> list[report.Split]:
-    held = _words(HELD_OUT.value)
-    if held is None:
-        return list(report.device_splits(dataset, rows, SHOTS.value, SEED.value))
-    if unknown := set(held) - set(dataset.devices):
-        first = min(unknown)
-        near = did_you_mean(first, dataset.devices)
-        raise UserError(f"held_out={first} is no device of the data.{near} (--held_out)")
-    fit_rows = rows[[dataset.devices[i] not in held for i in rows]]
-    out = []
-    for name in held:
-        here = rows[[dataset.devices[i] == name for i in rows]]
-        split = report.Split("devices", name, fit_rows, here)
-        out += [split, report.shown(dataset, split, SHOTS.value, SEED.value)]
-    return out
+    return splits
 
 
 def predict() -> int:

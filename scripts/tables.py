@@ -22,6 +22,7 @@ import jax
 from absl import flags
 
 from experiments.reports import (
+    cdmpp_tables,
     gpu_tables,
     kernel_tables,
     minder_tables,
@@ -255,6 +256,11 @@ def bytecheckpoint() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    **{
+        f"cdmpp_{table.__name__}": functools.partial(table, RESULTS / "cdmpp.json")
+        for table in (cdmpp_tables.programs, cdmpp_tables.kinds, cdmpp_tables.calls)
+    },
+    "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(account.table, RESULTS / "storm.json"),
     "overlap_gather": overlap_tables.gather,

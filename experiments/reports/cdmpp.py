@@ -2,11 +2,13 @@
 
 Splits never cut a program in two: rows of one structural hash are on one side. Errors are absolute
 errors relative to the measured time; a split also reports how many of its measured times lie in the
-predicted 90 % band, and the noise floor of its labels where both halves are known.
+predicted 90 % band, and the noise floor of its labels where both halves are known. Figures of
+several seeds are averaged.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,12 +18,15 @@ from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp import choose
 from megajax.systems.cdmpp.dataset import Dataset
-from megajax.systems.cdmpp.step import StepTime, assumed
+from megajax.systems.cdmpp.profile import NOISY
+from megajax.systems.cdmpp.step import StepTime
 from megajax.training.config import Config
 
 BAND = 1.645  # standard deviations of a 90 % band
 PAPER = {"families": 14.03, "devices": 10.85}  # CDMPP abstract: cross-model, cross-device, percent
 FAMILY_FOLDS = 4
+QUIET = "halves within 10 %"  # rows that the profile did not mark (NOISY)
+EACH = "each in turn"  # all parts of a split together
 TOP = 10
 
 
@@ -31,20 +36,6 @@ class Model(Protocol):
     def predict(  # noqa: D102
         self, records: Sequence[OpRecord], card: DeviceCard
     ) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-class Assumed:
-    """The roofline with assumed efficiencies."""
-
-    def predict(
-        self, records: Sequence[OpRecord], card: DeviceCard
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (seconds, sigma) of each record."""
-        return assumed(records, card)
-
-    def adapt(self, dataset: Dataset) -> "Assumed":
-        """Returns the same: nothing is fitted."""
-        return self
 
 
 Fit = Callable[[Dataset], Any]
@@ -74,6 +65,27 @@ def unique_rows(dataset: Dataset) -> np.ndarray:
     return np.array(list(seen.values()), int)
 
 
+def repeats(dataset: Dataset) -> Row:
+    """Returns by how much rows of one structure and device differ from their median, in percent.
+
+    No predictor of single instructions can be better on one such row. Three rows or more count.
+    """
+    keys: dict[tuple[str, str], list[float]] = {}
+    for record, device, seconds in zip(
+        dataset.records, dataset.devices, dataset.seconds, strict=True
+    ):
+        keys.setdefault((record.hash, device), []).append(seconds)
+    many = [np.array(times) for times in keys.values() if len(times) >= 3]
+    if not many:
+        return {}
+    apart = 100 * np.concatenate([np.abs(times / np.median(times) - 1) for times in many])
+    return {
+        "repeats": len(many),
+        "repeats_mean": float(apart.mean()),
+        "repeats_median": float(np.median(apart)),
+    }
+
+
 def random_split(dataset: Dataset, rows: np.ndarray, seed: int) -> Split:
     """A fifth of the programs' hashes is held out, on all devices."""
     hashes = sorted({dataset.records[i].hash for i in rows})
@@ -95,25 +107,55 @@ def family_splits(
         yield Split("families", ", ".join(held), rows[~is_held & is_free], rows[is_held])
 
 
-def device_splits(dataset: Dataset, rows: np.ndarray, shots: int, seed: int) -> Iterator[Split]:
-    """Holds out one device after the other, of which `shots` chosen rows may be seen."""
+def device_splits(
+    dataset: Dataset,
+    rows: np.ndarray,
+    shots: int,
+    seed: int,
+    held_out: Collection[str] | None = None,
+    programs: np.ndarray | None = None,
+) -> Iterator[Split]:
+    """Holds devices out, of which the rows of `shots` chosen programs may be seen.
+
+    Args: held_out: devices of which no fit has a row; None: one device after the other. programs: a
+        number a row; None: each row is a program.
+    """
     names = np.array([dataset.devices[i] for i in rows])
-    for name in sorted(set(names.tolist())):
-        fit, other = rows[names != name], rows[names == name]
+    for name in sorted(set(names.tolist()) if held_out is None else held_out):
+        out = [name] if held_out is None else list(held_out)
+        fit, other = rows[~np.isin(names, out)], rows[names == name]
         if not len(fit):
             continue
-        yield Split("devices", name, fit, other)
-        yield shown(dataset, Split("devices", name, fit, other), shots, seed)
+        split = Split("devices", name, fit, other)
+        yield split
+        yield shown(dataset, split, shots, seed, programs)
 
 
-def shown(dataset: Dataset, split: Split, shots: int, seed: int) -> Split:
-    """Returns the split with chosen rows to adapt to, which are then not judged."""
+def shown(
+    dataset: Dataset, split: Split, shots: int, seed: int, programs: np.ndarray | None = None
+) -> Split:
+    """Returns the split with the rows of chosen programs to adapt to.
+
+    Rows of the structural hashes that those programs have are not judged.
+    """
     count = min(shots, len(split.judge) - 1)
     picked = np.zeros(len(split.judge), bool)
     if count > 0:
         picked[choose(dataset[split.judge], count, seed=seed)] = True
+    if programs is not None and count > 0:
+        device = dataset.devices[split.judge[0]]
+        chosen = set(programs[split.judge[picked]].tolist())
+        others = sorted(set(programs[split.judge].tolist()) - chosen)  # some have two rows picked
+        rng = np.random.default_rng(seed)
+        chosen.update(rng.permutation(np.array(others, int))[: count - len(chosen)].tolist())
+        seen = {
+            record.hash
+            for record, name, number in zip(dataset.records, dataset.devices, programs, strict=True)
+            if name == device and number in chosen
+        }
+        picked = np.array([dataset.records[i].hash in seen for i in split.judge], bool)
     return dataclasses.replace(
-        split, name=f"{split.name}, {count} rows seen", judge=split.judge[~picked],
+        split, name=f"{split.name}, {count} programs seen", judge=split.judge[~picked],
         adapt=split.judge[picked],
     )  # fmt: skip
 
@@ -127,15 +169,20 @@ def evaluate(
     methods: Mapping[str, Fit],
     halves: np.ndarray | None = None,
     tell: Callable[[str], None] = print,
+    groups: np.ndarray | None = None,
+    after: Callable[[str, Split, Any], None] = lambda *_: None,
 ) -> list[Row]:
-    """Returns a row for each split and method, and for each kind of record in it.
+    """Returns a row for each split and method, and for each group of records in it.
 
-    halves: (rows, 2) seconds, where the labels' noise is known. A method is fitted once for equal
-    rows.
+    A method is fitted once for equal rows. Splits of one name are also judged together.
+
+    Args: halves: (rows, 2) seconds, where the labels' noise is known. groups: a name a row; None:
+        the records' kinds. after: is called with each method, split and fitted model.
     """
     rows: list[Row] = []
     for name, fit in methods.items():
         fitted: dict[bytes, Any] = {}
+        parts: dict[str, list[tuple[np.ndarray, ...]]] = {}
         for split in splits:
             key = split.fit.tobytes()
             if key not in fitted:
@@ -143,28 +190,64 @@ def evaluate(
             model = fitted[key]
             if split.adapt is not None and len(split.adapt):
                 model = model.adapt(dataset[split.adapt])
-            found = judge(dataset, split, model, halves)
-            rows += [{"method": name, "split": split.name, "held_out": split.part, **row}
-                     for row in found]  # fmt: skip
-            tell(text(rows[-len(found)]))
+            about = {"method": name, "split": split.name, "held_out": split.part}
+            unseen = getattr(model, "unseen", lambda records: [])
+            if missing := unseen([dataset.records[i] for i in split.judge]):
+                about["fitted_on_all_kinds"] = ", ".join(missing)
+            part = (split.judge, *predicted(dataset, split.judge, model))
+            parts.setdefault(split.name, []).append(part)
+            found = [about | row for row in grouped(dataset, *part, halves, groups)]
+            rows += found
+            tell(text(found[0]))
+            after(name, split, model)
+        for split_name, pieces in parts.items():
+            if len(pieces) > 1:
+                whole = [np.concatenate(column) for column in zip(*pieces, strict=True)]
+                about = {"method": name, "split": split_name, "held_out": EACH}
+                found = [about | row for row in grouped(dataset, *whole, halves, groups)]
+                rows += found
+                tell(text(found[0]))
     return rows
 
 
 def judge(dataset: Dataset, split: Split, model: Model, halves: np.ndarray | None) -> list[Row]:
-    """Returns the errors on all rows of a split, then those of each kind."""
-    seconds = dataset.seconds[split.judge]
-    devices = np.array([dataset.devices[i] for i in split.judge])
-    predicted, sigma = np.zeros(len(seconds)), np.zeros(len(seconds))
+    """Returns the errors on all rows of a split, then those of each kind of record."""
+    return grouped(dataset, split.judge, *predicted(dataset, split.judge, model), halves)
+
+
+def predicted(dataset: Dataset, rows: np.ndarray, model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (seconds, sigma) of these rows."""
+    devices = np.array([dataset.devices[i] for i in rows])
+    seconds, sigma = np.zeros(len(rows)), np.zeros(len(rows))
     for device in sorted(set(devices.tolist())):
         here = devices == device
-        records = [dataset.records[i] for i in split.judge[here]]
-        predicted[here], sigma[here] = model.predict(records, dataset.cards[device])
-    kinds = np.array([dataset.records[i].kind for i in split.judge])
-    noise = None if halves is None else halves[split.judge]
+        records = [dataset.records[i] for i in rows[here]]
+        seconds[here], sigma[here] = model.predict(records, dataset.cards[device])
+    return seconds, sigma
+
+
+def grouped(
+    dataset: Dataset,
+    rows: np.ndarray,
+    found: np.ndarray,
+    sigma: np.ndarray,
+    halves: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+) -> list[Row]:
+    """Returns the errors of predictions of these rows, then those of each group of them."""
+    seconds = dataset.seconds[rows]
+    if groups is None:
+        groups = np.array([record.kind for record in dataset.records])
+    names = groups[rows]
+    noise = None if halves is None else halves[rows]
     everything = np.ones(len(seconds), bool)
-    out = [{"kind": "all", **errors(predicted, sigma, seconds, noise, everything)}]
-    for kind in sorted(set(kinds.tolist())):
-        out.append({"kind": kind, **errors(predicted, sigma, seconds, noise, kinds == kind)})
+    out = [{"group": "all", **errors(found, sigma, seconds, noise, everything)}]
+    if noise is not None:
+        is_quiet = np.ptp(noise, 1) <= NOISY * noise.min(1)
+        if is_quiet.any():
+            out.append({"group": QUIET, **errors(found, sigma, seconds, noise, is_quiet)})
+    for name in sorted(set(names.tolist())):
+        out.append({"group": name, **errors(found, sigma, seconds, noise, names == name)})
     return out
 
 
@@ -176,7 +259,7 @@ def errors(
     here: np.ndarray,
 ) -> Row:
     """Returns percent errors of some rows: mean, median, 90th percentile, of the sum of seconds;
-    the share in the 90 % band, and the labels' own disagreement."""
+    the share in the 90 % band where there is one, and the labels' own disagreement."""
     apart = np.abs(predicted - seconds)[here]
     relative = 100 * apart / seconds[here]
     found = {
@@ -185,42 +268,65 @@ def errors(
         "median": float(np.median(relative)),
         "p90": float(np.percentile(relative, 90)),
         "weighted": float(100 * apart.sum() / seconds[here].sum()),
-        "in_band": float((apart <= BAND * sigma[here]).mean()),
     }
+    if not np.isnan(sigma[here]).any():
+        found["in_band"] = float((apart <= BAND * sigma[here]).mean())
     if halves is not None:
         noise = 100 * np.ptp(halves[here], 1) / halves[here].min(1)
         found |= {"noise_mean": float(noise.mean()), "noise_median": float(np.median(noise))}
     return found
 
 
+def averaged(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """Returns the rows of several seeds as one: means, and the least and largest mean error."""
+    found: dict[tuple, list[Row]] = {}
+    for row in itertools.chain(*runs):
+        key = tuple(row[name] for name in ("method", "split", "held_out", "group"))
+        found.setdefault(key, []).append(row)
+    out = []
+    for rows in found.values():
+        one = dict(rows[0])
+        for name, value in rows[0].items():
+            if isinstance(value, float):
+                one[name] = float(f"{np.mean([row[name] for row in rows]):.5g}")
+        means = [row["mean"] for row in rows]
+        spread = {"seeds": len(rows), "mean_low": min(means), "mean_high": max(means)}
+        out.append(one | {k: float(f"{v:.5g}") if k != "seeds" else v for k, v in spread.items()})
+    return out
+
+
 def text(row: Row) -> str:
     """Returns a line for the terminal."""
     line = (
-        f"{row['method']:14} {row['split']:26} {row['held_out'][:30]:30} {row['rows']:6} rows  "
-        f"error {row['mean']:.1f} % (mean), {row['median']:.1f} % (median); "
-        f"{100 * row['in_band']:.0f} % in the 90 % band"
+        f"{row['method']:16} {row['split']:26} {row['held_out'][:30]:30} {row['rows']:6} rows  "
+        f"error {row['mean']:.1f} % (mean), {row['median']:.1f} % (median)"
     )
+    if "in_band" in row:
+        line += f"; {100 * row['in_band']:.0f} % in the 90 % band"
     if "noise_mean" in row:
         line += f"; labels differ by {row['noise_mean']:.1f} %"
+    if "fitted_on_all_kinds" in row:
+        line += f"; no row of kind {row['fitted_on_all_kinds']} to fit on"
     return line
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Returns a table of all splits and methods, all kinds together."""
+    """Returns a table of all splits and methods, all groups together."""
     lines = [
         "| split | held out | method | rows | mean % | median % | p90 % | of the sum % | in band % "
         "| noise % | paper % |",
         "|" + "---|" * 11,
     ]
     for row in rows:
-        if row["kind"] != "all":
+        if row["group"] != "all":
             continue
         noise = f"{row['noise_mean']:.1f}" if "noise_mean" in row else "-"
+        band = f"{100 * row['in_band']:.0f}" if "in_band" in row else "-"
         paper = PAPER.get(row["split"].split(",")[0], "-")
         lines.append(
             f"| {row['split']} | {row['held_out']} | {row['method']} | {row['rows']} | "
             f"{row['mean']:.1f} | {row['median']:.1f} | {row['p90']:.1f} | {row['weighted']:.1f} | "
-            f"{100 * row['in_band']:.0f} | {noise} | {paper} |"
+            f"{band} | {noise} | {paper} |"
         )
     return "\n".join(lines)
 

@@ -1,7 +1,11 @@
 """How wrong predictions are, by kind: of known devices, of unseen and of adapted ones.
 
 The scale is conformal: of the relative errors of rows that a network has not learnt from, nine in
-ten are within 1.645 of it, so the band of that width covers nine in ten of like rows.
+ten are within 1.645 of it, so the band of that width covers nine in ten of like rows. For a device
+without rows, the scale grows with the distance to the nearest known device (nearness.py): the score
+of a row is by how much its error exceeds that of known devices, over the distance of its device
+from those that the network had. Without the distance, the band of an A100 with more memory would be
+as wide as that of a GPU of another generation.
 """
 
 import dataclasses
@@ -11,15 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax.core.hardware import DeviceCard
 from megajax.cost.record import KINDS
-from megajax.systems.cdmpp import train
+from megajax.systems.cdmpp import nearness, train
 from megajax.systems.cdmpp.network import plain_device
 from megajax.systems.cdmpp.physics import gpu
 
 COVERED, WIDTH = 0.9, 1.645
 _ENOUGH = 20  # rows of a kind for an error of its own
-_FOLDS = 5
-_HELD = 0.05  # of the rows, for the errors of known devices
+_FOLDS = 5  # networks that each leave a device out, at most
+_PARTS = 10  # of the programs; each network leaves out another one
+_WITH_ALL = 3  # networks that have all devices, where devices are fewer than _FOLDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +40,33 @@ class Errors:
         own = self.kinds[kinds_R]
         return np.where(np.isnan(own), self.every, own)
 
+    def plus(self, other: "Errors", times: float) -> "Errors":
+        """Returns these errors and so many times the others, kind by kind."""
+        every = np.full(len(KINDS), self.every), np.full(len(KINDS), other.every)
+        own = [
+            np.where(np.isnan(e.kinds), default, e.kinds)
+            for e, default in zip((self, other), every, strict=True)
+        ]
+        return Errors(self.every + times * other.every, own[0] + times * own[1])
+
     @classmethod
     def of_rows(cls, ratio_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
         """Returns the errors of rows by their measured over predicted seconds."""
-        wrong = np.abs(ratio_R - 1)
+        return cls.of_scores(np.abs(ratio_R - 1) / WIDTH, kinds_R)
+
+    @classmethod
+    def of_scores(cls, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
+        """Returns the value that nine in ten scores do not exceed, of all rows and of kinds."""
         kinds = [
-            _scale(wrong[kinds_R == k]) if (kinds_R == k).sum() >= _ENOUGH else np.nan
+            _quantile(score_R[kinds_R == k]) if (kinds_R == k).sum() >= _ENOUGH else np.nan
             for k in range(len(KINDS))
         ]
-        return cls(_scale(wrong), np.array(kinds))
+        return cls(_quantile(score_R), np.array(kinds))
 
 
-def _scale(wrong: np.ndarray) -> float:
-    rank = min(len(wrong), int(np.ceil(COVERED * (len(wrong) + 1))))
-    return float(np.sort(wrong)[rank - 1] / WIDTH)
+def _quantile(scores: np.ndarray) -> float:
+    rank = min(len(scores), int(np.ceil(COVERED * (len(scores) + 1))))
+    return float(np.sort(scores)[rank - 1])
 
 
 def of_training(
@@ -58,47 +77,56 @@ def of_training(
     found = Errors.of_rows(
         _ratio(graph, states, rows, device).mean(0), np.asarray(rows.inputs.kinds_R)
     )
-    return {"known": found, "unseen": found}
+    return {"known": found, "away": found}
 
 
 def folds(
     rows: train.Rows,
-    names: Sequence[str],
+    cards: Mapping[str, DeviceCard],
+    hashes: Sequence[str],
     rng: np.random.Generator,
     *,
     steps: int,
     seed: int,
-    prior: Callable[[tuple[float, float] | None, Sequence[str]], np.ndarray],
     progress: Callable[[int, float], None] | None = None,
 ) -> Mapping[str, Errors]:
-    """Returns errors of known and of unseen devices, from networks that leave devices out.
+    """Returns errors of known devices, and what a unit of distance adds for unseen ones.
 
-    prior: gives the weights of the devices' traits for a device by its `gpu`.
+    Args: cards: of the devices, in the order of the rows' numbers. hashes: of the rows' programs.
     """
-    out = rng.permutation(len(names))[:_FOLDS] if len(names) > 1 else np.array([-1])
-    held_R = rng.random(len(rows.target_R)) < _HELD
+    names, devices_R = list(cards), np.asarray(rows.device_R)
+    out = rng.permutation(len(names))[:_FOLDS] if len(names) > 1 else np.zeros(0, int)
+    more = 0 if len(names) >= _FOLDS else _WITH_ALL
+    out = np.concatenate([out, np.full(more, -1)])  # -1: no device
+    different, program_R = np.unique(np.array(hashes), return_inverse=True)
+    part_R = (rng.permutation(len(different)) % _PARTS)[program_R]
+    held_ER = part_R[None] == np.arange(len(out))[:, None]
     use_EY = np.ones((len(out), len(names)))
-    for member, left in enumerate(out):
-        use_EY[member, left] = 0 if left >= 0 else 1
-    use_ER = np.broadcast_to(~held_R, (len(out), len(held_R))).astype(float)
+    use_EY[np.flatnonzero(out >= 0), out[out >= 0]] = 0
     graph, states, traits_EYZ = train.fit(
-        rows, use_EY, use_ER, seed=seed, steps=steps, progress=progress
+        rows, use_EY, (~held_ER).astype(float), seed=seed, steps=steps, progress=progress
     )
+    distance_E = np.ones(len(out))
     for member, left in enumerate(out):
         if left >= 0:
             others = np.delete(np.arange(len(names)), left)
-            weights = prior(gpu(names[left]), [names[int(i)] for i in others])
+            have = {names[int(i)]: cards[names[int(i)]] for i in others}
+            card = cards[names[left]]
+            weights = nearness.prior(gpu(card.name) or gpu(names[left]), list(have))
             traits_EYZ[member, left] = weights @ traits_EYZ[member, others]
-    device = plain_device(jax.numpy.asarray(traits_EYZ[:, rows.device_R]))
-    ratio_ER = _ratio(graph, states, rows, device)
-    kinds_R = np.asarray(rows.inputs.kinds_R)
-    unseen_ER = np.asarray(rows.device_R)[None] == out[:, None]
-    known_ER = held_R & ~unseen_ER
-    groups = {"known": known_ER, "unseen": unseen_ER if unseen_ER.any() else known_ER}
-    kinds_ER = np.broadcast_to(kinds_R, ratio_ER.shape)
+            distance_E[member] = nearness.distance(names[left], card, have)
+    device = plain_device(jax.numpy.asarray(traits_EYZ[:, devices_R]))
+    score_ER = np.abs(_ratio(graph, states, rows, device) - 1) / WIDTH
+    kinds_ER = np.broadcast_to(np.asarray(rows.inputs.kinds_R), score_ER.shape)
+    unseen_ER = devices_R[None] == out[:, None]
+    known_ER = held_ER & ~unseen_ER
     if not known_ER.any():
-        groups["known"] = ~unseen_ER
-    return {name: Errors.of_rows(ratio_ER[who], kinds_ER[who]) for name, who in groups.items()}
+        known_ER = ~unseen_ER  # fewer programs than parts
+    known = Errors.of_scores(score_ER[known_ER], kinds_ER[known_ER])
+    if not unseen_ER.any():
+        return {"known": known, "away": known}  # one device: nothing says how devices differ
+    beyond_ER = np.maximum(score_ER - known.of(kinds_ER), 0) / distance_E[:, None]
+    return {"known": known, "away": Errors.of_scores(beyond_ER[unseen_ER], kinds_ER[unseen_ER])}
 
 
 def _ratio(graph: Any, states: Any, rows: train.Rows, device: Any) -> np.ndarray:

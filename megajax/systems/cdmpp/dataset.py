@@ -104,15 +104,33 @@ class Dataset:
         wanted = set(devices)
         return self[np.array([name in wanted for name in self.devices], bool)]
 
+    def typical(self) -> "Dataset":
+        """Returns the same rows with the median of the known times of their structure and device.
+
+        A program's instructions of one structure differ in what the caches hold when they start.
+        """
+        groups: dict[tuple[str, str], list[int]] = {}
+        for row in np.flatnonzero(~np.isnan(self.seconds)):
+            groups.setdefault(self._key(row), []).append(row)
+        seconds = self.seconds.copy()
+        middle = {key: np.median(self.seconds[rows]) for key, rows in groups.items()}
+        for row in range(len(self)):
+            seconds[row] = middle.get(self._key(row), np.nan)
+        return dataclasses.replace(self, seconds=seconds)
+
     def without_duplicates(self) -> "Dataset":
-        """Returns the first row of each pair of structural hash and device.
+        """Returns the first row of each pair of structural hash and device, with `typical` seconds.
 
         Equal programs on both sides of a split would let a predictor look its answers up.
         """
         seen: dict[tuple[str, str], int] = {}
-        for row, (record, device) in enumerate(zip(self.records, self.devices, strict=True)):
-            seen.setdefault((record.hash or str(id(record)), device), row)
-        return self[np.array(sorted(seen.values()), int)]
+        for row in range(len(self)):
+            seen.setdefault(self._key(row), row)
+        return self.typical()[np.array(sorted(seen.values()), int)]
+
+    def _key(self, row: int) -> tuple[str, str]:
+        record = self.records[row]
+        return record.hash or str(id(record)), self.devices[row]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes an npz file, whole or not at all."""

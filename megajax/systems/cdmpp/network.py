@@ -28,6 +28,7 @@ Array = jax.Array
 Leaf = Any  # of a pytree: an array of jax or of NumPy
 OFFSETS = 3 * len(TILES) + TIMES
 TRAITS = 4
+TREE = 16  # width of a tree's embedding
 POSITIONS = 16  # sines and cosines of a leaf's position
 # Where offsets start: a peak or bandwidth counts nearly in full, fixed costs and traffic less.
 _START = (
@@ -97,12 +98,12 @@ class TreeEncoder(nnx.Module):
 class Network(nnx.Module):
     """What each program adds to each time (log seconds) on its device."""
 
-    def __init__(self, inputs: int, columns: int, width: int = 32, *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, columns: int, width: int = 128, *, rngs: nnx.Rngs):
         """Args: inputs: of a program. columns: of a leaf. width: of the hidden layers."""
         small = nnx.initializers.variance_scaling(0.01, "fan_in", "normal")
         free = nnx.initializers.variance_scaling(0.04, "fan_in", "normal")
-        self.tree = TreeEncoder(columns, width // 2, rngs=rngs)
-        self.first = nnx.Linear(inputs + width // 2, width, rngs=rngs)
+        self.tree = TreeEncoder(columns, TREE, rngs=rngs)
+        self.first = nnx.Linear(inputs + TREE, width, rngs=rngs)
         self.second = nnx.Linear(width, width, rngs=rngs)
         self.last = nnx.Linear(
             width, OFFSETS, rngs=rngs, kernel_init=small, bias_init=lambda *_: jnp.array(_START)
@@ -114,17 +115,24 @@ class Network(nnx.Module):
         # times, minus 1, in logarithms.
         self.sharpness = nnx.Param(jnp.log(jnp.array([3.0, 2.0, 2.0])))
 
+    def embed(self, rows: Inputs, traits: Array) -> Array:
+        """Returns the last hidden layer (R, D), from -1 to 1. traits: (R, Z) or (1, Z)."""
+        tree_RD = self.tree(rows.leaves_RNC, rows.positions_RN)
+        x = jnp.concatenate([rows.inputs_RX, tree_RD], -1)
+        x = jnp.tanh(self.first(x) + self.traits_in(traits))
+        return jnp.tanh(self.second(x))
+
     def __call__(self, rows: Inputs, device: Device) -> Array:
         """Returns offsets (R, O). device: one, or one a row (a leading dimension R)."""
+        return self.offsets(self.embed(rows, jnp.atleast_2d(device.traits)), rows, device)
+
+    def offsets(self, hidden_RD: Array, rows: Inputs, device: Device) -> Array:
+        """Returns offsets (R, O) of embedded programs."""
         if device.traits.ndim == 1:
             device = jax.tree.map(lambda leaf: leaf[None], device)
         kind = jax.nn.one_hot(rows.kinds_R, len(KINDS))
         shift_R1 = jnp.sum(device.shift * kind, -1, keepdims=True)
-        tree_RD = self.tree(rows.leaves_RNC, rows.positions_RN)
-        x = jnp.concatenate([rows.inputs_RX, tree_RD], -1)
-        x = jnp.tanh(self.first(x) + self.traits_in(device.traits))
-        x = jnp.tanh(self.second(x))
-        offsets_RO = self.last(x) + self.traits_out(device.traits) + device.offsets
+        offsets_RO = self.last(hidden_RD) + self.traits_out(device.traits) + device.offsets
         return offsets_RO + shift_R1 * jnp.array(_SHIFTED)[None]
 
 

@@ -6,6 +6,7 @@ grids and blocks are labels of the run, not of the program: they are not read.
 """
 
 import csv
+import dataclasses
 import functools
 import gzip
 import json
@@ -22,6 +23,10 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord, product, rowwise
 from megajax.systems.cdmpp.dataset import Dataset
 
+SOURCE = (
+    "kernel latencies of github.com/sitar-lab/NeuSight (ASPLOS'25), MIT licence, "
+    "copyright (c) 2025 Georgia Institute of Technology and Microsoft Corporation"
+)
 FOLDERS = ("collect", "train", "test")
 _SOFTMAX = ("reduce", "add", "exponential", "reduce", "divide")
 _NORM = ("reduce", "add", "multiply", "reduce", "power", "multiply", "multiply", "add")
@@ -48,6 +53,11 @@ OPS = ("bmm", "linear", *ROWWISE)
 GROUPS = {"elem": tuple(n for n in ROWWISE if n not in ("softmax", "ln"))}
 
 
+def group(op: str) -> str:
+    """Returns the word for operations like this one in NeuSight's tables: 'elem', or its name."""
+    return next((name for name, ops in GROUPS.items() if op in ops), op)
+
+
 def load(
     folder: str | os.PathLike[str],
     ops: Collection[str] | str | None = None,
@@ -57,7 +67,8 @@ def load(
 
     Args: ops: names of column OPName, or 'elem' for all element-wise ones; None: all that the
         folder has. devices: names of column Device; None: all.
-    Returns: a Dataset; a row without a positive latency has NaN seconds.
+    Returns: a Dataset; a row without a positive latency has NaN seconds. A record's name is its
+        operation's.
     Raises: UserError on an unknown operation or device, a device without a card, a damaged row.
     """
     root = pathlib.Path(folder)
@@ -87,7 +98,7 @@ def load(
             near = did_you_mean(name, known)
             raise UserError(f"device {name} must be one of {', '.join(sorted(known))}.{near}")
     used = {name: cards[name] for name in (names or set(rows)) if name in cards}
-    return Dataset(records, np.array(seconds), rows, used, {"source": "NeuSight"})
+    return Dataset(records, np.array(seconds), rows, used, {"source": SOURCE})
 
 
 def _ops(ops: Collection[str] | str | None) -> set[str]:
@@ -164,10 +175,12 @@ def _record(op: str, *sizes: float) -> OpRecord:
     """Rows of several devices share their programs' records."""
     if op == "bmm":
         batch, m, n, k = sizes
-        return product(batch, m, n, k, "float32")
-    if op == "linear":  # PyTorch keeps the weight as (outputs, inputs)
+        found = product(batch, m, n, k, "float32")
+    elif op == "linear":  # PyTorch keeps the weight as (outputs, inputs)
         batch, m, n, k = sizes
-        return product(1, batch * m, n, k, "float32", transposed=1)
-    opcodes, reads = ROWWISE[op]
-    rows, width = sizes
-    return rowwise(opcodes, rows, width, reads, "float32")
+        found = product(1, batch * m, n, k, "float32", transposed=1)
+    else:
+        opcodes, reads = ROWWISE[op]
+        rows, width = sizes
+        found = rowwise(opcodes, rows, width, reads, "float32")
+    return dataclasses.replace(found, name=op)

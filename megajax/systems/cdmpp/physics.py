@@ -23,7 +23,7 @@ from megajax.cost.record import KINDS, LEAF, LEAF_FEATURES, OPCODES, SIZES, OpRe
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
 TIMES = 9  # general times
-LEAVES = 32  # of a record; those of a longer tree are taken at even distances
+LEAVES = 8  # of a record for the encoder; of a longer tree, some at even distances
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
     "batch", "m", "n", "k", "flops", "transcendentals", "elements", "rows", "width", "reduced",
@@ -31,7 +31,7 @@ _LOGS = (
 )  # fmt: skip
 LOGS = len(_LOGS) + 4 + len(TILES)
 _FLAGS = 8 + 5 + len(KINDS) + len(DTYPES)
-INPUTS = LOGS + _FLAGS + len(OPCODES)  # of a program
+INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
 # FLOP/s of a device and the operations of one SM in one clock that such devices have: a card's SMs
 # and clock say the same, but that quotient would make more SMs slower.
 _PEAKS = (1e11, 1e12, 4e12, 2e13, 3e13, 7e13, 1.56e14, 3.12e14, 5e14, 1e15, 2e15, 4.5e15)
@@ -109,6 +109,8 @@ def programs(records: Sequence[OpRecord]) -> Programs:
             _logarithms(table, sizes, flops, nbytes),
             _flags(table, sizes, unique),
             np.log1p(leaves[..., : len(OPCODES)].sum(1)),
+            np.log1p(np.array([_results(record) for record in unique]).reshape(-1, len(OPCODES)))
+            / 5,
         ],
         axis=-1,
     )
@@ -124,6 +126,16 @@ def programs(records: Sequence[OpRecord]) -> Programs:
         sizes[index],
         tuple(record.dtype for record in records),
     )
+
+
+def _results(record: OpRecord) -> np.ndarray:
+    """Returns elements that the operations of each class compute; a reduction's are those read."""
+    leaves = record.tree.leaves.astype(np.float64)
+    elements, flops = (
+        leaves[:, len(OPCODES) + LEAF_FEATURES.index(name)] for name in ("elements", "flops")
+    )
+    is_reduction = leaves[:, OPCODES.index("reduce")] > 0
+    return np.where(is_reduction, np.maximum(elements, flops), elements) @ leaves[:, : len(OPCODES)]
 
 
 def _logarithms(

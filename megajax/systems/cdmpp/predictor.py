@@ -18,7 +18,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord
-from megajax.systems.cdmpp import calibration, files, train
+from megajax.systems.cdmpp import calibration, files, nearness, train
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.network import Device, combine
 from megajax.systems.cdmpp.physics import Programs, Times, check_card, gpu, programs, times
@@ -26,13 +26,10 @@ from megajax.systems.cdmpp.ranges import Ranges
 
 MEMBERS = 3
 STEPS = 2000
-FOLD_STEPS = 800
-ROWS_PER_GROUP = 2000  # of one device and kind; more are sampled, evenly over their FLOPs
+FOLD_STEPS = 500
+ROWS_PER_GROUP = 5000  # of one device and kind; more are sampled, evenly over their FLOPs
 _CHUNK = 4096  # rows of one call of the network
 _MOST_ADAPTED = 2048  # rows that an adaptation reads
-# Differences of compute capability, and of the power limit's logarithm, over which the traits of a
-# device count e times less for another.
-_NEAR, _NEAR_POWER = 1.0, 0.5
 
 
 class FarFromTraining(UserWarning):
@@ -45,7 +42,8 @@ class Predictor:
 
     cards: of the devices that it knows. facts: of its training. The other fields are its parts:
     networks (graph, states), what is a device's own, the scale and ranges of the training, and
-    relative errors by kind, of known devices, of unseen ones, and of adapted ones.
+    relative errors by kind: of known devices, of adapted ones, and what a unit of distance adds for
+    unseen ones ('away').
     """
 
     graph: Any
@@ -72,8 +70,8 @@ class Predictor:
         """Returns a predictor of a data set's rows. Rows without a time are left out.
 
         Of more than ROWS_PER_GROUP rows of a device and kind a sample is read. Beside the members,
-        one network for each of five devices learns without that device, for the errors of unseen
-        ones: `fold_steps` steps; 0: none, and the errors are those of known devices.
+        other networks learn without some programs and devices, for the errors of such: `fold_steps`
+        steps; 0: none, and the errors are those of the training rows.
 
         Args: progress: is called with the part ('members', 'errors'), the step and the loss.
         Raises: UserError if no row has a time or a card lacks SMs or L2.
@@ -96,7 +94,8 @@ class Predictor:
         fold = None
         if fold_steps:
             fold = calibration.folds(
-                labelled, names, rng, steps=fold_steps, seed=seed + 1, prior=_prior,
+                labelled, {name: data.cards[name] for name in names},
+                [record.hash for record in data.records], rng, steps=fold_steps, seed=seed + 1,
                 progress=None if progress is None else lambda i, x: progress("errors", i, x),
             )  # fmt: skip
         own = train.no_offsets(members)
@@ -130,11 +129,18 @@ class Predictor:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
         logs_ER = self._logs(rows, card, self._device(name, card))
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
-        errors = (
-            self.errors.get(f"adapted {name}") or self.errors["unseen" if name is None else "known"]
-        )
-        relative = np.hypot(errors.of(rows.kinds_R), logs_ER.std(0))
+        errors = self.errors.get(f"adapted {name}") or self.errors["known"]
+        if name is None:
+            errors = self._unseen(card)
+        # Members that disagree by more than the errors of other rows know little of this one.
+        relative = np.maximum(errors.of(rows.kinds_R), logs_ER.std(0))
         return seconds, seconds * relative
+
+    def _unseen(self, card: DeviceCard, called: str = "") -> calibration.Errors:
+        """Returns the errors to expect on a device without rows."""
+        known = {name: self.cards[name] for name in self.trained}
+        far = nearness.distance(called, card, known)
+        return self.errors["known"].plus(self.errors["away"], far)
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -176,7 +182,7 @@ class Predictor:
                     np.exp(np.log(part.seconds) - logs_R), rows.kinds_R
                 )
             else:
-                errors[f"adapted {name}"] = self.errors["unseen"]
+                errors[f"adapted {name}"] = self._unseen(data.cards[name], name)
         return dataclasses.replace(self, devices=devices, cards=cards, errors=errors)
 
     def _name(self, card: DeviceCard) -> str | None:
@@ -192,7 +198,7 @@ class Predictor:
         if name is not None:
             return self.devices[name]
         traits = np.stack([self.devices[known].traits for known in self.trained])
-        weights = _prior(gpu(card.name) or gpu(called), self.trained)
+        weights = nearness.prior(gpu(card.name) or gpu(called), self.trained)
         own = train.no_offsets(traits.shape[1])
         return dataclasses.replace(own, traits=np.einsum("y,yez->ez", weights, traits))
 
@@ -261,18 +267,3 @@ def _rows(data: Dataset, rows: Programs, names: Sequence[str], scale: train.Scal
             target[chosen] = part
     timed = Times(**whole)
     return train.Rows.of(scale(rows), rows.product_R, timed, np.log(data.seconds), device_R)
-
-
-def _prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
-    """Returns the weights of known devices' traits for a device by its `gpu`."""
-    others = [gpu(name) for name in names]
-    if own is None or not any(others):
-        return np.full(len(names), 1 / len(names))
-    away = [
-        abs(other[0] - own[0]) / _NEAR + abs(np.log(other[1] / own[1])) / _NEAR_POWER
-        if other
-        else np.inf
-        for other in others
-    ]
-    weights = np.exp(-np.array(away))
-    return weights / weights.sum()

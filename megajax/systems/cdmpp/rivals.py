@@ -1,54 +1,63 @@
 """Simple predictors that a learned one must beat, on the same rows and splits.
 
-Each is a function (training rows, rows to predict) -> seconds. None reads a name of a device; the
-times and numbers that they read are those of the predictor (physics.py).
+A rival is a function of training rows that returns a function (rows to predict) -> seconds. None
+reads a name of a device; the times and numbers that they read are those of the predictor
+(physics.py). Kinds of records have models of their own; a kind without a row in the training has a
+model of all kinds together, and `Fitted.unseen` names it.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import nnls
 
 from megajax.core.errors import UserError
+from megajax.core.hardware import DeviceCard
+from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.physics import INPUTS, TIMES, Programs, programs, times
 
-Rival = Callable[[Dataset, Dataset], np.ndarray]
+Predict = Callable[[Dataset], np.ndarray]
+Rival = Callable[[Dataset], Predict]
 
 
-def roofline(train: Dataset, test: Dataset) -> np.ndarray:
+def roofline(train: Dataset) -> Predict:
     """Returns the card's floor of each row; nothing is fitted."""
-    return np.array([r.floor_s(test.cards[d]) for r, d in _pairs(test)])
+    return _floors
 
 
-def fitted_roofline(train: Dataset, test: Dataset) -> np.ndarray:
+def fitted_roofline(train: Dataset) -> Predict:
     """Returns a launch, work at the peak, bytes at the bandwidth and transcendentals, weighted.
 
     The four weights of each kind are not negative and minimise the squared relative error.
     """
-    seconds = np.zeros(len(test))
-    for kind in _kinds(test):
-        mine, other = _of(train, kind), _of(test, kind)
-        data = train[mine]
+
+    def fit(data: Dataset) -> Predict:
         weights, _ = nnls(_terms(data) / data.seconds[:, None], np.ones(len(data)))
-        seconds[other] = _terms(test[other]) @ weights
-    return np.maximum(seconds, 1e-9)
+        return lambda rows: np.maximum(_terms(rows) @ weights, 1e-9)
+
+    return _by_kind(train, fit)
 
 
-def regression(train: Dataset, test: Dataset) -> np.ndarray:
+def regression(train: Dataset) -> Predict:
     """Returns a linear regression of log seconds on logarithms, one a kind, lightly damped."""
-    seconds = np.zeros(len(test))
-    for kind in _kinds(test):
-        mine, other = _of(train, kind), _of(test, kind)
-        x, y = _columns(train[mine]), np.log(train.seconds[mine])
+
+    def fit(data: Dataset) -> Predict:
+        x, y = _columns(data), np.log(data.seconds)
         middle, spread = x.mean(0), x.std(0) + 1e-6
         z = (x - middle) / spread
         slope = np.linalg.solve(z.T @ z + np.eye(z.shape[1]), z.T @ (y - y.mean()))
-        seconds[other] = np.exp(((_columns(test[other]) - middle) / spread) @ slope + y.mean())
-    return seconds
+        # Far from the training a line leads anywhere: no answer is 20 times beyond its times.
+        low, high = y.min() - 3, y.max() + 3
+        return lambda rows: np.exp(
+            np.clip(((_columns(rows) - middle) / spread) @ slope + y.mean(), low, high)
+        )
+
+    return _by_kind(train, fit)
 
 
-def trees(train: Dataset, test: Dataset) -> np.ndarray:
+def trees(train: Dataset) -> Predict:
     """Returns gradient-boosted trees on log of seconds over the floor, one a kind.
 
     Raises: UserError if scikit-learn is not installed; megajax itself does not need it.
@@ -58,22 +67,18 @@ def trees(train: Dataset, test: Dataset) -> np.ndarray:
             HistGradientBoostingRegressor,
         )
     except ImportError as error:
-        raise UserError("the rival 'trees' needs scikit-learn, which is not installed") from error
-    seconds = np.zeros(len(test))
-    for kind in _kinds(test):
-        mine, other = _of(train, kind), _of(test, kind)
+        raise UserError(
+            "the rival 'trees' needs scikit-learn, which is not installed: uv sync --group rivals"
+        ) from error
+
+    def fit(data: Dataset) -> Predict:
         model = HistGradientBoostingRegressor(
             max_iter=200, learning_rate=0.1, loss="absolute_error", random_state=0
         )
-        data, rows = train[mine], test[other]
-        model.fit(_columns(data), np.log(data.seconds / roofline(data, data)))
-        seconds[other] = roofline(rows, rows) * np.exp(model.predict(_columns(rows)))
-    return seconds
+        model.fit(_columns(data), np.log(data.seconds / _floors(data)))
+        return lambda rows: _floors(rows) * np.exp(model.predict(_columns(rows)))
 
-
-def rescaled(predicted: np.ndarray, seconds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns predictions times the median ratio of some measured rows: how a rival adapts."""
-    return predicted * np.median(seconds[rows] / predicted[rows])
+    return _by_kind(train, fit)
 
 
 RIVALS: Mapping[str, Rival] = {
@@ -84,19 +89,73 @@ RIVALS: Mapping[str, Rival] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A fitted rival with the predictor's methods. It has no band: its sigma is NaN.
+
+    kinds: of the training. factors: of devices that it was adapted to, by the card's name.
+    """
+
+    model: Predict
+    kinds: frozenset[str]
+    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rival: Rival, train: Dataset) -> "Fitted":
+        """Returns a rival fitted on the rows whose time is known."""
+        train = train.labelled
+        return cls(rival(train), frozenset(record.kind for record in train.records))
+
+    def predict(
+        self, records: Sequence[OpRecord], card: DeviceCard
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (seconds, NaN) of each record."""
+        unknown = np.full(len(records), np.nan)
+        rows = Dataset(records, unknown, [card.name] * len(records), {card.name: card})
+        return self.model(rows) * self.factors.get(card.name, 1.0), unknown
+
+    def adapt(self, dataset: Dataset) -> "Fitted":
+        """Returns the rival with one factor for each device: the median ratio of these rows."""
+        factors = dict(self.factors)
+        for device in sorted(set(dataset.devices)):
+            rows, card = dataset.of(device).labelled, dataset.cards[device]
+            plain = dataclasses.replace(self, factors={}).predict(rows.records, card)[0]
+            factors[card.name] = float(np.median(rows.seconds / plain))
+        return dataclasses.replace(self, factors=factors)
+
+    def unseen(self, records: Sequence[OpRecord]) -> list[str]:
+        """Returns the kinds of these records that have no model of their own."""
+        return sorted({record.kind for record in records} - self.kinds)
+
+
+def _by_kind(train: Dataset, fit: Callable[[Dataset], Predict]) -> Predict:
+    """Returns a model of each kind, and of all together for the others, made when first asked."""
+    if not len(train):
+        raise UserError("a rival needs training rows with measured seconds; there is none")
+    models: dict[str, Predict] = {}
+    kinds = np.array([record.kind for record in train.records])
+
+    def predict(rows: Dataset) -> np.ndarray:
+        seconds = np.zeros(len(rows))
+        wanted = np.array([record.kind for record in rows.records])
+        for kind in sorted(set(wanted.tolist())):
+            mine = kinds == kind
+            key = kind if mine.any() else ""
+            if key not in models:
+                models[key] = fit(train[mine] if key else train)
+            here = wanted == kind
+            seconds[here] = models[key](rows[here])
+        return seconds
+
+    return predict
+
+
+def _floors(data: Dataset) -> np.ndarray:
+    return np.array([max(r.floor_s(data.cards[d]), 1e-12) for r, d in _pairs(data)])
+
+
 def _pairs(data: Dataset) -> zip:
     return zip(data.records, data.devices, strict=True)
-
-
-def _kinds(data: Dataset) -> list[str]:
-    return sorted({record.kind for record in data.records})
-
-
-def _of(data: Dataset, kind: str) -> np.ndarray:
-    found = np.flatnonzero([record.kind == kind for record in data.records])
-    if not len(found):
-        raise UserError(f"kind {kind} has no row in the training of a rival")
-    return found
 
 
 def _terms(data: Dataset) -> np.ndarray:
@@ -109,7 +168,7 @@ def _terms(data: Dataset) -> np.ndarray:
         )
         for r, d in _pairs(data)
     ]
-    return np.array(work)
+    return np.array(work).reshape(-1, 4)
 
 
 def _columns(data: Dataset) -> np.ndarray:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from experiments.reports import cdmpp as report
+from experiments.reports import cdmpp_tables
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.record import product
+from megajax.monitor import results
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.step import assumed, predict
 from megajax.training.presets import PRESETS
@@ -64,7 +66,7 @@ def test_a_held_out_device_is_not_fitted_on_and_seen_rows_are_not_judged():
     assert {dataset.devices[i] for i in bare.judge} == {"H100"}
     assert few.adapt is not None and len(few.adapt) == 3
     assert sorted([*few.adapt, *few.judge]) == sorted(bare.judge)
-    assert few.name == "devices, 3 rows seen"
+    assert few.name == "devices, 3 programs seen"
 
 
 def test_errors_are_those_of_a_hand_count():
@@ -92,15 +94,91 @@ def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split
 
     rows = report.evaluate(dataset, splits, {"ours": fit}, None, told.append)
     assert fitted == [10, 10]  # once a device, though each is judged with and without rows seen
-    whole = [row for row in rows if row["kind"] == "all"]
-    assert [row["split"] for row in whole] == ["devices", "devices, 3 rows seen"] * 2
-    assert len(told) == 4 and all("error" in line for line in told)
+    whole = [row for row in rows if row["group"] == "all"]
+    assert [row["split"] for row in whole] == [*["devices", "devices, 3 programs seen"] * 3]
+    assert [row["held_out"] for row in whole[4:]] == [report.EACH] * 2
+    assert whole[4]["mean"] == pytest.approx((whole[0]["mean"] + whole[2]["mean"]) / 2)
+    assert len(told) == 6 and all("error" in line for line in told)
     table = report.markdown(rows)
-    assert table.count("\n") == 1 + 4
+    assert table.count("\n") == 1 + 6
     assert "10.85" in table
     seen = dataset.seconds[splits[1].judge]
     relative = np.abs(5e-5 - seen) / seen
     assert whole[1]["mean"] == pytest.approx(100 * relative.mean())
+
+
+def test_rows_of_programs_that_are_seen_are_not_judged():
+    """All rows of a chosen program adapt, and no row of their structure is judged."""
+    dataset = made()
+    rows = report.unique_rows(dataset)
+    programs = np.arange(60) // 6
+    _, few = list(report.device_splits(dataset, rows, 3, 0, ["H100"], programs))
+    names = np.array(dataset.devices)
+    seen = {dataset.records[i].hash for i in few.adapt}
+    assert not seen & {dataset.records[i].hash for i in few.judge}
+    of_seen = {
+        dataset.records[i].hash
+        for i in np.flatnonzero(names == "H100")
+        if programs[i] in set(programs[few.adapt])
+    }
+    assert seen <= of_seen and len(few.adapt) > 3
+    assert {dataset.devices[i] for i in few.fit} == {"near"}
+
+
+def test_seeds_are_averaged_and_their_range_is_kept():
+    def row(mean, group="all"):
+        where = {"method": "m", "split": "s", "held_out": "h", "group": group}
+        return where | {"rows": 5, "mean": mean}
+
+    found = report.averaged([[row(10.0), row(4.0, "product")], [row(14.0), row(8.0, "product")]])
+    assert [(r["group"], r["mean"], r["mean_low"], r["mean_high"]) for r in found] == [
+        ("all", 12, 10, 14),
+        ("product", 6, 4, 8),
+    ]
+    assert all(r["seeds"] == 2 and r["rows"] == 5 for r in found)
+
+
+def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
+    class Bare(Off):
+        def predict(self, records, card):
+            return super().predict(records, card)[0], np.full(len(records), np.nan)
+
+        def unseen(self, records):
+            return ["sort"]
+
+    dataset = made()
+    split = report.random_split(dataset, report.unique_rows(dataset), 0)
+    groups = np.array(["even", "odd"])[np.arange(60) % 2]
+    rows = report.evaluate(
+        dataset, [split], {"bare": lambda _: Bare(1e-4)}, None, lambda _: None, groups
+    )
+    assert {row["group"] for row in rows} <= {"all", "even", "odd"}
+    assert all("in_band" not in row for row in rows)
+    assert "no row of kind sort" in report.text(rows[0]) and "| - | - |" in report.markdown(rows)
+
+
+def test_documents_have_each_split_beside_its_rivals(tmp_path):
+    dataset = made()
+    rows = report.unique_rows(dataset)
+    families = np.array(["a", "b", "c", "d", "e"])[np.arange(60) % 5]
+    splits = [report.random_split(dataset, rows, 1)]
+    splits += report.family_splits(dataset, rows, families, 1)
+    splits += report.device_splits(dataset, rows, 3, 0)
+    halves = np.stack([dataset.seconds, 1.1 * dataset.seconds], 1)
+    methods = {"ours": lambda _: Off(1e-4), "worse": lambda _: Off(1.0)}
+    groups = np.array(sorted(cdmpp_tables.KERNELS))[np.arange(60) % 5]
+    for name in ("cpu", "kernels"):
+        of = splits if name == "cpu" else splits[5:]
+        found = report.evaluate(dataset, of, methods, halves, lambda _: None, groups)
+        about = results.facts("x", "measured") | {"shots": 3}
+        results.write(tmp_path / name, about, report.averaged([found]))
+    table = cdmpp_tables.programs(tmp_path / "cpu")
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 2 + 6  # families only together; 2 devices and both, twice
+    assert all("**" in line.split(" | ")[2] for line in lines[1:])  # ours is the better one
+    assert "| 14.03 |" in table and "10.0 / 10.0" in table
+    assert "| batched products, both | " in cdmpp_tables.kernels(tmp_path / "kernels")
+    assert "| bmm |" in cdmpp_tables.kinds(tmp_path / "cpu")
 
 
 def test_the_figures_of_a_step():

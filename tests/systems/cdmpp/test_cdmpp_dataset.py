@@ -31,6 +31,12 @@ def test_rows_are_chosen_by_indices_masks_and_slices():
 def test_duplicates_are_rows_of_one_program_on_one_device():
     kept = example().without_duplicates()
     assert kept.devices == ["one", "one", "two"] and np.isnan(kept.seconds[2])
+    # The median of what its rows have; an unknown time counts for nothing.
+    data = example()
+    three = data[np.array([0, 2, 0, 3])]
+    three.seconds[:] = (1.0, 5.0, np.nan, 7.0)
+    np.testing.assert_array_equal(three.typical().seconds, [4.0, 5.0, 4.0, 4.0])
+    assert three.without_duplicates().seconds[0] == 4.0 and three.seconds[0] == 1.0
 
 
 def test_a_file_gives_the_same_rows_back(tmp_path):

@@ -19,28 +19,46 @@ def test_a_fitted_roofline_finds_the_terms_of_a_linear_device():
         seconds = [3e-6 + 1.4 * r.nbytes / cards[name].memory_bytes_per_s for r in records]
         return Dataset(records, np.array(seconds), [name] * len(records), cards)
 
-    found = rivals.fitted_roofline(data("a"), data("b"))
+    found = rivals.fitted_roofline(data("a"))(data("b"))
     np.testing.assert_allclose(found, data("b").seconds, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(rivals.RIVALS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "trees" else ())
+        for name in sorted(rivals.RIVALS)
+    ],
+)
 def test_what_is_fitted_beats_the_roofline(name):
     if name == "trees":
-        pytest.importorskip("sklearn")
+        pytest.importorskip("sklearn", reason="needs scikit-learn: uv sync --group rivals")
     train = known_gpu.dataset(("small", "wide", "large"), 150, seed=0)
     test = known_gpu.dataset(("wide",), 100, seed=1)
-    wrong = np.abs(rivals.RIVALS[name](train, test) / test.seconds - 1).mean()
-    floor = np.abs(rivals.roofline(train, test) / test.seconds - 1).mean()
+    wrong = np.abs(rivals.RIVALS[name](train)(test) / test.seconds - 1).mean()
+    floor = np.abs(rivals.roofline(train)(test) / test.seconds - 1).mean()
     assert wrong == floor if name == "roofline" else wrong < floor
 
 
-def test_some_rows_rescale_a_prediction_and_unknown_kinds_are_refused():
-    seconds = np.array([2.0, 4.0, 8.0, 8.0])
-    np.testing.assert_array_equal(
-        rivals.rescaled(np.array([1.0, 2.0, 3.0, 4.0]), seconds, np.array([0, 1])),
-        [2.0, 4.0, 6.0, 8.0],
-    )
-    only = known_gpu.dataset(("wide",), 9, seed=0)
-    products = only[np.array([r.kind == "product" for r in only.records])]
-    with pytest.raises(UserError, match="kind batched_product has no row"):
-        rivals.regression(products, only)
+def test_some_rows_of_a_device_rescale_its_predictions():
+    train = known_gpu.dataset(("small", "wide"), 60, seed=0)
+    new = known_gpu.dataset(("large",), 60, seed=1)
+    model = rivals.Fitted.of(rivals.fitted_roofline, train)
+    plain, sigma = model.predict(new.records, new.cards["large"])
+    twice, _ = model.adapt(
+        Dataset(new.records[:9], 2 * plain[:9], new.devices[:9], new.cards)
+    ).predict(new.records, new.cards["large"])
+    np.testing.assert_allclose(twice, 2 * plain, rtol=1e-12)
+    assert np.isnan(sigma).all()
+
+
+def test_a_kind_without_rows_has_a_model_of_all_kinds_and_is_named():
+    data = known_gpu.dataset(("wide",), 60, seed=0)
+    is_product = np.array([record.kind == "product" for record in data.records])
+    model = rivals.Fitted.of(rivals.fitted_roofline, data[is_product])
+    seconds, _ = model.predict(data.records, data.cards["wide"])
+    assert np.all(seconds > 0)
+    assert model.unseen(data.records) == ["batched_product", "fusion"]
+    assert model.unseen(data[is_product].records) == []
+    with pytest.raises(UserError, match="needs training rows"):
+        rivals.Fitted.of(rivals.regression, data[:0])

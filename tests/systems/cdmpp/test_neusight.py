@@ -67,7 +67,7 @@ def test_labels_of_a_run_are_no_features(folder):
     with gzip.open(folder / "collect" / "bmm_a.csv.gz", "wt") as file:
         file.write(text)
     after = neusight.load(folder, ops="bmm", devices="GPU A").records[0]
-    assert after.hash == before.hash and after.name == before.name == ""
+    assert after.hash == before.hash and after.name == before.name == "bmm"
 
 
 def test_a_device_without_a_card_is_refused_by_name(folder):

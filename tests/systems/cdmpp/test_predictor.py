@@ -59,6 +59,17 @@ def test_bands_cover_nine_in_ten(fitted):
     assert covered > 0.8 and np.all(sigma > 0)
 
 
+def test_the_band_of_an_unseen_device_is_wider_the_further_it_is(fitted):
+    records = known_gpu.programs(60, seed=4)
+    wide, near = (
+        fitted.predict(records, dataclasses.replace(known_gpu.CARDS["wide"], name=name))
+        for name in ("wide", "another")
+    )
+    seconds, sigma = fitted.predict(records, known_gpu.CARDS["largest"])
+    assert np.mean(near[1] / near[0]) > np.mean(wide[1] / wide[0])
+    assert np.mean(sigma / seconds) > np.mean(near[1] / near[0])
+
+
 def odd_programs() -> list:
     """Sizes around tiles, tiny and huge ones: where a time jumps."""
     found = [product(b, m, n, k, "float32") for b, m, n, k in (

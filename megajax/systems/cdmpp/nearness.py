@@ -1,0 +1,48 @@
+"""Which known devices a new one is like, and how far it is from the nearest of them.
+
+Distances are sums of differences, each over the difference at which devices have little in common.
+Names of devices are those of NVIDIA GPUs (physics.py); what has no such name is compared by its
+card alone.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megajax.core.hardware import DeviceCard
+from megajax.systems.cdmpp.physics import gpu
+
+# Differences of compute capability, and of the power limit's logarithm, over which the traits of a
+# device count e times less for another.
+_NEAR, _NEAR_POWER = 1.0, 0.5
+_NEAR_RATE = 2.0  # of the logarithms of peak and bandwidth (chosen: both e times as large count 1)
+_LEAST = 0.1  # a card of the same numbers still is another device
+
+
+def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
+    """Returns the weights of known devices' traits for a device by its `gpu`."""
+    others = [gpu(name) for name in names]
+    if own is None or not any(others):
+        return np.full(len(names), 1 / len(names))
+    away = [np.inf if other is None else _apart(own, other) for other in others]
+    weights = np.exp(-np.array(away))
+    return weights / weights.sum()
+
+
+def distance(name: str, card: DeviceCard, cards: Mapping[str, DeviceCard]) -> float:
+    """Returns how far a device is from the nearest of some others: at least _LEAST."""
+    return max(_LEAST, min(_distance(name, card, *other) for other in cards.items()))
+
+
+def _distance(name: str, card: DeviceCard, other: str, known: DeviceCard) -> float:
+    rates = [
+        np.log(max(card.flops.values()) / max(known.flops.values())),
+        np.log(card.memory_bytes_per_s / known.memory_bytes_per_s),
+    ]
+    far = float(np.abs(rates).sum()) / _NEAR_RATE
+    one, two = gpu(card.name) or gpu(name), gpu(known.name) or gpu(other)
+    return far + (_apart(one, two) if one and two else 0.0)
+
+
+def _apart(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return abs(other[0] - one[0]) / _NEAR + abs(float(np.log(other[1] / one[1]))) / _NEAR_POWER

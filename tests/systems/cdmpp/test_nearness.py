@@ -1,0 +1,50 @@
+"""How far devices are from each other, and what that does to a band."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megajax.core.hardware import CARDS
+from megajax.cost.record import KINDS
+from megajax.systems.cdmpp import calibration, nearness
+from megajax.systems.cdmpp.physics import gpu
+
+
+def test_a_gpu_of_the_same_generation_and_power_is_nearest():
+    names = ["Tesla P4", "Tesla V100-PCIE-32GB", "NVIDIA A100-PCIE-40GB"]
+    assert np.argmax(nearness.prior(gpu("A100 80GB PCIe"), names)) == 2
+    assert np.argmax(nearness.prior(gpu("Tesla T4"), names)) == 0  # both have about 70 W
+    np.testing.assert_allclose(nearness.prior(None, names), 1 / 3)
+    assert nearness.prior(gpu("L4"), names).sum() == pytest.approx(1)
+
+
+def test_distance_is_to_the_nearest_and_counts_generation_power_and_rates():
+    a100, h100, h200 = CARDS["A100"], CARDS["H100"], CARDS["H200"]
+    # H200 to H100: the bandwidth alone, 4.8 over 3.35 TB/s.
+    near = np.log(4.8 / 3.35) / 2
+    assert nearness.distance("", h200, {"a": a100, "h": h100}) == pytest.approx(near)
+    # A100 (8.0, 400 W) to H100 (9.0, 700 W): generation, power, int8 peak and bandwidth.
+    far = 1 + np.log(700 / 400) / 0.5 + (np.log(1979 / 624) + np.log(3.35 / 2.039)) / 2
+    assert nearness.distance("", h100, {"a": a100}) == pytest.approx(far)
+    twin = dataclasses.replace(h100, name="a CPU")  # a name that says nothing: by the card alone
+    assert nearness.distance("", twin, {"h": h100}) == 0.1
+
+
+def test_errors_grow_with_the_distance_kind_by_kind():
+    few = np.full(len(KINDS), np.nan)
+    own, away = few.copy(), few.copy()
+    own[0], away[0], away[1] = 0.1, 0.2, 0.4
+    found = calibration.Errors(0.5, own).plus(calibration.Errors(0.3, away), 2.0)
+    kinds = np.array([0, 1, 2])
+    np.testing.assert_allclose(found.of(kinds), [0.1 + 0.4, 0.5 + 0.8, 0.5 + 0.6])
+
+
+def test_nine_in_ten_scores_are_within_the_scale():
+    rng = np.random.default_rng(0)
+    kinds = np.repeat([0, 1], [500, 10])
+    score = rng.exponential(size=510)
+    found = calibration.Errors.of_scores(score, kinds)
+    inside = (score <= found.of(kinds))[:500].mean()
+    assert 0.9 <= inside < 0.91
+    assert np.isnan(found.kinds[1])  # ten rows are too few for a scale of their own
