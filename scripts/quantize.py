@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from megajax.checkpoint import hf_quantized
 from megajax.core import config
@@ -86,7 +88,7 @@ def main() -> int:
     mesh = mesh_.MeshSpec().build()
     params, what = opened.load(sharding.layout(mesh, "none", decode=True, model=opened.cfg))
     print(what, flush=True)
-    params = jax.device_put(params, jax.local_devices()[0])
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)  # on no mesh
     length = min(cfg.length, opened.cfg.max_positions)
 
     def text(rows: int, held_out: bool):

@@ -211,7 +211,7 @@ def _gptq_tensors(n: str, q: QTensor) -> dict[str, np.ndarray]:
     if q.zeros is None:
         half = 1 << (bits - 1)
         codes = integers.unpack(np.ascontiguousarray(words.T), bits, K)  # two's complement
-        words = integers.pack((codes + half) % (2 * half), bits).T
+        words = integers.pack(codes ^ np.uint8(half), bits).T
         point = np.full(scale.shape, half, np.uint8)
     else:
         zero = np.asarray(q.zeros, np.float32)

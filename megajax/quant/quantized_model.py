@@ -141,7 +141,8 @@ def _of_layer(
 def _quantized(
     n: str, w: Any, words: Words, fmt: Format, statistics: Statistics | None, method: Method
 ) -> QuantKernel:
-    w_KN = jnp.asarray(w).reshape(inputs_of(words, w.shape), -1)
+    # Through the host: of what lies on a mesh, JAX's types would carry the mesh along.
+    w_KN = jnp.asarray(np.asarray(w).reshape(inputs_of(words, w.shape), -1))
     try:
         if method == "rtn" or statistics is None:
             return QuantKernel(w.shape, _nearest(w_KN, row_format("rtn", w_KN, fmt)))

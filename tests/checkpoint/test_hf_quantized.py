@@ -68,7 +68,7 @@ def logits(params):
     return decoder.parts(CFG).logits(params, {"tokens": tokens, "positions": tokens})
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 8])
 def test_folders_both_ways(bits, tmp_path):
     params = quantized(bits)
     hf_quantized.save(params, CFG, tmp_path / "one")

@@ -4,14 +4,18 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from megajax.checkpoint import hf_quantized
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import FileTokenizer, train_bpe
+from megajax.quant.kernel import QuantKernel
+from megajax.serving import Engine, SamplingParams
 from megajax.systems.open_model import open_model
 from tests import gguf_writer as w
 
@@ -46,6 +50,28 @@ def test_a_folder_opens_before_its_parameters_are_read(theirs):
     stored = safetensors.numpy.load_file(theirs / "model.safetensors")["model.embed_tokens.weight"]
     np.testing.assert_array_equal(np.asarray(table)[:300], stored)
     assert len(table.sharding.device_set) == 2
+
+
+def test_quantized_at_the_start_or_as_stored(theirs, tmp_path):
+    """Both ways the engine multiplies by the same codes, and draws the same tokens."""
+    opened = open_model(hf=str(theirs))
+    mesh = MeshSpec().build(jax.devices()[:1])
+    params, what = opened.load_to_serve(mesh, "int8")
+    assert what.endswith("in int8") and isinstance(params["blocks"]["mlp"]["up"], QuantKernel)
+    host = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
+    hf_quantized.save(host, opened.cfg, tmp_path / "gptq", tokenizer=theirs)
+    again, what = open_model(hf=str(tmp_path / "gptq")).load_to_serve(mesh)
+    assert "(gptq, 8 bits)" in what
+    found = []
+    for weights in (params, again):
+        engine = Engine(opened.cfg, weights, mesh=mesh, pages=8, page_size=8, dtype="float32")
+        engine.submit([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))
+        found.append([t for output in engine.run() for t in output.tokens])
+    assert found[0] == found[1] and len(found[0]) == 6
+    with pytest.raises(UserError, match="quantized as it is stored"):
+        open_model(hf=str(tmp_path / "gptq")).load_to_serve(mesh, "int4")
+    with pytest.raises(UserError, match="mesh has 2 of them"):
+        opened.load_to_serve(MeshSpec(tensor=2).build(jax.devices()[:2]), "int8")
 
 
 @pytest.mark.parametrize(
