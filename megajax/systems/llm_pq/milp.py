@@ -10,13 +10,14 @@ follows from the solution and needs no search.
 Legend: L layers, D devices, B widths in bits, K kinds of layers (rows of omega that are equal).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from megajax.systems.llm_pq.problem import Problem
+from megajax.systems.llm_pq.arrange import widths
+from megajax.systems.llm_pq.problem import Problem, Stage
 
 Goal = Literal["time", "omega", "memory"]
 Term = tuple[np.ndarray, np.ndarray | float]  # variables, coefficients
@@ -67,6 +68,12 @@ class Program:
             values.append(np.broadcast_to(coefficients, np.shape(variables)).ravel())
         self.entries.append((np.concatenate(numbers), np.concatenate(values)))
         self.ranges.append((low, high))
+
+    def forbid(self, numbers: np.ndarray) -> None:
+        """Makes variables 0."""
+        high = np.concatenate(self.highs)
+        high[numbers] = 0.0
+        self.highs = [high]
 
     def minimise(self, terms: Iterable[Term]) -> None:
         """Adds terms to the objective."""
@@ -238,16 +245,21 @@ def bound_omega(
 
 
 class Layers(Counts):
-    """The exact program: every layer has a device and a width."""
+    """The exact program: every layer has a device and a width.
+
+    Whole are the counts and the place where each device starts. The widths x of layers need not be:
+    for given counts and stages they are a transport problem, whose corners are whole.
+    """
 
     def _quality(self, problem: Problem, quality: float | None, goal: Goal) -> None:
         L, D, B = problem.layers, problem.devices, len(problem.bits)
         row = self.program.row
-        self.x_LDB = x = self.program.add(L, D, B, high=1, whole=True)
-        starts_LD = self.program.add(L, D, high=1)
+        self.x_LDB = x = self.program.add(L, D, B, high=1)
+        self.starts_LD = starts_LD = self.program.add(L, D, high=1, whole=True)
         for i in range(L):
             row([(x[i], 1.0)], 1, 1)
             for j in range(D):
+                row([(x[i, j], 1.0), (starts_LD[i, j], -1.0)], low=0)
                 before = [] if i == 0 else [(x[i - 1, j], 1.0)]
                 row([(starts_LD[i, j], 1.0), (x[i, j], -1.0), *before], low=0)
         for j in range(D):
@@ -270,15 +282,27 @@ class Layers(Counts):
         high = seconds / self.scale - self.constant
         self.program.row([(numbers, cost[numbers])], high=high)
 
-    def plan(self, x: np.ndarray) -> tuple[list[tuple[int, int, int]], list[int]]:
+    def keep(self, stages: Iterable[Stage]) -> None:
+        """Leaves out all but these stages: widths remain to be chosen."""
+        other_LD = np.ones(self.starts_LD.shape, bool)
+        starts_LD = np.ones(self.starts_LD.shape, bool)
+        for d, start, stop in stages:
+            other_LD[start:stop, d] = False
+            starts_LD[start, d] = False
+        self.program.forbid(self.x_LDB[other_LD].ravel())
+        self.program.forbid(self.starts_LD[starts_LD])
+
+    def plan(self, x: np.ndarray) -> tuple[list[Stage], list[int]]:
         """Returns (stages, bits) of a solution."""
-        of_LDB = x[self.x_LDB]
-        flat = of_LDB.reshape(len(of_LDB), -1).argmax(1)
-        device_L, width_L = np.divmod(flat, len(self.problem.bits))
-        return cut(device_L.tolist()), [self.problem.bits[b] for b in width_L]
-
-
-def cut(devices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns the stages of layers whose devices these are."""
-    edges = [0, *(i for i in range(1, len(devices)) if devices[i] != devices[i - 1]), len(devices)]
-    return [(devices[a], a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        counts_DB = self.counts(x)
+        place_DL = np.rint(x[self.starts_LD]).T
+        order = sorted(
+            np.flatnonzero(counts_DB.sum(1)).tolist(), key=lambda d: place_DL[d].argmax()
+        )
+        edges = np.cumsum([0, *(counts_DB[d].sum() for d in order)]).tolist()
+        stages = [(d, edges[k], edges[k + 1]) for k, d in enumerate(order)]
+        bits: list[int] = []
+        for d, start, stop in stages:
+            picked = widths(self.problem.omega[start:stop], counts_DB[d])[1]
+            bits += [self.problem.bits[b] for b in picked]
+        return stages, bits

@@ -7,19 +7,9 @@ from megajax.core.hardware import Cluster, MixedCluster
 from megajax.cost.base import CostModel
 from megajax.cost.roofline import Roofline
 from megajax.systems.llm_pq.costs import Workload, problem_of
-from megajax.systems.llm_pq.problem import Placement, Problem, Stage, held, omega_of
+from megajax.systems.llm_pq.problem import Placement, Problem, held, omega_of
 from megajax.systems.llm_pq.solver import Solver, solve
-
-
-def even_split(problem: Problem) -> list[Stage]:
-    """Returns as many layers for every device, in the order of the cluster; the first ones take the
-    layers that remain. Devices beyond the layers stay unused."""
-    devices = min(problem.devices, problem.layers)
-    small, more = divmod(problem.layers, devices)
-    edges = [0]
-    for d in range(devices):
-        edges.append(edges[-1] + small + (d < more))
-    return [(d, edges[d], edges[d + 1]) for d in range(devices)]
+from megajax.systems.llm_pq.splits import even_split
 
 
 def uniform_bits(problem: Problem) -> int | None:

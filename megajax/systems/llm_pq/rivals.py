@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.systems.llm_pq.arrange import arrange
-from megajax.systems.llm_pq.planning import even_split, uniform_bits
+from megajax.systems.llm_pq.planning import uniform_bits
 from megajax.systems.llm_pq.problem import (
-    SLACK,
     Problem,
     Stage,
     Times,
@@ -30,6 +29,7 @@ from megajax.systems.llm_pq.problem import (
     violations,
 )
 from megajax.systems.llm_pq.search import least_omega
+from megajax.systems.llm_pq.splits import even_split, partition
 
 HOST_BYTES_PER_S = 12.6e9  # (assumed: 0.8 of PCIe 3.0 x16) from host memory to a device
 
@@ -97,61 +97,6 @@ def pipeedge(problem: Problem, tuned: bool = False) -> Rival | None:
         if options:
             _, stages, pair = min(options, key=lambda option: option[0])
             return _best(problem, name, stages, bits, [pair])
-    return None
-
-
-def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stage] | None:
-    """Returns the stages whose slowest is fastest, of layers of one width; None: none fit.
-
-    Of the numbers of layers that reach that, the slowest devices have as few as possible.
-    """
-    each = problem.layer_bytes[column] + problem.cache_bytes
-    D = problem.devices
-    best: tuple[float, list[int], int, int] | None = None
-    for first, last in itertools.product(range(D), repeat=2):
-        if first == last and D > 1:
-            continue  # one stage has both: a device alone is the case below
-        room_D = problem.memory * (1 + SLACK)
-        room_D[first] -= problem.first_bytes
-        room_D[last] -= problem.last_bytes
-        most_D = np.floor(np.maximum(room_D, -1) / each).astype(int)
-        if (room_D[[first, last]] < 0).any():
-            continue
-        found = _spread(problem.layers, most_D, seconds_D)
-        if found is None or not all(found[1][d] for d in (first, last)):
-            continue
-        if best is None or found[0] < best[0]:
-            best = (*found, first, last)
-    if best is None:
-        return _alone(problem, each, seconds_D)
-    _, counts, first, last = best
-    between = [d for d in range(D) if d not in (first, last) and counts[d]]
-    order = [first] if first == last else [first, *between, last]
-    edges = np.cumsum([0, *(counts[d] for d in order)]).tolist()
-    return [(d, edges[k], edges[k + 1]) for k, d in enumerate(order)]
-
-
-def _alone(problem: Problem, each: float, seconds_D: np.ndarray) -> list[Stage] | None:
-    need = each * problem.layers + problem.first_bytes + problem.last_bytes
-    able = [d for d in range(problem.devices) if need <= problem.memory[d] * (1 + SLACK)]
-    if not able:
-        return None
-    return [(min(able, key=lambda d: seconds_D[d]), 0, problem.layers)]
-
-
-def _spread(layers: int, most_D: np.ndarray, seconds_D: np.ndarray):
-    """(slowest stage, layers of each device): the smallest bottleneck that holds all layers."""
-    limits = sorted({float(k * s) for s in seconds_D for k in range(1, layers + 1)})
-    for limit in limits:
-        able_D = np.minimum(most_D, np.floor(limit / seconds_D * (1 + 1e-12)).astype(int))
-        spare = int(able_D.clip(0).sum()) - layers
-        if spare >= 0:
-            counts = able_D.clip(0)
-            for d in np.argsort(-seconds_D, kind="stable"):
-                less = min(spare, int(counts[d]) - 1 if counts[d] else 0)
-                counts[d] -= less
-                spare -= less
-            return (limit, counts.tolist()) if spare == 0 else None
     return None
 
 

@@ -7,19 +7,27 @@ placement are never solved. 'counts': the same without the program over layers, 
 are alike. 'transfer': the paper's heuristic, with the gap to the linear bounds.
 """
 
+import itertools
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from megajax.core.errors import UserError, did_you_mean
+from megajax.systems.llm_pq.arrange import arrange
 from megajax.systems.llm_pq.milp import Counts, Layers
-from megajax.systems.llm_pq.problem import Placement, Problem
+from megajax.systems.llm_pq.problem import Placement, Problem, Stage, violations
 from megajax.systems.llm_pq.search import CLOSE, Pair, Search, attended, explain, least_omega
+from megajax.systems.llm_pq.splits import simple
 from megajax.systems.llm_pq.transfer import transfer
 
+Plan = tuple[Sequence[Stage], Sequence[int], Pair]
+Step = Callable[[Search, Pair, float], bool]  # a solver of one pair in so many seconds
 Solver = Literal["exact", "counts", "transfer"]
 SOLVERS = ("exact", "counts", "transfer")
 TIGHTER = 5  # (chosen) tries with a smaller sum of omega before counts are given up
 LOOSE = 1e-5  # (chosen) above the best: a bound that is tight makes HiGHS' own checks fail
+SMALL = 12  # (chosen) layers up to which the program over layers needs no better start
+WIDTHS_S = 3.0  # (chosen) seconds for the widths of given stages
 NARROW = 1 - 1e-5  # of the memory, where HiGHS' tolerance let a placement exceed it
 
 
@@ -29,11 +37,13 @@ def solve(
     quality: float | None = None,
     solver: Solver = "exact",
     time_limit_s: float = 60,
+    start: Sequence[Plan] = (),
 ) -> Placement:
     """Returns the placement with the most tokens a second.
 
     Args: quality: the most that the sum of omega may be; None: any. time_limit_s: of the search; a
-      search that it ends, or Ctrl-C, gives the best placement found so far with its gap.
+      search that it ends, or Ctrl-C, gives the best placement found so far with its gap. start:
+      plans to begin with; those that break memory or quality are passed over.
     Raises: UserError when no placement keeps memory and quality, with the bytes that are missing,
       or when the time limit ends before one is found; KeyboardInterrupt before one is found.
     """
@@ -45,7 +55,7 @@ def solve(
     search = Search(problem, quality, time.monotonic() + time_limit_s)
     status = "optimal"
     try:
-        _search(search, solver)
+        _search(search, solver, start)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -62,24 +72,39 @@ def solve(
     return search.result(status)
 
 
-def _search(search: Search, solver: Solver) -> None:
-    start = least_omega(search.problem, max(search.left / 4, 1.0))
-    if start is None:
+def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
+    counts = least_omega(search.problem, max(search.left / 4, 1.0))
+    if counts is None:
         return
     search.linear_bounds()
-    for pair in search.bounds:
-        search.offer_counts(start, pair)
-    if solver == "transfer":
-        transfer(search, start)
+    least = arrange(search.problem, counts)
+    begin = [] if least is None else [least]
+    if solver == "transfer":  # the heuristic, with no help
+        _offer(search, begin)
+        transfer(search, counts)
         return
+    _offer(search, [*begin, *simple(search.problem)])
+    for stages, bits, pair in start:
+        if pair in search.bounds:
+            search.offer(list(stages), list(bits), pair)
     pairs = sorted(search.bounds, key=search.bounds.__getitem__)
-    undone = _rounds(search, pairs, _by_counts)
-    if solver == "exact":
-        undone = [pair for pair in pairs if search.open(pair)]
-        _rounds(search, sorted(undone, key=search.bounds.__getitem__), _by_layers)
+    _rounds(search, pairs, _by_counts)
+    undone = sorted(filter(search.open, pairs), key=search.bounds.__getitem__)
+    if solver == "exact" and undone:
+        if search.problem.layers > SMALL:
+            _climb_stages(search, search.left / 2)
+        _rounds(search, undone, _by_layers)
 
 
-def _rounds(search: Search, pairs: list[Pair], step) -> list[Pair]:
+def _offer(search: Search, plans: Iterable[tuple[list[Stage], list[int]]]) -> None:
+    """Offers plans with every pair of micro-batch sizes."""
+    for stages, bits in plans:
+        if not violations(search.problem, stages, bits, search.quality):
+            for pair in search.bounds:
+                search.offer(stages, bits, pair)
+
+
+def _rounds(search: Search, pairs: list[Pair], step: Step) -> None:
     """Solves open pairs, each in a part of the time; what remains open again, in a larger part."""
     slice_s = max(search.left / 8, 0.5)
     while pairs and search.left > 0.05:
@@ -92,7 +117,6 @@ def _rounds(search: Search, pairs: list[Pair], step) -> list[Pair]:
                 if not closed and search.open(pair) and time.monotonic() - began > given / 2:
                     again.append(pair)
         pairs, slice_s = again, 3 * slice_s
-    return pairs
 
 
 def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
@@ -116,6 +140,50 @@ def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
             return closed
         tighter = max(2 * tighter, excess)
     return closed
+
+
+def _climb_stages(search: Search, seconds: float) -> None:
+    """Better widths for the best stages, then better stages: neighbours move or trade a place."""
+    end = search.deadline - search.left + seconds
+    done: set[tuple[Pair, tuple[Stage, ...]]] = set()
+    while search.best is not None:
+        stages, _, pair = search.best
+        before = search.seconds
+        for tried in [tuple(stages), *_neighbours(stages)]:
+            if time.monotonic() >= end:
+                return
+            if (pair, tried) in done:
+                continue
+            done.add((pair, tried))
+            program = Layers(search.problem, pair, search.quality)
+            program.keep(tried)
+            program.below(search.seconds * (1 + LOOSE))
+            limit = min(search.left, WIDTHS_S)
+            found = attended(lambda p=program, s=limit: p.solve(s, CLOSE))
+            if found.x is not None:
+                search.offer(*program.plan(found.x), pair)
+            if search.seconds < before * (1 - CLOSE):
+                break
+        else:
+            return
+
+
+def _neighbours(stages: list[Stage]) -> Iterator[tuple[Stage, ...]]:
+    """One layer crosses from a stage to any other one, or two stages trade their places."""
+    sizes = [(d, stop - start) for d, start, stop in stages]
+    for a, b in itertools.permutations(range(len(sizes)), 2):
+        if sizes[a][1] > 1:
+            moved = dict([(a, sizes[a][1] - 1), (b, sizes[b][1] + 1)])
+            yield _in_order([(d, moved.get(k, size)) for k, (d, size) in enumerate(sizes)])
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        swapped = list(sizes)
+        swapped[a], swapped[b] = sizes[b], sizes[a]
+        yield _in_order(swapped)
+
+
+def _in_order(sizes: list[tuple[int, int]]) -> tuple[Stage, ...]:
+    edges = [0, *itertools.accumulate(size for _, size in sizes)]
+    return tuple((d, edges[k], edges[k + 1]) for k, (d, _) in enumerate(sizes))
 
 
 def _by_layers(search: Search, pair: Pair, seconds: float) -> bool:

@@ -21,6 +21,7 @@ CASES = [
     (9, {"prefill_hop_s": {1: 9.0, 2: 9.0, 4: 9.0}, "decode_hop_s": {1: 4.0, 2: 5.0, 4: 6.0}}),
     (10, {"memory": [90.0, 1.0, 20.0]}),
 ]  # fmt: skip
+QUICK = (1, 2, 3, 7, 8, 10)
 
 
 def check(seed: int, changes: dict, solvers: tuple[str, ...] = ("exact",)) -> int:
@@ -56,13 +57,16 @@ def twins(p: Problem) -> Problem:
     return dataclasses.replace(p, prefill_s=twice(p.prefill_s), decode_s=twice(p.decode_s))
 
 
-@pytest.mark.parametrize(("seed", "changes"), CASES)
+@pytest.mark.parametrize(
+    ("seed", "changes"),
+    [pytest.param(*c, marks=[] if c[0] in QUICK else pytest.mark.slow) for c in CASES],
+)
 def test_exact_equals_every_placement_tried(seed, changes):
     check(seed, changes)
 
 
 def test_counts_equal_every_placement_tried_where_layers_are_alike():
-    assert check(5, {"alike": True}, ("counts",)) and check(11, {"alike": True}, ("counts",))
+    assert check(5, {"alike": True}, ("counts",))
 
 
 @pytest.mark.slow
@@ -78,7 +82,7 @@ def test_the_cases_have_placements():
     assert sum(tried_placements.best(p, None) is not None for p in problems) >= 8
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_transfer_is_legal_and_tells_its_gap(seed):
     p = tried_placements.problem(seed, layers=6)
     quality = p.omega[:, 1].sum()

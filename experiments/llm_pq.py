@@ -1,0 +1,140 @@
+"""LLM-PQ (arXiv 2403.01136): the largest model that a handful of unlike GPUs can serve.
+
+    uv run experiments/llm_pq.py --preset=case3             # OPT-30B on 3 T4 and a V100
+    uv run experiments/llm_pq.py --preset=paper             # all eleven clusters of the paper
+    uv run experiments/llm_pq.py --preset=case3 --cluster=l4:2,l40s:1 --quality=0.5
+
+Plans who holds which layers in how many bits, and the micro-batches of prefill and decoding, so
+that the requests are done soonest. Prints the placement, tokens a second, the proven gap and what
+it costs in quality, and places rivals on the same cluster: one width with an even split, PipeEdge's
+partition, the least loss of quality ("adabits"), FlexGen-like offloading. Each rival is compared at
+ITS quality: our plan's sum of omega is at most the rival's.
+
+Every time is an ESTIMATE of the cost model (assumed efficiencies), pipelines are SIMULATED event by
+event, and how much a layer counts in quality is ASSUMED (--seed draws it). Writes llm_pq.json, .svg
+and .png into --out, and placement_CASE.json for each case.
+
+Ctrl-C, or the end of --time_limit_s, prints the best placement found so far with its gap. Exit code
+2: the devices cannot hold the model, which term is the largest and how many bytes are missing.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments.reports import llm_pq as report
+from megajax.core import config
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.hardware import parse_mixed
+from megajax.monitor import results
+from megajax.systems import llm_pq
+from megajax.systems.llm_pq.costs import assumed_omega
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """What is planned."""
+
+    cases: str = option("case1", "models and clusters of the paper, with commas")
+    cluster: str = option("", "another cluster, kind:GPUS,...; empty: the case's")
+    requests: int = option(32, "that are answered together", at_least=1)
+    prompt: int = option(512, "tokens of each", at_least=1)
+    new_tokens: int = option(100, "that each gets", at_least=1)
+    bits: str = option("3,4,8,16", "widths that a layer may have, with commas")
+    quality: str = option(
+        "equal",
+        "the most that the sum of omega may be: a number, any, or equal: that of the highest "
+        "uniform width whose even split fits",
+    )
+    solver: Literal["exact", "counts", "transfer"] = option("exact", "how it is searched")
+    time_limit_s: float = option(60.0, "of one search", unit="s", above=0)
+    rivals: bool = option(True, "whether rivals are placed, and we at their quality")
+    seed: int = option(0, "of the assumed weight of each layer", at_least=0)
+    out: str = results.out_option("llm_pq")
+
+    def __post_init__(self):
+        """Refuses cases, widths, clusters and qualities that do not exist."""
+        super().__post_init__()
+        for case in self.cases.split(","):
+            if case not in llm_pq.PRESETS:
+                near = did_you_mean(case, llm_pq.PRESETS)
+                raise UserError(f"cases={case} must be of case1 to case11.{near} (--cases)")
+        self.widths()
+        self.budget()
+        if self.cluster:
+            parse_mixed(self.cluster)
+
+    def widths(self) -> tuple[int, ...]:
+        """Returns the widths."""
+        try:
+            return tuple(int(b) for b in self.bits.split(","))
+        except ValueError:
+            raise UserError(f"bits={self.bits} must be numbers with commas (--bits)") from None
+
+    def budget(self) -> Any:
+        """Returns the quality as `plan` takes it."""
+        if self.quality in ("equal", "any"):
+            return None if self.quality == "any" else "equal"
+        try:
+            return float(self.quality)
+        except ValueError:
+            raise UserError(
+                f"quality={self.quality} must be equal, any or a number (--quality)"
+            ) from None
+
+
+def paper() -> Config:
+    """All eleven clusters."""
+    return Config(cases=",".join(llm_pq.PRESETS))
+
+
+def _case(name: str):
+    def preset() -> Config:
+        return Config(cases=name)
+
+    preset.__doc__ = f"{llm_pq.PRESETS[name].workload.name} on {llm_pq.PRESETS[name].cluster.name}."
+    return preset
+
+
+def main() -> int:
+    """Plans every case, and writes after each."""
+    cfg, base = config.from_flags(PRESETS)
+    for name, old, new in config.diff(cfg, base):
+        print(f"{name}: {old} -> {new}")
+    folder = results.writable_folder(cfg.out)
+    about = results.facts("roofline with assumed efficiencies", "simulated estimate")
+    about |= {"preset": config.start_name(), "omega": f"assumed, seed {cfg.seed}"}
+    rows: list[dict[str, Any]] = []
+    for case in cfg.cases.split(","):
+        workload, cluster = llm_pq.PRESETS[case]
+        if cfg.cluster:
+            cluster = parse_mixed(cfg.cluster)
+        bits = cfg.widths()
+        workload = dataclasses.replace(
+            workload, requests=cfg.requests, prompt=cfg.prompt, new_tokens=cfg.new_tokens,
+            bits=bits, omega=assumed_omega(workload.stack.layers, bits, cfg.seed),
+        )  # fmt: skip
+        search = report.Options(cfg.budget(), cfg.solver, cfg.time_limit_s, cfg.rivals)
+        row, placement = report.one(case, workload, cluster, search)
+        placement.save(folder / f"placement_{case}.json")
+        rows.append(row)
+        results.write(folder / "llm_pq.json", about | report.summary(rows), rows)
+        print(report.text(row, placement), flush=True)
+        if placement.status == "interrupted":
+            break
+    if any(row["rivals"] for row in rows):
+        report.draw(rows, folder / "llm_pq")
+        print(report.told(report.summary(rows)))
+    print(folder / "llm_pq.json")
+    return 0
+
+
+PRESETS = {name: _case(name) for name in llm_pq.PRESETS} | {"paper": paper}
+config.define_flags(PRESETS, "case1")
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

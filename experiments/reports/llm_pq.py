@@ -1,0 +1,198 @@
+"""What experiments/llm_pq.py shows: one case beside its rivals, the summary, and the figure."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.reports.figure import panels, save
+from megajax.core.errors import UserError
+from megajax.core.hardware import MixedCluster
+from megajax.systems.llm_pq import Placement, Problem, Workload, solve
+from megajax.systems.llm_pq.costs import problem_of
+from megajax.systems.llm_pq.planning import equal_quality, uniform_bits
+from megajax.systems.llm_pq.problem import held
+from megajax.systems.llm_pq.rivals import Rival, rivals
+from megajax.systems.llm_pq.simulator import simulate
+from megajax.systems.llm_pq.solver import Solver
+
+Row = Mapping[str, Any]
+PAPER_MEAN, PAPER_BEST = 2.26, 2.88  # (LLM-PQ, abstract) over its baselines, on the authors' GPUs
+SPLITQUANT_MEAN = 1.61  # (SplitQuant, CLUSTER 2025, abstract)
+NAMES = {
+    "uniform": "one width, even split",
+    "pipeedge": "PipeEdge's partition, requests / devices a micro-batch",
+    "pipeedge_tuned": "PipeEdge's partition, best micro-batches",
+    "adabits": "least loss of quality",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a case is searched. quality: as `plan` takes it."""
+
+    quality: Any
+    solver: Solver
+    time_limit_s: float
+    rivals: bool
+
+
+def one(
+    case: str, workload: Workload, cluster: MixedCluster, options: Options
+) -> tuple[dict[str, Any], Placement]:
+    """Returns (row of the result file, placement). Raises: UserError when nothing fits."""
+    problem = problem_of(workload, cluster)
+    quality = equal_quality(problem) if options.quality == "equal" else options.quality
+    placement = solve(
+        problem, quality=quality, solver=options.solver, time_limit_s=options.time_limit_s
+    )
+    simulated = simulate(problem, placement).tokens_per_s
+    row: dict[str, Any] = {
+        "case": case, "model": workload.name, "cluster": cluster.name, "quality": quality,
+        "uniform_bits": uniform_bits(problem), **dataclasses.asdict(placement),
+        "simulated_tokens_per_s": simulated, "solver": options.solver,
+        "devices": [card.name for card in cluster.cards],
+        "held_bytes": held(problem, placement.stages, placement.bits),
+        "memory_bytes": problem.memory.tolist(), "rivals": [],
+    }  # fmt: skip
+    if options.rivals and placement.status != "interrupted":
+        row["rivals"] = _beside(problem, options)
+    return row, placement
+
+
+def _beside(problem: Problem, options: Options) -> list[dict[str, Any]]:
+    """Every rival, and our plan at its quality. Searches of one quality are done once."""
+    known: dict[float, Placement | None] = {}
+    found = rivals(problem)
+    rows = []
+    for rival in found:
+        if rival.omega not in known:
+            known[rival.omega] = _at(problem, rival.omega, found, options)
+        ours = known[rival.omega]
+        rows.append({
+            "name": rival.name, "bits": sorted(set(rival.bits)), "omega": rival.omega,
+            "prefill_batch": rival.prefill_batch, "decode_batch": rival.decode_batch,
+            "offloaded": rival.offloaded, "tokens_per_s": rival.times.tokens_per_s,
+            "ours_tokens_per_s": ours.tokens_per_s if ours else None,
+            "ours_omega": ours.omega if ours else None, "ours_gap": ours.gap if ours else None,
+            "speedup": ours.tokens_per_s / rival.times.tokens_per_s if ours else None,
+        })  # fmt: skip
+    return rows
+
+
+def _at(
+    problem: Problem, omega: float, found: Sequence[Rival], options: Options
+) -> Placement | None:
+    """Our plan at a quality; None: nothing fits without offloading."""
+    begin = [
+        (r.stages, r.bits, (r.prefill_batch, r.decode_batch)) for r in found if not r.offloaded
+    ]
+    try:
+        return solve(
+            problem, quality=omega, solver=options.solver, time_limit_s=options.time_limit_s,
+            start=begin,
+        )  # fmt: skip
+    except UserError:
+        return None
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns mean and least speedup over each rival, of the cases where both have a plan."""
+    found: dict[str, Any] = {"paper_mean": PAPER_MEAN, "splitquant_mean": SPLITQUANT_MEAN}
+    for name in NAMES:
+        speedups = [
+            rival["speedup"] for row in rows for rival in row["rivals"]
+            if rival["name"] == name and rival["speedup"] is not None
+        ]  # fmt: skip
+        if speedups:
+            found[name] = {
+                "cases": len(speedups), "mean": statistics.mean(speedups), "least": min(speedups),
+                "most": max(speedups),
+            }  # fmt: skip
+    return found
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """Returns the summary in words."""
+    lines = ["speedup at each rival's quality (simulated estimate):"]
+    for name, words in NAMES.items():
+        if name in found:
+            part = found[name]
+            lines.append(
+                f"  over {words}: mean {part['mean']:.2f}, {part['least']:.2f} to "
+                f"{part['most']:.2f} ({part['cases']} cases)"
+            )
+    lines.append(
+        f"  LLM-PQ reports a mean of {PAPER_MEAN}, SplitQuant of {SPLITQUANT_MEAN}, over baselines "
+        "of their own on real GPUs, not at equal quality"
+    )
+    return "\n".join(lines)
+
+
+def text(row: Row, placement: Placement) -> str:
+    """Returns a case for the console."""
+    quality = "any" if row["quality"] is None else f"at most {row['quality']:.4g}"
+    lines = [f"{row['case']}: {row['model']} on {row['cluster']}, sum of omega {quality}"]
+    for (device, start, stop), used in zip(placement.stages, row["held_bytes"], strict=True):
+        runs = ", ".join(
+            f"{len(list(same))} x {bits}"
+            for bits, same in itertools.groupby(placement.bits[start:stop])
+        )
+        lines.append(
+            f"  {row['devices'][device]} (device {device}): layers {start} to {stop - 1}, "
+            f"bits {runs}; {used / 1e9:.1f} of {row['memory_bytes'][device] / 1e9:.1f} GB"
+        )
+    unused = set(range(len(row["devices"]))) - {device for device, _, _ in placement.stages}
+    if unused:
+        lines.append(f"  unused: devices {', '.join(map(str, sorted(unused)))}")
+    lines.append(
+        f"  micro-batches of {placement.prefill_batch} in prefill and {placement.decode_batch} in "
+        f"decoding; {placement.tokens_per_s:.1f} tokens/s (simulated estimate; event by event "
+        f"{row['simulated_tokens_per_s']:.1f}), gap {100 * placement.gap:.2f} % "
+        f"({placement.status}), quality cost {placement.omega:.4g}"
+    )
+    for rival in row["rivals"]:
+        ours = "no placement without offloading"
+        if rival["speedup"] is not None:
+            ours = f"ours {rival['ours_tokens_per_s']:.1f} at its quality: {rival['speedup']:.2f}x"
+        away = f", {rival['offloaded']} layers in host memory" if rival["offloaded"] else ""
+        lines.append(
+            f"  {rival['name']}: bits {'/'.join(map(str, rival['bits']))}{away}, omega "
+            f"{rival['omega']:.4g}, {rival['tokens_per_s']:.1f} tokens/s; {ours}"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Speedup of each case over PipeEdge's partition and the even split, at their quality."""
+    figure, (axes,) = panels(size=(8.5, 3.6))
+    shown = ("uniform", "pipeedge", "pipeedge_tuned")
+    for k, name in enumerate(shown):
+        at = [
+            (i + 0.27 * (k - 1), rival["speedup"])
+            for i, row in enumerate(rows) for rival in row["rivals"]
+            if rival["name"] == name and rival["speedup"] is not None
+        ]  # fmt: skip
+        if at:
+            axes.bar(*zip(*at, strict=True), width=0.25, color=f"C{k}", label=NAMES[name])
+    axes.axhline(1, color="0.5", linewidth=0.8)
+    axes.axhline(
+        PAPER_MEAN, color="0.4", linestyle="--", label=f"paper: mean {PAPER_MEAN}, own baselines"
+    )
+    labels = [f"{row['case']}\n{row['model']}\n{row['cluster'].replace(',', chr(10))}"
+              for row in rows]  # fmt: skip
+    axes.set_xticks(range(len(rows)), labels, fontsize=6.5)
+    axes.set_ylim(0, 3.4)
+    axes.set_ylabel("tokens a second over the rival's")
+    axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=2)
+    found = summary(rows)
+    title = "LLM-PQ's plan at the rival's quality (simulated estimate)"
+    if "pipeedge" in found:
+        title = (
+            f"At equal quality the plan is {found['pipeedge']['mean']:.2f} times as fast as "
+            "PipeEdge's partition (mean, simulated estimate)"
+        )
+    save(figure, path, title)
