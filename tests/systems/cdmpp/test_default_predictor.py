@@ -1,0 +1,62 @@
+"""The predictor that ships: where it is from, what it knows, and a plan that asks it."""
+
+import dataclasses
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from megajax.core.hardware import CARDS, parse_cluster
+from megajax.cost.record import product, rowwise
+from megajax.systems import aot, cost_models
+from megajax.systems.cdmpp import FarFromTraining, Predictor
+from megajax.systems.cdmpp.files import DEFAULT
+from megajax.training.presets import PRESETS
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Predictor:
+    return Predictor.load()
+
+
+def test_it_is_small_and_says_where_it_is_from(shipped):
+    assert DEFAULT.stat().st_size <= 2**20
+    facts = shipped.facts
+    assert "NeuSight" in facts["source"] and "MIT licence" in facts["source"]
+    assert facts["fitted"]["date"] >= "2026-11-24" and facts["rows"] > 10_000
+    assert len(shipped.cards) == 7 and not any("H100" in name for name in shipped.cards)
+
+
+def test_known_gpus_run_a_layer_at_a_plausible_share_of_their_peak(shipped):
+    """A large float32 product: from 40 % of the peak (a card at its power limit) to all of it."""
+    layer = product(1, 8192, 4096, 4096, "float32", transposed=1)
+    add = rowwise(("add",), 8192, 8192, 2, "float32")
+    for name, card in shipped.cards.items():
+        seconds, sigma = shipped.predict([layer, add], card)
+        share = np.array([record.floor_s(card) for record in (layer, add)]) / seconds
+        least = 0.2 if name == "NVIDIA L4" else 0.4
+        assert least < share[0] <= 1 and 0.6 < share[1] <= 1, (name, share)
+        assert np.all(sigma / seconds < 0.5)
+
+
+def test_a_plan_of_12288_gpus_asks_it_without_a_file():
+    """Its bfloat16 on H100s is far from the training, which is said; it adds under 20 seconds."""
+    cfg = PRESETS["megascale_175b"]()
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, tensor=8, pipe=8))
+    cluster = parse_cluster("h100:1536x8")
+    began = time.monotonic()
+    plain = aot.outline(cfg, cluster)
+    middle = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = cost_models.load("learned", None)
+        planned = aot.outline(cfg, cluster, model=model)
+    spent = (time.monotonic() - middle) - (middle - began)
+    assert spent < 20
+    assert any(issubclass(w.category, FarFromTraining) for w in caught)
+    said = " ".join(str(w.message) for w in caught)
+    assert "no data type bfloat16" in said and "FLOP/s of H100" in said
+    assert planned.estimate.step_s > 0.5 * plain.estimate.step_s
+    assert planned.estimate.step_s != plain.estimate.step_s
+    assert CARDS["H100"].name not in Predictor.load().cards
