@@ -376,6 +376,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("expert.py", "expert"),
     ("paged.py", "paged_attention"),
     ("engine.py", "__init__"),
+    ("runtime.py", "__init__"),
     ("server.py", "prometheus"),
     # Kernels: operands and options of one launch.
     ("hopper.py", "multiply"),

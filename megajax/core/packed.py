@@ -129,3 +129,19 @@ def map_runs(function: Callable[..., Any], stack: Tree) -> Tree:
     if not isinstance(stack, LayerRuns):
         return function(stack)
     return dataclasses.replace(stack, stacks=tuple(function(run) for run in stack.stacks))
+
+
+def slice_layers(stack: Tree, start: int, stop: int) -> Tree:
+    """Returns the layers from `start` on and before `stop`: a stack where they are alike, or runs
+    numbered from 0. stack: of all layers, or LayerRuns."""
+    if not isinstance(stack, LayerRuns):
+        return jax.tree.map(lambda x: x[start:stop], stack)
+    cut = []
+    for run, first, last in zip(stack.stacks, stack.starts, stack.stops, strict=True):
+        a, b = max(start, first), min(stop, last)
+        if a < b:
+            cut.append((a - start, slice_layers(run, a - first, b - first)))
+    if len(cut) == 1:
+        return cut[0][1]
+    starts, stacks = zip(*cut, strict=True)
+    return LayerRuns(stacks, starts, stop - start)

@@ -153,6 +153,13 @@ class Decoder(nnx.Module):
         return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
 
 
+def ends(cfg: DecoderConfig) -> tuple[set[str], set[str]]:
+    """Returns the members of the parameters beside the layers: those that `embed` reads, and those
+    that `head` and `head_loss` read. A tied table is in both."""
+    first = {"tokens", "positions"} if cfg.position == "learned" else {"tokens"}
+    return first, {"norm", "tokens" if cfg.tied else "head"}
+
+
 def parts(
     cfg: DecoderConfig,
     layout: Layout | None = None,

@@ -14,29 +14,24 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from megajax.core.errors import UserError
-from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.sharding import Zero
 from megajax.serving import draw
 from megajax.serving.answer import Answer, Output, Tokenizer
+from megajax.serving.backend import Backend, OneMesh
 from megajax.serving.cache import PagePool
 from megajax.serving.constraint import Constraints, Matcher
-from megajax.serving.forward import Forward
+from megajax.serving.laid import Segment
 from megajax.serving.params import SamplingParams
-from megajax.serving.programs import Programs, Segment
 from megajax.serving.requests import check_bias, check_options, check_tokens
 from megajax.serving.scheduler import Scheduler
 from megajax.serving.sequence import Plan
 from megajax.serving.sequence import Sequence as Running
-
-CPU_PAGES = 2**30  # (chosen) bytes of the pages of a process on CPUs, at most
-GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becomes pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +71,7 @@ class Engine:
         overlap: Overlap = "auto",
         decode_steps: int | None = None,
         context: int | None = None,
+        backend: Backend | None = None,
     ):
         """Places the weights and the pages.
 
@@ -89,33 +85,32 @@ class Engine:
           None: in copies of the compute type; otherwise as training has them, uncopied. overlap:
           how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch decodes where
           nobody waits; None: 1 on a CPU, else 4; exact: 1. context: most tokens of a sequence;
-          None: the model's positions.
+          None: the model's positions. backend: what runs the steps, in the place of mesh, dtype,
+          zero and overlap; `params` are then what its `place` takes.
         Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
         """
         check_options(
             numerics, page_size, max_batch=max_batch, prefill_chunk=prefill_chunk, context=context
         )
-        mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
-        self.cfg, self.mesh, self.version, self.tokenizer = cfg, mesh, 0, tokenizer
-        exact, cpu = numerics == "exact", mesh.devices.flat[0].platform == "cpu"
-        self._forward = Forward(cfg, mesh, zero or "none", dtype, "xla" if exact else overlap)
-        self._cast = zero is None
-        self._params: Tree | None = self._forward.place(params, self._cast)
+        exact = numerics == "exact"
+        backend = backend or OneMesh(cfg, mesh, zero, dtype, "xla" if exact else overlap)
+        self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
+        self._params: Tree | None = backend.place(params)
         self._shapes = _shapes(params)
         context = min(context or cfg.max_positions, cfg.max_positions)
         width = -(-context // page_size)
-        pages = self._default_pages(width * max_batch + 1, page_size) if pages is None else pages
+        pages = backend.default_pages(width * max_batch + 1, page_size) if pages is None else pages
         self.pool = PagePool(pages, page_size, prefix_cache)
         width = min(width, self.pool.capacity)
         self.context = min(context, width * page_size + 1)  # prompt and answer of a sequence
-        chunk = prefill_chunk or (256 if cpu else 2048)
+        chunk = prefill_chunk or (256 if backend.cpu else 2048)
         self.scheduler = Scheduler(
             self.pool, max_batch=max_batch, budget=max(chunk, max_batch), chunk=chunk,
             context=context,
         )  # fmt: skip
-        steps = 1 if exact else decode_steps or (1 if cpu else 4)
-        self.programs = Programs(
-            self._forward, slots=max_batch, budget=max(chunk, max_batch),
+        steps = 1 if exact else decode_steps or (1 if backend.cpu else 4)
+        self.programs = backend.programs(
+            slots=max_batch, budget=max(chunk, max_batch),
             pool=(pages, page_size, width), exact=exact, steps=steps,
         )  # fmt: skip
         self._seed, self._ids = seed, itertools.count()
@@ -127,19 +122,6 @@ class Engine:
         self._late: list[Output] = []
         self._constraints, self._constrained = Constraints(tokenizer), 0  # 0 live answers have one
 
-    def _default_pages(self, most: int, page_size: int) -> int:
-        """As many as the devices of all processes have room for, `most` at most."""
-        local = self.mesh.local_devices
-        room = CPU_PAGES // len(local)
-        if self.mesh.devices.flat[0].platform != "cpu":
-            found = [s for d in local if (s := d.memory_stats())]
-            free = [s["bytes_limit"] - s["bytes_in_use"] for s in found]
-            room = int(GPU_SHARE * min(free)) if free else room
-        pages = min(most, room // self._forward.page_bytes(page_size))
-        if self.mesh.is_multi_process:
-            pages = int(multihost_utils.process_allgather(np.int32(pages)).min())
-        return max(2, pages)
-
     # ---- requests
 
     @property
@@ -148,10 +130,16 @@ class Engine:
         return bool(self._answers or self._launched or self._late)
 
     def submit(
-        self, prompt_tokens: Sequence[int], params: SamplingParams = SamplingParams()
+        self,
+        prompt_tokens: Sequence[int],
+        params: SamplingParams = SamplingParams(),
+        *,
+        id: int | None = None,
     ) -> int:
         """Takes a request, which waits until a step has room for it.
 
+        id: None: the next of 0, 1, ... Without a seed of its own, a request's draws follow from the
+          engine's seed and this number.
         Returns: its id, which its outputs carry.
         Raises: UserError, with the reason, for what can never run.
         """
@@ -163,7 +151,7 @@ class Engine:
                 "stop_token_ids (tokenizer)"
             )
         matcher = self._matcher(params)
-        request = next(self._ids)
+        request = next(self._ids) if id is None else id
         sequences = self.scheduler.add(
             request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority
         )
@@ -207,7 +195,7 @@ class Engine:
         """
         if _shapes(params) != self._shapes:
             raise UserError("load: these parameters are not of the engine's model (params)")
-        self._params = self._forward.place(params, self._cast)
+        self._params = self._backend.place(params)
         self.version = version
         self.scheduler.drop_prefixes()
         self.programs.hold()
@@ -226,13 +214,17 @@ class Engine:
 
     # ---- steps
 
+    def launch(self) -> None:
+        """Starts the next step of the device, if there is one and none runs; waits for nothing."""
+        if self._launched is None:
+            self._launch()
+
     def step(self) -> list[Output]:
         """Advances every sequence that has room by one step of the device, or by decode_steps.
 
         Returns: what is new of each answer; none while prompts are computed.
         """
-        if self._launched is None:
-            self._launch()
+        self.launch()
         ended = self._read()
         self._launch()
         outputs, self._late = self._late, []
@@ -248,7 +240,7 @@ class Engine:
         if self._launched is None:
             return []
         launched, self._launched = self._launched, None
-        drawn = jax.tree.map(np.asarray, launched.drawn)
+        drawn = self.programs.read(launched.drawn)
         if drawn.token.ndim == 1:
             drawn = jax.tree.map(lambda x: x[None], drawn)
         kept: dict[Running, list[int]] = {}
@@ -274,8 +266,6 @@ class Engine:
 
     def _launch(self) -> None:
         """Starts the next step, if there is one."""
-        if self._launched is not None:
-            return
         # A mask is known only when the token before it is.
         plan = self.scheduler.plan(1 if self._constrained else self.programs.steps)
         if plan is None:

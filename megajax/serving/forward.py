@@ -60,8 +60,8 @@ class Forward:
     # ---- weights and pages at rest
 
     def place(self, params: Tree, cast: bool) -> Tree:
-        """Returns parameters on this mesh. cast: matrices in the compute type, as copies; vectors
-        and routers stay as they are."""
+        """Returns parameters, or some members of them, on this mesh. cast: matrices in the compute
+        type, as copies; vectors and routers stay as they are."""
         if cast:
             words = packed_axes(self.parts.axes, params)
             params = map_words(self._cast, words, params)
@@ -123,32 +123,62 @@ class Forward:
         V is the padded vocabulary; what pads it is NEGATIVE. All devices get the same. attention:
         the implementation of pallas_kernels.paged_attention.
         """
+        x = self.enter(params, tokens)
+        x, pages = self.through(params, pages, tokens, x, attention)
+        return self.leave(params, x, rows_B), pages
+
+    def enter(self, params: Tree, tokens: paged.Tokens) -> Array:
+        """Returns the start of the residual stream, (1, T, D)."""
+        batch, context = self._batch(tokens)
+        return self.parts.embed(self._ends(params), batch, context)
+
+    def through(
+        self,
+        params: Tree,
+        pages: paged.Pages,
+        tokens: paged.Tokens,
+        x: Array,
+        attention: Any = None,
+    ) -> tuple[Array, paged.Pages]:
+        """Returns (the residual stream x (1, T, D) after all layers, the pages with all tokens)."""
         parts, stack, layers = self.parts, self.parts.stack, self.cfg.layers
-        axes = packed_axes(parts.axes, params)
-        whole = functools.partial(buckets.whole_local, self.layout, dtype=self.dtype)
-        rest = {
-            key: map_words(lambda words, w: whole(words, w), axes[key], value)
-            for key, value in params.items()
-            if key != stack
-        } | {stack: params[stack]}
-        batch = {"tokens": tokens.ids_T[None], "positions": tokens.positions_T[None]}
-        context = parts.context(batch, None)
+        context = self._batch(tokens)[1]
         pool = pages.k.shape[0] // layers
         rows = paged.rows_of(tokens, pages.k.shape[1])
 
         def layer(carry: tuple, stacked: tuple) -> tuple:
             x, pages = carry
             own = packed_axes(parts.axes[stack], stacked[0])  # layers may be unlike
-            weights = map_words(lambda words, w: whole(words[1:], w), own, stacked[0])
+            weights = map_words(lambda words, w: self._whole(words[1:], w), own, stacked[0])
             cache = paged.PagedCache(pages, stacked[1], tokens, rows, pool, attention)
             x, cache, _ = parts.block(weights, x, context, cache)
             return (x, cache.pages), None
 
-        x = parts.embed(rest, batch, context)
-        (x, pages), _ = scan_layers(layer, (x, pages), params[stack], layers)
-        logits_BV = parts.head(rest, x[:, rows_B])[0]
+        return scan_layers(layer, (x, pages), params[stack], layers)[0]
+
+    def leave(self, params: Tree, x: Array, rows_B: Array) -> Array:
+        """Returns logits_BV of the residual stream after the last layer, as `run` does."""
+        logits_BV = self.parts.head(self._ends(params), x[:, rows_B])[0]
         cut = self.layout.live(self.layout.rules.stored["vocab"])
-        return (lax.all_gather(logits_BV, cut, axis=1, tiled=True) if cut else logits_BV), pages
+        return lax.all_gather(logits_BV, cut, axis=1, tiled=True) if cut else logits_BV
+
+    def _batch(self, tokens: paged.Tokens) -> tuple[dict[str, Array], Any]:
+        batch = {"tokens": tokens.ids_T[None], "positions": tokens.positions_T[None]}
+        return batch, self.parts.context(batch, None)
+
+    def _whole(self, words: tuple, w: Any) -> Any:
+        return buckets.whole_local(self.layout, words, w, dtype=self.dtype)
+
+    def _ends(self, params: Tree) -> Tree:
+        """The members beside the layers, ready to be used. What is not here, and what nobody asks
+        for, has a shape only."""
+        axes, stack = packed_axes(self.parts.axes, params), self.parts.stack
+        here = {
+            name: map_words(self._whole, axes[name], x)
+            for name, x in params.items()
+            if name != stack
+        }
+        return self.parts.abstract | here
 
 
 def _experts(

@@ -23,23 +23,12 @@ from megajax.parallel.overlap import compiler_options
 from megajax.serving import draw, paged, tiles
 from megajax.serving.draw import Changes, Drawn, Rules
 from megajax.serving.forward import Forward
+from megajax.serving.laid import Laying, Segment
 
 Array = jax.Array
-LEAST = 8  # tokens of the smallest program
 COPIES = 16  # pages that one call copies
 MASKS = 16  # sequences whose masks one call sets
 DRAWN = Drawn(PS(), PS(), PS(), PS())  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Neighbouring tokens of one sequence that a step feeds. ids: theirs. first: their position.
-    draws: whether the last of them is followed by a token to draw."""
-
-    slot: int
-    ids: Sequence[int]
-    first: int
-    draws: bool
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +44,10 @@ class State:
 
 
 class Programs:
-    """Runs steps. All arguments that vary are arrays of few shapes."""
+    """Runs steps. All arguments that vary are arrays of few shapes. draws: whether they end with
+    tokens; otherwise there is no memory of what penalties know."""
+
+    draws = True
 
     def __init__(
         self,
@@ -70,8 +62,9 @@ class Programs:
         """slots: S. budget: most tokens of a step. pool: pages of a layer, tokens of a page, M.
         steps: K."""
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
-        self._pool, self._page, self._width = pool
-        self.sizes = _sizes(budget)
+        self._pool, self._page, width = pool
+        self._laying = Laying(slots, budget, width)
+        self.sizes = self._laying.sizes
         self._options = compiler_options(forward.overlap, forward.mesh)
         pages = paged.Pages(forward.page_spec, forward.page_spec)
         scores = PS() if exact else None
@@ -80,7 +73,7 @@ class Programs:
         self.hold()
         self._step = self._program(self._local_step)
         self._several = self._program(self._local_several)
-        self._tile = self._program(self._local_tile, drawn=False)
+        self._tile = self._program(self._local_tile, None)
         self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
         self._set = self._on_state(_set, self._specs)
@@ -89,7 +82,7 @@ class Programs:
     def hold(self) -> None:
         """Takes the memory of pages, if it has none."""
         if self._state is None:
-            slots, V = self._slots, self._forward.cfg.padded_vocab
+            slots, V = (self._slots, self._forward.cfg.padded_vocab) if self.draws else (1, 1)
             with jax.set_mesh(self._forward.mesh):
                 self._state = State(
                     self._forward.pages(self._pool, self._page),
@@ -101,6 +94,11 @@ class Programs:
     def free(self) -> None:
         """Gives the memory of the pages back; what they held is lost."""
         self._state = None
+
+    @property
+    def state(self) -> State | None:
+        """What the last call left, perhaps while it still runs."""
+        return self._state
 
     @property
     def bound(self) -> int:
@@ -141,22 +139,14 @@ class Programs:
         with jax.set_mesh(self._forward.mesh):
             if self._exact:
                 return self._exact_step(params, segments, table_SM, rules)
-            count = sum(len(s.ids) for s in segments)
-            T = next(size for size in self.sizes if size >= count)
-            B = min(T, self._slots)
-            tokens, at = self._lay(segments, table_SM, T, B)
-            slot_B, rows_B = np.full(B, self._slots, np.int32), np.zeros(B, np.int32)
-            rules_B = draw.plain_rules(B)
-            used = [s.slot for s in segments]
-            for target, source in zip(_fields(rules_B), _fields(rules), strict=True):
-                target[: len(used)] = source[used]
-            for b, segment in enumerate(segments):
-                rows_B[b] = at[b] + len(segment.ids) - 1
-                if segment.draws:
-                    slot_B[b] = segment.slot
             run = self._several if steps > 1 else self._step
-            drawn, self._state = run(params, self._state, tokens, rows_B, slot_B, rules_B)
+            laid = self._laying.step(segments, table_SM, rules)
+            drawn, self._state = run(params, self._state, *laid)
             return drawn, list(range(len(segments)))
+
+    def read(self, drawn: Drawn) -> Drawn:
+        """Waits for what `step` returned; returns it in NumPy."""
+        return jax.tree.map(np.asarray, drawn)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages in all layers, (source, target) each."""
@@ -186,7 +176,7 @@ class Programs:
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
     ) -> tuple[Drawn, list[int]]:
         for part in _tiles(segments):
-            tokens, at = self._lay(part, table_SM, tiles.TILE, tiles.TILE)
+            tokens, at = self._laying.tokens(part, table_SM, tiles.TILE, tiles.TILE)
             slot_T = np.full(tiles.TILE, self._slots, np.int32)
             for first, segment in zip(at, part, strict=True):
                 if segment.draws:
@@ -200,22 +190,6 @@ class Programs:
         drawn, self._state = self._draw(self._state, slot_S, rules)
         return drawn, [s.slot for s in segments]
 
-    def _lay(
-        self, segments: Sequence[Segment], table_SM: np.ndarray, T: int, B: int
-    ) -> tuple[paged.Tokens, list[int]]:
-        """Returns (the segments' tokens side by side, where each begins)."""
-        tokens, at, where = paged.tokens_like(T, B, self._width), 0, []
-        tokens.table_BM[: len(segments)] = table_SM[[s.slot for s in segments]]
-        for b, segment in enumerate(segments):
-            count = len(segment.ids)
-            tokens.ids_T[at : at + count] = segment.ids
-            tokens.positions_T[at : at + count] = range(segment.first, segment.first + count)
-            tokens.start_B[b], tokens.count_B[b] = at, count
-            tokens.context_B[b] = segment.first + count
-            where.append(at)
-            at += count
-        return tokens, where
-
     # ---- what is compiled
 
     def _everyone(self, tree: Any) -> Any:
@@ -223,9 +197,12 @@ class Programs:
         named = jax.tree.map(lambda x: self._forward.layout.named(PS(*[None] * x.ndim)), tree)
         return jax.device_put(tree, named)
 
-    def _program(self, local: Any, drawn: bool = True) -> Any:
-        """A jitted function of (params, state, *arrays) that every device runs alike."""
-        donated: Any = (DRAWN, self._specs) if drawn else self._specs
+    def _program(self, local: Any, drawn: Any = DRAWN) -> Any:
+        """A jitted function of (params, state, *arrays) that every device runs alike.
+
+        drawn: how what it returns beside the state lies; None: nothing.
+        """
+        donated: Any = self._specs if drawn is None else (drawn, self._specs)
 
         def call(params: Tree, state: State, *others: Any) -> Any:
             whole = jax.tree.map(lambda _: PS(), others)
@@ -251,9 +228,14 @@ class Programs:
         rules: Rules,
     ) -> tuple[Drawn, State]:  # fmt: skip
         logits_BV, pages = self._forward.run(params, state.pages, tokens, rows_B)
+        return self._local_drawn(replace(state, pages=pages), logits_BV, slot_B, rules)
+
+    def _local_drawn(
+        self, state: State, logits_BV: Array, slot_B: Array, rules: Rules
+    ) -> tuple[Drawn, State]:
         log_z_B = jax.nn.logsumexp(logits_BV, -1)
         drawn, changes = draw.draw_tokens(logits_BV, log_z_B, rules, state.changes, slot_B)
-        return drawn, State(pages, changes, None, None)
+        return drawn, replace(state, changes=changes)
 
     def _local_several(
         self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
@@ -298,14 +280,6 @@ class Programs:
         return drawn, replace(state, changes=changes)
 
 
-def _sizes(budget: int) -> tuple[int, ...]:
-    """Powers of two from LEAST on, the last of which holds the budget."""
-    sizes = [LEAST]
-    while sizes[-1] < budget:
-        sizes.append(2 * sizes[-1])
-    return tuple(sizes)
-
-
 def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Cuts segments so that each list has at most TILE tokens."""
     found: list[list[Segment]] = [[]]
@@ -322,10 +296,6 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
             found[-1].append(piece)
             done, room = done + len(part), room - len(part)
     return found
-
-
-def _fields(rules: Rules) -> list[np.ndarray]:
-    return [getattr(rules, name) for name in rules.__dataclass_fields__]
 
 
 def _copy(pool: int, state: State, source_N: Array, target_N: Array) -> State:

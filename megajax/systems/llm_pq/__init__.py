@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = public(
         "planning": ("plan",),
         "presets": ("PRESETS",),
         "problem": ("Placement", "Problem"),
+        "runtime": ("Runtime",),
         "solver": ("solve",),
+        "stages": ("StageError",),
     },
 )

@@ -1,0 +1,85 @@
+"""What an engine runs on: where the weights rest, and the programs that draw tokens with them."""
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import Tree
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel.overlap import Overlap
+from megajax.parallel.sharding import Zero
+from megajax.serving.forward import Forward
+from megajax.serving.programs import Programs
+
+CPU_PAGES = 2**30  # (chosen) bytes of the pages of a process on CPUs, at most
+GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becomes pages
+
+
+class Backend(Protocol):
+    """cpu: whether its devices are CPUs, which decides an engine's defaults."""
+
+    @property
+    def cpu(self) -> bool: ...  # noqa: D102
+
+    def place(self, params: Tree) -> Any:
+        """Returns the weights on the devices, as `Programs.step` takes them; of what it returned
+        before, the same."""
+        ...
+
+    def default_pages(self, most: int, page_size: int) -> int:
+        """Returns how many pages of all layers there is room for, `most` at most, at least 2."""
+        ...
+
+    def programs(
+        self, *, slots: int, budget: int, pool: tuple[int, int, int], exact: bool, steps: int
+    ) -> Any:
+        """Returns what serving.programs.Programs is, or what does the same. Arguments: as there."""
+        ...
+
+
+class OneMesh:
+    """All layers on one mesh."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        mesh: Mesh | None,
+        zero: Zero | None,
+        dtype: Any,
+        overlap: Overlap,
+    ):
+        """mesh: None: one device. zero: None: the weights are copies in the compute type. Raises:
+        UserError when the mesh cannot cut the model."""
+        mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+        self._forward, self._cast = Forward(cfg, mesh, zero or "none", dtype, overlap), zero is None
+
+    @property
+    def cpu(self) -> bool:
+        """Whether the mesh is of CPUs."""
+        return self._forward.mesh.devices.flat[0].platform == "cpu"
+
+    def place(self, params: Tree) -> Tree:
+        """See Backend."""
+        return self._forward.place(params, self._cast)
+
+    def default_pages(self, most: int, page_size: int) -> int:
+        """As many as the devices of all processes have room for."""
+        mesh = self._forward.mesh
+        local = mesh.local_devices
+        room = CPU_PAGES // len(local)
+        if not self.cpu:
+            found = [s for d in local if (s := d.memory_stats())]
+            free = [s["bytes_limit"] - s["bytes_in_use"] for s in found]
+            room = int(GPU_SHARE * min(free)) if free else room
+        pages = min(most, room // self._forward.page_bytes(page_size))
+        if mesh.is_multi_process:
+            pages = int(multihost_utils.process_allgather(np.int32(pages)).min())
+        return max(2, pages)
+
+    def programs(self, **shapes: Any) -> Programs:
+        """See Backend."""
+        return Programs(self._forward, **shapes)

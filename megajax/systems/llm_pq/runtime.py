@@ -1,0 +1,353 @@
+"""Serving by a placement of LLM-PQ (arXiv 2403.01136): a pipeline of unlike stages.
+
+Scheduler, sampler and answers are serving.Engine's. The requests are dealt to engines of a few
+slots each, whose steps go through one chain of stages (pipeline.py): the prompts in calls of
+`prefill_batch` requests, their answers in calls of `decode_batch`. A call that has left the last
+stage is read, and its next token is sent to the first one, while the other calls are on their way.
+"""
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from megajax.core.errors import UserError
+from megajax.core.packed import LayerRuns, PackedWeight, runs_of, slice_layers
+from megajax.core.tree import Tree
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.quant import Format, quantize_model
+from megajax.serving import Engine, Output, SamplingParams
+from megajax.serving.answer import Tokenizer
+from megajax.serving.requests import check_bias, check_options, check_tokens
+from megajax.systems.llm_pq.pipeline import Limits, Pipeline, View, check
+from megajax.systems.llm_pq.stages import (
+    LocalStage,
+    Place,
+    Shapes,
+    StageError,
+    Wrap,
+    mesh_of,
+    weights_of,
+)
+
+GROUP, DENSE = 128, 16  # (LLM-PQ's kernels) inputs that share a scale; bits of what stays as it is
+
+
+class Placed(Protocol):
+    """What is asked of a placement (systems.llm_pq.Placement)."""
+
+    @property
+    def stages(self) -> Sequence[tuple[int, int, int]]: ...  # noqa: D102
+    @property
+    def bits(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def prefill_batch(self) -> int: ...  # noqa: D102
+    @property
+    def decode_batch(self) -> int: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """What the engines are made for. unit: slots of one. context: tokens of a sequence."""
+
+    engines: int
+    unit: int
+    context: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A prompt, and its answers so far."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    answers: list[list[int]]
+    running: int  # answers that have not ended
+
+
+class Runtime:
+    """Answers sets of prompts by a placement. Not thread-safe."""
+
+    def __init__(
+        self,
+        params: Tree,
+        cfg: DecoderConfig,
+        placement: Placed,
+        devices: Sequence[Any],
+        *,
+        dtype: str = "bfloat16",
+        page_size: int = 16,
+        seed: int = 0,
+        prefill_tokens: int | None = None,
+        requests: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        wrap: Wrap | None = None,
+    ):
+        """Cuts the weights, quantizes them where they are dense, and places them.
+
+        Args: params: dense, or of megajax.quant.quantize_model with the placement's bits. Dense
+          ones are rounded to nearest: 16 bits stay dense, others have groups of 128. They also stay
+          in the memory of this process, for `restart`. devices: for each device of the placement a
+          jax device, or a list of them, which are tensor ranks, or a mesh. dtype: of compute and
+          pages. prefill_tokens: most tokens of a prompt in one call; None: the whole prompt.
+          requests: answers that run at a time; None: all of a call of `generate`, as the plan has
+          it. tokenizer: as of Engine. wrap: called with each stage's number and function, while it
+          is compiled; returns the function to run: for measurements and tests.
+        Raises: UserError for a placement that is not of this model and these devices.
+        """
+        check_options("fast", page_size, prefill_tokens=prefill_tokens, requests=requests)
+        _check(cfg, placement, len(devices))
+        self.cfg, self.placement = cfg, placement
+        self._devices, self._dtype, self._wrap = list(devices), dtype, wrap
+        self._page, self._seed, self._tokenizer = page_size, seed, tokenizer
+        self._prefill_tokens, self._most = prefill_tokens, requests
+        params = _quantized(params, cfg, placement)
+        one_rank(params, [mesh_of(self._devices[d]) for d, _, _ in placement.stages])
+        last = len(placement.stages) - 1
+        self.places = [Place(k, *s, last=k == last) for k, s in enumerate(placement.stages)]
+        stack = decoder.parts(cfg).stack
+        self._weights = [
+            jax.device_get(
+                weights_of(cfg, params, p, stack, slice_layers(params[stack], p.start, p.stop))
+            )
+            for p in self.places
+        ]
+        self._stages = [self._start(p) for p in self.places]
+        check(self._stages, self.places)
+        self._numbers = 0  # requests so far
+        self._room: _Room | None = None
+        self._pipeline: Any = None  # Pipeline
+        self._engines: list[Engine] = []
+
+    def _start(self, place: Place) -> Any:
+        """Returns a new stage."""
+        weights, devices = self._weights[place.stage], self._devices[place.device]
+        return LocalStage(self.cfg, place, weights, devices, self._dtype, self._wrap)
+
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far, in all stages."""
+        return sum(s.wait(s.send("compiled")) for s in self._stages)
+
+    def __enter__(self) -> "Runtime":
+        """Returns itself; `close` at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the stages' threads."""
+        for stage in self._stages:
+            stage.close()
+
+    def restart(self, devices: Sequence[Any] | None = None) -> None:
+        """Replaces the stages that failed; all others keep weights and programs.
+
+        devices: as of the constructor, if others take their places: stages whose devices differ are
+          replaced too.
+        """
+        before, self._devices = self._devices, list(devices or self._devices)
+        if len(before) != len(self._devices):
+            raise UserError(f"restart: {len(before)} devices are needed, got {len(self._devices)}")
+        for k, place in enumerate(self.places):
+            moved = self._devices[place.device] is not before[place.device]
+            if self._stages[k].failed or moved:
+                self._stages[k].close()
+                self._stages[k] = self._start(place)
+        self._drop()
+        check(self._stages, self.places)
+
+    def _drop(self) -> None:
+        self._room, self._pipeline, self._engines = None, None, []
+
+    # ---- requests
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        retries: int = 0,
+    ) -> list[list[int]]:
+        """Returns the answers' tokens, a list for each prompt in their order; of n > 1 answers a
+        prompt has n lists, one after the other.
+
+        The tokens are those that `Engine` gives these requests, in this order, with the same model.
+        Args: sampling: for all prompts, or one each. retries: how often stages that died are
+          replaced, and the requests that have not ended begun again.
+        Raises: UserError for requests that can never run; StageError, after which `restart` and the
+          same call give the same tokens.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise UserError(f"generate: {len(each)} SamplingParams for {len(prompts)} prompts")
+        requests = [
+            self._request(k, *pair) for k, pair in enumerate(zip(prompts, each, strict=True))
+        ]
+        while requests:
+            todo = [r for r in requests if r.running]
+            try:
+                self._make_room(todo)
+                self._run(todo)
+                break
+            except StageError as error:
+                self._drop()
+                if not retries:
+                    raise
+                retries -= 1
+                logging.warning("%s; it is replaced, and its requests begin again", error)
+                self.restart()
+            except BaseException:
+                self._drop()  # engines have requests that nobody waits for
+                raise
+        self._numbers += len(requests)
+        return [answer for request in requests for answer in request.answers]
+
+    def _request(self, k: int, prompt: Sequence[int], params: SamplingParams) -> _Request:
+        tokens = check_tokens(prompt, self.cfg.vocab, f"prompts[{k}]")
+        check_bias(params, self.cfg.vocab)
+        most = self.cfg.max_positions
+        if len(tokens) + params.max_tokens > most:
+            raise UserError(
+                f"prompts[{k}] of {len(tokens)} tokens and max_tokens={params.max_tokens} are more "
+                f"than the model's {most} positions"
+            )
+        answers: list[list[int]] = [[] for _ in range(params.n)]
+        return _Request(self._numbers + k, tokens, params, answers, params.n)
+
+    def _make_room(self, requests: Sequence[_Request]) -> None:
+        """Makes engines for these requests, unless those that there are do."""
+        placement = self.placement
+        most = max(r.params.n for r in requests)
+        unit = max(math.gcd(placement.prefill_batch, placement.decode_batch), most)
+        wanted = sum(r.params.n for r in requests)
+        wanted = min(wanted, self._most or wanted)
+        context = max(len(r.prompt) + r.params.max_tokens for r in requests)
+        room, engines = self._room, -(-wanted // unit)
+        if room is not None and room.unit == unit:
+            if room.engines >= engines and room.context >= context:
+                return
+            engines, context = max(engines, room.engines), max(context, room.context)
+        self._room = room = _Room(engines, unit, context)
+        width = -(-context // self._page)
+        pages = unit * (width + 1) + 1  # a spare one a slot, without which none starts
+        chunk = self._prefill_tokens or context
+        tokens = max(placement.prefill_batch, unit) * chunk
+        shapes = Shapes(engines * unit, max(tokens, placement.decode_batch),
+                        (engines * pages, self._page, width))  # fmt: skip
+        limits = Limits(placement.prefill_batch, placement.decode_batch, shapes.budget)
+        self._pipeline = Pipeline(self._stages, self.places, shapes, limits)
+        self._engines = [
+            Engine(
+                self.cfg, (), pages=pages, page_size=self._page, max_batch=unit, seed=self._seed,
+                prefill_chunk=unit * chunk, tokenizer=self._tokenizer, decode_steps=1,
+                context=context, backend=View(self._pipeline, k * unit, k * pages),
+            )
+            for k in range(engines)
+        ]  # fmt: skip
+
+    def _run(self, requests: Sequence[_Request]) -> None:
+        """Runs requests to their end."""
+        assert self._room is not None
+        unit = self._room.unit
+        for request in requests:
+            request.answers, request.running = [[] for _ in request.answers], request.params.n
+        pending = collections.deque(requests)
+        running: dict[int, tuple[_Request, int]] = {}  # by number: the request, its engine
+        held = [0] * len(self._engines)  # answers that have not ended
+
+        def feed(k: int) -> None:
+            while pending and held[k] + pending[0].params.n <= unit:
+                request = pending.popleft()
+                self._engines[k].submit(request.prompt, request.params, id=request.number)
+                running[request.number] = request, k
+                held[k] += request.params.n
+
+        def take(output: Output) -> None:
+            request, k = running[output.request_id]
+            request.answers[output.index] += output.tokens
+            if output.finish_reason is not None:
+                request.running -= 1
+                held[k] -= 1
+
+        together = max(1, self.placement.decode_batch // unit)
+        groups = [range(k, min(k + together, len(held))) for k in range(0, len(held), together)]
+        for k, engine in enumerate(self._engines):
+            feed(k)
+            engine.launch()
+        while any(engine.busy for engine in self._engines):
+            for group in groups:
+                for k in group:
+                    if self._engines[k].busy:
+                        for output in self._engines[k].step():
+                            take(output)
+                        feed(k)
+                        self._engines[k].launch()
+                self._pipeline.flush()
+
+
+def _check(cfg: DecoderConfig, placement: Placed, devices: int) -> None:
+    """Refuses a placement that is not of this model and these devices. Raises: UserError."""
+    edges = [0, *(stop for _, _, stop in placement.stages)]
+    starts = [start for _, start, _ in placement.stages]
+    cut = starts == edges[:-1] and all(a < b for a, b in zip(edges, edges[1:], strict=False))
+    if not cut or edges[-1] != cfg.layers:
+        raise UserError(
+            f"stages={list(placement.stages)} must cut the model's {cfg.layers} layers without a "
+            "hole, at least one layer each"
+        )
+    named = [device for device, _, _ in placement.stages]
+    if len(set(named)) < len(named) or not set(named) <= set(range(devices)):
+        raise UserError(f"the stages' devices {named} must be different ones of 0 to {devices - 1}")
+    if len(placement.bits) != cfg.layers:
+        raise UserError(f"bits has {len(placement.bits)} entries for {cfg.layers} layers")
+    for name in ("prefill_batch", "decode_batch"):
+        if not getattr(placement, name) >= 1:
+            raise UserError(f"{name}={getattr(placement, name)} must be at least 1; nearest: 1")
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, PackedWeight)
+
+
+def _packed(tree: Tree) -> list[Any]:
+    return [w for w in jax.tree.leaves(tree, is_leaf=_is_packed) if _is_packed(w)]
+
+
+def _quantized(params: Tree, cfg: DecoderConfig, placement: Placed) -> Tree:
+    """Returns the parameters in the placement's bits. Raises: UserError where they have others."""
+    if not _packed(params):
+        if all(bits >= DENSE for bits in placement.bits):
+            return params
+        formats = [
+            None if bits >= DENSE else Format(bits, GROUP, 0, scale_dtype="float16")
+            for bits in placement.bits
+        ]
+        return quantize_model(params, cfg, formats)
+    runs: LayerRuns = runs_of(params[decoder.parts(cfg).stack], cfg.layers)
+    for stack, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
+        found = {w.weight.format.bits for w in _packed(stack) if hasattr(w, "weight")} or {DENSE}
+        for layer in range(start, stop):
+            wanted = min(placement.bits[layer], DENSE)
+            if found != {wanted}:
+                raise UserError(
+                    f"layer {layer} of the parameters has {sorted(found)} bits, and {wanted} in "
+                    "the placement; quantize the dense parameters by it"
+                )
+    return params
+
+
+def one_rank(params: Tree, meshes: Sequence[Any]) -> None:
+    """Refuses quantized weights on tensor ranks. Raises: UserError."""
+    if _packed(params) and any(mesh.shape["tensor"] > 1 for mesh in meshes):
+        raise UserError(
+            "quantized matrices are not cut over tensor ranks yet; give each stage one device"
+        )

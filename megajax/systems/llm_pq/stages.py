@@ -1,0 +1,225 @@
+"""One stage of a pipeline: some layers on the mesh of one device, with their weights and pages.
+
+A stage has one program for each number of tokens that a call may have. The first stage begins with
+the embedding; the last one ends with the head and draws. Between them the residual stream travels.
+
+Legend: as serving/programs.py.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as PS
+
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import Tree
+from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
+from megajax.serving import paged
+from megajax.serving.draw import Rules
+from megajax.serving.forward import Forward
+from megajax.serving.laid import Laid
+from megajax.serving.programs import DRAWN, Programs, State
+
+Array = jax.Array
+Wrap = Callable[[int, Callable], Callable]  # (stage, what it computes) -> what it computes instead
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a stage stands. device: its number in the placement. start, stop: its layers. last:
+    whether it is the last stage."""
+
+    stage: int
+    device: int
+    start: int
+    stop: int
+    last: bool
+
+    def __str__(self) -> str:
+        """Names it for a person."""
+        count = self.stop - self.start
+        layers = f"layer {self.start}" if count == 1 else f"layers {self.start} to {self.stop - 1}"
+        return f"stage {self.stage} (device {self.device}, {layers})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Of the arrays that a stage holds. slots: S. budget: most tokens of a call. pool: pages of a
+    layer, tokens of a page, M."""
+
+    slots: int
+    budget: int
+    pool: tuple[int, int, int]
+
+
+class StageError(RuntimeError):
+    """A stage died: its program, its device or its process.
+
+    Attributes: stage: its number in the pipeline. device: as in the placement. layers: (first,
+    behind the last). The cause is chained.
+    """
+
+    def __init__(self, place: Place, cause: BaseException):
+        """cause: what it died of."""
+        self.place, self.stage, self.device = place, place.stage, place.device
+        self.layers = place.start, place.stop
+        what = str(cause).strip().splitlines()
+        super().__init__(
+            f"{place} died: {type(cause).__name__}{': ' + what[0] if what else ''}; call restart() "
+            "and give the requests again"
+        )
+
+
+def weights_of(cfg: DecoderConfig, params: Tree, place: Place, stack: str, layers: Tree) -> Tree:
+    """Returns the parameters that a stage needs. stack: the member of the layers. layers: its."""
+    first, last = decoder.ends(cfg)
+    names = (first if place.start == 0 else set()) | (last if place.last else set())
+    return {name: params[name] for name in sorted(names)} | {stack: layers}
+
+
+def mesh_of(devices: Any) -> Mesh:
+    """Returns the mesh of a stage: of a device, or of several, which are tensor ranks."""
+    if isinstance(devices, Mesh):
+        return devices
+    if not isinstance(devices, Sequence):
+        return MeshSpec(data=1).build([devices])
+    return MeshSpec(tensor=len(devices)).build(list(devices))
+
+
+class _StagePrograms(Programs):
+    """The programs of a stage. Its `Forward` is of a model with the stage's layers only."""
+
+    def __init__(self, forward: Forward, place: Place, shapes: Shapes, wrap: Wrap | None):
+        self._first, self.draws = place.start == 0, place.last
+        super().__init__(forward, **dataclasses.asdict(shapes), exact=False, steps=1)
+        local = wrap(place.stage, self._local_stage) if wrap else self._local_stage
+        self._stage = self._program(local, DRAWN if self.draws else PS())
+
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        return self._stage._cache_size() + super().compiled
+
+    def run(self, params: Tree, x: Any, laid: Laid) -> Any:
+        """Returns the residual stream (1, T, D) after the stage's layers, or what was drawn.
+
+        x: of the stage before; None at the first.
+        """
+        with jax.set_mesh(self._forward.mesh):
+            if not self._first:
+                x = self._everyone(x)  # from mesh to mesh
+            out, self._state = self._stage(params, self._state, None if self._first else x, *laid)
+            return out
+
+    def _local_stage(
+        self, params: Tree, state: State, x: Any, tokens: paged.Tokens, rows_B: Array,
+        slot_B: Array, rules: Rules,
+    ) -> tuple[Any, State]:  # fmt: skip
+        forward = self._forward
+        x = forward.enter(params, tokens) if self._first else x
+        x, pages = forward.through(params, state.pages, tokens, x)
+        state = dataclasses.replace(state, pages=pages)
+        if not self.draws:
+            return x, state
+        return self._local_drawn(state, forward.leave(params, x, rows_B), slot_B, rules)
+
+
+class Stage:
+    """A stage on its mesh. Not thread-safe: one thread, or one process, has it."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        place: Place,
+        weights: Tree,
+        devices: Any,
+        dtype: str,
+        wrap: Wrap | None = None,
+    ):
+        """Places its weights. cfg: of the whole model. devices: as `mesh_of` takes them."""
+        own = dataclasses.replace(cfg, layers=place.stop - place.start)
+        self._forward = Forward(own, mesh_of(devices), dtype=dtype)
+        self._weights = self._forward.place(weights, cast=True)
+        self._place, self._wrap = place, wrap
+        self._programs: Any = None  # _StagePrograms, from `hold` on
+        self._shapes: Shapes | None = None
+
+    def hold(self, shapes: Shapes) -> None:
+        """Takes new, empty pages of these shapes."""
+        if self._shapes == shapes:
+            self._programs.free()
+            self._programs.hold()
+            return
+        self._programs = None  # its memory first
+        self._programs = _StagePrograms(self._forward, self._place, shapes, self._wrap)
+        self._shapes = shapes
+
+    def step(self, x: Any, laid: Laid) -> Any:
+        """Starts the stage's part of a call; returns as `_StagePrograms.run`."""
+        return self._programs.run(self._weights, x, laid)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See Programs."""
+        self._programs.copy_pages(copies)
+
+    def set_changes(self, *given: Any) -> None:
+        """See Programs; of the last stage."""
+        self._programs.set_changes(*given)
+
+    def set_masks(self, *given: Any) -> None:
+        """See Programs; of the last stage."""
+        self._programs.set_masks(*given)
+
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        return self._programs.compiled if self._programs else 0
+
+    def check(self) -> None:
+        """Waits for all that was started. Raises: what a program did."""
+        jax.block_until_ready((self._weights, self._programs and self._programs.state))
+
+
+class LocalStage:
+    """A stage of this process in a thread of its own, which starts what it is sent, in this order.
+
+    A thread a stage, since on CPUs a program runs in the thread that starts it.
+    """
+
+    def __init__(self, *given: Any):
+        """given: as of Stage, which the thread makes."""
+        name = f"stage-{given[1].stage}"
+        self._thread = ThreadPoolExecutor(1, name)
+        self._failure: BaseException | None = None
+        self.failed = False  # then it is to be replaced
+        self._stage = self._thread.submit(Stage, *given)
+
+    def send(self, method: str, *given: Any) -> Future:
+        """Calls a method of the stage after what was sent before; returns its result to come.
+
+        given: results to come are waited for; where one failed, the stage does nothing.
+        """
+        return self._thread.submit(self._call, method, given)
+
+    def _call(self, method: str, given: tuple) -> Any:
+        given = tuple(x.result() if isinstance(x, Future) else x for x in given)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return getattr(self._stage.result(), method)(*given)
+        except BaseException as error:
+            self._failure, self.failed = error, True  # its state was given up
+            raise
+
+    @staticmethod
+    def wait(result: Future) -> Any:
+        """Returns a result that `send` promised, ready. Raises: what the stage did."""
+        return jax.block_until_ready(result.result())
+
+    def close(self) -> None:
+        """Ends the thread after what was sent."""
+        self._thread.shutdown(wait=True)

@@ -1,0 +1,150 @@
+"""A pipeline of unlike stages against one engine with the whole model."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.quant import Format, quantize_model
+from megajax.serving import Engine, SamplingParams
+from megajax.systems.llm_pq import Runtime, StageError
+from tests.plain_loop import prompts_of, sharp
+from tests.tiny import MODEL
+
+CFG = dataclasses.replace(MODEL, layers=5, max_positions=64)
+FEW = dataclasses.replace(CFG, layers=3)
+FLOAT32 = {"dtype": "float32", "page_size": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    stages: tuple
+    bits: tuple
+    prefill_batch: int
+    decode_batch: int
+
+
+# Stages of 1 and 2 layers in another order than the devices', of which number 1 is unused.
+SHORT = Placement(((2, 0, 1), (0, 1, 3)), (16, 4, 4), 2, 3)
+
+
+@functools.cache
+def quantized(cfg, bits):
+    formats = [None if b == 16 else Format(b, 128, 0, scale_dtype="float16") for b in bits]
+    return quantize_model(sharp(cfg), cfg, formats)
+
+
+def on_one_device(cfg, bits, prompts, params, **options):
+    """The oracle: each request's answers, one after the other."""
+    engine = Engine(cfg, quantized(cfg, bits), **FLOAT32 | {"max_batch": 8} | options)
+    ids = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
+    found = {id: [[] for _ in range(p.n)] for id, p in zip(ids, params, strict=True)}
+    for output in engine.run():
+        found[output.request_id][output.index] += output.tokens
+    return [answer for id in ids for answer in found[id]]
+
+
+def traffic(count, longest, seed=0):
+    """Greedy and sampled requests of different length."""
+    random = np.random.default_rng(seed)
+    prompts = prompts_of(count, longest, CFG.vocab, seed)
+    params = [
+        SamplingParams(max_tokens=int(random.integers(2, 9)), temperature=float(k % 2))
+        for k in range(count)
+    ]
+    return prompts, params
+
+
+@functools.cache
+def few():
+    """Requests for FEW and their answers: penalties, a bias, three answers of a prompt."""
+    prompts, params = traffic(5, 7)
+    params[2] = dataclasses.replace(params[2], n=3, seed=5, temperature=1, repetition_penalty=1.3)
+    params[3] = dataclasses.replace(params[3], logit_bias={7: 4.0}, top_k=5)
+    wanted = on_one_device(FEW, SHORT.bits, prompts, params)
+    assert len({tuple(answer) for answer in wanted[2:5]}) == 3
+    return prompts, params, wanted
+
+
+def runtime_of(cfg, placement, **options):
+    return Runtime(
+        quantized(cfg, placement.bits), cfg, placement, jax.devices(), **FLOAT32, **options
+    )
+
+
+def test_tokens_of_uneven_stages_are_the_engines():
+    """Stages of one and two layers, an unused device, micro-batches that do not divide the
+    requests, prompts in pieces."""
+    prompts, params, wanted = few()
+    with runtime_of(FEW, SHORT, prefill_tokens=2) as runtime:
+        assert runtime.generate(prompts, params) == wanted
+        assert runtime.compiled == 2 + 2 + 1  # a step and copies of pages each, penalties
+
+
+def killer(stage, calls):
+    """Kills a stage in its call number `calls`, once."""
+    left = [calls]
+
+    def count(x):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("a device fell off the bus")
+        return x
+
+    def wrap(number, local):
+        if number != stage:
+            return local
+
+        def run(params, state, x, tokens, *others):
+            shape = jax.ShapeDtypeStruct(tokens.positions_T.shape, tokens.positions_T.dtype)
+            positions_T = jax.pure_callback(count, shape, tokens.positions_T)
+            tokens = dataclasses.replace(tokens, positions_T=positions_T)
+            return local(params, state, x, tokens, *others)
+
+        return run
+
+    return wrap
+
+
+@pytest.mark.parametrize("retries", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stage_that_dies_says_where_and_its_requests_run_again(retries, caplog):
+    prompts, params, wanted = few()
+    runtime = runtime_of(FEW, SHORT, prefill_tokens=2, wrap=killer(1, 7))
+    if retries:
+        found = runtime.generate(prompts, params, retries=1)
+        assert "stage 1 (device 0, layers 1 to 2) died" in caplog.text
+    else:
+        where = r"^stage 1 \(device 0, layers 1 to 2\) died: .*"
+        with pytest.raises(StageError, match=where) as error:
+            runtime.generate(prompts, params)
+        assert (error.value.stage, error.value.device, error.value.layers) == (1, 0, (1, 3))
+        assert "fell off the bus" in str(error.value.__cause__)
+        runtime.restart(jax.devices()[::-1])
+        found = runtime.generate(prompts, params)
+    assert found == wanted
+    runtime.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(((2, 0, 3), (0, 3, 4), (3, 4, 5)), (16, 4, 4, 8, 16), 2, 3),
+        Placement(((1, 0, 1), (0, 1, 2), (2, 2, 5)), (3, 8, 4, 3, 3), 4, 2),
+        Placement(((0, 0, 5),), (4, 4, 3, 3, 16), 3, 6),
+        Placement(tuple((k, k, k + 1) for k in range(5)), (16,) * 5, 1, 1),
+        Placement(((4, 0, 2), (6, 2, 5)), (16,) * 5, 8, 16),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"requests": 3}, {"prefill_tokens": 5, "seed": 3}])
+def test_tokens_of_every_kind_of_placement(placement, options):
+    prompts, params = traffic(9, 16)
+    runtime = Runtime(sharp(CFG), CFG, placement, jax.devices(), **FLOAT32, **options)
+    seed = options.get("seed", 0)
+    wanted = on_one_device(CFG, placement.bits, 2 * prompts, 2 * params, seed=seed)
+    for _ in range(2):  # the second call draws other tokens, in pages that the first one filled
+        assert runtime.generate(prompts, params) == wanted[: len(params)]
+        wanted = wanted[len(params) :]
+    runtime.close()
