@@ -25,6 +25,7 @@ from pallas_kernels.expert import configs as expert
 from pallas_kernels.gemm import configs as gemm
 from pallas_kernels.grouped import configs as grouped
 from pallas_kernels.norm import configs as norm
+from pallas_kernels.quant_gemm import configs as quant_gemm
 from pallas_kernels.quantize import configs as quantize
 from pallas_kernels.tile_sparse import configs as tile_sparse
 
@@ -36,6 +37,7 @@ FOLDERS = {
     "grouped": grouped,
     "norm": norm,
     "paged": paged,
+    "quant_gemm": quant_gemm,
     "quantize": quantize,
     "tile_sparse": tile_sparse,
 }

@@ -42,9 +42,11 @@ ROOT = Path(__file__).parent.parent
 WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_worker.py")]
 REHEARSAL_SCALE, REHEARSAL_MINUTES = 30, 60  # of limits on a CPU that interprets; of the time
 SMOKE = Part("smoke", "kernels", {"do": "smoke"})
-FOLDERS = ("attention", "gemm", "grouped", "norm", "tile_sparse", "quantize", "paged")
-UNDIFFERENTIATED = ("quantize", "paged")  # have no backward pass
-TORCH = ("attention", "gemm", "grouped", "norm")  # where PyTorch has a rival
+FOLDERS = (
+    "attention", "gemm", "grouped", "norm", "tile_sparse", "quantize", "quant_gemm", "paged",
+)  # fmt: skip
+UNDIFFERENTIATED = ("quantize", "quant_gemm", "paged")  # have no kernel of a backward pass
+TORCH = ("attention", "gemm", "grouped", "norm", "quant_gemm")  # where PyTorch has a rival
 FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
 SAMPLE = 6  # checks of a folder before any times
@@ -121,7 +123,7 @@ def parts() -> list[Part]:
         *beside("attention", BOTH),
         *(step(variant) for variant in TRAIN_FIRST),
         Part("serving", "serving", {"do": "serving"}, 120),
-        *(part for folder in ("paged", "grouped", "norm", "tile_sparse", "quantize")
+        *(part for folder in ("paged", "quant_gemm", "grouped", "norm", "tile_sparse", "quantize")
           for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
         *(tuning(name) for name in TUNE_FIRST[:4]),
         Part("bert", "kernels", {"do": "bert"}, 30),

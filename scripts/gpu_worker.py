@@ -101,6 +101,7 @@ CHANGED = {  # folder -> where its kernel is looked up
     "gemm": ("pallas_kernels", "fused_gemm"),
     "grouped": ("pallas_kernels", "grouped_matmul"),
     "norm": ("pallas_kernels", "norm_unpack"),
+    "quant_gemm": ("pallas_kernels", "quant_matmul"),
     "quantize": ("pallas_kernels.quantize.api", "subtract_quantize"),
     "tile_sparse": ("pallas_kernels.tile_sparse.bench", "tile_sparse_matmul"),
 }

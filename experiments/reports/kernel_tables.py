@@ -17,7 +17,8 @@ from pallas_kernels import bench
 from pallas_kernels.attention.cases import paper_lengths
 
 REPORTED = (
-    "attention", "paged", "tile_sparse", "norm", "gemm", "grouped", "quantize", "collective",
+    "attention", "paged", "tile_sparse", "norm", "gemm", "grouped", "quant_gemm", "quantize",
+    "collective",
     "expert",
 )  # fmt: skip
 # What stands beside our times of a folder: heading -> implementation in a DEVICE_kernels.json.
@@ -40,6 +41,10 @@ SIDES = {
     "paged": {
         "ours, us": "ours", "plain JAX, us": "reference", "a copy of as many bytes, us": "copy",
     },
+    "quant_gemm": {
+        "ours, us": "ours", "XLA, us": "xla", "bf16 by cuBLAS, us": "dense",
+        "torch bf16, us": "torch",
+    },
     "quantize": {"ours, us": "ours", "XLA, us": "xla", "a copy of as many bytes, us": "copy"},
     "tile_sparse": {
         "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
@@ -52,7 +57,7 @@ BOUNDS = {
 }  # do less than is asked for: no rivals
 CONTROL = "ours, in PyTorch's process"
 DIRECTIONS = (("forward", (False,)), ("forward+backward", (False, True)))
-UNDIFFERENTIATED = ("quantize", "paged")  # have no backward pass
+UNDIFFERENTIATED = ("quantize", "quant_gemm", "paged")  # have no kernel of a backward pass
 
 Row = dict[str, Any]
 

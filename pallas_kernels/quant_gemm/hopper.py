@@ -42,7 +42,8 @@ from pallas_kernels.quant_gemm.registers import COLUMNS, DEPTH, WORDS
 OP = "quant_matmul"
 TOKENS = (8, 16, 32, 64, 128)  # of a tile
 STAGED = 64  # tokens of a piece of y on its way out
-SHORTEST = 32  # of a group along K
+SMALLEST = 32  # of a group along K
+SHORTEST = 256  # of K, that a split has at least (chosen: two or four steps)
 GRAIN = 16  # columns of a row whose bytes TMA takes
 
 
@@ -73,8 +74,8 @@ def misfits(dtype: Any, M: int, N: int, K: int, spec: Spec) -> list[str]:
         found.append("needs bfloat16 or float16, found float32")
     if not M * K * N:
         found.append(f"needs something to compute, found M={M}, N={N}, K={K}")
-    if spec.group < K and spec.group != SHORTEST and spec.group % DEPTH:
-        found.append(f"needs groups of {SHORTEST} or a multiple of {DEPTH}, found {spec.group}")
+    if spec.group < K and spec.group != SMALLEST and spec.group % DEPTH:
+        found.append(f"needs groups of {SMALLEST} or a multiple of {DEPTH}, found {spec.group}")
     return found
 
 
@@ -85,7 +86,7 @@ def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> 
     depth = 2 * DEPTH if _deep(spec, K) and tokens <= 64 else DEPTH
     tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
     count, steps = tile_count(tile, M, N), max(pl.cdiv(K, depth), 1)
-    splits = min(max(SMS // max(count, 1), 1), steps)
+    splits = min(max(SMS // max(count, 1), 1), max(K // SHORTEST, 1))
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))
     return fitted(dataclasses.replace(tile, splits=splits), spec, dtype)
 
@@ -100,7 +101,7 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
         for warpgroups in (1, 2):
             for depth in (DEPTH, 2 * DEPTH) if _deep(spec, K) else (DEPTH,):
                 tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
-                room = SMS // max(tile_count(tile, M, N), 1)
+                room = min(SMS // max(tile_count(tile, M, N), 1), max(K // SHORTEST, 1))
                 steps = max(pl.cdiv(K, depth), 1)
                 some = {pl.cdiv(steps, pl.cdiv(steps, n)) for n in (1, room // 2, room) if n}
                 found += [dataclasses.replace(tile, splits=n) for n in sorted(some)]
@@ -109,7 +110,7 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
 
 def _deep(spec: Spec, K: int) -> bool:
     """Whether a step of 128 of K begins with a group, or lies in one."""
-    return spec.group >= K or spec.group in (SHORTEST, DEPTH) or spec.group % (2 * DEPTH) == 0
+    return spec.group >= K or spec.group in (SMALLEST, DEPTH) or spec.group % (2 * DEPTH) == 0
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
@@ -136,7 +137,8 @@ def buffers(tile: Tile, spec: Spec, dtype: Any) -> dict[str, tuple[tuple[int, ..
     out_dtype = jnp.dtype(jnp.float32 if tile.splits > 1 else dtype)
     found: dict[str, tuple[tuple[int, ...], Any]] = {
         "x_smem": ((tile.buffers, tile.block_n, tile.block_k), dtype),
-        "words_smem": ((tile.buffers, tile.warpgroups, rows, WORDS), jnp.int32),
+        # The 1 keeps layout inference from tiling it.
+        "words_smem": ((tile.buffers, tile.warpgroups, rows, 1, WORDS), jnp.int32),
         "scales_smem": (columns, jnp.float32),
         "y_smem": ((tile.warpgroups, slots, height, COLUMNS), out_dtype),
     }
@@ -229,7 +231,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
     for name in {"scales", "zeros", "bias"} & {*inputs}:
         inputs[name] = inputs[name].astype(jnp.float32)
     inputs["x"] = registers.ordered(inputs["x"], spec.bits)
-    words = inputs["packed"].reshape(-1, whole_N // 4, 4)
+    words = inputs["packed"].reshape(-1, 1, whole_N // 4, 4)
     inputs["packed"] = lax.bitcast_convert_type(words, jnp.int32)
     shared = buffers(tile, spec, dtype)
     out_dtype = shared["y_smem"][1]
@@ -289,7 +291,7 @@ def _body(
         plgpu.copy_gmem_to_smem(source, x_smem.at[buffer], barrier)
         for w in range(tile.warpgroups):
             word = pl.multiple_of(lax.div(n, jnp.int32(4)) + w * WORDS, WORDS)
-            source = gmem["packed"].at[span(s, rows), pl.ds(word, WORDS)]
+            source = gmem["packed"].at[span(s, rows), pl.ds(0, 1), pl.ds(word, WORDS)]
             plgpu.copy_gmem_to_smem(source, words_smem.at[buffer, w], barrier)
         first = lax.div(s * tile.block_k, jnp.int32(spec.group))
         for name, smem in numbers.items():
@@ -336,7 +338,7 @@ def _body(
             bias = plgpu.load(
                 gmem["bias"].at[pl.ds(n, COLUMNS)], layout=registers.SUMS.reduce(0), optimized=False
             )
-            y_TC += registers.by_column(bias, y_TC.shape)
+            y_TC += lax.broadcast_in_dim(bias, y_TC.shape, [1])
         target = gmem["y"] if page is None else gmem["y"].at[page]
         for p, (token, _, down, right) in enumerate(pieces):
             y = activate_tile(spec.activation, y_TC[down, right])

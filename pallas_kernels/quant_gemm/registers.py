@@ -23,6 +23,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,9 @@ LANES, HALVES, TILES = 4, 2, 2  # lanes along K; rows 8 apart, and 64 apart, of 
 BLOCK = 8  # along K in which a thread has one pair
 # Of a code's bits: (pairs of neighbours that a lane owns, bytes that hold them).
 OWNED = {2: (2, 1), 3: (4, 3), 4: (1, 1), 8: (1, 2)}
+FRACTION = 23  # bits of float32's fraction
 EXPONENT = 0x4B000000  # of float32 from 2^23 to 2^24, whose last bit is 1
+HIGH = 12  # places by which a word is shifted for the codes at its top (chosen: fits all bits)
 
 
 def _layout(tiles: Any, warp: int, lanes: tuple[int, int]) -> fragmented.TiledLayout:
@@ -47,8 +50,10 @@ def _layout(tiles: Any, warp: int, lanes: tuple[int, int]) -> fragmented.TiledLa
     ).canonicalize()
 
 
-# (R, 32): lane q of four has the rows r with r mod 4 = q; eight lanes, and four warps, have words.
-LANED = _layout(((LANES, WORDS), (1, 8), (1,)), -4, (-2, -5))
+# (R, 32, 1): lane q of four has the rows r with r mod 4 = q; eight lanes, and four warps, have
+# words. The 1 is one column of a word's four. With it a view of a word's bytes, or of its columns'
+# numbers, keeps a dimension without gaps, which Mosaic's layout inference asks for.
+LANED = _layout(((LANES, WORDS, 1), (1, 8, 1)), -5, (-2, -6))
 # (T, 128): of each 8 rows lane q of four has rows 2q and 2q + 1, and others have four columns each.
 SUMMED = _layout(((8, COLUMNS), (2, 32), (4,)), -4, (-2, -5))
 
@@ -80,12 +85,12 @@ def rows_of(depth: int, bits: int) -> int:
 
 
 def load(words: Any, bits: int, interpret: bool) -> list[Values]:
-    """Returns the words that each lane owns: one (R, 32) for each byte.
+    """Returns the words that each lane owns: one (R, 32, 1) for each byte.
 
     words: shared memory, (rows of bytes, 32).
     """
     _, size = OWNED[bits]
-    shape = words.shape[0] // size, size, WORDS
+    shape = words.shape[0] // size, size, WORDS, 1
     if interpret:
         found = words[...].reshape(shape)
         return [found[:, r] for r in range(size)]
@@ -93,23 +98,46 @@ def load(words: Any, bits: int, interpret: bool) -> list[Values]:
     return [plgpu.load(view.at[:, r], layout=CODES, optimized=False) for r in range(size)]
 
 
-def numbers(words: Sequence[Values], bits: int, signed: bool) -> list[list[Values]]:
-    """Returns float32 codes: of byte j of each word, the codes that its lane owns, in order."""
+def numbers(words: Sequence[Values], bits: int, signed: bool) -> list[list[tuple[Values, int]]]:
+    """Returns of byte j of each word the codes that its lane owns, in order: (code * 2^p, p).
+
+    A code stays where it is in a word if the 23 bits of a float32's fraction reach there: that
+    spares a shift, and 2^-p becomes part of the scale.
+    """
     pairs, _ = OWNED[bits]
-    return [[_number(words, bits, signed, i, j) for i in range(2 * pairs)] for j in range(4)]
+    high = [_shifted(word, HIGH) for word in words]
+    return [
+        [_number((words, high), bits, signed, divmod(bits * i, 8), j) for i in range(2 * pairs)]
+        for j in range(4)
+    ]
 
 
-def _number(words: Sequence[Values], bits: int, signed: bool, i: int, j: int) -> Values:
-    """Code i of byte j: its bits below those of 2^23, the sign bit flipped; both taken off."""
-    row, place = divmod(bits * i, 8)
-    sign = 2 ** (bits - 1) if signed else 0
+def _number(
+    words: tuple[Sequence[Values], Sequence[Values]],
+    bits: int,
+    signed: bool,
+    start: tuple[int, int],
+    j: int,
+) -> tuple[Values, int]:
+    """A code of byte j: its bits among those of 2^23, the sign bit flipped; both taken off.
+
+    words: as they are, and shifted. start: the row of bytes, and the place in the byte.
+    """
+    low, high = words
+    (row, place), power = start, 8 * j + start[1]
     over = place + bits - 8  # bits in the next byte
-    field = _shifted(words[row], 8 * j + place) & np.int32(2 ** min(bits, 8 - place) - 1)
     if over > 0:
-        more = _shifted(words[row + 1], 8 * j) & np.int32(2**over - 1)
+        field = _shifted(low[row], power) & np.int32(2 ** (bits - over) - 1)
+        more = _shifted(low[row + 1], 8 * j) & np.int32(2**over - 1)
         field = field | lax.shift_left(more, jnp.full_like(more, bits - over))
+        power = 0
+    else:
+        near = power + bits <= FRACTION
+        word, power = (low[row], power) if near else (high[row], power - HIGH)
+        field = word & np.int32((2**bits - 1) << power)
+    sign = 2 ** (bits - 1) << power if signed else 0
     whole = lax.bitcast_convert_type(field ^ np.int32(EXPONENT | sign), jnp.float32)
-    return whole - np.float32(2**23 + sign)
+    return whole - np.float32(2**FRACTION + sign), power
 
 
 def _shifted(word: Values, places: int) -> Values:
@@ -117,15 +145,15 @@ def _shifted(word: Values, places: int) -> Values:
 
 
 def by_column(vector_C: Values, shape: tuple[int, ...]) -> Values:
-    """Returns a number of each word, the same in all rows."""
-    return lax.broadcast_in_dim(vector_C, shape, [1])
+    """Returns a number of each word (32, 1), the same in all rows."""
+    return lax.broadcast_in_dim(vector_C, shape, [1, 2])
 
 
 def load_columns(numbers: Any, j: int, interpret: bool) -> Values:
-    """Returns those of byte j's columns, (32,), of shared memory (128,)."""
+    """Returns those of byte j's columns, (32, 1), of shared memory (128,)."""
     if interpret:
-        return numbers[...].reshape(WORDS, 4)[:, j]
-    view = numbers.reshape(WORDS, 4).at[:, j]
+        return numbers[...].reshape(WORDS, 4)[:, j : j + 1]
+    view = numbers.reshape(WORDS, 4).at[:, pl.ds(j, 1)]
     return plgpu.load(view, layout=CODES.reduce(0), optimized=False)
 
 
@@ -150,7 +178,7 @@ def places(bits: int, parts: int) -> dict[tuple[int, int, int], tuple[int, int, 
 def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Values:
     """Returns w^T (128, 64), rounded, in the layout of wgmma's left operand.
 
-    values: of each part of the 64 along K, of each byte j, the numbers that lanes own: (R, 32).
+    values: of each part of the 64 along K, of each byte j, the numbers that lanes own: (R, 32, 1).
     """
     parts = len(values)
     source = places(bits, parts)
@@ -229,14 +257,18 @@ def _vector(elements: Sequence[Any]) -> Any:
 
 
 def dequantize(
-    codes: Sequence[Sequence[Values]],
-    column: Callable[[str, int], Values | None],
+    codes: Sequence[Sequence[tuple[Values, int]]],
+    column: Callable[[str, int], Values],
 ) -> list[list[Values]]:
-    """Returns the numbers of codes, float32. column: (name, byte j) -> scales or zeros (32,)."""
+    """Returns the numbers of what `numbers` returns, float32.
+
+    column: (name, byte j) -> scales or zeros (32, 1), None where there are none.
+    """
     found = []
     for j, each in enumerate(codes):
-        spread = functools.partial(by_column, shape=each[0].shape)
+        spread = functools.partial(by_column, shape=each[0][0].shape)
         scale, zero = column("scales", j), column("zeros", j)
-        numbers = [code * spread(scale) for code in each]
+        scales = {power: spread(scale * np.float32(2.0**-power)) for _, power in each}
+        numbers = [code * scales[power] for code, power in each]
         found.append(numbers if zero is None else [n + spread(zero) for n in numbers])
     return found

@@ -1,6 +1,17 @@
 """What tune.py measures of each folder of kernels: `tunings()` of the module of its name."""
 
-from . import attention, collective, expert, gemm, grouped, norm, paged, quantize, tile_sparse
+from . import (
+    attention,
+    collective,
+    expert,
+    gemm,
+    grouped,
+    norm,
+    paged,
+    quant_gemm,
+    quantize,
+    tile_sparse,
+)
 
 FOLDERS = {
     "attention": attention,
@@ -10,6 +21,7 @@ FOLDERS = {
     "grouped": grouped,
     "norm": norm,
     "paged": paged,
+    "quant_gemm": quant_gemm,
     "quantize": quantize,
     "tile_sparse": tile_sparse,
 }

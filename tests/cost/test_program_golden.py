@@ -18,6 +18,7 @@ from pallas_kernels.attention.cases import Case as AttentionCase
 from pallas_kernels.gemm.cases import Case as GemmCase
 from pallas_kernels.grouped.cases import Case as GroupedCase
 from pallas_kernels.norm.cases import Case as NormCase
+from pallas_kernels.quant_gemm.cases import Case as QuantCase
 from tests.program_cases import STEP, golden_cpu, golden_h100, summary
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -151,6 +152,20 @@ def test_gemms_export_their_cases_flops_and_bytes():
         r for r in aot_records(
             lambda x, w, b: pallas_kernels.fused_gemm(x, w, bias=b, **HOPPER),
             ((512, 256), BF16), ((256, 384), BF16), ((384,), jnp.float32),
+        ) if r.kind == "product"
+    ]  # fmt: skip
+    assert (found.flops, found.nbytes) == (case.flops(), case.bytes())
+
+
+@pytest.mark.aot
+def test_products_with_packed_weights_export_their_cases_flops_and_bytes():
+    case = QuantCase("", 1024, 4096, 256, 4, activation="silu")
+    [found] = [
+        r for r in aot_records(
+            lambda x, w, s: pallas_kernels.quant_matmul(
+                x, w, s, bits=4, group=128, activation="silu", **HOPPER
+            ),
+            ((1024, 256), BF16), ((128, 4096), jnp.uint8), ((2, 4096), jnp.float32),
         ) if r.kind == "product"
     ]  # fmt: skip
     assert (found.flops, found.nbytes) == (case.flops(), case.bytes())

@@ -62,6 +62,13 @@ def grouped(lhs, rhs):
     return pallas_kernels.grouped_matmul(lhs, rhs, jnp.full(rhs.shape[0], 8))
 
 
+def quant(x, packed, scales):
+    def run(x, scales):
+        return pallas_kernels.quant_matmul(x, packed, scales, bits=4, group=64)
+
+    return with_gradients(run)(x, scales)
+
+
 def norm(x, residual, scale):
     return pallas_kernels.fused_layer_norm(x, residual=residual, scale=scale)
 
@@ -92,6 +99,9 @@ def bytes_of(rows, n):
 THK = [like(64, 2, 64)] * 3
 PROGRAMS = {
     "`fused_gemm`": (pallas_kernels.fused_gemm, [like(64, 64), like(64, 64)]),
+    "`quant_matmul`": (
+        quant, [like(64, 64), like(32, 64, dtype=jnp.uint8), like(1, 64, dtype=jnp.float32)],
+    ),
     "`grouped_matmul`, few rows": (grouped, [like(64, 64), like(2, 64, 64)]),
     "`grouped_matmul`, many rows": (grouped, [like(4096, 64), like(8, 64, 64)]),
     "`fused_layer_norm`": (norm, [like(64, 512), like(64, 512), like(512)]),
@@ -183,7 +193,7 @@ def with_gradients(function):
 def test_each_function_launches_what_the_page_says(name, stubbed, measured):
     page, (function, args) = rows_of_page()[name], PROGRAMS[name]
     assert [*page] == [*COLUMNS]
-    alone = ("attention", "quantize", "reduce_hadamard")  # no gradients, or long to lower
+    alone = ("attention", "quantize", "reduce_hadamard", "quant_")  # none, long to lower, made
     function = function if any(word in name for word in alone) else with_gradients(function)
     jax.eval_shape(function, *args)  # asks for its rows
     for column, (kind, states) in COLUMNS.items():

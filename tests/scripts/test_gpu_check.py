@@ -32,8 +32,8 @@ def test_every_part_has_a_name_of_its_own_and_every_folder_is_checked():
 
 
 def test_results_are_right_before_they_are_timed():
-    first = [part.args["do"] for part in gpu_check.parts()][:10]
-    assert first == ["checks"] * 7 + ["exact"] * 2 + ["losses"]
+    first = [part.args["do"] for part in gpu_check.parts()][:11]
+    assert first == ["checks"] * 8 + ["exact"] * 2 + ["losses"]
 
 
 def test_words_choose_parts():
@@ -65,7 +65,7 @@ def test_pytorch_is_timed_right_behind_our_kernel_in_another_process():
             assert has == (folder in gpu_check.TORCH)
             assert has == (behind is not None and behind.name == f"{part.name} torch")
     chosen = gpu_check.chosen(parts, ["torch"])
-    assert {p.args["folder"] for p in chosen} == set(gpu_check.TORCH) and len(chosen) == 8
+    assert {p.args["folder"] for p in chosen} == set(gpu_check.TORCH) and len(chosen) == 9
     assert gpu_check.environment(False)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 

@@ -188,7 +188,7 @@ def test_every_tuning_has_a_reference_of_its_kernels_results(tunings):
         assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
             (x.shape, x.dtype) for x in jax.tree.leaves(want)
         ]
-    assert len(seen) == 18
+    assert len(seen) == 19
 
 
 def test_results_that_are_not_finite_are_wrong():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
 
-from pallas_kernels import interpret, pack_weight, quant_matmul
+from pallas_kernels import aot, interpret, pack_weight, quant_matmul
 from pallas_kernels.hopper import cards, tiles
 from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.quant_gemm import hopper, registers
@@ -104,6 +104,30 @@ def test_public_function_with_gradients(seed):
         )
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(("bits", "fusions"), [(4, 1), (3, 2)])
+def test_a_split_product_copies_no_weight(bits, fusions):
+    """A kernel and the sum of its splits; of 3 bits one that puts x in order."""
+    device = jax.sharding.SingleDeviceSharding(aot.devices(1, 1)[0])
+
+    def array(*shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+    def call(x, packed, scales):
+        return quant_matmul(x, packed, scales, bits=bits, group=128, implementation="hopper")
+
+    args = (
+        array(16, 2048, dtype=jnp.bfloat16),
+        array(2048 * bits // 8, 1024, dtype=jnp.uint8),
+        array(16, 1024, dtype=jnp.float32),
+    )
+    text = aot.compile(jax.jit(call).lower(*args)).as_text()
+    entry = text[text.index("ENTRY") :].splitlines()
+    words = ("custom-call(", "fusion(", "copy(", "transpose(")
+    found = [sum(f" {word}" in line for line in entry) for word in words]
+    assert found == [1, fusions, 0, 0]
+
+
 # ---- where registers lie: every thread's, by the layouts as Mosaic has them
 
 
@@ -147,7 +171,7 @@ def test_no_code_changes_its_thread_on_the_way_to_the_tensor_core(bits, parts):
     """Of each register of the operand: the thread holds that code of that column already."""
     pairs, _ = registers.OWNED[bits]
     rows = registers.DEPTH // parts // (2 * pairs)
-    words = held(registers.LANED, (rows, registers.WORDS))
+    words = held(registers.LANED, (rows, registers.WORDS, 1))
     operand = held(fragmented.WGMMA_LAYOUT, (registers.COLUMNS, registers.DEPTH))
     places = registers.places(bits, parts)
     kinds = {register: None for register, *_ in words}
@@ -160,7 +184,7 @@ def test_no_code_changes_its_thread_on_the_way_to_the_tensor_core(bits, parts):
         part, four, j, *codes = places[t, block, half]
         source = [r for r in kinds if r[0] == four]
         assert len(source) == 1
-        r, c = words[source[0], 0, warp, lane]
+        r, c, _ = words[source[0], 0, warp, lane]
         column, code = 4 * c + j, codes[place]
         # Which K that is: neighbours of the lane, counted from the part's first.
         owned = part * (registers.DEPTH // parts) + 2 * pairs * r + code

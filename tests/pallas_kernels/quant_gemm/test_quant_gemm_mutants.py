@@ -8,8 +8,9 @@ from pallas_kernels.quant_gemm import hopper
 from tests.kernel_mutants import check, parameters
 from tests.pallas_kernels.quant_gemm import test_quant_gemm_hopper as kernel
 
-RUN = functools.partial(kernel.product, kernel.CASES["int4"], 0)
-RUNS = {(hopper, "Product"): [RUN], (hopper, "_body"): [RUN]}
+# Several steps, of one 64 of K or two.
+ONE, TWO = (functools.partial(kernel.product, kernel.CASES[name], 0) for name in ("int4", "2 bits"))
+RUNS = {(hopper, "Product"): [ONE, TWO], (hopper, "_body"): [ONE, TWO]}
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
