@@ -6,6 +6,7 @@
     uv run --extra aot experiments/cdmpp.py predict --preset=llama3_8b --cluster=h100:2x8 \\
         --mesh.tensor=8 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
+    uv run experiments/cdmpp.py replay --data=runs/profile_programs/labels.npz
 
 `train` fits a predictor and writes OUT/predictor.npz. `evaluate` fits it and its rivals once for
 each split (random programs, held-out families, held-out devices without rows and with those of
@@ -13,7 +14,9 @@ each split (random programs, held-out families, held-out devices without rows an
 compiles the train step of a preset for a cluster without GPUs, and replays it: step time with a
 band, MFU, exposed communication, the dearest operations; without --predictor, times have assumed
 efficiencies. `calibrate` times programs on this machine for --budget seconds and adapts a predictor
-to it. scripts/profile_programs.py makes labels.
+to it. `replay` measures train steps of ten configurations on this machine's CPU, and predicts them
+from the times of their instructions: those of a profile in another process and, with --data, of a
+predictor that has not seen them. scripts/profile_programs.py makes labels.
 Flags of a run (--model.layers, --mesh.tensor) are those of pretraining; only `predict` reads them.
 Exit code 2: a flag or a file is wrong.
 """
@@ -26,6 +29,7 @@ import importlib.util
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -37,11 +41,13 @@ from absl import flags
 
 from experiments.reports import cdmpp as report
 from experiments.reports import cdmpp_calls as calls
+from experiments.reports import cdmpp_replay, cdmpp_steps
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import parse_cluster
 from megajax.core.paths import expand
+from megajax.cost.replay import contention
 from megajax.monitor import results
 from megajax.systems import aot
 from megajax.systems.cdmpp import families, machine, neusight, profile, rivals, step
@@ -51,7 +57,7 @@ from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predicto
 from megajax.training.presets import FIRST, PRESETS
 from megajax.training.start import take_model
 
-VERBS = ("train", "evaluate", "predict", "calibrate")
+VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 
 config.define_flags(PRESETS, "nano", FIRST)
 DATA = flags.DEFINE_string("data", None, "labels.npz, or a folder of NeuSight's CSV files")
@@ -63,6 +69,12 @@ HELD_OUT = flags.DEFINE_string(
 SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: with commas")
 PREDICTOR = flags.DEFINE_string("predictor", None, "file of a fitted predictor")
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: what for, kind:HOSTSxGPUS")
+CONTENTION = flags.DEFINE_float(
+    "contention",
+    1.0,
+    "predict: how many times longer computation and communication take while both run",
+    lower_bound=1.0,
+)
 BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
 SHOTS = flags.DEFINE_integer(
     "shots", 32, "programs of a held-out device to adapt to", lower_bound=1
@@ -77,6 +89,18 @@ JSON = flags.DEFINE_string(
 )
 STEPS = flags.DEFINE_integer("fit_steps", 2000, "of fitting the networks", lower_bound=1)
 SEED = flags.DEFINE_integer("fit_seed", 0, "of the networks and splits", lower_bound=0)
+CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: with commas")
+OTHERS = flags.DEFINE_integer(
+    "others", 48, "replay: other programs, on which overheads and bands are fitted", lower_bound=8
+)
+PASSES = flags.DEFINE_integer("passes", 10, "replay: over all programs; even", lower_bound=6)
+THREADS = flags.DEFINE_integer("threads", 1, "replay: processors to use", lower_bound=1)
+MEASURED = flags.DEFINE_string(
+    "measured", None, "replay: judge what an earlier run left in this folder"
+)
+ONLY = flags.DEFINE_enum(
+    "only", None, ["walls", "parts"], "replay: this half of the measurement, in this process"
+)
 OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder of the files written")
 
 
@@ -234,7 +258,10 @@ def predict() -> int:
     sizes = aot.sizes(cfg, cluster)
     compiled = aot.compile_step(cfg, cluster)
     began = time.monotonic()
-    found = step.predict(compiled.text, cluster, times, live_rows=1 / sizes["expert"])
+    slowdown = None if CONTENTION.value == 1 else contention(CONTENTION.value, CONTENTION.value)
+    found = step.predict(
+        compiled.text, cluster, times, live_rows=1 / sizes["expert"], slowdown=slowdown
+    )
     facts = report.step_facts(found, cfg, cluster)
     print(report.step_markdown(facts, cluster, source))
     folder = results.writable_folder(OUT.value)
@@ -284,6 +311,31 @@ def calibrate() -> int:
     return 0
 
 
+def replay() -> int:
+    """Writes OUT/replay.json and its figure."""
+    folder = results.writable_folder(OUT.value)
+    names = cdmpp_steps.names(CONFIGURATIONS.value)
+    profile.check_passes(PASSES.value)
+    if ONLY.value is not None:
+        cdmpp_steps.half(folder, ONLY.value, names, OTHERS.value, PASSES.value, THREADS.value)
+        return 0
+    dataset = None if DATA.value is None else data()[0]  # a wrong path ends it here
+    path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
+    fitted: dict[str, Any] = {} if path is None else {path.stem: Predictor.load(path)}
+    for part in ("parts", "walls") if MEASURED.value is None else ():
+        print(f"{part}:", flush=True)  # the second finds what the first has compiled
+        if code := subprocess.run([sys.executable, *sys.argv, f"--only={part}"]).returncode:
+            return code
+    source = folder if MEASURED.value is None else expand(MEASURED.value, "measured")
+    measured = cdmpp_steps.Measured.load_from(source)
+    if dataset is not None:
+        free = cdmpp_replay.without(dataset, measured)
+        print(f"{len(dataset) - len(free)} rows of the same instructions are left out", flush=True)
+        fitted["learned"] = fit(free, SEED.value)
+    cdmpp_replay.write(folder, measured, fitted)
+    return 0
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -292,8 +344,19 @@ def main(verb: str = "") -> int:
     """Does what the word says."""
     if verb not in VERBS:
         raise UserError(f"{verb!r} must be {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
-    mesh_.start(1 if verb == "predict" else None)  # no device is used
-    do = {"train": train, "evaluate": evaluate, "predict": predict, "calibrate": calibrate}
+    if verb == "replay":
+        usable = sorted(os.sched_getaffinity(0))
+        if THREADS.value > len(usable):
+            raise UserError(
+                f"threads={THREADS.value} must be at most {len(usable)} here (--threads)"
+            )
+        if ONLY.value is not None:
+            os.sched_setaffinity(0, usable[: THREADS.value])  # before jax has threads
+    mesh_.start(1 if verb in ("predict", "replay") else None)  # no GPU is used
+    do = {
+        "train": train, "evaluate": evaluate, "predict": predict, "calibrate": calibrate,
+        "replay": replay,
+    }  # fmt: skip
     return do[verb]()
 
 

@@ -20,8 +20,10 @@ _GROUPED = re.compile(
     r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?)\}, api_version.*"
     r'op_name="[^"]*/grouped_(matmul|weights)/'
 )
-# Its library path, a loop whose trip count depends on the groups: steps when they hold all rows.
+# Loops whose trip count depends on values say in a scope how often they turn: a grouped product in
+# a library's loop when groups hold all rows, other loops at most.
 _STEPS = re.compile(r'op_name="[^"]*/grouped_steps_(\d+)/')
+_MOST = re.compile(r'op_name="[^"]*\bat_most_(\d+)_turns\b')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,10 @@ class Module:
             return None
         if count := re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes):
             return body, int(count[1])
-        steps = _STEPS.search(one.attributes)
-        return body, max(round(self._live_rows * int(steps[1])), 1) if steps else None
+        if steps := _STEPS.search(one.attributes):
+            return body, max(round(self._live_rows * int(steps[1])), 1)
+        most = _MOST.search(one.attributes)
+        return body, int(most[1]) if most else None
 
     def _visit(self, name: str, loops: tuple[int, ...], bodies: tuple[str, ...]) -> Iterator[Place]:
         lines = self.computations.get(name, [])

@@ -9,7 +9,8 @@ there (pallas_kernels/aot.py). What counts, and how:
   loop and its condition add nothing.
 - Of a conditional one branch is launched: the one that a constant chooses, else the one with the
   most FLOPs (then bytes), because the text does not say how often each is taken.
-- A loop whose trips the compiler does not know counts once, with a warning.
+- A loop whose trips the compiler does not know counts as often as its scope says: "at_most_3_turns"
+  (cost/hlo_module.py), else once, with a warning.
 - FLOPs: 2 M N K of a product, one an element of other arithmetic on floats, n - 1 of a sum of n.
   Padding of a convolution is not multiplied. Comparisons, selections, conversions and integers are
   no FLOPs; transcendental functions have their own feature. Collectives have none.
@@ -92,7 +93,7 @@ class _Reader:
             if one.opcode in work.FREE or one.opcode.endswith("-done"):
                 continue
             if loop := self._module.loop(one):
-                yield from self.computation(loop[0], executions * self._trips(*loop))
+                yield from self.computation(loop[0], executions * self._trips(one, *loop))
             elif one.opcode == "conditional":
                 yield from self._branch(one, around, executions)
             elif one.opcode in ("call", "async-start"):
@@ -101,10 +102,11 @@ class _Reader:
             elif (found := self._launched(one, around, executions)) is not None:
                 yield found
 
-    def _trips(self, loop: str, trips: int | None) -> int:
+    def _trips(self, one: Instruction, loop: str, trips: int | None) -> int:
         if trips is None:
+            where = f" of {one.op_name}" if one.op_name else ""
             warnings.warn(
-                f"the program does not say how often the loop {loop} runs: it counts once",
+                f"the program does not say how often the loop {loop}{where} runs: it counts once",
                 stacklevel=2,
             )
         return 1 if trips is None else trips

@@ -2,8 +2,8 @@
 
 No second simulator: schedule/simulator.py gives the times. A resource of a task is a stream, such
 as a GPU's compute stream, its communication stream, or one of each for every stage of a pipeline.
-CDMPP (arXiv 2311.09690) replays the graph of a model's operations so. Not here: contention between
-computation and communication for a device's memory bandwidth.
+CDMPP (arXiv 2311.09690) replays the graph of a model's operations so. `contention` lets computation
+and communication of one device slow each other down while both run.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from megajax.core.errors import UserError
 from megajax.schedule import simulator
 from megajax.schedule.ir import Task, Timeline
+from megajax.schedule.simulator import Slowdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,15 @@ class Replay:
         return _uncovered(_union(moving), _union(busy))
 
 
-def replay(tasks: Sequence[Task]) -> Replay:
+def replay(tasks: Sequence[Task], slowdown: Slowdown | None = None) -> Replay:
     """Runs each stream's tasks in the order given, each as soon as all its deps have ended.
 
     Args: tasks: `resource` is the stream; kind 'COMM' is communication, any other kind computes.
+      slowdown: how many times longer a task takes beside the others that run, such as
+      `contention`; None: no task slows another.
     Raises: UserError naming the tasks, where a name stands twice, a dependency is no task, a
-      duration is negative or not finite, or tasks wait for each other through their dependencies
-      and the order of their streams.
+      duration is negative or not finite, a slowdown is less than 1, or tasks wait for each other
+      through their dependencies and the order of their streams.
     """
     for task in tasks:
         if not 0 <= task.duration < math.inf:
@@ -53,7 +56,29 @@ def replay(tasks: Sequence[Task]) -> Replay:
                 f"{task.name} takes {task.duration} s; a duration is a finite number, at least 0"
             )
     computing = dict.fromkeys(task.resource for task in tasks if task.kind != "COMM")
-    return Replay(simulator.run(tasks, tuple(computing)))
+    return Replay(simulator.run(tasks, tuple(computing), slowdown))
+
+
+def contention(computation: float = 1.0, communication: float = 1.0) -> Slowdown:
+    """Returns how computation and communication of one device slow each other while both run.
+
+    Both move bytes through one memory, and collectives take SMs. A task slows another one only
+    where both have the same `stage`.
+
+    Args: computation: factor on the time of computing tasks beside communication; communication:
+      the other way round. At least 1; 1 is none.
+    Raises: UserError on other factors.
+    """
+    for name, factor in (("computation", computation), ("communication", communication)):
+        if not 1 <= factor < math.inf:
+            raise UserError(f"{name}={factor} of a contention must be a finite number, at least 1")
+
+    def factor_of(task: Task, others: Sequence[Task]) -> float:
+        is_sent = task.kind == "COMM"
+        meets = any((o.kind == "COMM") != is_sent and o.stage == task.stage for o in others)
+        return (communication if is_sent else computation) if meets else 1
+
+    return factor_of
 
 
 def repeat(body: Sequence[Task], times: int) -> list[Task]:

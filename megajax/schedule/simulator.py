@@ -1,18 +1,22 @@
 """Gives a table its times: asynchronous, as papers draw it, and lockstep, as one program runs it.
 
 Durations are the seconds of ALL chunks of a stage by kind, so one chunk's work takes its part; or a
-function of the task. Seconds may be any exact number too (fractions.Fraction).
+function of the task. Seconds may be any exact number too (fractions.Fraction). `run` times any
+tasks; there, tasks that run at one time may slow each other down.
 """
 
 import collections
 import dataclasses
 import graphlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from megajax.core.errors import UserError
 from megajax.schedule.ir import KINDS, Span, Table, Task, Timeline, Work
 
 Durations = Mapping[str, float] | Callable[[Task], float]
+# (a task, the others that run) -> how many times longer it takes than alone, at least 1
+Slowdown = Callable[[Task, Sequence[Task]], float]
 
 
 def simulate(table: Table, durations: Durations, transfer: float = 0) -> Timeline:
@@ -70,12 +74,15 @@ def lockstep(table: Table, durations: Durations) -> Timeline:
     return Timeline(tuple(spans), _stages(table), tuple(masked))
 
 
-def run(tasks: Sequence[Task], resources: tuple[str, ...]) -> Timeline:
+def run(
+    tasks: Sequence[Task], resources: tuple[str, ...], slowdown: Slowdown | None = None
+) -> Timeline:
     """Returns the times of tasks that each resource takes in the order given.
 
-    Args: resources: those whose idle time counts.
-    Raises: UserError naming the tasks, where two have one name, a dependency is unknown, or tasks
-      wait for each other.
+    Args: resources: those whose idle time counts. slowdown: of tasks that run at one time; None:
+      each takes its duration.
+    Raises: UserError naming the tasks, where two have one name, a dependency is unknown, tasks
+      wait for each other, or a slowdown is less than 1 or not finite.
     """
     by_name = {task.name: task for task in tasks}
     if len(by_name) < len(tasks):
@@ -88,19 +95,65 @@ def run(tasks: Sequence[Task], resources: tuple[str, ...]) -> Timeline:
             raise UserError(f"{task.name} depends on {min(unknown)}, which is no task")
         waits_for[task.name] = (*task.deps, *latest.get(task.resource, ()))
         latest[task.resource] = (task.name,)
-    ends: dict[str, float] = {}
-    spans: dict[str, Span] = {}
+    order = graphlib.TopologicalSorter(waits_for)
     try:
-        for name in graphlib.TopologicalSorter(waits_for).static_order():
-            start = max((ends[w] for w in waits_for[name]), default=0)
-            ends[name] = start + by_name[name].duration
-            spans[name] = Span(by_name[name], start, ends[name])
+        order.prepare()
     except graphlib.CycleError as error:
         raise UserError(
             f"these tasks wait for each other: {' -> '.join(error.args[1])} (each must end before "
             f"the next one starts, by its dependencies or by the order of its resource)"
         ) from None
+    if slowdown is None:
+        spans = _alone(order, by_name, waits_for)
+    else:
+        spans = _beside(order, by_name, slowdown)
     return Timeline(tuple(spans[task.name] for task in tasks), resources)
+
+
+def _alone(
+    order: graphlib.TopologicalSorter,
+    by_name: Mapping[str, Task],
+    waits_for: Mapping[str, tuple[str, ...]],
+) -> dict[str, Span]:
+    """Returns the spans of tasks that each take their duration."""
+    spans: dict[str, Span] = {}
+    while ready := order.get_ready():
+        for name in ready:
+            start = max((spans[w].end for w in waits_for[name]), default=0)
+            spans[name] = Span(by_name[name], start, start + by_name[name].duration)
+        order.done(*ready)
+    return spans
+
+
+def _beside(
+    order: graphlib.TopologicalSorter, by_name: Mapping[str, Task], slowdown: Slowdown
+) -> dict[str, Span]:
+    """Returns the spans of tasks that slow each other: from event to event, rates are constant."""
+    spans: dict[str, Span] = {}
+    starts: dict[str, float] = {}
+    left: dict[str, float] = {}  # seconds that running tasks would still take alone
+    now: float = 0
+    while order.is_active():
+        for name in order.get_ready():
+            starts[name], left[name] = now, by_name[name].duration
+        running = [by_name[name] for name in left]
+        needed = {}
+        factors = {}
+        for task in running:
+            factor = slowdown(task, [other for other in running if other is not task])
+            if not 1 <= factor < math.inf:
+                raise UserError(f"{task.name} is slowed {factor} times; it must be 1 or more")
+            factors[task.name], needed[task.name] = factor, left[task.name] * factor
+        step = min(needed.values())
+        now += step
+        for name, seconds in needed.items():
+            if seconds <= step:
+                del left[name]
+                spans[name] = Span(by_name[name], starts[name], now)
+                order.done(name)
+            else:
+                left[name] = max(left[name] - step / factors[name], 0)
+    return spans
 
 
 def _tasks(table: Table, durations: Durations) -> dict[Work, Task]:

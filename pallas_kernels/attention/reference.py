@@ -9,6 +9,7 @@ Legend: T query rows, S key rows, H query heads, G key-value heads, R = H / G, K
 Q rows of a query block, N rows of a key tile.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -64,7 +65,8 @@ def forward(
         Q = q_QGRK.shape[0]
         zero_GRQ = _zeros(q_QGRK, (G, R, Q))
         start = (_zeros(q_QGRK, (G, R, Q, K)), zero_GRQ + LOWEST, zero_GRQ)
-        out_GRQK, maximum_GRQ, total_GRQ = jax.lax.fori_loop(span[0], span[3], step, start)
+        with _named(keys[0], T, spec):
+            out_GRQK, maximum_GRQ, total_GRQ = jax.lax.fori_loop(span[0], span[3], step, start)
         live_11Q = (own.lo < own.hi)[None, None]
         total_GRQ = jnp.where(live_11Q, total_GRQ, 1.0)
         out_GRQK = jnp.where(live_11Q[..., None], out_GRQK / total_GRQ[..., None], 0.0)
@@ -122,7 +124,8 @@ def backward(
             return dq_QGRK, dk.at[tiles[c]].add(dk_NGK), dv.at[tiles[c]].add(dv_NGK)
 
         zeros = _zeros(q_QGRK, q_QGRK.shape)
-        dq_QGRK, *sums = jax.lax.fori_loop(span[0], span[3], step, (zeros, *sums))
+        with _named(keys[0], T, spec):
+            dq_QGRK, *sums = jax.lax.fori_loop(span[0], span[3], step, (zeros, *sums))
         return tuple(sums), dq_QGRK
 
     zeros = tuple(_zeros(x, x.shape) for x in keys)
@@ -132,6 +135,16 @@ def backward(
         dk.reshape(-1, G, K)[:S].astype(k_SGK.dtype),
         dv.reshape(-1, G, K)[:S].astype(v_SGK.dtype),
     )
+
+
+def _named(keys, T: int, spec: Spec) -> contextlib.AbstractContextManager:
+    """Tells who reads a compiled program how many tiles a block visits at most, in the mean.
+
+    keys: tiles (., N, G, K) of them.
+    """
+    tiles, N = keys.shape[:2]
+    most = tiles if spec.pairs is None else -(-spec.pairs // (T * N))
+    return jax.named_scope(f"at_most_{min(max(most, 1), tiles)}_turns")
 
 
 def _cut(queries, keys, rows: Rows, H: int):

@@ -6,6 +6,8 @@ keep nothing that grows with their number: XLA's ragged_dot makes a copy of the 
 Legend: M rows, G groups, K contracted, N columns; of `weights`, K and N are the widths of a and b.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,7 +41,8 @@ def product(a_MK: Array, b: Array, sizes_G: Array, *, transpose: bool, size: int
         y_RN = jnp.where(live_R1, y_RN.astype(y_MN.dtype), before_RN)
         return lax.dynamic_update_slice_in_dim(y_MN, y_RN, at, 0)
 
-    return lax.fori_loop(0, steps.count, step, empty_MN)
+    with _named(a_MK, sizes_G, size):
+        return lax.fori_loop(0, steps.count, step, empty_MN)
 
 
 def weights(a_MK: Array, b_MN: Array, sizes_G: Array, *, size: int = ROWS) -> Array:
@@ -70,7 +73,15 @@ def weights(a_MK: Array, b_MN: Array, sizes_G: Array, *, size: int = ROWS) -> Ar
         return w_GKN, sum_KN, group
 
     first = like((jnp.zeros((K, N), jnp.float32), jnp.int32(0)), a_MK)
-    return lax.fori_loop(0, steps.count, step, (empty_GKN, *first))[0]
+    with _named(a_MK, sizes_G, size):
+        return lax.fori_loop(0, steps.count, step, (empty_GKN, *first))[0]
+
+
+def _named(a_MK: Array, sizes_G: Array, size: int) -> contextlib.AbstractContextManager:
+    """Tells who reads a compiled program how many steps the loop has at most: each group but the
+    first may begin within the rows of a step."""
+    M = a_MK.shape[0]
+    return jax.named_scope(f"at_most_{-(-M // min(size, M)) + sizes_G.shape[0] - 1}_turns")
 
 
 def _steps(a_MK: Array, sizes_G: Array, size: int):

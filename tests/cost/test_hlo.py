@@ -137,3 +137,11 @@ def test_the_loop_of_a_grouped_product_runs_for_the_rows_in_groups():
     for live, times in ((1.0, 4), (0.5, 2), (0.01, 1)):
         module = Module(STEPS, live)
         assert module.flops_of(module.entry) == times * 2 * 512 * 7 * 5
+
+
+def test_other_open_loops_say_how_often_they_turn_at_most():
+    """Packed attention on a CPU: rows in groups say nothing of its tiles."""
+    text = STEPS.replace("grouped_steps_4", "transpose(at_most_3_turns)")
+    for live in (1.0, 0.5):
+        module = Module(text, live)
+        assert module.flops_of(module.entry) == 3 * 2 * 512 * 7 * 5

@@ -1,12 +1,13 @@
 """Replays against graphs solved by hand, and against a clock that looks at every stream in turn."""
 
+import dataclasses
 import random
 from fractions import Fraction
 
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.cost.replay import repeat, replay
+from megajax.cost.replay import contention, repeat, replay
 from megajax.schedule import build
 from megajax.schedule.ir import Task
 from megajax.schedule.simulator import simulate
@@ -158,6 +159,107 @@ def test_order_across_streams_means_nothing():
         by_stream = sorted(tasks, key=lambda t: t.resource)  # stable: each stream keeps its order
         assert replay(by_stream).seconds == replay(tasks).seconds
         assert replay(by_stream).exposed_s == replay(tasks).exposed_s
+
+
+# ---- contention
+
+
+def test_contention_solved_by_hand():
+    # Beside the gather, a is 1.5 times slower and the gather 2 times: the gather ends at 4, when a
+    # has done 4 / 1.5 of its 4 seconds; the other 4/3 run alone.
+    a, gather = comp("a", Fraction(4)), comm("gather", Fraction(2))
+    found = replay([a, gather], contention(Fraction(3, 2), 2))
+    times = {s.task.name: (s.start, s.end) for s in found.timeline.spans}
+    assert times == {"gather": (0, 4), "a": (0, 4 + Fraction(4, 3))}
+    # A task that starts behind the gather's end is as fast as alone, and so is the gather before a.
+    later = replay(
+        [comp("b", Fraction(1)), a, comm("gather", Fraction(2), "b"), comp("c", Fraction(1))],
+        contention(Fraction(3, 2), 2),
+    )
+    assert later.seconds == 1 + (4 + Fraction(4, 3)) + 1
+    assert later.exposed_s == 0
+
+
+def test_only_tasks_of_one_device_slow_each_other():
+    here = Task("a", "stage 0", (), 4.0, "F", stage=0)
+    there = Task("hop", "link", (), 4.0, "COMM", stage=1)
+    both = contention(2.0, 2.0)
+    assert replay([here, there], both).seconds == 4
+    assert replay([here, dataclasses.replace(there, stage=0)], both).seconds == 8
+    # Two computing streams, or two of communication, do not.
+    assert replay([comp("x", 4.0, on="p"), comp("y", 4.0, on="q")], both).seconds == 4
+    assert replay([comm("x", 4.0, on="p"), comm("y", 4.0, on="q")], both).seconds == 4
+
+
+def slow_clock(tasks, computation, communication, tick):
+    """Advances a clock by `tick`; in each, a running task does tick / factor of its seconds."""
+    queues, left, done, now = {}, {}, set(), 0.0
+    for task in tasks:
+        queues.setdefault(task.resource, []).append(task)
+    while any(queues.values()) or left:
+        moved = True
+        while moved:
+            moved = False
+            for name in [t.name for t, seconds in left.values() if seconds <= 1e-9]:
+                done.add(name)
+                moved = True
+            left = {s: (t, seconds) for s, (t, seconds) in left.items() if t.name not in done}
+            for stream, queue in queues.items():
+                if queue and stream not in left and set(queue[0].deps) <= done:
+                    task = queue.pop(0)
+                    left[stream] = task, task.duration
+                    moved = True
+        kinds = {task.kind == "COMM" for task, _ in left.values()}
+        for stream, (task, seconds) in left.items():
+            slow = communication if task.kind == "COMM" else computation
+            left[stream] = task, seconds - tick / (slow if len(kinds) == 2 else 1)
+        now += tick if left else 0
+    return now
+
+
+def test_random_graphs_with_contention_equal_a_slow_clock():
+    rng = random.Random("contention")
+    tick = 1 / 64
+    differ = 0
+    for _ in range(60):
+        tasks = drawn(rng)
+        factors = rng.choice((1.0, 1.25, 2.0)), rng.choice((1.0, 1.5, 3.0))
+        found = replay(tasks, contention(*factors))
+        # A task ends at most a tick late, and what follows it with it.
+        assert found.seconds <= slow_clock(tasks, *factors, tick) + 1e-6
+        assert slow_clock(tasks, *factors, tick) <= found.seconds + (len(tasks) + 1) * tick
+        differ += found.seconds > replay(tasks).seconds
+        assert found.exposed_s <= found.seconds
+    assert differ > 20
+
+
+def test_without_contention_the_event_loop_equals_the_order_of_dependencies():
+    rng = random.Random("one")
+    for _ in range(100):
+        tasks = [dataclasses.replace(t, duration=Fraction(t.duration, 3)) for t in drawn(rng)]
+        assert replay(tasks, contention(1, 1)).timeline == replay(tasks).timeline
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_a_pipeline_with_slow_neighbours(microbatches):
+    # Each stage's collective lies beside its computation all the time: everything takes 1.5 times.
+    stages = 3
+    table = build.one_f_one_b(stages, microbatches)
+    spans = simulate(table, {"F": 1.0, "B": 2.0}).spans
+    whole = (microbatches + stages - 1) * 3.0
+    beside = [Task(f"c{s}", f"net {s}", (), 4 * whole, "COMM", stage=s) for s in range(stages)]
+    found = replay([*(s.task for s in spans), *beside], contention(computation=1.5))
+    ends = [s.end for s in found.timeline.spans if s.task.kind != "COMM"]
+    assert max(ends) == pytest.approx(1.5 * whole)
+
+
+def test_impossible_slowdowns_are_refused():
+    with pytest.raises(UserError, match="computation=0.5"):
+        contention(0.5)
+    with pytest.raises(UserError, match="communication=inf"):
+        contention(1, float("inf"))
+    with pytest.raises(UserError, match="a is slowed 0 times"):
+        replay([comp("a", 1.0)], lambda task, others: 0)
 
 
 # ---- what is refused

@@ -12,7 +12,7 @@ import dataclasses
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ NOISY = 0.1  # rows whose halves differ by more are marked (chosen)
 class Timed:
     """A program with the seconds of what it launches.
 
-    records: those that the profiler timed. halves: (records, HALVES) seconds of one execution.
+    records: those that the profiler timed; on a CPU, with the executions that it saw where loops
+    turn as often as values say. halves: (records, HALVES) seconds of one execution.
     wall: (HALVES,) seconds of a call, seen from outside. untimed: records without an event.
     """
 
@@ -49,6 +50,26 @@ def check_passes(passes: int) -> None:
         raise UserError(f"passes={passes} must be even and at least {3 * HALVES} (--passes)")
 
 
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A compiled program. module: its name, unlike any other's. call: runs it once, until done."""
+
+    compiled: jax.stages.Compiled
+    module: str
+    call: Callable[[], Any]
+
+    @property
+    def text(self) -> str:
+        """The compiled module."""
+        return self.compiled.as_text() or ""
+
+
+def ready(program: Program) -> Ready:
+    """Compiles a program."""
+    compiled = compile_program(program)
+    return Ready(compiled, _module(program), lambda: jax.block_until_ready(compiled(*program.args)))
+
+
 def measure(programs: Sequence[Program], passes: int = 6) -> list[Timed]:
     """Compiles the programs and times them in turn.
 
@@ -56,32 +77,55 @@ def measure(programs: Sequence[Program], passes: int = 6) -> list[Timed]:
     Raises: UserError on a wrong number of passes, and where the profiler names no instruction.
     """
     check_passes(passes)
-    compiled = [compile_program(program) for program in programs]
-    for ready, program in zip(compiled, programs, strict=True):
-        jax.block_until_ready(ready(*program.args))
+    found = instructions([ready(program) for program in programs], passes)
+    return [Timed(program, *parts) for program, parts in zip(programs, found, strict=True)]
+
+
+def instructions(
+    programs: Sequence[Ready], passes: int = 6
+) -> list[tuple[list[OpRecord], np.ndarray, np.ndarray, int]]:
+    """Returns (records, halves, wall, untimed) of each program, as `Timed` has them."""
+    check_passes(passes)
+    for program in programs:
+        program.call()
     walls = np.zeros((passes, len(programs)))
     with tempfile.TemporaryDirectory() as folder:
         with tracing(folder):
             for turn in range(passes):
-                for place, (ready, program) in enumerate(zip(compiled, programs, strict=True)):
-                    began = time.perf_counter()
-                    jax.block_until_ready(ready(*program.args))
-                    walls[turn, place] = time.perf_counter() - began
+                walls[turn] = calls(programs, 1)[0][0]
         events = read(folder)
-    if programs and not any(events.get(_module(program)) for program in programs):
+    if programs and not any(events.get(program.module) for program in programs):
         raise UserError(
             "the profiler named no instruction; on a GPU, command buffers hide them: set "
             "XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     out = []
-    for place, (ready, program) in enumerate(zip(compiled, programs, strict=True)):
-        named, found = events.get(_module(program), {}), records(ready)
+    for place, program in enumerate(programs):
+        named, found = events.get(program.module, {}), records(program.compiled)
         each = [(r, _by_pass(named.get(r.name, ()), passes, r.executions)) for r in found]
+        if _is_cpu() and has_open_loops(program.text):
+            each = [_counted(r, named.get(r.name, ()), passes) for r in found]
         kept = [r for r, times in each if times is not None]
         halves = [_halves(times) for _, times in each if times is not None]
         halves = np.array(halves).reshape(-1, HALVES)
-        out.append(Timed(program, kept, halves, _halves(walls[:, place]), len(found) - len(kept)))
+        out.append((kept, halves, _halves(walls[:, place]), len(found) - len(kept)))
     return out
+
+
+def calls(programs: Sequence[Ready], passes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (passes, programs) seconds of a call, and of processors in it; programs take turns.
+
+    Where this process has one processor, the seconds of a call are more than the processor's by
+    what other processes took of it.
+    """
+    walls, busy = np.zeros((2, passes, len(programs)))
+    for turn in range(passes):
+        for place, program in enumerate(programs):
+            began, worked = time.perf_counter(), time.process_time()
+            program.call()
+            walls[turn, place] = time.perf_counter() - began
+            busy[turn, place] = time.process_time() - worked
+    return walls, busy
 
 
 def _by_pass(events: Sequence[float], passes: int, executions: float) -> np.ndarray | None:
@@ -96,6 +140,23 @@ def _by_pass(events: Sequence[float], passes: int, executions: float) -> np.ndar
     if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and not _is_cpu():
         of_pass = of_pass.reshape(passes, runs, -1).sum(2)
     return np.median(of_pass, 1)
+
+
+def has_open_loops(text: str) -> bool:
+    """Whether a compiled module has a loop that turns as often as values say."""
+    loops = (line for line in text.splitlines() if " while(" in line)
+    return any("known_trip_count" not in line for line in loops)
+
+
+def _counted(
+    record: OpRecord, events: Sequence[float], passes: int
+) -> tuple[OpRecord, np.ndarray | None]:
+    """Returns a record of a program with open loops with the executions that were seen, and its
+    seconds in each pass; passes may have differed."""
+    if len(events) < passes:
+        return record, None
+    times = np.array([np.median(part) for part in np.array_split(events, passes)])
+    return dataclasses.replace(record, executions=len(events) / passes), times
 
 
 def _is_cpu() -> bool:

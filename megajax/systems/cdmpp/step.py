@@ -4,7 +4,9 @@ A device has a stream for what it computes and one for its collectives. The sche
 a collective starts when the computation before it has ended; computation behind the collective's
 second half (`-done`) waits for it. All turns of a loop stand as one task of their total time, so a
 loop hides in its turns what one turn hides, and what lies across two turns counts as in one. Copies
-between memories are computation. Collectives have the alpha-beta times of cost/network.py.
+between memories are computation. Collectives have the alpha-beta times of cost/network.py. What a
+call costs beside its operations (overheads.py) lies on the compute stream: a part of it before the
+first operation, a part at each launch.
 """
 
 import collections
@@ -23,6 +25,8 @@ from megajax.cost.record import OpRecord
 from megajax.cost.replay import Replay, replay
 from megajax.cost.roofline import Roofline
 from megajax.schedule.ir import Task
+from megajax.schedule.simulator import Slowdown
+from megajax.systems.cdmpp.overheads import Overheads, counts
 
 # (records, card) -> (seconds of one execution, their standard deviations)
 Times = Callable[[Sequence[OpRecord], DeviceCard], tuple[np.ndarray, np.ndarray]]
@@ -47,8 +51,9 @@ class StepTime:
     """What is predicted of one call.
 
     seconds, exposed_s: of the replay. sigma: standard deviation of seconds, with the errors of all
-    operations fully correlated. compute_s, communication_s: of all executions. rows: (record,
-    seconds of all its executions, their deviation), the longest first.
+    operations fully correlated. compute_s, communication_s: of all executions, alone. overhead_s:
+    of the call and its launches. rows: (record, seconds of all its executions, their deviation),
+    the longest first.
     """
 
     seconds: float
@@ -58,6 +63,7 @@ class StepTime:
     communication_s: float
     rows: tuple[tuple[OpRecord, float, float], ...]
     replay: Replay
+    overhead_s: float = 0.0
 
 
 def assumed(found: Sequence[OpRecord], card: DeviceCard) -> tuple[np.ndarray, np.ndarray]:
@@ -79,11 +85,14 @@ def predict(
     *,
     live_rows: float = 1.0,
     platform: Platform = "gpu",
+    overheads: Overheads | None = None,
+    slowdown: Slowdown | None = None,
 ) -> StepTime:
     """Returns the time of one call of a compiled module on a cluster.
 
     Args: text: `compiled.as_text()`. times: of a fitted predictor (`Predictor.predict`), or those
-      of assumed efficiencies. live_rows, platform: as of `cost.program.records`.
+      of assumed efficiencies. live_rows, platform: as of `cost.program.records`. overheads: of a
+      call; None: hidden. slowdown: as of `cost.replay.replay`.
     """
     launches = list(schedule(text, live_rows=live_rows, platform=platform))
     is_sent = np.array([one.record.kind == "collective" for one in launches], bool)
@@ -96,7 +105,12 @@ def predict(
         sigma[place] = Roofline().sigma * seconds[place]
     executions = np.array([one.record.executions for one in launches])
     seconds, sigma = seconds * executions, sigma * executions
-    found = replay(tasks(launches, seconds.tolist()))
+    durations, before = seconds, 0.0
+    if overheads is not None:
+        whole = counts(text)
+        durations = seconds + overheads.launch_s * executions
+        before = overheads.of(dataclasses.replace(whole, launches=0))
+    found = replay(tasks(launches, durations.tolist(), before), slowdown)
     order = np.argsort(-seconds, kind="stable")
     # Of errors that are all one factor, the replay grows by that factor.
     share = float(sigma.sum() / seconds.sum()) if seconds.sum() else 0.0
@@ -108,18 +122,21 @@ def predict(
         float(seconds[is_sent].sum()),
         tuple((launches[i].record, float(seconds[i]), float(sigma[i])) for i in order),
         found,
+        before + float((durations - seconds).sum()),
     )
 
 
-def tasks(launches: Sequence[Launch], seconds: Sequence[float]) -> list[Task]:
+def tasks(
+    launches: Sequence[Launch], seconds: Sequence[float], before_s: float = 0.0
+) -> list[Task]:
     """Returns the tasks of a schedule, for `cost.replay.replay`.
 
-    seconds: of all executions of each launch.
+    seconds: of all executions of each launch. before_s: until the first of them starts.
     """
-    out: list[Task] = []
+    out = [Task("call", "compute", (), before_s, "F")] if before_s else []
     names: dict[str, str] = {}  # what a second half asks for -> the newest task of that name
     before: tuple[str, ...] = ()  # what the next task of the compute stream waits for
-    last: tuple[str, ...] = ()  # the newest task of that stream
+    last = tuple(task.name for task in out)  # the newest task of that stream
     for place, (one, duration) in enumerate(zip(launches, seconds, strict=True)):
         name = f"{place} {one.record.name}"
         waits = (*before, *(names[start] for start in one.after if start in names))

@@ -69,6 +69,17 @@ def test_passes_take_turns_between_the_halves():
             measure([], passes)
 
 
+def test_a_loop_that_values_stop_is_timed_by_the_turns_that_were_seen():
+    def run(x, w):
+        return jax.lax.while_loop(lambda c: c[0, 0] < 4.5, lambda c: c @ w, x)
+
+    # 1, 2, 4, 8: three turns of a product with twice the identity.
+    args = jnp.ones((64, 64), jnp.float32), 2 * jnp.eye(64, dtype=jnp.float32)
+    with pytest.warns(UserWarning, match="how often the loop"):
+        (found,) = measure([Program(7, "open", run, args)])
+    assert [r.executions for r in found.records if r.kind == "product"] == [3]
+
+
 def test_labels_keep_both_halves_and_mark_rows_that_disagree(tmp_path):
     found = labels()
     assert found.dataset.seconds.tolist() == [1e-5, 2e-5]

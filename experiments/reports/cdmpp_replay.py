@@ -1,0 +1,299 @@
+"""Judges replays of train steps that were measured on this machine (cdmpp_steps.py).
+
+A step's prediction is a replay of its schedule with the times of its launched instructions and the
+overheads of a call. Instructions have times from a profile of another process ("table"), from a
+predictor that has not seen them, or from the roofline's assumed efficiencies. Overheads and the
+width of the 90 % band are those of the other programs; nothing is fitted on the steps.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau, spearmanr
+
+from experiments.reports.cdmpp import errors
+from experiments.reports.cdmpp_steps import Measured
+from experiments.reports.figure import panels, save
+from megajax.core.hardware import Cluster, DeviceCard
+from megajax.cost.record import OpRecord
+from megajax.monitor import results
+from megajax.systems.cdmpp import step
+from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.overheads import Overheads, counts
+
+COVERED = 0.9
+BUSY = 0.05  # of the time, from which a measurement is told to be disturbed (chosen)
+Row = dict[str, Any]
+COLOURS = {
+    "table": "#0072B2", "learned": "#E69F00", "learned, adapted": "#D55E00", "roofline": "#999999",
+}  # fmt: skip
+
+
+class Table:
+    """Times of one program's instructions, by their names, from a profile of that program."""
+
+    def __init__(self, measured: Measured, place: int):
+        """place: of the program. An instruction that the profiler did not time takes nothing."""
+        labels, self._known = measured.labels, {}
+        for row in np.flatnonzero(labels.programs == place).tolist():
+            one, apart = labels.dataset.records[row], float(np.ptp(labels.halves[row]))
+            once = np.array([labels.dataset.seconds[row], apart])
+            self._known[one.name] = one.executions * once
+
+    def __call__(
+        self, records: Sequence[OpRecord], card: DeviceCard
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (seconds, sigma: how far the two halves of the profile are apart).
+
+        The profile's executions count, where a loop turns as often as values say.
+        """
+        zero = np.zeros(2)
+        found = np.array([self._known.get(r.name, zero) / r.executions for r in records])
+        return found[:, 0], found[:, 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """times(place of a program) -> times of its records on a card. free: places of the other
+    programs that nothing of it was fitted on."""
+
+    name: str
+    times: Callable[[int], step.Times]
+    free: Sequence[int]
+    card: DeviceCard
+
+
+def methods(measured: Measured, fitted: Mapping[str, Any]) -> list[Method]:
+    """Returns the table, the roofline, and each fitted predictor before and after adapting it to
+    the other programs' rows, of which every second program remains for its band."""
+    free = range(len(measured.names), len(measured.texts))
+    found = [
+        Method("table", lambda place: Table(measured, place), free, measured.card),
+        Method("roofline", lambda _: step.assumed, free, measured.card),
+    ]
+    labels = measured.labels
+    for name, predictor in fitted.items():
+        card = predictor.cards.get(measured.card.name, measured.card)  # the one it was fitted with
+        found.append(Method(name, lambda _, p=predictor: p.predict, free, card))
+        rows = np.isin(labels.programs, list(free)[::2])
+        seen = dataclasses.replace(labels.dataset[rows], cards={card.name: card})
+        near = predictor.adapt(seen)
+        found.append(
+            Method(f"{name}, adapted", lambda _, p=near: p.predict, list(free)[1::2], card)
+        )
+    return found
+
+
+def without(dataset: Dataset, measured: Measured) -> Dataset:
+    """Returns the rows whose instruction is in none of the measured programs."""
+    known = {record.hash for record in measured.labels.dataset.records}
+    return dataset[np.array([record.hash not in known for record in dataset.records], bool)]
+
+
+def overheads(measured: Measured) -> Overheads:
+    """Returns what explains the calls of the other programs."""
+    labels = measured.labels
+    of_rows = labels.dataset.seconds * [r.executions for r in labels.dataset.records]
+    places = range(len(measured.names), len(measured.texts))
+    computed = [float(of_rows[labels.programs == place].sum()) for place in places]
+    least = measured.walls.min(0)
+    found = [counts(measured.texts[place]) for place in places]
+    return Overheads.fit(found, computed, [least[place] for place in places])
+
+
+def judge(measured: Measured, found: Sequence[Method], costs: Overheads) -> list[Row]:
+    """Returns a row for each method and configuration."""
+    least = measured.walls.min(0)
+    halves = np.stack([measured.walls[half::2].min(0) for half in (0, 1)])
+    rows: list[Row] = []
+    for method in found:
+        places = [*range(len(measured.names)), *method.free]
+        predicted = {
+            place: step.predict(
+                measured.texts[place], Cluster(method.card, 1, 1), method.times(place),
+                platform="cpu", overheads=costs,
+            )
+            for place in places
+        }  # fmt: skip
+        wrong = [abs(least[p] / predicted[p].seconds - 1) for p in method.free]
+        width = _quantile(wrong)
+        for place, name in enumerate(measured.names):
+            one = predicted[place]
+            seconds = float(least[place])
+            rows.append(
+                {
+                    "method": method.name,
+                    "configuration": name,
+                    "measured_s": seconds,
+                    "median_s": float(np.median(measured.walls[:, place])),
+                    "noise_percent": float(100 * np.ptp(halves[:, place]) / seconds),
+                    "predicted_s": one.seconds,
+                    "overhead_s": one.overhead_s,
+                    "launches": counts(measured.texts[place]).launches,
+                    "error_percent": 100 * (one.seconds / seconds - 1),
+                    "low_s": one.seconds * max(1 - width, 0),
+                    "high_s": one.seconds * (1 + width),
+                    "sigma_s": one.sigma,
+                }
+            )
+    return rows
+
+
+def of_rows(measured: Measured, found: Sequence[Method]) -> list[Row]:
+    """Returns the errors of each method but the table on the steps' instructions, each once, and
+    the share of them in the methods' own 90 % bands."""
+    labels = measured.labels
+    first: dict[str, int] = {}
+    for row in np.flatnonzero(labels.programs < len(measured.names)).tolist():
+        first.setdefault(labels.dataset.records[row].hash, row)
+    rows = np.array(list(first.values()), int)
+    records, seconds = [labels.dataset.records[i] for i in rows], labels.dataset.seconds[rows]
+    out = []
+    for method in found:
+        if method.name != "table":
+            predicted, sigma = method.times(0)(records, method.card)
+            every = np.ones(len(rows), bool)
+            apart = errors(predicted, sigma, seconds, labels.halves[rows], every)
+            out.append({"method": method.name, **apart})
+    return out
+
+
+def _quantile(wrong: Sequence[float]) -> float:
+    """Returns what nine in ten of like programs stay below (conformal)."""
+    if not wrong:
+        return np.inf
+    rank = min(int(np.ceil(COVERED * (len(wrong) + 1))), len(wrong))
+    return float(np.sort(wrong)[rank - 1])
+
+
+def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
+    """Judges what was measured; writes replay.json, replay.svg and replay.png, and prints them.
+
+    fitted: predictors by the names that the tables give them.
+    """
+    costs, found = overheads(measured), methods(measured, fitted)
+    rows = judge(measured, found, costs)
+    total = summary(rows)
+    walls, busy = (
+        float(x[:, : len(measured.names)].sum()) for x in (measured.walls, measured.busy)
+    )
+    about = dict(measured.labels.dataset.facts) | {
+        "load": measured.load, "overheads": dataclasses.asdict(costs), "summary": total,
+        "noise_of_parts": measured.labels.noise, "instructions": of_rows(measured, found),
+        "taken_by_others": 1 - busy / walls,
+    }  # fmt: skip
+    results.write(folder / "replay.json", about, rows)
+    draw(rows, folder / "replay")
+    print(markdown(folder / "replay.json"))
+    for row in total:
+        print(text(row))
+    if about["taken_by_others"] > BUSY:
+        print(
+            f"other processes had {100 * about['taken_by_others']:.0f} % of the processor's time: "
+            "measured steps are too long, so measure again when nothing else runs"
+        )
+    print(f"{folder}/replay.json, replay.svg, replay.png")
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Returns a row for each method: errors, rank correlations, and steps inside the band."""
+    out = []
+    for name in dict.fromkeys(row["method"] for row in rows):
+        here = [row for row in rows if row["method"] == name]
+        wrong = np.abs([row["error_percent"] for row in here])
+        both = [[row[key] for row in here] for key in ("measured_s", "predicted_s")]
+        inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in here]
+        many = len(here) > 1
+        out.append(
+            {
+                "method": name,
+                "steps": len(here),
+                "median_percent": float(np.median(wrong)),
+                "mean_percent": float(wrong.mean()),
+                "max_percent": float(wrong.max()),
+                "spearman": float(spearmanr(*both).statistic) if many else None,
+                "kendall": float(kendalltau(*both).statistic) if many else None,
+                "in_band": float(np.mean(inside)),
+            }
+        )
+    return out
+
+
+def text(row: Row) -> str:
+    """Returns a method's summary as a line."""
+    ranks = "" if row["spearman"] is None else (
+        f"; rank correlation {row['spearman']:.3f} (Spearman), {row['kendall']:.3f} (Kendall)"
+    )  # fmt: skip
+    return (
+        f"{row['method']:18} {row['steps']} steps: error {row['median_percent']:.1f} % (median), "
+        f"{row['max_percent']:.1f} % (largest){ranks}; {100 * row['in_band']:.0f} % of the steps "
+        "in the 90 % band"
+    )
+
+
+def markdown(path: Path) -> str:
+    """Returns the tables of a result file: methods, then configurations."""
+    found = json.loads(path.read_text())
+    rows, names = found["rows"], [row["method"] for row in found["summary"]]
+    lines = [
+        "| times from | median error | largest | Spearman | Kendall | in the 90 % band |",
+        "|" + "---|" * 6,
+    ]
+    for row in found["summary"]:
+        ranks = ["-" if row[k] is None else f"{row[k]:.3f}" for k in ("spearman", "kendall")]
+        lines.append(
+            f"| {row['method']} | {row['median_percent']:.1f} % | {row['max_percent']:.1f} % | "
+            f"{ranks[0]} | {ranks[1]} | {round(row['in_band'] * row['steps'])} of {row['steps']} |"
+        )
+    lines += ["", "| step | measured | " + " | ".join(f"{n}: predicted" for n in names) + " |"]
+    lines.append("|" + "---|" * (2 + len(names)))
+    for name in dict.fromkeys(row["configuration"] for row in rows):
+        here = {row["method"]: row for row in rows if row["configuration"] == name}
+        cells = [
+            f"{1e3 * here[n]['predicted_s']:.1f} ms ({here[n]['error_percent']:+.1f} %)"
+            for n in names
+        ]
+        lines.append(
+            f"| {name} | {1e3 * here[names[0]]['measured_s']:.1f} ms | " + " | ".join(cells) + " |"
+        )
+    source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found[k])
+    return "\n".join([*lines, "", f"*{source}; load average {found['load']:.1f}*"])
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Predicted over measured step times, with bands; SVG and PNG."""
+    figure, (left, right) = panels(2, size=(10.5, 4.2))
+    names = list(dict.fromkeys(row["configuration"] for row in rows))
+    kinds = list(dict.fromkeys(row["method"] for row in rows))
+    low = 1e3 * min(min(r["measured_s"], r["predicted_s"]) for r in rows) / 1.3
+    high = 1e3 * max(max(r["measured_s"], r["predicted_s"]) for r in rows) * 1.3
+    left.plot([low, high], [low, high], color="#cccccc", linewidth=1)
+    for place, kind in enumerate(kinds):
+        here = [row for row in rows if row["method"] == kind]
+        x, y = (1e3 * np.array([row[k] for row in here]) for k in ("measured_s", "predicted_s"))
+        ends = 1e3 * np.array([[row["low_s"], min(row["high_s"], 1e6)] for row in here]).T
+        colour = COLOURS.get(kind, "#009E73")
+        left.errorbar(
+            x, y, yerr=np.abs(ends - y), fmt="o", color=colour, label=kind, markersize=4,
+            elinewidth=0.7,
+        )  # fmt: skip
+        shift = (place - (len(kinds) - 1) / 2) * 0.8 / len(kinds)
+        right.barh(
+            np.arange(len(here)) + shift, [row["error_percent"] for row in here],
+            height=0.8 / len(kinds), color=colour,
+        )  # fmt: skip
+    left.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high),
+             xlabel="measured step, ms", ylabel="predicted step, ms")  # fmt: skip
+    left.legend(fontsize=8, frameon=False)
+    left.set_title("bars: 90 % band", fontsize=9, loc="left")
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.invert_yaxis()
+    right.axvline(0, color="black", linewidth=0.7)
+    for limit in (-20, 20):
+        right.axvline(limit, color="#cccccc", linewidth=0.7, linestyle=":")
+    right.set(xlabel="error of the predicted step, %")
+    save(figure, path, "Train steps on a CPU, predicted from their instructions")
