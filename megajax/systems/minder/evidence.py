@@ -19,13 +19,13 @@ import numpy as np
 
 from megajax.systems.minder.settings import CHANNELS
 
-SHARE = 0.3  # (chosen) of the average's length that a tick must have in its direction
+SHARE = 0.4  # of the average's length that a tick must have in its direction: more than one window
 AGES = (0, 3, 8)  # ticks of a machine's past at the start of a span, from which each limit holds
 YOUNG = 25  # (chosen) ticks (10 minutes) until a machine's own past is trusted
 MISSING = 0.3  # share of a span's ticks that may be without a score
 ODD = 3.0  # (chosen on training seeds of the fleet) more spread of residuals than they show
 LEAST_SIGMA = 0.3  # of an average: ten ticks of independent noise have 10 ** -0.5
-CROWD, PER_DOUBLING = 16, 0.13  # (chosen) machines whose limits these are; more for twice as many
+CROWD, PER_DOUBLING = 16, 0.13  # (chosen) machines whose limits these are; more a doubling
 RESTLESS = (0.75, 0.38)  # (chosen) quantile of all machines' scores, and what it usually is below
 ALWAYS = 1.6  # (chosen) of a limit, for a machine that was never seen like the others
 SPREAD = 4.0  # (chosen) robust standard deviations at which averages are cut off for a covariance
@@ -69,6 +69,15 @@ def average(scores_FNH: np.ndarray) -> np.ndarray:
     return np.where(enough, total_FN / np.maximum(count_FN, 1), 0.0)
 
 
+def bridged(scores_FNH: np.ndarray, mean_FN: np.ndarray) -> np.ndarray:
+    """Returns the scores with the mean in holes between two measured ticks, and 0 in those at
+    either end: there nobody knows whether the difference lasts."""
+    measured = np.isfinite(scores_FNH)
+    inside = np.maximum.accumulate(measured, -1)
+    inside &= np.maximum.accumulate(measured[..., ::-1], -1)[..., ::-1]
+    return np.where(measured, scores_FNH, np.where(inside, mean_FN[..., None], 0.0))
+
+
 def statistics(
     scores_FNH: np.ndarray, inverse_NFF: np.ndarray, span: Span
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +86,7 @@ def statistics(
     scores: of the span's ticks. inverse: of the averages' covariance, by machine.
     """
     mean_FN = average(scores_FNH)
-    filled_FNH = np.where(np.isfinite(scores_FNH), scores_FNH, mean_FN[..., None])
+    filled_FNH = bridged(scores_FNH, mean_FN)
     sigma_FN = 1.0 / np.sqrt(np.einsum("nff->fn", inverse_NFF))
     toward_FN = np.einsum("nfg,gn->fn", inverse_NFF, mean_FN)
     square_N = np.maximum((toward_FN * mean_FN).sum(0), 0.0)
@@ -120,7 +129,7 @@ def demand(worst_N: np.ndarray, judged_N: np.ndarray, always_N: np.ndarray) -> n
     beginning: it may be its role.
     """
     count = max(int(judged_N.sum()), 1)
-    factor = 1.0 + PER_DOUBLING * max(0.0, np.log2(count / CROWD))
+    factor = 1.0 + PER_DOUBLING * np.log2(count / CROWD)
     if count >= CROWD:
         quantile, usual = RESTLESS
         factor *= max(1.0, float(np.quantile(worst_N[judged_N], quantile)) / usual)

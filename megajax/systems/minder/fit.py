@@ -40,8 +40,9 @@ LEAST_NOISE = (
 )  # (chosen) of a level, as a share of three healthy ranges; of a residual
 USUAL_SLOPE = (0.5, 0.5)  # where the job's state did not vary while learning
 BLOCK = 75  # ticks (30 minutes) of which the highest score is one observation of the tail
-MANY = 300  # observations from which a limit follows their 99th percentile
-USUAL, FEW = (0.99, 1.8), (0.9, 2.3)  # (chosen on training seeds of the fleet) quantile, factor
+# (chosen on training seeds of the fleet) A fault and the peers that it drags along are some percent
+# of the machines' half hours: a higher quantile would be theirs.
+HIGH, MARGIN = 0.9, 2.3
 LEAST_ALONE = 5.9  # (chosen) standard deviations of a channel's average
 LEAST_MORE = 6.0  # (chosen) of the length of all channels above its healthy one
 ODD = 1.5  # (chosen) a residual alone is weaker evidence than a level
@@ -275,7 +276,7 @@ def _limits(prior: Prior, ticks: Sequence[np.ndarray], s: Settings) -> Limits:
     """Returns what healthy machines do not reach.
 
     An observation is the highest statistic of a machine in half an hour; the limit is a multiple of
-    a high percentile, which the few faults in the sources do not reach.
+    a percentile that the faults in the sources do not reach, for nobody said which they are.
     """
     given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
     scores = [_scores(given, y_HFNJ) for y_HFNJ in ticks]
@@ -327,8 +328,7 @@ def _highest(
 def _tail(highest_GX: np.ndarray, F: int) -> np.ndarray:
     """Returns the limit of each statistic."""
     X = highest_GX.shape[1]
-    quantile, margin = FEW if X < MANY else USUAL
     least_G = np.append(np.full(F, LEAST_ALONE), np.sqrt(F) + LEAST_MORE)
     least_G[F // CHANNELS : F] *= ODD  # residuals
-    high_G = margin * np.quantile(highest_GX, quantile, axis=1)
+    high_G = MARGIN * np.quantile(highest_GX, HIGH, axis=1)
     return np.maximum(high_G, least_G * (1 + 1.5 / np.sqrt(X)))

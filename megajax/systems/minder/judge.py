@@ -17,14 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.systems.minder.evidence import SHARE, YOUNG, Limits, demand, score, spans
+from megajax.systems.minder.evidence import YOUNG, Limits, demand, score, spans
 from megajax.systems.minder.settings import CHANNELS, TICK, Settings
 
-HISTORY = 50  # ticks, 20 minutes
+HISTORY = 50  # ticks, 20 minutes, or twice the longest span
 SUSPECTED = 0.6  # (chosen) of a limit
-ALIKE = 0.3  # (chosen) cosine between how a fault differs and how those that follow it do
+ALIKE = 0.6  # (chosen) cosine between how a fault differs and how those that follow it do
 CLEAR = 1.3  # (chosen) score from which a machine that differs in another way has its own fault
 DRAGGED = 0.35  # (chosen) share of the furthest one's distance from which machines count as alike
+ALIKE_BELOW = 0.6  # (chosen) share of its difference below which a tick is one of before
+SELDOM = 0.25  # (chosen) share of its past in which a machine with a role of its own shows none
 FURTHER = 1.1  # (chosen) times as far: another machine may be the cause
 LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
 
@@ -51,8 +53,9 @@ class Judge:
         self._limits = dataclasses.replace(limits, limit=limits.limit * settings.strict)
         self._spans, self._order = spans(settings.ticks), np.asarray(order)
         F, N = limits.limit.shape[-1] - 1, 0
-        self.scores_FNH = np.full((F, N, HISTORY), np.nan, np.float32)
-        self.far_FNH = np.full((F, N, HISTORY), np.nan, np.float32)  # not cut off
+        H = self._history = max(HISTORY, 2 * self._spans[-1].ticks)
+        self.scores_FNH = np.full((F, N, H), np.nan, np.float32)
+        self.far_FNH = np.full((F, N, H), np.nan, np.float32)  # not cut off
         self.mean_FN = np.zeros((F, N))  # of the scores over the continuity
         self.seen_CN = np.full(
             (F // CHANNELS, N), -math.inf
@@ -136,12 +139,11 @@ class Judge:
         if ready < s.ticks:
             return []
         have = min(ready, self._spans[-1].ticks)
-        score_GN, self.mean_FN = score(
-            self.scores_FNH[..., HISTORY - have :], self._past_N - 1, self._limits, self._spans
-        )
+        newest = self.scores_FNH[..., self._history - have :]
+        score_GN, self.mean_FN = score(newest, self._past_N - 1, self._limits, self._spans)
         score_GN = np.where(judged_N, score_GN, 0.0)
         onset_N = self._onsets(end)
-        self._always_N = end - onset_N >= TICK * (self._past_N - 2)
+        self._always_N = self._always()
         score_GN /= demand(score_GN.max(0), judged_N, self._always_N)
         self._worst_N = worst_N = score_GN.max(0)
         busy_N = self._free_at_N > 0
@@ -170,7 +172,10 @@ class Judge:
                 fires_N &= ~group_N
                 continue
             waits = ending_N.any() and not ending_N[row]
-            if not waits and not self._follows(far_N, row, onset_N[row]):
+            explained = not waits and self._follows(far_N, row, onset_N[row])
+            if explained:  # for as long as it differs: at its end the onset looks later
+                self._follows_N[row] = end + s.group_s
+            elif not waits:
                 found.append(self._named(row, score_GN[:, row], onset_N[row]))
                 self._free_at_N[row] = end + s.clear_s
                 self._named_at_N[row] = onset_N[row]
@@ -218,17 +223,31 @@ class Judge:
         gone_N &= self._free_at_N <= end  # those that are named explain by that
         return gone_N & (lives_N.sum() > gone_N.sum())
 
-    def _onsets(self, end: float) -> np.ndarray:
-        """Returns since when each machine differs, in the direction in which it does now."""
+    def _like_the_others(self) -> np.ndarray:
+        """Returns in which ticks a machine does not differ in the direction in which it does now,
+        (N, H)."""
         length_N = np.maximum((self.mean_FN**2).sum(0), 1e-12)
         filled = np.nan_to_num(self.scores_FNH)
         share_NH = np.einsum("fn,fnh->nh", self.mean_FN, filled) / length_N[:, None]
-        off_NH = np.concatenate(
-            [share_NH[:, ::-1] < 2 * SHARE, np.ones((len(length_N), 1), bool)], 1
-        )
+        return share_NH < ALIKE_BELOW
+
+    def _onsets(self, end: float) -> np.ndarray:
+        """Returns since when each machine differs, in the direction in which it does now."""
+        off_NH = self._like_the_others()[:, ::-1]
+        last_N1 = np.ones((len(off_NH), 1), bool)
         # One tick may fail inside of the run, not at its beginning.
-        off_NH[:, :-1] &= np.concatenate([off_NH[:, 1:-1], np.ones((len(length_N), 1), bool)], 1)
+        off_NH = np.concatenate([off_NH & np.concatenate([off_NH[:, 1:], last_N1], 1), last_N1], 1)
         return end - TICK * np.maximum(off_NH.argmax(1), self._settings.ticks - 1)
+
+    def _always(self) -> np.ndarray:
+        """Returns which machines have differed ever since they were first seen: in their past
+        before the continuity they were seldom like the others. Noise alone makes a machine with a
+        role of its own look like them in a tick now and then."""
+        before = self._history - self._settings.ticks
+        known_N = np.clip(self._past_N - self._settings.ticks, 0, before)
+        is_known_NH = np.arange(before) >= before - known_N[:, None]
+        like_N = (self._like_the_others()[:, :before] & is_known_NH).sum(1)
+        return (like_N < np.maximum(2, SELDOM * known_N)) & (self._past_N <= self._history)
 
     def _named(self, row: int, score_G: np.ndarray, onset: float) -> Found:
         firing = [f for f in self._order if score_G[f] >= 1]

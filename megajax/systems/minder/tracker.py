@@ -26,11 +26,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from megajax.systems.minder.evidence import CROWD, PER_DOUBLING
+
 Array = jax.Array
 CORRELATED = 4.0  # (chosen) neighbouring ticks that say about as much as one
 WANDER = 24.0 / 14400.0  # (chosen) share of the prior variance that a tick brings back: in 4 hours
-LEARN = 2.0  # (chosen) standard deviations beyond which a tick teaches no further
-CLIP = 6.0  # (chosen) standard deviations beyond which a window counts no further
+LEARN = 2.0  # (chosen) standard deviations beyond which a tick teaches no further (Huber)
+CLIP = 6.0  # (chosen) standard deviations beyond which a window counts no further, of few machines
 USUAL = 50  # ticks (20 minutes) whose median is the usual state of the job
 KNOWN = 4  # (chosen) ticks from which there is a usual state
 SPLIT = 3.0  # (chosen) noises between the two middle machines of an even number, or more: halves
@@ -124,13 +126,16 @@ def advance(
     away_FNJ = jnp.where(error_FNJ > 0, jnp.clip(apart_FNJ, 0.0, error_FNJ),
                          jnp.clip(apart_FNJ, error_FNJ, 0.0))  # fmt: skip
     counted_FNJ = away_FNJ / deviation_FN[..., None]
-    score_FN = jnp.nanmean(jnp.clip(counted_FNJ, -CLIP, CLIP), -1)
-    bounded_FN = jnp.clip(error_FN / deviation_FN, -LEARN, LEARN) * deviation_FN
+    most_F11 = _most(error_FN)[:, None, None]
+    score_FN = jnp.nanmean(jnp.clip(counted_FNJ, -most_F11, most_F11), -1)
+    odd_FN = jnp.abs(error_FN) / deviation_FN
     learns_FN = jnp.isfinite(error_FN) & ~held_N[None]
     gain_FN = tracks.unsure_FN / (tracks.unsure_FN + CORRELATED * noise_F[:, None])
+    # What is far off may be a disturbance: it moves the offset less, and tells as much less of it.
+    gain_FN *= jnp.minimum(1.0, LEARN / jnp.maximum(odd_FN, 1e-9))
     gain_FN = jnp.where(learns_FN, gain_FN, 0.0)
     after = Tracks(
-        tracks.offset_FN + gain_FN * jnp.nan_to_num(bounded_FN),
+        tracks.offset_FN + gain_FN * jnp.nan_to_num(error_FN),
         (1.0 - WANDER) * (1.0 - gain_FN) * tracks.unsure_FN + WANDER * prior.offset_F[:, None] ** 2,
         middle_FH,
         slowly_F,
@@ -156,6 +161,14 @@ def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:
     shift_F = jnp.where(up_F, 0.5, -0.5) * (high_F - low_F)
     middle_FJ = median(own_FNJ.swapaxes(1, 2))
     return middle_FJ + jnp.where(halves_F, shift_F, 0.0)[:, None]
+
+
+def _most(error_FN: Array) -> Array:
+    """Returns the standard deviations beyond which a window counts no further, (F,). They grow with
+    the number of machines as the limits do (evidence.demand): what is cut off is the same multiple
+    of the limit in every job."""
+    count_F = jnp.maximum(jnp.isfinite(error_FN).sum(-1), 1)
+    return CLIP * (1.0 + PER_DOUBLING * jnp.maximum(0.0, jnp.log2(count_F / CROWD)))
 
 
 def _noise(prior: Prior, tracks: Tracks, error_FN: Array) -> tuple[Array, Array]:

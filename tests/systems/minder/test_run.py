@@ -243,6 +243,10 @@ def test_a_server_of_other_machines_is_said():
     assert {m for _, m, _, _ in feed.window(1e9).rows()} == {"node1:9100", "node2:9100"}
     (note,) = feed.notes
     assert "node1:9100, node2:9100) has the name of a host of this job (h0, h1)" in note
+    # What it shows of them takes no metric out of the records.
+    feed.add([list(r) for r in machine_records(2, 20, 1e9) if r.time >= 1e9])
+    shown = {m for _, m, c, _ in feed.window(1e9 + 19).rows() if c == "cpu_usage"}
+    assert shown == {"h0", "h1", "node1:9100", "node2:9100"}
 
 
 @pytest.mark.slow
