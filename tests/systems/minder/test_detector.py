@@ -12,7 +12,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
-from megajax.systems.minder import Detector, training
+from megajax.systems.minder import Detector, Settings, features, fit, training
 from megajax.systems.minder.judge import SUSPECTED
 
 BEGIN = 1_700_000_000
@@ -44,6 +44,14 @@ def cut(grid, start, end, machines=None):
     return Grid(grid.start + start, 1, values, names, grid.metrics)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_programs():
+    """The jobs here have about ten machines, so their ticks have about thirty windows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "ROWS", 32)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("minder") / "model.npz"
@@ -67,6 +75,41 @@ def test_a_healthy_job_and_short_disturbances_raise_nothing(model):
         assert alerts(model, job(seed=6, faults=faults)) == [], metric
     twice = [(1, 2, 700, 850, -0.9), (1, 2, 910, 1060, -0.9)]
     assert alerts(model, job(seed=6, faults=twice)) == []
+
+
+def test_a_hole_behind_a_short_disturbance_does_not_prolong_it(model):
+    grid = job(seed=6, faults=[(1, 2, 840, 990, -0.9)])
+    values = grid.values_CNT.copy()
+    values[:, 2, 991:1070] = np.nan
+    assert alerts(model, dataclasses.replace(grid, values_CNT=values)) == []
+    values = job(seed=6, faults=[(1, 2, 840, 1300, -0.9)]).values_CNT.copy()
+    values[:, 2, 940:1000] = np.nan  # one that lasts longer is none the less seen through a hole
+    found = alerts(model, dataclasses.replace(grid, values_CNT=values))
+    assert [a.machine for a in found] == ["m2"] and found[0].at <= BEGIN + 840 + 330
+
+
+def test_a_continuity_of_a_quarter_of_an_hour(model):
+    grid = job(seed=7, seconds=3000, faults=[(0, 1, 1000, 1700, 1.0), (1, 6, 1500, 2700, -0.6)])
+    found = alerts(model, grid, settings=Settings(continuity_s=900.0))
+    assert [a.machine for a in found] == ["m6"]
+    assert 900 - 24 <= found[0].at - (BEGIN + 1500) <= 1000
+
+
+def test_a_role_of_its_own_needs_more_than_a_fault(model):
+    """A machine that differs from the first second on, and now and then does not."""
+    rng, same = np.random.default_rng(5), job(seed=7, seconds=1500)
+    grid = dataclasses.replace(same, values_CNT=same.values_CNT.copy())
+    grid.values_CNT[1, 3] -= 7.0 * np.repeat(rng.random(63) > 0.15, 24)[:1500]
+    assert alerts(model, grid) == []
+
+
+def test_faults_in_the_sources_do_not_set_the_limits():
+    healthy_GX = np.abs(np.random.default_rng(0).standard_normal((7, 600)))
+    faulty_GX = healthy_GX.copy()
+    faulty_GX[:, :30] = 15.0  # of 18 jobs of 33 machines four have a fault that drags others along
+    assert fit._tail(faulty_GX, 6) == pytest.approx(fit._tail(healthy_GX, 6), rel=0.02)
+    wide_GX = 4 * healthy_GX  # all machines vary more
+    assert (fit._tail(wide_GX, 6)[:3] > 1.5 * fit._tail(healthy_GX, 6)[:3]).all()
 
 
 @pytest.mark.parametrize(("machines", "metric"), [(4, 0), (8, 1), (40, 2)])
