@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, reshard
+from jax.sharding import PartitionSpec as P
 
 from megajax import quant
 from pallas_kernels import pack_weight, quant_matmul
@@ -15,6 +17,8 @@ from tests import quant_gemm_oracle as oracle
 from tests import quant_oracle, tables
 from tests.gemm_oracle import activate
 
+SLOW = pytest.mark.slow
+QUICK = (4, True, "bfloat16")
 ROWS = (1, 3, 16, 63, 64, 1000)
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128, 0)  # 0: one group, None
 K, N = 203, 37  # divide no group, and no piece of codes
@@ -35,9 +39,15 @@ def close(found, want, dtype):
     assert (error <= step * np.abs(want) + 2e-6 * np.abs(want).max()).all(), error.max()
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["symmetric", "zeros"])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bits", "signed", "dtype"),
+    [
+        pytest.param(bits, signed, dtype, marks=() if (bits, signed, dtype) == QUICK else SLOW)
+        for bits in BITS
+        for signed in (True, False)
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_every_group_and_number_of_rows(bits, signed, dtype, seed):
     """All in one program; bits of the last byte that are no code are random."""
     weights = {group: weight(seed, bits, group, signed) for group in GROUPS}
@@ -65,7 +75,7 @@ def test_every_group_and_number_of_rows(bits, signed, dtype, seed):
             close(found[group, rows], oracle.product(x_MK[:rows], w, dtype=dtype)[0], dtype)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [3, *(pytest.param(b, marks=SLOW) for b in (2, 4, 8))])
 def test_packed_bytes_are_those_of_a_qtensor(bits, seed):
     """By streams of bits too; the product is that of the dequantized array, with zeros as well."""
     w_KN = np.random.default_rng(seed).standard_normal((K, N)).astype(np.float32)
@@ -95,8 +105,14 @@ def test_a_gptq_zero_point_becomes_a_number(seed):
     np.testing.assert_allclose(y, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "silu"], ids=str)
-@pytest.mark.parametrize("implementation", ["reference", None], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "implementation"),
+    [
+        ("silu", None),
+        *(pytest.param(a, i, marks=SLOW) for a in (None, "gelu") for i in ("reference", None)),
+    ],
+    ids=str,
+)
 def test_gradients_are_those_of_float64(activation, implementation, seed, monkeypatch):
     """Two leading dimensions, bias; the reference as it is, and the rule that kernels have."""
     if implementation is None:
@@ -148,6 +164,7 @@ def test_what_is_not_finite_stays_where_it_is(seed):
     np.testing.assert_array_equal(bad, want)
 
 
+@pytest.mark.slow
 def test_empty_sizes():
     for rows, contracted, columns in ((0, 8, 4), (3, 0, 4), (3, 8, 0)):
         packed = pack_weight(np.zeros((contracted, columns), np.int8), bits=3)
@@ -204,3 +221,56 @@ def test_all_two_s_complement_codes_are_packed():
         codes = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))[:, None]
         packed = jax.jit(functools.partial(pack_weight, bits=bits))(codes)
         np.testing.assert_array_equal(oracle.unpack(packed, len(codes), bits, True), codes)
+
+
+@pytest.mark.slow
+def test_vmap_scan_and_shard_map_agree(seed, monkeypatch):
+    """A stack of layers by a scan; rows mapped; columns cut over devices, by the kernels' rule."""
+    monkeypatch.setattr(api.tuned, "target", lambda: tables.H100)
+    size, layers = 64, 2
+    parts = [weight(seed + i, 4, 32, False, (size, size)) for i in range(layers)]
+    packed, scales, zeros = (jnp.stack([jnp.asarray(p[i]) for p in parts]) for i in range(3))
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((4, size)), jnp.float32)
+
+    def layer(h, w):
+        return quant_matmul(h, w[0], w[1], bits=4, group=32, zeros=w[2], activation="silu")
+
+    def loss(call, x, scales, zeros):
+        y, _ = jax.lax.scan(lambda h, w: (call(h, w), None), x, (packed, scales, zeros))
+        return (y**2).sum()
+
+    args = (x, scales, zeros)
+    want = jax.jit(jax.grad(functools.partial(loss, layer), (0, 1, 2)))(*args)
+    mesh = Mesh(np.array(jax.devices()[:2]), "n")
+    cut = (P(), (P(None, "n"),) * 3)
+    spread = jax.shard_map(layer, mesh=mesh, in_specs=cut, out_specs=P(None, "n"))
+    for call in (jax.vmap(layer, (0, None)), spread):
+        found = jax.jit(jax.grad(functools.partial(loss, call), (0, 1, 2)))(*args)
+        for got, value in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_reference_runs_under_an_explicit_mesh(seed):
+    """Rows cut over one axis and columns over another; gradients lie as their arrays do."""
+    packed, scales, zeros = weight(seed, 3, 32, False, (96, 32))
+    x = np.random.default_rng(seed).standard_normal((8, 96)).astype(np.float32)
+    mesh = jax.make_mesh((2, 4), ("rows", "columns"))
+    with jax.set_mesh(mesh):
+        x_cut = reshard(jnp.asarray(x), P("rows", None))
+        cut = [reshard(jnp.asarray(v), P(None, "columns")) for v in (packed, scales, zeros)]
+
+        @jax.jit
+        def run(x, scales, zeros):
+            def call(x, scales, zeros):
+                return quant_matmul(x, cut[0], scales, bits=3, group=32, zeros=zeros)
+
+            y, pull = jax.vjp(call, x, scales, zeros)
+            return y, *pull(jnp.ones_like(y))
+
+        y, dx, dscales, dzeros = run(x_cut, *cut[1:])
+    w = oracle.dequantize(packed, scales, zeros, 96, 3, 32)
+    np.testing.assert_allclose(y, x @ w, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dx, np.ones((8, 32)) @ w.T, rtol=1e-4, atol=1e-3)
+    assert jax.typeof(dscales).sharding.spec == jax.typeof(dzeros).sharding.spec
+    assert jax.typeof(dscales).sharding.spec == P(None, "columns")

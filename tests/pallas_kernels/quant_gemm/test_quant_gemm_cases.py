@@ -45,6 +45,7 @@ def test_what_is_timed_has_the_shapes_of_its_key(zeros):
         assert jax.eval_shape(call, *args).shape == (24, 160)
 
 
+@pytest.mark.slow
 def test_the_benchmark_notices_a_wrong_result(monkeypatch):
     """Each side has the shapes of the case; 5 % too much is more than the bound."""
     case = bench.CHECKED[1]
