@@ -171,21 +171,22 @@ def evaluate() -> int:
             everything = report.predicted(dataset, np.arange(len(dataset)), model)
             summed.setdefault(name, []).append(everything[0])
 
+    about = results.facts(", ".join(sorted(set(dataset.devices))), "measured")
+    about |= {"rows_unique": len(rows), "shots": SHOTS.value, "data": dict(dataset.facts)} | same
     for seed in range(SEED.value, SEED.value + SEEDS.value):
         fits = {name: functools.partial(method, seed=seed) for name, method in methods.items()}
         splits = _splits(dataset, rows, labels, seed)
         runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep))
-    found = report.averaged(runs)
+        found = report.averaged(runs)
+        results.write(path, about, _other_methods(path, about, set(methods)) + found)
     if summed and labels is not None:
         numbers = np.unique(labels.programs)[: CALLS.value]
         print(f"compiling {len(numbers)} programs again for XLA's counts")
         whole = calls.Calls(labels, calls.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]
         found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
-    about = results.facts(", ".join(sorted(set(dataset.devices))), "measured")
-    about |= {"rows_unique": len(rows), "shots": SHOTS.value, "data": dict(dataset.facts)} | same
-    found = _other_methods(path, about, {row["method"] for row in found}) + found
-    results.write(path, about, found)
+        others = _other_methods(path, about, {row["method"] for row in found})
+        results.write(path, about, others + found)
     (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
     print(report.markdown(found))
     print(f"{path}, {folder / 'evaluation.md'}")
