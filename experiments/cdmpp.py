@@ -85,7 +85,7 @@ CALLS = flags.DEFINE_integer(
     "calls", 0, "evaluate: programs whose whole calls are compared with XLA's counts", lower_bound=0
 )
 JSON = flags.DEFINE_string(
-    "json", None, "evaluate: file of the result, which keeps rows of other methods"
+    "json", None, "evaluate: file of the result, which keeps other methods and splits"
 )
 STEPS = flags.DEFINE_integer("fit_steps", 2000, "of fitting the networks", lower_bound=1)
 SEED = flags.DEFINE_integer("fit_seed", 0, "of the networks and splits", lower_bound=0)
@@ -178,28 +178,28 @@ def evaluate() -> int:
         splits = _splits(dataset, rows, labels, seed)
         runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep))
         found = report.averaged(runs)
-        results.write(path, about, _other_methods(path, about, set(methods)) + found)
+        results.write(path, about, _kept(path, about, found) + found)
     if summed and labels is not None:
         numbers = np.unique(labels.programs)[: CALLS.value]
         print(f"compiling {len(numbers)} programs again for XLA's counts")
         whole = calls.Calls(labels, calls.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]
         found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
-        others = _other_methods(path, about, {row["method"] for row in found})
-        results.write(path, about, others + found)
+        results.write(path, about, _kept(path, about, found) + found)
     (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
     print(report.markdown(found))
     print(f"{path}, {folder / 'evaluation.md'}")
     return 0
 
 
-def _other_methods(path: Path, about: Mapping[str, Any], methods: set[str]) -> list[Any]:
-    """Returns the rows that a file has of the same data by methods that are not run now."""
+def _kept(path: Path, about: Mapping[str, Any], found: list[Any]) -> list[Any]:
+    """Returns a file's rows of the same data by methods or in splits that were not run now."""
     if not path.exists():
         return []
     before = json.loads(path.read_text())
     same = all(before.get(name) == about[name] for name in ("data", "rows_unique", "shots"))
-    return [row for row in before["rows"] if row["method"] not in methods] if same else []
+    new = {(row["method"], row["split"]) for row in found}
+    return [row for row in before["rows"] if same and (row["method"], row["split"]) not in new]
 
 
 def _methods() -> dict[str, Any]:

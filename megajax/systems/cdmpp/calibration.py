@@ -52,7 +52,7 @@ class Errors:
     @classmethod
     def of_rows(cls, ratio_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
         """Returns the errors of rows by their measured over predicted seconds."""
-        return cls.of_scores(np.abs(ratio_R - 1) / WIDTH, kinds_R)
+        return cls.of_scores(scores(ratio_R), kinds_R)
 
     @classmethod
     def of_scores(cls, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
@@ -63,10 +63,25 @@ class Errors:
         ]
         return cls(_quantile(score_R), np.array(kinds))
 
+    def rescaled(self, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
+        """Returns these errors times one factor, by which nine in ten of few scores are within.
+
+        Kinds keep their proportions: few rows of a device have no scale for each kind. A kind with
+        enough of them has its own.
+        """
+        factor = _quantile(score_R / np.maximum(self.of(kinds_R), 1e-6))
+        own = self.of_scores(score_R, kinds_R).kinds
+        return Errors(factor * self.every, np.where(np.isnan(own), factor * self.kinds, own))
+
 
 def _quantile(scores: np.ndarray) -> float:
     rank = min(len(scores), int(np.ceil(COVERED * (len(scores) + 1))))
     return float(np.sort(scores)[rank - 1])
+
+
+def scores(ratio_R: np.ndarray) -> np.ndarray:
+    """Returns by which deviation a band would just hold each row: measured over predicted."""
+    return np.abs(ratio_R - 1) / WIDTH
 
 
 def of_training(
@@ -116,7 +131,7 @@ def folds(
             traits_EYZ[member, left] = weights @ traits_EYZ[member, others]
             distance_E[member] = nearness.distance(names[left], card, have)
     device = plain_device(jax.numpy.asarray(traits_EYZ[:, devices_R]))
-    score_ER = np.abs(_ratio(graph, states, rows, device) - 1) / WIDTH
+    score_ER = scores(_ratio(graph, states, rows, device))
     kinds_ER = np.broadcast_to(np.asarray(rows.inputs.kinds_R), score_ER.shape)
     unseen_ER = devices_R[None] == out[:, None]
     known_ER = held_ER & ~unseen_ER

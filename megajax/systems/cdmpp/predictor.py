@@ -178,9 +178,8 @@ class Predictor:
             if found:
                 out = np.argmin(folds[1:], 0)  # the fit that has not read a row
                 logs_R = np.stack(found).mean(1)[out, np.arange(len(part))]
-                errors[f"adapted {name}"] = calibration.Errors.of_rows(
-                    np.exp(np.log(part.seconds) - logs_R), rows.kinds_R
-                )
+                score_R = calibration.scores(np.exp(np.log(part.seconds) - logs_R))
+                errors[f"adapted {name}"] = self.errors["known"].rescaled(score_R, rows.kinds_R)
             else:
                 errors[f"adapted {name}"] = self._unseen(data.cards[name], name)
         return dataclasses.replace(self, devices=devices, cards=cards, errors=errors)

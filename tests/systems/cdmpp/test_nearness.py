@@ -48,3 +48,14 @@ def test_nine_in_ten_scores_are_within_the_scale():
     inside = (score <= found.of(kinds))[:500].mean()
     assert 0.9 <= inside < 0.91
     assert np.isnan(found.kinds[1])  # ten rows are too few for a scale of their own
+
+
+def test_few_rows_scale_the_errors_of_all_kinds_by_one_factor():
+    few = np.full(len(KINDS), np.nan)
+    few[:2] = 0.1, 0.4
+    known = calibration.Errors(0.2, few)
+    kinds = np.array([0] * 8 + [1] * 30)
+    score = np.where(kinds == 0, 0.3, 1.2)  # three times what is known of both
+    score[-1] = 9.0  # one in ten may be outside
+    found = known.rescaled(score, kinds)
+    np.testing.assert_allclose(found.of(np.array([0, 1, 2])), [0.3, 1.2, 0.6])
