@@ -60,6 +60,10 @@ def one(
     }  # fmt: skip
     if options.rivals and placement.status != "interrupted":
         row["rivals"] = _beside(problem, options)
+        fastest = solve(problem, solver=options.solver, time_limit_s=options.time_limit_s)
+        row["fastest"] = {
+            "tokens_per_s": fastest.tokens_per_s, "omega": fastest.omega, "gap": fastest.gap,
+        }  # fmt: skip
     return row, placement
 
 
@@ -112,6 +116,12 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
                 "cases": len(speedups), "mean": statistics.mean(speedups), "least": min(speedups),
                 "most": max(speedups),
             }  # fmt: skip
+    ratios = [
+        row["fastest"]["tokens_per_s"] / rival["tokens_per_s"]
+        for row in rows for rival in row["rivals"] if rival["name"] == "pipeedge"
+    ]  # fmt: skip
+    if ratios:
+        found["any_quality_over_pipeedge"] = statistics.mean(ratios)
     return found
 
 
@@ -125,6 +135,8 @@ def told(found: Mapping[str, Any]) -> str:
                 f"  over {words}: mean {part['mean']:.2f}, {part['least']:.2f} to "
                 f"{part['most']:.2f} ({part['cases']} cases)"
             )
+    if (ratio := found.get("any_quality_over_pipeedge")) is not None:
+        lines.append(f"  over PipeEdge's partition at any quality: mean {ratio:.2f}")
     lines.append(
         f"  LLM-PQ reports a mean of {PAPER_MEAN}, SplitQuant of {SPLITQUANT_MEAN}, over baselines "
         "of their own on real GPUs, not at equal quality"

@@ -102,7 +102,7 @@ def pipeedge(problem: Problem, tuned: bool = False) -> Rival | None:
 
 def adabits(problem: Problem) -> Rival | None:
     """The least sum of omega that the memory allows, with the best micro-batches."""
-    counts = least_omega(problem)
+    counts, _ = least_omega(problem)
     found = None if counts is None else arrange(problem, counts)
     return None if found is None else _best(problem, "adabits", *found, pairs(problem))
 

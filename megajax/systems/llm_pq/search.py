@@ -31,7 +31,7 @@ POLL_S = 0.2  # (chosen) how often the thread that Ctrl-C reaches looks
 
 @dataclass
 class Search:
-    """The state of one search."""
+    """The state of one search. hints: stages that counts proposed, whose widths lost too much."""
 
     problem: Problem
     quality: float | None
@@ -39,6 +39,7 @@ class Search:
     bounds: dict[Pair, float] = field(default_factory=dict)
     best: tuple[list[Stage], list[int], Pair] | None = None
     seconds: float = np.inf
+    hints: dict[tuple[Pair, tuple[Stage, ...]], None] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
@@ -80,6 +81,7 @@ class Search:
             return None
         if self.offer(*found, pair) or self.quality is None:
             return 0.0
+        self.hints[pair, tuple(found[0])] = None  # its stages, with narrower layers, may do
         return omega_of(self.problem, found[1]) - self.quality
 
     def linear_bounds(self) -> None:
@@ -129,15 +131,16 @@ def attended(work: Callable[[], Found]) -> Found:
     return results[0]
 
 
-def least_omega(problem: Problem, seconds: float = 10.0) -> np.ndarray | None:
-    """Returns (D, B) counts that lose the least quality within the memory ("adabits").
+def least_omega(problem: Problem, seconds: float = 10.0) -> tuple[np.ndarray | None, bool]:
+    """Returns (counts (D, B) that lose the least quality within the memory ("adabits"), whether
+    that is proven).
 
-    None: the memory holds the model at no widths.
+    None, proven: the memory holds the model at no widths.
     """
     program = Counts(problem, (0, 0), None, goal="omega")
     program.order_twins()
     found = attended(lambda: program.solve(seconds))
-    return None if found.x is None else program.counts(found.x)
+    return None if found.x is None else program.counts(found.x), found.closed
 
 
 def explain(problem: Problem, quality: float | None) -> UserError:

@@ -73,20 +73,25 @@ def solve(
 
 
 def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
-    counts = least_omega(search.problem, max(search.left / 4, 1.0))
-    if counts is None:
-        return
     search.linear_bounds()
-    least = arrange(search.problem, counts)
-    begin = [] if least is None else [least]
-    if solver == "transfer":  # the heuristic, with no help
-        _offer(search, begin)
-        transfer(search, counts)
+    if min(search.bounds.values()) == float("inf"):
         return
-    _offer(search, [*begin, *simple(search.problem)])
-    for stages, bits, pair in start:
-        if pair in search.bounds:
-            search.offer(list(stages), list(bits), pair)
+    if solver != "transfer":  # the heuristic has no help
+        _offer(search, simple(search.problem))
+        for stages, bits, pair in start:
+            if pair in search.bounds:
+                search.offer(list(stages), list(bits), pair)
+    if search.best is None or solver == "transfer":
+        counts, closed = least_omega(search.problem, max(search.left / 6, 1.0))
+        if counts is None:
+            if closed:
+                search.bounds = dict.fromkeys(search.bounds, float("inf"))
+            return
+        if (least := arrange(search.problem, counts)) is not None:
+            _offer(search, [least])
+        if solver == "transfer":
+            transfer(search, counts)
+            return
     pairs = sorted(search.bounds, key=search.bounds.__getitem__)
     _rounds(search, pairs, _by_counts)
     undone = sorted(filter(search.open, pairs), key=search.bounds.__getitem__)
@@ -144,27 +149,29 @@ def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
 
 def _climb_stages(search: Search, seconds: float) -> None:
     """Better widths for the best stages, then better stages: neighbours move or trade a place."""
-    end = search.deadline - search.left + seconds
+    end = time.monotonic() + seconds
     done: set[tuple[Pair, tuple[Stage, ...]]] = set()
-    while search.best is not None:
-        stages, _, pair = search.best
+
+    def improves(pair: Pair, stages: tuple[Stage, ...]) -> bool:
+        if (pair, stages) in done or time.monotonic() >= end:
+            return False
+        done.add((pair, stages))
         before = search.seconds
-        for tried in [tuple(stages), *_neighbours(stages)]:
-            if time.monotonic() >= end:
-                return
-            if (pair, tried) in done:
-                continue
-            done.add((pair, tried))
-            program = Layers(search.problem, pair, search.quality)
-            program.keep(tried)
+        program = Layers(search.problem, pair, search.quality)
+        program.keep(stages)
+        if search.best is not None:
             program.below(search.seconds * (1 + LOOSE))
-            limit = min(search.left, WIDTHS_S)
-            found = attended(lambda p=program, s=limit: p.solve(s, CLOSE))
-            if found.x is not None:
-                search.offer(*program.plan(found.x), pair)
-            if search.seconds < before * (1 - CLOSE):
-                break
-        else:
+        limit = min(search.left, WIDTHS_S)
+        found = attended(lambda: program.solve(limit, CLOSE))
+        if found.x is not None:
+            search.offer(*program.plan(found.x), pair)
+        return search.seconds < before * (1 - CLOSE)
+
+    for pair, stages in search.hints:
+        improves(pair, stages)
+    while search.best is not None and time.monotonic() < end:
+        stages, _, pair = search.best
+        if not any(improves(pair, tried) for tried in [tuple(stages), *_neighbours(stages)]):
             return
 
 
