@@ -95,14 +95,6 @@ def test_a_continuity_of_a_quarter_of_an_hour(model):
     assert 900 - 24 <= found[0].at - (BEGIN + 1500) <= 1000
 
 
-def test_a_role_of_its_own_needs_more_than_a_fault(model):
-    """A machine that differs from the first second on, and now and then does not."""
-    rng, same = np.random.default_rng(5), job(seed=7, seconds=1500)
-    grid = dataclasses.replace(same, values_CNT=same.values_CNT.copy())
-    grid.values_CNT[1, 3] -= 7.0 * np.repeat(rng.random(63) > 0.15, 24)[:1500]
-    assert alerts(model, grid) == []
-
-
 def test_faults_in_the_sources_do_not_set_the_limits():
     healthy_GX = np.abs(np.random.default_rng(0).standard_normal((7, 600)))
     faulty_GX = healthy_GX.copy()
