@@ -68,10 +68,11 @@ class StageError(RuntimeError):
         """cause: what it died of."""
         self.place, self.stage, self.device = place, place.stage, place.device
         self.layers = place.start, place.stop
-        what = str(cause).strip().splitlines()
+        lines = str(cause).strip().splitlines() or ["no reason given"]
+        what = lines[-1 if "Traceback" in lines[0] else 0]  # of a callback's error the end
         super().__init__(
-            f"{place} died: {type(cause).__name__}{': ' + what[0] if what else ''}; call restart() "
-            "and give the requests again"
+            f"{place} died: {type(cause).__name__}: {what}; call restart() and give the requests "
+            "again"
         )
 
 
