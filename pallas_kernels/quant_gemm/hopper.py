@@ -49,7 +49,11 @@ GRAIN = 16  # columns of a row whose bytes TMA takes
 
 @dataclasses.dataclass(frozen=True)
 class Product(engine.Product):
-    """The engine's roles; a step's products are over before its buffer is handed back."""
+    """The engine's roles; a step's products are over before the next one is dequantized.
+
+    The engine leaves one in flight. Here the next step would overwrite registers that it reads,
+    which the PTX ISA calls undefined behaviour before `wgmma.wait_group` (wgmma.mma_async).
+    """
 
     @override
     def _product(self, where, live, multiply, *accumulators):

@@ -39,12 +39,16 @@ QUICK = ("int4",)
 
 
 def arrays(sizes, spec, bias, seed, dtype=jnp.bfloat16):
+    """Bits beyond the last code of a column are set."""
     M, N, K = sizes
     random = np.random.default_rng(seed)
     scales, zeros = oracle.numbers(seed, K, N, spec.group, spec.signed)
+    packed = pack_weight(oracle.codes(seed, K, N, spec.bits, spec.signed), bits=spec.bits)
+    spare = np.ones((8 * packed.shape[0], N), np.uint8)
+    spare[: K * spec.bits] = 0
     return (
         jnp.asarray(random.standard_normal((M, K)), dtype),
-        pack_weight(oracle.codes(seed, K, N, spec.bits, spec.signed), bits=spec.bits),
+        packed | jnp.asarray(np.packbits(spare, axis=0, bitorder="little")),
         jnp.asarray(scales),
         None if zeros is None else jnp.asarray(zeros),
         jnp.asarray(random.standard_normal(N), jnp.float32) if bias else None,
