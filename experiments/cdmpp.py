@@ -41,7 +41,7 @@ from absl import flags
 
 from experiments.reports import cdmpp as report
 from experiments.reports import cdmpp_calls as calls
-from experiments.reports import cdmpp_replay, cdmpp_steps
+from experiments.reports import cdmpp_replay, cdmpp_step, cdmpp_steps
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
@@ -54,12 +54,12 @@ from megajax.systems.cdmpp import families, machine, neusight, profile, rivals, 
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predictor, sample
-from megajax.training.presets import FIRST, PRESETS
+from megajax.training.presets import PRESETS
 from megajax.training.start import take_model
 
 VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 
-config.define_flags(PRESETS, "nano", FIRST)
+config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
 DATA = flags.DEFINE_string("data", None, "labels.npz, or a folder of NeuSight's CSV files")
 OPS = flags.DEFINE_string("ops", None, "of NeuSight's files, with commas; none: all")
 DEVICES = flags.DEFINE_string("devices", None, "rows of these devices only, with commas")
@@ -263,8 +263,8 @@ def predict() -> int:
     found = step.predict(
         compiled.text, cluster, times, live_rows=1 / sizes["expert"], slowdown=slowdown
     )
-    facts = report.step_facts(found, cfg, cluster)
-    print(report.step_markdown(facts, cluster, source))
+    facts = cdmpp_step.step_facts(found, cfg, cluster) | {"memory_bytes": compiled.xla["peak"]}
+    print(cdmpp_step.step_markdown(facts, cluster, source))
     folder = results.writable_folder(OUT.value)
     about = results.facts(cluster.name, f"compiled for {cluster.card.name}") | {"times": source}
     rows = facts.pop("dearest")
@@ -333,6 +333,7 @@ def replay() -> int:
         free = cdmpp_replay.without(dataset, measured)
         print(f"{len(dataset) - len(free)} rows of the same instructions are left out", flush=True)
         fitted["learned"] = fit(free, SEED.value)
+        fitted["learned"].save(folder / "learned.npz")
     cdmpp_replay.write(folder, measured, fitted)
     return 0
 

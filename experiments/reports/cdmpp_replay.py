@@ -8,7 +8,7 @@ width of the 90 % band are those of the other programs; nothing is fitted on the
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from experiments.reports.cdmpp import errors
 from experiments.reports.cdmpp_steps import Measured
 from experiments.reports.figure import panels, save
 from megajax.core.hardware import Cluster, DeviceCard
+from megajax.cost.program import records
 from megajax.cost.record import OpRecord
 from megajax.monitor import results
 from megajax.systems.cdmpp import step
@@ -33,59 +34,74 @@ COLOURS = {
 }  # fmt: skip
 
 
-class Table:
-    """Times of one program's instructions, by their names, from a profile of that program."""
+class Known:
+    """Times of one program's instructions, by their names."""
 
-    def __init__(self, measured: Measured, place: int):
-        """place: of the program. An instruction that the profiler did not time takes nothing."""
-        labels, self._known = measured.labels, {}
-        for row in np.flatnonzero(labels.programs == place).tolist():
-            one, apart = labels.dataset.records[row], float(np.ptp(labels.halves[row]))
-            once = np.array([labels.dataset.seconds[row], apart])
-            self._known[one.name] = one.executions * once
+    def __init__(self, found: Sequence[OpRecord], seconds: np.ndarray, sigma: np.ndarray):
+        """found: the program's records. seconds, sigma: of one execution of each."""
+        pairs = zip(seconds.tolist(), sigma.tolist(), strict=True)
+        self._known = dict(zip((record.name for record in found), pairs, strict=True))
 
     def __call__(
-        self, records: Sequence[OpRecord], card: DeviceCard
+        self, found: Sequence[OpRecord], card: DeviceCard
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (seconds, sigma: how far the two halves of the profile are apart).
+        """Returns (seconds, sigma) of records of the program."""
+        pairs = np.array([self._known[record.name] for record in found]).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
 
-        The profile's executions count, where a loop turns as often as values say.
-        """
-        zero = np.zeros(2)
-        found = np.array([self._known.get(r.name, zero) / r.executions for r in records])
-        return found[:, 0], found[:, 1]
+
+def table(measured: Measured, place: int, found: Sequence[OpRecord]) -> Known:
+    """Returns the times of a profile of the same program in another process.
+
+    An instruction that the profiler did not time takes nothing. Where a loop turns as often as
+    values say, the profile's executions count. sigma: how far its two halves are apart.
+    """
+    labels, known = measured.labels, {}
+    for row in np.flatnonzero(labels.programs == place).tolist():
+        one, apart = labels.dataset.records[row], float(np.ptp(labels.halves[row]))
+        known[one.name] = one.executions * np.array([labels.dataset.seconds[row], apart])
+    zero = np.zeros(2)
+    once = np.array([known.get(r.name, zero) / r.executions for r in found]).reshape(-1, 2)
+    return Known(found, once[:, 0], once[:, 1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """times(place of a program) -> times of its records on a card. free: places of the other
-    programs that nothing of it was fitted on."""
+    """times: of each program, by its place. free: places of the other programs that nothing of it
+    was fitted on. predictor: what gave the times, of records on a card; None: a profile."""
 
     name: str
-    times: Callable[[int], step.Times]
+    times: Sequence[Known]
     free: Sequence[int]
     card: DeviceCard
+    predictor: step.Times | None = None
 
 
 def methods(measured: Measured, fitted: Mapping[str, Any]) -> list[Method]:
     """Returns the table, the roofline, and each fitted predictor before and after adapting it to
     the other programs' rows, of which every second program remains for its band."""
-    free = range(len(measured.names), len(measured.texts))
-    found = [
-        Method("table", lambda place: Table(measured, place), free, measured.card),
-        Method("roofline", lambda _: step.assumed, free, measured.card),
+    programs = [records(text) for text in measured.texts]
+    free, labels = range(len(measured.names), len(programs)), measured.labels
+
+    def asked(name: str, predictor: step.Times, card: DeviceCard, free: Sequence[int]) -> Method:
+        # Once for all programs: each number of rows may be another compilation.
+        seconds, sigma = predictor([r for found in programs for r in found], card)
+        ends = np.cumsum([len(found) for found in programs])[:-1]
+        parts = zip(programs, np.split(seconds, ends), np.split(sigma, ends), strict=True)
+        return Method(name, [Known(*part) for part in parts], free, card, predictor)
+
+    profiled = [table(measured, place, found) for place, found in enumerate(programs)]
+    out = [
+        Method("table", profiled, free, measured.card),
+        asked("roofline", step.assumed, measured.card, free),
     ]
-    labels = measured.labels
     for name, predictor in fitted.items():
         card = predictor.cards.get(measured.card.name, measured.card)  # the one it was fitted with
-        found.append(Method(name, lambda _, p=predictor: p.predict, free, card))
+        out.append(asked(name, predictor.predict, card, free))
         rows = np.isin(labels.programs, list(free)[::2])
-        seen = dataclasses.replace(labels.dataset[rows], cards={card.name: card})
-        near = predictor.adapt(seen)
-        found.append(
-            Method(f"{name}, adapted", lambda _, p=near: p.predict, list(free)[1::2], card)
-        )
-    return found
+        near = predictor.adapt(dataclasses.replace(labels.dataset[rows], cards={card.name: card}))
+        out.append(asked(f"{name}, adapted", near.predict, card, list(free)[1::2]))
+    return out
 
 
 def without(dataset: Dataset, measured: Measured) -> Dataset:
@@ -114,7 +130,7 @@ def judge(measured: Measured, found: Sequence[Method], costs: Overheads) -> list
         places = [*range(len(measured.names)), *method.free]
         predicted = {
             place: step.predict(
-                measured.texts[place], Cluster(method.card, 1, 1), method.times(place),
+                measured.texts[place], Cluster(method.card, 1, 1), method.times[place],
                 platform="cpu", overheads=costs,
             )
             for place in places
@@ -151,11 +167,12 @@ def of_rows(measured: Measured, found: Sequence[Method]) -> list[Row]:
     for row in np.flatnonzero(labels.programs < len(measured.names)).tolist():
         first.setdefault(labels.dataset.records[row].hash, row)
     rows = np.array(list(first.values()), int)
-    records, seconds = [labels.dataset.records[i] for i in rows], labels.dataset.seconds[rows]
+    found_records = [labels.dataset.records[i] for i in rows]
+    seconds = labels.dataset.seconds[rows]
     out = []
     for method in found:
-        if method.name != "table":
-            predicted, sigma = method.times(0)(records, method.card)
+        if method.predictor is not None:
+            predicted, sigma = method.predictor(found_records, method.card)
             every = np.ones(len(rows), bool)
             apart = errors(predicted, sigma, seconds, labels.halves[rows], every)
             out.append({"method": method.name, **apart})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.reports import cdmpp as report
-from experiments.reports import cdmpp_tables
+from experiments.reports import cdmpp_step, cdmpp_tables
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.record import product
 from megajax.monitor import results
@@ -193,7 +193,7 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
 """
     cluster, cfg = parse_cluster("h100:1x8"), PRESETS["nano"]()
     found = predict(text, cluster, assumed)
-    facts = report.step_facts(found, cfg, cluster)
+    facts = cdmpp_step.step_facts(found, cfg, cluster)
     assert facts["low_s"] < facts["step_s"] < facts["high_s"]
     assert facts["tokens_per_s"] == pytest.approx(32 * 128 / found.seconds)
     assert facts["dearest"] == [
@@ -202,5 +202,8 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
             "seconds": pytest.approx(found.seconds), "share": pytest.approx(1.0),
         }
     ]  # fmt: skip
-    shown = report.step_markdown(facts, cluster, "assumed")
+    shown = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**30}, cluster, "assumed")
     assert "90 % band" in shown and "| one | product | 2 |" in shown
+    assert "1.0 of 74.5 GiB" in shown
+    large = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**37}, cluster, "assumed")
+    assert "does not fit" in large and "--train.accumulate" in large

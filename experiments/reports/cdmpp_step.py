@@ -1,0 +1,89 @@
+"""A predicted train step in figures and text: its time with a band, and its dearest operations."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.reports.cdmpp import BAND
+from megajax.core.hardware import Cluster
+from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.cost.record import OpRecord
+from megajax.systems.cdmpp.step import StepTime
+from megajax.training.config import Config
+
+TOP = 10
+
+
+def step_facts(step: StepTime, cfg: Config, cluster: Cluster) -> dict[str, Any]:
+    """Returns the figures of a predicted step, and its dearest operations."""
+    load = cfg.model.workload(cfg.train.global_batch, cfg.train.seq_len, cfg.train.dtype)
+    tokens_per_s = load.tokens / step.seconds
+    peak = cluster.card.peak(cfg.train.dtype)
+    flops = {c: train_flops_per_token(load, c) for c in ("megatron", "causal")}
+    same: dict[str, list[float]] = {}
+    first: dict[str, OpRecord] = {}
+    for record, seconds, _ in step.rows:
+        first.setdefault(record.hash, record)
+        total = same.setdefault(record.hash, [0.0, 0.0])
+        total[0] += seconds
+        total[1] += record.executions
+    dearest = sorted(same, key=lambda key: -same[key][0])[:TOP]
+    return {
+        "step_s": step.seconds,
+        "low_s": max(step.seconds - BAND * step.sigma, 0.0),
+        "high_s": step.seconds + BAND * step.sigma,
+        "compute_s": step.compute_s,
+        "communication_s": step.communication_s,
+        "exposed_s": step.exposed_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu_megatron": mfu(tokens_per_s, flops["megatron"], cluster.devices, peak),
+        "mfu_causal": mfu(tokens_per_s, flops["causal"], cluster.devices, peak),
+        "dearest": [
+            {
+                "name": first[key].name,
+                "kind": first[key].kind,
+                "executions": same[key][1],
+                "seconds": same[key][0],
+                "share": same[key][0] / step.seconds if step.seconds else 0.0,
+            }
+            for key in dearest
+        ],
+    }
+
+
+def step_markdown(facts: Mapping[str, Any], cluster: Cluster, source: str) -> str:
+    """Returns the predicted step as text. source: of the times."""
+    lines = [
+        f"# A step on {cluster.name}",
+        "",
+        f"- step: {_time(facts['step_s'])} (90 % band {_time(facts['low_s'])} to "
+        f"{_time(facts['high_s'])})",
+        f"- compute: {_time(facts['compute_s'])}; communication "
+        f"{_time(facts['communication_s'])}, of which {_time(facts['exposed_s'])} is exposed",
+        f"- {facts['tokens_per_s']:,.0f} tokens/s, MFU {100 * facts['mfu_megatron']:.1f} % "
+        f"(Megatron's convention), {100 * facts['mfu_causal']:.1f} % (causal)",
+        f"- memory: {_memory(facts['memory_bytes'], cluster)}",
+        "",
+        "| operation | kind | executions | time | of the step |",
+        "|---|---|---|---|---|",
+    ]
+    for row in facts["dearest"]:
+        lines.append(
+            f"| {row['name']} | {row['kind']} | {row['executions']:g} | {_time(row['seconds'])} | "
+            f"{100 * row['share']:.1f} % |"
+        )
+    return "\n".join([*lines, "", f"*Predicted, not measured: {source}. Attention is XLA's.*"])
+
+
+def _memory(nbytes: float, cluster: Cluster) -> str:
+    """Returns what XLA says that the step needs on a device, and whether it fits."""
+    gib, room = nbytes / 2**30, cluster.card.memory_bytes / 2**30
+    if nbytes <= cluster.card.memory_bytes:
+        return f"{gib:.1f} of {room:.1f} GiB a device"
+    return (
+        f"{gib:.1f} GiB a device, and it has {room:.1f}: this step does not fit, and XLA's "
+        "schedule of it may be a worse one; more micro-batches need less (--train.accumulate)"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"
