@@ -2,16 +2,17 @@
 
 Given how many layers of each width every device has, the layers of a device that follows a set of
 devices are known, whatever the order inside the set. So the least loss is a shortest path over sets
-of devices (Held and Karp), and the widths inside a stage are an assignment problem. Exact.
+of devices (Held and Karp), and the widths inside a stage are an assignment problem. Exact; there
+are 2^stages sets at most, and far fewer where devices and counts are equal.
 
 Legend: D devices, B widths in bits, I layers of a stage.
 """
 
+import itertools
+
 import numpy as np
 
 from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
-
-MOST = 14  # (chosen) stages whose every set is looked at: 16384 sets
 
 
 def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[int]] | None:
@@ -20,8 +21,6 @@ def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[
     Args: counts_DB: layers of each width on each device, as many in all as the model has.
     """
     devices = [int(d) for d in np.flatnonzero(counts_DB.sum(1))]
-    if len(devices) > MOST:
-        raise NotImplementedError(f"{len(devices)} stages; at most {MOST} can be ordered")
     sizes = counts_DB.sum(1)
     room_D = problem.memory * (1 + SLACK) - counts_DB @ (problem.layer_bytes + problem.cache_bytes)
     known: dict[tuple, tuple[float, list[int]]] = {}
@@ -35,12 +34,10 @@ def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[
 
     every = (1 << len(devices)) - 1
     least: dict[int, tuple[float, int, int]] = {0: (0.0, -1, 0)}  # set: (omega, last, set before)
-    order = sorted(range(every + 1), key=int.bit_count)
-    start_of = {0: 0}
-    for done in order:
-        if done not in least:
-            continue
-        for k, d in enumerate(devices):
+    start_of, edge = {0: 0}, [0]
+    while edge:  # sets of one more device each
+        further: dict[int, None] = {}
+        for done, (k, d) in itertools.product(edge, enumerate(devices)):
             before = twin[k]
             if done >> k & 1 or (before is not None and not done >> before & 1):
                 continue
@@ -52,6 +49,8 @@ def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[
             if more not in least or omega < least[more][0]:
                 least[more] = (omega, k, done)
                 start_of[more] = start_of[done] + int(sizes[d])
+                further[more] = None
+        edge = list(further)
     if every not in least:
         return None
     found: list[Stage] = []

@@ -3,6 +3,7 @@
 Rivals use them, and the planner begins with them, so that it is never slower than they are.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterator
 
@@ -61,20 +62,25 @@ def _alone(problem: Problem, each: float, seconds_D: np.ndarray) -> list[Stage] 
     return [(min(able, key=lambda d: seconds_D[d]), 0, problem.layers)]
 
 
-def _spread(layers: int, most_D: np.ndarray, seconds_D: np.ndarray):
+def _spread(
+    layers: int, most_D: np.ndarray, seconds_D: np.ndarray
+) -> tuple[float, list[int]] | None:
     """(slowest stage, layers of each device): the smallest bottleneck that holds all layers."""
     limits = sorted({float(k * s) for s in seconds_D for k in range(1, layers + 1)})
-    for limit in limits:
-        able_D = np.minimum(most_D, np.floor(limit / seconds_D * (1 + 1e-12)).astype(int))
-        spare = int(able_D.clip(0).sum()) - layers
-        if spare >= 0:
-            counts = able_D.clip(0)
-            for d in np.argsort(-seconds_D, kind="stable"):
-                less = min(spare, int(counts[d]) - 1 if counts[d] else 0)
-                counts[d] -= less
-                spare -= less
-            return (limit, counts.tolist()) if spare == 0 else None
-    return None
+
+    def able(limit: float) -> np.ndarray:
+        return np.minimum(most_D, np.floor(limit / seconds_D * (1 + 1e-12)).astype(int)).clip(0)
+
+    if int(able(limits[-1]).sum()) < layers:
+        return None
+    at = bisect.bisect_left(range(len(limits)), layers, key=lambda k: int(able(limits[k]).sum()))
+    counts = able(limits[at])
+    spare = int(counts.sum()) - layers
+    for d in np.argsort(-seconds_D, kind="stable"):
+        less = min(spare, max(int(counts[d]) - 1, 0))
+        counts[d] -= less
+        spare -= less
+    return (limits[at], counts.tolist()) if spare == 0 else None
 
 
 def simple(problem: Problem) -> Iterator[tuple[list[Stage], list[int]]]:
