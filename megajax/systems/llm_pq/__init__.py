@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "costs": ("Workload",),
+        "hosts": ("RayRuntime", "cluster_devices"),
         "planning": ("plan",),
         "presets": ("PRESETS",),
         "problem": ("Placement", "Problem"),

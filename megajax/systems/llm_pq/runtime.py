@@ -108,7 +108,7 @@ class Runtime:
         self._page, self._seed, self._tokenizer = page_size, seed, tokenizer
         self._prefill_tokens, self._most = prefill_tokens, requests
         params = _quantized(params, cfg, placement)
-        one_rank(params, [mesh_of(self._devices[d]) for d, _, _ in placement.stages])
+        one_rank(params, [self._ranks(self._devices[d]) for d, _, _ in placement.stages])
         last = len(placement.stages) - 1
         self.places = [Place(k, *s, last=k == last) for k, s in enumerate(placement.stages)]
         stack = decoder.parts(cfg).stack
@@ -129,6 +129,11 @@ class Runtime:
         """Returns a new stage."""
         weights, devices = self._weights[place.stage], self._devices[place.device]
         return LocalStage(self.cfg, place, weights, devices, self._dtype, self._wrap)
+
+    @staticmethod
+    def _ranks(device: Any) -> int:
+        """Returns the tensor ranks of a stage on this device."""
+        return mesh_of(device).shape["tensor"]
 
     @property
     def compiled(self) -> int:
@@ -345,9 +350,9 @@ def _quantized(params: Tree, cfg: DecoderConfig, placement: Placed) -> Tree:
     return params
 
 
-def one_rank(params: Tree, meshes: Sequence[Any]) -> None:
+def one_rank(params: Tree, ranks: Sequence[int]) -> None:
     """Refuses quantized weights on tensor ranks. Raises: UserError."""
-    if _packed(params) and any(mesh.shape["tensor"] > 1 for mesh in meshes):
+    if _packed(params) and max(ranks) > 1:
         raise UserError(
             "quantized matrices are not cut over tensor ranks yet; give each stage one device"
         )

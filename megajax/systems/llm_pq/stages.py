@@ -185,6 +185,26 @@ class Stage:
         jax.block_until_ready((self._weights, self._programs and self._programs.state))
 
 
+class Guard:
+    """A stage that does nothing any more once something failed: its state was given up then."""
+
+    def __init__(self, build: Callable[[], Stage]):
+        """build: makes the stage."""
+        self._build, self._stage = build, None
+        self.failure: BaseException | None = None
+
+    def call(self, method: str, *given: Any) -> Any:
+        """Calls a method of the stage. Raises: what it does, or did before."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._stage = self._stage or self._build()
+            return getattr(self._stage, method)(*given)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
 class LocalStage:
     """A stage of this process in a thread of its own, which starts what it is sent, in this order.
 
@@ -195,9 +215,9 @@ class LocalStage:
         """given: as of Stage, which the thread makes."""
         name = f"stage-{given[1].stage}"
         self._thread = ThreadPoolExecutor(1, name)
-        self._failure: BaseException | None = None
+        self._guard = Guard(lambda: Stage(*given))
         self.failed = False  # then it is to be replaced
-        self._stage = self._thread.submit(Stage, *given)
+        self.send("check")  # makes it
 
     def send(self, method: str, *given: Any) -> Future:
         """Calls a method of the stage after what was sent before; returns its result to come.
@@ -208,13 +228,7 @@ class LocalStage:
 
     def _call(self, method: str, given: tuple) -> Any:
         given = tuple(x.result() if isinstance(x, Future) else x for x in given)
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return getattr(self._stage.result(), method)(*given)
-        except BaseException as error:
-            self._failure, self.failed = error, True  # its state was given up
-            raise
+        return self._guard.call(method, *given)
 
     @staticmethod
     def wait(result: Future) -> Any:

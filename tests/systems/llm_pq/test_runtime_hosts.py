@@ -1,0 +1,33 @@
+"""The stages as actors of a Ray cluster on this machine, which is one host."""
+
+import dataclasses
+
+import pytest
+from test_runtime import FEW, FLOAT32, SHORT, few, on_one_device, quantized
+
+from megajax.systems.llm_pq import RayRuntime, StageError, cluster_devices
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_actors_give_the_engines_tokens_and_a_dead_one_is_named():
+    ray = pytest.importorskip("ray", reason="uv sync --extra ray")
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    actor = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
+    prompts, params, _ = few()
+    params = [dataclasses.replace(p, seed=k) for k, p in enumerate(params)]
+    wanted = on_one_device(FEW, SHORT.bits, prompts, params)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        assert cluster_devices() == []  # it has no GPU
+        weights = quantized(FEW, SHORT.bits)
+        with RayRuntime(weights, FEW, SHORT, [actor] * 3, prefill_tokens=2, **FLOAT32) as runtime:
+            assert runtime.generate(prompts, params) == wanted
+            ray.kill(runtime._stages[1]._actor)
+            match = r"^stage 1 \(device 0, layers 1 to 2\) died: .*Actor"
+            with pytest.raises(StageError, match=match):
+                runtime.generate(prompts, params)
+            runtime.restart()
+            assert runtime.generate(prompts, params) == wanted
+    finally:
+        ray.shutdown()
