@@ -190,7 +190,8 @@ class Guard:
 
     def __init__(self, build: Callable[[], Stage]):
         """build: makes the stage."""
-        self._build, self._stage = build, None
+        self._build = build
+        self._stage: Stage | None = None
         self.failure: BaseException | None = None
 
     def call(self, method: str, *given: Any) -> Any:

@@ -28,7 +28,7 @@ class Placement:
 
 
 # Stages of 1 and 2 layers in another order than the devices', of which number 1 is unused.
-SHORT = Placement(((2, 0, 1), (0, 1, 3)), (16, 4, 4), 2, 3)
+SHORT = Placement(((2, 0, 1), (0, 1, 3)), (16, 4, 4), 2, 6)
 
 
 @functools.cache
