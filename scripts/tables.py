@@ -22,6 +22,7 @@ import jax
 from absl import flags
 
 from experiments.reports import (
+    cdmpp_replay,
     cdmpp_tables,
     gpu_tables,
     kernel_tables,
@@ -329,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
         for table in (serving_figures.offline, serving_figures.online, serving_figures.numerics)
     },
+    "cdmpp_replay": functools.partial(cdmpp_replay.markdown, RESULTS / "cdmpp_replay.json"),
     "visited": kernel_tables.visited,
 }
 

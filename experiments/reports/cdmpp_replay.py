@@ -26,6 +26,7 @@ from megajax.systems.cdmpp import step
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.overheads import Overheads, counts
 
+NAME = "cdmpp_replay"  # of the files written
 COVERED = 0.9
 BUSY = 0.05  # of the time, from which a measurement is told to be disturbed (chosen)
 Row = dict[str, Any]
@@ -188,7 +189,7 @@ def _quantile(wrong: Sequence[float]) -> float:
 
 
 def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
-    """Judges what was measured; writes replay.json, replay.svg and replay.png, and prints them.
+    """Judges what was measured; writes cdmpp_replay.json, .svg and .png, and prints them.
 
     fitted: predictors by the names that the tables give them.
     """
@@ -203,9 +204,9 @@ def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
         "noise_of_parts": measured.labels.noise, "instructions": of_rows(measured, found),
         "taken_by_others": 1 - busy / walls,
     }  # fmt: skip
-    results.write(folder / "replay.json", about, rows)
-    draw(rows, folder / "replay")
-    print(markdown(folder / "replay.json"))
+    results.write(folder / f"{NAME}.json", about, rows)
+    draw(rows, folder / NAME)
+    print(markdown(folder / f"{NAME}.json"))
     for row in total:
         print(text(row))
     if about["taken_by_others"] > BUSY:
@@ -213,7 +214,7 @@ def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
             f"other processes had {100 * about['taken_by_others']:.0f} % of the processor's time: "
             "measured steps are too long, so measure again when nothing else runs"
         )
-    print(f"{folder}/replay.json, replay.svg, replay.png")
+    print(f"{folder}/{NAME}.json, .svg, .png")
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -254,6 +255,8 @@ def text(row: Row) -> str:
 
 def markdown(path: Path) -> str:
     """Returns the tables of a result file: methods, then configurations."""
+    if not path.exists():
+        return "Not measured on an idle machine yet."
     found = json.loads(path.read_text())
     rows, names = found["rows"], [row["method"] for row in found["summary"]]
     lines = [

@@ -222,6 +222,11 @@ class Measured:
     @classmethod
     def load_from(cls, folder: Path) -> "Measured":
         """Returns what a folder holds. Raises: UserError if a file is missing or damaged."""
+        for name in ("parts.npz", "walls.json"):
+            if not (folder / name).exists():
+                raise UserError(
+                    f"{folder} has no {name}: no replay was measured there (--measured)"
+                )
         labels = Labels.load(folder / "parts.npz")
         try:
             timed = json.loads((folder / "walls.json").read_text())

@@ -78,7 +78,22 @@ def test_what_is_measured_is_learnt_and_plans(measured, tmp_path):
     assert plans[0] != plans[1]
 
 
+def test_steps_are_replayed_from_their_instructions(tmp_path):
+    words = ("--configurations=short", "--others=8", "--passes=6", f"--out={tmp_path}")
+    said = call("experiments/cdmpp.py", "replay", *words)
+    found = json.loads((tmp_path / "cdmpp_replay.json").read_text())
+    table, _ = found["rows"]
+    assert table["method"] == "table" and "| short |" in said
+    assert 0.2 < table["predicted_s"] / table["measured_s"] < 2  # other processes may run
+    again = call("experiments/cdmpp.py", "replay", f"--measured={tmp_path}", f"--out={tmp_path}")
+    assert "| short |" in again
+
+
 def test_wrong_flags_are_named():
     assert "--data" in call("experiments/cdmpp.py", "train", code=2)
     assert "Did you mean train?" in call("experiments/cdmpp.py", "trian", code=2)
     assert "--families" in call("scripts/profile_programs.py", "--families=nrom", code=2)
+    assert "--configurations" in call(
+        "experiments/cdmpp.py", "replay", "--configurations=n", code=2
+    )
+    assert "--measured" in call("experiments/cdmpp.py", "replay", "--measured=/tmp", code=2)
