@@ -57,6 +57,23 @@ def test_no_program_is_on_both_sides_of_a_split():
     assert sorted(judged) == sorted(rows)  # each family is held out once
 
 
+def test_a_program_of_two_devices_is_on_one_side():
+    """The same structures on both devices: a split by rows would have each on both sides."""
+    dataset = made()
+    names = ["H100" if (i // 20) % 2 else "near" for i in range(60)]
+    dataset = dataclasses.replace(dataset, devices=names)
+    rows = report.unique_rows(dataset)
+    assert len(rows) == 40
+    split = report.random_split(dataset, rows, 0)
+    fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
+    assert len(judge) == 4 and len(split.judge) == 8 and not fit & judge
+    # A structure that two families have is not fitted on where one of them is held out.
+    families = np.array(list("abcde"))[(np.arange(60) % 20 + np.arange(60) // 20) % 5]
+    for split in report.family_splits(dataset, rows, families, 0):
+        fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
+        assert judge and not fit & judge
+
+
 def test_a_held_out_device_is_not_fitted_on_and_seen_rows_are_not_judged():
     dataset = made()
     rows = report.unique_rows(dataset)
