@@ -29,7 +29,7 @@ STEPS = 2000
 FOLD_STEPS = 500
 ROWS_PER_GROUP = 5000  # of one device and kind; more are sampled, evenly over their FLOPs
 _CHUNK = 4096  # rows of one call of the network
-_MOST_ADAPTED = 2048  # rows that an adaptation reads
+_MOST_ADAPTED = 128  # rows of a kind that an adaptation reads: seconds of one core
 
 
 class FarFromTraining(UserWarning):
