@@ -198,9 +198,12 @@ def evaluate(
             after(name, split, model)
         for split_name, pieces in parts.items():
             if len(pieces) > 1:
-                whole = [np.concatenate(column) for column in zip(*pieces, strict=True)]
+                judged, seconds, sigma = (
+                    np.concatenate(column) for column in zip(*pieces, strict=True)
+                )
                 about = {"method": name, "split": split_name, "held_out": EACH}
-                found = [about | row for row in grouped(dataset, *whole, halves, groups)]
+                whole = grouped(dataset, judged, seconds, sigma, halves, groups)
+                found = [about | row for row in whole]
                 rows += found
                 tell(text(found[0]))
     return rows

@@ -36,7 +36,7 @@ def xla_counts(labels: Labels, numbers: Iterable[int], seed: int = 0) -> dict[in
     for number in numbers:
         compiled = compile_program(next(families.programs(seed=seed, start=number)))
         mine = {record.hash for record in records(compiled)}
-        rows = np.flatnonzero(labels.programs == number)
+        rows = np.flatnonzero(labels.programs == number).tolist()
         if {labels.dataset.records[i].hash for i in rows} - mine:
             raise UserError(
                 f"program {number} has other instructions than its labels: they are of another "

@@ -52,7 +52,7 @@ def programs(path: Path) -> str:
         "other programs and devices. `of the sum`: of ours, weighted by time. `in the band`: "
         "measured times in our 90 % band, in %. `labels differ by`: the two halves of the "
         "measurements. "
-        f"Ours: mean of seeds, {ours['seeds']}."
+        f"Ours: mean of seeds, {rows[0]['seeds']}."
     )
     return "\n".join([*lines, "", text, "", _source(found)])
 

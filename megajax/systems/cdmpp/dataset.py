@@ -110,7 +110,7 @@ class Dataset:
         A program's instructions of one structure differ in what the caches hold when they start.
         """
         groups: dict[tuple[str, str], list[int]] = {}
-        for row in np.flatnonzero(~np.isnan(self.seconds)):
+        for row in np.flatnonzero(~np.isnan(self.seconds)).tolist():
             groups.setdefault(self._key(row), []).append(row)
         seconds = self.seconds.copy()
         middle = {key: np.median(self.seconds[rows]) for key, rows in groups.items()}
