@@ -3,6 +3,7 @@
     uv run experiments/llm_pq.py --preset=case3             # OPT-30B on 3 T4 and a V100
     uv run experiments/llm_pq.py --preset=paper             # all eleven clusters of the paper
     uv run experiments/llm_pq.py --preset=case3 --cluster=l4:2,l40s:1 --quality=0.5
+    uv run experiments/llm_pq.py --preset=case3 --run       # and serves a small trained model so
 
 Plans who holds which layers in how many bits, and the micro-batches of prefill and decoding, so
 that the requests are done soonest. Prints the placement, tokens a second, the proven gap and what
@@ -14,6 +15,10 @@ Every time is an ESTIMATE of the cost model (assumed efficiencies), pipelines ar
 event, and how much a layer counts in quality is ASSUMED (--seed draws it). Writes llm_pq.json, .svg
 and .png into --out, and placement_CASE.json for each case.
 
+--run plans once more for a small trained model (--run_dir; none: the newest nano run) on the same
+cluster with its memory scaled down, measures its held-out loss before and after, and answers
+prompts through the pipeline on emulated devices.
+
 Ctrl-C, or the end of --time_limit_s, prints the best placement found so far with its gap. Exit code
 2: the devices cannot hold the model, which term is the largest and how many bytes are missing.
 """
@@ -23,13 +28,16 @@ import megajax.core.interrupted  # noqa: F401
 import dataclasses
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from experiments.reports import llm_pq as report
 from megajax.core import config
+from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import parse_mixed
+from megajax.core.needs import equal
 from megajax.monitor import results
 from megajax.systems import llm_pq
 from megajax.systems.llm_pq.costs import assumed_omega
@@ -54,6 +62,10 @@ class Config(Checked):
     time_limit_s: float = option(60.0, "of one search", unit="s", above=0)
     rivals: bool = option(True, "whether rivals are placed, and we at their quality")
     seed: int = option(0, "of the assumed weight of each layer", at_least=0)
+    run: bool = option(False, "also serves a small trained model by such a plan, emulated")
+    run_dir: str | None = option(
+        None, "folder of the run to serve; none: the newest nano run", needs=equal("run", True)
+    )
     out: str = results.out_option("llm_pq")
 
     def __post_init__(self):
@@ -130,7 +142,26 @@ def main() -> int:
         report.draw(rows, folder / "llm_pq")
         print(report.told(report.summary(rows)))
     print(folder / "llm_pq.json")
+    if cfg.run:
+        serve(cfg, folder)
     return 0
+
+
+def serve(cfg: Config, folder: Path) -> None:
+    """Serves a small model by a plan for the first case, and writes run.json."""
+    from megajax.systems.open_model import open_model
+    from megajax.systems.server.launch import newest_run
+
+    opened = open_model(run_dir=cfg.run_dir or newest_run())
+    workload, cluster = llm_pq.PRESETS[cfg.cases.split(",")[0]]
+    cluster = parse_mixed(cfg.cluster) if cfg.cluster else cluster
+    mesh_.start(cluster.devices)
+    from experiments.reports.llm_pq_run import served
+
+    workload = dataclasses.replace(workload, requests=cfg.requests, bits=cfg.widths())
+    found = served(opened, workload, cluster, cfg.time_limit_s)
+    results.write(folder / "run.json", results.facts("emulated", "emulated"), [found])
+    print(folder / "run.json")
 
 
 PRESETS = {name: _case(name) for name in llm_pq.PRESETS} | {"paper": paper}

@@ -1,0 +1,156 @@
+"""Serves a small trained model by a plan for a preset's cluster, scaled down to that model.
+
+Every device keeps its speeds, and its memory shrinks as the model does, so that the small model is
+as tight a fit as the preset's. The loss of quality by layer and width is measured in calibration
+text (`quant.sensitivity`, exact), not assumed; the held-out loss is measured before and after. The
+stages run on emulated devices of this machine, whose speed says nothing about the cluster.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.hardware import MixedCluster
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import Tree
+from megajax.models.decoder_config import DecoderConfig
+from megajax.parallel import sharding
+from megajax.quant import Format, Statistics, quantize_model, sensitivity
+from megajax.quant.quantized_model import inputs_of, matrices
+from megajax.serving import SamplingParams
+from megajax.systems import llm_pq
+from megajax.systems.llm_pq.calibrate import calibrate
+from megajax.systems.llm_pq.costs import CONTEXT_BYTES, USABLE, Workload, problem_of
+from megajax.systems.llm_pq.planning import uniform_bits
+from megajax.systems.llm_pq.problem import Placement
+from megajax.systems.llm_pq.quality import loss_of, windows
+from megajax.systems.llm_pq.runtime import Runtime
+from megajax.systems.open_model import OpenModel
+
+ROWS, LENGTH = 16, 129  # (chosen) of calibration text, and of held-out text
+PROMPT, ANSWER = 32, 32  # (chosen) tokens
+SHOWN = 2  # answers that are printed
+
+
+def served(
+    opened: OpenModel, workload: Workload, cluster: MixedCluster, time_limit_s: float
+) -> dict[str, Any]:
+    """Plans, quantizes, measures and serves; prints what it finds, and returns it.
+
+    Raises: UserError where the scaled cluster cannot hold the model.
+    """
+    mesh = MeshSpec().build(jax.devices()[:1])
+    params, what = opened.load(sharding.layout(mesh, "none", decode=True, model=opened.cfg))
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)  # on no mesh
+    cfg = opened.cfg
+    learnt, judged = (
+        windows("stdlib", opened.tokenizer, (ROWS, LENGTH), held_out=held) for held in (False, True)
+    )
+    statistics = calibrate(params, cfg, [*learnt[:, None, :-1]])
+    small = dataclasses.replace(
+        workload, name=opened.name, stack=cfg.stack, vocab=cfg.padded_vocab, positions=0,
+        prompt=PROMPT, new_tokens=ANSWER, omega=omega_of(params, cfg, statistics, workload.bits),
+    )  # fmt: skip
+    scaled = shrunk(cluster, workload, small)
+    placement = llm_pq.plan(small, scaled, time_limit_s=time_limit_s)
+    problem = problem_of(small, scaled)
+    print(f"{what}: {cfg.layers} layers on {cluster.name}, memory scaled down with the model")
+    for device, start, stop in placement.stages:
+        widths = ", ".join(str(b) for b in placement.bits[start:stop])
+        print(
+            f"  {cluster.cards[device].name} {device}: layers {start} to {stop - 1}, bits {widths}"
+        )
+    before = loss_of(params, cfg, judged)
+    after = {"plan": loss_of(in_bits(params, cfg, placement.bits), cfg, judged)}
+    if (even := uniform_bits(problem)) is not None:
+        after[f"even split, {even} bits"] = loss_of(
+            in_bits(params, cfg, [even] * cfg.layers), cfg, judged
+        )
+    print(f"held-out loss: dense {before:.4f} nats a token")
+    for name, loss in after.items():
+        print(f"  {name}: {loss:.4f} ({loss - before:+.4f})")
+    answers, seconds = _answers(params, cfg, placement, judged, small.requests, cluster.devices)
+    for answer in answers[:SHOWN]:
+        print(f"  answer: {opened.tokenizer.decode(answer)!r}")
+    tokens = sum(len(answer) for answer in answers)
+    print(f"{len(answers)} answers of {ANSWER} tokens, {tokens / seconds:.0f} tokens/s (emulated)")
+    return {
+        "model": what, "stages": [list(s) for s in placement.stages], "bits": list(placement.bits),
+        "prefill_batch": placement.prefill_batch, "decode_batch": placement.decode_batch,
+        "loss_dense": before, "loss": after, "emulated_tokens_per_s": tokens / seconds,
+    }  # fmt: skip
+
+
+def omega_of(
+    params: Tree, cfg: DecoderConfig, statistics: dict[str, Statistics], bits: tuple[int, ...]
+) -> np.ndarray:
+    """Returns (layers, widths): the squared error that each layer's products are expected to get."""
+    found = np.zeros((cfg.layers, len(bits)))
+    for name in matrices(cfg.axes):
+        words, leaf = cfg.axes, params
+        for part in name.split("."):
+            words, leaf = words[part], leaf[part]
+        for layer in range(cfg.layers):
+            w = np.asarray(leaf[layer])
+            w_KN = w.reshape(inputs_of(words[1:], w.shape), -1)
+            own = jax.tree.map(lambda x, i=layer: x[i], statistics[name])
+            for place, width in enumerate(bits):
+                found[layer, place] += sensitivity(w_KN, own, format_of(width), "exact")
+    return found
+
+
+def format_of(bits: int) -> Format | None:
+    """Returns the format that the runtime uses for a width; None: it stays dense."""
+    return None if bits >= 16 else Format(bits, 128, 0, scale_dtype="float16")
+
+
+def in_bits(params: Tree, cfg: DecoderConfig, bits: Any) -> Tree:
+    """Returns the parameters with each layer in its width."""
+    return quantize_model(params, cfg, [format_of(b) for b in bits])
+
+
+def shrunk(cluster: MixedCluster, large: Workload, small: Workload) -> MixedCluster:
+    """Returns the cluster whose memory is as tight for the small model as the large one finds it.
+
+    By the bytes of all at the highest width, with the caches.
+    """
+    whole = []
+    for workload in (large, small):
+        p = problem_of(workload, cluster)
+        layers = workload.stack.layers * (p.layer_bytes.max() + p.cache_bytes)
+        whole.append(layers + p.first_bytes + p.last_bytes)
+    ratio = whole[1] / whole[0]
+    cards = tuple(
+        dataclasses.replace(
+            card,
+            memory_bytes=int(
+                (max(USABLE * card.memory_bytes - CONTEXT_BYTES, 0) * ratio + CONTEXT_BYTES)
+                / USABLE
+            ),
+        )
+        for card in cluster.cards
+    )
+    return dataclasses.replace(cluster, cards=cards)
+
+
+def _answers(
+    params: Tree,
+    cfg: DecoderConfig,
+    placement: Placement,
+    judged: np.ndarray,
+    count: int,
+    devices: int,
+) -> tuple[list[list[int]], float]:
+    """Returns the answers to beginnings of held-out text, and the seconds that they took."""
+    prompts = [judged[i % len(judged), : PROMPT - i // len(judged)].tolist() for i in range(count)]
+    asked = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
+    local = jax.devices()
+    with Runtime(
+        params, cfg, placement, [local[i % len(local)] for i in range(devices)], dtype="float32"
+    ) as runtime:
+        began = time.monotonic()
+        return runtime.generate(prompts, asked), time.monotonic() - began
