@@ -308,6 +308,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )  # fmt: skip
     left.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high),
              xlabel="measured step, ms", ylabel="predicted step, ms")  # fmt: skip
+    left.tick_params(which="minor", labelbottom=False)  # they would overlap
     left.legend(fontsize=8, frameon=False)
     left.set_title("bars: 90 % band", fontsize=9, loc="left")
     right.set_yticks(range(len(names)), names, fontsize=8)

@@ -88,7 +88,7 @@ def served(
 def omega_of(
     params: Tree, cfg: DecoderConfig, statistics: dict[str, Statistics], bits: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns (layers, widths): the squared error that each layer's products are expected to get."""
+    """Returns (layers, widths): the squared error expected of each layer's products."""
     found = np.zeros((cfg.layers, len(bits)))
     for name in matrices(cfg.axes):
         words, leaf = cfg.axes, params
