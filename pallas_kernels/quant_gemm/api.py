@@ -55,8 +55,8 @@ def pack_weight(codes_KN: Array, *, bits: int) -> Array:
 
 
 def quant_matmul(
-    x_xK: Array,
-    packed_PN: Array,
+    x_MK: Array,
+    packed: Array,
     scales_GN: Array,
     *,
     bits: int,
@@ -83,8 +83,8 @@ def quant_matmul(
     weight; codes have none.
 
     Args:
-      x_xK: bf16|f16|f32. packed_PN: uint8, of `pack_weight`. scales_GN: any floating type, G = K /
-        group rounded up; the last group may be short.
+      x_MK: bf16|f16|f32, any leading dimensions. packed: uint8 (P, N), of `pack_weight`.
+      scales_GN: any floating type, G = K / group rounded up; the last group may be short.
       group: codes of a group, at least 1; K or more, or None: one group.
       zeros: (G, N), any floating type. bias: (N,), any floating type. activation: None, 'gelu'
         (exact), 'gelu_tanh', 'silu'.
@@ -94,12 +94,12 @@ def quant_matmul(
       all reasons where the implementation asked for cannot run.
     """
     arguments.check_arrays(
-        OP, x=x_xK, packed=packed_PN, scales=scales_GN, zeros=zeros, bias=bias
+        OP, x=x_MK, packed=packed, scales=scales_GN, zeros=zeros, bias=bias
     )  # fmt: skip
-    _check(x_xK, packed_PN, bits)
-    K, N = x_xK.shape[-1], packed_PN.shape[1]
+    _check(x_MK, packed, bits)
+    K, N = x_MK.shape[-1], packed.shape[1]
     group = max(K, 1) if group is None else arguments.whole(OP, "group", group, 1)
-    weight = Weight(packed_PN, scales_GN, zeros)
+    weight = Weight(packed, scales_GN, zeros)
     _check_scales(weight, groups_of(K, group), (K, group))
     if activation not in ACTIVATIONS:
         raise ValueError(f"{OP}: activation={activation!r}; there are {ACTIVATIONS}")
@@ -108,12 +108,12 @@ def quant_matmul(
             f"{OP}: bias {bias.dtype}{bias.shape} must be floating, ({N},): the weight's columns"
         )
     spec = Spec(bits, min(group, max(K, 1)), zeros is None, activation)
-    static = _static(x_xK, N, spec, implementation)
-    x_xK, weight, bias = dispatch.alike((x_xK, weight, bias))
+    static = _static(x_MK, N, spec, implementation)
+    x_MK, weight, bias = dispatch.alike((x_MK, weight, bias))
     if static.implementation == "reference":
-        return _product(x_xK, weight, bias, static)
+        return _product(x_MK, weight, bias, static)
     with arguments.reverse_only(OP):
-        return _run(x_xK, weight, bias, static)
+        return _run(x_MK, weight, bias, static)
 
 
 class Weight(NamedTuple):

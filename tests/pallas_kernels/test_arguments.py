@@ -23,6 +23,7 @@ PAGES = jnp.ones((2, 8, 2, 16))
 CU, IDS = jnp.array([0, 3, 8], jnp.int32), jnp.zeros((1, 8), jnp.int32)
 SCALE, ROWS = jnp.ones(4), jnp.ones((2, 3, 4))
 LENGTHS = jnp.array([3, 2], jnp.int32)
+CODES = jnp.ones((4, 3), jnp.int8)
 LINE, BYTES = jnp.ones(128), jnp.zeros((2, 132), jnp.uint8)
 
 
@@ -60,6 +61,10 @@ GOOD = {
     "fused_layer_norm": lambda: dict(x_xD=X, scale=SCALE),
     "norm_unpack": lambda: dict(x_TD=X, info=info(), scale=SCALE),
     "tile_sparse_matmul": lambda: dict(x_MK=X, weight=sparse()),
+    "pack_weight": lambda: dict(codes_KN=CODES, bits=4),
+    "quant_matmul": lambda: dict(
+        x_MK=X, packed=jnp.zeros((2, 3), jnp.uint8), scales_GN=jnp.ones((2, 3)), bits=4, group=2
+    ),
     "hadamard_quantize": lambda: dict(x_N=LINE, rows=2),
     "reduce_requantize": lambda: dict(payload_RP=BYTES, n=128, rows=2),
     "reduce_hadamard": lambda: dict(payload_RP=BYTES, n=128, bits=8),
@@ -80,6 +85,7 @@ ARRAYS = {
     "fused_layer_norm": ("x_xD", "scale", "residual", "bias", "offset"),
     "norm_unpack": ("x_TD", "scale", "residual", "bias", "offset"),
     "tile_sparse_matmul": ("x_MK", "bias"),
+    "quant_matmul": ("x_MK", "scales_GN", "zeros", "bias"),
     "hadamard_quantize": ("x_N",),
     "reduce_requantize": ("payload_RP",),
     "reduce_hadamard": ("payload_RP",),
@@ -136,6 +142,15 @@ OTHERS = [
     ("fused_gemm", {"activation": "relu"}, "activation='relu'"),
     ("fused_layer_norm", {"scale": None}, "scale=None"),
     ("fused_layer_norm", {"kind": "batch"}, "kind='batch'"),
+    ("pack_weight", {"codes_KN": X}, "codes float32.* must be integers"),
+    ("pack_weight", {"codes_KN": CODES[0]}, r"codes int8\(3,\) must be integers \(K, N\)"),
+    ("pack_weight", {"codes_KN": CODES * 16}, "codes.*16"),
+    ("pack_weight", {"bits": 5}, "bits=5"),
+    ("quant_matmul", {"bits": 8}, "packed"),
+    ("quant_matmul", {"group": 0}, "group=0 must be at least 1"),
+    ("quant_matmul", {"group": 1}, "scales"),
+    ("quant_matmul", {"zeros": jnp.ones((1, 3))}, "zeros"),
+    ("quant_matmul", {"activation": "relu"}, "activation='relu'"),
     ("tile_sparse_matmul", {"weight": jnp.ones((4, 8))}, "from_dense.* makes one"),
     ("TileSparse.from_dense", {"mask_KN": np.ones((6, 4), int)}, "mask.* bool"),
     ("TileSparse.from_dense", {"tile": 2.0}, "tile=2.0 must be an integer"),
