@@ -20,7 +20,7 @@ from megajax.checkpoint.formats.safetensors import TensorFolder
 from megajax.core import files as files_
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
-from megajax.core.tree import Tree, named_leaves, nest
+from megajax.core.tree import Tree, is_words, named_leaves, nest
 from megajax.models import decoder, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.name_rules import Rule
@@ -30,6 +30,7 @@ from megajax.quant.qtensor import QTensor, from_codes
 from megajax.quant.quantized_model import inputs_of, matrices
 
 SECTION = "quantization_config"
+_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 def settings(path: str | Path, flag: str = "hf") -> Mapping[str, Any] | None:
@@ -55,7 +56,7 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
     quantized, used, leaves = set(matrices(cfg.axes)), set(), {}
     fmt = Format(bits, group, 0, symmetric=False)
     abstract = dict(named_leaves(decoder.parts(cfg).abstract))
-    words = {n: w for n, w in _words(cfg)}
+    words = dict(named_leaves(cfg.axes, is_words))
     for rule in names.rules(cfg):
         stack = [rule.name(index) for index in np.ndindex(*rule.stack(sizes))]
         stems = [name.removesuffix(".weight") for name in stack]
@@ -66,21 +67,23 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
             layers = [read(files, s, fmt, K, int(np.prod(shape)) // K, is_less) for s in stems]
             together = jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)
             leaves[rule.ours] = QuantKernel(shape, together)
-            ends = (".qweight", ".qzeros", ".scales", ".g_idx", ".bias")
-            used |= {f"{s}{end}" for s in stems for end in ends}
+            used |= {f"{s}{end}" for s in stems for end in _PARTS}
         else:
             leaves[rule.ours] = _dense(files, rule, stack, sizes, abstract[rule.ours])
             used |= {n for s in stack for n in names.spellings(s)}
-    strangers = [n for n in files.names() if n not in used and not names.is_needless(n, cfg)]
+    strangers = [
+        n
+        for n in files.names()
+        if n not in used and not names.is_needless(n, cfg) and not _is_empty_bias(files, n)
+    ]
     if strangers:
         raise UserError(f"{folder} has tensors that this form does not know: {strangers[:5]}")
     return cfg, nest(leaves)
 
 
-def _words(cfg: DecoderConfig) -> list[tuple[str, tuple]]:
-    from megajax.core.tree import is_words
-
-    return named_leaves(cfg.axes, is_words)
+def _is_empty_bias(files: TensorFolder, name: str) -> bool:
+    """Tells a bias of zeros, which some writers give every Linear."""
+    return name.endswith(".bias") and not np.asarray(files.view(name)).any()
 
 
 def _dense(

@@ -112,6 +112,26 @@ def test_a_linear_of_gptq_is_its_formula(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_bias_that_the_family_has_none_of(value, tmp_path):
+    """Zeros, which some writers give every Linear, are nothing; other numbers are not dropped."""
+    hf_quantized.save(quantized(4), CFG, tmp_path / "m")
+    files = TensorFolder(tmp_path / "m")
+    tensors = {n: np.array(files.view(n)) for n in files.names()}
+    name = "model.layers.1.mlp.down_proj.bias"
+    tensors[name] = np.full(64, value, np.float16)
+    (tmp_path / "b").mkdir()
+    kinds = {np.dtype(np.float16): "F16", np.dtype(np.int32): "I32"}
+    described = {n: (x.shape, kinds[x.dtype]) for n, x in tensors.items()}
+    write_folder(tmp_path / "b", described, tensors.__getitem__)
+    (tmp_path / "b" / "config.json").write_text((tmp_path / "m" / "config.json").read_text())
+    if value:
+        with pytest.raises(UserError, match="does not know.*down_proj.bias"):
+            hf_quantized.load(tmp_path / "b")
+    else:
+        hf_quantized.load(tmp_path / "b")
+
+
 def change(folder, **members):
     """Writes members into a folder's quantization_config."""
     found = json.loads((folder / "config.json").read_text())
