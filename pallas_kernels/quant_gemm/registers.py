@@ -28,9 +28,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import vector
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import vector
 
 Values = Any  # a traced array in registers
 COLUMNS, WORDS = 128, 32  # of a warpgroup
