@@ -5,9 +5,10 @@
     uv run scripts/quantize.py --gguf=FILE --bits=4 --group=64 --out=FOLDER
 
 Calibration reads text that training learns from, the loss text that it holds out; both of --source.
---out writes a Hugging Face folder in GPTQ's form, which transformers, vLLM and `scripts/serve.py
---hf` read. Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest,
-gptq is arXiv 2210.17323, awq arXiv 2306.00978. Exit code 2: a flag is wrong.
+--out writes a Hugging Face folder in GPTQ's form (gptq_v2), which `scripts/serve.py --hf` and
+`scripts/generate.py --hf` read; other programs were not tried. Embeddings, head, norms and biases
+stay as they are. Methods: rtn rounds to nearest, gptq is arXiv 2210.17323, awq arXiv 2306.00978.
+Exit code 2: a flag is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import hf_quantized
+from megajax.checkpoint import hf, hf_quantized
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -84,6 +85,8 @@ def main() -> int:
             "awq scales the inputs of products, for which GPTQ's form has no place (--out); "
             "measure it without --out, or write --method=gptq"
         )
+    if cfg.out is not None:
+        hf.free_folder(cfg.out)  # before the work, not behind it
     mesh_.start(1)
     mesh = mesh_.MeshSpec().build()
     params, what = opened.load(sharding.layout(mesh, "none", decode=True, model=opened.cfg))

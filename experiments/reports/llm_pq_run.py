@@ -1,9 +1,10 @@
 """Serves a small trained model by a plan for a preset's cluster, scaled down to that model.
 
-Every device keeps its speeds, and its memory shrinks as the model does, so that the small model is
-as tight a fit as the preset's. The loss of quality by layer and width is measured in calibration
-text (`quant.sensitivity`, exact), not assumed; the held-out loss is measured before and after. The
-stages run on emulated devices of this machine, whose speed says nothing about the cluster.
+Every device keeps its speeds, and its memory shrinks (`shrunk`) so that the small model's weights
+are as tight a fit as the preset's. The loss of quality by layer and width is estimated from
+calibration text (`quant.sensitivity`, exact), not assumed; the held-out loss is measured before and
+after. The stages run on emulated devices of this machine, whose speed says nothing about the
+cluster.
 """
 
 import dataclasses
@@ -114,25 +115,22 @@ def in_bits(params: Tree, cfg: DecoderConfig, bits: Any) -> Tree:
 
 
 def shrunk(cluster: MixedCluster, large: Workload, small: Workload) -> MixedCluster:
-    """Returns the cluster whose memory is as tight for the small model as the large one finds it.
+    """Returns the cluster whose memory is as tight for the small model's weights.
 
-    By the bytes of all at the highest width, with the caches.
+    Of the small model each device has room for its share of the layers, by its memory and rounded
+    up, with their caches, for embedding and head, and for the width a layer that the large model's
+    weights have room for in the mean. Few layers cannot be cut as finely as many.
     """
-    whole = []
-    for workload in (large, small):
-        p = problem_of(workload, cluster)
-        layers = workload.stack.layers * (p.layer_bytes.max() + p.cache_bytes)
-        whole.append(layers + p.first_bytes + p.last_bytes)
-    ratio = whole[1] / whole[0]
+    theirs, ours = problem_of(large, cluster), problem_of(small, cluster)
+    taken = theirs.layers * theirs.cache_bytes + theirs.first_bytes + theirs.last_bytes
+    room = (theirs.memory.sum() - taken) / theirs.layers
+    tightness = min(max(room, theirs.layer_bytes.min()) / theirs.layer_bytes.max(), 1.0)
+    layer = ours.cache_bytes + tightness * ours.layer_bytes.max()
+    shares = np.ceil(ours.layers * theirs.memory / theirs.memory.sum())
+    memory = shares * layer + ours.first_bytes + ours.last_bytes
     cards = tuple(
-        dataclasses.replace(
-            card,
-            memory_bytes=int(
-                (max(USABLE * card.memory_bytes - CONTEXT_BYTES, 0) * ratio + CONTEXT_BYTES)
-                / USABLE
-            ),
-        )
-        for card in cluster.cards
+        dataclasses.replace(card, memory_bytes=int((m + CONTEXT_BYTES) / USABLE) + 1)
+        for card, m in zip(cluster.cards, memory, strict=True)
     )
     return dataclasses.replace(cluster, cards=cards)
 

@@ -245,6 +245,14 @@ def tensors_of(
     return tensors, produce
 
 
+def free_folder(path: str | Path) -> Path:
+    """Returns where a folder can be written. Raises: UserError when there is something."""
+    target = expand(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not an empty folder")
+    return target
+
+
 def write(
     path: str | Path,
     tensors: Tensors,
@@ -257,9 +265,7 @@ def write(
 
     Raises: UserError when the folder exists or storage fails.
     """
-    target = expand(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not an empty folder")
+    target = free_folder(path)
     if tokenizer is not None:
         find_tokenizer(tokenizer)
     if jax.process_index() != 0:  # every process takes part in fetching; one writes
