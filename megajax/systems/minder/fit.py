@@ -40,8 +40,8 @@ LEAST_NOISE = (
 )  # (chosen) of a level, as a share of three healthy ranges; of a residual
 USUAL_SLOPE = (0.5, 0.5)  # where the job's state did not vary while learning
 BLOCK = 75  # ticks (30 minutes) of which the highest score is one observation of the tail
-# (chosen on training seeds of the fleet) A fault and the peers that it drags along are some percent
-# of the machines' half hours: a higher quantile would be theirs.
+# (chosen on held-out jobs of earlier runs, which are not reported with them) A fault and the peers
+# that it drags along are some percent of the machines' half hours: a higher quantile is theirs.
 HIGH, MARGIN = 0.9, 2.3
 LEAST_ALONE = 5.9  # (chosen) standard deviations of a channel's average
 LEAST_MORE = 6.0  # (chosen) of the length of all channels above its healthy one
