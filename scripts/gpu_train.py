@@ -31,8 +31,10 @@ from megajax.training.step import TrainStep, make_train_step
 
 PIECES = 4  # segments of a row
 WARMUP, STEPS = 5, 20
-SMALL = Config(
-    model=DecoderConfig(), train=TrainConfig(steps=20, global_batch=8), optim=OptimConfig(lr=1e-3)
+SMALL = Config(  # the narrowest heads that our attention kernel takes
+    model=DecoderConfig(head_width=64),
+    train=TrainConfig(steps=20, global_batch=8),
+    optim=OptimConfig(lr=1e-3),
 )
 # Of the 1.2B Llama 3.2 shape with 32,768 tokens a step: what each changes. Names say what runs.
 VARIANTS: dict[str, dict[str, Any]] = {

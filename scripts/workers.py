@@ -29,7 +29,8 @@ from worker_channel import shown
 
 from megajax.monitor import results
 
-AHEAD = 3  # parts that lower their programs while another one measures
+# Parts that lower their programs while another one measures; a core is left for each, and a few.
+AHEAD = min(max((os.cpu_count() or 1) - 4, 3), 12)
 TRIES = 3  # processes of one part that may be killed or die in one call
 IMPORT_S, EXIT_S = 150, 20  # until a worker says its first stage, and behind its last word
 GRACE_S = 10  # between the request to stop at the end of the time and the kill

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import rivals
+from pallas_kernels import bench, rivals
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gemm.cases import CASES as CASES
@@ -81,7 +81,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
             for x, s in zip(inputs, like, strict=True)
         )
         with jax.default_matmul_precision("highest" if exact else "default"):
-            return [np.asarray(x, np.float64) for x in jax.jit(run)(*arrays)]
+            return [np.asarray(x, np.float64) for x in bench.rounding(run)(*arrays)]
 
     found, rough, want = (
         all_of(implementation, False), all_of("reference", False), all_of("reference", True),

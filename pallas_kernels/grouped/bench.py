@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import rivals
+from pallas_kernels import bench, rivals
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped.cases import CASES as CASES
@@ -124,7 +124,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     )
     poisoned = [np.concatenate([x[live], np.full_like(x[:DEAD], np.nan)]) for x in (lhs, dy)]
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(bench.rounding, static_argnums=0)
     def all_of(implementation: Implementation, lhs, rhs, dy):
         def run(lhs, rhs):
             return pallas_kernels.grouped_matmul(

@@ -29,6 +29,7 @@ CONFIGS = (
     *(f"tokens 128 {bits} bits zeros silu" for bits in BITS),
     "tokens 16 4 bits groups 32 split",
     "tokens 128 4 bits groups 32 float16", "tokens 16 4 bits narrow split",
+    "tokens 63 3 bits ragged", "tokens 63 3 bits ragged split",
 )  # fmt: skip
 FOLDER = pathlib.Path(__file__).parent
 
@@ -36,10 +37,12 @@ FOLDER = pathlib.Path(__file__).parent
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]:
     """Returns (function, its abstract arguments on an H100, the tile) of a configuration.
 
-    'narrow' is one warpgroup that computes; 'groups 32': others are of 128.
+    'narrow' is one warpgroup that computes; 'groups 32': others are of 128. 'ragged': neither
+    tokens nor columns are whole pieces of what TMA writes.
     """
     _, tokens, bits, _, *words = name.split()
-    M, N, K = int(tokens), 128 if "narrow" in words else 1024, 2048
+    M, N, K = int(tokens), 1024, 2048
+    N = 128 if "narrow" in words else 272 if "ragged" in words else N
     dtype = jnp.float16 if "float16" in words else jnp.bfloat16
     activation: Any = next((word for word in words if word in ("gelu", "silu")), None)
     group = 32 if "groups" in words else 128

@@ -45,6 +45,7 @@ STAGED = 64  # tokens of a piece of y on its way out
 SMALLEST = 32  # of a group along K
 SHORTEST = 256  # of K, that a split has at least (chosen: two or four steps)
 GRAIN = 16  # columns of a row whose bytes TMA takes
+SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +249,9 @@ def _launch(given, *, spec, tile, interpret, blocks):
         shape = (tile.warpgroups, COLUMNS, DEPTH)
         scratch["w_smem"] = engine.swizzled(shape, dtype)
     clusters = min(blocks, grid[0] * grid[1] * tile.splits)
-    shape = *((tile.splits,) if tile.splits > 1 else ()), max(M, shared["y_smem"][0][2]), whole_N
+    # TMA writes swizzled pieces, of which there must be whole ones.
+    rows, columns = up(max(M, shared["y_smem"][0][2]), PIECE), up(whole_N, SWIZZLED)
+    shape = *((tile.splits,) if tile.splits > 1 else ()), rows, columns
     found = engine.launch(
         functools.partial(
             _body, spec=spec, tile=tile, grid=grid, clusters=clusters, interpret=interpret

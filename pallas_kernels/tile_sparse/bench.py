@@ -76,7 +76,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     x, w, bias, dy = (random.normal(size=s) / case.K**0.25 for s in shapes)
     w = np.where(mask, w, np.nan)
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(bench.rounding, static_argnums=0)
     def all_of(implementation: Implementation, x, weight, bias, dy):
         def run(x, values, bias):
             return tile_sparse_matmul(
