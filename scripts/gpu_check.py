@@ -51,14 +51,22 @@ FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
 SAMPLE = 6  # checks of a folder before any times
 # Names of scripts/gpu_train.py:VARIANTS, the goals first.
-TRAIN_FIRST = ("cudnn, remat dots", "varlen, remat outputs")
+TRAIN_FIRST = ("cudnn, remat outputs", "varlen, remat outputs")
 TRAIN_REST = (
-    "cudnn, remat outputs", "cudnn, remat full", "cudnn, batch 16", "cudnn, parallel block",
+    "cudnn, remat dots", "cudnn, remat full", "cudnn, batch 16", "cudnn, parallel block",
     "xla, batch 2",
 )  # fmt: skip
-# Of scripts/tune.py's tunings, by their whole names: long attention, packed attention, the products
-# of a large decoder layer, its norm, experts, and a product behind a link.
+# Of scripts/tune.py's tunings, by their whole names: decoding with packed weights, long attention,
+# packed attention, the products of a large decoder layer, its norm, experts, and a product behind a
+# link.
 TUNE_FIRST = (
+    *(
+        f"quant_gemm quant matmul dtype bfloat16 bits 4 group 128 zeros False activation none M {M}"
+        " N 14336 K 4096"
+        for M in (1, 16, 64)
+    ),
+    "quant_gemm quant matmul dtype bfloat16 bits 4 group 128 zeros False activation none M 16"
+    " N 4096 K 14336",
     "attention varlen attention forward dtype bfloat16 width 128 group 1 longest 16384"
     " tokens 16384",
     "attention varlen attention forward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768",
@@ -125,11 +133,11 @@ def parts() -> list[Part]:
         Part("serving", "serving", {"do": "serving"}, 120),
         *(part for folder in ("paged", "quant_gemm", "grouped", "norm", "tile_sparse", "quantize")
           for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
-        *(tuning(name) for name in TUNE_FIRST[:4]),
+        *(tuning(name) for name in TUNE_FIRST[:8]),
         Part("bert", "kernels", {"do": "bert"}, 30),
         *(part for folder in FOLDERS if folder not in ("attention", *UNDIFFERENTIATED)
           for part in (times(folder, BOTH, 20), *beside(folder, BOTH))),
-        *(tuning(name) for name in TUNE_FIRST[4:]),
+        *(tuning(name) for name in TUNE_FIRST[8:]),
         *(Part(f"{name} times", "overlap", {"do": "hidden", "folder": name}, 60) for name in FUSED),
         *(step(variant) for variant in TRAIN_REST),
         *(checks(folder, True) for folder in FOLDERS),
@@ -142,15 +150,22 @@ def tuning(name: str) -> Part:
 
 
 def chosen(all_parts: list[Part], words: list[str]) -> list[Part]:
-    """Those whose name is or has one of the words. Raises: SystemExit for a word that none has."""
+    """Those whose name is or has one of the words, in the order of the words, else of all parts.
+
+    Raises: SystemExit for a word that none has.
+    """
     known = {word for p in all_parts for word in (p.name, *p.name.split())} | ALIASES.keys()
     for word in words:
         if word not in known:
             names = ", ".join([*ALIASES, *(part.name for part in all_parts)])
             near = did_you_mean(word, known)
             sys.exit(f"error: {word!r} is not a word of a part;{near} The parts are {names}")
-    wanted = {each for word in words for each in ALIASES.get(word, (word,))}
-    return [part for part in all_parts if not words or wanted & {part.name, *part.name.split()}]
+    if not words:
+        return all_parts
+    found: dict[str, Part] = {}
+    for word in (each for given in words for each in ALIASES.get(given, (given,))):
+        found |= {p.name: p for p in all_parts if word in (p.name, *p.name.split())}
+    return list(found.values())
 
 
 def has_driver() -> bool:
@@ -168,7 +183,7 @@ def environment(rehearsal: bool) -> dict[str, str]:
     more = {"JAX_PLATFORMS": "cpu"} if rehearsal else {}
     return {
         **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **more,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".92", **more,
     }  # fmt: skip
 
 

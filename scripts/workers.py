@@ -85,7 +85,8 @@ class Store:
         kept = [
             r for r in self.rows(part.file) if (r.get("part"), r.get("item")) != (part.name, item)
         ]
-        self._rows[part.file] = [*kept, *({**r, "part": part.name, "item": item} for r in rows)]
+        about = {"part": part.name, "item": item, "commit": self._commit}
+        self._rows[part.file] = [*kept, *({**r, **about} for r in rows)]
         results.write(self.path(part.file), self._about, self._rows[part.file])
 
     def verdict(self, part: Part) -> Row:

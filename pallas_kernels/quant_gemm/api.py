@@ -74,8 +74,10 @@ def quant_matmul(
         w[k, n] = zeros[g, n] + code[k, n] * scales[g, n]      codes 0 .. 2^bits - 1
 
     in float32. w is rounded to x's type, the product is summed in float32 and the result rounded
-    once. The second form is that of `zeros`, which are numbers and not codes. Files of GPTQ and AWQ
-    have an integer zero point z for each group, of w = (code - z) * scale; it becomes
+    once. (Hopper's kernel multiplies codes of 4 bits in the first form as they are and scales the
+    float32 sums of each group, where groups are multiples of 64 and a tile has up to 64 tokens: it
+    rounds no weight.) The second form is that of `zeros`, which are numbers and not codes. Files of
+    GPTQ and AWQ have an integer zero point z for each group, of w = (code - z) * scale; it becomes
 
         zeros = -z * scale
 

@@ -30,7 +30,11 @@ CONFIGS = (
     "tokens 16 4 bits groups 32 split",
     "tokens 128 4 bits groups 32 float16", "tokens 16 4 bits narrow split",
     "tokens 63 3 bits ragged", "tokens 63 3 bits ragged split",
+    *(f"tokens {n} 4 bits {word} split" for n in (8, 16) for word in ("three", "four")),
+    *(f"tokens 16 {bits} bits three zeros split" for bits in BITS),
+    "tokens 8 4 bits four zeros split", "tokens 16 8 bits four split",
 )  # fmt: skip
+WARPGROUPS = {"three": 3, "four": 4}  # that compute, where it is not the heuristic's
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -49,6 +53,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     spec = Spec(int(bits), group, "zeros" not in words, activation)
     tile = hopper.heuristic(M, N, K, spec, dtype)
     splits = 2 if "split" in words else 1
+    groups = next((n for word, n in WARPGROUPS.items() if word in words), tile.warpgroups)
+    tile = dataclasses.replace(tile, warpgroups=groups, block_m=groups * hopper.COLUMNS)
     tile = hopper.fitted(dataclasses.replace(tile, splits=splits, stages=8), spec, dtype)
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
 

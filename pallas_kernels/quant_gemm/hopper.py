@@ -45,6 +45,7 @@ STAGED = 64  # tokens of a piece of y on its way out
 SMALLEST = 32  # of a group along K
 SHORTEST = 256  # of K, that a split has at least (chosen: two or four steps)
 GRAIN = 16  # columns of a row whose bytes TMA takes
+REGISTERS = {3: (160, 32), 4: (112, 32)}  # of a thread that computes, and of one that copies
 SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
 
 
@@ -72,6 +73,37 @@ class Product(engine.Product):
         return tuple(accumulator[...] for accumulator in accumulators)
 
 
+class Grouped(Product):
+    """The same, where a step's sums are scaled before they are added to those of the steps before.
+
+    multiply(place, s, buffer, sums): returns the new sums.
+    """
+
+    @override
+    def _product(self, where, live, multiply, *accumulators):
+        ring, first, steps = where
+        assert live is None
+        zeros = plgpu.layout_cast(jnp.zeros(accumulators[0].shape, jnp.float32), plgpu.Layout.WGMMA)
+
+        @pl.loop(first, first + steps, init_carry=zeros)
+        def found(i, sums):
+            buffer = self._buffer(ring, i)
+            plgpu.barrier_wait(self.ready.at[buffer])
+            sums = multiply(i - first, buffer, sums)
+            plgpu.barrier_arrive(self.free.at[buffer])
+            return sums
+
+        return (found,)
+
+
+def scales_sums(spec: Spec, tokens: int) -> bool:
+    """Whether the codes are multiplied as they are, and a group's scale multiplies its sums.
+
+    tokens: of a tile; where they are many, there are no registers for the sums of a group.
+    """
+    return spec.bits == 4 and spec.signed and spec.group % DEPTH == 0 and tokens <= 64
+
+
 def misfits(dtype: Any, M: int, N: int, K: int, spec: Spec) -> list[str]:
     """Returns why the kernel cannot take a product, empty when it can."""
     found = []
@@ -97,20 +129,38 @@ def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> 
 
 
 def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> list[Tile]:
-    """What the tuner chooses from: the heuristic's first."""
+    """What the tuner chooses from: the heuristic's first.
+
+    Decoding waits for latencies, of which more warpgroups hide more; where tokens are many, sums
+    leave no registers for them.
+    """
     first = heuristic(M, N, K, spec, dtype)
     found = [first]
+    decodes = M <= TOKENS[-1]
     for tokens in TOKENS:
-        if tokens > 2 * first.block_n or 4 * tokens < first.block_n:
+        if tokens > first.block_n or tokens < first.block_n // (1 if decodes else 2):
             continue
-        for warpgroups in (1, 2):
+        for warpgroups in range(1, _most_warpgroups(tokens, spec) + 1):
             for depth in (DEPTH, 2 * DEPTH) if _deep(spec, K) else (DEPTH,):
                 tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
                 room = min(SMS // max(tile_count(tile, M, N), 1), max(K // SHORTEST, 1))
                 steps = max(pl.cdiv(K, depth), 1)
-                some = {pl.cdiv(steps, pl.cdiv(steps, n)) for n in (1, room // 2, room) if n}
+                wanted = {max(room // 2, 1), max(room, 1)}
+                some = {pl.cdiv(steps, pl.cdiv(steps, n)) for n in wanted}
                 found += [dataclasses.replace(tile, splits=n) for n in sorted(some)]
-    return [tile for tile in (fitted(tile, spec, dtype) for tile in found) if tile.stages > 2]
+    fitting = dict.fromkeys(fitted(tile, spec, dtype) for tile in found)
+    return [tile for tile in fitting if tile.stages > 2]
+
+
+def _most_warpgroups(tokens: int, spec: Spec) -> int:
+    """That compute, whose registers are enough (configs.py has their deviceless compiles)."""
+    if tokens > 16:
+        return 2
+    return (
+        4
+        if scales_sums(spec, tokens) or (spec.bits in (4, 8) and (spec.signed or tokens == 8))
+        else 3
+    )
 
 
 def _deep(spec: Spec, K: int) -> bool:
@@ -136,7 +186,7 @@ def scale_rows(tile: Tile, spec: Spec) -> int:
 def buffers(tile: Tile, spec: Spec, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shared memory, as (shape, type)."""
     rows = registers.rows_of(tile.block_k, spec.bits)
-    columns = (tile.buffers, scale_rows(tile, spec), tile.block_m)
+    columns = (tile.buffers, tile.warpgroups, scale_rows(tile, spec), COLUMNS)
     height = min(tile.block_n, STAGED)
     slots = min(2, tile.block_n // height)
     out_dtype = jnp.dtype(jnp.float32 if tile.splits > 1 else dtype)
@@ -243,7 +293,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
     tiles.check_shared(OP, shared)
     scratch = engine.scratch(shared, staged=lambda shape, dtype: plgpu.SMEM(shape, dtype))
     scratch["x_smem"] = engine.swizzled(*shared["x_smem"])
-    copies = 1 + tile.warpgroups + 1 + (not spec.signed)
+    copies = 1 + tile.warpgroups * (2 + (not spec.signed))
     scratch |= engine.barriers(tile, copies)
     if interpret:
         shape = (tile.warpgroups, COLUMNS, DEPTH)
@@ -274,7 +324,9 @@ def _body(
     # The last split's last steps may lie beyond K: TMA brings zeros.
     steps = pl.cdiv(pl.cdiv(gmem["x"].shape[1], tile.block_k), tile.splits)
     count = grid[0] * grid[1]
-    product = Product(tile, ready, free, steps, lax.axis_index("block"), clusters)
+    exact = scales_sums(spec, tile.block_n)
+    kind = Grouped if exact else Product
+    product = kind(tile, ready, free, steps, lax.axis_index("block"), clusters)
     staging = Staging((y_smem,), product.warpgroup)
     pieces = staging.pieces((tile.block_n, COLUMNS))
     height = y_smem.shape[2]
@@ -300,10 +352,11 @@ def _body(
             word = pl.multiple_of(lax.div(n, jnp.int32(4)) + w * WORDS, WORDS)
             source = gmem["packed"].at[span(s, rows), pl.ds(0, 1), pl.ds(word, WORDS)]
             plgpu.copy_gmem_to_smem(source, words_smem.at[buffer, w], barrier)
-        first = lax.div(s * tile.block_k, jnp.int32(spec.group))
-        for name, smem in numbers.items():
-            source = gmem[name].at[pl.ds(first, smem.shape[1]), pl.ds(n, tile.block_m)]
-            plgpu.copy_gmem_to_smem(source, smem.at[buffer], barrier)
+            first = lax.div(s * tile.block_k, jnp.int32(spec.group))
+            for name, smem in numbers.items():
+                column = pl.multiple_of(n + w * COLUMNS, COLUMNS)
+                source = gmem[name].at[pl.ds(first, smem.shape[2]), pl.ds(column, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, smem.at[buffer, w], barrier)
 
     def weight(buffer, chunk):
         """w^T of 64 of K: (128, 64) in registers."""
@@ -311,13 +364,13 @@ def _body(
         for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, part):
             first, size = (registers.rows_of(k, spec.bits) for k in (start, part))
             words = words_smem.at[buffer, product.warpgroup, pl.ds(first, size)]
-            row = min(start // spec.group, scales_smem.shape[1] - 1)
+            row = min(start // spec.group, scales_smem.shape[2] - 1)
 
             def column(name, j, row=row):
                 if name not in numbers:
                     return None
-                own = pl.ds(pl.multiple_of(product.warpgroup * COLUMNS, COLUMNS), COLUMNS)
-                return registers.load_columns(numbers[name].at[buffer, row, own], j, interpret)
+                own = numbers[name].at[buffer, product.warpgroup, row]
+                return registers.load_columns(own, j, interpret)
 
             codes = registers.numbers(
                 registers.load(words, spec.bits, interpret), spec.bits, spec.signed
@@ -328,14 +381,34 @@ def _body(
     def multiply(_, s, buffer, acc):
         for chunk in range(tile.block_k // DEPTH):
             left = weight(buffer, chunk)
-            right = x_smem.at[buffer, :, pl.ds(chunk * DEPTH, DEPTH)].T
-            if interpret:  # which knows no operands in registers
-                own = more["w_smem"].at[product.warpgroup]
-                plgpu.wgmma_wait(0)
-                own[...] = left
-                plgpu.commit_smem()
-                left = own
-            plgpu.wgmma(acc, left, right)
+            join(acc, left, x_smem.at[buffer, :, pl.ds(chunk * DEPTH, DEPTH)].T)
+
+    def product_of_groups(_, s, buffer, sums):
+        chunks = min(spec.group, tile.block_k) // DEPTH
+        for row in range(scales_smem.shape[2]):
+            scale = registers.load_rows(scales_smem.at[buffer, product.warpgroup, row], interpret)
+
+            def run(acc, row=row):
+                for chunk in range(row * chunks, (row + 1) * chunks):
+                    size = registers.rows_of(DEPTH, spec.bits)
+                    part = words_smem.at[buffer, product.warpgroup, pl.ds(chunk * size, size)]
+                    words = registers.load(part, spec.bits, interpret)
+                    left = registers.exact_operand(words, gmem["x"].dtype, interpret)
+                    join(acc, left, x_smem.at[buffer, :, pl.ds(chunk * DEPTH, DEPTH)].T)
+                return acc[...]
+
+            part = pl.run_scoped(run, plgpu.ACC(sums.shape))
+            sums = sums + part * lax.broadcast_in_dim(scale, sums.shape, [0])
+        return sums
+
+    def join(acc, left, right):
+        if interpret:  # which knows no operands in registers
+            own = more["w_smem"].at[product.warpgroup]
+            plgpu.wgmma_wait(0)
+            own[...] = left
+            plgpu.commit_smem()
+            left = own
+        plgpu.wgmma(acc, left, right)
 
     def finish(i, sums):
         page, (m, n) = split(i), corner(i)
@@ -358,6 +431,12 @@ def _body(
 
     total = count * tile.splits
     product.specialise(
-        lambda: product.compute(total, multiply, finish, sums=[(tile.rows, tile.block_n)]),
+        lambda: product.compute(
+            total,
+            product_of_groups if exact else multiply,
+            finish,
+            sums=[(tile.rows, tile.block_n)],
+        ),
         lambda: product.produce(total, lambda i: (split(i), corner(i)), load),
+        REGISTERS.get(tile.warpgroups, engine.REGISTERS),
     )

@@ -16,6 +16,9 @@ owns 8 (4) neighbours of each 32 (16) along K, in 3 bytes (1), and x is put in t
 The sums of a thread are of the same four columns, for two tokens of each 8. In the layout `SUMS` of
 y (tokens, 128 columns) they are vectors of four neighbours: y needs no transposition.
 
+Signed codes of 4 bits become 16-bit floats two at a time (`fields`), exactly, and the scale of a
+group multiplies the float32 sums of its product: half the instructions of a weight.
+
 Legend: M tokens, K contracted; R rows of four lanes, C words of a row; T tokens of a tile.
 """
 
@@ -30,7 +33,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import vector
+from jax.extend.mlir.dialects import arith, vector
 
 Values = Any  # a traced array in registers
 COLUMNS, WORDS = 128, 32  # of a warpgroup
@@ -41,6 +44,9 @@ BLOCK = 8  # along K in which a thread has one pair
 OWNED = {2: (2, 1), 3: (4, 3), 4: (1, 1), 8: (1, 2)}
 FRACTION = 23  # bits of float32's fraction
 EXPONENT = 0x4B000000  # of float32 from 2^23 to 2^24, whose last bit is 1
+# Of 16-bit types: the number whose last bit is 1 and whose low four bits are 0, and its value.
+ONES = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
+SIGN = 8  # of a code of 4 bits
 HIGH = 12  # places by which a word is shifted for the codes at its top (chosen: fits all bits)
 
 
@@ -68,6 +74,7 @@ def _public(layout: fragmented.TiledLayout) -> Any:
 
 
 CODES, SUMS = _public(LANED), _public(SUMMED)
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of wgmma's sums
 
 
 def ordered(x_MK: Values, bits: int) -> Values:
@@ -209,6 +216,90 @@ def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Va
         return w.astype(ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
 
     return place([list(map(list, part)) for part in values])
+
+
+def fields(words: Values, dtype: Any) -> list[Values]:
+    """Returns the codes of 4 bits of each word as 16-bit floats, two columns' in an int32.
+
+    [first of bytes 0 and 2, second of bytes 0 and 2, first of 1 and 3, second of 1 and 3]; the half
+    is the byte's number over two. Each float is `code + offset(dtype)`: the number whose last bit
+    is 1, with the code in its low bits and the sign bit flipped.
+    """
+    one, _ = ONES[jnp.dtype(dtype).name]
+    whole = np.int32((one | SIGN) * 0x10001)
+    return [(_shifted(words, 4 * i) & np.int32(0x000F000F)) ^ whole for i in (0, 1, 2, 3)]
+
+
+def offset(dtype: Any) -> int:
+    """What the floats of `fields` are more than their codes."""
+    return ONES[jnp.dtype(dtype).name][1] + SIGN
+
+
+def exact_operand(words: Sequence[Values], dtype: Any, interpret: bool) -> Values:
+    """Returns the codes of w^T (128, 64), in the layout of wgmma's left operand.
+
+    words: of each part of the 64 along K, (R, 32, 1), codes of 4 bits with signs.
+    """
+    values = [fields(each, dtype) for each in words]
+    if interpret:
+
+        def float_of(field: Values, half: int) -> Values:
+            number = (_shifted(field, 16 * half) & np.int32(0xFFFF)).astype(jnp.uint16)
+            return lax.bitcast_convert_type(number, dtype).astype(jnp.float32) - offset(dtype)
+
+        each = [
+            [[float_of(part[2 * (j % 2) + i], j // 2) for i in range(2)] for j in range(4)]
+            for part in values
+        ]
+        return operand(each, 4, dtype, True)
+
+    @plgpu.inline_mgpu(
+        arg_types=([[CODES] * 4 for _ in values],),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS, DEPTH), dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def place(_, values):
+        layout = fragmented.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((COLUMNS, DEPTH)), object)
+        kind = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        two = ir.VectorType.get((2,), kind)
+        splat = ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(kind, float(offset(dtype))))
+        more = arith.constant(two, splat)
+
+        @functools.cache
+        def floats(part: int, row: int, field: int) -> Any:
+            word = _vector([_single(values[part][field].registers, row)])
+            return arith.subf(vector.bitcast(two, word), more)
+
+        for (t, block, half), (part, row, j, *_) in places(4, len(values)).items():
+            pair = [_element(floats(part, row, 2 * (j % 2) + i), j // 2) for i in range(2)]
+            index = (t, block, 0, 0, half, *(0,) * (registers.ndim - 5))
+            registers[index] = _vector(pair)
+        return fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return place(values)
+
+
+def load_rows(numbers: Any, interpret: bool) -> Values:
+    """Returns those of all 128 columns, of shared memory (128,): one a row of wgmma's sums."""
+    if interpret:
+        # Columns (warp, l / 4, t, half) are rows (t, warp, half, l / 4).
+        parts = numbers[...].reshape(4, 8, TILES, HALVES)
+        return parts.transpose(2, 0, 3, 1).reshape(COLUMNS)
+    columns = [load_columns(numbers, j, interpret) for j in range(4)]
+
+    @plgpu.inline_mgpu(
+        arg_types=([CODES.reduce(0)] * 4,),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=ROW),
+    )
+    def place(_, columns):
+        layout = ROW.to_mgpu()
+        registers = np.empty((TILES, HALVES), object)
+        for j, column in enumerate(columns):
+            (registers[divmod(j, HALVES)],) = column.registers.flat
+        registers = registers.reshape(layout.registers_shape((COLUMNS,)))
+        return fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return place(columns)
 
 
 def sums(acc_CT: Values, interpret: bool) -> Values:
