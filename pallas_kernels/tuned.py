@@ -12,10 +12,12 @@ scripts/tune.py writes one JSON a device kind, tuned/KIND.json: {"rows": [...]}.
                   'emulated' where one GPU stood for all of them
 
 A key has words, which must agree (type, causal order, head width), and sizes (longest segment, M,
-N, K), of which the nearest row by the sum of their distances in octaves is found. Its tile is used
-at any distance, and the log says so once; it makes a kernel the default only nearby (`against`).
-Without a table a kernel's heuristic gives the tile. That is a pure function of the shapes, so a
-program that is compiled without a GPU is the same on every machine.
+N, K), of which the nearest row by the sum of their distances in octaves is found. It counts within
+an octave, and the log says so once: there its tile is used, and it may make a kernel the default
+(`against`). Elsewhere, and without a table, a kernel's heuristic gives the tile: on an H200 the
+four splits of a product with 14,336 columns left most of the GPU idle in one with 4,096. That is a
+pure function of the shapes, so a program that is compiled without a GPU is the same on every
+machine.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ import jax
 from absl import logging
 
 FOLDER = pathlib.Path(__file__).parent / "tuned"
-# Octaves over all sizes within which a row says what is faster (chosen: twice the rows is the same
+# Octaves over all sizes within which a row says something (chosen: twice the rows is the same
 # problem, four times is another).
 NEAR = 1.0
 Key = Mapping[str, str | bool | int]
@@ -98,7 +100,7 @@ def find(op: str, key: Key, *, kind: str | None = None) -> dict | None:
     nearest = min(rows, key=lambda row: (row["octaves"], row.get("correct", False)), default=None)
     if nearest is None or nearest["octaves"] == math.inf:
         return None
-    if nearest["octaves"] > 0:
+    if 0 < nearest["octaves"] <= NEAR:
         _log_once(op, tuple(sorted(key.items())), tuple(sorted(nearest["key"].items())), kind)
     return nearest
 
@@ -110,8 +112,8 @@ def has_fastest(op: str, word: str, kind: str) -> bool:
 
 
 def tile(row: dict | None) -> dict[str, Any] | None:
-    """Returns the fields of a row's tile; None without a row, or where its result was wrong."""
-    return row["tile"] if row and row.get("correct") else None
+    """Returns the fields of a row's tile; None without a row, of a wrong result or far away."""
+    return row["tile"] if row and row.get("correct") and row["octaves"] <= NEAR else None
 
 
 def against(row: dict | None, word: str = "hopper") -> str | None:

@@ -231,7 +231,7 @@ def bytetransformer_times() -> str:
     for name in ("padded, XLA", "padded, cuDNN", "+ fused attention"):
         shown = name.replace("+ fused attention", "packed")
         lines.append(f"| ours: {shown} | {' | '.join(took(name, n) for n in lengths)} |")
-    source = ours.get("layer", "ours: not reproduced, no GPU yet")
+    source = ours.get("layer", "ours: not reproduced, not timed yet")
     return "\n".join([*lines, "", f"*{source}*"])
 
 
@@ -276,11 +276,13 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         f"gpu_{table.__name__}": functools.partial(table, RESULTS)
         for table in (
+            gpu_tables.summary,
             gpu_tables.machines,
             gpu_tables.peaks,
             gpu_tables.checks,
             gpu_tables.verdicts,
             gpu_tables.training,
+            gpu_tables.serving,
             gpu_tables.bert,
         )
     },

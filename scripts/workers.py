@@ -29,8 +29,7 @@ from worker_channel import shown
 
 from megajax.monitor import results
 
-# Parts that lower their programs while another one measures; a core is left for each, and a few.
-AHEAD = min(max((os.cpu_count() or 1) - 4, 3), 12)
+AHEAD = min(max((os.cpu_count() or 1) - 4, 3), 12)  # parts that lower while another measures
 TRIES = 3  # processes of one part that may be killed or die in one call
 IMPORT_S, EXIT_S = 150, 20  # until a worker says its first stage, and behind its last word
 GRACE_S = 10  # between the request to stop at the end of the time and the kill
@@ -86,7 +85,7 @@ class Store:
             r for r in self.rows(part.file) if (r.get("part"), r.get("item")) != (part.name, item)
         ]
         about = {"part": part.name, "item": item, "commit": self._commit}
-        self._rows[part.file] = [*kept, *({**r, **about} for r in rows)]
+        self._rows[part.file] = kept + [{**r, **about} for r in rows]
         results.write(self.path(part.file), self._about, self._rows[part.file])
 
     def verdict(self, part: Part) -> Row:

@@ -23,8 +23,10 @@ def measured(folder: Path, file: str) -> list[dict[str, Any]]:
 
 
 def source(file: Mapping[str, Any]) -> str:
-    """The line under a table."""
-    return f"*{', '.join(str(file[k]) for k in ('layer', 'date', 'commit') if file.get(k))}*"
+    """The line under a table; of rows from several commits, all of them."""
+    commits = dict.fromkeys(row["commit"] for row in file["rows"] if row.get("commit"))
+    words = [file.get("layer"), file.get("date"), *(commits or [file.get("commit")])]
+    return f"*{', '.join(str(word) for word in words if word)}*"
 
 
 def tables(files: Sequence[dict[str, Any]], columns: Columns, keep: Callable[[Row], bool]) -> str:
@@ -36,7 +38,7 @@ def tables(files: Sequence[dict[str, Any]], columns: Columns, keep: Callable[[Ro
             cells = [[shown(value(row)) for value in columns.values()] for row in rows]
             lines = [list(columns), ["---"] * len(columns), *cells]
             table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            found.append(f"{table}\n\n{source(file)}")
+            found.append(f"{table}\n\n{source({**file, 'rows': rows})}")
     return "\n\n".join(found) or NOTHING
 
 
@@ -99,6 +101,57 @@ def checks(folder: Path) -> str:
     return tables(found, columns, lambda r: True)
 
 
+def summary(folder: Path) -> str:
+    """A paragraph a device: what is right, and times beside the best rival's."""
+    found = []
+    for file in measured(folder, "kernels"):
+        device = file["device"]
+        checked, trained, served = (
+            [row for other in measured(folder, kind) if other["device"] == device
+             for row in other["rows"]]
+            for kind in ("checks", "train", "serving")
+        )  # fmt: skip
+        text = [f"**{device}**: {sum(bool(r['passed']) for r in checked)} of {len(checked)} checks"
+                " of results are right"]  # fmt: skip
+        steps = [row for row in trained if "mfu_megatron" in row]
+        if steps:
+            best = max(steps, key=lambda row: row["mfu_megatron"])
+            text.append(
+                f"a 1.2B decoder trains at {best['tokens_per_s']:,.0f} tokens/s,"
+                f" {100 * best['mfu_megatron']:.1f} % MFU"
+            )
+        ratios = [
+            f"{what} {min(times):.2f} to {max(times):.2f}"
+            for kernels, what in (
+                ("gemm", "products"), ("attention", "attention"),
+                ("quant_gemm", "products with weights of few bits, beside bf16,"),
+            )
+            if (times := _beside(file["rows"], kernels))
+        ]  # fmt: skip
+        if ratios:
+            text.append(f"forward, times as fast as the best library: {', '.join(ratios)}")
+        roofs = [row["of_roofline"] for row in served if row.get("of_roofline")]
+        if roofs:
+            text.append(f"the engine decodes at {100 * max(roofs):.1f} % of the memory roofline")
+        found.append(f"{'; '.join(text)}. {source(file)}")
+    return "\n\n".join(found) or "**Nothing has been measured on a GPU yet.**"
+
+
+def _beside(rows: Sequence[Row], kernels: str) -> list[float]:
+    """Of each case, the time of the best library beside ours, forward."""
+    libraries = {"xla", "dense", "torch", "cudnn padded", "cudnn packed"}
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.get("folder") == kernels and row["direction"] == "forward" and "median_s" in row:
+            times.setdefault(row["case"], {})[row["implementation"]] = row["median_s"]
+    found = []
+    for case in times.values():
+        best = min((case[name] for name in libraries & case.keys()), default=None)
+        if best is not None and "ours" in case:
+            found.append(best / case["ours"])
+    return found
+
+
 def _worst(row: Row) -> float:
     """Error over bound; of exact results the share of runs that were wrong."""
     if "errors" in row:
@@ -149,6 +202,24 @@ def training(folder: Path) -> str:
         "bound GiB": lambda r: r.get("bound_gib"), "estimate over measured": ratio,
     }  # fmt: skip
     return tables(files, columns, lambda r: True)
+
+
+def serving(folder: Path) -> str:
+    """Decoding of a 1.2B model beside its memory roofline, and attention beside a copy."""
+
+    def each(row: Row) -> str:
+        return f"{1e3 * row.get('token_s', row.get('median_s')):.3g}"
+
+    def share(row: Row) -> str | None:
+        found = row.get("of_roofline", row.get("of_copy"))
+        return None if found is None else f"{100 * found:.1f} %"
+
+    columns: Columns = {
+        "what": lambda r: r["item"], "ms": each, "tokens/s": lambda r: r.get("tokens_per_s"),
+        "of the roofline, or of a copy": share, "goal": lambda r: r.get("goal"),
+        "clock": lambda r: r["clock"],
+    }  # fmt: skip
+    return tables(measured(folder, "serving"), columns, lambda r: True)
 
 
 def spread(row: Row, unit: str) -> str | None:

@@ -58,6 +58,7 @@ from pallas_kernels.work import attention
 
 HEADS = 8  # of a tile at most: TMA writes whole tiles of 8 rows
 WGMMA = plgpu.Layout.WGMMA
+SMALL_BYTES = 3 * 1024  # (measured, deviceless: what barriers and staging take beside the tiles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,8 @@ def check(tile: Tile, width: int, group: int, dtype: Any) -> None:
             f"{op}: heads={tile.heads} of a tile must divide {HEADS} and the {group} heads of a "
             f"group; nearest: {math.gcd(tile.heads, math.gcd(group, HEADS))}"
         )
-    limits.check_shared(op, buffers(tile, width, dtype))
+    small = {"barriers and staging": ((SMALL_BYTES,), jnp.int8)}
+    limits.check_shared(op, {**buffers(tile, width, dtype), **small})
     limits.check_registers(op, WARPGROUPS, (ROWS, width), (ROWS, tile.block_k))
     # A warpgroup keeps a tile of values while it waits for the next tile of keys.
     if tile.overlap and tile.stages < 2:

@@ -172,7 +172,8 @@ _run.defvjp(_forward, _backward)
 
 def key(dtype: Any, spec: Spec, M: int, N: int, K: int) -> tuned.Key:
     """Of a row of a table."""
-    words = {"dtype": jnp.dtype(dtype).name, "bits": spec.bits, "group": spec.group}
+    # Bits and groups are words: their kernels are other programs, of tiles of other sizes.
+    words = {"dtype": jnp.dtype(dtype).name, "bits": str(spec.bits), "group": str(spec.group)}
     words |= {"zeros": not spec.signed, "activation": spec.activation or "none"}
     return words | {"M": M, "N": N, "K": K}
 

@@ -84,5 +84,10 @@ def test_only_a_real_link_makes_a_fused_kernel_the_default():
     for link, why in ((None, "emulated"), ("emulated", "emulated"), ("real", None)):
         found = tuned.against(fused | {"link": link}, "fused")
         assert found == why if why is None else why in found
-    assert tuned.tile(FAILED | {"tile": {"block": 1}}) is None
-    assert tuned.tile(WINNER | {"tile": {"block": 1}}) == {"block": 1}
+
+
+def test_a_tile_is_that_of_a_right_result_within_an_octave():
+    near = {"tile": {"block": 1}, "octaves": 1.0}
+    assert tuned.tile(FAILED | near) is None
+    assert tuned.tile(WINNER | near) == {"block": 1}
+    assert tuned.tile(WINNER | near | {"octaves": 1.01}) is None
