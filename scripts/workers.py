@@ -30,7 +30,7 @@ from worker_channel import shown
 from megajax.monitor import results
 
 AHEAD = min(max((os.cpu_count() or 1) - 4, 3), 12)  # parts that lower while another measures
-TRIES = 3  # processes of one part that may be killed or die in one call
+TRIES = 3  # processes of a part that may die in one call
 IMPORT_S, EXIT_S = 150, 20  # until a worker says its first stage, and behind its last word
 GRACE_S = 10  # between the request to stop at the end of the time and the kill
 LOG_BYTES, LOG_MOST = 20_000, 8 << 20  # of one worker, the end; of log.txt, then half is dropped
@@ -81,11 +81,10 @@ class Store:
 
     def add(self, part: Part, item: str, rows: Sequence[Row]) -> None:
         """Puts rows in the place of those of the same item."""
-        kept = [
-            r for r in self.rows(part.file) if (r.get("part"), r.get("item")) != (part.name, item)
-        ]
         about = {"part": part.name, "item": item, "commit": self._commit}
-        self._rows[part.file] = kept + [{**r, **about} for r in rows]
+        same = lambda row: (row.get("part"), row.get("item")) == (part.name, item)  # noqa: E731
+        kept = [row for row in self.rows(part.file) if not same(row)]
+        self._rows[part.file] = kept + [row | about for row in rows]
         results.write(self.path(part.file), self._about, self._rows[part.file])
 
     def verdict(self, part: Part) -> Row:
@@ -98,8 +97,8 @@ class Store:
 
     def judge(self, part: Part, verdict: Row) -> None:
         """Keeps what is known of a part."""
-        kept = [row for row in self.rows(VERDICTS) if row["part"] != part.name]
-        self._rows[VERDICTS] = [*kept, verdict]
+        others = [row for row in self.rows(VERDICTS) if row["part"] != part.name]
+        self._rows[VERDICTS] = others + [verdict]
         results.write(self.path(VERDICTS), self._about, self._rows[VERDICTS])
 
     def forget(self, parts: Sequence[Part]) -> None:

@@ -24,7 +24,7 @@ ROWS = 64  # of a wgmma instruction
 REGISTERS = 255  # that a thread can name
 # Registers of a thread once a producer has handed its own over, by compute warpgroups: 65536 of an
 # SM, 40 (or 24) kept by the producer, in steps of 8 (FlashAttention-3 section 3.1).
-COMPUTE_REGISTERS = {1: 240, 2: 232, 3: 160, 4: 112}
+COMPUTE_REGISTERS = {1: 240, 2: 232, 3: 160}
 # What one SM may expect (0.8 of H200's datasheet; L2 second hand, in doubt), and elements that it
 # finishes in a second, without and with an activation (counted: of that, 2 special functions an
 # element, 16 a clock; clock: H100's datasheet).

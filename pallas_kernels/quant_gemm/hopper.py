@@ -207,7 +207,10 @@ def check(tile: Tile, spec: Spec) -> None:
     tiles.check_multiple(OP, "block_m", tile.block_m, COLUMNS * tile.warpgroups)
     tiles.check_multiple(OP, "block_n", tile.block_n, PIECE, 256)
     tiles.check_multiple(OP, "block_k", tile.block_k, DEPTH, 256)
-    tiles.check_registers(OP, tile.warpgroups, (tile.rows, tile.block_n), (COLUMNS, DEPTH // 2))
+    if tile.warpgroups < 4:
+        tiles.check_registers(OP, tile.warpgroups, (tile.rows, tile.block_n), (COLUMNS, DEPTH // 2))
+    elif tile.block_n > 16:
+        raise ValueError(f"{OP}: {tile}: four warpgroups have registers for 16 tokens (block_n)")
     if tile.rows != COLUMNS or tile.stages < 2 or tile.cluster > 1 or tile.pingpong:
         raise ValueError(
             f"{OP}: {tile} needs {COLUMNS} columns (block_m) of each warpgroup, at least 2 stages, "
