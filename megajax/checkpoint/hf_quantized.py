@@ -2,10 +2,13 @@
 
 A file's matrix becomes a QuantKernel: codes from 0, float32 scales, and zero points -z s, which
 float32 holds exactly, so that import and export give the same bits. What is not quantized there
-(embeddings, norms, the head) is read and written as checkpoint/hf.py does. Layers in `dynamic`
-rules of unlike bits are not supported; each tensor's bits are those of the file's configuration.
+(embeddings, norms, the head) is read and written as checkpoint/hf.py does. Where a file's groups
+are of rows that lie apart (desc_act), the rows are sorted by group, and QuantKernel.order says
+which inputs they multiply; export puts them back. Layers in `dynamic` rules of unlike bits are not
+supported; each tensor's bits are those of the file's configuration.
 """
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +47,8 @@ def settings(path: str | Path, flag: str = "hf") -> Mapping[str, Any] | None:
 def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
     """Returns (configuration, parameters) of a folder in GPTQ's or AWQ's form, on one device.
 
-    Raises: UserError for forms that are not supported (rows out of order, desc_act; other methods),
-        and for a folder that is incomplete or damaged.
+    Raises: UserError for forms that are not supported (groups of unlike sizes; other methods), and
+        for a folder that is incomplete or damaged.
     """
     folder, found = expand(path), settings(path)
     if found is None:
@@ -63,10 +66,18 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
         if rule.ours in quantized and all(f"{s}.qweight" in files for s in stems):
             shape = abstract[rule.ours].shape[1:]
             K = inputs_of(words[rule.ours][1:], shape)
-            read = _read_gptq if method == "gptq" else _read_awq
-            layers = [read(files, s, fmt, K, int(np.prod(shape)) // K, is_less) for s in stems]
-            together = jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)
-            leaves[rule.ours] = QuantKernel(shape, together)
+            N = int(np.prod(shape)) // K
+            if method == "gptq":
+                read = functools.partial(_read_gptq, fmt=fmt, N=N, is_less=is_less)
+            else:
+                read = functools.partial(_read_awq, fmt=fmt, N=N)
+            orders = [_order(files, s, K, fmt.group_of(K)) for s in stems]
+            apart = any((order != np.arange(K)).any() for order in orders)
+            layers = [
+                QuantKernel(shape, read(files, stem, o), order=jnp.asarray(o) if apart else None)
+                for stem, o in zip(stems, orders, strict=True)
+            ]
+            leaves[rule.ours] = jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)
             used |= {f"{s}{end}" for s in stems for end in _PARTS}
         else:
             leaves[rule.ours] = _dense(files, rule, stack, sizes, abstract[rule.ours])
@@ -113,26 +124,40 @@ def _tensor(files: TensorFolder, name: str, shape: tuple[int, ...], dtype: Any) 
     return np.asarray(view)
 
 
+def _scales(files: TensorFolder, stem: str, shape: tuple[int, int]) -> np.ndarray:
+    """Returns float32: float16 of most writers, the model's own type of some."""
+    name = f"{stem}.scales"
+    kind = files.view(name).dtype
+    legal = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
+    return _tensor(files, name, shape, kind if kind in legal else legal[0]).astype(np.float32)
+
+
+def _order(files: TensorFolder, stem: str, K: int, C: int) -> np.ndarray:
+    """Returns int32 (K,): the rows sorted by their groups. Raises: UserError for unlike groups."""
+    name = f"{stem}.g_idx"
+    if name not in files:
+        return np.arange(K, dtype=np.int32)
+    place = _tensor(files, name, (K,), np.int32)
+    order = np.argsort(place, kind="stable").astype(np.int32)
+    if not np.array_equal(place[order], np.arange(K) // C):
+        raise UserError(f"{files.folder}: {name} must have {C} rows in each group, the last aside")
+    return order
+
+
 def _read_gptq(
-    files: TensorFolder, stem: str, fmt: Format, K: int, N: int, is_less: bool
+    files: TensorFolder, stem: str, order_K: np.ndarray, *, fmt: Format, N: int, is_less: bool
 ) -> QTensor:
+    K = len(order_K)
     bits, C = fmt.width, fmt.group_of(K)
     G = -(-K // C)
     if K * bits % 32 or N * bits % 32:
         raise UserError(f"{files.folder}: {stem} of {K} x {N} fills no whole words of 32 bits")
     zeros = _tensor(files, f"{stem}.qzeros", (G, N * bits // 32), np.int32)
-    if f"{stem}.g_idx" in files:
-        place = _tensor(files, f"{stem}.g_idx", (K,), np.int32)
-        if not np.array_equal(place, np.arange(K) // C):
-            raise UserError(
-                f"{files.folder}: the rows of {stem} lie in no order of groups (desc_act); "
-                "quantize it again with static groups or with desc_act=False"
-            )
     words = _tensor(files, f"{stem}.qweight", (K * bits // 32, N), np.int32)
-    scale = _tensor(files, f"{stem}.scales", (G, N), np.float16).astype(np.float32)
+    scale = _scales(files, stem, (G, N))
     point = integers.unpack(zeros, bits, N).astype(np.float32) + is_less
     return QTensor(
-        jnp.asarray(integers.bytes_of_rows(words)),
+        jnp.asarray(integers.bytes_of_rows(integers.with_rows(words, bits, order_K))),
         jnp.asarray(scale),
         jnp.asarray(-point * scale),
         fmt,
@@ -142,14 +167,15 @@ def _read_gptq(
 
 
 def _read_awq(
-    files: TensorFolder, stem: str, fmt: Format, K: int, N: int, is_less: bool
+    files: TensorFolder, stem: str, order_K: np.ndarray, *, fmt: Format, N: int
 ) -> QTensor:
+    K = len(order_K)  # in their order: the form has no g_idx
     G = -(-K // fmt.group_of(K))
     if N % 8:
         raise UserError(f"{files.folder}: {stem} has {N} columns, no multiple of 8")
     codes = integers.unpack_awq(_tensor(files, f"{stem}.qweight", (K, N // 8), np.int32))
     point = integers.unpack_awq(_tensor(files, f"{stem}.qzeros", (G, N // 8), np.int32))
-    scale = _tensor(files, f"{stem}.scales", (G, N), np.float16).astype(np.float32)
+    scale = _scales(files, stem, (G, N))
     return from_codes(
         jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(-point.astype(np.float32) * scale), fmt
     )
@@ -165,7 +191,7 @@ def save(
     Raises: UserError for unlike layers, scales that float16 does not hold, zero points that are no
         whole number of scales, and as `hf.save`.
     """
-    dense, tensors, found = {}, {}, set()
+    dense, tensors, found, desc_act = {}, {}, set(), False
     rules = {rule.ours: rule for rule in names.rules(cfg)}
     for n, leaf in named_leaves(params, lambda x: isinstance(x, QuantKernel)):
         if not isinstance(leaf, QuantKernel):
@@ -179,16 +205,18 @@ def save(
             raise UserError(f"{n} is in a run of layers of unlike formats; export takes one format")
         found.add(leaf.weight.format)
         for layer in range(cfg.layers):
-            one = jax.tree.map(lambda x, i=layer: np.asarray(x[i, 0]), leaf.weight)
+            one = jax.tree.map(lambda x, i=layer: np.asarray(x[i, 0]), leaf)
             stem = rules[n].name((layer,)).removesuffix(".weight")
-            tensors |= {f"{stem}.{end}": x for end, x in _gptq_tensors(n, one).items()}
+            parts = _gptq_tensors(n, one.weight, one.order)
+            tensors |= {f"{stem}.{end}": x for end, x in parts.items()}
+        desc_act |= leaf.order is not None
     if len(found) != 1:
         raise UserError(f"export needs matrices of one format, found {len(found)} of them")
     fmt = found.pop()
     members = names.to_hf_config(cfg, "float16") | {
         SECTION: {
             "quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": fmt.bits,
-            "group_size": -1 if fmt.group is None else fmt.group, "desc_act": False,
+            "group_size": -1 if fmt.group is None else fmt.group, "desc_act": desc_act,
             "sym": fmt.symmetric, "lm_head": False,
         }
     }  # fmt: skip
@@ -200,7 +228,7 @@ def save(
     )  # fmt: skip
 
 
-def _gptq_tensors(n: str, q: QTensor) -> dict[str, np.ndarray]:
+def _gptq_tensors(n: str, q: QTensor, order_K: np.ndarray | None) -> dict[str, np.ndarray]:
     K, N = q.shape
     bits, C = q.format.width, q.format.group_of(K)
     if K * bits % 32 or N * bits % 32:
@@ -224,9 +252,10 @@ def _gptq_tensors(n: str, q: QTensor) -> dict[str, np.ndarray]:
                 f"{n}: a zero point is no whole number of scales; quantize with symmetric=True"
             )
         point = exact.astype(np.uint8)
+    place = np.arange(K) if order_K is None else np.argsort(order_K)  # of each input's row
     return {
-        "qweight": np.ascontiguousarray(words),
+        "qweight": integers.with_rows(words, bits, place),
         "qzeros": integers.pack(point, bits),
         "scales": scale.astype(np.float16),
-        "g_idx": (np.arange(K) // C).astype(np.int32),
+        "g_idx": (place // C).astype(np.int32),
     }

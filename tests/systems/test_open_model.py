@@ -2,12 +2,14 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 
 from megajax.checkpoint import hf_quantized
 from megajax.core.errors import UserError
@@ -20,6 +22,7 @@ from megajax.systems.open_model import open_model
 from tests import gguf_writer as w
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "hf_llama.npz"
+QUANTIZED = GOLDEN.parent / "quantized"  # by tests/golden/make_quantized.py
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,23 @@ def test_quantized_at_the_start_or_as_stored(theirs, tmp_path):
         open_model(hf=str(tmp_path / "gptq")).load_to_serve(mesh, "int4")
     with pytest.raises(UserError, match="mesh has 2 of them"):
         opened.load_to_serve(MeshSpec(tensor=2).build(jax.devices()[:2]), "int8")
+
+
+@pytest.mark.parametrize("case", ["gptq4_order", "awq4"])
+def test_a_folder_of_another_program_is_served(case, tmp_path):
+    """Its first greedy token is that of its logits, also where the rows of a group lie apart."""
+    shutil.copytree(QUANTIZED / case, tmp_path / "m")
+    words = tokenizers.models.WordLevel({f"t{i}": i for i in range(120)}, unk_token="t0")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "m" / "tokenizer.json"))
+    opened, mesh = open_model(hf=str(tmp_path / "m")), MeshSpec().build(jax.devices()[:1])
+    params, _ = opened.load_to_serve(mesh)
+    assert (params["blocks"]["mlp"]["up"].order is not None) == (case == "gptq4_order")
+    engine = Engine(opened.cfg, params, mesh=mesh, pages=8, page_size=8, dtype="float32")
+    with np.load(QUANTIZED / case / "expected.npz") as file:
+        (prompt, _), logits = file["tokens"].tolist(), file["logits"]
+    engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0))
+    (output,) = engine.run()
+    assert output.tokens == [np.argmax(logits[0, -1])]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,14 @@ def rows_of_bytes(values: np.ndarray) -> np.ndarray:
     return words.view(_WORD).reshape(rows // 4, columns).astype(np.int32)
 
 
+def with_rows(qweight: np.ndarray, bits: int, order_K: np.ndarray) -> np.ndarray:
+    """Returns the qweight whose row k of codes is row order_K[k] of this one."""
+    if np.array_equal(order_K, np.arange(len(order_K))):
+        return np.ascontiguousarray(qweight)
+    codes = unpack(np.ascontiguousarray(qweight.T), bits, len(order_K))
+    return np.ascontiguousarray(pack(codes[:, order_K], bits).T)
+
+
 def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Returns uint8 (rows, count): the codes of each row's stream of bits, int32 words."""
     words = np.ascontiguousarray(packed.astype(_WORD)).view(np.uint8)
