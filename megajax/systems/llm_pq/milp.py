@@ -259,6 +259,7 @@ class Layers(Counts):
         for i in range(L):
             row([(x[i], 1.0)], 1, 1)
             for j in range(D):
+                # Else two devices could share layers by halves, between the first and the last.
                 row([(x[i, j], 1.0), (starts_LD[i, j], -1.0)], low=0)
                 before = [] if i == 0 else [(x[i - 1, j], 1.0)]
                 row([(starts_LD[i, j], 1.0), (x[i, j], -1.0), *before], low=0)

@@ -4,9 +4,13 @@ A pair is (micro-batch of prefill, micro-batch of decoding): each has a program 
 bound of a pair is a time that none of its placements goes below; the gap follows from the smallest.
 """
 
+import contextlib
+import ctypes
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,6 +113,7 @@ class Search:
 def attended(work: Callable[[], Found]) -> Found:
     """Runs HiGHS in a thread of its own, because Ctrl-C waits until C++ code returns.
 
+    What HiGHS prints goes to stderr.
     Raises: KeyboardInterrupt; the thread then ends with its time limit or with the process.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -123,12 +128,33 @@ def attended(work: Callable[[], Found]) -> Found:
             errors.append(error)
 
     thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_S)
+    with _stdout_to_stderr():
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
     if errors:
         raise errors[0]
     return results[0]
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Moves what C code prints: HiGHS has a line ("tmpSolver.run();") that no option turns off."""
+    flush = ctypes.CDLL(None).fflush  # C has a buffer beside Python's
+    sys.stdout.flush()
+    flush(None)
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no stdout
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def least_omega(problem: Problem, seconds: float = 10.0) -> tuple[np.ndarray | None, bool]:

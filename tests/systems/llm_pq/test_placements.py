@@ -1,5 +1,6 @@
 """LLM-PQ's planner against every placement tried, and its closed form against the simulator."""
 
+import ctypes
 import dataclasses
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 import tried_placements
 
 from megajax.core.errors import UserError
-from megajax.systems.llm_pq import Placement, Problem, search, simulator, solve
+from megajax.systems.llm_pq import Placement, Problem, milp, search, simulator, solve
 from megajax.systems.llm_pq.arrange import arrange
 from megajax.systems.llm_pq.problem import omega_of, timed, violations
 
@@ -235,3 +236,28 @@ def test_highs_runs_beside_the_main_thread():
     seen = []
     search.attended(lambda: seen.append(threading.current_thread()))
     assert seen[0] is not threading.main_thread()
+
+
+def test_what_c_code_prints_goes_to_stderr(capfd):
+    """A line of HiGHS that no option turns off stays out of what a command prints."""
+    search.attended(lambda: ctypes.CDLL(None).puts(b"of C"))
+    print("of Python")
+    out, err = capfd.readouterr()
+    assert out == "of Python\n" and err == "of C\n"
+
+
+@pytest.mark.parametrize("seed", [12, 38, 39])
+def test_the_program_over_layers_cuts_no_layer(seed):
+    """Two devices that share layers by halves would lose less quality than any stages do."""
+    rng = np.random.default_rng(seed)
+    tables = {1: rng.uniform(0.5, 3, (3, 1)) * rng.uniform(1, 2, (3, 2))}
+    p = tried_placements.problem(seed, bits=(4, 8), prefill_s=tables, decode_s=tables)
+    worst, least = p.omega.max(1).sum(), p.omega.min(1).sum()
+    for share in (0.3, 0.5, 0.7):
+        quality = least + share * (worst - least)
+        wanted = tried_placements.best(p, quality)
+        program = milp.Layers(p, (1, 1), quality)
+        found = program.solve(10)
+        assert found.x is not None and wanted is not None
+        assert violations(p, *program.plan(found.x), quality) == []
+        assert found.value == pytest.approx(wanted[-1], rel=1e-6)
