@@ -2,9 +2,9 @@
 
 Every device keeps its speeds, and its memory shrinks (`shrunk`) so that the small model's weights
 are as tight a fit as the preset's. The loss of quality by layer and width is estimated from
-calibration text (`quant.sensitivity`, exact), not assumed; the held-out loss is measured before and
-after. The stages run on emulated devices of this machine, whose speed says nothing about the
-cluster.
+text that the model learnt (`quality.expected_loss`), not assumed; the held-out loss is measured
+before and after. The stages run on emulated devices of this machine, whose speed says nothing about
+the cluster.
 """
 
 import dataclasses
@@ -20,15 +20,13 @@ from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
-from megajax.quant import Format, Statistics, quantize_model, sensitivity
-from megajax.quant.quantized_model import inputs_of, matrices
+from megajax.quant import Format, quantize_model
 from megajax.serving import SamplingParams
 from megajax.systems import llm_pq
-from megajax.systems.llm_pq.calibrate import calibrate
 from megajax.systems.llm_pq.costs import CONTEXT_BYTES, USABLE, Workload, problem_of
 from megajax.systems.llm_pq.planning import uniform_bits
 from megajax.systems.llm_pq.problem import Placement
-from megajax.systems.llm_pq.quality import loss_of, windows
+from megajax.systems.llm_pq.quality import expected_loss, loss_of, windows
 from megajax.systems.llm_pq.runtime import Runtime
 from megajax.systems.open_model import OpenModel
 
@@ -51,10 +49,10 @@ def served(
     learnt, judged = (
         windows("stdlib", opened.tokenizer, (ROWS, LENGTH), held_out=held) for held in (False, True)
     )
-    statistics = calibrate(params, cfg, [*learnt[:, None, :-1]])
+    omega = expected_loss(params, cfg, learnt, [format_of(b) for b in workload.bits])
     small = dataclasses.replace(
         workload, name=opened.name, stack=cfg.stack, vocab=cfg.padded_vocab, positions=0,
-        prompt=PROMPT, new_tokens=ANSWER, omega=omega_of(params, cfg, statistics, workload.bits),
+        prompt=PROMPT, new_tokens=ANSWER, omega=omega,
     )  # fmt: skip
     scaled = shrunk(cluster, workload, small)
     placement = llm_pq.plan(small, scaled, time_limit_s=time_limit_s)
@@ -84,24 +82,6 @@ def served(
         "prefill_batch": placement.prefill_batch, "decode_batch": placement.decode_batch,
         "loss_dense": before, "loss": after, "emulated_tokens_per_s": tokens / seconds,
     }  # fmt: skip
-
-
-def omega_of(
-    params: Tree, cfg: DecoderConfig, statistics: dict[str, Statistics], bits: tuple[int, ...]
-) -> np.ndarray:
-    """Returns (layers, widths): the squared error expected of each layer's products."""
-    found = np.zeros((cfg.layers, len(bits)))
-    for name in matrices(cfg.axes):
-        words, leaf = cfg.axes, params
-        for part in name.split("."):
-            words, leaf = words[part], leaf[part]
-        for layer in range(cfg.layers):
-            w = np.asarray(leaf[layer])
-            w_KN = w.reshape(inputs_of(words[1:], w.shape), -1)
-            own = jax.tree.map(lambda x, i=layer: x[i], statistics[name])
-            for place, width in enumerate(bits):
-                found[layer, place] += sensitivity(w_KN, own, format_of(width), "exact")
-    return found
 
 
 def format_of(bits: int) -> Format | None:

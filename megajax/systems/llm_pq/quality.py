@@ -1,8 +1,13 @@
-"""What quantized weights cost: the held-out loss of a model before and after, on the same text."""
+"""What quantized weights cost: held-out loss before and after on the same text, and an estimate.
+
+The estimate needs no held-out text: `expected_loss`, by the loss's own curvature. Sums of products'
+errors (`quant.sensitivity`), as LLM-PQ (arXiv 2403.01136, section 4.2) takes them, do not know how
+much a layer's outputs matter.
+"""
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +21,11 @@ from megajax.data.source import open_source
 from megajax.data.tokenizer import Tokenizer
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.quant.compensated import row_format
+from megajax.quant.formats import Format
+from megajax.quant.qtensor import dequantize, quantize
+from megajax.quant.quantized_model import inputs_of
+from megajax.systems.llm_pq.calibrate import curvature, leaf_of
 
 HELD_OUT = 0.05  # of a source's documents, by their content, as training holds them out
 
@@ -81,3 +91,28 @@ def _summed(cfg: DecoderConfig):
         return sums.cross_entropy, sums.count
 
     return run
+
+
+def expected_loss(
+    params: Tree, cfg: DecoderConfig, rows: np.ndarray, formats: Sequence[Format | None]
+) -> np.ndarray:
+    """Returns (layers, formats): by how many nats a token the loss is expected to rise.
+
+    1/2 sum of F dW^2 over a layer's matrices rounded to nearest (`calibrate.curvature`). Sums over
+    layers rank plans; their size is an estimate for small changes only.
+
+    Args: rows: token ids (rows, length) of text like that which the model learnt. formats: None: a
+        layer stays dense.
+    """
+    found = np.zeros((cfg.layers, len(formats)))
+    for name, f in curvature(params, cfg, [rows]).items():
+        words, leaf = leaf_of(cfg.axes, name), leaf_of(params, name)
+        for layer in range(cfg.layers):
+            w = jnp.asarray(leaf[layer])
+            w_KN = w.reshape(inputs_of(words[1:], w.shape), -1)
+            f_KN = f[layer].reshape(w_KN.shape)
+            for place, fmt in enumerate(formats):
+                if fmt is not None:
+                    q = quantize(w_KN, row_format("expected_loss", w_KN, fmt))
+                    found[layer, place] += 0.5 * float((f_KN * (dequantize(q) - w_KN) ** 2).sum())
+    return found

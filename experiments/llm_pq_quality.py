@@ -1,0 +1,133 @@
+"""LLM-PQ (arXiv 2403.01136): what few bits cost trained models, measured.
+
+    uv run experiments/llm_pq_quality.py --study=indicators --run_dirs=RUN,RUN,...
+    uv run --group rivals experiments/llm_pq_quality.py --study=rounding --run_dirs=RUN --qwix
+    uv run --group models experiments/llm_pq_quality.py --study=rounding --gguf=FILE --group=32
+    uv run --group models experiments/llm_pq_quality.py --study=plans --gguf=FILE --cases=case5
+
+`indicators` measures the held-out loss of --plans random plans of 3, 4, 8 and 16 bits a layer, and
+of plans with the same widths in other orders, which have equal bytes. It prints the rank
+correlation (Spearman) of each indicator's sum with the measured change. `rounding` measures each
+way of rounding in 4 and 3 bits, with --qwix beside those of qwix on the same matrices and the same
+calibration. `plans` places the model on the clusters of --cases, scaled down to it, and compares
+the simulated tokens a second of our plans with PipeEdge's partition at equal measured loss.
+All calibrate on text that training learns from and judge on text that it holds out.
+Writes STUDY.json into --out. Exit code 2: a flag is wrong.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments.reports import llm_pq_equal, llm_pq_qwix
+from experiments.reports import llm_pq_quality as report
+from megajax.core import config
+from megajax.core import mesh as mesh_
+from megajax.core.config import Checked, option
+from megajax.core.errors import UserError
+from megajax.core.needs import equal
+from megajax.monitor import results
+from megajax.systems import llm_pq
+from megajax.systems.open_model import OpenModel, open_model
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """Which models, judged how."""
+
+    study: Literal["indicators", "rounding", "plans"] = option("indicators", "what is measured")
+    run_dirs: str = option("", "folders of runs, with commas")
+    gguf: str | None = option(None, "GGUF file of a Llama-like model, with its tokenizer")
+    rows: int = option(32, "of text, for calibration and, held out, for the loss", at_least=1)
+    length: int = option(256, "of a row", "tokens", at_least=2)
+    plans: int = option(30, "that are drawn", at_least=3, needs=equal("study", "indicators"))
+    bits: str = option("4,3", "widths, with commas", needs=equal("study", "rounding"))
+    group: int = option(
+        128, "inputs that share a scale", at_least=1, needs=equal("study", "rounding")
+    )
+    methods: str = option(
+        "", "ways of rounding, with commas; none: all for rounding, rtn for plans",
+        needs=equal("study", "rounding", "plans"),
+    )  # fmt: skip
+    cases: str = option("case5", "clusters of LLM-PQ, with commas", needs=equal("study", "plans"))
+    time_limit_s: float = option(
+        20.0, "of the search for a plan", unit="s", above=0, needs=equal("study", "plans")
+    )
+    qwix: bool = option(False, "also measures qwix's", needs=equal("study", "rounding"))
+    seed: int = option(0, "of the plans and of the order of the text", at_least=0)
+    out: str = results.out_option("llm_pq_quality")
+
+    def __post_init__(self):
+        """Refuses widths and methods that do not exist."""
+        super().__post_init__()
+        for method in filter(None, self.methods.split(",")):
+            if method not in report.OURS:
+                raise UserError(f"methods={method} must be of {', '.join(report.OURS)} (--methods)")
+        for case in self.cases.split(","):
+            if case not in llm_pq.PRESETS:
+                raise UserError(f"cases={case} must be of case1 to case11 (--cases)")
+        for width in self.bits.split(","):
+            if width not in ("2", "3", "4", "8"):
+                raise UserError(f"bits={width} must be of 2, 3, 4, 8 (--bits)")
+
+    def models(self) -> Iterator[OpenModel]:
+        """Yields the models. Raises: UserError where none is named."""
+        if not self.run_dirs and self.gguf is None:
+            raise UserError("a model must be named (--run_dirs or --gguf)")
+        for run_dir in filter(None, self.run_dirs.split(",")):
+            yield open_model(run_dir=run_dir)
+        if self.gguf is not None:
+            yield open_model(gguf=self.gguf)
+
+
+LAYERS = {
+    "indicators": "measured held-out loss", "rounding": "measured held-out loss",
+    "plans": "measured held-out loss, simulated times",
+}  # fmt: skip
+PRESETS = {"default": Config}
+config.define_flags(PRESETS, "default")
+
+
+def rows_of(cfg: Config) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the study, each printed."""
+    methods = [m for m in cfg.methods.split(",") if m]
+    roundings = {name: report.OURS[name] for name in methods or report.OURS}
+    if cfg.qwix:
+        roundings |= llm_pq_qwix.roundings()
+    for opened in cfg.models():
+        given = report.subject(opened, cfg.rows, cfg.length, cfg.seed)
+        print(f"{given.name}: {given.dense:.4f} nats a token", flush=True)
+        if cfg.study == "indicators":
+            found = iter(report.indicator_rows(given, cfg.plans, cfg.seed))
+        elif cfg.study == "plans":
+            cases = cfg.cases.split(",")
+            found = llm_pq_equal.rows(given, cases, methods or ["rtn"], cfg.time_limit_s)
+        else:
+            widths = [int(b) for b in cfg.bits.split(",")]
+            found = report.rounding_rows(given, widths, cfg.group, roundings)
+        for row in found:
+            print((llm_pq_equal if cfg.study == "plans" else report).told(row), flush=True)
+            yield row
+
+
+def main() -> int:
+    """Measures, prints, and writes after each row."""
+    cfg, _ = config.from_flags(PRESETS)
+    folder = results.writable_folder(cfg.out)
+    mesh_.start(1)
+    about = results.facts("cpu", LAYERS[cfg.study]) | {
+        "rows": cfg.rows, "length": cfg.length, "seed": cfg.seed,
+    }  # fmt: skip
+    path, rows = folder / f"{cfg.study}.json", []
+    for row in rows_of(cfg):
+        rows.append(row)
+        results.write(path, about, rows)
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))
