@@ -12,7 +12,7 @@ way of rounding in 4 and 3 bits, with --qwix beside those of qwix on the same ma
 calibration. `plans` places the model on the clusters of --cases, scaled down to it, and compares
 the simulated tokens a second of our plans with PipeEdge's partition at equal measured loss.
 All calibrate on text that training learns from and judge on text that it holds out.
-Writes STUDY.json into --out. Exit code 2: a flag is wrong.
+Writes llm_pq_STUDY.json into --out. Exit code 2: a flag is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -58,6 +58,7 @@ class Config(Checked):
     )
     qwix: bool = option(False, "also measures qwix's", needs=equal("study", "rounding"))
     seed: int = option(0, "of the plans and of the order of the text", at_least=0)
+    name: str = option("", "of the file, behind llm_pq_; none: the study's")
     out: str = results.out_option("llm_pq_quality")
 
     def __post_init__(self):
@@ -121,7 +122,7 @@ def main() -> int:
     about = results.facts("cpu", LAYERS[cfg.study]) | {
         "rows": cfg.rows, "length": cfg.length, "seed": cfg.seed,
     }  # fmt: skip
-    path, rows = folder / f"{cfg.study}.json", []
+    path, rows = folder / f"llm_pq_{cfg.name or cfg.study}.json", []
     for row in rows_of(cfg):
         rows.append(row)
         results.write(path, about, rows)

@@ -26,6 +26,7 @@ from experiments.reports import (
     cdmpp_tables,
     gpu_tables,
     kernel_tables,
+    llm_pq_tables,
     minder_tables,
     overlap_tables,
     pruning_tables,
@@ -260,6 +261,10 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         f"cdmpp_{table.__name__}": functools.partial(table, RESULTS / "cdmpp.json")
         for table in (cdmpp_tables.programs, cdmpp_tables.kinds, cdmpp_tables.calls)
+    },
+    **{
+        f"llm_pq_{name}": functools.partial(make, RESULTS / f"llm_pq_{name}.json")
+        for name, make in llm_pq_tables.TABLES.items()
     },
     "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),

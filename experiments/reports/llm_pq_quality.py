@@ -34,7 +34,8 @@ from megajax.systems.open_model import OpenModel
 Array = jax.Array
 Rounding = Callable[[Array, Statistics, Format], Array]
 WIDTHS = (3, 4, 8, 16)
-SAID = (*INDICATORS, "fisher")
+SAID = (*INDICATORS, "curvature", "alone")
+ALONE = 8  # (chosen) rows on which one layer at a time is rounded
 DRAWS = 20  # (chosen) of the indicator that knows nothing
 
 
@@ -90,6 +91,33 @@ def rounded(given: Subject, rounding: Rounding, fmt: Format) -> tuple[Tree, floa
     return with_leaves(given.params, {name: jnp.stack(x) for name, x in leaves.items()}), error
 
 
+def in_each_width(given: Subject, rounding: Rounding) -> dict[int, Tree]:
+    """Returns {width: the parameters with all matrices in it}; 16: as they are."""
+    found = {16: given.params}
+    for width in WIDTHS[:-1]:
+        fmt = format_of(width)
+        assert fmt is not None
+        found[width] = rounded(given, rounding, fmt)[0]
+    return found
+
+
+def measured_alone(given: Subject, params: Mapping[int, Tree]) -> np.ndarray:
+    """Returns (layers, widths): how much the loss of learnt text rises if one layer is rounded.
+
+    8 bits change less than the text of a few rows can tell: they are 4 bits' by the square of the
+    step.
+    """
+    names, L = matrices(given.cfg.axes), given.cfg.layers
+    text = given.learnt[: min(ALONE, len(given.learnt))]
+    dense, found = loss_of(given.params, given.cfg, text), np.zeros((L, len(WIDTHS)))
+    for place, width in enumerate(WIDTHS[:2]):
+        for layer in range(L):
+            mixed = in_widths(params, names, [width if k == layer else 16 for k in range(L)])
+            found[layer, place] = max(loss_of(mixed, given.cfg, text) - dense, 0.0)
+    found[:, 2] = found[:, 1] * (7 / 127) ** 2
+    return found
+
+
 def in_widths(params: Mapping[int, Tree], names: Sequence[str], bits: Sequence[int]) -> Tree:
     """Returns the parameters whose layer l is that of params[bits[l]]."""
     first = params[bits[0]]
@@ -120,6 +148,7 @@ OURS: dict[str, Rounding] = {
     "rtn": to_nearest,
     "gptq": by_gptq,
     "gptq_order": functools.partial(by_gptq, order="activations"),
+    "gptq_clip": functools.partial(by_gptq, order="activations", clip=True),
     "awq": by_awq,
 }
 
@@ -142,10 +171,9 @@ def plans(layers: int, count: int, seed: int) -> dict[str, list[tuple[int, ...]]
 
 def indicator_rows(given: Subject, count: int, seed: int) -> list[dict[str, Any]]:
     """Returns a row for each kind of plans: what each indicator says, and what was measured."""
-    params = {16: given.params}
-    for width in WIDTHS[:-1]:
-        params[width] = rounded(given, to_nearest, format_of(width) or Format(width))[0]
-    omega: dict[str, np.ndarray] = {name: omega_of(given, name) for name in SAID}
+    params = in_each_width(given, to_nearest)
+    omega = {name: omega_of(given, name) for name in SAID if name != "alone"}
+    omega["alone"] = measured_alone(given, params)
     others = [omega_of(given, "random", draw) for draw in range(DRAWS)]
     rows = []
     for kind, drawn in plans(given.cfg.layers, count, seed).items():
@@ -197,7 +225,7 @@ def told(row: Mapping[str, Any]) -> str:
 def omega_of(given: Subject, indicator: str, seed: int = 0) -> np.ndarray:
     """Returns (layers, widths) of an indicator, summed over a layer's matrices."""
     formats = [format_of(width) for width in WIDTHS]
-    if indicator == "fisher":
+    if indicator == "curvature":
         return expected_loss(given.params, given.cfg, given.learnt, formats)
     found, kind = np.zeros((given.cfg.layers, len(WIDTHS))), cast(Indicator, indicator)
     for name, layer, w_KN, own, _ in given.matrices():

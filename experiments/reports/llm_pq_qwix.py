@@ -4,6 +4,7 @@ qwix takes the transposed weight. Its symmetric codes reach from -8 to 7 in 4 bi
 amax / 7.5, ours from -7 to 7; its scales are float32, ours float16.
 """
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -45,12 +46,17 @@ def by_gptq(w_KN: Array, own: Statistics, fmt: Format) -> Array:
 
     Raises: NotImplementedError for 3 bits, which its GPTQ does not take.
     """
+    if isinstance(_TYPES[fmt.width], str):
+        raise NotImplementedError(f"qwix's GPTQ has no {fmt.width} bits")
+    return _gptq(w_KN, own.h_KK, fmt)
+
+
+@functools.partial(jax.jit, static_argnums=2)  # a program of its own for every column, if not
+def _gptq(w_KN: Array, h_KK: Array, fmt: Format) -> Array:
     from qwix._src.core import qarray  # pyrefly: ignore[missing-import]
     from qwix.contrib import gptq_core  # pyrefly: ignore[missing-import]
 
-    if not isinstance(_TYPES[fmt.width], type(jnp.int4)):
-        raise NotImplementedError(f"qwix's GPTQ has no {fmt.width} bits")
-    q, _ = gptq_core.quantize_weight(w_KN.T, own.h_KK, _how(fmt, len(w_KN)))
+    q, _ = gptq_core.quantize_weight(w_KN.T, h_KK, _how(fmt, len(w_KN)))
     return qarray.dequantize(q).T
 
 

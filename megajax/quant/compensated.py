@@ -31,6 +31,7 @@ Array = jax.Array
 Order = Literal["given", "activations"]
 ORDERS = ("given", "activations")
 DAMP = 0.01  # (GPTQ, section 3.3: 1 % of the mean of the diagonal)
+SHARES = tuple(1 - k / 20 for k in range(10))  # (AWQ's code) of the largest magnitude
 _BLOCK = 128  # (GPTQ, section 3.3: lazy batches) rows whose updates of the others are one product
 _MOST_DAMP = 1.0
 
@@ -42,12 +43,15 @@ def gptq(
     *,
     damp: float = DAMP,
     order: Order = "given",
+    clip: bool = False,
 ) -> QTensor:
     """Returns w quantized so that x w changes little.
 
     Args: w_KN: of a floating type; computed in float32. x_TK: the product's inputs in calibration,
         or their Statistics. fmt: integers, to nearest, groups along the rows: axis=0 (None is read
-        as 0). damp: in units of the mean of h's diagonal. order: see the module's text.
+        as 0). damp: in units of the mean of h's diagonal. order: see the module's text. clip: whether
+        a group's scale may be smaller than its largest weight asks for, if that lessens the sum of
+        its squared errors, each times its input's power.
     Raises: UserError for other formats and shapes, numbers that are not finite, and an h that stays
         singular with a damp of 1.
     """
@@ -65,7 +69,8 @@ def gptq(
         place_K = np.argsort(-np.asarray(jnp.diagonal(h_KK)), kind="stable")
     w = jnp.asarray(w_KN, jnp.float32)
     while True:
-        found = _solve(w, h_KK, jnp.asarray(place_K), damp, fmt=fmt, is_static=order != "given")
+        options = {"fmt": fmt, "is_static": order != "given", "clip": clip}
+        found = _solve(w, h_KK, jnp.asarray(place_K), damp, **options)
         if jnp.isfinite(found[-1]).all():
             break
         damp *= 10
@@ -109,9 +114,9 @@ def inverse_factor(h_KK: Array, damp: float) -> Array:
     return jax.scipy.linalg.solve_triangular(r_KK, jnp.eye(len(h_KK)), lower=False)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "is_static"))
+@functools.partial(jax.jit, static_argnames=("fmt", "is_static", "clip"))
 def _solve(
-    w_KN: Array, h_KK: Array, place_K: Array, damp: Any, *, fmt: Format, is_static: bool
+    w_KN: Array, h_KK: Array, place_K: Array, damp: Any, *, fmt: Format, is_static: bool, clip: bool
 ) -> tuple[Array, Array, Array | None, Array]:
     """Returns codes (K, N), scales and zero points (G, N), and the diagonal of u.
 
@@ -131,7 +136,15 @@ def _solve(
     first = jnp.pad(w_KN[:K], ((0, G * C - K), (0, 0))).reshape(G, C, N)
     w_KN = w_KN.at[:K].set(w_KN[place_K])
     group_K = jnp.pad(place_K // C, (0, more), constant_values=G - 1)
-    scale_GN, zero_GN = jax.vmap(lambda rows, g: _scales(rows, g, K, fmt))(first, jnp.arange(G))
+    power_K = jnp.pad(jnp.diagonal(h_KK), (0, G * C - K))
+
+    def scales(rows_CN: Array, g: Array) -> tuple[Array, Array]:
+        if not clip:
+            return _scales(rows_CN, g, K, fmt)
+        power_C = jax.lax.dynamic_slice_in_dim(power_K, g * C, C)
+        return _clipped_scales(rows_CN, g, K, fmt, power_C)
+
+    scale_GN, zero_GN = jax.vmap(scales)(first, jnp.arange(G))
 
     def block(carry: tuple, turn: Array) -> tuple:
         w_KN, scale_GN, zero_GN, code_KN = carry
@@ -140,7 +153,7 @@ def _solve(
             here = (start // C) * C
             rows = jnp.pad(w_KN, ((0, C), (0, 0)))
             rows = jax.lax.dynamic_slice_in_dim(rows, here, C)
-            found = _scales(rows, start // C, K, fmt)
+            found = scales(rows, start // C)
             at = jnp.where(start % C == 0, start // C, G)  # G: dropped
             scale_GN = scale_GN.at[at].set(found[0], mode="drop")
             zero_GN = zero_GN.at[at].set(found[1], mode="drop")
@@ -175,6 +188,22 @@ def _scales(rows_CN: Array, g: Array, K: int, fmt: Format) -> tuple[Array, Array
         return scale_N, jnp.zeros_like(scale_N)
     scale_N1, zero_N1 = qtensor.zero_points(x_N1C, K - g * len(rows_CN), fmt)
     return scale_N1[:, 0], zero_N1[:, 0]
+
+
+def _clipped_scales(
+    rows_CN: Array, g: Array, K: int, fmt: Format, power_C: Array
+) -> tuple[Array, Array]:
+    """Returns the scales and zero points of the best of SHARES of the rows' magnitudes."""
+
+    def tried(share: Array) -> tuple[Array, Array, Array]:
+        scale_N, zero_N = _scales(rows_CN * share, g, K, fmt)
+        _, rounded_CN = jax.vmap(lambda w_N: _round(w_N, scale_N, zero_N, fmt))(rows_CN)
+        return (power_C[:, None] * (rows_CN - rounded_CN) ** 2).sum(0), scale_N, zero_N
+
+    error_SN, scale_SN, zero_SN = jax.vmap(tried)(jnp.asarray(SHARES, jnp.float32))
+    best_1N = jnp.argmin(error_SN, 0)[None]
+    scale_1N, zero_1N = (jnp.take_along_axis(x, best_1N, 0) for x in (scale_SN, zero_SN))
+    return scale_1N[0], zero_1N[0]
 
 
 def _round(w_N: Array, scale_N: Array, zero_N: Array, fmt: Format) -> tuple[Array, Array]:

@@ -55,7 +55,8 @@ def quantize_model(
         layers, or one a layer; None: that layer stays dense. Groups lie along the inputs of a
         product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
         inputs of its products, stacked over the layers} (systems/llm_pq/calibrate.py); needed by
-        'gptq' and 'awq'. method: rounding to nearest, GPTQ or AWQ.
+        'gptq' and 'awq'. method: rounding to nearest, GPTQ (in the order
+        of activations, with clipped scales) or AWQ.
     Returns: the tree of `params`. Its member of stacked layers is core.packed.LayerRuns where the
         layers have unlike formats: a stack for each run of equal ones, with the first layer's
         number beside it.
@@ -147,7 +148,8 @@ def _quantized(
         if method == "rtn" or statistics is None:
             return QuantKernel(w.shape, _nearest(w_KN, row_format("rtn", w_KN, fmt)))
         if method == "gptq":
-            return QuantKernel(w.shape, gptq(w_KN, statistics, fmt))
+            q = gptq(w_KN, statistics, fmt, order="activations", clip=True)
+            return QuantKernel(w.shape, q)
         return QuantKernel(w.shape, *awq(w_KN, statistics, fmt))
     except UserError as error:
         raise UserError(f"{n}: {error}") from None

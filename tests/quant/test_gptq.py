@@ -20,7 +20,7 @@ def problem(K: int, N: int, seed: int, tokens: int = 400) -> tuple[np.ndarray, n
     return rng.standard_normal((K, N)).astype(np.float32), x_TK.astype(np.float32)
 
 
-def plain_gptq(w_KN, x_TK, bits, group, symmetric, damp=0.01, order=None):
+def plain_gptq(w_KN, x_TK, bits, group, symmetric, damp=0.01, order=None, clip=False):
     """The paper's algorithm, row by row on all rows that are left; inverses by NumPy."""
     w, x = w_KN.astype(np.float64), x_TK.astype(np.float64)
     K, N = w.shape
@@ -30,22 +30,34 @@ def plain_gptq(w_KN, x_TK, bits, group, symmetric, damp=0.01, order=None):
     h_inverse = np.linalg.inv((h + damp * np.diag(h).mean() * np.eye(K))[np.ix_(order, order)])
     w = w[order]
 
-    def scales(rows):
-        if symmetric:
-            return np.abs(rows).max(0) / (2 ** (bits - 1) - 1), np.zeros(N)
-        low, high = rows.min(0), rows.max(0)
-        return (high - low) / (2**bits - 1), low
+    low_code = -(2 ** (bits - 1) - 1) if symmetric else 0
+    high_code = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
 
-    fixed = [scales(w_KN[g : g + group]) for g in range(0, K, group)]
+    def nearest(rows, s, z):
+        return z + np.clip(np.rint((rows - z) / s), low_code, high_code) * s
+
+    def scales(rows, first):
+        if symmetric:
+            s, z = np.abs(rows).max(0) / high_code, np.zeros(N)
+        else:
+            s, z = (rows.max(0) - rows.min(0)) / high_code, rows.min(0)
+        if not clip:
+            return s, z
+        power = np.diag(h)[first : first + group, None]
+        shares = 1 - np.arange(10) / 20
+        lost = [(power * (rows - nearest(rows, a * s, a * z)) ** 2).sum(0) for a in shares]
+        best = shares[np.argmin(lost, 0)]
+        return best * s, best * z
+
+    fixed = [scales(w_KN[g : g + group], g) for g in range(0, K, group)]
     out = np.zeros((K, N))
     for k in range(K):
         if np.array_equal(order, np.arange(K)):
             if k % group == 0:
-                s, z = scales(w[k : k + group])
+                s, z = scales(w[k : k + group], k)
         else:
             s, z = fixed[order[k] // group]
-        low, high = (-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
-        rounded = z + np.clip(np.rint((w[k] - z) / s), low, high) * s
+        rounded = nearest(w[k], s, z)
         error = (w[k] - rounded) / h_inverse[k, k]
         w[k + 1 :] -= np.outer(h_inverse[k + 1 :, k], error)
         # Eliminating row k from the inverse leaves that of the rows that remain.
@@ -72,6 +84,21 @@ def test_gptq_is_the_papers(K, N, group, symmetric):
     same = np.isclose(found, expected, rtol=1e-3, atol=1e-3).all(0)
     assert same.mean() > 0.9
     assert error(x_TK, w_KN, gptq(w_KN, x_TK, fmt)) < 0.85 * error(x_TK, w_KN, quantize(w_KN, fmt))
+
+
+@pytest.mark.parametrize("order", ["given", "activations"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq_with_smaller_scales(symmetric, order):
+    w_KN, x_TK = problem(130, 17, 4)
+    fmt, options = Format(3, 48, 0, symmetric=symmetric), {"order": order, "clip": True}
+    rows = np.argsort(-(x_TK.astype(np.float64) ** 2).sum(0), kind="stable")
+    expected = plain_gptq(
+        w_KN, x_TK, 3, 48, symmetric, order=rows if order == "activations" else None, clip=True
+    )
+    q = gptq(w_KN, x_TK, fmt, **options)
+    same = np.isclose(np.asarray(dequantize(q)), expected, rtol=1e-3, atol=1e-3).all(0)
+    assert same.mean() > 0.8
+    assert error(x_TK, w_KN, q) < 0.9 * error(x_TK, w_KN, gptq(w_KN, x_TK, fmt, order=order))
 
 
 def test_gptq_in_the_order_of_activations():
