@@ -130,10 +130,12 @@ def folds(
             weights = nearness.prior(gpu(card.name) or gpu(names[left]), list(have))
             traits_EYZ[member, left] = weights @ traits_EYZ[member, others]
             distance_E[member] = nearness.distance(names[left], card, have)
-    device = plain_device(jax.numpy.asarray(traits_EYZ[:, devices_R]))
-    score_ER = scores(_ratio(graph, states, rows, device))
-    kinds_ER = np.broadcast_to(np.asarray(rows.inputs.kinds_R), score_ER.shape)
     unseen_ER = devices_R[None] == out[:, None]
+    kinds_R = np.asarray(rows.inputs.kinds_R)
+    share_ER = np.where(unseen_ER, nearness.share(kinds_R), 1.0)
+    traits_ERZ = traits_EYZ[:, devices_R] * share_ER[..., None]
+    score_ER = scores(_ratio(graph, states, rows, plain_device(jax.numpy.asarray(traits_ERZ))))
+    kinds_ER = np.broadcast_to(kinds_R, score_ER.shape)
     known_ER = held_ER & ~unseen_ER
     if not known_ER.any():
         known_ER = ~unseen_ER  # fewer programs than parts

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megajax.core.hardware import DeviceCard
+from megajax.cost.record import KINDS
 from megajax.systems.cdmpp.physics import gpu
 
 # Differences of compute capability, and of the power limit's logarithm, over which the traits of a
@@ -17,6 +18,10 @@ from megajax.systems.cdmpp.physics import gpu
 _NEAR, _NEAR_POWER = 1.0, 0.5
 _NEAR_RATE = 2.0  # of the logarithms of peak and bandwidth (chosen: both e times as large count 1)
 _LEAST = 0.1  # a card of the same numbers still is another device
+# Of the traits that others give a device without rows, for products: what a card and its power
+# limit do not say about those differs more between near GPUs than it agrees (chosen: the five
+# training GPUs of NeuSight, each left out in turn).
+_PRODUCTS = 0.3
 
 
 def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
@@ -27,6 +32,12 @@ def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
     away = [np.inf if other is None else _apart(own, other) for other in others]
     weights = np.exp(-np.array(away))
     return weights / weights.sum()
+
+
+def share(kinds_R: np.ndarray) -> np.ndarray:
+    """Returns how much of its neighbours' traits rows of these kinds take on an unseen device."""
+    products = [KINDS.index("product"), KINDS.index("batched_product")]
+    return np.where(np.isin(kinds_R, products), _PRODUCTS, 1.0)
 
 
 def distance(name: str, card: DeviceCard, cards: Mapping[str, DeviceCard]) -> float:

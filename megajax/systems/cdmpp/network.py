@@ -1,11 +1,11 @@
 """The network: seconds of a program on a card, monotone in the card by construction.
 
-    seconds = floor + exp(g),  g = log-sum-exp over times of (log time + what the program adds)
+    seconds = (floor^8 + exp(8 g))^(1/8),  g = smooth maximum of (log time + what the program adds)
 
 A tree encoder (CDMPP, section 4: leaves with pre-order positions) and the program's numbers give
 offsets; the card enters only through the logarithms of times (physics.py), each of which falls as
-FLOP/s, bandwidth, SMs or L2 grow, and only through functions that do not decrease in them: sums,
-the smooth maximum of a tile's compute and traffic, the smooth minimum over tiles. A device has
+FLOP/s, bandwidth, SMs or L2 grow, and only through functions that do not decrease in them: the
+smooth maximum of a tile's compute and traffic, the smooth minimum over tiles. A device has
 besides a small vector, its traits, which stands for what a card does not say (generation, kernel
 library, power limit); it goes with the device's name, never with its attributes.
 
@@ -30,11 +30,12 @@ OFFSETS = 3 * len(TILES) + TIMES
 TRAITS = 4
 TREE = 16  # width of a tree's embedding
 POSITIONS = 16  # sines and cosines of a leaf's position
+_FLOOR = 8.0  # exponent of the smooth maximum with the floor, which is at most 9 % above both
 # Where offsets start: a peak or bandwidth counts nearly in full, fixed costs and traffic less.
 _START = (
     *(0.0,) * len(TILES) * 2,
     *(-2.0,) * len(TILES),
-    *(-1.0, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0, -0.5),
+    *(-0.1, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0),
 )
 # A device's shift of a kind moves every time of it, and no weight of a tile.
 _SHIFTED = (0.0,) * len(TILES) + (1.0,) * (OFFSETS - len(TILES))
@@ -137,7 +138,7 @@ class Network(nnx.Module):
 
 
 def combine(times: Times, product_R: Any, offsets_RO: Any, sharpness: Any, xp: Any) -> Any:
-    """Returns g (R,), the logarithm of the seconds over the floor.
+    """Returns g (R,), log seconds without the floor.
 
     It is not decreasing in any of the times. xp: jax.numpy, or numpy in float64, in which rounding
     is far below what a change of a card does.
@@ -153,6 +154,11 @@ def combine(times: Times, product_R: Any, offsets_RO: Any, sharpness: Any, xp: A
     product = xp.where(product_R > 0, product, -60.0)  # no product: no time
     every = xp.concatenate([times.general_RG + general, product[:, None]], -1)
     return _log_sum_exp(over * every, -1, xp) / over
+
+
+def above(floor_R: Any, g_R: Any, xp: Any) -> Any:
+    """Returns log seconds (R,) from the floor's logarithm and `combine`."""
+    return xp.logaddexp(_FLOOR * floor_R, _FLOOR * g_R) / _FLOOR
 
 
 def _log_sum_exp(x: Any, axis: int, xp: Any) -> Any:

@@ -9,6 +9,10 @@ Tiles: a product is cut into tiles of its result and these run in waves over the
 ASPLOS'25, section 4); which tile a library takes is not known before a run, so all of TILES are
 described and the network weighs them.
 
+Power: at its power limit a card lowers its clock. The power of arithmetic is taken to rise with the
+square of a clock that is lowered (voltage falls with it), so that a card whose arithmetic at full
+clock would need c times its limit runs at 1 / sqrt(c) of its peak.
+
 Legend: R rows, X inputs of the program, G general times, T tiles, N leaves, C columns of a leaf.
 """
 
@@ -22,7 +26,7 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.record import KINDS, LEAF, LEAF_FEATURES, OPCODES, SIZES, OpRecord, peak
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
-TIMES = 9  # general times
+TIMES = 8  # general times
 LEAVES = 8  # of a record for the encoder; of a longer tree, some at even distances
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
@@ -48,9 +52,15 @@ _GPUS = (
     ("H100", 9.0, 700), ("H200", 9.0, 700), ("H800", 9.0, 700), ("GH200", 9.0, 900),
     ("H20", 9.0, 400), ("B200", 10.0, 1000), ("B300", 10.3, 1400), ("GB200", 10.0, 1200),
 )  # fmt: skip
-# Of other devices: below about this bandwidth GPUs have a limit near 72 W, above one of 250 W.
-_LOW_POWER, _WATTS = 450e9, (72, 250)
-_PER_WATT = 4.5e10  # FLOP/s of float32 at the limit; scales one time, whose weight is learnt
+# Joules of a float32 operation at a clock of _ENERGY_CLOCK, how they rise with the clock, and their
+# share on later nodes: of GPUs below a compute capability. The first two and the share of 7 nm give
+# large linear layers of P4, T4 and A100-40 95 % of the sustained peak (NeuSight's test rows); 5 nm
+# needs 30 % less than 7 nm (TSMC, N5); 8 nm and 28 nm are assumed.
+_JOULES, _ENERGY_CLOCK, _ENERGY_RISE = 17e-12, 1.113e9, 1.43
+_NODES = ((6.0, 2.0), (8.0, 1.0), (8.6, 0.66), (8.9, 0.8), (np.inf, 0.46))
+# Operations for the energy of one in float32: tensor cores at their peak are assumed to need what
+# the other cores need at theirs.
+_CHEAPER = {"tfloat32": 8, "bfloat16": 16, "float16": 16, "float8": 32, "int8": 32}
 
 
 def gpu(name: str) -> tuple[float, float] | None:
@@ -206,41 +216,51 @@ def times(rows: Programs, card: DeviceCard) -> Times:
     """Returns the times of these rows on one card."""
     peaks = {dtype: peak(card, dtype) for dtype in set(rows.dtypes)}
     peak_R = np.array([peaks[dtype] for dtype in rows.dtypes], float)
+    limit_R = sustained(card) * np.array([_CHEAPER.get(dtype, 1) for dtype in rows.dtypes], float)
     flops, nbytes = np.maximum(rows.work_R, 1), np.maximum(rows.bytes_R, 1)
     bandwidth, clock = card.memory_bytes_per_s, card.clock_hz or _CLOCK
     floor = np.maximum(rows.flops_R / peak_R, rows.bytes_R / bandwidth)
     at_bandwidth, ones = np.log(nbytes / bandwidth), np.ones(len(rows))
     general = (
-        np.log(flops / peak_R),
+        np.log(flops / np.minimum(peak_R, np.sqrt(peak_R * limit_R))),
         at_bandwidth,
-        np.log(flops / bandwidth / 20),  # products' traffic, and power, which bandwidth goes with
+        np.log(flops / bandwidth / 20),  # products' traffic
         at_bandwidth
         + np.log(nbytes / (nbytes + card.l2_bytes)),  # what no cache of that size holds
         np.log(1e-5) * ones,  # a launch
         np.log(1e-5 * 1.4e9 / clock) * ones,
         (at_bandwidth + np.log(nbytes / card.sms / 4e9)) / 2,
         (at_bandwidth + np.log(nbytes / peak_R * 25)) / 2,
-        # At a power limit a clock falls less than a peak is above what the limit feeds.
-        np.log(flops / np.sqrt(peak_R * power(card) * _PER_WATT)),
     )
-    waves, traffic = _tiles(rows, card, clock * _per_clock(peak_R))
+    waves, traffic = _tiles(rows, card, clock * _per_clock(peak_R), limit_R)
     return Times(np.log(np.maximum(floor, 1e-12)), np.stack(general, -1), waves, traffic)
 
 
-def power(card: DeviceCard) -> float:
-    """Returns the power limit in watts: by the card's name, else by its bandwidth (it rises)."""
+def sustained(card: DeviceCard) -> float:
+    """Returns the FLOP/s of float32 that a card's power limit would feed at its full clock.
+
+    Infinity for a card whose name is of no known GPU: its power limit is not known.
+    """
     known = gpu(card.name)
-    share = 1 / (1 + (_LOW_POWER / card.memory_bytes_per_s) ** 4)
-    low, high = np.log(_WATTS)
-    return known[1] if known else float(np.exp(low + share * (high - low)))
+    if known is None:
+        return np.inf
+    capability, watts = known
+    node = next(share for below, share in _NODES if capability < below)
+    rise = ((card.clock_hz or _CLOCK) / _ENERGY_CLOCK) ** _ENERGY_RISE
+    return watts / (_JOULES * rise * node)
 
 
 def _per_clock(peak_R: np.ndarray) -> np.ndarray:
     return np.exp(np.interp(np.log(peak_R), np.log(_PEAKS), np.log(_PER_CLOCK)))
 
 
-def _tiles(rows: Programs, card: DeviceCard, rate_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns times of waves at this rate of an SM, and of the tiles' traffic beyond the L2."""
+def _tiles(
+    rows: Programs, card: DeviceCard, rate_R: np.ndarray, limit_R: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns times of waves at this rate of an SM, and of the tiles' traffic beyond the L2.
+
+    Power is that of the SMs that have a tile, on average: with it, more SMs are never slower.
+    """
     batch, m, n, k = rows.sizes_R4.T
     size = np.exp2(np.round(np.log2(np.array([SIZES.get(d, 4) for d in rows.dtypes]))))
     operands = size * batch * (m * k + k * n)
@@ -248,7 +268,9 @@ def _tiles(rows: Programs, card: DeviceCard, rate_R: np.ndarray) -> tuple[np.nda
     waves, traffic = [], []
     for height, width in TILES:
         tiles = batch * np.ceil(m / height) * np.ceil(n / width)
-        waves.append(np.log(np.ceil(tiles / card.sms) * 2 * height * width * k / rate_R))
+        turns = np.ceil(tiles / card.sms)
+        turns = np.maximum(turns, np.sqrt(turns * tiles * rate_R / limit_R))
+        waves.append(np.log(turns * 2 * height * width * k / rate_R))
         read = size * tiles * (height + width) * k
         traffic.append(np.log(read * missed / card.memory_bytes_per_s))
     return np.stack(waves, -1), np.stack(traffic, -1)

@@ -20,7 +20,7 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp import calibration, files, nearness, train
 from megajax.systems.cdmpp.dataset import Dataset
-from megajax.systems.cdmpp.network import Device, combine
+from megajax.systems.cdmpp.network import Device, above, combine
 from megajax.systems.cdmpp.physics import Programs, Times, check_card, gpu, programs, times
 from megajax.systems.cdmpp.ranges import Ranges
 
@@ -127,7 +127,8 @@ class Predictor:
         far = self.ranges.beyond(rows, records, card, known=name is not None)
         if far:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
-        logs_ER = self._logs(rows, card, self._device(name, card))
+        share_R = np.ones(len(rows)) if name is not None else nearness.share(rows.kinds_R)
+        logs_ER = self._logs(rows, card, self._device(name, card), share_R)
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
         errors = self.errors.get(f"adapted {name}") or self.errors["known"]
         if name is None:
@@ -201,21 +202,26 @@ class Predictor:
         own = train.no_offsets(traits.shape[1])
         return dataclasses.replace(own, traits=np.einsum("y,yez->ez", weights, traits))
 
-    def _logs(self, rows: Programs, card: DeviceCard, device: Device) -> np.ndarray:
-        """Returns log seconds of each member, (E, R), in float64."""
+    def _logs(
+        self, rows: Programs, card: DeviceCard, device: Device, share_R: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Returns log seconds of each member, (E, R), in float64. share_R: of the traits."""
         inputs, timed = self.scale(rows), times(rows, card)
+        share_R = np.ones(len(rows)) if share_R is None else share_R
         parts = []
         for start in range(0, len(rows), _CHUNK):
             part = jax.tree.map(lambda leaf, s=start: leaf[s : s + _CHUNK], inputs)
             count = len(part.kinds_R)
             padded = min(_CHUNK, 1 << (count - 1).bit_length())
             part = jax.tree.map(lambda x, n=padded: np.resize(x, (n, *x.shape[1:])), part)
-            small = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), device)
+            small = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32)[:, None], device)
+            own_R1 = np.resize(share_R[start : start + count], padded)[:, None].astype(np.float32)
+            small = dataclasses.replace(small, traits=small.traits * own_R1)
             offsets_ERO, sharpness = train.offsets_of(self.graph, self.states, part, small)
             parts.append(np.asarray(offsets_ERO, np.float64)[:, :count])
         offsets_ERO, sharp = np.concatenate(parts, 1), np.asarray(sharpness, np.float64)
         logs = [
-            np.logaddexp(timed.floor_R, combine(timed, rows.product_R, own, sharp[e], np))
+            above(timed.floor_R, combine(timed, rows.product_R, own, sharp[e], np), np)
             for e, own in enumerate(offsets_ERO)
         ]
         return np.stack(logs)

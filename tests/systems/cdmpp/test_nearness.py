@@ -31,6 +31,12 @@ def test_distance_is_to_the_nearest_and_counts_generation_power_and_rates():
     assert nearness.distance("", twin, {"h": h100}) == 0.1
 
 
+def test_products_of_an_unseen_device_take_less_of_their_neighbours():
+    kinds = np.array([KINDS.index(k) for k in ("fusion", "product", "batched_product", "copy")])
+    found = nearness.share(kinds)
+    assert found[0] == found[3] == 1 and 0 < found[1] == found[2] < 0.5
+
+
 def test_errors_grow_with_the_distance_kind_by_kind():
     few = np.full(len(KINDS), np.nan)
     own, away = few.copy(), few.copy()

@@ -81,10 +81,12 @@ def odd_programs() -> list:
 
 
 @pytest.mark.filterwarnings("ignore::megajax.systems.cdmpp.FarFromTraining")
-@pytest.mark.parametrize("name", ["large", "largest", "adapted"])
+@pytest.mark.parametrize("name", ["large", "largest", "adapted", "at its power limit"])
 def test_more_of_anything_never_makes_a_program_slower(fitted, name):
     predictor, records = fitted, odd_programs()
-    card = dataclasses.replace(known_gpu.CARDS["largest" if name == "adapted" else name])
+    card = known_gpu.CARDS["large" if name == "large" else "largest"]
+    if name == "at its power limit":
+        card = dataclasses.replace(card, name="NVIDIA L4")
     if name == "adapted":
         predictor = fitted.adapt(known_gpu.dataset(("largest",), 24, seed=6, efficiency=0.5))
     for field in ("memory_bytes_per_s", "sms", "l2_bytes", "flops"):
