@@ -5,7 +5,8 @@ ten are within 1.645 of it, so the band of that width covers nine in ten of like
 without rows, the scale grows with the distance to the nearest known device (nearness.py): the score
 of a row is by how much its error exceeds that of known devices, over the distance of its device
 from those that the network had. Without the distance, the band of an A100 with more memory would be
-as wide as that of a GPU of another generation.
+as wide as that of a GPU of another generation. Of the left-out devices' scales the median counts:
+one whose rows are of two sessions at other clocks would set the band of every device.
 """
 
 import dataclasses
@@ -62,6 +63,14 @@ class Errors:
             for k in range(len(KINDS))
         ]
         return cls(_quantile(score_R), np.array(kinds))
+
+    @classmethod
+    def typical(cls, parts: Sequence["Errors"]) -> "Errors":
+        """Returns the median of several devices' errors, kind by kind."""
+        columns = np.stack([part.kinds for part in parts]).T
+        known = [column[~np.isnan(column)] for column in columns]
+        kinds = [np.median(column) if len(column) else np.nan for column in known]
+        return cls(float(np.median([part.every for part in parts])), np.array(kinds))
 
     def rescaled(self, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
         """Returns these errors times one factor, by which nine in ten of few scores are within.
@@ -143,7 +152,12 @@ def folds(
     if not unseen_ER.any():
         return {"known": known, "away": known}  # one device: nothing says how devices differ
     beyond_ER = np.maximum(score_ER - known.of(kinds_ER), 0) / distance_E[:, None]
-    return {"known": known, "away": Errors.of_scores(beyond_ER[unseen_ER], kinds_ER[unseen_ER])}
+    away = [
+        Errors.of_scores(beyond_R[unseen_R], kinds_R[unseen_R])
+        for beyond_R, unseen_R in zip(beyond_ER, unseen_ER, strict=True)
+        if unseen_R.any()
+    ]
+    return {"known": known, "away": Errors.typical(away)}
 
 
 def _ratio(graph: Any, states: Any, rows: train.Rows, device: Any) -> np.ndarray:

@@ -56,6 +56,17 @@ def test_nine_in_ten_scores_are_within_the_scale():
     assert np.isnan(found.kinds[1])  # ten rows are too few for a scale of their own
 
 
+def test_one_odd_device_does_not_set_the_band_of_all():
+    few = np.full(len(KINDS), np.nan)
+    parts = []
+    for every, kind in ((0.1, 0.2), (0.2, np.nan), (3.0, 0.3)):
+        own = few.copy()
+        own[0] = kind
+        parts.append(calibration.Errors(every, own))
+    found = calibration.Errors.typical(parts)
+    np.testing.assert_allclose(found.of(np.array([0, 1])), [0.25, 0.2])
+
+
 def test_few_rows_scale_the_errors_of_all_kinds_by_one_factor():
     few = np.full(len(KINDS), np.nan)
     few[:2] = 0.1, 0.4
