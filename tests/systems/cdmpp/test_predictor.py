@@ -194,14 +194,16 @@ UNSEEN = ("NVIDIA L4", "NVIDIA A100 80GB PCIe")
     not pathlib.Path(FOLDER, "devices").is_dir(), reason="MEGAJAX_NEUSIGHT is unset"
 )
 def test_kernels_of_unseen_gpus_are_predicted():
-    """Mean errors over both GPUs and three choices of 32 rows, from fits on five others.
+    """Mean errors over both GPUs and three choices of 32 rows, from a fit on five others.
 
-    The bounds are what was measured (LOG.md, 2026-11-24) and a tenth more: they guard it.
+    The bounds are what was measured (LOG.md, 2026-11-26) and a tenth more, for element-wise rows a
+    third: they guard it. The goals are 0.12 and 0.08, 0.22 and 0.16, 0.04: linear layers without
+    rows miss theirs.
     """
     data = neusight.load(FOLDER)
     train = data.of(*sorted(set(data.devices) - set(UNSEEN)))
     predictor = Predictor.fit(train, seed=0)
-    bounds = {"linear": (0.184, 0.08), "bmm": (0.256, 0.184), "elem": (0.04, 0.04)}
+    bounds = {"linear": (0.167, 0.068), "bmm": (0.159, 0.136), "elem": (0.03, 0.011)}
     for op, (without, with_rows) in bounds.items():
         zero, few = [], []
         for name in UNSEEN:
