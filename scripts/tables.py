@@ -267,6 +267,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for name, make in llm_pq_tables.TABLES.items()
     },
     "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
+    "cdmpp_h200": functools.partial(cdmpp_tables.h200, RESULTS / "cdmpp_h200.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(account.table, RESULTS / "storm.json"),
     "overlap_gather": overlap_tables.gather,

@@ -129,6 +129,18 @@ def kernels(path: Path) -> str:
     return "\n".join([*lines, "", text, "", _source(found)])
 
 
+def h200(path: Path) -> str:
+    """What one H200 measured, beside predictions: before and after its rows were learnt."""
+    found = json.loads(path.read_text())
+    heads = ["what is predicted", "rows", "mean error", "median error", "in the band"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in found["rows"]:
+        band = "" if row["coverage"] is None else f"{100 * row['coverage']:.0f} %"
+        errors = (f"{100 * row[k]:,.1f} %" for k in ("mean", "median"))
+        lines.append(_line([row["what"], str(row["rows"]), *errors, band]))
+    return "\n".join([*lines, "", _source(found)])
+
+
 def _best(cells: Sequence[str], here: Mapping[str, Row], methods: Sequence[str]) -> list[str]:
     least = min(here[m]["mean"] for m in methods)
     return [

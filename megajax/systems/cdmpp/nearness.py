@@ -17,6 +17,7 @@ from megajax.systems.cdmpp.physics import gpu
 # device count e times less for another.
 _NEAR, _NEAR_POWER = 1.0, 0.5
 _NEAR_RATE = 2.0  # of the logarithms of peak and bandwidth (chosen: both e times as large count 1)
+_TWIN = 0.5  # (chosen: an H100 is 0.18 from an H200, which has the same chip; an A100 is 2.9)
 _LEAST = 0.1  # a card of the same numbers still is another device
 # Of the traits that others give a device without rows, for products: what a card and its power
 # limit do not say about those differs more between near GPUs than it agrees (chosen: the five
@@ -43,6 +44,23 @@ def share(kinds_R: np.ndarray) -> np.ndarray:
 def distance(name: str, card: DeviceCard, cards: Mapping[str, DeviceCard]) -> float:
     """Returns how far a device is from the nearest of some others: at least _LEAST."""
     return max(_LEAST, min(_distance(name, card, *other) for other in cards.items()))
+
+
+def twin(card: DeviceCard, cards: Mapping[str, DeviceCard]) -> str | None:
+    """Returns which of some devices has the same chip as a card: what was learnt of it holds here.
+
+    That is the nearest one of the same compute capability; None where none is near.
+    """
+    own = gpu(card.name)
+    if own is None:
+        return None
+    away = {
+        name: _distance("", card, name, known)
+        for name, known in cards.items()
+        if (other := gpu(known.name) or gpu(name)) is not None and other[0] == own[0]
+    }
+    nearest = min(away, key=away.__getitem__, default=None)
+    return nearest if nearest is not None and away[nearest] < _TWIN else None
 
 
 def _distance(name: str, card: DeviceCard, other: str, known: DeviceCard) -> float:

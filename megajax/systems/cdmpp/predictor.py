@@ -127,12 +127,16 @@ class Predictor:
         far = self.ranges.beyond(rows, records, card, known=name is not None)
         if far:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
-        share_R = np.ones(len(rows)) if name is not None else nearness.share(rows.kinds_R)
-        logs_ER = self._logs(rows, card, self._device(name, card), share_R)
+        twin = name or nearness.twin(card, {k: self.cards[k] for k in self._adapted})
+        share_R = np.ones(len(rows)) if twin is not None else nearness.share(rows.kinds_R)
+        logs_ER = self._logs(rows, card, self._device(twin, card), share_R)
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
-        errors = self.errors.get(f"adapted {name}") or self.errors["known"]
-        if name is None:
+        errors = self.errors.get(f"adapted {twin}") or self.errors["known"]
+        if twin is None:
             errors = self._unseen(card)
+        elif name is None:
+            far = nearness.distance("", card, {twin: self.cards[twin]})
+            errors = errors.plus(self.errors["away"], far)
         # Members that disagree by more than the errors of other rows know little of this one.
         relative = np.maximum(errors.of(rows.kinds_R), logs_ER.std(0))
         return seconds, seconds * relative
@@ -184,6 +188,11 @@ class Predictor:
             else:
                 errors[f"adapted {name}"] = self._unseen(data.cards[name], name)
         return dataclasses.replace(self, devices=devices, cards=cards, errors=errors)
+
+    @property
+    def _adapted(self) -> list[str]:
+        """Devices of `adapt`."""
+        return [name for name in self.devices if name not in self.trained]
 
     def _name(self, card: DeviceCard) -> str | None:
         """Returns the known device that a card is of: that of this name, else None."""
