@@ -31,12 +31,12 @@ def test_distance_is_to_the_nearest_and_counts_generation_power_and_rates():
     assert nearness.distance("", twin, {"h": h100}) == 0.1
 
 
-<<<<<<< HEAD
 def test_products_of_an_unseen_device_take_less_of_their_neighbours():
     kinds = np.array([KINDS.index(k) for k in ("fusion", "product", "batched_product", "copy")])
     found = nearness.share(kinds)
     assert found[0] == found[3] == 1 and 0 < found[1] == found[2] < 0.5
-=======
+
+
 def test_the_twin_of_a_gpu_has_the_same_chip():
     a100, h100, h200 = CARDS["A100"], CARDS["H100"], CARDS["H200"]
     assert nearness.twin(h100, {"a": a100, "H200": h200}) == "H200"
@@ -44,7 +44,6 @@ def test_the_twin_of_a_gpu_has_the_same_chip():
     assert nearness.twin(dataclasses.replace(h100, name="a CPU"), {"H200": h200}) is None
     slow = dataclasses.replace(h200, memory_bytes_per_s=h200.memory_bytes_per_s / 10)
     assert nearness.twin(h100, {"slow H200": slow}) is None
->>>>>>> e407bef (cdmpp: what one H200 measured, learnt by the shipped predictor)
 
 
 def test_errors_grow_with_the_distance_kind_by_kind():
