@@ -30,6 +30,7 @@ from experiments.reports import (
     minder_tables,
     overlap_tables,
     pruning_tables,
+    saving_tables,
     sdp4bit_tables,
     serving_figures,
     step_tables,
@@ -236,36 +237,12 @@ def bytetransformer_times() -> str:
     return "\n".join([*lines, "", f"*{source}*"])
 
 
-def bytecheckpoint() -> str:
-    """What saves and loads cost, and the plan for many ranks."""
-    path = RESULTS / "bytecheckpoint.json"
-    columns = {
-        "what": "what", "how": "how", "median s": "median_s", "p10": "p10_s", "p90": "p90_s",
-        "n": "runs", "GB/s": "gb_per_s", "times the machine's own": "times_the_machine",
-    }  # fmt: skip
-    found = json.loads(path.read_text())
-    (plan,) = (row for row in found["rows"] if row["what"] == "plan")
-    text = (
-        f"{found['megabytes']:.0f} MB of float32, {found['cores']} cores. A plan for a "
-        f"405B model's state on {plan['how']} takes {plan['plan_s']:.1f} s, again "
-        f"{1e3 * plan['plan_again_s']:.2g} ms; imbalance {plan['imbalance']:.3f}, "
-        f"{plan['gb_per_rank']:.2f} GB a rank."
-    )
-    kinds = [table(path, columns, what=what) for what in ("stall", "whole", "load")]
-    head, source = kinds[0].rsplit("\n\n", 1)
-    rows = [line for kind in kinds[1:] for line in kind.splitlines()[2:-2]]
-    return "\n".join([text, "", head, *rows, "", source])
-
-
 TABLES: dict[str, Callable[[], str]] = {
     **{
         f"cdmpp_{table.__name__}": functools.partial(table, RESULTS / "cdmpp.json")
         for table in (cdmpp_tables.programs, cdmpp_tables.kinds, cdmpp_tables.calls)
     },
-    **{
-        f"llm_pq_{name}": functools.partial(make, RESULTS / f"llm_pq_{name}.json")
-        for name, make in llm_pq_tables.TABLES.items()
-    },
+    **llm_pq_tables.tables(RESULTS),
     "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
     "cdmpp_h200": functools.partial(cdmpp_tables.h200, RESULTS / "cdmpp_h200.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
@@ -316,7 +293,7 @@ TABLES: dict[str, Callable[[], str]] = {
         f"kernel_report_{folder}": functools.partial(kernel_tables.compiled, RESULTS, folder)
         for folder in kernel_tables.REPORTED
     },
-    "bytecheckpoint": bytecheckpoint,
+    "bytecheckpoint": functools.partial(saving_tables.seconds, RESULTS / "bytecheckpoint.json"),
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
     "bytetransformer_times": bytetransformer_times,

@@ -1,6 +1,10 @@
 """Markdown tables of what experiments/llm_pq_quality.py writes, for the documents."""
 
+import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 from megajax.monitor.results import table
 
@@ -16,12 +20,33 @@ def indicators(path: Path) -> str:
 
 
 def rounding(path: Path) -> str:
-    """Held-out loss of each way of rounding."""
-    return table(path, {
-        "model": "model", "dense loss, nats": "loss_dense", "bits": "bits", "group": "group",
-        "method": "method", "change, nats": "loss_change", "products' squared error":
-        "product_error",
-    })  # fmt: skip
+    """Change of the held-out loss by each way of rounding: the mean, and every model's."""
+    found = json.loads(path.read_text())
+    rows = found["rows"]
+    widths, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("bits", "method"))
+    models = dict.fromkeys(f"{row['model']} {row['loss_dense']:.4f}" for row in rows)
+    heads = ("method", *(f"{w} bits: {what}" for w in widths for what in ("nats", "error")))
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for method in methods:
+        cells = [method]
+        for width in widths:
+            here = [r for r in rows if (r["method"], r["bits"]) == (method, width)]
+            changes = [r["loss_change"] for r in here if r["loss_change"] is not None]
+            if not changes:
+                cells += ["-", "-"]
+                continue
+            each = ", ".join(f"{c:+.4f}" for c in changes)
+            cells.append(
+                f"{mean(changes):+.4f} ({each})" if len(changes) > 1 else f"{changes[0]:+.4f}"
+            )
+            cells.append(f"{mean(r['product_error'] for r in here):.3g}")
+        lines.append("| " + " | ".join(cells) + " |")
+    told = (
+        "Nats a token above the dense loss, the mean and each model's, and the squared error of "
+        f"all products; groups of {rows[0]['group']}. Dense: {', '.join(models)}."
+    )
+    source = ", ".join(found[key] for key in ("layer", "device", "date", "commit"))
+    return "\n".join([*lines, "", told, "", f"*{source}*"])
 
 
 def plans(path: Path) -> str:
@@ -35,6 +60,11 @@ def plans(path: Path) -> str:
     })  # fmt: skip
 
 
-TABLES = {
-    "indicators": indicators, "rounding": rounding, "rounding_smollm2": rounding, "plans": plans,
-}  # fmt: skip
+def tables(results: Path) -> dict[str, Callable[[], str]]:
+    """Returns {name: what makes the table}."""
+    made = {"indicators": indicators, "rounding": rounding, "plans": plans}
+    made["rounding_smollm2"] = rounding
+    return {
+        f"llm_pq_{name}": functools.partial(make, results / f"llm_pq_{name}.json")
+        for name, make in made.items()
+    }

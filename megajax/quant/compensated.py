@@ -49,9 +49,9 @@ def gptq(
 
     Args: w_KN: of a floating type; computed in float32. x_TK: the product's inputs in calibration,
         or their Statistics. fmt: integers, to nearest, groups along the rows: axis=0 (None is read
-        as 0). damp: in units of the mean of h's diagonal. order: see the module's text. clip: whether
-        a group's scale may be smaller than its largest weight asks for, if that lessens the sum of
-        its squared errors, each times its input's power.
+        as 0). damp: in units of the mean of h's diagonal. order: see the module's text. clip:
+        whether a group's scale may be smaller than its largest weight asks for, where that lessens
+        the sum of its squared errors, each times its input's power.
     Raises: UserError for other formats and shapes, numbers that are not finite, and an h that stays
         singular with a damp of 1.
     """
@@ -136,14 +136,8 @@ def _solve(
     first = jnp.pad(w_KN[:K], ((0, G * C - K), (0, 0))).reshape(G, C, N)
     w_KN = w_KN.at[:K].set(w_KN[place_K])
     group_K = jnp.pad(place_K // C, (0, more), constant_values=G - 1)
-    power_K = jnp.pad(jnp.diagonal(h_KK), (0, G * C - K))
-
-    def scales(rows_CN: Array, g: Array) -> tuple[Array, Array]:
-        if not clip:
-            return _scales(rows_CN, g, K, fmt)
-        power_C = jax.lax.dynamic_slice_in_dim(power_K, g * C, C)
-        return _clipped_scales(rows_CN, g, K, fmt, power_C)
-
+    power_GC = jnp.pad(jnp.diagonal(h_KK), (0, G * C - K)).reshape(G, C) if clip else None
+    scales = functools.partial(_scales, K=K, fmt=fmt, power_GC=power_GC)
     scale_GN, zero_GN = jax.vmap(scales)(first, jnp.arange(G))
 
     def block(carry: tuple, turn: Array) -> tuple:
@@ -180,30 +174,35 @@ def _solve(
     return code_KN, scale_GN, None if fmt.symmetric else zero_GN, jnp.diagonal(u_KK)
 
 
-def _scales(rows_CN: Array, g: Array, K: int, fmt: Format) -> tuple[Array, Array]:
-    """Returns scales and zero points (N,) of group g, whose rows beyond K do not count."""
+def _scales(
+    rows_CN: Array, g: Array, K: int, fmt: Format, power_GC: Array | None
+) -> tuple[Array, Array]:
+    """Returns scales and zero points (N,) of group g, whose rows beyond K do not count.
+
+    power_GC: of the inputs; the best of SHARES of the rows' magnitudes counts. None: all of them.
+    """
+    if power_GC is None:
+        return _full_scales(rows_CN, g, K, fmt)
+
+    def tried(share: Array) -> tuple[Array, Array, Array]:
+        scale_N, zero_N = _full_scales(rows_CN * share, g, K, fmt)
+        _, rounded_CN = jax.vmap(lambda w_N: _round(w_N, scale_N, zero_N, fmt))(rows_CN)
+        return (power_GC[g][:, None] * (rows_CN - rounded_CN) ** 2).sum(0), scale_N, zero_N
+
+    error_SN, scale_SN, zero_SN = jax.vmap(tried)(jnp.asarray(SHARES, jnp.float32))
+    best_1N = jnp.argmin(error_SN, 0)[None]
+    scale_1N, zero_1N = (jnp.take_along_axis(x, best_1N, 0) for x in (scale_SN, zero_SN))
+    return scale_1N[0], zero_1N[0]
+
+
+def _full_scales(rows_CN: Array, g: Array, K: int, fmt: Format) -> tuple[Array, Array]:
+    """Returns scales and zero points (N,) that reach the largest row."""
     x_N1C = rows_CN.T[:, None]
     if fmt.symmetric:
         scale_N = qtensor.symmetric_scales(x_N1C, fmt)[:, 0]
         return scale_N, jnp.zeros_like(scale_N)
     scale_N1, zero_N1 = qtensor.zero_points(x_N1C, K - g * len(rows_CN), fmt)
     return scale_N1[:, 0], zero_N1[:, 0]
-
-
-def _clipped_scales(
-    rows_CN: Array, g: Array, K: int, fmt: Format, power_C: Array
-) -> tuple[Array, Array]:
-    """Returns the scales and zero points of the best of SHARES of the rows' magnitudes."""
-
-    def tried(share: Array) -> tuple[Array, Array, Array]:
-        scale_N, zero_N = _scales(rows_CN * share, g, K, fmt)
-        _, rounded_CN = jax.vmap(lambda w_N: _round(w_N, scale_N, zero_N, fmt))(rows_CN)
-        return (power_C[:, None] * (rows_CN - rounded_CN) ** 2).sum(0), scale_N, zero_N
-
-    error_SN, scale_SN, zero_SN = jax.vmap(tried)(jnp.asarray(SHARES, jnp.float32))
-    best_1N = jnp.argmin(error_SN, 0)[None]
-    scale_1N, zero_1N = (jnp.take_along_axis(x, best_1N, 0) for x in (scale_SN, zero_SN))
-    return scale_1N[0], zero_1N[0]
 
 
 def _round(w_N: Array, scale_N: Array, zero_N: Array, fmt: Format) -> tuple[Array, Array]:
