@@ -16,7 +16,8 @@ def step(monkeypatch):
     monkeypatch.setattr(pulse_, "SIZES", {"cpu": (32, 2)})  # XLA optimizes nothing in tests
 
     def run(x):
-        return {"loss": jax.lax.fori_loop(0, 40, lambda _, y: y @ y / 128, x).sum()}
+        # Long enough to be running still when a busy machine comes back to the test.
+        return {"loss": jax.lax.fori_loop(0, 1000, lambda _, y: y @ y / 128, x).sum()}
 
     x = jax.device_put(jnp.ones((128, 128)), jax.devices()[0])
     run = jax.jit(run)

@@ -1,25 +1,28 @@
 """What one H200 says of the shipped predictor, and what the predictor learns from it.
 
-    uv run --extra aot python -m experiments.reports.cdmpp_h200           # measures errors
-    uv run --extra aot python -m experiments.reports.cdmpp_h200 --save    # and ships what is learnt
+    uv run --extra aot scripts/learn_h200.py           # measures errors
+    uv run --extra aot scripts/learn_h200.py --save    # and ships what is learnt
 
 Rows: instructions of this library's programs, timed by scripts/profile_programs.py (labels.npz),
 and bf16 products that gpu_check.py timed beside its kernels and of which XLA makes one launch.
 Judged: programs of other families, each half adapted on the other; and products of which XLA makes
-two launches, which no fit reads: their sum is compared.
+two launches, which no fit reads: their sum is compared. Writes experiments/results/cdmpp_h200.json.
 """
+
+import megajax.core.interrupted  # noqa: F401
 
 import dataclasses
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.core import script
 from megajax.cost.program import records
 from megajax.cost.record import OpRecord
 from megajax.monitor import results
@@ -30,8 +33,9 @@ from pallas_kernels import aot
 from pallas_kernels.gemm import bench as gemm
 from pallas_kernels.quant_gemm import bench as quant_gemm
 
-FOLDER = Path(__file__).parents[1] / "results"
+FOLDER = Path(__file__).parents[1] / "experiments" / "results"
 DEVICE, FAMILIES = "H200", ("encoder", "vit")
+SAVE = flags.DEFINE_boolean("save", False, "replace the shipped predictor by what was learnt")
 Product = tuple[str, list[OpRecord], float]  # a case, its launches, seconds
 
 
@@ -90,7 +94,7 @@ def of_products(name: str, predictor: Predictor, found: list[Product], card: Any
     return judged(name, np.array(sums) / [seconds for *_, seconds in found])
 
 
-def main(argv: list[str]) -> int:
+def main(_: list[str]) -> int:
     """Writes cdmpp_h200.json; with --save also the shipped predictor, adapted to all rows."""
     warnings.simplefilter("ignore", FarFromTraining)  # that is what this measures
     labels = Labels.load(FOLDER / "cdmpp_h200_labels.npz")
@@ -122,10 +126,10 @@ def main(argv: list[str]) -> int:
     facts = results.facts(small.facts["device"], "measured on NVIDIA H200, predicted on a CPU")
     results.write(FOLDER / "cdmpp_h200.json", facts, rows)
     print(json.dumps(rows, indent=2))
-    if "--save" in argv:
+    if SAVE.value:
         after.save(DEFAULT)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    script.start(main)
