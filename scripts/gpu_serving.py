@@ -1,10 +1,10 @@
 """The serving part of gpu_check.py: decode attention and a 1.2B decoder's tokens beside rooflines.
 
 Attention: one step's paged attention in bf16, batch 64 with 4,096 keys each, as bytes of pages a
-second over those of a copy in the same process. Decoding: an engine with random weights and greedy
-requests that all run at once; the time of a token of all of them, wall clock, beside the time in
-which the card's memory bandwidth moves weights and pages (megajax/cost/serving.py). First token:
-from `submit` of one prompt to its first output, the engine idle.
+second over the best rate of memory in the same process. Decoding: an engine with random weights and
+greedy requests that all run at once; the time of a token of all of them, wall clock, beside the
+time in which the card's memory bandwidth moves weights and pages (megajax/cost/serving.py). First
+token: from `submit` of one prompt to its first output, the engine idle.
 """
 
 import functools

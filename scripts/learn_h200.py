@@ -22,6 +22,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments.reports.cdmpp import unique_rows
 from megajax.core import script
 from megajax.cost.program import records
 from megajax.cost.record import OpRecord
@@ -40,22 +41,27 @@ Product = tuple[str, list[OpRecord], float]  # a case, its launches, seconds
 
 
 def products(file: dict[str, Any]) -> list[Product]:
-    """The library's bf16 products of a file of gpu_check.py, compiled for the same chip here."""
+    """The library's bf16 products of a file of gpu_check.py, compiled for the same chip here.
+
+    Of cases that are the same product (its weight had other bits beside it), the first.
+    """
     place = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
     sides = {("gemm", c.name, "xla"): gemm.sides(c, "reference")["xla"] for c in gemm.CASES}
     sides |= {
         ("quant_gemm", c.name, "dense"): quant_gemm.sides(c, "reference")["dense"]
         for c in quant_gemm.CASES
     }
-    found = []
+    found: dict[tuple[str, ...], Product] = {}
     for row in file["rows"]:
         key = row.get("folder"), row.get("case"), row.get("implementation")
         if key in sides and row["direction"] == "forward" and "median_s" in row:
             function, like = sides[key]()
             args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in like]
             compiled = aot.compile(jax.jit(function).lower(*args))
-            found.append((f"{key[0]} {key[1]}", records(compiled), row["median_s"]))
-    return found
+            launches = records(compiled)
+            each = f"{key[0]} {key[1]}", launches, row["median_s"]
+            found.setdefault(tuple(one.hash for one in launches), each)
+    return list(found.values())
 
 
 def unknowing(predictor: Predictor) -> Predictor:
@@ -99,8 +105,7 @@ def main(_: list[str]) -> int:
     warnings.simplefilter("ignore", FarFromTraining)  # that is what this measures
     labels = Labels.load(FOLDER / "cdmpp_h200_labels.npz")
     small = labels.dataset
-    first = [i for i, r in enumerate(small.records) if r.hash not in {
-        other.hash for other in small.records[:i]}]  # fmt: skip
+    first = unique_rows(small)
     is_one = np.isin(labels.families[first], FAMILIES)
     small, card = small[first], small.cards[DEVICE]
     every = products(json.loads((FOLDER / "nvidia_h200_kernels.json").read_text()))

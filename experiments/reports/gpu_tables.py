@@ -53,7 +53,7 @@ def peaks(folder: Path) -> str:
     """What plain JAX reaches on each machine."""
     columns: Columns = {
         "bf16 product, TFLOP/s": lambda r: r["matmul_flops_per_s"] / 1e12,
-        "copy, TB/s": lambda r: r["copy_bytes_per_s"] / 1e12,
+        "memory, TB/s": lambda r: r["copy_bytes_per_s"] / 1e12,
         "clock": lambda r: r["clock"],
     }
     return tables(measured(folder, "kernels"), columns, lambda r: "copy_bytes_per_s" in r)
@@ -216,7 +216,7 @@ def serving(folder: Path) -> str:
 
     columns: Columns = {
         "what": lambda r: r["item"], "ms": each, "tokens/s": lambda r: r.get("tokens_per_s"),
-        "of the roofline, or of a copy": share, "goal": lambda r: r.get("goal"),
+        "of the roofline, or of the memory's rate": share, "goal": lambda r: r.get("goal"),
         "clock": lambda r: r["clock"],
     }  # fmt: skip
     return tables(measured(folder, "serving"), columns, lambda r: True)

