@@ -158,8 +158,8 @@ def test_a_case_stands_beside_its_floor_and_its_best_rival(texts):
 def test_under_a_table_is_what_a_reader_must_know_of_it(texts):
     remarks = [each[2:] for each in texts["attention"].splitlines() if each.startswith("- ")]
     assert remarks == [
-        "Floors are those of the data sheet, 3.35 TB/s of memory. Measured in the same session: a"
-        " copy 3.00 TB/s, a bf16 product 700 TFLOP/s.",
+        "Floors are those of the data sheet, 3.35 TB/s of memory. Measured in the same session:"
+        " memory 3.00 TB/s, a bf16 product 700 TFLOP/s.",
         "Clocks: cupti 3 times, wall 1 times. 1 of 4 times have fewer than 3 inputs or 50 calls.",
         f"{CASE.name}, forward: our kernel took 1.100 times as long in the process that times"
         " PyTorch.",
