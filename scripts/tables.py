@@ -161,10 +161,13 @@ def plans() -> str:
     lines = [
         line("", mesh),
         "|---|---|---|",
-        line("memory a GPU, bound by term", lambda p: gib(p["memory_bound_bytes"])),
+        line("memory a GPU, lower bound by terms", lambda p: gib(p["memory_bound_bytes"])),
         line("memory a GPU, XLA's peak", lambda p: gib(p["memory_xla_bytes"]["peak"])),
         line("bytes sent a step and GPU", sent),
-        line("of which attributed", lambda p: f"{100 * p['collective_bytes_attributed']:.3f} %"),
+        line(
+            "share of these bytes with known mesh axes and operation",
+            lambda p: f"{100 * p['collective_bytes_attributed']:.3f} %",
+        ),
         line("pipeline bubble", lambda p: f"{100 * p['estimate']['bubble']:.1f} % of the work"),
         line("a step", step),
         line("CPU seconds of the compiler", lambda p: f"{p['compile_cpu_s']:.0f}"),

@@ -260,7 +260,8 @@ def markdown(path: Path) -> str:
     found = json.loads(path.read_text())
     rows, names = found["rows"], [row["method"] for row in found["summary"]]
     lines = [
-        "| times from | median error | largest | Spearman | Kendall | in the 90 % band |",
+        "| source of the times | median error | largest error | Spearman | Kendall "
+        "| steps in the 90 % band |",
         "|" + "---|" * 6,
     ]
     for row in found["summary"]:
