@@ -1,26 +1,27 @@
-"""Everything that waits for a GPU, in order of worth, inside ten minutes; called again it goes on.
+"""Checks and times everything that needs a GPU, the most valuable first, within ten minutes.
 
     PYTHONPATH=. python3 scripts/gpu_check.py                   # all parts, at most 9 minutes
     PYTHONPATH=. python3 scripts/gpu_check.py attention gemm    # parts with one of these words
     PYTHONPATH=. python3 scripts/gpu_check.py --again expert    # measure these parts again
     PYTHONPATH=. python3 scripts/gpu_check.py --rehearse        # on a CPU, tiny, in up to an hour
 
-A later session goes on where the committed results end: copy experiments/results/DEVICE_*.json and
-pallas_kernels/tuned/DEVICE.json into --out first. Serving and training run what the committed table
-makes the default, so a table that was measured is copied to pallas_kernels/tuned before they are.
+Run again with the same --out, the command continues where it stopped. To continue from the
+committed results, copy experiments/results/DEVICE_*.json and pallas_kernels/tuned/DEVICE.json into
+--out first. Serving and training run what the tuning tables of pallas_kernels/tuned make the
+default, so copy a newly measured table there before these parts run.
 
-This process never touches the GPU: each part is a process of its own (gpu_worker.py) with a limit
+This process never touches the GPU. Each part is a process of its own (gpu_worker.py) with a limit
 for every stage (workers.py), so a kernel that hangs costs its limit, a crash costs its part, and
-the rest is measured. Results are right first, then fast: smoke and peaks of the machine, the checks
-of every kernel folder, then times beside rivals, training, tunings of the keys that matter first,
+the rest is measured. Correctness comes before speed: a small kernel and the peaks of the machine,
+the checks of every kernel folder, then times beside rivals, training, the tunings that matter most,
 and products with communication behind an emulated link.
 
-Into --out go at most eight files, named by device: DEVICE_kernels.json (times), DEVICE_checks.json,
+At most eight files go into --out: DEVICE_kernels.json (times), DEVICE_checks.json,
 DEVICE_train.json (steps beside the cost model's estimates), DEVICE_serving.json (decoding beside
 its memory roofline), DEVICE_overlap.json, DEVICE.json (a table for pallas_kernels/tuned),
-DEVICE_verdicts.json and log.txt. Each is replaced as a whole after
-every row. Compiled programs are kept in runs/gpu_cache, which does not travel: a program must be
-lowered before it is found there, and finished rows are what a second call saves.
+DEVICE_verdicts.json and log.txt. Each file is rewritten as a whole after every row. Compiled
+programs are cached in runs/gpu_cache, which is not part of the results: a program must be lowered
+before it is found there, so the finished rows save a second run more time than the cache does.
 Needs jax with CUDA, flax, optax and absl only. The exit code is 1 when something failed.
 """
 

@@ -95,8 +95,8 @@ def checks(folder: Path) -> str:
         ]  # fmt: skip
         found.append(file | {"rows": rows})
     columns: Columns = {
-        "part": lambda r: r["part"], "right": lambda r: r["right"], "of": lambda r: r["of"],
-        "largest error over its bound": lambda r: r["worst"],
+        "part": lambda r: r["part"], "passed": lambda r: r["right"], "checks": lambda r: r["of"],
+        "largest error / allowed error": lambda r: r["worst"],
     }  # fmt: skip
     return tables(found, columns, lambda r: True)
 
@@ -111,8 +111,8 @@ def summary(folder: Path) -> str:
              for row in other["rows"]]
             for kind in ("checks", "train", "serving")
         )  # fmt: skip
-        text = [f"**{device}**: {sum(bool(r['passed']) for r in checked)} of {len(checked)} checks"
-                " of results are right"]  # fmt: skip
+        passed = sum(bool(row["passed"]) for row in checked)
+        text = [f"**{device}**: {passed} of {len(checked)} correctness checks pass"]
         steps = [row for row in trained if "mfu_megatron" in row]
         if steps:
             best = max(steps, key=lambda row: row["mfu_megatron"])
@@ -124,12 +124,15 @@ def summary(folder: Path) -> str:
             f"{what} {min(times):.2f} to {max(times):.2f}"
             for kernels, what in (
                 ("gemm", "products"), ("attention", "attention"),
-                ("quant_gemm", "products with weights of few bits, beside bf16,"),
+                ("quant_gemm", "products with quantized weights, relative to bf16 products,"),
             )
             if (times := _beside(file["rows"], kernels))
         ]  # fmt: skip
         if ratios:
-            text.append(f"forward, times as fast as the best library: {', '.join(ratios)}")
+            text.append(
+                "speed of our kernels, forward, relative to the best library's (1 is equal): "
+                f"{', '.join(ratios)}"
+            )
         roofs = [row["of_roofline"] for row in served if row.get("of_roofline")]
         if roofs:
             text.append(f"the engine decodes at {100 * max(roofs):.1f} % of the memory roofline")
@@ -167,7 +170,7 @@ def verdicts(folder: Path) -> str:
     columns: Columns = {
         "part": lambda r: r["part"], "verdict": lambda r: r["verdict"][:300],
         "seconds": lambda r: round(r["seconds"]),
-        "left out": lambda r: ", ".join(r["skip"]) or None,
+        "items left out": lambda r: ", ".join(r["skip"]) or None,
     }  # fmt: skip
     return tables(files, columns, lambda r: True)
 
@@ -199,7 +202,8 @@ def training(folder: Path) -> str:
         "MFU, visible pairs inside segments": percent("mfu_causal"),
         "MFU, all pairs inside segments": percent("mfu_megatron"),
         "last loss": lambda r: r.get("loss"), "peak GiB": lambda r: r.get("memory_gib"),
-        "bound GiB": lambda r: r.get("bound_gib"), "estimate over measured": ratio,
+        "GiB by the plan's lower bound": lambda r: r.get("bound_gib"),
+        "estimated / measured time": ratio,
     }  # fmt: skip
     return tables(files, columns, lambda r: True)
 
@@ -216,7 +220,7 @@ def serving(folder: Path) -> str:
 
     columns: Columns = {
         "what": lambda r: r["item"], "ms": each, "tokens/s": lambda r: r.get("tokens_per_s"),
-        "of the roofline, or of the memory's rate": share, "goal": lambda r: r.get("goal"),
+        "share of the roofline, or of the memory's rate": share, "goal": lambda r: r.get("goal"),
         "clock": lambda r: r["clock"],
     }  # fmt: skip
     return tables(measured(folder, "serving"), columns, lambda r: True)
@@ -274,9 +278,9 @@ def tuned(folder: Path) -> str:
         "tuning": lambda r: r["item"],
         "fastest tile": lambda r: ", ".join(f"{k} {v}" for k, v in r["tile"].items()),
         "candidates left out": lambda r: f"{len(r['failed'])} of {r['candidates']}",
-        "clock": lambda r: r["clock"], "ours, us": lambda r: r["median_us"],
+        "clock": lambda r: r["clock"], "fastest tile, us": lambda r: r["median_us"],
         "heuristic's tile, us": lambda r: r["heuristic_us"],
         "others, us": lambda r: ", ".join(f"{k} {v:.4g}" for k, v in r["rivals"].items()),
-        "fastest": lambda r: r["fastest"],
+        "fastest implementation": lambda r: r["fastest"],
     }  # fmt: skip
     return tables([f for f in files if f["rows"]], columns, lambda r: "median_us" in r)

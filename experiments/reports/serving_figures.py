@@ -62,8 +62,9 @@ def _load(row: Row) -> float:
 def offline(path: Path) -> str:
     """All requests at once, by mode."""
     columns = {
-        "mode": "mode", "tokens/s": "tokens_per_s", "slowest": "slowest", "fastest": "fastest",
-        "n": "n", "steps": "steps", "times padded static": "ratio", "by CPU time": "cpu_ratio",
+        "mode": "mode", "tokens/s": "tokens_per_s", "slowest run": "slowest",
+        "fastest run": "fastest", "runs": "n", "steps": "steps",
+        "tokens/s over those of padded static": "ratio", "the same by CPU time": "cpu_ratio",
     }  # fmt: skip
     found = json.loads(path.read_text())
     text = (
@@ -78,7 +79,7 @@ def online(path: Path) -> str:
     """Poisson arrivals, by rate."""
     columns = {
         "mode": "mode", "offered load": "load", "tokens/s": "tokens_per_s",
-        "first token, median s": "first_token_s_p50", "p90": "first_token_s_p90",
+        "first token, median s": "first_token_s_p50", "first token, p90 s": "first_token_s_p90",
         "each token, median s": "per_token_s_p50", "request, median s": "request_s_p50",
         "request, p90 s": "request_s_p90",
     }  # fmt: skip
@@ -88,8 +89,8 @@ def online(path: Path) -> str:
 def numerics(path: Path) -> str:
     """Fast beside exact numerics."""
     columns = {
-        "numerics": "numerics", "at a time": "batch", "tokens/s": "tokens_per_s",
-        "slowest": "slowest", "fastest": "fastest", "n": "n", "of fast": "of_fast",
-        "by CPU time": "cpu_of_fast",
+        "numerics": "numerics", "sequences at a time": "batch", "tokens/s": "tokens_per_s",
+        "slowest run": "slowest", "fastest run": "fastest", "runs": "n",
+        "tokens/s over those of fast": "of_fast", "the same by CPU time": "cpu_of_fast",
     }  # fmt: skip
     return table(path, columns, part="numerics")
