@@ -46,9 +46,10 @@ class RayStage:
         """Calls a method of the stage after what was sent before; returns its result to come."""
         return self._actor.call.remote(method, *given)
 
-    def wait(self, result: Any) -> Any:
-        """Returns a result that `send` promised. Raises: what the stage did."""
-        return self._ray.get(result)
+    def wait(self, result: Any, timeout_s: float | None = None) -> Any:
+        """Returns a result that `send` promised. Raises: what the stage did; TimeoutError where it
+        is not there within `timeout_s` (None: waits for ever)."""
+        return self._ray.get(result, timeout=timeout_s)
 
     def close(self) -> None:
         """Ends the actor's process."""

@@ -23,11 +23,13 @@ from megajax.systems.llm_pq.stages import Place, Shapes, StageError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one call. prefill, decode: segments. tokens: of all segments."""
+    """Of one call. prefill, decode: segments. tokens: of all segments. timeout_s: for which its
+    result is waited for; None: for ever."""
 
     prefill: int
     decode: int
     tokens: int
+    timeout_s: float | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,21 +113,27 @@ class Pipeline:
             self.flush()
         if call.drawn is None:
             try:
-                call.drawn = jax.tree.map(np.asarray, self._stages[-1].wait(call.result))
-            except Exception:
-                check(self._stages, self._places)
-                raise
+                drawn = self._stages[-1].wait(call.result, self._limits.timeout_s)
+            except Exception as error:
+                check(self._stages, self._places, self._limits.timeout_s)
+                if not isinstance(error, TimeoutError):
+                    raise
+                drawn = self._stages[-1].wait(call.result)  # it came meanwhile: all have answered
+            call.drawn = jax.tree.map(np.asarray, drawn)
             call.result = None
         return jax.tree.map(lambda x: x[share.rows], call.drawn)
 
 
-def check(stages: Sequence[Any], places: Sequence[Place]) -> None:
-    """Waits for all that stages were sent. Raises: StageError for the first one that died; a
-    UserError as it is."""
+def check(stages: Sequence[Any], places: Sequence[Place], timeout_s: float | None = None) -> None:
+    """Waits for all that stages were sent. Raises: StageError for the first one that died, or that
+    does not answer within `timeout_s`; a UserError as it is.
+
+    Stages are asked in the pipeline's order: who waits for a stage before it is not blamed.
+    """
     results = [stage.send("check") for stage in stages]
     for stage, place, result in zip(stages, places, results, strict=True):
         try:
-            stage.wait(result)
+            stage.wait(result, timeout_s)
         except UserError:
             raise
         except Exception as error:

@@ -87,6 +87,7 @@ class Runtime:
         prefill_tokens: int | None = None,
         requests: int | None = None,
         tokenizer: Tokenizer | None = None,
+        timeout_s: float | None = None,
         wrap: Wrap | None = None,
     ):
         """Cuts the weights, quantizes them where they are dense, and places them.
@@ -97,16 +98,20 @@ class Runtime:
           jax device, or a list of them, which are tensor ranks, or a mesh. dtype: of compute and
           pages. prefill_tokens: most tokens of a prompt in one call; None: the whole prompt.
           requests: answers that run at a time; None: all of a call of `generate`, as the plan has
-          it. tokenizer: as of Engine. wrap: called with each stage's number and function, while it
+          it. tokenizer: as of Engine. timeout_s: for which the result of a call is waited for,
+          after which the stage that does not answer counts as dead; a compilation counts too, so
+          give minutes; None: for ever. wrap: called with each stage's number and function, while it
           is compiled; returns the function to run: for measurements and tests.
         Raises: UserError for a placement that is not of this model and these devices.
         """
         check_options("fast", page_size, prefill_tokens=prefill_tokens, requests=requests)
         _check(cfg, placement, len(devices))
+        if timeout_s is not None and not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s} must be above 0, or None to wait for ever")
         self.cfg, self.placement = cfg, placement
         self._devices, self._dtype, self._wrap = list(devices), dtype, wrap
         self._page, self._seed, self._tokenizer = page_size, seed, tokenizer
-        self._prefill_tokens, self._most = prefill_tokens, requests
+        self._prefill_tokens, self._most, self._timeout_s = prefill_tokens, requests, timeout_s
         params = _quantized(params, cfg, placement)
         one_rank(params, [self._ranks(self._devices[d]) for d, _, _ in placement.stages])
         last = len(placement.stages) - 1
@@ -168,7 +173,7 @@ class Runtime:
                 self._stages[k].close()
                 self._stages[k] = self._start(place)
         self._drop()
-        check(self._stages, self.places)
+        check(self._stages, self.places, self._timeout_s)
 
     def _drop(self) -> None:
         self._room, self._pipeline, self._engines = None, None, []
@@ -248,7 +253,8 @@ class Runtime:
         tokens = max(placement.prefill_batch, unit) * chunk
         shapes = Shapes(engines * unit, max(tokens, placement.decode_batch),
                         (engines * pages, self._page, width))  # fmt: skip
-        limits = Limits(placement.prefill_batch, placement.decode_batch, shapes.budget)
+        limits = Limits(placement.prefill_batch, placement.decode_batch, shapes.budget,
+                        self._timeout_s)  # fmt: skip
         self._pipeline = Pipeline(self._stages, self.places, shapes, limits)
         self._engines = [
             Engine(

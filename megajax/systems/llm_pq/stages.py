@@ -7,8 +7,11 @@ Legend: as serving/programs.py.
 """
 
 import dataclasses
+import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import jax
@@ -27,6 +30,8 @@ from megajax.serving.programs import DRAWN, Programs, State
 
 Array = jax.Array
 Wrap = Callable[[int, Callable], Callable]  # (stage, what it computes) -> what it computes instead
+POLL_S = 2e-4  # between two looks at whether an array is ready, where a wait has an end
+GRACE_S = 5.0  # for the thread of a failed stage to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Shapes:
 
 
 class StageError(RuntimeError):
-    """A stage died: its program, its device or its process.
+    """A stage died (its program, its device or its process) or did not answer in time.
 
     Attributes: stage: its number in the pipeline. device: as in the placement. layers: (first,
     behind the last). The cause is chained.
@@ -70,10 +75,10 @@ class StageError(RuntimeError):
         self.layers = place.start, place.stop
         lines = str(cause).strip().splitlines() or ["no reason given"]
         what = lines[-1 if "Traceback" in lines[0] else 0]  # of a callback's error the end
-        super().__init__(
-            f"{place} died: {type(cause).__name__}: {what}; call restart() and give the requests "
-            "again"
-        )
+        what = f"died: {type(cause).__name__}: {what}"
+        if isinstance(cause, TimeoutError):
+            what = "does not answer (timeout_s)"
+        super().__init__(f"{place} {what}; call restart() and give the requests again")
 
 
 def weights_of(cfg: DecoderConfig, params: Tree, place: Place, stack: str, layers: Tree) -> Tree:
@@ -209,15 +214,19 @@ class Guard:
 class LocalStage:
     """A stage of this process in a thread of its own, which starts what it is sent, in this order.
 
-    A thread a stage, since on CPUs a program runs in the thread that starts it.
+    A thread a stage, since on CPUs a program runs in the thread that starts it. It is a daemon: a
+    program that never ends must not keep the process.
     """
 
     def __init__(self, *given: Any):
         """given: as of Stage, which the thread makes."""
-        name = f"stage-{given[1].stage}"
-        self._thread = ThreadPoolExecutor(1, name)
         self._guard = Guard(lambda: Stage(*given))
+        self._sent: queue.SimpleQueue[tuple[Future, str, tuple] | None] = queue.SimpleQueue()
+        self._open: set[Future] = set()  # results to come
         self.failed = False  # then it is to be replaced
+        name = f"stage-{given[1].stage}"
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
         self.send("check")  # makes it
 
     def send(self, method: str, *given: Any) -> Future:
@@ -225,17 +234,51 @@ class LocalStage:
 
         given: results to come are waited for; where one failed, the stage does nothing.
         """
-        return self._thread.submit(self._call, method, given)
+        result: Future = Future()
+        self._open.add(result)
+        result.add_done_callback(self._open.discard)
+        self._sent.put((result, method, given))
+        return result
 
-    def _call(self, method: str, given: tuple) -> Any:
-        given = tuple(x.result() if isinstance(x, Future) else x for x in given)
-        return self._guard.call(method, *given)
+    def _serve(self) -> None:
+        while (sent := self._sent.get()) is not None:
+            self._answer(*sent)
+            del sent  # its arrays, before the next call comes
+
+    def _answer(self, result: Future, method: str, given: tuple) -> None:
+        try:
+            try:
+                given = tuple(x.result() if isinstance(x, Future) else x for x in given)
+                result.set_result(self._guard.call(method, *given))
+            except InvalidStateError:
+                raise
+            except BaseException as error:
+                result.set_exception(error)
+        except InvalidStateError:
+            pass  # `close` has given it up
 
     @staticmethod
-    def wait(result: Future) -> Any:
-        """Returns a result that `send` promised, ready. Raises: what the stage did."""
-        return jax.block_until_ready(result.result())
+    def wait(result: Future, timeout_s: float | None = None) -> Any:
+        """Returns a result that `send` promised, ready. Raises: what the stage did; TimeoutError
+        where it is not ready within `timeout_s` (None: waits for ever)."""
+        if timeout_s is None:
+            return jax.block_until_ready(result.result())
+        end = time.monotonic() + timeout_s
+        value = result.result(timeout_s)
+        arrays: list[Any] = [x for x in jax.tree.leaves(value) if hasattr(x, "is_ready")]
+        while not all(x.is_ready() for x in arrays):
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(POLL_S)
+        return jax.block_until_ready(value)  # raises what its program did
 
     def close(self) -> None:
-        """Ends the thread after what was sent."""
-        self._thread.shutdown(wait=True)
+        """Ends the thread after what was sent. Of a failed stage it waits a few seconds at most,
+        and gives up what has no result by then, so that no other stage waits for it."""
+        self._sent.put(None)
+        self._thread.join(GRACE_S if self.failed else None)
+        for result in list(self._open):
+            try:
+                result.set_exception(RuntimeError("the stage was closed"))
+            except InvalidStateError:
+                pass  # it came just now

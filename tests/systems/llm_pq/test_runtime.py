@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams
-from megajax.systems.llm_pq import Runtime, StageError
+from megajax.systems.llm_pq import Runtime, StageError, pipeline, stages
 from tests.plain_loop import prompts_of, sharp
 from tests.tiny import MODEL, RICH
 
@@ -84,13 +85,15 @@ def test_tokens_of_uneven_stages_are_the_engines():
         assert runtime.compiled == 2 + 2 + 1  # a step and copies of pages each, penalties
 
 
-def killer(stage, calls):
-    """Kills a stage in its call number `calls`, once."""
+def killer(stage, calls, hang=None):
+    """Kills a stage in its call number `calls`, once, or lets it wait for `hang`."""
     left = [calls]
 
     def count(x):
         left[0] -= 1
-        if left[0] == 0:
+        if left[0] == 0 and hang:
+            hang.wait()
+        elif left[0] == 0:
             raise RuntimeError("a device fell off the bus")
         return x
 
@@ -125,6 +128,62 @@ def test_a_stage_that_dies_says_where_and_its_requests_run_again(retries, caplog
         found = runtime.generate(prompts, params)
     assert found == wanted
     runtime.close()
+
+
+@pytest.mark.slow
+def test_a_stage_that_hangs_is_named_and_its_requests_run_again(caplog):
+    prompts, params, wanted = few()
+    hang = threading.Event()
+    with runtime_of(FEW, SHORT, prefill_tokens=2, wrap=killer(1, 7, hang), timeout_s=20) as runtime:
+        hung = runtime._stages[1]._thread
+        assert runtime.generate(prompts, params, retries=1) == wanted
+    assert "stage 1 (device 0, layers 1 to 2) does not answer" in caplog.text
+    hang.set()
+    hung.join()  # a thread that comes back while Python ends would abort the process
+
+
+def test_who_waits_for_a_hung_stage_is_not_blamed(monkeypatch):
+    """Three stages, of which the middle one hangs: it alone is replaced, and the others go on."""
+    go_on = threading.Event()
+
+    class Fake:
+        def __init__(self, cfg, place, *_):
+            self.place = place
+
+        def check(self):
+            pass
+
+        def step(self, x, hang):
+            if hang and self.place.stage == 1:
+                go_on.wait()
+            return (x or 0) + 1
+
+    monkeypatch.setattr(stages, "Stage", Fake)
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
+    places = [stages.Place(k, k, k, k + 1, k == 2) for k in range(3)]
+    chain = [stages.LocalStage(None, place) for place in places]
+
+    def through(hang):
+        x = None
+        for stage in chain:
+            x = stage.send("step", x, hang)
+        return x
+
+    assert chain[2].wait(through(hang=False), 10) == 3
+    lost = through(hang=True)
+    with pytest.raises(TimeoutError):
+        chain[2].wait(lost, 0.2)
+    with pytest.raises(StageError, match=r"^stage 1 \(device 1, layer 1\) does not answer"):
+        pipeline.check(chain, places, 0.2)
+    assert [stage.failed for stage in chain] == [False, True, False]
+    chain[1].close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        chain[2].wait(lost, 10)
+    chain[1] = stages.LocalStage(None, places[1])
+    assert chain[2].wait(through(hang=False), 10) == 3
+    go_on.set()
+    for stage in chain:
+        stage.close()
 
 
 def test_what_cannot_be_placed_is_refused():
