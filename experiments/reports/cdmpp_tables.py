@@ -102,7 +102,7 @@ def kernels(path: Path) -> str:
     }
     methods = list(dict.fromkeys(row["method"] for row in found["rows"]))
     devices = list(dict.fromkeys(row["held_out"] for row in found["rows"]))
-    heads = ("kernels", "rows", *methods, "in the band", "NeuSight")
+    heads = ("kernels", "rows", *methods, "% of times in our band", "NeuSight")
     lines = [_line(heads), "|" + "---|" * len(heads)]
     for group, name in KERNELS.items():
         for device in (d for d in devices if (group, d, "ours", few) in rows):
@@ -122,9 +122,10 @@ def kernels(path: Path) -> str:
             )  # fmt: skip
     ours = found["rows"][0]
     text = (
-        f"Mean relative errors in %: without rows of the GPU / with {found['shots']} of all its "
-        f"kernels. Mean of seeds: {ours['seeds']}. NeuSight's figures are over an H100 too, whose "
-        "rows are not here, and without rows of the GPU."
+        "Mean relative errors in %. Left of the slash the predictor has no row of the GPU, right "
+        f"of it {found['shots']} rows of all its kernels. Mean over {ours['seeds']} seeds. "
+        "NeuSight's errors, also without rows of the GPU, are means over an H100 too, whose rows "
+        "we lack."
     )
     return "\n".join([*lines, "", text, "", _source(found)])
 
@@ -132,7 +133,7 @@ def kernels(path: Path) -> str:
 def h200(path: Path) -> str:
     """What one H200 measured, beside predictions: before and after its rows were learnt."""
     found = json.loads(path.read_text())
-    heads = ["what is predicted", "rows", "mean error", "median error", "in the band"]
+    heads = ["what is predicted", "rows", "mean error", "median error", "times in the 90 % band"]
     lines = [_line(heads), _line(["---"] * len(heads))]
     for row in found["rows"]:
         band = "" if row["coverage"] is None else f"{100 * row['coverage']:.0f} %"

@@ -12,8 +12,9 @@ from megajax.monitor.results import table
 def indicators(path: Path) -> str:
     """Rank correlation of each indicator with the measured change of the held-out loss."""
     return table(path, {
-        "model": "model", "plans": "plans", "number": "count",
-        "largest change, nats": "largest_change", "variance (the paper's)": "spearman_variance",
+        "model": "model", "plans": "plans", "number of plans": "count",
+        "largest change of the loss, nats": "largest_change",
+        "variance (the paper's)": "spearman_variance",
         "exact": "spearman_exact", "Hessian": "spearman_hessian", "random": "spearman_random",
         "curvature (`expected_loss`)": "spearman_curvature", "each layer alone": "spearman_alone",
     })  # fmt: skip
@@ -25,7 +26,7 @@ def rounding(path: Path) -> str:
     rows = found["rows"]
     widths, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("bits", "method"))
     models = dict.fromkeys(f"{row['model']} {row['loss_dense']:.4f}" for row in rows)
-    heads = ("method", *(f"{w} bits: {what}" for w in widths for what in ("nats", "error")))
+    heads = ("method", *(f"{w} bits: {what}" for w in widths for what in ("nats", "squared error")))
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for method in methods:
         cells = [method]
@@ -42,8 +43,9 @@ def rounding(path: Path) -> str:
             cells.append(f"{mean(r['product_error'] for r in here):.3g}")
         lines.append("| " + " | ".join(cells) + " |")
     told = (
-        "Nats a token above the dense loss, the mean and each model's, and the squared error of "
-        f"all products; groups of {rows[0]['group']}. Dense: {', '.join(models)}."
+        "Nats: rise of the held-out loss over the dense model's, a token; the mean, in brackets "
+        "each model's. Squared error: summed over all products. Groups of "
+        f"{rows[0]['group']}. Dense losses: {', '.join(models)}."
     )
     source = ", ".join(found[key] for key in ("layer", "device", "date", "commit"))
     return "\n".join([*lines, "", told, "", f"*{source}*"])
@@ -53,9 +55,10 @@ def plans(path: Path) -> str:
     """Our plans beside rivals' at equal measured loss."""
     return table(path, {
         "case": "case", "cluster": "cluster", "rounding": "method", "rival": "rival",
-        "its bits": "rival_bits", "its change, nats": "rival_loss_change",
-        "its tokens/s (simulated)": "rival_tokens_per_s", "our mean bits": "mean_bits",
-        "our change, nats": "loss_change", "our tokens/s (simulated)": "tokens_per_s",
+        "rival's bits": "rival_bits", "rival's change of the loss, nats": "rival_loss_change",
+        "rival's tokens/s (simulated)": "rival_tokens_per_s", "our mean bits": "mean_bits",
+        "our change of the loss, nats": "loss_change",
+        "our tokens/s (simulated)": "tokens_per_s",
         "speedup": "speedup",
     })  # fmt: skip
 

@@ -27,8 +27,8 @@ def overall(path: Path) -> str:
                 "" if tuned is None else f"{tuned:.3f}",
             )
         )  # fmt: skip
-    heads = ("detector", "what", "precision", "recall", "F1", "ours better by (F1)",
-             "median delay", "F1 on its tuning cases")  # fmt: skip
+    heads = ("detector", "what", "precision", "recall", "F1", "F1 of ours minus its F1",
+             "median time from onset to alert", "F1 on the cases it was tuned on")  # fmt: skip
     paper = found["paper"]
     config = found["config"]
     text = (
@@ -71,8 +71,11 @@ def kinds(path: Path) -> str:
         before = f"{mine['before_halt']} of {mine['named']}"
         rows.append((kind.replace("_", " "), str(mine["faults"]), _interval(mine, "recall"),
                      *others, delay, before))  # fmt: skip
-    heads = ("kind of fault", "faults", "ours, recall", *(f"{n}, recall" for n in names[1:]),
-             "ours, median delay", "before the halt")  # fmt: skip
+    heads = (
+        "kind of fault, or (its effect)", "faults", "ours, recall",
+        *(f"{n}, recall" for n in names[1:]),
+        "ours, median time from onset to alert", "named before the job halted",
+    )  # fmt: skip
     return "\n".join([_table(heads, rows), "", _source(found)])
 
 
@@ -87,7 +90,7 @@ def conditions(path: Path) -> str:
              *(_interval(by[value], m) for m in ("precision", "recall", "f1")))
             for value in order if value in by
         ]  # fmt: skip
-    heads = ("ours", "cases", "precision", "recall", "F1")
+    heads = ("condition", "cases", "precision", "recall", "F1")
     return "\n".join([_table(heads, rows), "", _source(found)])
 
 
@@ -100,7 +103,7 @@ def alarms(path: Path) -> str:
          f"{row['a_day_95'][0]:.2f} to {row['a_day_95'][1]:.2f}")
         for row in _part(found, "alarms")
     ]  # fmt: skip
-    heads = ("detector", "machines", "hours", "false alarms", "a day", "95 % interval")
+    heads = ("detector", "machines", "hours", "false alarms", "false alarms a day", "95 % interval")
     return "\n".join([_table(heads, rows), "", _source(found)])
 
 
@@ -112,7 +115,7 @@ def ablations(path: Path) -> str:
          _interval(row, "f1_more", sign=True) if "f1_more" in row else "")
         for row in _part(found, "overall")
     ]  # fmt: skip
-    heads = ("variant", "precision", "recall", "F1", "whole better by (F1)")
+    heads = ("variant", "precision", "recall", "F1", "F1 of the whole minus its F1")
     text = f"{found['cases']} cases of the family `{found['config']['split']}`."
     return "\n".join([_table(heads, rows), "", text, "", _source(found)])
 
