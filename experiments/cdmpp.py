@@ -1,4 +1,4 @@
-"""CDMPP (arXiv 2311.09690): how long a program takes on a device, learnt from measured kernels.
+"""CDMPP (arXiv 2311.09690): predicts how long a program takes on a device, from measured kernels.
 
     uv run experiments/cdmpp.py train --data=FOLDER --out=runs/cdmpp     # NeuSight's CSV files
     uv run experiments/cdmpp.py train --data=runs/profile_programs/labels.npz
@@ -8,15 +8,18 @@
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py replay --data=runs/profile_programs/labels.npz
 
-`train` fits a predictor and writes OUT/predictor.npz. `evaluate` fits it and its rivals once for
-each split (random programs, held-out families, held-out devices without rows and with those of
---shots programs) and writes errors, coverage of the 90 % band and the labels' noise. `predict`
-compiles the train step of a preset for a cluster without GPUs, and replays it: step time with a
-band, MFU, exposed communication, the dearest operations; without --predictor, times have assumed
-efficiencies. `calibrate` times programs on this machine for --budget seconds and adapts a predictor
-to it. `replay` measures train steps of ten configurations on this machine's CPU, and predicts them
-from the times of their instructions: those of a profile in another process and, with --data, of a
-predictor that has not seen them. scripts/profile_programs.py makes labels.
+A row is one measured instruction or kernel; scripts/profile_programs.py measures rows.
+`train` fits a predictor on rows and writes OUT/predictor.npz.
+`evaluate` fits the predictor and its rivals once for each split: random programs held out, families
+of programs held out, devices held out (without rows of them, and with those of --shots programs).
+It writes the errors, the share of times in the 90 % band, and the noise of the measured times.
+`predict` compiles the train step of a preset for a cluster, on a machine without GPUs, and replays
+it. It prints the step time with a band, MFU, the communication that no computation hides, and the
+longest operations. Without --predictor, times come from assumed efficiencies.
+`calibrate` times programs on this machine for --budget seconds and adapts a predictor to it.
+`replay` measures train steps of ten configurations on this machine's CPU and predicts them from the
+times of their instructions: those that another process measured and, with --data, those of a
+predictor that has not seen them.
 Flags of a run (--model.layers, --mesh.tensor) are those of pretraining; only `predict` reads them.
 Exit code 2: a flag or a file is wrong.
 """
@@ -61,47 +64,51 @@ VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 
 config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
 DATA = flags.DEFINE_string("data", None, "labels.npz, or a folder of NeuSight's CSV files")
-OPS = flags.DEFINE_string("ops", None, "of NeuSight's files, with commas; none: all")
-DEVICES = flags.DEFINE_string("devices", None, "rows of these devices only, with commas")
+OPS = flags.DEFINE_string("ops", None, "operations of NeuSight's files, with commas; none: all")
+DEVICES = flags.DEFINE_string("devices", None, "use rows of these devices only, joined by commas")
 HELD_OUT = flags.DEFINE_string(
-    "held_out", None, "evaluate: devices to judge on, with commas; none: each in turn"
+    "held_out", None, "evaluate: devices to hold out, joined by commas; none: each in turn"
 )
-SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: with commas")
+SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: splits, with commas")
 PREDICTOR = flags.DEFINE_string("predictor", None, "file of a fitted predictor")
-CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: what for, kind:HOSTSxGPUS")
+CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: the cluster, kind:HOSTSxGPUS")
 CONTENTION = flags.DEFINE_float(
     "contention",
     1.0,
-    "predict: how many times longer computation and communication take while both run",
+    "predict: factor by which computation and communication slow each other while both run",
     lower_bound=1.0,
 )
 BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
 SHOTS = flags.DEFINE_integer(
-    "shots", 32, "programs of a held-out device to adapt to", lower_bound=1
+    "shots", 32, "evaluate: programs of a held-out device to adapt to", lower_bound=1
 )
 METHODS = flags.DEFINE_string("methods", "all", "evaluate: with commas; ours is the predictor")
-SEEDS = flags.DEFINE_integer("seeds", 1, "evaluate: averaged, from --fit_seed on", lower_bound=1)
+SEEDS = flags.DEFINE_integer(
+    "seeds", 1, "evaluate: number of seeds that are averaged, from --fit_seed on", lower_bound=1
+)
 CALLS = flags.DEFINE_integer(
-    "calls", 0, "evaluate: programs whose whole calls are compared with XLA's counts", lower_bound=0
+    "calls", 0, "evaluate: number of programs whose calls are predicted as a whole", lower_bound=0
 )
 JSON = flags.DEFINE_string(
-    "json", None, "evaluate: file of the result, which keeps other methods and splits"
+    "json", None, "evaluate: file of the result; rows of other methods and splits stay in it"
 )
-STEPS = flags.DEFINE_integer("fit_steps", 2000, "of fitting the networks", lower_bound=1)
-SEED = flags.DEFINE_integer("fit_seed", 0, "of the networks and splits", lower_bound=0)
-CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: with commas")
+STEPS = flags.DEFINE_integer("fit_steps", 2000, "training steps of the networks", lower_bound=1)
+SEED = flags.DEFINE_integer("fit_seed", 0, "random seed of the networks and splits", lower_bound=0)
+CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: which, with commas")
 OTHERS = flags.DEFINE_integer(
-    "others", 48, "replay: other programs, on which overheads and bands are fitted", lower_bound=8
+    "others", 48, "replay: number of other programs, which set overheads and bands", lower_bound=8
 )
-PASSES = flags.DEFINE_integer("passes", 10, "replay: over all programs; even", lower_bound=6)
+PASSES = flags.DEFINE_integer(
+    "passes", 10, "replay: passes over all programs; an even number", lower_bound=6
+)
 THREADS = flags.DEFINE_integer("threads", 1, "replay: processors to use", lower_bound=1)
 MEASURED = flags.DEFINE_string(
-    "measured", None, "replay: judge what an earlier run left in this folder"
+    "measured", None, "replay: judge the measurements of an earlier run, in this folder"
 )
 ONLY = flags.DEFINE_enum(
-    "only", None, ["walls", "parts"], "replay: this half of the measurement, in this process"
+    "only", None, ["walls", "parts"], "replay: run this half of the measurement in this process"
 )
-OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder of the files written")
+OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder for the results")
 
 
 def data() -> tuple[Dataset, Labels | None]:

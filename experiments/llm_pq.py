@@ -1,26 +1,29 @@
-"""LLM-PQ (arXiv 2403.01136): the largest model that a handful of unlike GPUs can serve.
+"""LLM-PQ (arXiv 2403.01136): plans how a few unlike GPUs serve a model that none of them holds.
 
     uv run experiments/llm_pq.py --preset=case3             # OPT-30B on 3 T4 and a V100
     uv run experiments/llm_pq.py --preset=paper             # all eleven clusters of the paper
     uv run experiments/llm_pq.py --preset=case3 --cluster=l4:2,l40s:1 --quality=0.5
-    uv run experiments/llm_pq.py --preset=case3 --run       # and serves a small trained model so
+    uv run experiments/llm_pq.py --preset=case3 --run       # also serves a small trained model
 
-Plans who holds which layers in how many bits, and the micro-batches of prefill and decoding, so
-that the requests are done soonest. Prints the placement, tokens a second, the proven gap and what
-it costs in quality, and places rivals on the same cluster: one width with an even split, PipeEdge's
-partition, the least loss of quality ("adabits"), FlexGen-like offloading. Each rival is compared at
-ITS quality: our plan's sum of omega is at most the rival's.
+The plan says which device holds which layers in how many bits, and how large the micro-batches of
+prefill and decoding are, so that all requests end as soon as possible. The command prints this
+placement, the tokens a second, the loss of quality (the sum of omega, the loss of each layer at its
+bits) and the gap: by what fraction the run could be shorter at most. It compares the placement with
+rivals on the same cluster: one width with an even split, PipeEdge's partition, the least loss of
+quality ("adabits"), and offloading like FlexGen's. Against each rival we plan again, with a sum of
+omega of at most the rival's.
 
 Every time is an ESTIMATE of the cost model (assumed efficiencies), pipelines are SIMULATED event by
-event, and how much a layer counts in quality is ASSUMED (--seed draws it). Writes llm_pq.json, .svg
-and .png into --out, and placement_CASE.json for each case.
+event, and how much a layer counts in quality is ASSUMED (--seed draws it). The command writes
+llm_pq.json, .svg and .png into --out, and placement_CASE.json for each case.
 
---run plans once more for a small trained model (--run_dir; none: the newest nano run) on the same
-cluster with its memory scaled down, measures its held-out loss before and after, and answers
-prompts through the pipeline on emulated devices.
+--run also plans for a small trained model (--run_dir; none: the newest nano run) on the same
+cluster with its memory scaled down, measures the held-out loss before and after quantization, and
+answers prompts through the pipeline on emulated devices.
 
-Ctrl-C, or the end of --time_limit_s, prints the best placement found so far with its gap. Exit code
-2: the devices cannot hold the model, which term is the largest and how many bytes are missing.
+After Ctrl-C, or at the end of --time_limit_s, the command prints the best placement found so far
+with its gap. Exit code 2: the devices cannot hold the model; the message names the missing bytes
+and the largest term.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -47,22 +50,26 @@ from megajax.systems.llm_pq.costs import assumed_omega
 class Config(Checked):
     """What is planned."""
 
-    cases: str = option("case1", "models and clusters of the paper, with commas")
-    cluster: str = option("", "another cluster, kind:GPUS,...; empty: the case's")
-    requests: int = option(32, "that are answered together", at_least=1)
-    prompt: int = option(512, "tokens of each", at_least=1)
-    new_tokens: int = option(100, "that each gets", at_least=1)
-    bits: str = option("3,4,8,16", "widths that a layer may have, with commas")
+    cases: str = option("case1", "the paper's models with their clusters, joined by commas")
+    cluster: str = option("", "another cluster, kind:GPUS,kind:GPUS; empty: the case's own")
+    requests: int = option(32, "number of requests that are answered together", at_least=1)
+    prompt: int = option(512, "tokens of each request's prompt", at_least=1)
+    new_tokens: int = option(100, "tokens of each answer", at_least=1)
+    bits: str = option("3,4,8,16", "widths that a layer may have, joined by commas")
     quality: str = option(
         "equal",
-        "the most that the sum of omega may be: a number, any, or equal: that of the highest "
-        "uniform width whose even split fits",
+        "bound on the sum of omega (loss of quality): a number; any: no bound; equal: the sum at "
+        "the highest width that fits if all layers have it and are split evenly",
     )
-    solver: Literal["exact", "counts", "transfer"] = option("exact", "how it is searched")
-    time_limit_s: float = option(60.0, "of one search", unit="s", above=0)
-    rivals: bool = option(True, "whether rivals are placed, and we at their quality")
-    seed: int = option(0, "of the assumed weight of each layer", at_least=0)
-    run: bool = option(False, "also serves a small trained model by such a plan, emulated")
+    solver: Literal["exact", "counts", "transfer"] = option(
+        "exact", "search; counts: without the program over single layers; transfer: the heuristic"
+    )
+    time_limit_s: float = option(60.0, "longest time of one search", unit="s", above=0)
+    rivals: bool = option(True, "whether to compare with rivals, each at its own quality")
+    seed: int = option(0, "random seed of the assumed weight of each layer", at_least=0)
+    run: bool = option(
+        False, "also serve a small trained model by such a plan, on emulated devices"
+    )
     run_dir: str | None = option(
         None, "folder of the run to serve; none: the newest nano run", needs=equal("run", True)
     )

@@ -1,18 +1,19 @@
-"""LLM-PQ (arXiv 2403.01136): what few bits cost trained models, measured.
+"""LLM-PQ (arXiv 2403.01136): measures how quantized weights change the loss of trained models.
 
     uv run experiments/llm_pq_quality.py --study=indicators --run_dirs=RUN,RUN,...
     uv run --group rivals experiments/llm_pq_quality.py --study=rounding --run_dirs=RUN --qwix
     uv run --group models experiments/llm_pq_quality.py --study=rounding --gguf=FILE --group=32
     uv run --group models experiments/llm_pq_quality.py --study=plans --gguf=FILE --cases=case5
 
-`indicators` measures the held-out loss of --plans random plans of 3, 4, 8 and 16 bits a layer, and
-of plans with the same widths in other orders, which have equal bytes. It prints the rank
-correlation (Spearman) of each indicator's sum with the measured change. `rounding` measures each
-way of rounding in 4 and 3 bits, with --qwix beside those of qwix on the same matrices and the same
-calibration. `plans` places the model on the clusters of --cases, scaled down to it, and compares
-the simulated tokens a second of our plans with PipeEdge's partition at equal measured loss.
-All calibrate on text that training learns from and judge on text that it holds out.
-Writes llm_pq_STUDY.json into --out. Exit code 2: a flag is wrong.
+A plan gives each layer a width of 3, 4, 8 or 16 bits. --study=indicators measures the held-out loss
+of --plans random plans, and of plans with the same widths in other orders, which have equal bytes.
+It prints the rank correlation (Spearman) between each indicator, summed over the layers, and the
+measured change of the loss. --study=rounding measures each method of rounding in 4 and 3 bits, with
+--qwix also those of qwix on the same matrices with the same calibration. --study=plans plans for
+the clusters of --cases, scaled down to the model, and compares the simulated tokens a second of our
+plans and of PipeEdge's partition at equal measured loss.
+All studies calibrate on training text and judge on held-out text.
+The command writes llm_pq_STUDY.json into --out. Exit code 2: a flag is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -39,26 +40,38 @@ class Config(Checked):
     """Which models, judged how."""
 
     study: Literal["indicators", "rounding", "plans"] = option("indicators", "what is measured")
-    run_dirs: str = option("", "folders of runs, with commas")
-    gguf: str | None = option(None, "GGUF file of a Llama-like model, with its tokenizer")
-    rows: int = option(32, "of text, for calibration and, held out, for the loss", at_least=1)
-    length: int = option(256, "of a row", "tokens", at_least=2)
-    plans: int = option(30, "that are drawn", at_least=3, needs=equal("study", "indicators"))
-    bits: str = option("4,3", "widths, with commas", needs=equal("study", "rounding"))
+    run_dirs: str = option(
+        "", "folders of training runs whose models are measured, joined by commas"
+    )
+    gguf: str | None = option(None, "GGUF file of a Llama-like model with its tokenizer")
+    rows: int = option(
+        32, "rows of training text for calibration, and of held-out text for the loss", at_least=1
+    )
+    length: int = option(256, "length of a row", "tokens", at_least=2)
+    plans: int = option(
+        30, "number of random plans", at_least=3, needs=equal("study", "indicators")
+    )
+    bits: str = option("4,3", "widths, joined by commas", needs=equal("study", "rounding"))
     group: int = option(
         128, "inputs that share a scale", at_least=1, needs=equal("study", "rounding")
     )
     methods: str = option(
-        "", "ways of rounding, with commas; none: all for rounding, rtn for plans",
+        "", "methods of rounding, joined by commas; none: all for rounding, rtn for plans",
         needs=equal("study", "rounding", "plans"),
     )  # fmt: skip
-    cases: str = option("case5", "clusters of LLM-PQ, with commas", needs=equal("study", "plans"))
-    time_limit_s: float = option(
-        20.0, "of the search for a plan", unit="s", above=0, needs=equal("study", "plans")
+    cases: str = option(
+        "case5", "clusters of LLM-PQ, joined by commas", needs=equal("study", "plans")
     )
-    qwix: bool = option(False, "also measures qwix's", needs=equal("study", "rounding"))
-    seed: int = option(0, "of the plans and of the order of the text", at_least=0)
-    name: str = option("", "of the file, behind llm_pq_; none: the study's")
+    time_limit_s: float = option(
+        20.0,
+        "longest time of the search for a plan",
+        unit="s",
+        above=0,
+        needs=equal("study", "plans"),
+    )
+    qwix: bool = option(False, "also measure qwix's methods", needs=equal("study", "rounding"))
+    seed: int = option(0, "random seed of the plans and of the order of the text", at_least=0)
+    name: str = option("", "name of the file, after llm_pq_; none: the study's")
     out: str = results.out_option("llm_pq_quality")
 
     def __post_init__(self):

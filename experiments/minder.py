@@ -1,17 +1,19 @@
-"""Minder (arXiv 2411.01791): which machine of a training job is about to stop it.
+"""Minder (arXiv 2411.01791): names the machine of a training job that is about to stop the job.
 
     uv run experiments/minder.py                               # a demonstration, about a minute
-    uv run experiments/minder.py train                         # fits on simulated jobs
+    uv run experiments/minder.py train                         # fits a model on simulated jobs
     uv run experiments/minder.py train --prometheus=http://HOST:9090 --hours=24
     uv run experiments/minder.py train --source=monday.csv.gz,tuesday.parquet
     uv run experiments/minder.py evaluate --preset=paper       # beside rivals, on simulated jobs
     uv run experiments/minder.py watch --prometheus=http://HOST:9090 --model=MODEL
 
-`train` writes the model to --model; after Ctrl-C the same command goes on. `evaluate` compares the
-detector with others (experiments/reports/minder.py). `watch` is a daemon: it reads the metrics of
-all machines every few seconds, logs an alert with a picture, and tells Alertmanager and Prometheus
-(docs/monitoring.md). It goes on while the server is away; SIGTERM ends it with exit code 0. Exit
-code 2: a flag, the model or the server's password is wrong.
+Without a verb the command trains a little, watches two simulated jobs and draws what it found.
+`train` fits a model and writes it to --model; after Ctrl-C the same command resumes. `evaluate`
+compares the detector with others (experiments/reports/minder.py). `watch` is a daemon with such a
+model: it reads the metrics of all machines from Prometheus every few seconds, logs each alert with
+a picture, and reports it to Alertmanager (docs/monitoring.md). The daemon keeps running while the
+server is away; SIGTERM ends it with exit code 0. Exit code 2: a flag, the model or the server's
+password is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -45,17 +47,28 @@ class Train(Checked):
     """What the model is fitted on."""
 
     source: str = option(
-        "", "files of metrics, with commas; a file a job", verbs=("train",), flag="source"
+        "", "train: files of metrics, one a job, joined by commas", verbs=("train",), flag="source"
     )
     hours: float = option(
-        6.0, "of the past, from the server", "h", verbs=("train",), flag="hours", above=0
+        6.0,
+        "train: how much of the past to read from the server",
+        "h",
+        verbs=("train",),
+        flag="hours",
+        above=0,
     )
     machines: int = option(
-        64, "of the largest simulated job", verbs=("train",), flag="machines", at_least=4
+        64,
+        "train: machines of the largest simulated job",
+        verbs=("train",),
+        flag="machines",
+        at_least=4,
     )
-    jobs: int = option(18, "simulated jobs", verbs=("train",), flag="jobs", at_least=1)
-    steps: int = option(800, "of training the networks", flag="steps", at_least=1)
-    seed: int = option(0, "of networks and simulated jobs", flag="seed", at_least=0)
+    jobs: int = option(
+        18, "train: number of simulated jobs", verbs=("train",), flag="jobs", at_least=1
+    )
+    steps: int = option(800, "training steps of the networks", flag="steps", at_least=1)
+    seed: int = option(0, "random seed of networks and simulated jobs", flag="seed", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -63,14 +76,16 @@ class Config(Checked):
     """What to do it with."""
 
     model: str | None = option(
-        None, "file of the model; none: OUT/model.npz, and evaluate fits one itself"
+        None, "file of the model; none: OUT/model.npz, except that evaluate fits its own"
     )
     continuity_s: float | None = option(
-        None, "for which a machine must differ; none: 240, or the model's", "s", at_least=48,
-        at_most=900,
+        None, "how long a machine must differ until it is named; none: the model's, 240 if fitted "
+        "now", "s", at_least=48, at_most=900,
     )  # fmt: skip
     strict: float | None = option(
-        None, "factor on the learnt limits; above 1: fewer alerts; none: 1, or the model's", above=0
+        None,
+        "factor on the learnt limits; above 1: fewer alerts; none: the model's, 1 if fitted now",
+        above=0,
     )
     train: Train = group(Train)
     server: minder_watch.Server = group(minder_watch.Server)

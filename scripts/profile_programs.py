@@ -1,19 +1,20 @@
-"""Times what real programs launch on this machine: training data of a learned cost model.
+"""Times each instruction of real programs on this machine: training data for a cost model.
 
     uv run scripts/profile_programs.py --out=runs/profile_programs --budget=600
-    uv run scripts/profile_programs.py --threads=1,2      # a CPU as two devices, a process each
+    uv run scripts/profile_programs.py --threads=1,2      # the CPU with 1 thread, then with 2
     uv run scripts/profile_programs.py --families=decoder,mlp --programs=40
 
-Programs are this library's networks, optimizer updates and their pieces, in many shapes
-(megajax/systems/cdmpp/families.py). They are compiled, run in turn and timed an instruction at a
-time by jax.profiler; an instruction's label is its least time, and the least times of two halves of
-the passes say how far it can be trusted. Rows whose halves differ by more than 10 % are marked.
+The programs are this library's networks, optimizer updates and their pieces, in many shapes
+(megajax/systems/cdmpp/families.py). They are compiled and run in turn, in several passes, and
+jax.profiler times each instruction. The label of an instruction is its least time over all passes.
+The passes form two halves; how far their least times differ says how noisy the label is, and rows
+that differ by more than 10 % are marked.
 
-Writes parts into --out as they come and joins them in --out/labels.npz (features, trees, seconds,
-halves, families, the device's card, noise, date and commit). The same command goes on where it was
-stopped, by --budget or by Ctrl-C. A CPU's card is measured first; on a GPU, set
-XLA_FLAGS=--xla_gpu_enable_command_buffer= so that the profiler sees instructions. Nothing else
-should run meanwhile: the noise is printed. Exit code 2: a flag is wrong.
+The script writes parts into --out and joins them in --out/labels.npz (features, trees, seconds,
+halves, families, the device's card, noise, date and commit). When --budget or Ctrl-C stopped it,
+the same command continues. The peaks of a CPU are measured first, as the card of the device. On a
+GPU, set XLA_FLAGS=--xla_gpu_enable_command_buffer= so that the profiler sees single instructions.
+Let nothing else run meanwhile; the noise is printed. Exit code 2: a flag is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -39,15 +40,19 @@ from megajax.monitor import results
 class Config(Checked):
     """What to time, and for how long."""
 
-    budget: float = option(600.0, "for all thread counts together, card included", "s", above=0)
-    threads: str = option("all", "of a CPU, with commas: a device each; all: one with all of them")
-    families: str = option("all", "of programs, with commas")
-    programs: int = option(100_000, "for each device, at most", at_least=1)
-    passes: int = option(6, "over all programs of a batch; even", at_least=6)
+    budget: float = option(
+        600.0, "time for all thread counts together, with the card", "s", above=0
+    )
+    threads: str = option(
+        "all", "CPU threads, joined by commas: a device each; all: one device with all"
+    )
+    families: str = option("all", "families of programs, joined by commas")
+    programs: int = option(100_000, "most programs for each device", at_least=1)
+    passes: int = option(6, "passes over the programs of a batch; an even number", at_least=6)
     batch: int = option(16, "programs that run in turn", at_least=1)
-    scale: float = option(1.0, "of the programs' sizes; a GPU takes 16 and more", above=0)
-    seed: int = option(0, "of the shapes", at_least=0)
-    worker: bool = option(False, "times one device in this process; the script starts it so")
+    scale: float = option(1.0, "factor on the programs' sizes; a GPU takes 16 and more", above=0)
+    seed: int = option(0, "random seed of the shapes", at_least=0)
+    worker: bool = option(False, "time one device in this process; the script itself uses it")
     out: str = results.out_option("profile_programs")
 
 

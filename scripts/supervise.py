@@ -1,30 +1,30 @@
-"""Supervises a training command: finds what is dead, stuck or sick, and goes on without it.
+"""Supervises a training command: finds processes and hosts that fail, and continues without them.
 
     uv run scripts/supervise.py --hosts=1 --processes=2 --max_restarts=5 -- \\
         uv run experiments/pretrain.py --emulate=4 --checkpoint.every=50
 
-starts the driver and, on this machine, one agent for each of --hosts; each agent starts --processes
-of the command, which form one job. After a fault all are ended, the hosts check themselves, and the
-same command goes on from its newest good checkpoint. The folder --out gets events.jsonl,
-metrics.prom (Prometheus), blocklist, and for each attempt the logs and, after a fault, the stacks
-of all ranks.
+This starts the driver and, on this machine, one agent for each of --hosts. Each agent starts
+--processes of the command; together they form one job. After a fault the driver ends all processes,
+the hosts check themselves, and the same command continues from its newest good checkpoint. The
+folder --out gets events.jsonl, metrics.prom (for Prometheus), the blocklist, and for each attempt
+the logs and, after a fault, the stacks of all ranks.
 
-On a cluster the agents are started by what starts processes there, never by this script:
+On a cluster, the cluster's own launcher starts the agents, never this script:
 
     supervise.py --agents=elsewhere --listen=0.0.0.0:8475 --hosts=4 -- COMMAND
-    srun supervise.py --agent=FIRST_HOST:8475                            (one a host; spares too)
+    srun supervise.py --agent=FIRST_HOST:8475             (one agent a host, on spare hosts too)
 
-SUPERVISE=1 scripts/launch_slurm.sh does so. Driver and agents prove to each other that they hold
-the job's secret, which never travels: MEGAJAX_TOKEN in the environment of both, or the first line
-of --token_file. The training processes do not get it. --tls encrypts what they say.
+SUPERVISE=1 scripts/launch_slurm.sh does so. Driver and agents prove to each other that they know
+the job's secret without sending it. The secret is MEGAJAX_TOKEN in the environment of both, or the
+first line of --token_file. The training processes do not get it. --tls encrypts the connections.
 
-Where the time went (ETTR), and a PNG of the ranks: supervise.py --report --out=OUT --run_dir=RUN
+--report --out=OUT --run_dir=RUN prints how the time was spent (ETTR) and draws the ranks.
+--evict=HOST --out=FOLDER takes a host out of a running job; --readmit=HOST lets it come back.
 
-Take a host out by hand: supervise.py --evict=HOST --out=FOLDER; --readmit=HOST lets it come back
-
-Exit codes: 0 done; 2 the command cannot work; 70 one step failed again and again (do not retry);
-75 too few good hosts or restarts (retry elsewhere, without the blocklist), or a last save failed
-(storage may be back); 76 a newer driver continues the run (do not retry); 143 told to stop, saved.
+Exit codes: 0 the command completed; 2 the command cannot work; 70 one step failed again and again
+(do not retry); 75 too few good hosts or restarts are left (retry on other hosts than those of the
+blocklist), or the last save failed (retry when the storage works); 76 a newer driver continues the
+run (do not retry); 143 the job was told to stop and has saved.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -86,15 +86,15 @@ def flags_of() -> Parser:
     parser = Parser(usage="supervise.py [flags] -- COMMAND", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
     add = parser.add_argument_group("the job").add_argument
-    add("--hosts", type=int, default=1, help="hosts that work at a time")
+    add("--hosts", type=int, default=1, help="number of hosts that train at the same time")
     add("--processes", type=int, default=1, help="processes of the command on each host")
     add("--spares", type=int, default=0, help="hot spares: agents of this machine beyond --hosts")
-    add("--min_hosts", type=int, help="go on with as few; default: --hosts")
-    add("--max_restarts", type=int, default=5, help="of the whole job")
-    add("--backoff_s", type=float, default=1.0, help="pause before a restart; doubles when idle")
+    add("--min_hosts", type=int, help="fewest hosts to continue with; default: --hosts")
+    add("--max_restarts", type=int, default=5, help="most restarts of the whole job")
+    add("--backoff_s", type=float, default=1.0, help="pause before restarts; doubles without steps")
     _detectors(parser.add_argument_group("who watches, and what follows").add_argument)
     add = parser.add_argument_group("pictures").add_argument
-    add("--grid", help="of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
+    add("--grid", help="mesh of all devices, for pictures, e.g. pipe=2,data=4,tensor=8")
     add = parser.add_argument_group("how long is too long, in seconds").add_argument
     add("--join_s", type=float, default=600.0, help="time for agents and driver to meet")
     add("--grace_s", type=float, default=600.0, help="time to save after SIGTERM")
@@ -107,43 +107,41 @@ def flags_of() -> Parser:
     ):
         default = getattr(Limits, name)
         add(f"--{name}_s", type=float, default=default, help=f"longest time {what}; [{default:g}]")
-    add("--period_s", type=float, default=1.0, help="between the reports of an agent")
+    add("--period_s", type=float, default=1.0, help="time between two reports of an agent")
     _meeting(parser.add_argument_group("how driver and agents meet").add_argument)
     add = parser.add_argument_group("what is left behind").add_argument
     add("--out", help="folder of events, logs and evidence; default: runs/supervised/<time>")
-    add("--report", action="store_true", help="say where the time of --out and --run_dir went")
-    add("--run_dir", help="of the training run, for --report")
+    add("--report", action="store_true", help="print how the time of --out and --run_dir was spent")
+    add("--run_dir", help="folder of the training run, for --report")
     return parser
 
 
 def _detectors(add: Callable[..., Any]) -> None:
     add("--straggler", choices=("warn", "evict"), default="warn",
-        help="what to do about a rank that is slower than the others; evict: save, and go on "
-        "without its host where enough others are there; [%(default)s]")  # fmt: skip
-    add("--detectors", default=USUAL, help="names joined by commas, of: "
+        help="response to a rank that is slower than the others; evict: save, and continue "
+        "without its host if enough others are left; [%(default)s]")  # fmt: skip
+    add("--detectors", default=USUAL, help="detectors, joined by commas, of: "
         f"{', '.join(DETECTORS)}; {USUAL}: all of these")  # fmt: skip
-    add("--respond", default="", help="what is done about an alert, as rule=warn, rule=evict or "
+    add("--respond", default="", help="response to the alerts of a rule: rule=warn, rule=evict or "
         "rule=restart, joined by commas")  # fmt: skip
     run.add_flags(add)
 
 
 def _meeting(add: Callable[..., Any]) -> None:
-    add("--listen", default="127.0.0.1:0", help="host:port of the driver")
+    add("--listen", default="127.0.0.1:0", help="host:port at which the driver listens")
     add("--agents", choices=("here", "elsewhere"), default="here", help="who starts the agents")
-    add("--agent", metavar="HOST:PORT", help="be the agent of this host, for that driver")
-    add("--metrics_at", metavar="HOST:PORT", help="where an --agent shows this host's counters to "
-        "Prometheus; default: nowhere")  # fmt: skip
+    add("--agent", metavar="HOST:PORT", help="run as the agent of this host, for this driver")
+    add("--metrics_at", metavar="HOST:PORT", help="address at which an --agent serves this host's "
+        "counters to Prometheus; default: none")  # fmt: skip
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
-    add("--name", default=name, help="of this host, as an agent; [%(default)s]")
+    add("--name", default=name, help="name of this host, as an agent; [%(default)s]")
     add("--token_file", help="file whose first line is the job's secret; or set MEGAJAX_TOKEN")
-    add("--tls", action="store_true", help="encrypt what driver and agents say")
-    add("--tls_cert", help="PEM file of the driver, key included; default: one made at the start")
-    add("--tls_ca", help="PEM file of the authority that must have signed it; default: the secret "
-        "alone says who the driver is")  # fmt: skip
-    add("--evict", metavar="HOST", help="tell the driver of --out to go on without this host")
-    add(
-        "--readmit", metavar="HOST", help="tell the driver of --out that this excluded host is good"
-    )
+    add("--tls", action="store_true", help="encrypt the connections of driver and agents")
+    add("--tls_cert", help="PEM file of the driver, with its key; default: made at the start")
+    add("--tls_ca", help="PEM file of the authority that signed the driver's certificate; default: "
+        "only the secret proves who the driver is")  # fmt: skip
+    add("--evict", metavar="HOST", help="tell the driver of --out to continue without this host")
+    add("--readmit", metavar="HOST", help="tell the driver of --out that this host may return")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:

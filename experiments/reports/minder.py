@@ -26,25 +26,27 @@ class Config(Checked):
     """What is judged, and on what."""
 
     detectors: str = option(
-        "all", "names with commas; all: ours and every rival; ablations: ours without its parts"
+        "all", "names joined by commas; all: ours and every rival; ablations: ours without one part"
     )
-    sizes: str = option("4,16,64,256,1024,1500", "machines of a job, with commas")
-    cases: str = option("60,60,60,24,14,10", "cases of each size, with commas")
+    sizes: str = option("4,16,64,256,1024,1500", "machines of a job, joined by commas")
+    cases: str = option("60,60,60,24,14,10", "number of cases of each size, joined by commas")
     mixes: str = option(
-        "evaluation,even,weak,slow", "of fault types: the first has half of the cases"
+        "evaluation,even,weak,slow", "mixes of fault types; the first has half of the cases"
     )
-    split: Literal["train", "validate", "held_out"] = option("held_out", "family of the jobs")
-    seed: int = option(20261124, "of the cases", at_least=0)
-    healthy_hours: float = option(3.0, "of healthy jobs of 1,024 machines", "hours", at_least=0)
-    train_jobs: int = option(18, "jobs to fit on", at_least=1)
-    train_seed: int = option(7, "of the jobs to fit on", at_least=0)
-    steps: int = option(800, "of training the networks", at_least=1)
+    split: Literal["train", "validate", "held_out"] = option("held_out", "family of simulated jobs")
+    seed: int = option(20261124, "random seed of the cases", at_least=0)
+    healthy_hours: float = option(
+        3.0, "length of healthy jobs of 1,024 machines, for false alarms", "hours", at_least=0
+    )
+    train_jobs: int = option(18, "number of jobs to fit on", at_least=1)
+    train_seed: int = option(7, "random seed of the jobs to fit on", at_least=0)
+    steps: int = option(800, "training steps of the networks", at_least=1)
     tune_cases: int = option(120, "validation cases on which the rivals are tuned", at_least=1)
-    tune_seed: int = option(31, "of those", at_least=0)
-    model: str = option("", "a saved detector to judge; empty: one is fitted")
-    processes: int = option(2, "that share the cases", at_least=1)
-    draw: bool = option(False, "run nothing: count, write and draw what is there")
-    state: str = option("runs/minder", "folder of what is done")
+    tune_seed: int = option(31, "random seed of those cases", at_least=0)
+    model: str = option("", "file of a saved detector to judge; empty: one is fitted")
+    processes: int = option(2, "processes that share the cases", at_least=1)
+    draw: bool = option(False, "run nothing: count, write and draw the cases that are done")
+    state: str = option("runs/minder", "folder of the cases that are done")
     out: str = results.out_option("minder")
 
     def __post_init__(self):

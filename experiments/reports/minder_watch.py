@@ -31,28 +31,47 @@ class Server(Checked):
     """The Prometheus server."""
 
     prometheus: str | None = option(
-        None, "address, http(s)://host:9090", verbs=FROM_SERVER, flag="prometheus"
+        None,
+        "address of the Prometheus server, http(s)://host:9090",
+        verbs=FROM_SERVER,
+        flag="prometheus",
     )
-    user: str | None = option(None, "for its password", verbs=FROM_SERVER, flag="user")
+    user: str | None = option(
+        None, "user name at the server, with --password_file", verbs=FROM_SERVER, flag="user"
+    )
     password_file: str | None = option(
-        None, "file whose first line is the password", verbs=FROM_SERVER, flag="password_file"
+        None,
+        "file whose first line is the user's password",
+        verbs=FROM_SERVER,
+        flag="password_file",
     )
     token_file: str | None = option(
-        None, "file with a bearer token", verbs=FROM_SERVER, flag="token_file"
+        None,
+        "file whose first line is a bearer token for the server",
+        verbs=FROM_SERVER,
+        flag="token_file",
     )
     ca_file: str | None = option(
-        None, "PEM file of the authority of its certificate", verbs=FROM_SERVER, flag="ca_file"
+        None,
+        "PEM file of the authority that signed the server's certificate",
+        verbs=FROM_SERVER,
+        flag="ca_file",
     )
     queries: str | None = option(
-        None, "JSON file {metric: expression}; none: what exporters show", verbs=FROM_SERVER,
-        flag="queries",
+        None, "JSON file {metric: expression}; none: the metrics of known exporters",
+        verbs=FROM_SERVER, flag="queries",
     )  # fmt: skip
     only: str = option(
-        "", "pattern of the machines (label instance) of the job; empty: all", verbs=FROM_SERVER,
-        flag="only",
+        "", "regular expression for the label instance of the job's machines; empty: all",
+        verbs=FROM_SERVER, flag="only",
     )  # fmt: skip
     timeout_s: float = option(
-        10.0, "for an answer", "s", verbs=FROM_SERVER, flag="timeout_s", above=0
+        10.0,
+        "longest time for an answer of the server",
+        "s",
+        verbs=FROM_SERVER,
+        flag="timeout_s",
+        above=0,
     )
 
 
@@ -65,42 +84,45 @@ class WatchConfig(Checked):
         flag="alertmanager",
     )  # fmt: skip
     alertmanager_password_file: str | None = option(
-        None, "file whose first line is its password", verbs=("watch",),
+        None, "file whose first line is Alertmanager's password", verbs=("watch",),
         flag="alertmanager_password_file",
     )  # fmt: skip
     period_s: float = option(
-        8.0, "between two reads", "s", verbs=("watch",), flag="period_s", at_least=0.5
+        8.0, "time between two reads", "s", verbs=("watch",), flag="period_s", at_least=0.5
     )
     lag_s: float = option(
-        5.0, "before now, up to which is read; at least two scrape intervals are taken", "s",
+        5.0, "a read ends so long before now, and at least two scrape intervals", "s",
         verbs=("watch",), flag="lag_s", at_least=0,
     )  # fmt: skip
     history_s: float = option(
-        600.0, "of the past that is read at the start", "s", verbs=("watch",), flag="history_s",
-        at_least=0, at_most=3600,
+        600.0, "how much of the past the first read covers", "s", verbs=("watch",),
+        flag="history_s", at_least=0, at_most=3600,
     )  # fmt: skip
     gap_s: float = option(
-        900.0, "that are read later when the server was away", "s", verbs=("watch",),
-        flag="gap_s", at_least=60, at_most=3600,
+        900.0, "how much is read later after the server was away; older seconds are skipped", "s",
+        verbs=("watch",), flag="gap_s", at_least=60, at_most=3600,
     )  # fmt: skip
     left: str | None = option(
-        None, "file of machines, or hosts, that left on purpose, one a line; read each time",
+        None, "file of machines or hosts that left on purpose, one a line; read again each time",
         verbs=("watch",), flag="left",
     )  # fmt: skip
     metrics_port: int | None = option(
-        None, "serve the daemon's own metrics here; 0: any port", verbs=("watch",),
-        flag="metrics_port", at_least=0, at_most=65535,
+        None, "port for the daemon's own metrics; 0: any free port; none: not served",
+        verbs=("watch",), flag="metrics_port", at_least=0, at_most=65535,
     )  # fmt: skip
     metrics_host: str = option(
-        "127.0.0.1", "at which they are served", verbs=("watch",), flag="metrics_host"
+        "127.0.0.1",
+        "address at which the daemon's own metrics are served",
+        verbs=("watch",),
+        flag="metrics_host",
     )
     heatmap: str | None = option(
-        None, "keep a map of all scores in this .html, .png or .svg file", verbs=("watch",),
+        None, ".html, .png or .svg file in which a picture of all scores is kept", verbs=("watch",),
         flag="heatmap",
     )  # fmt: skip
     retrain_hours: float = option(
-        0.0, "between two fits on what was quiet; 0: never", "h", verbs=("watch",),
-        flag="retrain_hours", at_least=0,
+        0.0, "time between two fits of a new model on data without alerts; 0: never", "h",
+        verbs=("watch",), flag="retrain_hours", at_least=0,
     )  # fmt: skip
 
 

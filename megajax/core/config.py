@@ -195,7 +195,7 @@ def define_flags(presets: Presets, default: str, first: tuple[str, ...] = ()) ->
     start = help_.Start(Parser(names), None, "preset", default, "where the configuration starts")
     start.pages = {name: functools.partial(_page, presets, name, first) for name in presets}
     flags.DEFINE_flag(start)
-    about = "start from a .json, .yaml or .toml file; what it lacks: of --preset, if that is given"
+    about = "start from a .json, .yaml or .toml file; what it lacks comes from --preset, if given"
     flags.DEFINE(Parser(str | None), "config", None, about)
     shown = flag_names(type(base))
     for name, hint, field in leaves(type(base)):

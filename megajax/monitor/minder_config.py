@@ -1,4 +1,4 @@
-"""What --detector=minder can be told, by a training run and by scripts/supervise.py. No jax."""
+"""The options of --detector=minder, for training runs and scripts/supervise.py. No jax import."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,31 +11,36 @@ from megajax.core.paths import expand
 
 @dataclass(frozen=True)
 class MinderConfig(Checked, section="minder"):
-    """Of --detector=minder."""
+    """Options of --detector=minder, which names the machine that stops or slows a job."""
 
     model: str | None = option(
         None, "file of a fitted detector of metrics (experiments/minder.py train); none: only "
         "progress and step times are judged",
     )  # fmt: skip
     continuity_s: float = option(
-        240.0, "for which a machine must differ before it is named", "s", at_least=10, at_most=900
+        240.0, "how long a machine must differ before it is named", "s", at_least=10, at_most=900
     )
-    clear_s: float = option(600.0, "until it may be named again", "s", above=0)
+    clear_s: float = option(
+        600.0, "how long a named machine must be like the others before it can be named again", "s",
+        above=0,
+    )  # fmt: skip
     strict: float = option(1.0, "factor on the limits of the model; above 1: fewer alerts", above=0)
     hang_s: float = option(
-        10.0, "for which all others wait for a rank before it is named", "s", at_least=1
+        10.0, "how long all others must wait for a rank before it is named", "s", at_least=1
     )
-    evictions_per_day: int = option(2, "hosts that may be taken out in a day", at_least=0)
+    evictions_per_day: int = option(2, "most hosts that are evicted in a day", at_least=0)
     record: str | None = option(
-        None, "file (.csv.gz) that gets the metrics of the hosts, to fit a detector on"
+        None, "file (.csv.gz) to which the hosts' metrics are written, to fit a detector on"
     )
     pulse_every: int = option(
         10, "steps between two timings of a fixed product on each device; 0: none", at_least=0
     )
-    user: str | None = option(None, "of the metrics server")
-    password_file: str | None = option(None, "file whose first line is its password")
-    token_file: str | None = option(None, "file with a bearer token for it")
-    ca_file: str | None = option(None, "PEM file of the authority of its certificate")
+    user: str | None = option(None, "user name at the metrics server (--prometheus)")
+    password_file: str | None = option(None, "file whose first line is that user's password")
+    token_file: str | None = option(None, "file whose first line is a bearer token for the server")
+    ca_file: str | None = option(
+        None, "PEM file of the authority that signed the server's certificate"
+    )
 
     def server(self, url: str | None) -> dict[str, Any] | None:
         """Returns the arguments of sources.prometheus, None without a server."""

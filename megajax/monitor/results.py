@@ -38,7 +38,7 @@ def commit() -> str:
 def out_option(name: str) -> Any:
     """Returns the field `out` of a script's configuration: runs/NAME."""
     return option(
-        f"runs/{name}", "folder of the files written; documents quote experiments/results"
+        f"runs/{name}", "folder for the results; the documents quote those in experiments/results"
     )
 
 

@@ -49,10 +49,14 @@ def add_flags(add: Callable[..., Any]) -> None:
 
     add: of a group of flags.
     """
-    what = "one more of the detectors; minder: names the machine that all others wait for, is slow"
-    more = f"{what}, or has odd metrics (docs/supervision.md)"
+    what = "another detector; minder: names the machine that all others wait for, that is slow, or"
+    more = f"{what} whose metrics differ (docs/supervision.md)"
     add("--detector", action="append", default=[], metavar="NAME", help=more)
-    add("--prometheus", metavar="URL", help="server with metrics of the hosts, for minder")
+    add(
+        "--prometheus",
+        metavar="URL",
+        help="address of a Prometheus server with the hosts' metrics, for minder",
+    )
     for field in _flags():
         kind = str if field.default is None else type(field.default)
         shown = "" if field.default is None else f"; [{field.default:g}]"
