@@ -188,9 +188,13 @@ class _Reader:
             )
             tensor_cores = self._is_gpu and wide.dtype == "f32" and exact is None
             return "tfloat32" if tensor_cores else work.dtype_of(wide)
-        for name in found.launches:
-            given = found.operands(found.instructions[name])
-            return work.dtype_of(next((a for a in given if a.is_float), found.root.array))
+        for name, call in found.launches.items():
+            given = [a for a in found.operands(found.instructions[name]) if a.is_float]
+            # Scales, slopes and rotations stand beside the arrays that are multiplied.
+            one = call.product
+            left = [a for a in given if one and a.elements == one.batch * one.m * one.k]
+            largest = max(given, key=lambda a: a.elements, default=found.root.array)
+            return work.dtype_of(left[0] if left else largest)
         floats = [i.array for i in found.order if i.opcode not in work.FREE and i.array.is_float]
         return work.dtype_of(max(floats or [found.root.array], key=lambda a: a.itemsize))
 

@@ -103,6 +103,20 @@ def test_a_kernel_says_its_work_in_its_name():
         assert found.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["attention_forward", "quant_matmul"])
+def test_a_kernels_arithmetic_has_the_type_of_what_it_multiplies(name):
+    """Not of the rotations or slopes before it, nor of scales that are more than the rows."""
+    one, out = (jax.ShapeDtypeStruct((4, n), jnp.bfloat16) for n in (16, 8))
+    beside = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    scope = scope_of(work.product(name, 4, 8, 16), [beside, one], [out])
+    text = CALL.replace("BATCH", "4").replace("(x: bf16", "(s: f32[32,64], x: bf16")
+    text = text.replace("  %x =", "  %s = f32[32,64]{1,0} parameter(1)\n  %x =")
+    text = text.replace("call(%x)", "call(%s, %x)")
+    text = text.replace("OP_NAME", f'metadata={{op_name="jit(f)/{scope}/mpmd_map"}}')
+    [found] = records(text, platform="gpu")
+    assert found.dtype == "bfloat16"
+
+
 def test_every_kernel_is_launched_with_its_work():
     folder = pathlib.Path(pallas_kernels.__file__).parent
     texts = {path: path.read_text() for path in folder.rglob("*.py")}
