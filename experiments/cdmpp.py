@@ -4,7 +4,7 @@
     uv run experiments/cdmpp.py train --data=runs/profile_programs/labels.npz
     uv run experiments/cdmpp.py evaluate --data=runs/profile_programs/labels.npz  # all splits
     uv run --extra aot experiments/cdmpp.py predict --preset=llama3_8b --cluster=h100:2x8 \\
-        --mesh.tensor=8 --predictor=runs/cdmpp/predictor.npz
+        --mesh.tensor=8
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py replay --data=runs/profile_programs/labels.npz
 
@@ -15,7 +15,8 @@ of programs held out, devices held out (without rows of them, and with those of 
 It writes the errors, the share of times in the 90 % band, and the noise of the measured times.
 `predict` compiles the train step of a preset for a cluster, on a machine without GPUs, and replays
 it. It prints the step time with a band, MFU, the communication that no computation hides, and the
-longest operations. Without --predictor, times come from assumed efficiencies.
+longest operations. Times come from the shipped predictor, from that of --predictor=FILE, or with
+--predictor=assumed from assumed efficiencies.
 `calibrate` times programs on this machine for --budget seconds and adapts a predictor to it.
 `replay` measures train steps of ten configurations on this machine's CPU and predicts them from the
 times of their instructions: those that another process measured and, with --data, those of a
@@ -70,13 +71,18 @@ HELD_OUT = flags.DEFINE_string(
     "held_out", None, "evaluate: devices to hold out, joined by commas; none: each in turn"
 )
 SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: splits, with commas")
-PREDICTOR = flags.DEFINE_string("predictor", None, "file of a fitted predictor")
+PREDICTOR = flags.DEFINE_string(
+    "predictor", None, "file; none: the shipped one; predict: assumed, without a predictor"
+)
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: the cluster, kind:HOSTSxGPUS")
 CONTENTION = flags.DEFINE_float(
     "contention",
     1.0,
     "predict: factor by which computation and communication slow each other while both run",
     lower_bound=1.0,
+)
+SEGMENTS = flags.DEFINE_integer(
+    "segments", 1, "predict: documents in a row, of equal length", lower_bound=1
 )
 BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
 SHOTS = flags.DEFINE_integer(
@@ -259,24 +265,25 @@ def predict() -> int:
     cfg, _ = config.from_flags(PRESETS, take_model)
     cluster = parse_cluster(CLUSTER.value)
     times, source = step.assumed, "assumed efficiencies (megajax/cost/roofline.py)"
-    if PREDICTOR.value is not None:
-        path = expand(PREDICTOR.value, "predictor")
-        loaded = Predictor.load(path)
-        times, source = loaded.predict, f"{path.name}, fitted on {', '.join(loaded.cards)}"
+    if PREDICTOR.value != "assumed":
+        path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
+        loaded, name = Predictor.load(path), path.name if path else "the shipped predictor"
+        times, source = loaded.predict, f"{name}, fitted on {', '.join(loaded.cards)}"
     sizes = aot.sizes(cfg, cluster)
-    compiled = aot.compile_step(cfg, cluster)
+    compiled = aot.compile_step(cfg, cluster, fused=True)
+    segments = 1 if compiled.attention == "xla" else SEGMENTS.value
+    if segments != SEGMENTS.value:
+        print("attention is XLA's, which does the work of a whole row: --segments has no effect")
     began = time.monotonic()
     slowdown = None if CONTENTION.value == 1 else contention(CONTENTION.value, CONTENTION.value)
-    found = step.predict(
-        compiled.text, cluster, times, live_rows=1 / sizes["expert"], slowdown=slowdown
-    )
-    facts = cdmpp_step.step_facts(found, cfg, cluster) | {"memory_bytes": compiled.xla["peak"]}
-    print(cdmpp_step.step_markdown(facts, cluster, source))
+    live = {"live_rows": 1 / sizes["expert"], "live_pairs": 1 / segments}
+    found = step.predict(compiled.text, cluster, times, **live, slowdown=slowdown)
+    about = {"times": source, "attention": compiled.attention, "segments": segments}
+    facts = cdmpp_step.step_facts(found, cfg, cluster, segments)
+    facts |= {"memory_bytes": compiled.xla["peak"]} | about
+    print(cdmpp_step.step_markdown(facts, cluster))
     folder = results.writable_folder(OUT.value)
-    about = results.facts(cluster.name, f"compiled for {cluster.card.name}") | {"times": source}
-    rows = facts.pop("dearest")
-    results.write(folder / "step.json", about | facts, rows)
-    found.replay.timeline.to_perfetto(folder / "step_trace.json")
+    cdmpp_step.write(folder, found, facts, cluster)
     spent = time.monotonic() - began
     print(
         f"{folder}/step.json, step_trace.json (opens in ui.perfetto.dev); {spent:.1f} s to predict"

@@ -56,7 +56,7 @@ FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
 SAMPLE = 6  # checks of a folder before any times
 # Names of scripts/gpu_train.py:VARIANTS, the goals first.
-TRAIN_FIRST = ("cudnn, remat outputs", "varlen, remat outputs")
+TRAIN_FIRST = ("cudnn, remat outputs", "hopper, remat outputs")
 TRAIN_REST = (
     "cudnn, remat dots", "cudnn, remat full", "cudnn, batch 16", "cudnn, parallel block",
     "xla, batch 2",

@@ -3,21 +3,18 @@
 Losses: a small model on the GPU against this machine's CPU, in float32, then in bf16 with each
 attention. Step: median time and MFU in bf16 on one GPU, and the cost model's estimate of the step
 and of its memory. A row's packed segments count: the MFU credits the attention inside them only.
-Where attention is 'varlen', our kernel runs: what the library takes by default on this GPU, which
-may be another implementation, is not what is measured.
+'hopper' is our kernel, be it this GPU's default or not.
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from worker_channel import Item
 
-import pallas_kernels
 from megajax.core import config
 from megajax.core.hardware import find_card, parse_cluster
 from megajax.core.mesh import MeshSpec
@@ -39,7 +36,7 @@ SMALL = Config(  # the narrowest heads that our attention kernel takes
 # Of the 1.2B Llama 3.2 shape with 32,768 tokens a step: what each changes. Names say what runs.
 VARIANTS: dict[str, dict[str, Any]] = {
     "cudnn, remat outputs": {},
-    "varlen, remat outputs": {"train.attention": "varlen"},
+    "hopper, remat outputs": {"train.attention": "hopper"},
     "cudnn, remat full": {"train.remat": "full"},
     "cudnn, remat dots": {"train.remat": "dots", "train.loss_chunks": 0},
     "cudnn, batch 16": {"train.global_batch": 16},
@@ -56,19 +53,6 @@ TINY = {"train.steps": 1000, "train.global_batch": 2, "train.seq_len": 64, "trai
 def train_step_of(cfg: Config, device: jax.Device | None = None) -> TrainStep:
     """The trainer's own step on one device."""
     return make_train_step(cfg, MeshSpec(data=1).build([device or jax.devices()[0]]))
-
-
-@contextlib.contextmanager
-def our_kernel(cfg: Config) -> Iterator[None]:
-    """While a step is traced, attention 'varlen' is our kernel, be it the default or not."""
-    default = pallas_kernels.packed_attention
-    if cfg.train.attention == "varlen":
-        forced = functools.partial(default, implementation="hopper")
-        pallas_kernels.packed_attention = forced
-    try:
-        yield
-    finally:
-        pallas_kernels.packed_attention = default
 
 
 def batch_of(train_step: TrainStep, number: int, vocab: int, pieces: int) -> dict[str, jax.Array]:
@@ -121,13 +105,12 @@ def losses_items(rehearsal: bool) -> list[Item]:
     def short(attention: str) -> dict[str, Any]:
         changes = {"train.dtype": "bfloat16", "train.attention": attention}
         cfg = config.override(SMALL, changes)
-        with our_kernel(cfg):
-            last = losses(cfg, device, steps)[-1]
+        last = losses(cfg, device, steps)[-1]
         want = wanted(steps)[-1]
         relative = abs(last - want) / want
         return {"value": relative, "bound": 0.02, "passed": relative <= 0.02}
 
-    kinds = ("xla",) if rehearsal else ("xla", "cudnn", "varlen")
+    kinds = ("xla",) if rehearsal else ("xla", "cudnn", "hopper")
     return [
         Item(f"float32 losses, GPU against CPU, {steps} steps", exact, limit_s=150),
         *(
@@ -207,12 +190,8 @@ def step_items(variant: str, rehearsal: bool) -> list[Item]:
         "batch": train.global_batch, "seq_len": train.seq_len, "segments": PIECES,
     }  # fmt: skip
 
-    def measured() -> dict[str, Any]:
-        with our_kernel(cfg):
-            return time_step(cfg, steps, PIECES)
-
     runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "step": measured,
+        "step": lambda: time_step(cfg, steps, PIECES),
         "estimate": lambda: estimated(cfg, rehearsal),
     }
     return [Item(name, run, about=about, limit_s=180) for name, run in runs.items()]

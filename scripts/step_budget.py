@@ -135,10 +135,9 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
 def memory_row(name: str, variant: str) -> dict[str, Any]:
     """XLA's memory of a step, beside that of the cost model's terms."""
     cfg = gpu_train.configuration(variant, rehearsal=False)
-    cfg = config.override(cfg, {"train.attention": "varlen"})
-    with gpu_train.our_kernel(cfg):
-        step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
-        lowered = step.step.lower(step.abstract_state, step.abstract_batch)
+    cfg = config.override(cfg, {"train.attention": "hopper"})
+    step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
+    lowered = step.step.lower(step.abstract_state, step.abstract_batch)
     used = aot.compile(lowered, QUICK).memory_analysis()
     chosen = with_chunks(cfg, ONE, CARD.memory_bytes)
     bound = memory.bound(memory.terms(step_shape(chosen, ONE, fused_attention=True)))

@@ -1,21 +1,25 @@
 """A predicted train step in figures and text: its time with a band, and its dearest operations."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from experiments.reports.cdmpp import BAND
 from megajax.core.hardware import Cluster
 from megajax.cost.flops import mfu, train_flops_per_token
 from megajax.cost.record import OpRecord
+from megajax.monitor import results
 from megajax.systems.cdmpp.step import StepTime
 from megajax.training.config import Config
 
 TOP = 10
 
 
-def step_facts(step: StepTime, cfg: Config, cluster: Cluster) -> dict[str, Any]:
-    """Returns the figures of a predicted step, and its dearest operations."""
-    load = cfg.model.workload(cfg.train.global_batch, cfg.train.seq_len, cfg.train.dtype)
+def step_facts(step: StepTime, cfg: Config, cluster: Cluster, segments: int = 1) -> dict[str, Any]:
+    """Returns the figures of a predicted step, and its dearest operations. segments: documents of
+    equal length in a row; MFU credits the attention inside them only."""
+    rows, length = cfg.train.global_batch * segments, cfg.train.seq_len // segments
+    load = cfg.model.workload(rows, length, cfg.train.dtype)
     tokens_per_s = load.tokens / step.seconds
     peak = cluster.card.peak(cfg.train.dtype)
     flops = {c: train_flops_per_token(load, c) for c in ("megatron", "causal")}
@@ -50,8 +54,26 @@ def step_facts(step: StepTime, cfg: Config, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def step_markdown(facts: Mapping[str, Any], cluster: Cluster, source: str) -> str:
-    """Returns the predicted step as text. source: of the times."""
+KERNELS = {
+    "xla": "Attention is XLA's.",
+    "hopper": "Attention is our Hopper kernel, in the place of cuDNN's.",
+}
+
+
+def write(folder: Path, step: StepTime, facts: Mapping[str, Any], cluster: Cluster) -> None:
+    """Writes step.json and step_trace.json, which ui.perfetto.dev opens."""
+    about: dict[str, Any] = results.facts(cluster.name, f"compiled for {cluster.card.name}")
+    about |= {name: value for name, value in facts.items() if name != "dearest"}
+    results.write(folder / "step.json", about, facts["dearest"])
+    step.replay.timeline.to_perfetto(folder / "step_trace.json")
+
+
+def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
+    """Returns the predicted step as text.
+
+    facts: of `step_facts`, with memory_bytes, times (their source) and attention (of KERNELS, with
+    which the step was compiled).
+    """
     lines = [
         f"# A step on {cluster.name}",
         "",
@@ -71,7 +93,9 @@ def step_markdown(facts: Mapping[str, Any], cluster: Cluster, source: str) -> st
             f"| {row['name']} | {row['kind']} | {row['executions']:g} | {_time(row['seconds'])} | "
             f"{100 * row['share']:.1f} % |"
         )
-    return "\n".join([*lines, "", f"*Predicted, not measured: {source}. Attention is XLA's.*"])
+    return "\n".join(
+        [*lines, "", f"*Predicted, not measured: {facts['times']}. {KERNELS[facts['attention']]}*"]
+    )
 
 
 def _memory(nbytes: float, cluster: Cluster) -> str:

@@ -115,14 +115,14 @@ def _check_context(cfg: Any, sizes: Mapping[str, int]) -> None:
             f"the zigzag order; {nearest_multiples(train.seq_len, 2 * ways)} (--train.seq_len, "
             "--context.order=plain)"
         )
-    if kind == "ring" and train.attention in ("cudnn", "varlen"):
+    if kind == "ring" and train.attention in ("cudnn", "varlen", "hopper"):
         raise UserError(
             f"train.attention={train.attention} gives no log-sum-exp to join the blocks of a ring "
             "with; use auto or xla, or another context.kind: ulysses, gather (--train.attention, "
             "--context.kind)"
         )
-    if kind == "gather" and train.attention == "varlen":
+    if kind == "gather" and train.attention in ("varlen", "hopper"):
         raise UserError(
-            "train.attention=varlen is among a row's own tokens, and gather brings others' keys; "
-            "use auto, xla or cudnn, or ulysses (--train.attention, --context.kind)"
+            f"train.attention={train.attention} is among a row's own tokens, and gather brings "
+            "others' keys; use auto, xla or cudnn, or ulysses (--train.attention, --context.kind)"
         )

@@ -48,7 +48,11 @@ _TOTALS = ("flops", "bytes_read", "bytes_written", "transcendentals", "indices")
 
 
 def records(
-    compiled: Any, *, live_rows: float = 1.0, platform: Platform | None = None
+    compiled: Any,
+    *,
+    live_rows: float = 1.0,
+    live_pairs: float = 1.0,
+    platform: Platform | None = None,
 ) -> list[OpRecord]:
     """Returns what one device launches in one call of a program, in the order of the schedule.
 
@@ -56,6 +60,8 @@ def records(
       compiled: a `jax.stages.Compiled`, or the text of its module.
       live_rows: share of the rows of a grouped product that are in groups, where a loop over them
         has no trip count of its own.
+      live_pairs: share of the pairs of a query and a key that a fused attention computes; packed
+        segments leave fewer than the order and the window say (1/n of them for n equal segments).
       platform: where the program runs; None asks `compiled` (a text: 'cpu'). On a GPU a product of
         float32 at default precision is one of tfloat32.
 
@@ -67,7 +73,8 @@ def records(
     replicas = re.search(r"^HloModule .*\breplica_count=(\d+)", text)
     devices = (int(partitions[1]) if partitions else 1) * (int(replicas[1]) if replicas else 1)
     module = Module(text, live_rows)
-    return list(_Reader(module, where == "gpu", devices).computation(module.entry, 1.0))
+    reader = _Reader(module, where == "gpu", devices, live_pairs)
+    return list(reader.computation(module.entry, 1.0))
 
 
 def _platform(compiled: Any) -> Platform:
@@ -83,8 +90,9 @@ def _platform(compiled: Any) -> Platform:
 class _Reader:
     """Walks the computations of a module."""
 
-    def __init__(self, module: Module, is_gpu: bool, devices: int):
+    def __init__(self, module: Module, is_gpu: bool, devices: int, live_pairs: float = 1.0):
         self._module, self._is_gpu, self._devices = module, is_gpu, devices
+        self._live_pairs = live_pairs
 
     def computation(self, name: str, executions: float) -> Iterator[OpRecord]:
         """Yields the records of a computation that runs so often."""
@@ -165,6 +173,13 @@ class _Reader:
     def _region(self, found: body.Region, one: Instruction, executions: float) -> OpRecord:
         leaves = body.leaves(found)
         flat = [leaf for leaf in leaves if isinstance(leaf, dict)]
+        fused = [leaf for leaf in flat if leaf["opcode"] == "attention"]
+        for leaf in fused:
+            leaf["flops"] *= self._live_pairs
+            leaf["transcendentals"] *= self._live_pairs
+        structure = found.structure
+        if fused and self._live_pairs != 1:
+            structure += f" {self._live_pairs:g} of the pairs"
         kind, values = _features(found, flat)
         if kind == "custom":
             for name in sorted({i.opcode for i in found.order if work.class_of(i) == "other"}
@@ -174,7 +189,7 @@ class _Reader:
         values["itemsize"] = SIZES[dtype]
         return record(
             kind, leaves, values, dtype=dtype, executions=executions, name=one.name,
-            structure=found.structure,
+            structure=structure,
         )  # fmt: skip
 
     def _dtype(self, found: body.Region) -> str:

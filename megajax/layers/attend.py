@@ -19,7 +19,7 @@ from pallas_kernels.attention import guard, library
 from pallas_kernels.attention.names import named
 
 Array = jax.Array
-Implementation = Literal["xla", "cudnn", "varlen"]
+Implementation = Literal["xla", "cudnn", "varlen", "hopper"]
 
 
 def attend(
@@ -35,18 +35,21 @@ def attend(
 
     Args: memory: the keys' positions and segments; None: the query's own. implementation: 'xla'
       keeps the (S, M) logits in memory; 'cudnn' is fused, for 16-bit types on NVIDIA GPUs;
-      'varlen' does the work of each segment's own tokens only, and dead tokens get 0.
+      'varlen' does the work of each segment's own tokens only, and dead tokens get 0; it runs what
+      was measured best on this kind of GPU. 'hopper' is 'varlen' by our Hopper kernel in any case.
     Returns: out_BSHK in q's dtype. What the backward pass needs of it is named 'attended' for the
       remat policies. Every query must see a key; itself, where M holds it. Inf or NaN in a key or
       value makes NaN the queries that see it, and no others; so it is with gradients, except that
       'cudnn' with a memory of its own leaves those rows out of them.
-    Raises: NotImplementedError for 'varlen' with a memory of its own; UserError for a window that
+    Raises: NotImplementedError for 'varlen' and 'hopper' with a memory of their own, and for
+      'hopper' where its kernel cannot run; UserError for a window that
       is not a positive integer; TypeError for forward mode (jax.jvp). Second derivatives of 'xla'
       go through jax.grad, and jax.jvp of jax.grad.
     """
     window = reach(window)
     memory = query if memory is None else memory
-    kernels = {"xla": _xla, "cudnn": _cudnn, "varlen": _varlen}
+    ours = functools.partial(_varlen, kernel="hopper")
+    kernels = {"xla": _xla, "cudnn": _cudnn, "varlen": _varlen, "hopper": ours}
     if implementation not in kernels:
         raise UserError(f"attention implementation={implementation!r}; there are {[*kernels]}")
     with arguments.reverse_only(f"attention {implementation!r}"):
@@ -191,11 +194,14 @@ def _varlen(
     query: Context,
     memory: Context,
     window: int | None,
+    kernel: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    """What pallas_kernels.dispatch chooses for this device; segments are runs of equal ids."""
+    """kernel: None is what pallas_kernels.dispatch chooses for this device; segments are runs of
+    equal ids."""
     if memory is not query:
         raise NotImplementedError(
-            "attention 'varlen' is among a row's own tokens; use 'xla' with a cache or cut rows"
+            f"attention '{kernel or 'varlen'}' is among a row's own tokens; use 'xla' "
+            "with a cache or cut rows"
         )
     ids_BS = query.segments_BS
     out_BSHK = pallas_kernels.packed_attention(
@@ -205,6 +211,7 @@ def _varlen(
         segment_ids=jnp.zeros_like(query.positions_BS) if ids_BS is None else ids_BS,
         causal=query.causal,
         window=None if window is None else (window - 1, window - 1),
+        implementation=kernel,
     )
     assert not isinstance(out_BSHK, tuple)  # it is where the log-sum-exp is asked for
     return out_BSHK

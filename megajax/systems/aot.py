@@ -10,8 +10,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
+from absl import logging
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster
@@ -41,6 +44,7 @@ class Compiled:
 
     xla: {'arguments', 'temporary', 'peak': bytes a device}. state: exact bytes a device of
     parameters and optimizer. matmul_flops: executed by one device. cpu_s: CPU seconds it took.
+    attention: the kernel that it was compiled with.
     """
 
     text: str
@@ -49,6 +53,7 @@ class Compiled:
     collectives: tuple[hlo.Collective, ...]
     matmul_flops: int
     cpu_s: float
+    attention: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +96,32 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
     return found
 
 
-def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
+def compile_step(cfg: Config, cluster: Cluster, *, fused: bool = False) -> Compiled:
     """Compiles the step of a configuration for a cluster, without devices.
 
-    Attention is XLA's: cuDNN's kernel cannot be compiled without its library and a driver.
+    cuDNN's attention cannot be compiled without its library and a driver. In its place stands
+    XLA's, or our Hopper kernel's where `fused` asks for it and it can run: it moves about the bytes
+    of cuDNN's and makes as many products.
     Raises: UserError when the compiler is not installed.
     """
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, attention="xla"))
+    attention = "hopper" if fused and _is_fused(cfg) else "xla"
+    if attention == "hopper":
+        try:
+            return _compile_step(cfg, cluster, attention)
+        except NotImplementedError as error:
+            logging.info("attention is XLA's: %s", error)
+    return _compile_step(cfg, cluster, "xla")
+
+
+def _is_fused(cfg: Config) -> bool:
+    """Whether a run's attention is a fused kernel that ours can stand for."""
+    half = jnp.dtype(cfg.train.dtype).itemsize == 2
+    cut = cfg.mesh.context != 1 and cfg.context.kind != "ulysses"
+    return cfg.train.attention != "xla" and half and not cut
+
+
+def _compile_step(cfg: Config, cluster: Cluster, attention: Literal["hopper", "xla"]) -> Compiled:
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, attention=attention))
     began = time.process_time()
     try:
         kind = cluster.card.name.lower()
@@ -113,6 +137,8 @@ def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
         )
         program = aot.compile(lowered, QUICK)
     except NotImplementedError as error:
+        if attention == "hopper":
+            raise  # the kernel's own reason, or the compiler is missing and XLA's fails as well
         raise UserError(f"planning needs the CUDA compiler and no GPU: {INSTALL}") from error
     except jax.errors.JaxRuntimeError as error:
         if any(tool in str(error) for tool in ("ptxas", "libdevice", "nvlink", "libnvvm")):
@@ -137,7 +163,7 @@ def compile_step(cfg: Config, cluster: Cluster) -> Compiled:
     live = 1 / mesh.shape["expert"]
     module = Module(text, live)
     found = _with_branches(hlo.collectives(text, dict(mesh.shape), live), cfg, mesh.shape["pipe"])
-    return Compiled(text, xla, held, found, module.flops_of(module.entry), spent)
+    return Compiled(text, xla, held, found, module.flops_of(module.entry), spent, attention)
 
 
 def _with_branches(

@@ -49,8 +49,10 @@ class TrainConfig(Checked, section="train"):
         at_least=0,
     )
     z_loss: float = option(0.0, "weight of log(Z)^2 in the objective", at_least=0)
-    attention: Literal["auto", "xla", "cudnn", "varlen"] = option(
-        "auto", "attention kernel; varlen: ours, the work of each document's own tokens only"
+    attention: Literal["auto", "xla", "cudnn", "varlen", "hopper"] = option(
+        "auto",
+        "attention kernel; varlen: the work of each document's own tokens only, by what was "
+        "measured best on this kind of GPU; hopper: the same by our Hopper kernel in any case",
     )
 
 

@@ -16,6 +16,7 @@ from megajax.core.paths import check_writable, expand
 from megajax.parallel.buckets import refuse_kernels
 from megajax.parallel.overlap import refuse_fused
 from megajax.training.config import JobConfig
+from pallas_kernels.dispatch import is_hopper
 
 
 def check(cfg: JobConfig, device: jax.Device, folder: Path) -> None:
@@ -56,15 +57,17 @@ def check_address(address: str) -> None:
 
 def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:
     """Refuses an attention kernel that the device or the type has not. Raises: UserError."""
-    if wanted != "cudnn":
+    if wanted not in ("cudnn", "hopper"):
         return
-    if device.platform == "cpu":
+    if device.platform == "cpu" or (wanted == "hopper" and not is_hopper(device.device_kind)):
+        needed = "an NVIDIA GPU" if wanted == "cudnn" else "a Hopper GPU"
+        found = "a CPU" if device.platform == "cpu" else device.device_kind
         raise UserError(
-            "train.attention=cudnn needs an NVIDIA GPU, found a CPU; use auto, xla or varlen "
+            f"train.attention={wanted} needs {needed}, found {found}; use auto, xla or varlen "
             "(--train.attention)"
         )
     if jnp.dtype(dtype).itemsize != 2:
         raise UserError(
-            f"train.attention=cudnn needs a 16-bit type, found train.dtype={dtype}; use "
+            f"train.attention={wanted} needs a 16-bit type, found train.dtype={dtype}; use "
             "train.dtype=bfloat16, or auto or xla (--train.attention, --train.dtype)"
         )

@@ -117,6 +117,18 @@ def test_a_kernels_arithmetic_has_the_type_of_what_it_multiplies(name):
     assert found.dtype == "bfloat16"
 
 
+def test_packed_segments_leave_fewer_pairs_and_as_many_bytes():
+    like = [jax.ShapeDtypeStruct((64, n), jnp.bfloat16) for n in (16, 8)]
+    scope = scope_of(work.attention("attention_forward", 64 * 64, 1, (64, 64, 16), 2), *zip(like))
+    text = CALL.replace("BATCH", "64")
+    text = text.replace("OP_NAME", f'metadata={{op_name="jit(f)/{scope}/mpmd_map"}}')
+    [whole], [quarter] = (records(text, platform="gpu", live_pairs=x) for x in (1, 0.25))
+    assert whole.flops == 4 * 64 * 64 * 16
+    assert (quarter.flops, quarter["flops"]) == (whole.flops / 4, whole.flops / 4)
+    assert (quarter.nbytes, quarter["m"]) == (whole.nbytes, 64)
+    assert quarter.hash != whole.hash
+
+
 def test_every_kernel_is_launched_with_its_work():
     folder = pathlib.Path(pallas_kernels.__file__).parent
     texts = {path: path.read_text() for path in folder.rglob("*.py")}

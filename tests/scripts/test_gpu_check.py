@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import pallas_kernels
 from pallas_kernels import bench, report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -67,19 +66,6 @@ def test_pytorch_is_timed_right_behind_our_kernel_in_another_process():
     chosen = gpu_check.chosen(parts, ["torch"])
     assert {p.args["folder"] for p in chosen} == set(gpu_check.TORCH) and len(chosen) == 9
     assert gpu_check.environment(False)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-
-
-@pytest.mark.parametrize("name", ["varlen, remat outputs", "xla, batch 2"])
-def test_what_is_measured_as_our_attention_is_our_kernel(name):
-    """Not what the library takes by default."""
-    default = pallas_kernels.packed_attention
-    with gpu_train.our_kernel(gpu_train.configuration(name, rehearsal=False)):
-        forced = pallas_kernels.packed_attention
-    assert pallas_kernels.packed_attention is default
-    if name.startswith("varlen"):
-        assert forced.func is default and forced.keywords == {"implementation": "hopper"}
-    else:
-        assert forced is default
 
 
 def test_the_mfu_counts_attention_inside_segments():

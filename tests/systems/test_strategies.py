@@ -147,7 +147,7 @@ def pretend(monkeypatch, peaks):
         outlined = aot.outline(cfg, cluster)
         peak = peaks[len(tried)] * memory.bound(outlined.terms)
         tried.append(cfg)
-        compiled = aot.Compiled("", {"peak": peak}, {}, (), 0, 0.0)
+        compiled = aot.Compiled("", {"peak": peak}, {}, (), 0, 0.0, "xla")
         made = dataclasses.replace(outlined, compiled=compiled)
         fits = made.needed <= cluster.card.memory_bytes
         return made if fits else dataclasses.replace(made, misfit="stash")

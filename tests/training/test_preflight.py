@@ -27,6 +27,11 @@ def run(changes, device, folder):
     ("changes", "device", "words"),
     [
         ({"train.attention": "cudnn"}, CPU, "train.attention=cudnn needs an NVIDIA GPU"),
+        (
+            {"train.attention": "hopper"},
+            CPU,
+            "train.attention=hopper needs a Hopper GPU, found a CPU",
+        ),
         ({"train.attention": "cudnn"}, H100, "found train.dtype=float32"),
         ({"overlap": "fused"}, CPU, "overlap=fused: needs Hopper GPUs, found cpu"),
         ({"overlap": "fused"}, A100, "found NVIDIA A100"),

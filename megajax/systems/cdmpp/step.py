@@ -84,6 +84,7 @@ def predict(
     times: Times = assumed,
     *,
     live_rows: float = 1.0,
+    live_pairs: float = 1.0,
     platform: Platform = "gpu",
     overheads: Overheads | None = None,
     slowdown: Slowdown | None = None,
@@ -91,10 +92,10 @@ def predict(
     """Returns the time of one call of a compiled module on a cluster.
 
     Args: text: `compiled.as_text()`. times: of a fitted predictor (`Predictor.predict`), or those
-      of assumed efficiencies. live_rows, platform: as of `cost.program.records`. overheads: of a
-      call; None: hidden. slowdown: as of `cost.replay.replay`.
+      of assumed efficiencies. live_rows, live_pairs, platform: as of
+      `cost.program.records`. overheads: of a call; None: hidden. slowdown: of `cost.replay.replay`.
     """
-    launches = list(schedule(text, live_rows=live_rows, platform=platform))
+    launches = list(schedule(text, live_rows=live_rows, live_pairs=live_pairs, platform=platform))
     is_sent = np.array([one.record.kind == "collective" for one in launches], bool)
     computed = [one.record for one in launches if one.record.kind != "collective"]
     seconds, sigma = np.zeros(len(launches)), np.zeros(len(launches))
@@ -153,10 +154,13 @@ def tasks(
     return out
 
 
-def schedule(text: str, *, live_rows: float = 1.0, platform: Platform = "gpu") -> Iterator[Launch]:
+def schedule(
+    text: str, *, live_rows: float = 1.0, live_pairs: float = 1.0, platform: Platform = "gpu"
+) -> Iterator[Launch]:
     """Yields what a module launches, in the order of its schedule."""
     found: dict[str, collections.deque[OpRecord]] = collections.defaultdict(collections.deque)
-    for record in records(text, live_rows=live_rows, platform=platform):
+    all_records = records(text, live_rows=live_rows, live_pairs=live_pairs, platform=platform)
+    for record in all_records:
         found[record.name].append(record)
     module = Module(text, live_rows)
     done: list[str] = []

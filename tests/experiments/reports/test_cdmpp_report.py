@@ -213,14 +213,18 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
     facts = cdmpp_step.step_facts(found, cfg, cluster)
     assert facts["low_s"] < facts["step_s"] < facts["high_s"]
     assert facts["tokens_per_s"] == pytest.approx(32 * 128 / found.seconds)
+    two = cdmpp_step.step_facts(found, cfg, cluster, segments=2)
+    assert two["tokens_per_s"] == facts["tokens_per_s"]
+    assert two["mfu_megatron"] < facts["mfu_megatron"]  # of less attention
     assert facts["dearest"] == [
         {
             "name": "one", "kind": "product", "executions": 2.0,
             "seconds": pytest.approx(found.seconds), "share": pytest.approx(1.0),
         }
     ]  # fmt: skip
-    shown = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**30}, cluster, "assumed")
+    facts |= {"memory_bytes": 2**30, "times": "assumed", "attention": "xla"}
+    shown = cdmpp_step.step_markdown(facts, cluster)
     assert "90 % band" in shown and "| one | product | 2 |" in shown
     assert "1.0 of 74.5 GiB" in shown
-    large = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**37}, cluster, "assumed")
+    large = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**37}, cluster)
     assert "does not fit" in large and "--train.accumulate" in large
