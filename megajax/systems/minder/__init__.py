@@ -1,4 +1,4 @@
-"""Minder (arXiv 2411.01791): which machine of a training job is about to stop it."""
+"""Minder (arXiv 2411.01791): names the machine of a training job that is about to stop the job."""
 
 from megajax.core.lazy import public
 

@@ -1,4 +1,4 @@
-"""What Minder says of a machine. No jax import."""
+"""An alert of Minder: one machine that differs from its peers. No jax import."""
 
 import re
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\d)")
 
 @dataclass(frozen=True)
 class Alert:
-    """One machine that differs from its peers for too long.
+    """One machine that has differed from its peers for too long.
 
-    metric: the one that says it first, in the detector's order of metrics. since: when it began,
-    Unix seconds. score: how far it is, as a multiple of what makes an alert. kind: the nearest
-    known type of fault, or 'vanished' where a series stopped and 'silent' where all of a machine
-    did. deviations: {metric: score with its sign} of all metrics in which it differs, the largest
-    first. at: Unix seconds at which it was found.
+    metric: the first metric, in the detector's order of metrics, that is over its limit. since:
+    when the difference began, Unix seconds. score: size of the difference; 1 is the limit. kind:
+    the nearest known type of fault; 'vanished' if a series stopped, 'silent' if all series of the
+    machine did. deviations: (metric, signed score in standard deviations) of all metrics in which
+    the machine differs, the largest first. at: Unix seconds up to which the detector had read when
+    it found this.
     """
 
     machine: str
@@ -39,5 +40,5 @@ class Alert:
 
 
 def without_numbers(note: str) -> str:
-    """Returns a note by which it is known again when only its counts and moments have changed."""
+    """Returns the note with its numbers replaced by '#', so that repeated notes compare equal."""
     return NUMBER.sub("#", note)

@@ -1,9 +1,9 @@
-"""The detector of a job: learns what is healthy, then reads windows and names machines.
+"""The detector: learns how healthy machines behave, then reads a job's metrics and names machines.
 
 Source: Minder (NSDI 2025, arXiv 2411.01791). Each tick of 24 s goes through features.py (LSTM-VAEs)
 and tracker.py (distances to the peers and to the machine's own past) on the device, then through
-judge.py (continuity, causes) on the host. The state is that of one job; windows may be cut anywhere
-and give the same alerts, and no second is computed twice.
+judge.py (continuity, causes) on the host. A detector has the state of one job. The data may be cut
+into windows of any length and give the same alerts; no second is computed twice.
 
 Legend: C metrics, F channels, N machines.
 """
@@ -26,14 +26,14 @@ from megajax.systems.minder.pending import Pending, Window, grid_of, held
 from megajax.systems.minder.profile import Profile
 from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, WINDOWS, Settings
 
-LEFT = 3600.0  # (chosen) seconds of silence after which a machine is no part of the job
+LEFT = 3600.0  # (chosen) seconds of silence after which a machine no longer belongs to the job
 
 
 class Detector:
     """Watches one job. Not thread-safe."""
 
     def __init__(self, profile: Profile, settings: Settings | None = None):
-        """settings: None: those of the profile."""
+        """Makes a detector that has not seen a job yet. settings: None: those of the profile."""
         self.profile = profile
         self.settings = profile.settings if settings is None else settings
         self.notes: list[str] = []  # of the last update: what was wrong with its window
@@ -66,16 +66,17 @@ class Detector:
         tell: Any = None,
         faults: "Sequence[Sequence[tuple[float, float]]] | None" = None,
     ) -> "Detector":
-        """Learns from jobs that were mostly healthy; nobody needs to say which parts were not.
+        """Returns a detector fitted on jobs that were mostly healthy; no labels are needed.
 
-        Args: sources: one a job: a path of a CSV or parquet file, Samples or a Grid; at least 4
-          machines and 10 minutes each. seed: of the networks and of what they see. metrics: in the
-          order in which they decide; None: the paper's order, then by name. steps: of training.
-          folder: keeps the training every 100 steps, and it goes on after a stop. tell:
-          called with lines of progress. faults: where they are known, of each source the intervals
-          [start, end) in Unix s in which a machine was faulty: the order in which the metrics
-          decide is then learnt from them (priority.py). They change nothing else.
-        Raises: UserError where there is too little to learn from.
+        Args: sources: one for each job: path of a CSV or Parquet file, Samples or a Grid, with at
+          least 4 machines and 10 minutes. seed: of the networks and of the order of their data.
+          metrics: names, in the order in which they decide the metric of an alert; None: the
+          paper's order, then by name. steps: training steps of the networks. folder: saves the
+          training every 100 steps, so that the same call resumes; None: not saved. tell: called
+          with lines of progress. faults: for each source the intervals [start, end) in Unix seconds
+          in which a machine was faulty. They change nothing but the order of the metrics, which is
+          then learnt from them (priority.py); None: not known.
+        Raises: UserError if there is too little data.
         """
         from megajax.systems.minder import fit  # the trainer's imports take seconds
         from megajax.systems.minder.training import Keep
@@ -89,42 +90,48 @@ class Detector:
 
     @classmethod
     def load(cls, path: str | Path, settings: Settings | None = None) -> "Detector":
-        """Returns a detector without history. Raises: UserError for a file that is none."""
+        """Returns a detector from a file of `save`; it has not seen a job yet.
+
+        Raises: UserError for a file that cannot be read or is none of `save`.
+        """
         return cls(Profile.load(path), settings)
 
     def save(self, path: str | Path) -> None:
-        """Writes what was learnt, not what was seen of a job since."""
+        """Writes what `fit` learnt to a file; the state of the current job is not saved."""
         self.profile.save(path)
 
     # ---- a job
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """The machines of the job, as far as they are known."""
+        """Names of the machines of the job that have been seen."""
         return tuple(self._pending.machines)
 
     @property
     def scores(self) -> dict[str, float]:
-        """{machine: how far it was at the last tick}, 1 at what makes an alert."""
+        """{machine: score at the last tick}; 1 is the limit of an alert."""
         return dict(zip(self._pending.machines, self._judge.worst_N.tolist(), strict=False))
 
     @property
     def named(self) -> dict[str, float]:
-        """{machine: Unix seconds until which it is not named again} of those that were named. While
-        a machine differs, or is silent, this lies `clear_s` after the last tick."""
+        """{named machine: Unix seconds until which it is not named again}.
+
+        While a machine differs or is silent, this is `clear_s` after the last tick.
+        """
         until = zip(self._pending.machines, self._judge.free_at_N.tolist(), strict=False)
         return {machine: at for machine, at in until if at > 0}
 
     def leave(self, machine: str) -> None:
-        """Declares that a machine left the job on purpose: its silence is no sign."""
+        """Declares that a machine left the job on purpose, so its silence raises no alert."""
         if machine in self._pending.machines:
             self._forget([self._pending.machines.index(machine)])
 
     def update(self, window: Window) -> list[Alert]:
-        """Reads a window, the seconds that follow those of the last one.
+        """Judges a window; its seconds follow those of the last call.
 
-        Returns: alerts that are new. `notes` then says what was wrong with the window.
-        Raises: UserError for what is no window, or when the job has fewer than 4 machines.
+        Args: window: path of a CSV or Parquet file, Samples, or a Grid of 1 s.
+        Returns: the new alerts. Afterwards `notes` has a sentence for each flaw of the window.
+        Raises: UserError for anything else, or if the job has fewer than 4 machines.
         """
         grid = self._quality.check(grid_of(window))
         self.notes = [*grid.notes, *self._pending.add(grid)]
@@ -166,7 +173,7 @@ class Detector:
         return alerts
 
     def _arrive(self, start: int, values_CNT: np.ndarray) -> np.ndarray:
-        """Takes new machines in; returns the seconds with values held for their metric's period."""
+        """Adds new machines; returns the tick with each sample held for its metric's period."""
         C, N, T = values_CNT.shape
         judge, tail = self._judge, self._tail_CNT.shape[2]
         if (have := judge.joined_N.shape[0]) < N:

@@ -1,13 +1,13 @@
-"""From the scores of the last ticks to how unlike its peers a machine is, and whether it lasts.
+"""Turns the scores of the last ticks into one score a machine: is it unlike its peers, lastingly?
 
-One number a machine and span of ticks: the scores are averaged over the span, and the average is
-judged channel by channel and in all channels together (its Mahalanobis length under what healthy
-machines show). Continuity (Minder section 4.3) is asked of every tick: its own share in the
-direction of the average must not fall to that of a machine that is like the others again. So a
-disturbance that is shorter than the span gives nothing, however large it is.
-A machine without a past is judged by other limits than one whose offsets are known (AGES). The
-limits hold for one machine of a small job; `demand` raises them for the many of a large one, for
-all of a restless one, and for those that have differed ever since they were first seen.
+The scores are averaged over a span of ticks. The average is compared with limits, channel by
+channel and in all channels together (its Mahalanobis length under the covariance of healthy
+machines). Continuity (Minder section 4.3) is required of every tick: its component in the direction
+of the average must reach a share (SHARE) of the average. So a disturbance that is shorter than the
+span gives a score of 0, however large it is.
+A machine without a past has other limits than one whose offsets are known (AGES). The limits hold
+for one machine of a small job. `demand` raises them for large jobs, for restless jobs, and for
+machines that have differed ever since they were first seen.
 
 Legend: F channels, N machines, H ticks, G = F + 1 statistics: each channel, then all together.
 """
@@ -33,35 +33,40 @@ SPREAD = 4.0  # (chosen) robust standard deviations at which averages are cut of
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """ticks: its length; needed: those that must point in the direction of the average."""
+    """ticks: length of the span. needed: ticks that must point in the direction of the average."""
 
     ticks: int
     needed: int
 
 
 def spans(ticks: int) -> tuple[Span, Span]:
-    """Returns the spans that are looked at: the continuity, and half as long again for weak faults,
-    of which some ticks may fail. Neither takes a disturbance of 5/6 of the continuity."""
+    """Returns two spans: `ticks`, and one half as long again for weak faults.
+
+    In the longer one some ticks may fail. A disturbance of 5/6 of `ticks` passes neither.
+    """
     longer = ticks + ticks // 2
     return Span(ticks, ticks), Span(longer, longer - max(1, longer // 8))
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """By age A and span P: inverse_APFF of the averages' covariance; limit_APG of the statistics,
-    in their own units: standard deviations of a channel, and the length of all together."""
+    """The limits, by age A (of AGES) and span P.
+
+    inverse: (A, P, F, F), inverse covariance of healthy averages. limit: (A, P, G), limits of the
+    statistics: in standard deviations for a channel, in Mahalanobis length for all together.
+    """
 
     inverse: np.ndarray
     limit: np.ndarray
 
 
 def age_of(past_N: np.ndarray) -> np.ndarray:
-    """Returns which of AGES holds for machines with so many ticks before the span."""
+    """Returns the index into AGES for machines with so many ticks before the span; -1: too new."""
     return np.searchsorted(np.asarray(AGES), past_N, side="right") - 1
 
 
 def average(scores_FNH: np.ndarray) -> np.ndarray:
-    """Returns the mean over ticks, (F, N); 0 where too many have no score."""
+    """Returns the mean over ticks, (F, N); 0 where more than MISSING of the ticks have no score."""
     measured = np.isfinite(scores_FNH)
     count_FN = measured.sum(-1)
     total_FN = np.where(measured, scores_FNH, 0.0).sum(-1)
@@ -70,8 +75,11 @@ def average(scores_FNH: np.ndarray) -> np.ndarray:
 
 
 def bridged(scores_FNH: np.ndarray, mean_FN: np.ndarray) -> np.ndarray:
-    """Returns the scores with the mean in holes between two measured ticks, and 0 in those at
-    either end: there nobody knows whether the difference lasts."""
+    """Returns the scores with missing ticks filled.
+
+    Between two measured ticks the mean is filled in. At either end it is 0, because nobody knows
+    whether the difference lasts there.
+    """
     measured = np.isfinite(scores_FNH)
     inside = np.maximum.accumulate(measured, -1)
     inside &= np.maximum.accumulate(measured[..., ::-1], -1)[..., ::-1]
@@ -81,9 +89,10 @@ def bridged(scores_FNH: np.ndarray, mean_FN: np.ndarray) -> np.ndarray:
 def statistics(
     scores_FNH: np.ndarray, inverse_NFF: np.ndarray, span: Span
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (average_FN, statistic_GN: 0 where it does not last).
+    """Returns (average_FN, statistic_GN, which is 0 where the difference does not last).
 
-    scores: of the span's ticks. inverse: of the averages' covariance, by machine.
+    Args: scores_FNH: of the span's ticks, NaN where missing. inverse_NFF: inverse covariance of
+      healthy averages, by machine.
     """
     mean_FN = average(scores_FNH)
     filled_FNH = bridged(scores_FNH, mean_FN)
@@ -102,10 +111,11 @@ def statistics(
 def score(
     scores_FNH: np.ndarray, past_N: np.ndarray, limits: Limits, chosen: Sequence[Span]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (score_GN, 1 at its limit, the larger of all spans; average_FN of the first span).
+    """Returns (score_GN, average_FN of the first span). A score of 1 is the limit.
 
-    scores: of the newest ticks, at least those of the first span. past: ticks of each machine's
-    past before the newest one.
+    Of several spans the largest score counts.
+    Args: scores_FNH: of the newest ticks, at least as many as the first span has. past_N: ticks for
+      which each machine was known before the newest one.
     """
     F, N, H = scores_FNH.shape
     best_GN = np.zeros((F + 1, N))
@@ -123,10 +133,11 @@ def score(
 
 
 def demand(worst_N: np.ndarray, judged_N: np.ndarray, always_N: np.ndarray) -> np.ndarray:
-    """Returns the factor on the limits of each machine.
+    """Returns the factor on the limits of each machine, (N,).
 
-    worst: highest score of each machine. judged: who counts. always: whose difference has no
-    beginning: it may be its role.
+    Args: worst_N: highest score of each machine. judged_N: True for machines that are judged.
+      always_N: True for machines that have differed since they were first seen, perhaps because of
+      their role.
     """
     count = max(int(judged_N.sum()), 1)
     factor = 1.0 + PER_DOUBLING * np.log2(count / CROWD)
@@ -137,8 +148,7 @@ def demand(worst_N: np.ndarray, judged_N: np.ndarray, always_N: np.ndarray) -> n
 
 
 def covariance(average_XF: np.ndarray) -> np.ndarray:
-    """Returns the covariance of healthy averages, robustly, and the more diagonal the fewer they
-    are."""
+    """Returns a robust covariance (F, F) of healthy averages, more diagonal if they are few."""
     X, F = average_XF.shape
     middle_F = np.median(average_XF, 0)
     sigma_F = np.maximum(1.4826 * np.median(np.abs(average_XF - middle_F), 0), LEAST_SIGMA)

@@ -1,8 +1,8 @@
-"""From seconds of all machines to two channels a metric: where a window lies, and how odd it is.
+"""Turns seconds of metrics into two channels a metric: the level and the residual of each window.
 
-Each window of 8 s goes through its metric's LSTM-VAE (Minder section 4.2). The level is the mean of
-what comes back, without the noise; the residual is the logarithm of how far the window lies from
-what comes back, which moves where a series freezes, oscillates or leaves its range.
+Each window of 8 s goes through the LSTM-VAE of its metric (Minder section 4.2). The level is the
+mean of the reconstruction, which has no noise. The residual is the logarithm of the distance
+between window and reconstruction; it changes if a series freezes, oscillates or leaves its range.
 
 Legend: C metrics, N machines, T seconds of a tick, J windows of a tick, F channels (2 C: levels,
 then residuals).
@@ -27,10 +27,10 @@ FLOOR = 1e-3  # (chosen) of a residual, as a share of three healthy ranges
 
 
 def scaled(values: Any, low: Any, high: Any, bend: Any) -> Any:
-    """Returns values with the healthy range in the middle third of [0, 1], where they are cut off.
+    """Returns values scaled so that the healthy range is the middle third of [0, 1], then clipped.
 
-    NaN stays NaN. low, high: of the metrics, as `bent` gives them. bend: as of `bent`. All are of
-    NumPy or JAX, and shaped to meet each other.
+    NaN stays NaN. low, high: ends of the healthy range, after `bent`. bend: as in `bent`. All
+    arguments are NumPy or JAX arrays of shapes that broadcast.
     """
     library = jnp if isinstance(values, jax.Array) else np
     values = bent(values, bend)
@@ -38,8 +38,10 @@ def scaled(values: Any, low: Any, high: Any, bend: Any) -> Any:
 
 
 def bent(values: Any, bend: Any) -> Any:
-    """Returns asinh(values / bend), which is logarithmic far above `bend`; the values where bend is
-    0. For rates of rare events, whose healthy values differ by factors."""
+    """Returns asinh(values / bend), which is logarithmic far above `bend`; values if bend is 0.
+
+    It is for rates of rare events, whose healthy values differ by factors.
+    """
     library = jnp if isinstance(values, jax.Array) else np
     divisor = library.where(bend > 0, bend, 1.0)
     return library.where(bend > 0, library.arcsinh(values / divisor), values)
@@ -47,7 +49,7 @@ def bent(values: Any, bend: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _of_windows(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_BWC: Array) -> Array:
-    """Returns y_BF of ROWS windows as they were measured."""
+    """Returns y_BF of ROWS windows; values are as measured, NaN where a sample is missing."""
     x_BWC = scaled(values_BWC, *range_3C[:, None, None])
     back_BWC = lstm_vae.denoise(cfg, vae, x_BWC)
     measured_BWC = x_BWC >= 0
@@ -62,10 +64,12 @@ def _of_windows(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_BWC: Arra
 def of_tick(
     cfg: LstmVaeConfig, vae: Tree, range_3C: np.ndarray, values_CNT: np.ndarray
 ) -> np.ndarray:
-    """Returns y_FNJ of the seconds as they were measured, NaN for holes and where fewer than half
-    of a window's seconds have a sample. All sizes run one program, ROWS windows at a time.
+    """Returns y_FNJ, float32: level and residual of each window of one tick.
 
-    range: low, high, bend of each metric (`scaled`).
+    A window has NaN if fewer than half of its seconds have a sample. Jobs of all sizes run the same
+    program, ROWS windows at a time.
+    Args: range_3C: low, high and bend of each metric (`scaled`). values_CNT: seconds as measured,
+      NaN where a sample is missing.
     """
     C, N, T = values_CNT.shape
     J = T // WINDOW

@@ -1,11 +1,11 @@
-"""From scores of ticks to the machine to name: continuity, causes and followers, series that end.
+"""Decides from the scores of ticks which machine to name: continuity, causes, series that end.
 
-Minder section 4.3: a machine is named when it has differed for four minutes without a break. Here
-nine ticks in ten must say so, with one sign in one channel. Where several machines differ, one may
-be the cause and the others wait for it: those that began within `group_s` of each other are one
-group, whose furthest machine is named; a machine that is further and began a moment later is waited
-for. Who begins to differ while a machine that is named still does, and less than that one, follows
-it. Where too many differ, the job has changed and nobody is named.
+Minder section 4.3: a machine is named after it has differed for four minutes without a break
+(evidence.py). If several machines differ, one may be the cause while the others wait for it.
+Machines that began within `group_s` of each other are one group, and only the furthest of them is
+named; if another machine is further and began a moment later, the decision waits for it. A machine
+that begins to differ while a named machine still does, and by less, counts as its follower. If too
+many machines differ, the job has changed and nobody is named.
 
 Legend: F channels, N rows of machines, C metrics, H ticks that are remembered.
 """
@@ -33,8 +33,12 @@ LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a
 
 @dataclass(frozen=True)
 class Found:
-    """A machine to name. row: its place. channel: F; None: series that ended. metric: place of the
-    first that ended. whole: all of its series did. rest as Alert."""
+    """A machine to name.
+
+    row: its index. channel: index of the channel that decided, None if series ended. metric: index
+    of the series that ended first. whole: True if all of its series ended. since, score: as in
+    Alert.
+    """
 
     row: int
     since: float
@@ -45,10 +49,10 @@ class Found:
 
 
 class Judge:
-    """Remembers what each machine showed. One row a machine; rows may be added and taken out."""
+    """Remembers the scores of each machine and decides whom to name. A machine is a row."""
 
     def __init__(self, settings: Settings, limits: Limits, order: Sequence[int]):
-        """order: channels as they decide, the first first."""
+        """order: channels in the order in which they decide the metric of an alert."""
         self._settings = settings
         self._limits = dataclasses.replace(limits, limit=limits.limit * settings.strict)
         self._spans, self._order = spans(settings.ticks), np.asarray(order)
@@ -72,7 +76,7 @@ class Judge:
         self._follows_N = np.zeros(N)  # until when it counts as the follower of a named one
 
     def grow(self, rows: int) -> None:
-        """Adds machines, up to `rows`, that have not been seen yet."""
+        """Adds machines that have not been seen yet, until there are `rows`."""
         more = rows - self.joined_N.shape[0]
         for name, value in _FIELDS.items():
             kept = getattr(self, name)
@@ -83,8 +87,10 @@ class Judge:
             setattr(self, name, np.concatenate([kept, empty], axis))
 
     def see(self, last_CN: np.ndarray, start: float) -> None:
-        """Takes the ends of the last seconds with a sample in the tick that began at `start`, -inf
-        where a series has none."""
+        """Notes which series have samples in the tick that began at `start` (Unix seconds).
+
+        last_CN: end of each series' last second with a sample, Unix seconds; -inf without one.
+        """
         shows_N = np.isfinite(last_CN).any(0)
         first = np.isinf(self.joined_N) & (self.joined_N > 0) & shows_N
         self.joined_N[first] = start if self._begun else -math.inf
@@ -92,15 +98,17 @@ class Judge:
         self.seen_CN = np.maximum(self.seen_CN, last_CN)
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Takes machines out."""
+        """Removes the machines in these rows."""
         for name in _FIELDS:
             setattr(self, name, np.delete(getattr(self, name), list(rows), axis=_axis(name)))
 
     def learns_N(self, end: float) -> np.ndarray:
-        """Returns whose offsets are learnt from the tick that ends at `end`: not those of machines
-        that have only just joined, nor of those that look odd. One with a short past looks odd as
-        long as its offset is not known, so more is needed, and one that always did has a role of
-        its own."""
+        """Returns, (N,), for which machines the tick that ends at `end` may update the offset.
+
+        Machines that have just joined and machines that are suspected are left out. A machine with
+        a short past looks odd until its offset is known, so it counts as suspected only from a
+        score of 1 on. A machine that has always differed has a role of its own, and learns.
+        """
         most_N = np.where(self.young_N(), 1.0, SUSPECTED)
         return self._judged_N(end) & ((self._worst_N <= most_N) | self._always_N)
 
@@ -108,11 +116,14 @@ class Judge:
         return end - self.joined_N >= self._settings.grace_s
 
     def young_N(self) -> np.ndarray:
-        """Returns which machines have too short a past to be trusted."""
+        """Returns, (N,), which machines have a past that is too short to be trusted."""
         return self._past_N < YOUNG
 
     def look(self, end: float, score_FN: np.ndarray, far_FN: np.ndarray) -> list[Found]:
-        """Takes a tick that ended at `end`; returns whom to name because of it."""
+        """Takes the scores of a tick that ended at `end`; returns the machines to name now.
+
+        Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
+        """
         for kept, new in ((self.scores_FNH, score_FN), (self.far_FNH, far_FN)):
             kept[..., :-1] = kept[..., 1:]
             kept[..., -1] = new
@@ -123,12 +134,12 @@ class Judge:
 
     @property
     def worst_N(self) -> np.ndarray:
-        """The last score of each machine, 1 at its limit."""
+        """The newest score of each machine, (N,); 1 is the limit."""
         return self._worst_N
 
     @property
     def free_at_N(self) -> np.ndarray:
-        """Until when each machine that was named is not named again, Unix seconds; else 0."""
+        """Unix seconds until which each named machine is not named again, (N,); 0: none."""
         return self._free_at_N
 
     # ---- machines that differ
@@ -189,8 +200,11 @@ class Judge:
         return found
 
     def _follows(self, far_N: np.ndarray, row: int, onset: float) -> bool:
-        """Tells whether a machine that is named already explains another one: it began before, was
-        further from its peers, and still differs or did when the other one began."""
+        """Tells whether a machine that is already named explains this one.
+
+        It does if it began earlier, was further from its peers, and still differs or differed when
+        this one began.
+        """
         named_N = self._free_at_N > 0
         self._named_for_N = np.where(named_N, np.maximum(self._named_for_N, far_N), 0.0)
         s = self._settings
@@ -204,14 +218,14 @@ class Judge:
         return bool((explains_N & (self._named_for_N > far_N[row])).any())
 
     def _alike_N(self, one_F: np.ndarray, others_FN: np.ndarray) -> np.ndarray:
-        """Tells which differ in the same direction: another fault moves other metrics."""
+        """Tells which machines differ in the same direction; another fault moves other metrics."""
         levels = len(one_F) // CHANNELS
         a_F, b_FN = one_F[:levels], others_FN[:levels]
         lengths_N = np.linalg.norm(a_F) * np.linalg.norm(b_FN, axis=0)
         return a_F @ b_FN >= ALIKE * np.maximum(lengths_N, 1e-9)
 
     def _distances(self) -> np.ndarray:
-        """Returns how far each machine is, without a bound: in its channel that is furthest."""
+        """Returns each machine's unclipped distance in the channel where it is largest, (N,)."""
         far_FNH = np.nan_to_num(np.abs(self.far_FNH[..., -self._settings.ticks :]))
         return np.median(far_FNH, -1).max(0)
 
@@ -224,15 +238,14 @@ class Judge:
         return gone_N & (lives_N.sum() > gone_N.sum())
 
     def _like_the_others(self) -> np.ndarray:
-        """Returns in which ticks a machine does not differ in the direction in which it does now,
-        (N, H)."""
+        """Returns, (N, H), in which ticks a machine did not differ as it does now."""
         length_N = np.maximum((self.mean_FN**2).sum(0), 1e-12)
         filled = np.nan_to_num(self.scores_FNH)
         share_NH = np.einsum("fn,fnh->nh", self.mean_FN, filled) / length_N[:, None]
         return share_NH < ALIKE_BELOW
 
     def _onsets(self, end: float) -> np.ndarray:
-        """Returns since when each machine differs, in the direction in which it does now."""
+        """Returns, (N,), since when (Unix seconds) each machine has differed as it does now."""
         off_NH = self._like_the_others()[:, ::-1]
         last_N1 = np.ones((len(off_NH), 1), bool)
         # One tick may fail inside of the run, not at its beginning.
@@ -240,9 +253,12 @@ class Judge:
         return end - TICK * np.maximum(off_NH.argmax(1), self._settings.ticks - 1)
 
     def _always(self) -> np.ndarray:
-        """Returns which machines have differed ever since they were first seen: in their past
-        before the continuity they were seldom like the others. Noise alone makes a machine with a
-        role of its own look like them in a tick now and then."""
+        """Returns, (N,), which machines have differed ever since they were first seen.
+
+        That is, they were seldom like the others in their past before the newest `continuity_s`.
+        "Seldom" and not "never", because noise makes even a machine with a role of its own look
+        like the others in a tick now and then.
+        """
         before = self._history - self._settings.ticks
         known_N = np.clip(self._past_N - self._settings.ticks, 0, before)
         is_known_NH = np.arange(before) >= before - known_N[:, None]
@@ -282,7 +298,7 @@ _FIELDS = {
     "joined_N": math.inf,
     "_past_N": 0, "_always_N": False, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
     "_named_at_N": 0, "_named_for_N": 0, "_named_as_FN": 0,
-}  # of the members with a row a machine: what a new machine has  # fmt: skip
+}  # members with a row for each machine, and their value for a new machine  # fmt: skip
 
 
 def _axis(name: str) -> int:

@@ -1,10 +1,10 @@
-"""The fault type that explains an alert: that whose signature is nearest to a machine's scores.
+"""Names the fault type of an alert: the one whose signature is nearest to the machine's scores.
 
-What each type does to which metrics stands in monitor/fleet/kinds.py. Only its names and shares are
-Minder's (NSDI 2025, arXiv 2411.01791, table 1): signs and sizes are ASSUMED, because the paper's
-table of probabilities is not public. Simulated jobs are drawn from that table too, so the types of
-their alerts say nothing of how well the types of real faults are told. Whether a machine is named
-does not depend on its type.
+monitor/fleet/kinds.py says how each type changes which metrics. Only its names and shares come from
+Minder (NSDI 2025, arXiv 2411.01791, table 1). Signs and sizes are ASSUMED, because the paper's
+table of probabilities is not public. Simulated jobs are drawn from the same table, so the types of
+their alerts do not show how well the types of real faults are recognised. Whether a machine is
+named does not depend on its type.
 """
 
 import functools
@@ -18,12 +18,12 @@ LEAST = 0.45  # (chosen) cosine below which no type is near
 
 
 def nearest(scores: Mapping[str, float]) -> str:
-    """Returns the type whose signature has the largest cosine with the scores of a machine.
+    """Returns the fault type whose signature has the largest cosine with a machine's scores.
 
-    scores: {metric: score with its sign} of all metrics that are measured; 'unknown' where no type
-    is near, as with metrics that the table does not have. A group of metrics of which none is
-    measured counts against a type that moves it: without it, one common metric would make types
-    alike.
+    'unknown' if no type is near, for example with metrics that the table does not have. If a type
+    changes a group of metrics of which none is measured, this counts against the type; otherwise
+    types would look equal that share one measured metric.
+    Args: scores: {metric: signed score} of all metrics that are measured.
     """
     length = sum(s * s for s in scores.values()) ** 0.5
     best, name = LEAST, "unknown"
@@ -38,9 +38,12 @@ def nearest(scores: Mapping[str, float]) -> str:
 
 @functools.lru_cache(256)
 def _signature(kind: str, measured: frozenset[str]) -> Mapping[str, float]:
-    """Returns {metric: signed weight}. The weight of a group, the probability that it moves times
-    the median size, is that of the length of all its measured metrics; an unmeasured group stands
-    there by its own name."""
+    """Returns {metric: signed weight} of a fault type.
+
+    The weight of a group of metrics is the probability that it changes times the median size. It is
+    divided among the group's measured metrics so that their length is the weight. A group without a
+    measured metric has one entry, named after the group.
+    """
     found: dict[str, float] = {}
     for effect in KINDS[kind].effects:
         sign = 1.0 if effect.target == "high" else -1.0

@@ -1,7 +1,7 @@
-"""Which alerts last: what was told is not told again, not even by a daemon that was restarted.
+"""The active alerts of a job, kept in a file so that a restarted daemon does not report them again.
 
-An alert lasts while its machine differs from the others, and for `clear_s` seconds more. The file
-is written in one piece after each change. No jax import.
+An alert is active while its machine differs from the others, and for `clear_s` seconds more. The
+file is replaced as a whole after each change. No jax import.
 """
 
 import dataclasses
@@ -20,8 +20,11 @@ MOST = 2**24  # (chosen) bytes of the file
 
 @dataclass(frozen=True)
 class Lasting:
-    """An alert that was told. until: Unix seconds at which it ends if the machine does not differ
-    again. last: when the machine was last seen to differ."""
+    """An active alert.
+
+    until: Unix seconds at which it ends if the machine does not differ again. last: Unix seconds at
+    which the machine was last seen to differ.
+    """
 
     alert: Alert
     until: float
@@ -29,10 +32,10 @@ class Lasting:
 
 
 class Ledger:
-    """The alerts of one job that last, by machine, and their file."""
+    """The active alerts of one job, by machine, and their file."""
 
     def __init__(self, path: Path, clear_s: float):
-        """Reads what an earlier process left. trouble: what was wrong with it, or ''."""
+        """Reads the file of an earlier process; `trouble` says what was wrong with it, or ''."""
         self._path, self._clear_s, self.trouble = path, clear_s, ""
         self.lasting: dict[str, Lasting] = {}
         self.lost = 0  # writes that failed since the last one that did not
@@ -49,9 +52,10 @@ class Ledger:
     def hear(
         self, alerts: Iterable[Alert], named: Mapping[str, float], judged: float
     ) -> tuple[list[Lasting], list[Lasting]]:
-        """Takes what a detector says; returns (alerts to tell, alerts that have ended).
+        """Updates the active alerts; returns (new alerts to report, alerts that have ended).
 
-        Args: named: Detector.named. judged: Unix seconds up to which the detector has judged.
+        Args: alerts: of Detector.update. named: Detector.named. judged: Unix seconds up to which
+          the detector has judged.
         """
         new, before = [], dict(self.lasting)
         for alert in alerts:
@@ -77,7 +81,7 @@ class Ledger:
             self.lasting[machine] = dataclasses.replace(old, until=until, last=last)
 
     def save(self) -> None:
-        """Writes the file; `lost` counts what the disk did not take."""
+        """Writes the file; `lost` counts the writes that failed since the last good one."""
         rows = [dataclasses.asdict(one) for one in self.lasting.values()]
         part = self._path.with_name(f".{self._path.name}.part")
         try:

@@ -19,9 +19,9 @@ FAR = 3 * 86400  # (chosen) seconds from the middle of a window at which a time 
 
 
 def grid_of(window: Window) -> Grid:
-    """Returns a window on a grid of one second, nothing held or filled.
+    """Returns a window as a grid of one second; missing samples stay missing.
 
-    Raises: UserError for a file that cannot be read, or what is no window.
+    Raises: UserError for a file that cannot be read, or an object that is no window.
     """
     if isinstance(window, Grid):
         if window.step_s != 1:
@@ -38,7 +38,7 @@ def grid_of(window: Window) -> Grid:
 
 
 def held(values_CNT: np.ndarray, period_C: np.ndarray) -> np.ndarray:
-    """Returns values in which a sample stands for its metric's period of seconds, no longer."""
+    """Returns values_CNT with each sample repeated for its metric's period (seconds), no longer."""
     if (period_C <= 1).all():
         return values_CNT
     pairs = zip(values_CNT, period_C, strict=True)
@@ -46,7 +46,7 @@ def held(values_CNT: np.ndarray, period_C: np.ndarray) -> np.ndarray:
 
 
 def _near(samples: Samples) -> Samples:
-    """Leaves out rows whose time is days from all others: they would make the grid endless."""
+    """Drops rows whose time is days away from all others, which would make the grid huge."""
     if samples.start is not None and samples.end is not None or not len(samples):
         return samples
     finite_N = np.isfinite(samples.time_N)
@@ -64,10 +64,10 @@ def _near(samples: Samples) -> Samples:
 
 
 class Pending:
-    """Collects windows and gives out whole ticks, in order and each once."""
+    """Collects windows of any length and returns complete ticks, in order and each once."""
 
     def __init__(self, metrics: Sequence[str]):
-        """metrics: that are kept, in this order."""
+        """metrics: names of the metrics that are kept, in this order."""
         self._metrics = tuple(metrics)
         self.machines: list[str] = []  # in the order of their coming: a machine's row
         self._start: int | None = None
@@ -76,7 +76,7 @@ class Pending:
         self.begin = 0  # of the first window
 
     def add(self, grid: Grid) -> list[str]:
-        """Takes a window; returns what of it cannot be used, in sentences."""
+        """Adds a window; returns sentences about the parts of it that cannot be used."""
         notes = []
         if self._start is None:
             self._start = -(-grid.start // TICK) * TICK  # ticks begin at multiples of their length
@@ -117,7 +117,7 @@ class Pending:
             self._values_CNT = np.pad(self._values_CNT, pad, constant_values=np.nan)
 
     def take(self) -> tuple[int, np.ndarray] | None:
-        """Returns (Unix seconds of its start, values_CNT) of the next tick whose end has come."""
+        """Returns (start in Unix seconds, values_CNT) of the next complete tick, or None."""
         if self._start is None or self.end < self._start + TICK:
             return None
         start, tick = self._start, self._values_CNT[:, :, :TICK]
@@ -125,7 +125,7 @@ class Pending:
         return start, tick
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Takes machines out; those behind them move up."""
+        """Removes the machines in these rows; later machines move up."""
         gone = set(rows)
         self.machines = [m for i, m in enumerate(self.machines) if i not in gone]
         self._values_CNT = np.delete(self._values_CNT, list(rows), axis=1)

@@ -1,10 +1,10 @@
-"""Which metric decides first, learnt from labelled faults with a decision tree.
+"""Learns from labelled faults in which order metrics decide, with a decision tree.
 
-Source: Minder (arXiv 2411.01791, section 4.3): the feature of a metric is the largest absolute
-z-score of a machine in a window; a tree that tells windows with a fault from those without one puts
-the telling metrics near its root, and they come first.
-The z-score of one among n machines has a bound that grows with n; it is divided by it here: jobs
-of different sizes share one tree.
+Source: Minder (arXiv 2411.01791, section 4.3). The feature of a metric is the largest absolute
+z-score of a machine in a window. A tree that separates windows with a fault from windows without
+one has the most informative metrics near its root; these come first.
+The largest possible z-score grows with the number of machines. Features are divided by it, so that
+jobs of different sizes share one tree.
 
 Legend: X windows, C metrics, N machines.
 """
@@ -20,7 +20,7 @@ LEAST = 0.005  # (chosen) share of the windows that a leaf has at least
 def features(levels_CNX: np.ndarray) -> np.ndarray:
     """Returns the largest |z-score| of a machine, (X, C), as a share of its bound.
 
-    levels: what the networks gave back (features.of_tick), NaN for holes.
+    levels_CNX: levels of the windows (features.of_tick), NaN where missing.
     """
     measured = np.isfinite(levels_CNX)
     count_CX = np.maximum(measured.sum(1), 1)
@@ -33,10 +33,11 @@ def features(levels_CNX: np.ndarray) -> np.ndarray:
 
 
 def order(z_XC: np.ndarray, fault_X: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names, the most telling first: by the depth at which the tree first asks for a
-    metric, then by how much its splits tell; who is never asked for keeps its place behind.
+    """Returns the names of the metrics, the most informative first.
 
-    z: of `features`. fault: whether the window has a fault.
+    They are sorted by the depth at which the tree first uses a metric, then by the total gain of
+    its splits. Metrics that the tree never uses follow in their given order.
+    Args: z_XC: of `features`. fault_X: True for windows with a fault. names: of the metrics.
     """
     depth, gain = {}, dict.fromkeys(range(len(names)), 0.0)
     least = max(1, int(LEAST * len(fault_X)))
@@ -58,8 +59,11 @@ def order(z_XC: np.ndarray, fault_X: np.ndarray, names: Sequence[str]) -> tuple[
 def best_split(
     z_XC: np.ndarray, fault_X: np.ndarray, least: int = 1
 ) -> tuple[int, float, float] | None:
-    """Returns (metric, threshold, decrease of Gini's impurity times the windows) of the split that
-    tells most; None where none tells anything."""
+    """Returns (metric index, threshold, gain) of the best split; None if no split has a gain.
+
+    The gain is the decrease of Gini's impurity times the number of windows. Each side has at least
+    `least` windows.
+    """
     X = len(fault_X)
     whole = _impurity(np.array([fault_X.sum()], float), np.array([X], float))[0]
     best: tuple[int, float, float] | None = None

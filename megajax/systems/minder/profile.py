@@ -1,4 +1,4 @@
-"""What a healthy job looks like: all that `fit` learns, in one file.
+"""The profile of healthy jobs: everything that `fit` learns, in one file.
 
 The file is a NumPy archive without pickles: arrays by name, and a JSON text with the names of the
 metrics, the settings and a checksum of the arrays.
@@ -30,15 +30,15 @@ EVIDENCE = ("inverse", "limit")
 
 @dataclass(frozen=True)
 class Profile:
-    """What `fit` learnt.
+    """Everything that `fit` learnt.
 
-    metrics: in the order of the networks. priority: in the order in which they decide; empty: that
-    of the networks. low, high, bend: the range of healthy values of a
-    metric, and whether it is logarithmic (features.scaled). period: seconds between its samples.
-    noise: standard deviation of a machine's tick about its own offset. offset, slope: standard
-    deviations of the machines' offsets, and of how far they move apart as the median of all moves.
-    limits: of what healthy machines show for as long as the continuity. vae: parameters of the
-    networks.
+    metrics: names, in the order of the networks. priority: names, in the order in which they decide
+    the metric of an alert; empty: as metrics. model, vae: configuration and parameters of the
+    networks. low_C, high_C, bend_C: range of healthy values, and from where the scale is
+    logarithmic (features.scaled). period_C: seconds between samples. noise_F: standard deviation of
+    a machine's ticks about its own offset. offset_F, slope_F: standard deviations of the machines'
+    offsets, and of how far machines move apart when the median of all moves. limits: of the scores
+    of healthy machines. report: facts about the fit.
     """
 
     metrics: tuple[str, ...]
@@ -62,7 +62,7 @@ class Profile:
         return np.stack([self.low_C, self.high_C, self.bend_C])
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; an older one stays whole until the new one is."""
+        """Writes the file, replacing an older one only when the new one is complete."""
         arrays = {name: np.asarray(getattr(self, name)) for name in CHANNELS}
         arrays |= {name: getattr(self.limits, name) for name in EVIDENCE}
         arrays |= {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
@@ -89,7 +89,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | Path) -> "Profile":
-        """Raises: UserError for a file that cannot be read, or is none of `save`."""
+        """Returns the profile of a file. Raises: UserError for a file that `save` did not write."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != "head"}

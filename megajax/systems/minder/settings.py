@@ -14,15 +14,15 @@ LEAST = 4  # machines: among three, the one that differs has no majority against
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how far a machine must differ.
+    """How long and how far a machine must differ until it is named.
 
-    continuity_s: how long until an alert (Minder section 4.3: four minutes), rounded up to whole
-    ticks of 24 s, of which nine in ten must say so. clear_s: how long a machine must be like the
-    others again before it can be named again. grace_s: how long a machine that joined a running
-    job is not judged. group_s: machines that begin to differ within this time of each other have
-    one cause (chosen: a fault reaches its peers in up to a minute). widely: share of the machines
-    that may differ at a time before the job as a whole is taken to have changed. strict: factor on
-    the learnt limits; above 1: fewer alerts.
+    continuity_s: how long it must differ (Minder section 4.3: four minutes), rounded up to whole
+    ticks of 24 s. clear_s: how long a named machine must be like the others again before it can be
+    named again. grace_s: how long a machine that joined a running job is not judged. group_s:
+    machines that begin to differ within this time of each other have one cause (chosen: a fault
+    reaches its peers in up to a minute). widely: if more than this share of the machines differs at
+    the same time, the job as a whole has changed and nobody is named. strict: factor on the learnt
+    limits; above 1: fewer alerts.
     """
 
     continuity_s: float = 240.0
@@ -41,10 +41,10 @@ class Settings:
 
     @property
     def ticks(self) -> int:
-        """Ticks of the continuity."""
+        """Ticks of 24 s in continuity_s, at least 2."""
         return max(2, math.ceil(self.continuity_s / TICK))
 
     @property
     def needed(self) -> int:
-        """Ticks among those that must say so."""
+        """Ticks of `ticks` in which the machine must differ: nine in ten."""
         return math.ceil(0.9 * self.ticks)

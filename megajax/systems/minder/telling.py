@@ -1,7 +1,7 @@
-"""Who hears of an alert: a log, events.jsonl, a picture, Alertmanager, Prometheus, a map of scores.
+"""Reports alerts to a log, events.jsonl, a picture, Alertmanager, Prometheus and a map of scores.
 
-Nothing here may end the watch: what a full disk or a server that is away does not take is counted.
-No jax import.
+Nothing here may end the watch: what a full disk or an unreachable server does not accept is
+counted. No jax import.
 """
 
 import json
@@ -41,7 +41,7 @@ NAMES = tuple(PREFIX + n for n in (*COUNTERS, *GAUGES, *BY_MACHINE, FITS))
 
 
 class Teller:
-    """Tells of the alerts of one job."""
+    """Reports the alerts of one job."""
 
     def __init__(
         self,
@@ -51,8 +51,12 @@ class Teller:
         alertmanager: Alertmanager | None = None,
         heatmap: Path | None = None,
     ):
-        """folder: of events.jsonl and of pictures. say: of lines for a log. Raises: OSError when
-        nothing can be written into the folder."""
+        """Sends the alerts again that an earlier process left active in the ledger.
+
+        Args: folder: for events.jsonl and pictures. say: called with each line for the log.
+          heatmap: file for the picture of all scores.
+        Raises: OSError if nothing can be written into the folder.
+        """
         self.folder, self.ledger, self.say = folder, ledger, say
         self.count: Counter[str] = Counter()
         self.fits: Counter[str] = Counter()
@@ -68,7 +72,7 @@ class Teller:
     # ---- what the watch says
 
     def event(self, name: str, message: str, **values: Any) -> None:
-        """Records an event and says it."""
+        """Writes an event to events.jsonl and its message to the log."""
         row = {"time": round(time.time(), 3), "event": name, "message": message} | values
         self.count["lost_writes_total"] += not self._lines.write(json.dumps(row))
         self.say(message)
@@ -81,7 +85,11 @@ class Teller:
         judged: float,
         recent: Recent,
     ) -> None:
-        """Takes what a detector found, and how far each machine is. judged: Unix seconds."""
+        """Reports new and ended alerts, and updates the metrics and the map of scores.
+
+        Args: alerts, named, scores: of the detector. judged: Unix seconds up to which it has read.
+          recent: the metrics of the last minutes, for pictures.
+        """
         new, ended = self.ledger.hear(alerts, named, judged)
         for one in new:
             self._alerts[one.alert.machine] += 1
@@ -98,7 +106,7 @@ class Teller:
         self._by_machine = list(self._rows(scores))
 
     def close(self) -> None:
-        """Sends what is new, and closes the file."""
+        """Sends what Alertmanager has not got yet, and closes the file."""
         if self._alertmanager is not None:
             self._alertmanager.close()
         self._lines.close()
@@ -135,7 +143,7 @@ class Teller:
         far = ", ".join(f"{m} {score:+.1f}" for m, score in alert.deviations)
         notes = {
             "summary": f"{alert.machine} differs from the other machines of its job",
-            "description": alert.message + (f"; times the limit: {far}" if far else ""),
+            "description": alert.message + (f"; standard deviations: {far}" if far else ""),
             "score": f"{alert.score:.2f}",
         }
         self._alertmanager.put(Firing(labels, notes, alert.since, one.last if ended else None))
@@ -172,8 +180,10 @@ class Teller:
         yield from self._by_machine
 
     def _rows(self, scores: Mapping[str, float]) -> Iterator[Row]:
-        """Yields what has a row a machine. Machines have no label `instance`, which is that of the
-        daemon."""
+        """Yields the metrics that each machine has.
+
+        They have no label `instance`, because Prometheus sets it to the daemon's own address.
+        """
         self.gauges |= {"machines": float(len(scores)), "alerts": float(len(self.ledger.lasting))}
         for machine in sorted({*scores, *self._alerts}):
             count = float(self._alerts[machine])

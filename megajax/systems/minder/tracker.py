@@ -1,20 +1,21 @@
-"""How far each machine is from where its peers and its own past say that it should be.
+"""Scores how far each machine is from what its peers and its own past predict.
 
-A machine differs from the median of all by an offset of its own (its pipeline stage, its rank, its
-make), about which it moves. Where the job does something unusual (a checkpoint, a stall), machines
-move apart in proportion to how unusual it is:
+A machine differs from the median of all machines by a constant offset (due to its pipeline stage,
+its rank or its make) plus noise. While the job does something unusual (a checkpoint, a stall),
+machines move apart in proportion to how unusual the median is:
 
     y_i = median + r_i + noise + slope (median - usual median) e_i
 
-r_i is estimated tick by tick with a Kalman filter whose prior and noise `fit` learnt, so a machine
-without a past is judged by how far machines usually differ, one with a past by its own, and an
-unusual state of the job gives a wide error instead of an alarm. The score of a tick is the distance
-in standard deviations. While a machine is suspected, its offset is not learnt, or a fault would
-become its normal state. The noise is learnt in `fit` and adapts to the job, slowly, so that a fault
-does not become noise either.
+A Kalman filter estimates the offset r_i tick by tick; `fit` learns its prior and its noise. So a
+machine without a past is judged by how far machines usually differ, a machine with a past by its
+own offset, and an unusual state of the job widens the expected error instead of raising an alert.
+The score of a tick is the distance in standard deviations. While a machine is suspected, its offset
+is not updated, or a fault would become its normal state. The noise adapts to the job, slowly, so
+that a fault does not become noise either.
 
-Of few machines, a fault and the peer that it drags along are half, and the median lies between the
-halves. Then the half that is nearer to the usual state of the job is taken for the healthy one.
+Among few machines, a faulty one and the peer that it drags along can be half of all, and the median
+then lies between the halves. In that case the half that is nearer to the usual state of the job
+counts as healthy.
 Sources: distances to peers: Minder section 4.3 (there a z-score over machines, which cannot exceed
 (n - 1) / sqrt(n)); relative and own-history scores: NVIDIA's resiliency extension.
 
@@ -46,7 +47,7 @@ SUDDEN = 1.5  # (chosen) times the job's noise that a tick of few machines may h
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """What `fit` learnt, by channel (profile.py)."""
+    """What `fit` learnt of each channel: standard deviations, float32 (profile.py)."""
 
     noise_F: Array
     offset_F: Array
@@ -56,8 +57,12 @@ class Prior:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tracks:
-    """Of each machine its offset and the variance of that, (F, N); the healthy states of the last
-    ticks, NaN before there were any; the standard deviation of this job's ticks."""
+    """The estimates of one job.
+
+    offset_FN, unsure_FN: each machine's offset and the variance of that estimate. middle_FH: the
+    healthy median of the last ticks, NaN for ticks before the job. noise_F: standard deviation of
+    this job's ticks.
+    """
 
     offset_FN: Array
     unsure_FN: Array
@@ -66,7 +71,7 @@ class Tracks:
 
 
 def begin(prior: Prior, machines: int) -> Tracks:
-    """Returns the estimates of a job whose machines have no past."""
+    """Returns the estimates for so many machines, none of which has been seen yet."""
     F = prior.noise_F.shape[0]
     zeros_FN = jnp.zeros((F, machines))
     unsure_FN = prior.offset_F[:, None] ** 2 + zeros_FN
@@ -74,7 +79,7 @@ def begin(prior: Prior, machines: int) -> Tracks:
 
 
 def resized(tracks: Tracks, prior: Prior, machines: int) -> Tracks:
-    """Returns the estimates with room for another number of machines; new ones have no past."""
+    """Returns the estimates resized to so many machines; new machines have no past."""
     fresh, have = begin(prior, machines), min(tracks.offset_FN.shape[1], machines)
     return dataclasses.replace(
         tracks,
@@ -84,7 +89,7 @@ def resized(tracks: Tracks, prior: Prior, machines: int) -> Tracks:
 
 
 def without(tracks: Tracks, rows: list[int]) -> Tracks:
-    """Returns the estimates without these machines."""
+    """Returns the estimates without the machines in these rows."""
     keep = jnp.array([i for i in range(tracks.offset_FN.shape[1]) if i not in set(rows)], int)
     return dataclasses.replace(
         tracks, offset_FN=tracks.offset_FN[:, keep], unsure_FN=tracks.unsure_FN[:, keep]
@@ -92,7 +97,7 @@ def without(tracks: Tracks, rows: list[int]) -> Tracks:
 
 
 def median(x: Array) -> Array:
-    """Returns the median over the last axis of what is not NaN; NaN where nothing is."""
+    """Returns the median over the last axis, ignoring NaN; NaN where all values are NaN."""
     ordered = jnp.sort(x, -1)  # NaN comes last
     count = jnp.isfinite(x).sum(-1, keepdims=True)
     low, high = jnp.maximum((count - 1) // 2, 0), jnp.maximum(count // 2, 0)
@@ -105,11 +110,12 @@ def median(x: Array) -> Array:
 def advance(
     prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array
 ) -> tuple[Tracks, Array, Array, Array]:
-    """Returns (the estimates after a tick, score_FN with its sign, the same not cut off, median_F).
+    """Returns (the estimates after a tick, signed score_FN, the same unclipped, healthy median_F).
 
-    y: of features.of_tick. held: machines whose offsets are not learnt. Only a step away from the
-    peers counts: one towards them may be the end of a disturbance that an offset was learnt from.
-    A score is NaN where a machine has no window in this tick.
+    Scores are in standard deviations, NaN if a machine has no window in this tick. Only a distance
+    from the peers counts. A step towards them may be the end of a disturbance that an offset was
+    learnt from.
+    Args: y_FNJ: of features.of_tick. held_N: True for machines whose offset must not be updated.
     """
     own_FNJ = y_FNJ - tracks.offset_FN[..., None]
     center_FJ = _healthy(prior, tracks, own_FNJ)
@@ -144,8 +150,10 @@ def advance(
 
 
 def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:
-    """Returns where healthy machines without an offset are, (F, J): the median, or the half of the
-    machines that is nearer to the usual state. own: windows without the machines' offsets."""
+    """Returns the level of healthy machines, (F, J): the median of all or of the healthy half.
+
+    own_FNJ: windows after the machines' offsets were subtracted.
+    """
     own_FN = jnp.nanmean(own_FNJ, -1)
     ordered_FN, count_F = jnp.sort(own_FN, -1), jnp.isfinite(own_FN).sum(-1)  # NaN comes last
 
@@ -164,15 +172,17 @@ def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:
 
 
 def _most(error_FN: Array) -> Array:
-    """Returns the standard deviations beyond which a window counts no further, (F,). They grow with
-    the number of machines as the limits do (evidence.demand): what is cut off is the same multiple
-    of the limit in every job."""
+    """Returns where a window's score is clipped, in standard deviations, (F,).
+
+    It grows with the number of machines as the limits do (evidence.demand), so that scores are
+    clipped at the same multiple of the limit in every job.
+    """
     count_F = jnp.maximum(jnp.isfinite(error_FN).sum(-1), 1)
     return CLIP * (1.0 + PER_DOUBLING * jnp.maximum(0.0, jnp.log2(count_F / CROWD)))
 
 
 def _noise(prior: Prior, tracks: Tracks, error_FN: Array) -> tuple[Array, Array]:
-    """Returns (the standard deviation of a tick, the job's after it)."""
+    """Returns (standard deviation of this tick (F,), that of the job after it (F,))."""
     spread_F = 1.4826 * median(jnp.abs(error_FN))
     low, high = RANGE
     job_F = jnp.clip(tracks.noise_F, low * prior.noise_F, high * prior.noise_F)
