@@ -1,4 +1,4 @@
-"""CDMPP (arXiv 2311.09690): how long a program takes on a device that it has not run on."""
+"""CDMPP (arXiv 2311.09690): predicts how long a program takes on a device it has not run on."""
 
 from megajax.core.lazy import public
 

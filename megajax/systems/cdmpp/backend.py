@@ -1,7 +1,8 @@
-"""A learned predictor as a backend of `cost.CostModel`: what planners take in Roofline's place.
+"""A learned predictor as a backend of `cost.CostModel`, which planners use instead of Roofline.
 
-An operation of a plan becomes the records of what a device launches for it: a product is one, plain
-attention is two products and a softmax, experts are their grouped products. Their times add up.
+An operation of a plan is turned into the records that a device launches for it: a product is one
+record, plain attention is two products and a softmax, experts are their grouped products. The times
+of the records are added.
 """
 
 import warnings
@@ -28,7 +29,7 @@ _PASSES: Mapping[str, tuple[str, ...]] = {
 
 
 class Predictor(Protocol):
-    """What a backend asks. kinds: of the records that it was fitted on."""
+    """The interface of a predictor. kinds: kinds of records that it was fitted on."""
 
     @property
     def kinds(self) -> Collection[str]: ...  # noqa: D102
@@ -41,13 +42,14 @@ class Predictor(Protocol):
 class Learned:
     """A CostModel around a predictor.
 
-    Collectives, transfers and memory are the other model's business. So are, each with one warning,
-    operations of a kind that the predictor was not fitted on, and devices whose card lacks the
-    number of SMs, the size of L2 or the clock. An operation is predicted once a card.
+    The fallback model estimates collectives, transfers and memory. It also estimates, with one
+    warning for each reason, operations of a kind that the predictor was not fitted on, and devices
+    whose card lacks the number of SMs, the size of L2 or the clock. Each operation is predicted
+    once for each card.
     """
 
     def __init__(self, predictor: Predictor, fallback: CostModel = Roofline()):
-        """Takes a fitted predictor, and the model for everything else."""
+        """predictor: fitted. fallback: the model for everything else."""
         self._predictor, self._fallback = predictor, fallback
         self._known: dict[tuple, tuple[float, float]] = {}
         self._told: set[str] = set()
@@ -55,7 +57,8 @@ class Learned:
     def op_time(self, op: Op, device: DeviceCard, dtype: str | None = None) -> tuple[float, float]:
         """Returns (seconds of one execution, their standard deviation).
 
-        Errors of the records of one operation are taken as fully correlated.
+        The errors of an operation's records are assumed to be fully correlated.
+        Args: dtype: replaces the data type of the operation; None: keeps it.
         """
         op = op if dtype is None else op.cast(dtype)
         if isinstance(op.kernel, Collective):
@@ -98,7 +101,7 @@ class Learned:
 
 
 def records_of(op: Op) -> list[OpRecord] | None:
-    """Returns what a device launches for one execution; None where no record describes it."""
+    """Returns the records that a device launches for one execution; None: none describes it."""
     kernel, dtype = op.kernel, op.dtype
     if op.nbytes == 0 and op.flops == 0:
         return []

@@ -1,12 +1,14 @@
-"""How wrong predictions are, by kind: of known devices, of unseen and of adapted ones.
+"""Estimates the errors of predictions, by kind of record: on known, unseen and adapted devices.
 
-The scale is conformal: of the relative errors of rows that a network has not learnt from, nine in
-ten are within 1.645 of it, so the band of that width covers nine in ten of like rows. For a device
-without rows, the scale grows with the distance to the nearest known device (nearness.py): the score
-of a row is by how much its error exceeds that of known devices, over the distance of its device
-from those that the network had. Without the distance, the band of an A100 with more memory would be
-as wide as that of a GPU of another generation. Of the left-out devices' scales the median counts:
-one whose rows are of two sessions at other clocks would set the band of every device.
+The scale is conformal: nine in ten relative errors of rows that a network has not learnt from are
+within 1.645 times the scale, so a band of that width covers nine in ten of similar rows.
+
+On a device without rows the scale grows with the distance to the nearest known device
+(nearness.py). For each left-out device, the excess of its rows' errors over those of known devices
+is divided by its distance from the devices that the network had. Without the distance, the band of
+an A100 with more memory would be as wide as that of a GPU of another generation. The median over
+the left-out devices counts; otherwise one device whose rows come from two sessions at different
+clocks would set the band of every device.
 """
 
 import dataclasses
@@ -31,18 +33,18 @@ _WITH_ALL = 3  # networks that have all devices, where devices are fewer than _F
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative standard deviations: of all rows, and of kinds (NaN where too few rows are)."""
+    """Relative standard deviations: of all rows, and by kind (NaN for kinds with few rows)."""
 
     every: float
     kinds: np.ndarray
 
     def of(self, kinds_R: np.ndarray) -> np.ndarray:
-        """Returns the deviation of each row."""
+        """Returns the relative standard deviation of each row, (R,), by its kind."""
         own = self.kinds[kinds_R]
         return np.where(np.isnan(own), self.every, own)
 
     def plus(self, other: "Errors", times: float) -> "Errors":
-        """Returns these errors and so many times the others, kind by kind."""
+        """Returns these errors plus `times` times the other ones, kind by kind."""
         every = np.full(len(KINDS), self.every), np.full(len(KINDS), other.every)
         own = [
             np.where(np.isnan(e.kinds), default, e.kinds)
@@ -52,12 +54,12 @@ class Errors:
 
     @classmethod
     def of_rows(cls, ratio_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
-        """Returns the errors of rows by their measured over predicted seconds."""
+        """Returns the errors of rows from their ratios, measured over predicted seconds."""
         return cls.of_scores(scores(ratio_R), kinds_R)
 
     @classmethod
     def of_scores(cls, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
-        """Returns the value that nine in ten scores do not exceed, of all rows and of kinds."""
+        """Returns the 90 % quantile of scores, over all rows and by kind."""
         kinds = [
             _quantile(score_R[kinds_R == k]) if (kinds_R == k).sum() >= _ENOUGH else np.nan
             for k in range(len(KINDS))
@@ -73,10 +75,10 @@ class Errors:
         return cls(float(np.median([part.every for part in parts])), np.array(kinds))
 
     def rescaled(self, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
-        """Returns these errors times one factor, by which nine in ten of few scores are within.
+        """Returns these errors times one factor, so that nine in ten of the scores are within.
 
-        Kinds keep their proportions: few rows of a device have no scale for each kind. A kind with
-        enough of them has its own.
+        Few rows of a device do not give a scale for each kind, so kinds keep their proportions. A
+        kind with enough rows gets its own scale.
         """
         factor = _quantile(score_R / np.maximum(self.of(kinds_R), 1e-6))
         own = self.of_scores(score_R, kinds_R).kinds
@@ -89,14 +91,14 @@ def _quantile(scores: np.ndarray) -> float:
 
 
 def scores(ratio_R: np.ndarray) -> np.ndarray:
-    """Returns by which deviation a band would just hold each row: measured over predicted."""
+    """Returns the relative deviation whose band just holds each row. ratio: measured / predicted."""
     return np.abs(ratio_R - 1) / WIDTH
 
 
 def of_training(
     graph: Any, states: Any, rows: train.Rows, traits_EYZ: np.ndarray
 ) -> Mapping[str, Errors]:
-    """Returns the errors of the training rows themselves: too small where a fit has few rows."""
+    """Returns the errors on the training rows themselves, which are too small if rows are few."""
     device = plain_device(jax.numpy.asarray(traits_EYZ[:, rows.device_R]))
     found = Errors.of_rows(
         _ratio(graph, states, rows, device).mean(0), np.asarray(rows.inputs.kinds_R)
@@ -114,9 +116,10 @@ def folds(
     seed: int,
     progress: Callable[[int, float], None] | None = None,
 ) -> Mapping[str, Errors]:
-    """Returns errors of known devices, and what a unit of distance adds for unseen ones.
+    """Returns {'known': errors on known devices, 'away': errors that each unit of distance adds}.
 
-    Args: cards: of the devices, in the order of the rows' numbers. hashes: of the rows' programs.
+    Further networks are trained for this, each without some programs and one device.
+    Args: cards: of the devices, in the order of rows.device_R. hashes: of the rows' records.
     """
     names, devices_R = list(cards), np.asarray(rows.device_R)
     out = rng.permutation(len(names))[:_FOLDS] if len(names) > 1 else np.zeros(0, int)
@@ -167,7 +170,7 @@ def _ratio(graph: Any, states: Any, rows: train.Rows, device: Any) -> np.ndarray
 
 
 def leave_out(rows: int) -> np.ndarray:
-    """Returns which rows a fit reads, (fits, rows): first all, then all but one in four."""
+    """Returns (fits, rows), 1 for rows that a fit reads: first all, then all but a quarter."""
     place = np.arange(rows) % 4
     parts = [place != part for part in range(4)] if rows >= 8 else []
     return np.stack([np.ones(rows, bool), *parts]).astype(float)

@@ -11,11 +11,10 @@ _MOST = 20_000  # rows that the clusters are found on
 
 
 def choose(dataset: Dataset, n: int, *, seed: int = 0) -> np.ndarray:
-    """Returns the indices of n rows that stand for the data set, ascending.
+    """Returns the indices of n representative rows of a data set, ascending, int64 (n,).
 
-    Programs are clustered by their numbers and kinds; each cluster gives the row nearest to its
-    centre, and the largest clusters give more where rows are left to choose. Times are not read.
-
+    Programs are clustered by their features and kinds. Each cluster gives the row nearest to its
+    centre; if more rows are needed, the largest clusters give more. Times are not used.
     Raises: UserError if n is not from 1 to the number of rows.
     """
     if not 1 <= n <= len(dataset):

@@ -1,7 +1,7 @@
-"""Measured operations: records, seconds, the device of each row, and the devices' cards.
+"""A data set of measured operations: a row is a record, its device and its time in seconds.
 
-A row whose time is unknown has NaN seconds: such rows are what a new device has before it is
-profiled. Files are npz without pickles; a record that many rows share is stored once.
+A row of unknown time has NaN seconds; a new device has only such rows before it is profiled. Files
+are npz without pickles; a record that many rows share is stored once.
 """
 
 import dataclasses
@@ -31,8 +31,9 @@ _NUMBERS = ("flops", "nbytes", "executions")
 class Dataset:
     """Rows of measured operations.
 
-    records: one a row. seconds: (rows,) float64, NaN where unknown. devices: one name a row. cards:
-    of every device by that name. facts: where the rows are from (device, date, commit, noise).
+    records: one a row. seconds: (rows,) float64, of one execution, NaN if unknown. devices: one
+    name a row. cards: {name of a device: its card}. facts: provenance of the rows (device, date,
+    commit, noise).
 
     Raises: UserError if the lengths differ, a device has no card, or a time is not positive.
     """
@@ -96,7 +97,7 @@ class Dataset:
 
     @property
     def labelled(self) -> "Dataset":
-        """The rows whose time is known."""
+        """The rows that have a time."""
         return self[~np.isnan(self.seconds)]
 
     def of(self, *devices: str) -> "Dataset":
@@ -105,9 +106,10 @@ class Dataset:
         return self[np.array([name in wanted for name in self.devices], bool)]
 
     def typical(self) -> "Dataset":
-        """Returns the same rows with the median of the known times of their structure and device.
+        """Returns the rows, each with the median time of all rows of equal structure and device.
 
-        A program's instructions of one structure differ in what the caches hold when they start.
+        Instructions of equal structure take different times because the caches differ when they
+        start.
         """
         groups: dict[tuple[str, str], list[int]] = {}
         for row in np.flatnonzero(~np.isnan(self.seconds)).tolist():
@@ -119,9 +121,9 @@ class Dataset:
         return dataclasses.replace(self, seconds=seconds)
 
     def without_duplicates(self) -> "Dataset":
-        """Returns the first row of each pair of structural hash and device, with `typical` seconds.
+        """Returns one row for each pair of structural hash and device, with its `typical` time.
 
-        Equal programs on both sides of a split would let a predictor look its answers up.
+        With equal programs on both sides of a split, a predictor could look its answers up.
         """
         seen: dict[tuple[str, str], int] = {}
         for row in range(len(self)):

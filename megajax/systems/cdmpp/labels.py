@@ -1,6 +1,6 @@
-"""Measured rows with what a Dataset does not know: family, program and both halves of each row.
+"""Measured rows with their family, program and noise, which a Dataset does not hold.
 
-One npz file holds all of it; `Dataset.load` reads its own part of the same file.
+One npz file holds everything; `Dataset.load` reads its own part of the same file.
 """
 
 import dataclasses
@@ -23,8 +23,9 @@ _OWN = ("family", "program", "halves", "walls")
 class Labels:
     """Rows of a profile.
 
-    families: a name a row. programs: a number a row. halves: (rows, HALVES) seconds, the least of
-    each half's passes. walls: (rows, HALVES) seconds of a call of the row's program.
+    families: (rows,) names. programs: (rows,) numbers. halves: (rows, HALVES) seconds of the
+    instruction, the least time over the passes of each half. walls: (rows, HALVES) seconds of a
+    call of the row's program.
     """
 
     dataset: Dataset
@@ -49,7 +50,7 @@ class Labels:
 
     @classmethod
     def joined(cls, parts: Sequence["Labels"]) -> "Labels":
-        """Returns the rows of all parts. Raises: UserError where there is none."""
+        """Returns the rows of all parts. Raises: UserError if there is no part."""
         if not parts:
             raise UserError("nothing was measured; give more time (--budget)")
         datasets = [part.dataset for part in parts]
@@ -84,14 +85,14 @@ class Labels:
         }
 
     def with_facts(self, facts: Mapping[str, Any]) -> "Labels":
-        """Returns the same rows with other provenance."""
+        """Returns the same rows with other facts about their provenance."""
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, facts=facts))
 
     def with_raised_cards(self) -> "Labels":
-        """Returns the rows with cards that no row beats, for devices whose card was measured.
+        """Returns the rows with cards raised so that no row is faster than its card's roofline.
 
-        A CPU's card comes from a few simple programs, and some operation may find its array in a
-        nearer cache than these did.
+        It is for devices whose card was measured. A CPU's card comes from a few simple programs,
+        and some operation may find its array in a nearer cache than they did.
         """
         cards = dict(self.dataset.cards)
         rows = zip(self.dataset.records, self.dataset.devices, self.dataset.seconds, strict=True)

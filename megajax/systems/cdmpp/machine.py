@@ -1,8 +1,8 @@
-"""The card of the machine at hand: of a GPU from the datasheet, of a CPU measured.
+"""The card of this machine's device: a GPU's from its datasheet, a CPU's by measurement.
 
-A CPU has no datasheet that bounds what a program sees: a small array comes from a cache. Its card
-has the largest rates that any of some simple programs reached, so that an operation whose array
-lies in the nearest cache does not beat the roofline.
+No datasheet of a CPU bounds the rates of a program, because small arrays come from a cache. So a
+CPU's card has the largest rates that any of some simple programs reached; then an operation whose
+array lies in the nearest cache is not faster than the roofline.
 """
 
 import os
@@ -23,7 +23,7 @@ _CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def card(threads: int) -> DeviceCard:
-    """Returns the card of jax's first device. threads: of a CPU, that this process may use.
+    """Returns the card of jax's first device. threads: CPU threads that this process may use.
 
     Raises: UserError on a GPU that no card describes.
     """

@@ -1,8 +1,8 @@
-"""Which known devices a new one is like, and how far it is from the nearest of them.
+"""Compares a new device with known ones: which it resembles, and how far the nearest is.
 
-Distances are sums of differences, each over the difference at which devices have little in common.
-Names of devices are those of NVIDIA GPUs (physics.py); what has no such name is compared by its
-card alone.
+A distance is a sum of differences, each divided by the difference at which devices have little in
+common. Compute capability and power limit are looked up by the names of NVIDIA GPUs (physics.py);
+a device with another name is compared by its card alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,10 @@ _PRODUCTS = 0.3
 
 
 def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
-    """Returns the weights of known devices' traits for a device by its `gpu`."""
+    """Returns the weights (devices,) with which the traits of known devices apply to another one.
+
+    Args: own: compute capability and power limit in W of that device (physics.gpu); None: unknown.
+    """
     others = [gpu(name) for name in names]
     if own is None or not any(others):
         return np.full(len(names), 1 / len(names))
@@ -36,20 +39,21 @@ def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
 
 
 def share(kinds_R: np.ndarray) -> np.ndarray:
-    """Returns how much of its neighbours' traits rows of these kinds take on an unseen device."""
+    """Returns, (R,), by which factor rows on an unseen device take its neighbours' traits."""
     products = [KINDS.index("product"), KINDS.index("batched_product")]
     return np.where(np.isin(kinds_R, products), _PRODUCTS, 1.0)
 
 
 def distance(name: str, card: DeviceCard, cards: Mapping[str, DeviceCard]) -> float:
-    """Returns how far a device is from the nearest of some others: at least _LEAST."""
+    """Returns the distance of a device from the nearest of some others, at least _LEAST."""
     return max(_LEAST, min(_distance(name, card, *other) for other in cards.items()))
 
 
 def twin(card: DeviceCard, cards: Mapping[str, DeviceCard]) -> str | None:
-    """Returns which of some devices has the same chip as a card: what was learnt of it holds here.
+    """Returns the name of a device that has the same chip as a card; None: there is none.
 
-    That is the nearest one of the same compute capability; None where none is near.
+    It is the nearest device of the same compute capability, if its distance is below _TWIN. What
+    was learnt about it is used for the card.
     """
     own = gpu(card.name)
     if own is None:

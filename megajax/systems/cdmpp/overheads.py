@@ -1,9 +1,9 @@
-"""What a call of a program takes beside the operations that it launches.
+"""The overheads of a call: its time beyond the times of the instructions that it launches.
 
-A call looks its arrays up, and between two launched instructions, and between two turns of a loop,
-a CPU's runtime does work that the profiler gives to neither. How long is fitted on programs that
-were timed both ways, an instruction at a time and as a whole. A GPU's host launches ahead of the
-device, so there these seconds are hidden and nothing of this is added.
+A call looks up its arrays. Between two launched instructions, and between two iterations of a loop,
+a CPU's runtime does work that the profiler attributes to neither. These times are fitted on
+programs that were timed both as a whole and instruction by instruction. The host of a GPU launches
+ahead of the device, so there the overheads are hidden and are not added.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from megajax.cost.program import records
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Of one call. arrays: arguments and results. launches: instructions. turns: of all loops."""
+    """Counts of one call: arguments and results, launched instructions, iterations of all loops."""
 
     arrays: int
     launches: float
@@ -48,7 +48,7 @@ def _turns(module: Module, name: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Overheads:
-    """Seconds of a call, and more for each array, launch and turn of a loop."""
+    """Seconds of a call, of each array, of each launch and of each iteration of a loop."""
 
     call_s: float = 0.0
     array_s: float = 0.0
@@ -68,10 +68,10 @@ class Overheads:
     def fit(
         cls, found: Sequence[Counts], computed: Sequence[float], walls: Sequence[float]
     ) -> "Overheads":
-        """Returns the overheads that explain calls best, by squares of relative errors; none is
-        negative.
+        """Returns the non-negative overheads with the least squared relative errors.
 
-        Args: computed: seconds of all instructions of each program. walls: seconds of its call.
+        Args: found: counts of each program. computed: seconds of all its instructions. walls:
+          seconds of its call.
         Raises: UserError without a program.
         """
         if not len(found):

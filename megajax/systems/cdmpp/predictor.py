@@ -1,9 +1,9 @@
-"""Seconds of a program on a device, seen or not: fit, predict, adapt, save, load.
+"""Predicts seconds of a program on a device, known or not: fit, predict, adapt, save, load.
 
-A prediction never falls below the card's roofline and never rises with the card's FLOP/s,
-bandwidth, SMs or L2 (network.py). A device that was in the training, or was adapted to, has traits
-of its own, found by the name of its card; another one starts from those of the devices of near
-compute capability and power limit.
+A prediction is never below the roofline of the device's card, and never longer for a card with more
+FLOP/s, bandwidth, SMs or L2 (network.py). Each known device, one that was in the training or was
+adapted to, has fitted traits, which are found by the name of its card. Any other device starts from
+the traits of known devices with similar compute capability and power limit.
 """
 
 import dataclasses
@@ -33,17 +33,18 @@ _MOST_ADAPTED = 128  # rows of a kind that an adaptation reads: seconds of one c
 
 
 class FarFromTraining(UserWarning):
-    """A prediction for what the training had nothing near to."""
+    """A prediction for a record or a device unlike everything in the training."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Predictor:
-    """A fitted cost model.
+    """A fitted predictor of times.
 
-    cards: of the devices that it knows. facts: of its training. The other fields are its parts:
-    networks (graph, states), what is a device's own, the scale and ranges of the training, and
-    relative errors by kind: of known devices, of adapted ones, and what a unit of distance adds for
-    unseen ones ('away').
+    graph, states: the networks, members stacked. scale, ranges: of the training rows. devices: what
+    was fitted for each known device. cards: of the known devices. errors: relative errors by kind
+    of record: of known devices ('known'), of adapted ones ('adapted NAME'), and what each unit of
+    distance to the nearest known device adds ('away'). trained: names of the devices of `fit`.
+    facts: source, date and commit of the training.
     """
 
     graph: Any
@@ -67,13 +68,13 @@ class Predictor:
         fold_steps: int = FOLD_STEPS,
         progress: Callable[[str, int, float], None] | None = None,
     ) -> Self:
-        """Returns a predictor of a data set's rows. Rows without a time are left out.
+        """Returns a predictor fitted on the rows of a data set; rows without a time are left out.
 
-        Of more than ROWS_PER_GROUP rows of a device and kind a sample is read. Beside the members,
-        other networks learn without some programs and devices, for the errors of such: `fold_steps`
-        steps; 0: none, and the errors are those of the training rows.
-
-        Args: progress: is called with the part ('members', 'errors'), the step and the loss.
+        If a device and kind has more than ROWS_PER_GROUP rows, a sample of them is used.
+        Args: members: networks whose predictions are averaged. steps: of their training.
+          fold_steps: training steps of further networks, which leave programs and devices out;
+          their errors on these give the width of the band. 0: the errors of the training rows give
+          it. progress: called with the part ('members', 'errors'), the step and the loss.
         Raises: UserError if no row has a time or a card lacks SMs or L2.
         """
         data = sample(dataset.labelled.without_duplicates(), ROWS_PER_GROUP, seed)
@@ -113,10 +114,11 @@ class Predictor:
     def predict(
         self, records: Sequence[OpRecord], card: DeviceCard
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (seconds, sigma) of each record: one execution on this device.
+        """Returns (seconds, sigma), float64 (records,), of one execution of each record.
 
-        sigma: a standard deviation with the labels' noise: about nine of ten times are within 1.645
-        of it. Warns: FarFromTraining, once, naming what the training had nothing near to.
+        sigma is a standard deviation in seconds, which includes the noise of measured times: about
+        nine of ten times lie within 1.645 sigma.
+        Warns: FarFromTraining, once, with the properties that are unlike the training.
         Raises: UserError if the card lacks its SMs, L2, bandwidth or FLOP/s.
         """
         check_card(card.name, card)
@@ -149,14 +151,14 @@ class Predictor:
 
     @property
     def kinds(self) -> Sequence[str]:
-        """Kinds of records that the training had."""
+        """Kinds of records that were in the training."""
         return self.ranges.kinds
 
     def adapt(self, dataset: Dataset) -> "Predictor":
-        """Returns a predictor that has learnt from some rows of new devices, within seconds.
+        """Returns a predictor that has also learnt some rows of new devices; it takes seconds.
 
-        The networks stay; traits and offsets of the device are fitted, from what it would start
-        with. Sigma of the device is from predictions of rows that a fit has not read.
+        The networks stay as they are. Only the traits and offsets of each device are fitted. The
+        device's sigma comes from rows that were left out of a fit.
         Raises: UserError if no row has a time.
         """
         data = dataset.labelled.without_duplicates()
@@ -191,11 +193,11 @@ class Predictor:
 
     @property
     def _adapted(self) -> list[str]:
-        """Devices of `adapt`."""
+        """Names of the devices that were adapted to."""
         return [name for name in self.devices if name not in self.trained]
 
     def _name(self, card: DeviceCard) -> str | None:
-        """Returns the known device that a card is of: that of this name, else None."""
+        """Returns the name of the known device that has this card; None: it is not known."""
         if card.name in self.devices:
             return card.name
         same = [name for name, known in self.cards.items() if known.name == card.name]
@@ -236,7 +238,7 @@ class Predictor:
         return np.stack(logs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes an npz file, whole or not at all."""
+        """Writes an npz file; it is replaced only when the new one is complete."""
         files.save(self, path)
 
     @classmethod
@@ -249,10 +251,11 @@ class Predictor:
 
 
 def sample(data: Dataset, most: int, seed: int) -> Dataset:
-    """Returns at most so many rows of each device and kind: rare numbers of FLOPs more often.
+    """Returns at most `most` rows of each device and kind; rows of rare sizes are preferred.
 
-    A row's chance falls with the square root of how many rows have about its FLOPs (a factor of
-    two): measured sets have many small programs, and the large ones decide the time of a model.
+    The chance of a row falls with the square root of the number of rows that have about its FLOPs
+    (within a factor of two), because measured sets have many small programs, while the large ones
+    decide the time of a model.
     """
     rng = np.random.default_rng(seed)
     groups: dict[tuple[str, str], list[int]] = {}

@@ -1,4 +1,4 @@
-"""What the training had: a prediction beyond it carries a warning."""
+"""The ranges of the training rows; a prediction beyond them carries a warning."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Kinds, classes of operations, data types, and ranges of sizes and cards."""
+    """Kinds, opcodes and data types of the training rows; ranges of their sizes and cards."""
 
     kinds: Sequence[str]
     opcodes: Sequence[str]
@@ -37,7 +37,7 @@ class Ranges:
 
     @classmethod
     def of(cls, data: Dataset, rows: Programs) -> "Ranges":
-        """Returns what these rows have."""
+        """Returns the ranges of these rows."""
         table = np.array([record.features for record in data.records])
         sizes = {name: _range(table[:, FEATURES.index(name)]) for name in _SIZES}
         return cls(
@@ -55,9 +55,9 @@ class Ranges:
     def beyond(
         self, rows: Programs, records: Sequence[OpRecord], card: DeviceCard, *, known: bool
     ) -> list[str]:
-        """Returns sentences about what is not near the training; none if all is.
+        """Returns a sentence for each property that is unlike the training; [] if there is none.
 
-        known: the predictor has rows of this device, by its name: its card is not compared.
+        known: whether the predictor knows this device by its name; its card is then not compared.
         """
         found = []
         for what, here, seen in (

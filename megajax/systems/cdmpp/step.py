@@ -1,12 +1,12 @@
-"""The time of one call of a compiled program: records, their times, and a replay of its streams.
+"""Predicts the time of one call of a compiled program: a replay of its records on two streams.
 
-A device has a stream for what it computes and one for its collectives. The schedule is the text's:
-a collective starts when the computation before it has ended; computation behind the collective's
-second half (`-done`) waits for it. All turns of a loop stand as one task of their total time, so a
-loop hides in its turns what one turn hides, and what lies across two turns counts as in one. Copies
-between memories are computation. Collectives have the alpha-beta times of cost/network.py. What a
-call costs beside its operations (overheads.py) lies on the compute stream: a part of it before the
-first operation, a part at each launch.
+A device has one stream for computation and one for collectives. The schedule is that of the
+compiled text: a collective starts when the computation before it has ended, and computation after
+the collective's second half (`-done`) waits for it. All iterations of a loop are one task of their
+total time. So a loop hides as much communication as a single iteration would, and overlap between
+neighbouring iterations counts as overlap inside one. Copies between memories are computation.
+Collectives have the alpha-beta times of cost/network.py. The overheads of a call (overheads.py) lie
+on the compute stream, partly before the first operation and partly at each launch.
 """
 
 import collections
@@ -36,8 +36,9 @@ Times = Callable[[Sequence[OpRecord], DeviceCard], tuple[np.ndarray, np.ndarray]
 class Launch:
     """A record at its place in the schedule.
 
-    instruction: the line. starts: the name that its second half will ask for; '': the stream waits
-    for it at once. after: the names of those whose second half stands before it.
+    instruction: the line of the text. starts: for an asynchronous record, the name that its second
+    half (`-done`) refers to; '': the stream waits for it at once. after: names of the asynchronous
+    records that must have ended before this one starts.
     """
 
     record: OpRecord
@@ -48,12 +49,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """What is predicted of one call.
+    """The predicted times of one call, in seconds.
 
-    seconds, exposed_s: of the replay. sigma: standard deviation of seconds, with the errors of all
-    operations fully correlated. compute_s, communication_s: of all executions, alone. overhead_s:
-    of the call and its launches. rows: (record, seconds of all its executions, their deviation),
-    the longest first.
+    seconds: of the whole call. exposed_s: communication that no computation hides. sigma: standard
+    deviation of `seconds` if the errors of all operations are fully correlated. compute_s,
+    communication_s: sums over all executions, without overlap. overhead_s: of the call and its
+    launches. rows: (record, seconds of all its executions, their standard deviation), the longest
+    first.
     """
 
     seconds: float
@@ -67,7 +69,7 @@ class StepTime:
 
 
 def assumed(found: Sequence[OpRecord], card: DeviceCard) -> tuple[np.ndarray, np.ndarray]:
-    """Times of records at the efficiencies that cost/roofline.py assumes."""
+    """Returns (seconds, sigma) of records at the efficiencies that cost/roofline.py assumes."""
     model = Roofline()
     seconds = np.zeros(len(found))
     for place, one in enumerate(found):
@@ -89,11 +91,11 @@ def predict(
     overheads: Overheads | None = None,
     slowdown: Slowdown | None = None,
 ) -> StepTime:
-    """Returns the time of one call of a compiled module on a cluster.
+    """Returns the predicted time of one call of a compiled module on a cluster.
 
-    Args: text: `compiled.as_text()`. times: of a fitted predictor (`Predictor.predict`), or those
-      of assumed efficiencies. live_rows, live_pairs, platform: as of
-      `cost.program.records`. overheads: of a call; None: hidden. slowdown: of `cost.replay.replay`.
+    Args: text: `compiled.as_text()`. times: gives the seconds of records: `Predictor.predict`, or
+      `assumed`. live_rows, live_pairs, platform: as in `cost.program.records`. overheads: of a
+      call; None: none, as on a GPU, whose host launches ahead. slowdown: as in `replay`.
     """
     launches = list(schedule(text, live_rows=live_rows, live_pairs=live_pairs, platform=platform))
     is_sent = np.array([one.record.kind == "collective" for one in launches], bool)
@@ -157,7 +159,7 @@ def tasks(
 def schedule(
     text: str, *, live_rows: float = 1.0, live_pairs: float = 1.0, platform: Platform = "gpu"
 ) -> Iterator[Launch]:
-    """Yields what a module launches, in the order of its schedule."""
+    """Yields the launches of a module in the order of its schedule."""
     found: dict[str, collections.deque[OpRecord]] = collections.defaultdict(collections.deque)
     all_records = records(text, live_rows=live_rows, live_pairs=live_pairs, platform=platform)
     for record in all_records:
@@ -205,7 +207,7 @@ def _sending(launch: Launch, cluster: Cluster) -> float:
 
 
 def by_kind(step: StepTime) -> Mapping[str, float]:
-    """Returns {kind of record: seconds of all its executions}, the longest first."""
+    """Returns {kind of record: seconds of all executions}, the longest first."""
     total: dict[str, float] = collections.defaultdict(float)
     for record, seconds, _ in step.rows:
         total[record.kind] += seconds
