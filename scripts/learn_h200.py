@@ -71,6 +71,7 @@ def unknowing(predictor: Predictor) -> Predictor:
         devices={k: v for k, v in predictor.devices.items() if k != DEVICE},
         cards={k: v for k, v in predictor.cards.items() if k != DEVICE},
         errors={k: v for k, v in predictor.errors.items() if k != f"adapted {DEVICE}"},
+        learnt={k: v for k, v in predictor.learnt.items() if k != DEVICE},
     )
 
 

@@ -16,6 +16,7 @@ there (pallas_kernels/aot.py). What counts, and how:
   no FLOPs; transcendental functions have their own feature. Collectives have none.
 - Bytes: what the launched instruction reads of its operands and writes of its results; inside a
   fusion nothing. Of an operand that is only sliced the slices, of an update in place its part.
+- How long ago what is read was touched (cost/program_reuse.py) is no part of a record's hash.
 
 Not here: times (systems/cdmpp), the mesh axes of a collective (cost/hlo.py).
 """
@@ -32,9 +33,11 @@ from megajax.cost import program_work as work
 from megajax.cost.hlo import device_groups
 from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import Instruction
+from megajax.cost.program_reuse import Touched, reuse
 from megajax.cost.record import SIZES, OpRecord, record
 
 Platform = Literal["cpu", "gpu"]
+Key = tuple[str, str]  # a computation and an instruction of it
 _MOVES = frozenset(
     ("copy", "slice", "update", "reshape", "transpose", "concatenate", "broadcast", "convert")
 )
@@ -74,7 +77,12 @@ def records(
     devices = (int(partitions[1]) if partitions else 1) * (int(replicas[1]) if replicas else 1)
     module = Module(text, live_rows)
     reader = _Reader(module, where == "gpu", devices, live_pairs)
-    return list(reader.computation(module.entry, 1.0))
+    found = list(reader.computation(module.entry, 1.0))
+    known = reuse(module, reader.touched)
+    return [
+        one if key not in known else one.within(**dataclasses.asdict(known[key]))
+        for key, one in found
+    ]
 
 
 def _platform(compiled: Any) -> Platform:
@@ -93,9 +101,10 @@ class _Reader:
     def __init__(self, module: Module, is_gpu: bool, devices: int, live_pairs: float = 1.0):
         self._module, self._is_gpu, self._devices = module, is_gpu, devices
         self._live_pairs = live_pairs
+        self.touched: dict[Key, Touched] = {}
 
-    def computation(self, name: str, executions: float) -> Iterator[OpRecord]:
-        """Yields the records of a computation that runs so often."""
+    def computation(self, name: str, executions: float) -> Iterator[tuple[Key, OpRecord]]:
+        """Yields the records of a computation that runs so often, with their places."""
         around = self._module.instructions(name)
         for one in around.values():
             if one.opcode in work.FREE or one.opcode.endswith("-done"):
@@ -108,7 +117,8 @@ class _Reader:
                 for called in one.called:
                     yield from self.computation(called, executions)
             elif (found := self._launched(one, around, executions)) is not None:
-                yield found
+                self.touched[name, one.name] = self._touched(one, around)
+                yield (name, one.name), found
 
     def _trips(self, one: Instruction, loop: str, trips: int | None) -> int:
         if trips is None:
@@ -121,15 +131,15 @@ class _Reader:
 
     def _branch(
         self, one: Instruction, around: Mapping[str, Instruction], executions: float
-    ) -> list[OpRecord]:
+    ) -> list[tuple[Key, OpRecord]]:
         branches = one.branches
         if (index := _constant(one.operands[0], around)) is not None:
             branches = [branches[index] if 0 <= index < len(branches) else branches[-1]]
         priced = [list(self.computation(name, executions)) for name in branches]
 
-        def work_of(found: list[OpRecord]) -> tuple[float, float]:
-            flops = sum(r.flops * r.executions for r in found)
-            return flops, sum(r.nbytes * r.executions for r in found)
+        def work_of(found: list[tuple[Key, OpRecord]]) -> tuple[float, float]:
+            flops = sum(r.flops * r.executions for _, r in found)
+            return flops, sum(r.nbytes * r.executions for _, r in found)
 
         return max(priced, key=work_of, default=[])
 
@@ -143,6 +153,23 @@ class _Reader:
         if one.opcode == "copy-start":
             one = _plain_copy(one)
         return self._region(body.region(self._module, one, around), one, executions)
+
+    def _touched(self, one: Instruction, around: Mapping[str, Instruction]) -> Touched:
+        """Returns what an instruction reads of each operand and writes."""
+        given = [name for name in one.operands if name in around]
+        whole = [sum(a.nbytes for a in around[name].arrays) for name in given]
+        if one.opcode.removesuffix("-start") in work.COLLECTIVES:
+            return Touched(list(zip(given, whole, whole, strict=True)), one.array.nbytes)
+        found = body.region(self._module, one, around)
+        read = dict.fromkeys(given, 0.0)
+        for inner in found.order:
+            name = inner.name
+            if inner.opcode == "parameter" and inner.arguments.isdigit():
+                name = one.operands[int(inner.arguments)]
+            if inner.opcode == "parameter" and name in read:
+                read[name] += body.bytes_read(found, inner)
+        written = sum(found.written(result) for result in found.outputs)
+        return Touched([(n, read[n], w) for n, w in zip(given, whole, strict=True)], written)
 
     def _collective(
         self, one: Instruction, around: Mapping[str, Instruction], executions: float

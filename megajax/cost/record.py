@@ -26,7 +26,11 @@ from megajax.cost.base import ITEMSIZE
 FEATURES = (
     "flops", "bytes_read", "bytes_written", "transcendentals", "batch", "m", "n", "k", "elements",
     "rows", "width", "reduced", "reduces_minor", "operands", "indices", "transposed", "itemsize",
+    "distance", "cold", "around", "turns",
 )  # fmt: skip
+# Of the place in a program and not of the operation (cost/program_reuse.py); 0 where not known. No
+# part of the hash: a structure is the same structure wherever it stands.
+PLACE = ("distance", "cold", "around", "turns")
 # Classes of a leaf's operation. Like the names above, new ones go to the end: files of data sets
 # and weights of encoders are by place.
 OPCODES = (
@@ -91,6 +95,13 @@ class OpRecord:
     def __getitem__(self, feature: str) -> float:
         """Returns a feature by its name of FEATURES."""
         return float(self.features[FEATURES.index(feature)])
+
+    def within(self, **place: float) -> "OpRecord":
+        """Returns the record at a place of a program: values of PLACE."""
+        features = self.features.copy()
+        for name, value in place.items():
+            features[FEATURES.index(name)] = value
+        return dataclasses.replace(self, features=features)
 
     def floor_s(self, card: DeviceCard) -> float:
         """Returns seconds below which no execution can stay on this device."""
@@ -177,7 +188,8 @@ def record(
             raise UserError(f"{feature}={value} of a {kind} must be finite and not negative")
         features[_index(FEATURES, feature, "feature")] = value
     grown = tree(children)
-    parts = (kind, dtype, structure, features.tobytes(), grown.leaves.tobytes(),
+    own = features[: len(FEATURES) - len(PLACE)]
+    parts = (kind, dtype, structure, own.tobytes(), grown.leaves.tobytes(),
              grown.positions.tobytes())  # fmt: skip
     return OpRecord(
         kind,

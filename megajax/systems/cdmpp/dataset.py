@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import FEATURES, LEAF, OpRecord, Tree
+from megajax.cost.record import FEATURES, LEAF, PLACE, OpRecord, Tree
 
 VERSION = 1
 _TEXTS = ("kind", "hash", "dtype", "name")
@@ -109,7 +109,7 @@ class Dataset:
         """Returns the rows, each with the median time of all rows of equal structure and device.
 
         Instructions of equal structure take different times because the caches differ when they
-        start.
+        start. Where a structure stands in programs is the median of its rows too.
         """
         groups: dict[tuple[str, str], list[int]] = {}
         for row in np.flatnonzero(~np.isnan(self.seconds)).tolist():
@@ -118,7 +118,12 @@ class Dataset:
         middle = {key: np.median(self.seconds[rows]) for key, rows in groups.items()}
         for row in range(len(self)):
             seconds[row] = middle.get(self._key(row), np.nan)
-        return dataclasses.replace(self, seconds=seconds)
+        records = list(self.records)
+        for rows in groups.values():
+            typical = _typical([records[row] for row in rows])
+            for row in rows:
+                records[row] = typical
+        return dataclasses.replace(self, records=records, seconds=seconds)
 
     def without_duplicates(self) -> "Dataset":
         """Returns one row for each pair of structural hash and device, with its `typical` time.
@@ -183,6 +188,15 @@ class Dataset:
             raise UserError(
                 f"{path} is no data set of megajax, or it is damaged: {error}"
             ) from error
+
+
+def _typical(records: Sequence[OpRecord]) -> OpRecord:
+    """Returns the first of some records of one structure, at the median of their places."""
+    if all(record is records[0] for record in records):
+        return records[0]
+    places = np.array([[record[name] for name in PLACE] for record in records])
+    middle = np.expm1(np.median(np.log1p(places), 0))
+    return records[0].within(**dict(zip(PLACE, middle.tolist(), strict=True)))
 
 
 def _records(arrays: Mapping[str, np.ndarray]) -> list[OpRecord]:

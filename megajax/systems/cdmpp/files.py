@@ -47,6 +47,7 @@ def save(predictor: Any, path: str | os.PathLike[str]) -> None:
         "trained": list(predictor.trained),
         "cards": [card_as_json(card, name) for name, card in predictor.cards.items()],
         "ranges": dataclasses.asdict(predictor.ranges),
+        "learnt": {name: dataclasses.asdict(found) for name, found in predictor.learnt.items()},
         "errors": {k: [e.every, e.kinds.tolist()] for k, e in predictor.errors.items()},
         "facts": dict(predictor.facts),
     }
@@ -73,6 +74,7 @@ def load(path: str | os.PathLike[str] | None) -> dict[str, Any]:
             "scale": scale,
             "ranges": Ranges(**head["ranges"]),
             "devices": devices,
+            "learnt": {name: Ranges(**found) for name, found in head.get("learnt", {}).items()},
             "cards": dict(card_of_json(entry) for entry in head["cards"]),
             "errors": {k: Errors(e, np.array(kinds)) for k, (e, kinds) in head["errors"].items()},
             "trained": head["trained"],

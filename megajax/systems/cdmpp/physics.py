@@ -23,7 +23,16 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import KINDS, LEAF, LEAF_FEATURES, OPCODES, SIZES, OpRecord, peak
+from megajax.cost.record import (
+    KINDS,
+    LEAF,
+    LEAF_FEATURES,
+    OPCODES,
+    PLACE,
+    SIZES,
+    OpRecord,
+    peak,
+)  # fmt: skip
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
 TIMES = 8  # general times
@@ -31,8 +40,9 @@ LEAVES = 8  # of a record for the encoder; of a longer tree, some at even distan
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
     "batch", "m", "n", "k", "flops", "transcendentals", "elements", "rows", "width", "reduced",
-    "indices", "operands",
+    "indices", "operands", *PLACE,
 )  # fmt: skip
+PLACES = slice(len(_LOGS) - len(PLACE), len(_LOGS))  # of a program's inputs
 LOGS = len(_LOGS) + 4 + len(TILES)
 _FLAGS = 8 + 5 + len(KINDS) + len(DTYPES)
 INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program

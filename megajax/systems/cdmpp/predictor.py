@@ -44,7 +44,8 @@ class Predictor:
     was fitted for each known device. cards: of the known devices. errors: relative errors by kind
     of record: of known devices ('known'), of adapted ones ('adapted NAME'), and what each unit of
     distance to the nearest known device adds ('away'). trained: names of the devices of `fit`.
-    facts: source, date and commit of the training.
+    facts: source, date and commit of the training. learnt: the ranges of the rows that each device
+    was adapted to.
     """
 
     graph: Any
@@ -56,6 +57,7 @@ class Predictor:
     errors: Mapping[str, calibration.Errors]
     trained: Sequence[str]
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    learnt: Mapping[str, Ranges] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -126,10 +128,11 @@ class Predictor:
             return np.zeros(0), np.zeros(0)
         rows = programs(records)
         name = self._name(card)
-        far = self.ranges.beyond(rows, records, card, known=name is not None)
+        twin = name or nearness.twin(card, {k: self.cards[k] for k in self._adapted})
+        learnt = None if twin is None else self.learnt.get(twin)
+        far = self.ranges.beyond(rows, records, card, known=name is not None, learnt=learnt)
         if far:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
-        twin = name or nearness.twin(card, {k: self.cards[k] for k in self._adapted})
         share_R = np.ones(len(rows)) if twin is not None else nearness.share(rows.kinds_R)
         logs_ER = self._logs(rows, card, self._device(twin, card), share_R)
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
@@ -167,9 +170,11 @@ class Predictor:
                 f"adapting needs rows with measured seconds: of {len(dataset)} rows none has them"
             )
         devices, cards, errors = dict(self.devices), dict(self.cards), dict(self.errors)
+        learnt = dict(self.learnt)
         for name in sorted(set(data.devices)):
             part = sample(data.of(name), _MOST_ADAPTED, 0)
             rows = programs(part.records)
+            learnt[name] = Ranges.of(part, rows).joined(learnt.get(name))
             labelled = _rows(part, rows, [name], self.scale)
             prior = self._device(name if name in self.devices else None, data.cards[name], name)
             folds = calibration.leave_out(len(part))
@@ -189,7 +194,7 @@ class Predictor:
                 errors[f"adapted {name}"] = self.errors["known"].rescaled(score_R, rows.kinds_R)
             else:
                 errors[f"adapted {name}"] = self._unseen(data.cards[name], name)
-        return dataclasses.replace(self, devices=devices, cards=cards, errors=errors)
+        return dataclasses.replace(self, devices=devices, cards=cards, errors=errors, learnt=learnt)
 
     @property
     def _adapted(self) -> list[str]:

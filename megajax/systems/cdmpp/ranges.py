@@ -27,13 +27,18 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Kinds, opcodes and data types of the training rows; ranges of their sizes and cards."""
+    """Kinds, opcodes and data types of the training rows; ranges of their sizes and cards.
+
+    pairs: "KIND DTYPE" of each row. The rows that a device was adapted to have ranges of their own:
+    a data type that is only there is known on that device, in the kinds of records that have it.
+    """
 
     kinds: Sequence[str]
     opcodes: Sequence[str]
     dtypes: Sequence[str]
     sizes: Mapping[str, Sequence[float]]
     cards: Mapping[str, Sequence[float]]
+    pairs: Sequence[str] = ()
 
     @classmethod
     def of(cls, data: Dataset, rows: Programs) -> "Ranges":
@@ -50,25 +55,54 @@ class Ranges:
                 for used in [sorted(set(zip(data.devices, rows.dtypes, strict=True)))]
                 for name in ("FLOP/s", "bytes/s of memory", "SMs", "bytes of L2")
             },
+            sorted({f"{record.kind} {record.dtype}" for record in data.records}),
         )
 
+    def joined(self, other: "Ranges | None") -> "Ranges":
+        """Returns what either has."""
+        if other is None:
+            return self
+        both = {
+            name: sorted({*getattr(self, name), *getattr(other, name)})
+            for name in ("kinds", "opcodes", "dtypes", "pairs")
+        }
+        wider = {
+            name: {key: _wider(mine[key], their[key]) for key in mine}
+            for name, mine, their in (
+                ("sizes", self.sizes, other.sizes), ("cards", self.cards, other.cards),
+            )
+        }  # fmt: skip
+        return Ranges(**both, **wider)
+
     def beyond(
-        self, rows: Programs, records: Sequence[OpRecord], card: DeviceCard, *, known: bool
+        self,
+        rows: Programs,
+        records: Sequence[OpRecord],
+        card: DeviceCard,
+        *,
+        known: bool,
+        learnt: "Ranges | None" = None,
     ) -> list[str]:
         """Returns a sentence for each property that is unlike the training; [] if there is none.
 
         known: whether the predictor knows this device by its name; its card is then not compared.
+        learnt: ranges of the rows that this device, or the device with the same chip, was adapted
+        to.
         """
-        found = []
+        found, near = [], self.joined(learnt)
         for what, here, seen in (
-            ("kind", {record.kind for record in records}, self.kinds),
-            ("operation", {OPCODES[i] for i in np.flatnonzero(_opcodes(rows))}, self.opcodes),
-            ("data type", set(rows.dtypes), self.dtypes),
+            ("kind", {record.kind for record in records}, near.kinds),
+            ("operation", {OPCODES[i] for i in np.flatnonzero(_opcodes(rows))}, near.opcodes),
+            ("data type", set(rows.dtypes), near.dtypes),
         ):
             for name in sorted(here - set(seen)):
                 found.append(f"the training had no {what} {name}")
+        pairs = {(r.kind, r.dtype) for r in records if r.dtype not in self.dtypes}
+        for kind, dtype in sorted(pairs):
+            if dtype in near.dtypes and f"{kind} {dtype}" not in near.pairs:
+                found.append(f"the training had no {kind} of data type {dtype}")
         table = np.array([record.features for record in records])
-        for name, (low, high) in self.sizes.items():
+        for name, (low, high) in near.sizes.items():
             values = table[:, FEATURES.index(name)]
             far = (values > high * MARGIN) | ((values > 0) & (values < low / MARGIN))
             if far.any():
@@ -78,7 +112,7 @@ class Ranges:
                 )
         for dtype in () if known else sorted(set(rows.dtypes)):
             for name, value in _of_card(card, dtype).items():
-                low, high = self.cards[name]
+                low, high = near.cards[name]
                 if not low / MARGIN <= value <= high * MARGIN:
                     found.append(
                         f"{name} of {card.name}, {value:.4g}, is more than {MARGIN:g} times beyond "
@@ -89,6 +123,12 @@ class Ranges:
 
 def _opcodes(rows: Programs) -> np.ndarray:
     return (rows.leaves_RNC[..., : len(OPCODES)] > 0).any((0, 1))
+
+
+def _wider(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Returns the range of both; (0, 0) is none."""
+    real = [each for each in (one, other) if each[1] > 0] or [(0.0, 0.0)]
+    return min(low for low, _ in real), max(high for _, high in real)
 
 
 def _range(values: np.ndarray) -> tuple[float, float]:

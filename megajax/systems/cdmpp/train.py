@@ -35,7 +35,7 @@ from megajax.systems.cdmpp.network import (
     combine,
     plain_device,
 )
-from megajax.systems.cdmpp.physics import LOGS, Programs, Times
+from megajax.systems.cdmpp.physics import LOGS, PLACES, Programs, Times
 
 Array = jax.Array
 BATCH = 512
@@ -47,9 +47,17 @@ _KNOWN = 0.85  # share of the steps in which a row has traits (chosen as below: 
 _PRIOR = Device(traits=0.2, shift=0.2, offsets=0.3)
 
 
+def is_placed(inputs_RX: np.ndarray) -> np.ndarray:
+    """Returns which rows have a known place in a program: 0 bytes around them are none."""
+    return inputs_RX[:, PLACES].any(-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Mean, deviation and range of the logarithms among a program's inputs, in training."""
+    """Mean, deviation and range of the logarithms among a program's inputs, in training.
+
+    The place in a program is standardised over the rows that have one, and is the mean for others.
+    """
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -60,12 +68,19 @@ class Scale:
     def of(cls, inputs_RX: np.ndarray) -> "Scale":
         """Returns the scale of these rows."""
         logs = inputs_RX[:, :LOGS].astype(np.float64)
-        return cls(logs.mean(0), logs.std(0) + 1e-3, logs.min(0), logs.max(0))
+        known = is_placed(logs)
+        scale = cls(logs.mean(0), logs.std(0) + 1e-3, logs.min(0), logs.max(0))
+        if known.any():
+            placed = cls.of(inputs_RX[known]) if not known.all() else scale
+            for mine, their in zip(vars(scale).values(), vars(placed).values(), strict=True):
+                mine[PLACES] = their[PLACES]
+        return scale
 
     def __call__(self, rows: Programs) -> Inputs:
         """Returns rows for the network. Beyond the range of the training, offsets stay constant."""
         logs = np.clip(rows.inputs_RX[:, :LOGS], self.low, self.high)
         logs = (logs - self.mean) / self.deviation
+        logs[~is_placed(rows.inputs_RX), PLACES] = 0
         inputs = np.concatenate([logs, rows.inputs_RX[:, LOGS:]], -1).astype(np.float32)
         return Inputs(inputs, rows.leaves_RNC, rows.positions_RN, rows.kinds_R.astype(np.int32))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import warnings
 
 import known_gpu
 import numpy as np
@@ -154,6 +155,30 @@ def test_what_the_training_had_not_is_warned_of(fitted):
         with pytest.warns(FarFromTraining, match=message):
             seconds, _ = fitted.predict(records, card)
         assert np.all(seconds > 0) and np.all(np.isfinite(seconds))
+
+
+def test_rows_of_a_device_are_near_on_it_in_their_kinds(fitted, tmp_path):
+    """A data type that only an adaptation had is known on that device, in the kinds it had it."""
+    half = [product(1, 256 * i, 512, 256, "bfloat16") for i in range(1, 9)]
+    data = Dataset(half, np.full(8, 1e-4), ["largest"] * 8, known_gpu.CARDS)
+    path = tmp_path / "predictor.npz"
+    fitted.adapt(data).save(path)
+    adapted = Predictor.load(path)
+    near = product(1, 640, 512, 256, "bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FarFromTraining)
+        adapted.predict([near], known_gpu.CARDS["largest"])
+    added = rowwise(("add",), 512, 256, 2, "bfloat16")
+    for record_, name, message in (
+        (near, "wide", "no data type bfloat16"),
+        (added, "largest", "the training had no fusion of data type bfloat16"),
+        (product(1, 10**6, 512, 256, "bfloat16"), "largest", "m of 1 operations"),
+        (rowwise(("add",), 512, 256, 2, "float16"), "largest", "no data type float16"),
+    ):
+        with pytest.warns(FarFromTraining, match=message):
+            adapted.predict([record_], known_gpu.CARDS[name])
+    again = adapted.adapt(known_gpu.dataset(("largest",), 12, seed=1))
+    assert "product bfloat16" in again.learnt["largest"].pairs  # rows of before stay known
 
 
 def test_bad_input_is_refused(fitted):
