@@ -118,7 +118,7 @@ class _Walk:
         return result
 
     def _loop(self, body: str, trips: int, before: Sequence[Any], turns: float) -> Any:
-        state = before[0] if before else None
+        state, began = before[0] if before else None, self.clock
         for _ in range(min(trips, 2)):
             began = self.clock
             state = self.computation(body, {0: state}, turns * trips)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,17 +63,14 @@ class Ranges:
         """Returns what either has."""
         if other is None:
             return self
-        both = {
+        values: dict[str, Any] = {
             name: sorted({*getattr(self, name), *getattr(other, name)})
             for name in ("kinds", "opcodes", "dtypes", "pairs")
         }
-        wider = {
-            name: {key: _wider(mine[key], their[key]) for key in mine}
-            for name, mine, their in (
-                ("sizes", self.sizes, other.sizes), ("cards", self.cards, other.cards),
-            )
-        }  # fmt: skip
-        return Ranges(**both, **wider)
+        for name in ("sizes", "cards"):
+            mine, their = getattr(self, name), getattr(other, name)
+            values[name] = {key: _wider(mine[key], their[key]) for key in mine}
+        return Ranges(**values)
 
     def beyond(
         self,
