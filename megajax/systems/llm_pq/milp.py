@@ -1,11 +1,11 @@
 """The integer programs of LLM-PQ for one pair of micro-batch sizes, solved by HiGHS.
 
 Layers differ in quality only, so time and memory depend on COUNTS alone: how many layers of each
-width every device has, and which devices come first and last. `Counts` is that program, with at
-most D x (B + 3) whole numbers. Where quality is bounded and layers are unlike, it takes the best
-widths of layers wherever they stand, so it is a relaxation; where layers are alike it is exact.
-`Layers` adds the place of every layer: a device's layers are neighbours, so the order of devices
-follows from the solution and needs no search.
+width every device has, and which devices come first and last. `Counts` is the program over these,
+with at most D x (B + 3) integers. If quality is bounded and layers lose different quality, it
+assigns widths to layers without regard to their place, so it is a relaxation; if layers are alike,
+it is exact. `Layers` adds the place of every layer. The layers of a device are consecutive, so the
+order of devices follows from the solution and needs no search.
 
 Legend: L layers, D devices, B widths in bits, K kinds of layers (rows of omega that are equal).
 """
@@ -25,9 +25,9 @@ Term = tuple[np.ndarray, np.ndarray | float]  # variables, coefficients
 
 @dataclass(frozen=True)
 class Found:
-    """What HiGHS gave. x: the best solution, None: none yet. bound: no solution is below it.
+    """The result of HiGHS. x: the best solution, None: none yet. bound: no solution is below it.
 
-    closed: proven, either optimal or (x is None) infeasible.
+    closed: whether x is proven optimal or, if x is None, the program infeasible.
     """
 
     x: np.ndarray | None

@@ -1,13 +1,13 @@
-"""What LLM-PQ decides, and what a decision costs: partition, bits of every layer, micro-batches.
+"""The planning problem of LLM-PQ: partition of layers, bits of every layer, micro-batches; times.
 
 A pipeline of unlike devices serves a fixed set of requests: all prompts first (prefill), then
-`new_tokens - 1` rounds of decoding, since the prefill gives the first token. LLM-PQ (arXiv
-2403.01136) minimises a sum that leaves out the round trip of decoding: a micro-batch cannot begin
-its next token before its last one has left the last stage. Here the time of a round is
+`new_tokens - 1` rounds of decoding, since the prefill gives the first token. The objective of
+LLM-PQ (arXiv 2403.01136) leaves out the round trip of decoding: a micro-batch cannot begin its next
+token before its previous one has left the last stage. Here the time of a round is
 
     R = max(sum of stages and links, m x slowest of them)        m micro-batches
 
-and decoding takes (n - 2) R + sum + (m - 1) slowest. The simulator (simulator.py) is the referee.
+and decoding takes (n - 2) R + sum + (m - 1) slowest. simulator.py checks this event by event.
 
 Legend: L layers, D devices, B widths in bits, S stages.
 """
@@ -31,14 +31,15 @@ Stage = tuple[int, int, int]  # (device, first layer, layer behind the last)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model of L equally shaped layers, D devices and a set of requests.
+    """A model of L layers of equal shape, D devices and a set of requests.
 
-    bits: widths that a layer may have. omega: (L, B) loss of quality of a layer at a width, in any
-    unit, at least 0. prefill_s, decode_s: {micro-batch: (D, B) seconds of ONE layer}.
-    prefill_hop_s, decode_hop_s: {micro-batch: seconds from a stage to the next}. layer_bytes: (B,)
-    of the weights. cache_bytes: of one layer, for all requests. first_bytes, last_bytes: what the
-    first and the last stage hold beside their layers. memory: (D,) bytes. new_tokens: of a request.
-    Requests that a micro-batch does not divide leave a last one that takes as long as a full one.
+    bits: the B widths that a layer may have. omega: (L, B) loss of quality of a layer at a width,
+    in any unit, at least 0. prefill_s, decode_s: {size of a micro-batch in requests: (D, B) seconds
+    of ONE layer for one micro-batch}. prefill_hop_s, decode_hop_s: {size: seconds from one stage to
+    the next}. layer_bytes: (B,) bytes of a layer's weights. cache_bytes: of one layer's keys and
+    values for all requests. first_bytes, last_bytes: what the first and the last stage hold besides
+    their layers. memory: (D,) bytes. requests: their number. new_tokens: tokens of each answer.
+    If a micro-batch does not divide the requests, the last one is smaller but takes as long.
     Raises: UserError for shapes that do not match and for numbers that are negative or not finite.
     """
 
@@ -57,7 +58,7 @@ class Problem:
     new_tokens: int
 
     def __post_init__(self) -> None:
-        """Turns everything into arrays, and checks it."""
+        """Converts the fields to arrays and checks them."""
         put = object.__setattr__
         put(self, "bits", tuple(int(b) for b in self.bits))
         widths = len(self.bits)
@@ -91,20 +92,20 @@ class Problem:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self.omega)
 
     @property
     def devices(self) -> int:
-        """D."""
+        """D, the number of devices."""
         return len(self.memory)
 
     def batches(self, size: int) -> int:
-        """Returns how many micro-batches of this size the requests make."""
+        """Returns the number of micro-batches of this size, rounded up."""
         return -(-self.requests // size)
 
     def twins(self) -> list[tuple[int, int]]:
-        """Returns pairs of devices, neighbours of their kind, that no plan can tell apart."""
+        """Returns pairs of successive devices of equal memory and times, which are exchangeable."""
         pairs, last = [], {}
         for j in range(self.devices):
             rows = [*self.prefill_s.values(), *self.decode_s.values()]
@@ -137,7 +138,7 @@ def _numbers(name: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray
 
 @dataclass(frozen=True)
 class Times:
-    """What a placement takes: seconds of all prefills, of all decoding, and tokens a second."""
+    """Times of a placement: seconds of all prefills and of all decoding, and tokens a second."""
 
     prefill_s: float
     decode_s: float
@@ -151,12 +152,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds which layers in how many bits, and how large micro-batches are.
+    """A plan: which device holds which layers in how many bits, and the sizes of micro-batches.
 
-    stages: (device, first layer, layer behind the last) in the pipeline's order; devices that are
-    not named stay unused. bits: of each layer. gap: how much shorter the whole time could be at
-    most, as a fraction of it; 0: proven optimal. omega: the sum over layers. status: 'optimal',
-    'time limit', 'interrupted' or 'heuristic': why the search ended.
+    stages: (device, first layer, one past the last layer) in the pipeline's order; devices that are
+    not named stay unused. bits: of each layer. prefill_batch, decode_batch: requests of a
+    micro-batch. tokens_per_s: of all answers. gap: no placement is shorter by a larger fraction of
+    the whole time; 0: proven optimal. prefill_s, decode_s: seconds of each phase. omega: loss of
+    quality, summed over layers. status: why the search ended: 'optimal', 'time limit',
+    'interrupted' or 'heuristic'.
     """
 
     stages: tuple[Stage, ...]
@@ -189,7 +192,10 @@ class Placement:
 def timed(
     problem: Problem, stages: Sequence[Stage], bits: Sequence[int], prefill: int, decode: int
 ) -> Times:
-    """Returns the times of a placement by the closed form of the module's docstring."""
+    """Returns the times of a placement by the formula of the module's docstring.
+
+    Args: bits: of each layer. prefill, decode: requests of a micro-batch in each phase.
+    """
     column = {b: k for k, b in enumerate(problem.bits)}
 
     def spent(table: np.ndarray) -> list[float]:
@@ -203,7 +209,7 @@ def timed(
 def of_stages(
     problem: Problem, prefill_S: list[float], decode_S: list[float], prefill: int, decode: int
 ) -> Times:
-    """Returns the times of stages that take these seconds for a micro-batch in each phase."""
+    """Returns the times of stages by their seconds (S,) for one micro-batch in each phase."""
     links = len(prefill_S) - 1
     prefill_S = [*prefill_S, *[problem.prefill_hop_s[prefill]] * links]
     decode_S = [*decode_S, *[problem.decode_hop_s[decode]] * links]
@@ -218,7 +224,7 @@ def of_stages(
 
 
 def omega_of(problem: Problem, bits: Sequence[int]) -> float:
-    """Returns the loss of quality of these widths, summed over layers."""
+    """Returns the loss of quality of these bits (one entry a layer), summed over layers."""
     column = {b: k for k, b in enumerate(problem.bits)}
     return float(sum(row[column[b]] for row, b in zip(problem.omega, bits, strict=True)))
 
@@ -238,7 +244,10 @@ def held(problem: Problem, stages: Sequence[Stage], bits: Sequence[int]) -> list
 def violations(
     problem: Problem, stages: Sequence[Stage], bits: Sequence[int], quality: float | None
 ) -> list[str]:
-    """Returns what a placement breaks: one sentence each; [] means that it is legal."""
+    """Returns a sentence for each rule that a placement breaks; []: it is legal.
+
+    Args: quality: bound on the sum of omega; None: no bound.
+    """
     found = []
     devices = [d for d, _, _ in stages]
     if len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.devices)):

@@ -1,7 +1,8 @@
-"""What all solvers of LLM-PQ share: the clock, the best placement so far, and the bounds.
+"""The state that all solvers of LLM-PQ share: the clock, the best placement so far, the bounds.
 
-A pair is (micro-batch of prefill, micro-batch of decoding): each has a program of its own. The
-bound of a pair is a time that none of its placements goes below; the gap follows from the smallest.
+A pair is (micro-batch size of prefill, micro-batch size of decoding); each pair has an integer
+program of its own. The bound of a pair is a time that no placement of the pair is below. The gap is
+that of the smallest bound.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ POLL_S = 0.2  # (chosen) how often the thread that Ctrl-C reaches looks
 
 @dataclass
 class Search:
-    """The state of one search. hints: stages that counts proposed, whose widths lost too much."""
+    """The state of one search. hints: stages from counts whose widths lost too much quality."""
 
     problem: Problem
     quality: float | None
@@ -52,7 +53,7 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """How much shorter than the best the time may be, as a fraction."""
+        """By which fraction a placement may still be shorter than the best one, at most."""
         bound = min(min(self.bounds.values(), default=0.0), self.seconds)
         gap = 1 - bound / self.seconds if self.seconds else 0.0
         return 0.0 if gap < 2 * CLOSE else gap
@@ -62,7 +63,7 @@ class Search:
         return self.bounds[pair] < self.seconds * (1 - CLOSE)
 
     def raise_bound(self, pair: Pair, bound: float) -> None:
-        """Notes that nothing of a pair is below the bound."""
+        """Notes that no placement of a pair is below the bound, in seconds."""
         self.bounds[pair] = max(self.bounds[pair], bound)
 
     def offer(self, stages: list[Stage], bits: list[int], pair: Pair) -> bool:

@@ -1,10 +1,12 @@
-"""The planner: the fastest placement that keeps the memory and the quality, with proof.
+"""The planner: the fastest placement within memory and quality, with a bound on what is left.
 
-'exact': for each pair of micro-batch sizes, in the order of their linear bounds, the program over
-counts gives a bound and, through the best arrangement of its counts, a placement. Where unlike
-layers keep the two apart, the program over layers decides. Pairs whose bound is not below the best
-placement are never solved. 'counts': the same without the program over layers, exact where layers
-are alike. 'transfer': the paper's heuristic, with the gap to the linear bounds.
+'exact': pairs of micro-batch sizes are solved in the order of their linear bounds. For each pair,
+an integer program over counts (layers of each width on each device) gives a lower bound of the
+time, and the best arrangement of its counts gives a placement. If the placement does not reach the
+bound, because layers differ in quality, an integer program over single layers decides. Pairs whose
+bound is not below the best placement are skipped. 'counts': the same without the program over
+layers; it is exact if all layers lose the same quality. 'transfer': the paper's heuristic, with the
+gap to the linear bounds.
 """
 
 import itertools
@@ -41,11 +43,12 @@ def solve(
 ) -> Placement:
     """Returns the placement with the most tokens a second.
 
-    Args: quality: the most that the sum of omega may be; None: any. time_limit_s: of the search; a
-      search that it ends, or Ctrl-C, gives the best placement found so far with its gap. start:
-      plans to begin with; those that break memory or quality are passed over.
-    Raises: UserError when no placement keeps memory and quality, with the bytes that are missing,
-      or when the time limit ends before one is found; KeyboardInterrupt before one is found.
+    Args: quality: bound on the sum of omega; None: no bound. solver: see the module's text.
+      time_limit_s: seconds of the search; at its end, or after Ctrl-C, the best placement so far is
+      returned with its gap. start: (stages, bits, micro-batch sizes) to begin with; those that
+      break memory or quality are ignored.
+    Raises: UserError if no placement fits memory and quality, with the missing bytes, or if the
+      time limit ends before one is found; KeyboardInterrupt after Ctrl-C before one is found.
     """
     if solver not in SOLVERS:
         near = did_you_mean(solver, SOLVERS)
@@ -125,7 +128,7 @@ def _rounds(search: Search, pairs: list[Pair], step: Step) -> None:
 
 
 def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
-    """Bounds a pair and offers placements. Returns whether counts can tell no more of it."""
+    """Bounds a pair and offers placements. Returns whether the program over counts was solved."""
     quality, tighter = search.quality, 0.0
     closed = False
     for tries in range(TIGHTER):

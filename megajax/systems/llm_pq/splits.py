@@ -1,6 +1,6 @@
-"""Partitions of layers of one width: the even split, and the one whose slowest stage is fastest.
+"""Partitions of layers of one width: the even split, and the one with the fastest slowest stage.
 
-Rivals use them, and the planner begins with them, so that it is never slower than they are.
+Rivals use them. The planner starts from them, so its result is never slower than theirs.
 """
 
 import bisect
@@ -13,8 +13,10 @@ from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
 
 
 def even_split(problem: Problem) -> list[Stage]:
-    """Returns as many layers for every device, in the order of the cluster; the first ones take the
-    layers that remain. Devices beyond the layers stay unused."""
+    """Returns stages with equally many layers, in the order of the cluster.
+
+    The first devices take the remaining layers. Devices beyond the number of layers stay unused.
+    """
     devices = min(problem.devices, problem.layers)
     small, more = divmod(problem.layers, devices)
     edges = [0]
@@ -24,9 +26,11 @@ def even_split(problem: Problem) -> list[Stage]:
 
 
 def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stage] | None:
-    """Returns the stages whose slowest is fastest, of layers of one width; None: none fit.
+    """Returns the stages with the fastest slowest stage, all layers of one width; None: none fits.
 
-    Of the numbers of layers that reach that, the slowest devices have as few as possible.
+    Among equally fast partitions, the slowest devices get as few layers as possible.
+    Args: column: index of the width in problem.bits. seconds_D: seconds of one layer on each
+    device.
     """
     each = problem.layer_bytes[column] + problem.cache_bytes
     D = problem.devices
