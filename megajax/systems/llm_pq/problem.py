@@ -13,7 +13,7 @@ Legend: L layers, D devices, B widths in bits, S stages.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.core.files import read_object
 
-SLACK = 1e-9  # of a budget, for sums of floats in another order
+SLACK = 1e-12  # of a budget, for sums of floats in another order
 MOST_BYTES = 2**24  # (chosen) of a placement's file
 
 Stage = tuple[int, int, int]  # (device, first layer, layer behind the last)
@@ -60,19 +60,27 @@ class Problem:
     def __post_init__(self) -> None:
         """Converts the fields to arrays and checks them."""
         put = object.__setattr__
-        put(self, "bits", tuple(int(b) for b in self.bits))
+        if not isinstance(self.bits, Iterable):
+            raise UserError(f"bits={self.bits!r} must be a sequence of widths, such as (4, 8, 16)")
+        put(self, "bits", tuple(_whole("a width of bits", b) for b in self.bits))
         widths = len(self.bits)
         if widths == 0 or len(set(self.bits)) < widths:
             raise UserError(f"bits={self.bits} must be different widths, at least one")
-        put(self, "memory", _numbers("memory", self.memory, (None,)))
+        put(self, "memory", _numbers("memory", self.memory, ("devices",)))
         shape = (len(self.memory), widths)
-        put(self, "omega", _numbers("omega", self.omega, (None, widths)))
+        put(self, "omega", _numbers("omega", self.omega, ("layers", widths)))
         put(self, "layer_bytes", _numbers("layer_bytes", self.layer_bytes, (widths,)))
         for name in ("prefill", "decode"):
             times = getattr(self, f"{name}_s")
             hops = getattr(self, f"{name}_hop_s")
-            if not times or any(not size >= 1 for size in times):
-                raise UserError(f"{name}_s must have micro-batches of at least one request")
+            for member, table in ((f"{name}_s", times), (f"{name}_hop_s", hops)):
+                if not isinstance(table, Mapping) or not table:
+                    raise UserError(
+                        f"{member} must be a dictionary {{requests of a micro-batch: seconds}} "
+                        f"with one entry at least; got {table!r}"
+                    )
+                for size in table:
+                    _whole(f"a micro-batch of {member}", size)
             if missing := sorted(set(times) - set(hops)):
                 raise UserError(f"{name}_hop_s has no seconds for micro-batches {missing}")
             put(self, f"{name}_s", {
@@ -86,9 +94,7 @@ class Problem:
         for name in ("cache_bytes", "first_bytes", "last_bytes"):
             put(self, name, float(_numbers(name, getattr(self, name), ())))
         for name in ("requests", "new_tokens"):
-            if not getattr(self, name) >= 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1; nearest: 1")
-            put(self, name, int(getattr(self, name)))
+            put(self, name, _whole(name, getattr(self, name)))
 
     @property
     def layers(self) -> int:
@@ -120,17 +126,33 @@ class Problem:
         return bool((self.omega == self.omega[0]).all())
 
 
-def _numbers(name: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray:
+def _whole(name: str, value: Any) -> int:
     try:
+        found = int(value)
+        if found == value and found >= 1:
+            return found
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(f"{name} must be a whole number, at least 1; got {value!r}")
+
+
+def _numbers(name: str, value: Any, shape: tuple[int | str, ...]) -> np.ndarray:
+    """shape: a word stands for any size from 1 on."""
+    try:
+        if np.iscomplexobj(value):
+            raise TypeError
         found = np.asarray(value, float)
     except (TypeError, ValueError):
-        raise UserError(f"{name} must be numbers") from None
+        raise UserError(f"{name} must be real numbers") from None
     fits = found.ndim == len(shape) and all(
-        want in (None, have) for want, have in zip(shape, found.shape, strict=False)
+        have >= 1 if isinstance(want, str) else have == want
+        for want, have in zip(shape, found.shape, strict=True)
     )
-    if not fits or (shape and not found.size):
-        wanted = " x ".join("any" if n is None else str(n) for n in shape) or "one number"
-        raise UserError(f"{name} has shape {found.shape}; it must be {wanted}")
+    if not fits:
+        wanted = f"({', '.join(map(str, shape))})" if shape else "one number"
+        if words := [want for want in shape if isinstance(want, str)]:
+            wanted += f", with one of the {words[0]} at least"
+        raise UserError(f"{name} has the shape {found.shape}; it must be {wanted}")
     if not (np.isfinite(found).all() and (found >= 0).all()):
         raise UserError(f"{name} must be finite and at least 0")
     return found

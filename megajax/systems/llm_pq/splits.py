@@ -41,7 +41,9 @@ def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stag
         room_D = problem.memory * (1 + SLACK)
         room_D[first] -= problem.first_bytes
         room_D[last] -= problem.last_bytes
-        most_D = np.floor(np.maximum(room_D, -1) / each).astype(int)
+        most_D = np.where(room_D < 0, 0, problem.layers)
+        if each > 0:
+            most_D = np.minimum(np.floor(np.maximum(room_D, 0) / each), most_D).astype(int)
         if (room_D[[first, last]] < 0).any():
             continue
         found = _spread(problem.layers, most_D, seconds_D)
@@ -73,7 +75,9 @@ def _spread(
     limits = sorted({float(k * s) for s in seconds_D for k in range(1, layers + 1)})
 
     def able(limit: float) -> np.ndarray:
-        return np.minimum(most_D, np.floor(limit / seconds_D * (1 + 1e-12)).astype(int)).clip(0)
+        free_D = np.full(len(seconds_D), np.inf)  # layers that take no time
+        fit_D = np.divide(limit, seconds_D, out=free_D, where=seconds_D > 0)
+        return np.minimum(most_D, np.floor(fit_D * (1 + 1e-12))).astype(int)
 
     if int(able(limits[-1]).sum()) < layers:
         return None
