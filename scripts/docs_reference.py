@@ -16,8 +16,8 @@ PACKAGES = (
     "megajax.layers", "megajax.models", "megajax.monitor", "megajax.monitor.fleet",
     "megajax.monitor.sources",
     "megajax.parallel", "megajax.quant", "megajax.schedule", "megajax.search", "megajax.serving",
-    "megajax.systems", "megajax.systems.llm_pq", "megajax.systems.minder", "megajax.training",
-    "pallas_kernels",
+    "megajax.systems", "megajax.systems.cdmpp", "megajax.systems.llm_pq", "megajax.systems.minder",
+    "megajax.training", "pallas_kernels",
 )  # fmt: skip
 Definition = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
 

@@ -1,4 +1,4 @@
-"""Numbers in few bits: formats, arrays that are stored in them, codecs of what is sent."""
+"""Numbers in few bits: formats, quantized arrays and models, codecs for collectives."""
 
 from megajax.core.lazy import public
 

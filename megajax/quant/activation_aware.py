@@ -1,13 +1,13 @@
-"""AWQ (arXiv 2306.00978): weights of large inputs are scaled up before they are rounded.
+"""AWQ (arXiv 2306.00978): scales the weights of large inputs up before rounding them.
 
-Of a product x w the inputs are divided, and the rows of w multiplied, by a scale each:
+In a product x w each input is divided, and the row of w multiplied, by a scale:
 
     x w = (x / s) (s w) ~ (x / s) Q(s w),      s_k = (mean |x_k|)^a, normalised
 
 a is searched in [0, 1) for the least error over the calibration tokens (section 3.2). Then the
-largest magnitude of each group and output is cut by the share that makes the group's own error
-least (the authors' `auto_clip`). Dividing the inputs costs nothing where what makes them has a
-factor a channel, such as a norm's gain.
+weights of each group and output are clipped to the share of their largest magnitude that gives the
+least error of the group (the authors' `auto_clip`). The division of the inputs is free if they come
+from an operation with a factor for each channel, such as the gain of a norm.
 
 Legend: K inputs, N outputs, G groups of C rows.
 """
@@ -33,13 +33,14 @@ _CLIPS = 10  # (the authors' code, max_shrink 0.5 of 20 steps) shares of the lar
 def awq(
     w_KN: Array, x_TK: Array | Statistics, fmt: Format, *, grid: int = GRID, clip: bool = True
 ) -> tuple[QTensor, Array]:
-    """Returns (the quantized weight, whose rows are scaled; scale_K float32 of those rows).
+    """Returns (q, the quantized weight with scaled rows; scale_K, float32, of those rows).
 
-    x w is then about (x / scale_K) dequantize(q). One of the exponents is 0, with scales of 1: the
-    error over the calibration tokens is never above that of rounding to nearest.
+    x w is then about (x / scale_K) dequantize(q). One exponent that is tried is 0, with scales of
+    1, so the error over the calibration tokens never exceeds that of rounding to nearest.
 
-    Args: w_KN: of a floating type. x_TK: the product's inputs in calibration, or their Statistics.
-        fmt: as of `gptq`. grid: exponents that are tried. clip: whether magnitudes may be cut.
+    Args: w_KN: (inputs, outputs), of a floating type. x_TK: inputs of the product on calibration
+        text, or their Statistics. fmt: as in `gptq`. grid: number of exponents that are tried.
+        clip: whether weights may be clipped.
     Raises: UserError as `gptq`.
     """
     fmt = row_format("awq", w_KN, fmt)

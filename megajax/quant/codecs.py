@@ -1,4 +1,4 @@
-"""Codecs of the wire: an array of N numbers becomes one row of bytes, and comes back as float32.
+"""Codecs for collectives: an array of N numbers becomes one row of bytes and returns as float32.
 
 A codec of one level is a Format, or a plain floating type. Codecs of several levels name one for
 the gather of weights (`weights`), one for the exchange of gradients inside a node (`inside`) and
@@ -9,9 +9,9 @@ one between nodes (`between`):
     zeropp    ZeRO++ (arXiv 2306.10209): weights in 8 bits by blocks (qwZ), gradients in 4 (qgZ)
     loco      LoCo (arXiv 2407.04480): gradients in 4 bits, with what was dropped kept in 8
 
-A payload is packed codes, then scales (pallas_kernels/quantize/reference.py), so that one
-collective moves both. Encoding and decoding do not transform: the transform is linear, and belongs
-once around all levels (`Codec.transform`, `Codec.restore`).
+A payload is the packed codes followed by the scales (pallas_kernels/quantize/reference.py), so one
+collective moves both. `encode` and `decode` do not apply the Hadamard transform: it is linear, and
+is applied once around all levels (`Codec.transform`, `Codec.restore`).
 
 Legend: N elements of a line, P bytes of a payload, x any leading dims: rows, each encoded alone.
 """
@@ -39,12 +39,12 @@ FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Codec:
-    """Made by `codec`.
+    """A codec, made by the function `codec`.
 
-    format: symmetric, with float32 scales, flat; None: numbers of `dtype` without scales.
-    rounding: of what is sent as bfloat16. levels: (weights, inside, between); None: of one level.
-    hadamard: block of the transform that gradients are sent in, 0: none. feedback: how a sender
-    keeps the errors of gradients, None: it does not.
+    format: a symmetric Format with float32 scales and no axis; None: numbers are sent as `dtype`,
+    without scales. rounding: of a cast to bfloat16. levels: codecs (weights, inside, between);
+    None: this codec has one level. hadamard: block size of the transform of gradients; 0: none.
+    feedback: how a sender keeps the errors of gradients; None: it does not.
     """
 
     name: str
@@ -57,17 +57,17 @@ class Codec:
 
     @property
     def weights(self) -> "Codec":
-        """Of the gather of weights; one level: itself."""
+        """The codec for the gather of weights; itself if it has one level."""
         return self.levels[0] if self.levels else self
 
     @property
     def inside(self) -> "Codec":
-        """Of gradients between the ranks of a node; one level: itself."""
+        """The codec for gradients between ranks of a node; itself if it has one level."""
         return self.levels[1] if self.levels else self
 
     @property
     def between(self) -> "Codec":
-        """Of gradients between nodes; one level: itself."""
+        """The codec for gradients between nodes; itself if it has one level."""
         return self.levels[2] if self.levels else self
 
     @property
@@ -80,12 +80,15 @@ class Codec:
 
     @property
     def effective_bits(self) -> float:
-        """Bits of a payload an element, where no group is short."""
+        """Bits of a payload per element, if no group is short."""
         self._one_level("effective_bits")
         return FLOAT_BYTES[self.dtype] * 8.0 if self.format is None else self.format.effective_bits
 
     def wire_bytes(self, n: int) -> int:
-        """Returns P: the exact bytes of a payload of n numbers. Raises: UserError."""
+        """Returns P, the exact number of bytes of a payload of n numbers.
+
+        Raises: UserError for a codec of several levels, or an n that is no count.
+        """
         self._one_level("wire_bytes")
         n = _count(n)
         if self.format is None:
@@ -95,11 +98,11 @@ class Codec:
     def encode(self, x_xN: Array, key: Array | None = None) -> Array:
         """Returns payload_xP, uint8.
 
-        Rows are encoded each by itself: no group spans two. Of one key, row r of (R, N) gets the
-        random numbers r N to (r + 1) N.
-        Args: x_xN: (N,) or with more dimensions in front, of a floating type. key: where
-            `stochastic`; others ignore it.
-        Raises: UserError.
+        Each row is encoded by itself: no group spans two rows. With one key, row r of (R, N) gets
+        the random numbers r N to (r + 1) N.
+        Args: x_xN: (N,) or with more leading dimensions, of a floating type. key: needed if
+            `stochastic`, else ignored.
+        Raises: UserError for a codec of several levels, another type, or a missing key.
         """
         self._one_level("encode")
         x_xN = floating(f"codec {self.name}", x_xN)
@@ -113,7 +116,10 @@ class Codec:
         return reference.encode(x_xN, self.format.bits, group, noise_xN)
 
     def decode(self, payload_xP: Array, n: int) -> Array:
-        """Returns float32 x_xN of payloads of n numbers. Raises: UserError."""
+        """Returns x_xN, float32, of payloads of n numbers.
+
+        Raises: UserError for a codec of several levels, or a payload of another type or length.
+        """
         self._one_level("decode")
         if payload_xP.dtype != jnp.uint8 or payload_xP.shape[-1:] != (self.wire_bytes(n),):
             raise UserError(
@@ -127,9 +133,9 @@ class Codec:
         return reference.decode(payload_xP, n, self.format.bits, self.format.group_of(n))
 
     def is_finite(self, payload_xP: Array, n: int) -> Array:
-        """Tells whether all that was encoded was finite: one flag for payloads of n numbers.
+        """Returns one flag, bool (): whether all encoded numbers were finite.
 
-        Of a codec with groups: a group that was not has the scale NaN. It reads the scales only.
+        If the codec has groups, only scales are read: that of a group with inf or NaN is NaN.
         """
         self._one_level("is_finite")
         if self.format is None:
@@ -138,16 +144,16 @@ class Codec:
         return jnp.isfinite(scale_xG).all()
 
     def transform(self, x_xN: Array) -> Array:
-        """Returns gradients as they are sent: zeros up to whole blocks, then the transform.
+        """Returns gradients padded with zeros to full blocks and transformed, (..., M).
 
-        Once, before the first level; as x where the codec has none.
+        It is called once, before the first level. Without a transform it returns x.
         """
         if not self.hadamard:
             return x_xN
         return hadamard(_padded(x_xN, -x_xN.shape[-1] % self.hadamard), self.hadamard)
 
     def restore(self, x_xM: Array, n: int) -> Array:
-        """Returns n gradients of what `transform` made, once, after the last sum."""
+        """Returns the n gradients from their transform; called once, after the last sum."""
         return hadamard(x_xM, self.hadamard)[..., :n] if self.hadamard else x_xM[..., :n]
 
     def _encode_floats(self, x_xN: Array, key: Array | None) -> Array:
@@ -165,12 +171,12 @@ class Codec:
 
 
 def codec(name: str, *, rounding: Rounding | None = None) -> Codec:
-    """Returns the codec of a name.
+    """Returns the codec of this name (NAMES).
 
-    rounding: of gradients, 'nearest' or 'stochastic'; None: the codec's own, which is stochastic
-    for sdp4bit and nearest for all others. Weights of codecs of several levels are rounded to
-    nearest always: what one gather drops, the next one sends. `none` drops nothing.
-    Raises: UserError.
+    Args: rounding: of gradients, 'nearest' or 'stochastic'; None: the codec's own, which is
+      stochastic for sdp4bit and nearest for all others. Weights of codecs with several levels are
+      always rounded to nearest, because the next gather sends what this one lost. `none` is exact.
+    Raises: UserError for an unknown name or rounding.
     """
     if name not in NAMES:
         raise UserError(

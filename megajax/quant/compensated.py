@@ -1,14 +1,14 @@
-"""GPTQ (arXiv 2210.17323): rounding a matrix row by row, each row making up for the ones before.
+"""GPTQ (arXiv 2210.17323): rounds a matrix row by row; later rows compensate for earlier errors.
 
-Of a product y = x w, w (K, N), with h = sum of x x^T over calibration tokens, the rows are rounded
-in turn. What rounding row k adds to y is taken back, as far as the rows not yet rounded can, by
+For a product y = x w with w (K, N) and h = sum of x x^T over calibration tokens, the rows of w are
+rounded in turn. The rows that are not rounded yet compensate for the error of row k in y by
 
     w_j -= u_kj / u_kk (w_k - round(w_k))      for j > k,    (h + damp mean(diag h) 1)^-1 = u^T u
 
-with u upper triangular (section 3.3, Cholesky). The scale and the zero point of a group are set
-from its rows as they are when the first of them is reached. In the order of 'activations' (the
-authors' `act_order`) rows with the largest inputs come first, and the groups, still of
-neighbouring rows, keep the scales of the unchanged weight, so no permutation has to be stored.
+with u upper triangular (section 3.3, Cholesky). The scale and the zero point of a group are
+computed when its first row is reached, from its rows as they are then. With order='activations'
+(the authors' `act_order`) rows with the largest inputs are rounded first. The groups are still of
+neighbouring rows and keep the scales of the unchanged weight, so no permutation has to be stored.
 
 Legend: K inputs (rows of w), N outputs, G groups of rows, C rows of a group, B rows of a block.
 """
@@ -45,13 +45,14 @@ def gptq(
     order: Order = "given",
     clip: bool = False,
 ) -> QTensor:
-    """Returns w quantized so that x w changes little.
+    """Returns w as a QTensor, quantized so that the product x w changes little.
 
-    Args: w_KN: of a floating type; computed in float32. x_TK: the product's inputs in calibration,
-        or their Statistics. fmt: integers, to nearest, groups along the rows: axis=0 (None is read
-        as 0). damp: in units of the mean of h's diagonal. order: see the module's text. clip:
-        whether a group's scale may be smaller than its largest weight asks for, where that lessens
-        the sum of its squared errors, each times its input's power.
+    Args: w_KN: (inputs, outputs), of a floating type; computed in float32. x_TK: inputs of the
+        product on calibration text, or their Statistics. fmt: integer bits, rounding to nearest,
+        groups along the inputs (axis=0; None is read as 0). damp: added to the diagonal of h, in
+        units of its mean. order: see the module's text. clip: whether a group's scale may be
+        smaller than its largest weight requires, if that lowers the sum of its squared errors, each
+        weighted by the power of its input.
     Raises: UserError for other formats and shapes, numbers that are not finite, and an h that stays
         singular with a damp of 1.
     """

@@ -1,4 +1,4 @@
-"""Error feedback: what quantization dropped from gradients comes back in later steps.
+"""Error feedback: the quantization error of a gradient is added to the gradients of later steps.
 
 After LoCo (arXiv 2407.04480), which keeps a moving average of errors in 8 bits and resets it: with
 e the error that is kept, Q the 4-bit quantizer of the wire and Q8 one of 8 bits,
@@ -32,7 +32,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class Feedback:
-    """How errors are kept.
+    """The settings of error feedback.
 
     beta: weight of the newest error, above 0 and at most 1. reset: steps between two resets, at
     least 1. Both defaults are those of DeepSpeed's zeropp_loco_param: err_beta 0.8, the weight of
@@ -51,19 +51,20 @@ class Feedback:
             raise UserError(f"reset={self.reset} must be at least 1 step")
 
     def start(self, shape: int | tuple[int, ...]) -> QTensor:
-        """Returns no error, for numbers of this shape: (N,) or rows (R, N)."""
+        """Returns an error of 0 for numbers of this shape: (N,) or rows (R, N)."""
         return quantize(jnp.zeros(shape, jnp.float32), self.format)
 
     def compensate(self, x_xN: Array, error: QTensor) -> Array:
-        """Returns h, float32: what to send in the place of x."""
+        """Returns h_xN, float32: the numbers to send instead of x."""
         return x_xN.astype(jnp.float32) + dequantize(error)
 
     def update(self, sent_xN: Array, received_xN: Array, error: QTensor, step: Array) -> QTensor:
-        """Returns the error after a step, of the same shape.
+        """Returns the error after a step, in the same shape.
 
-        sent_xN: h. received_xN: what the receiver decodes, Q(h). error: as before the step.
-        step: int32, from 0 on; after steps reset - 1, 2 reset - 1, ... the error is 0. A group in
-        which something is not finite begins anew too: its error would stay NaN.
+        After steps reset - 1, 2 reset - 1, ... the error is 0. A group that is not finite also
+        restarts from 0, because its error would stay NaN.
+        Args: sent_xN: h. received_xN: Q(h), as the receiver decodes it. error: before the step.
+          step: int32, from 0 on.
         """
         kept = dequantize(error)
         newest = (sent_xN.astype(jnp.float32) - received_xN) - kept

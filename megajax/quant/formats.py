@@ -1,7 +1,7 @@
-"""What a quantized array looks like: bits, groups, zero points, rounding, type of the scales.
+"""The format of a quantized array: bits, groups, zero points, rounding, type of the scales.
 
-A Format is plain data: `quantize` (qtensor.py) makes arrays of it, a codec (codecs.py) bytes of a
-line. The rule itself stands in pallas_kernels/quantize/reference.py, where kernels share it.
+A Format is plain data. `quantize` (qtensor.py) makes arrays in a format, a codec (codecs.py) makes
+bytes. The arithmetic is defined in pallas_kernels/quantize/reference.py, which kernels share.
 Sources: SDP4Bit (arXiv 2410.15526) for symmetric groups, stochastic rounding and the code that is
 not used; QSync (arXiv 2407.02327) and LLM-PQ (arXiv 2403.01136) for the widths.
 """
@@ -29,15 +29,17 @@ class Format:
     """How numbers are quantized; hashable, and static in a QTensor.
 
     bits: 2, 3, 4 or 8 (integers), 'e4m3' or 'e5m2' (8-bit floating types).
-    group: neighbours that share a scale, at least 1; None: a whole line.
-    axis: along which groups lie. None: the flattened array is the only line, so that group=None is
-    one scale for the whole tensor, and axis=0, group=None one for each column of a matrix.
-    symmetric: codes from -Q to Q. Otherwise a group has a zero point too, its smallest number, and
-    codes from 0 to 2^bits - 1; only integers can.
+    group: number of neighbours that share a scale, at least 1; None: a whole line.
+    axis: dimension along which groups lie. None: the flattened array is one line. So axis=None,
+    group=None is one scale for the whole array, and axis=0, group=None one for each column of a
+    matrix.
+    symmetric: True: codes from -Q to Q. False: codes from 0 to 2^bits - 1, and each group has a
+    zero point, its smallest number; for integers only.
     rounding: 'nearest' (ties to even), or 'stochastic', which is unbiased and needs a key.
-    scale_dtype: of scales and zero points. In bfloat16 and float16 a scale is rounded up, since the
-    largest number of a group would exceed the largest code otherwise; zero points are rounded down.
-    Raises: UserError.
+    scale_dtype: data type of scales and zero points. In bfloat16 and float16 scales are rounded up,
+    because the largest number of a group could exceed the largest code otherwise; zero points are
+    rounded down.
+    Raises: UserError for values that do not exist or do not fit together.
     """
 
     bits: Bits
@@ -86,9 +88,9 @@ class Format:
 
     @property
     def effective_bits(self) -> float:
-        """Bits an element, those of scales and zero points included, where no group is short.
+        """Bits per element, including scales and zero points, if no group is short.
 
-        With group=None those have no part in it: their number depends on the array.
+        With group=None scales are not included, because their number depends on the array.
         """
         if self.group is None:
             return float(self.width)
@@ -96,13 +98,13 @@ class Format:
         return self.width + (each if self.symmetric else 2 * each) / self.group
 
     def group_of(self, line: int) -> int:
-        """Returns the group size in a line of this length."""
+        """Returns the group size for a line of this many elements."""
         return self.group or max(line, 1)
 
     def lines(self, shape: tuple[int, ...]) -> tuple[int, int | None]:
-        """Returns (elements of a line, the axis from 0 on or None) of an array.
+        """Returns (elements of a line, axis counted from 0 or None) for an array of this shape.
 
-        Raises: UserError where the array lacks the axis.
+        Raises: UserError if the array lacks the axis.
         """
         if self.axis is None:
             return math.prod(shape), None
@@ -119,7 +121,7 @@ class Format:
 
 
 def check_rounding(rounding: Any) -> None:
-    """Raises UserError for what is no way of rounding."""
+    """Raises: UserError if `rounding` is not 'nearest' or 'stochastic'."""
     if rounding not in ROUNDINGS:
         raise UserError(
             f"rounding={rounding!r} must be one of {_listed(ROUNDINGS)}."

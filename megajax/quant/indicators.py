@@ -1,14 +1,14 @@
-"""How much a quantized weight is expected to cost, before it is: indicators of a plan's quality.
+"""Indicators: the expected error of a product whose weight is quantized, before it is.
 
-All are in the same unit, the squared error of the product summed over calibration tokens and
-outputs, except 'variance' as its paper has it, and 'random':
+'exact' and 'hessian' are squared errors of the product, summed over calibration tokens and outputs.
+'variance' is in the unit of its paper, and 'random' has none.
 
     variance   sum over groups and outputs of s^2 Var(x), s = (max - min) / (2^(b-1) - 1)
-               LLM-PQ (arXiv 2403.01136), section 4.2: an upper bound's shape, without constants
-    exact      sum over rows and outputs of s^2 / 12 sum_t x_tk^2: the error's expectation where the
-               errors of rounding are uniform and independent
-    hessian    sum over outputs of dW^T h dW: what rounding to nearest really does
-    random     a number that knows nothing, for comparisons
+               LLM-PQ (arXiv 2403.01136), section 4.2: the form of an upper bound, without constants
+    exact      sum over rows and outputs of s^2 / 12 sum_t x_tk^2: the expected error if the errors
+               of rounding are uniform and independent
+    hessian    sum over outputs of dW^T h dW: the error of rounding to nearest on these tokens
+    random     a random number, for comparisons
 
 Legend: K inputs, N outputs, G groups of C rows.
 """
@@ -41,11 +41,12 @@ def sensitivity(
     name: str = "",
     seed: int = 0,
 ) -> float:
-    """Returns what a format of this weight is expected to cost; 0 for None, no quantization.
+    """Returns the expected error of the product if this weight is quantized.
 
-    Args: w_KN: of a floating type. x_TK: inputs in calibration, or their Statistics. fmt: as of
-        `gptq`. name, seed: 'random' is a function of both and of the bits.
-    Raises: UserError as `gptq`, and on an unknown indicator.
+    Args: w_KN: (inputs, outputs), of a floating type. x_TK: inputs of the product on calibration
+        text, or their Statistics. fmt: as in `gptq`; None: not quantized, which returns 0.
+        indicator: see the module's text. name, seed: 'random' is a function of these and the bits.
+    Raises: UserError as `gptq`, and for an unknown indicator.
     """
     if indicator not in INDICATORS:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A quantized matrix in the place of a block's: what the model multiplies by.
+"""QuantKernel: a quantized matrix as a model's parameter, by which `Ops.matmul` multiplies.
 
 Legend: K inputs and N outputs of the matrix.
 """
@@ -19,11 +19,12 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantKernel(PackedWeight):
-    """weight: of the matrix (K, N), groups along K; its arrays are stacks: layers, pieces.
+    """A quantized matrix.
 
-    scale: float32 (..., K) of the matrix's rows, by which inputs are divided (AWQ); None: 1.
-    order: int32 (..., K), the input that each row multiplies (GPTQ's desc_act, which stores rows of
-    one group apart); None: the inputs in their order.
+    weight: QTensor of (K, N) with groups along K; its arrays have two more leading dimensions,
+    layers and pieces. scale: float32 (..., K), by which inputs are divided (AWQ); None: 1. order:
+    int32 (..., K), index of the input that each row multiplies (for GPTQ's desc_act, in which the
+    rows of a group are not neighbours); None: rows are in the order of the inputs.
     """
 
     weight: QTensor
@@ -31,7 +32,7 @@ class QuantKernel(PackedWeight):
     order: Array | None = None
 
     def astype(self, dtype: Any) -> Self:
-        """Returns it as it is: codes meet inputs of any floating type."""
+        """Returns itself: codes are multiplied with inputs of any floating type."""
         return self
 
     def matmul(
@@ -42,7 +43,7 @@ class QuantKernel(PackedWeight):
         bias: Array | None = None,
         activation: Any = None,
     ) -> Array:
-        """See PackedWeight.matmul; quant_matmul takes what it ships for this device."""
+        """See PackedWeight.matmul; computed by pallas_kernels.quant_matmul."""
         lead, out = x.shape[: x.ndim - contract], self.shape[contract:]
         K, _ = self.weight.shape
         x_xK = x.reshape(*lead, K)

@@ -1,16 +1,16 @@
-"""Arrays in few bits: QTensor, and what makes one of an array and an array of one.
+"""Quantized arrays: QTensor, `quantize` and `dequantize`.
 
 A QTensor is a pytree of packed codes, scales and zero points, so it goes through jit, vmap, scans,
-meshes and checkpoints as arrays do. Along an axis (Format.axis) it keeps the array's dimensions, of
-which only that one is shorter, and shards like the array along all others.
+meshes and checkpoints as arrays do. If the format has an axis, codes and scales keep the array's
+dimensions, of which only that one is shorter, and shard like the array along all others.
 
-The rule is pallas_kernels/quantize/reference.py's; here stand the lines of an array, zero points
-and scales of 16 bits. Zero points: of a group from lo to hi, with Q = 2^bits - 1,
+The arithmetic is that of pallas_kernels/quantize/reference.py. This module adds the lines of an
+array, zero points and scales of 16 bits. For a group from lo to hi, with Q = 2^bits - 1,
 
     zero = lo, rounded down; s = (hi - zero) / Q, rounded up; code = round((x - zero) / s)
     x' = zero + code * s
 
-so a group of one value is exact, and what a short last group lacks does not count.
+so a group of equal values is exact. The missing elements of a short last group do not count.
 
 Legend: N elements of a line, G its groups, C elements of a group, x any leading dims.
 """
@@ -36,11 +36,11 @@ Array = jax.Array
 class QTensor:
     """A quantized array.
 
-    values: uint8, packed codes (reference.pack): (bytes,) of the flat elements, or the array's
-    dimensions with `axis` in bytes. scales: of the format's scale_dtype: (groups,), or the array's
-    dimensions with `axis` in groups. zeros: like scales, or None: symmetric. Under vmap and in a
-    stack of layers they have more dimensions in front, of which `shape` knows nothing.
-    format, shape, dtype: static; what `dequantize` returns.
+    values: uint8, packed codes (reference.pack). Without an axis (bytes,); with one the shape of
+    the array, in which the axis counts bytes. scales: in scale_dtype; (groups,), or the shape of
+    the array, in which the axis counts groups. zeros: like scales; None if symmetric. Under vmap
+    and in a stack of layers, the arrays have more leading dimensions, which `shape` does not have.
+    format, shape, dtype: static; shape and dtype are those of the array that was quantized.
     """
 
     values: Array
@@ -52,12 +52,12 @@ class QTensor:
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the array that it stands for."""
+        """Number of dimensions of the array that was quantized."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Elements of the array that it stands for."""
+        """Number of elements of the array that was quantized."""
         return math.prod(self.shape)
 
     @property
@@ -67,17 +67,17 @@ class QTensor:
 
 
 def quantize(x: Array, fmt: Format, *, key: Array | None = None) -> QTensor:
-    """Quantizes an array: |x - dequantize(q)| <= s/2 to nearest, < s stochastic.
+    """Quantizes an array: |x - dequantize(q)| <= s/2 if rounded to nearest, < s if stochastic.
 
-    s: the scale of the group, amax/Q (of zero points (hi - lo)/Q); for e4m3 and e5m2 the distance
-    of two neighbours in units of s takes the place of 1. Groups whose scale would be below the
-    smallest normal number become zeros. A group that holds inf or NaN, or whose scale does not fit
+    s is the scale of the group: amax/Q, with zero points (hi - lo)/Q. For e4m3 and e5m2 the bound
+    is s times the distance of neighbouring codes. Groups whose scale would be below the smallest
+    normal number become zeros. A group that holds inf or NaN, or whose scale does not fit
     scale_dtype, is decoded as NaN.
 
     Args: x: of a floating type, any shape; computed in float32. key: for stochastic rounding
         (jax.random.key); the same key and shape give the same codes, compiled or not, however x is
         sharded. Not used by 'nearest'.
-    Raises: UserError.
+    Raises: UserError for another type, a shape without the axis, or a missing key.
     """
     if not isinstance(fmt, Format):
         raise UserError(
@@ -103,10 +103,11 @@ def quantize(x: Array, fmt: Format, *, key: Array | None = None) -> QTensor:
 def from_codes(
     code: Array, scale: Array, zero: Array | None, fmt: Format, dtype: Any = "float32"
 ) -> QTensor:
-    """Returns the QTensor of these codes, for formats with an axis.
+    """Returns a QTensor of given codes, for formats with an axis.
 
-    Args: code: of the array's shape: int8 from -Q to Q, or uint8 with zero points. scale, zero: the
-        same dimensions, with the groups along fmt.axis; of values that scale_dtype holds.
+    Args: code: in the array's shape: int8 from -Q to Q, or uint8 with zero points. scale, zero: the
+        same shape with groups along fmt.axis; values must be exact in scale_dtype. dtype: of the
+        array that the QTensor represents.
     Raises: UserError if a shape does not fit.
     """
     n, axis = fmt.lines(code.shape)
@@ -138,10 +139,11 @@ def _packed(code_xN: Array, scale_xG: Array, zero_xG: Array | None, *described: 
 
 
 def dequantize(q: QTensor, dtype: Any = None) -> Array:
-    """Returns the array that a QTensor stands for: its shape, in `dtype` or the type it came in.
+    """Returns the array that a QTensor represents, in its shape.
 
-    Computed in float32: code * s, or zero + code * s.
-    Raises: UserError.
+    It is computed in float32: code * s, or zero + code * s.
+    Args: dtype: of the result; None: that of the array that was quantized.
+    Raises: UserError if q is no QTensor.
     """
     if not isinstance(q, QTensor):
         raise UserError(f"dequantize: q must be a QTensor, got {type(q).__name__}")

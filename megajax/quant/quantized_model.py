@@ -1,9 +1,9 @@
-"""A model whose blocks multiply by matrices in few bits (weights only; LLM-PQ, arXiv 2403.01136).
+"""Quantizes the weights of a model's blocks (weights only; LLM-PQ, arXiv 2403.01136).
 
 Each matrix of the stacked layers is quantized by itself, with groups along its inputs. Embeddings,
-the head, norms, biases, routers and experts stay as they are. Layers of equal formats that follow
-each other are a stack of their own (core.packed.LayerRuns); where all are equal there is one stack
-as before.
+the head, norms, biases and routers are not quantized; models with experts are refused. Consecutive
+layers of equal formats form one stack (core.packed.LayerRuns); if all formats are equal, there is
+one stack, as in the dense model.
 """
 
 import functools
@@ -32,7 +32,7 @@ LAYERS = "layers"
 
 
 class Model(Protocol):
-    """What is asked of a configuration. axes: the logical words of each leaf (ModelParts.axes)."""
+    """The interface of a configuration. axes: logical axes of each leaf (ModelParts.axes)."""
 
     @property
     def layers(self) -> int: ...  # noqa: D102
@@ -51,17 +51,17 @@ def quantize_model(
 ) -> Tree:
     """Returns the parameters with QuantKernel leaves, whose `weight` is a QTensor.
 
-    Args: params: dense, as ModelParts has them. cfg: the model's configuration. formats: of all
-        layers, or one a layer; None: that layer stays dense. Groups lie along the inputs of a
-        product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
-        inputs of its products, stacked over the layers} (systems/llm_pq/calibrate.py); needed by
-        'gptq' and 'awq'. method: rounding to nearest, GPTQ (in the order
-        of activations, with clipped scales) or AWQ.
-    Returns: the tree of `params`. Its member of stacked layers is core.packed.LayerRuns where the
-        layers have unlike formats: a stack for each run of equal ones, with the first layer's
-        number beside it.
+    Args: params: dense, as in ModelParts. cfg: the model's configuration. formats: one for all
+        layers, or a list with one for each; None keeps a layer dense. Groups lie along the inputs
+        of a product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
+        inputs of its products, stacked over the layers} (systems/llm_pq/calibrate.py); needed for
+        'gptq' and 'awq'. method: 'rtn' (rounding to nearest), 'gptq' (with order='activations' and
+        clip=True) or 'awq'.
+    Returns: a tree like `params`. If layers have different formats, its member of stacked layers is
+        a core.packed.LayerRuns: one stack for each run of equal formats, with the number of its
+        first layer.
     Raises: UserError for formats and methods that do not exist, a wrong number of formats, a matrix
-        without calibration, and experts, whose products are grouped.
+        without calibration, and models with experts, whose products are grouped.
     """
     each = layer_formats(formats, cfg.layers)
     if method not in METHODS:
@@ -97,7 +97,7 @@ def quantize_model(
 
 
 def layer_formats(formats: Formats, layers: int) -> list[Format | None]:
-    """Returns the format of each layer. Raises: UserError."""
+    """Returns the format of each layer. Raises: UserError for a wrong number or type."""
     each: list[Format | None] = [formats] * layers if isinstance(formats, Format) else list(formats)
     if len(each) != layers:
         raise UserError(f"formats has {len(each)} entries for {layers} layers; give one a layer")

@@ -1,9 +1,9 @@
-"""What a product's inputs were like in calibration: all that GPTQ, AWQ and indicators ask of them.
+"""Sums over the inputs of a product on calibration text, as GPTQ, AWQ and indicators need them.
 
     h = sum over tokens of x x^T,   total = sum of x,   absolute = sum of |x|,   count = tokens
 
-The error of a product whose weight changes by dW is sum_n dW_n^T h dW_n over these tokens, so no
-input has to be kept.
+If a weight changes by dW, the squared error of the product over these tokens is
+sum_n dW_n^T h dW_n, so the inputs themselves are not needed.
 
 Legend: T tokens, K inputs of a product, N its outputs.
 """
@@ -22,7 +22,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Sums over tokens, float32: count (), h_KK, total_K, absolute_K; see the module's text."""
+    """Sums over tokens, float32: count (), h_KK, total_K and absolute_K, see the module's text."""
 
     count: Array
     h_KK: Array
@@ -31,7 +31,7 @@ class Statistics:
 
     @classmethod
     def empty(cls, inputs: int) -> Self:
-        """Returns the sums over no token of a product with so many inputs."""
+        """Returns the sums over no tokens, for a product with so many inputs."""
         zeros_K = jnp.zeros(inputs, jnp.float32)
         return cls(
             jnp.zeros((), jnp.float32), jnp.zeros((inputs,) * 2, jnp.float32), zeros_K, zeros_K
@@ -50,7 +50,7 @@ class Statistics:
 
     @property
     def inputs(self) -> int:
-        """K."""
+        """K, the number of inputs."""
         return self.total_K.shape[-1]
 
     @property
@@ -67,9 +67,10 @@ class Statistics:
 
 
 def statistics_of(given: Array | Statistics, inputs: int, op: str) -> Statistics:
-    """Returns what `given`, inputs (T, K) or their statistics, says of a product with K inputs.
+    """Returns the Statistics of `given`, which are inputs (T, K) or already Statistics.
 
-    Raises: UserError where K differs, no token was seen, or a number is not finite.
+    Args: inputs: K of the product. op: name for messages.
+    Raises: UserError if K differs, there is no token, or a number is not finite.
     """
     found = given if isinstance(given, Statistics) else None
     if found is None:

@@ -1,9 +1,9 @@
 """Transforms that make numbers easier to quantize: the Hadamard transform of neighbours.
 
-It spreads an outlier over its block, so that the other numbers of the group keep their codes, and
-it is linear: a gradient is transformed once before the first quantizer, is summed and quantized
-again in that form, and is transformed back once after the last sum (SDP4Bit, arXiv 2410.15526, with
-blocks of 32).
+The transform spreads an outlier over its block, so that the other numbers of the group keep
+precise codes. It is linear, so a gradient is transformed once before the first quantization, is
+summed and quantized again in this form, and is transformed back once after the last sum (SDP4Bit,
+arXiv 2410.15526, with blocks of 32).
 """
 
 import operator
@@ -21,14 +21,14 @@ Array = jax.Array
 def hadamard(x: Array, size: int = 32) -> Array:
     """Returns the Hadamard transform of each `size` neighbours of the last dimension.
 
-    y = x H / sqrt(size), H symmetric of +1 and -1 (Sylvester's order), so that it is its own
-    inverse and keeps the sum of squares. By additions in a fixed order, in float32: the bits depend
-    neither on the shape nor on how the array is cut between blocks.
+    y = x H / sqrt(size) with H symmetric, of +1 and -1 (Sylvester's order). So the transform is its
+    own inverse and keeps the sum of squares. It is computed by float32 additions in a fixed order,
+    so the bits depend neither on the shape nor on how the array is sharded between blocks.
 
     Args: x: (..., N) of a floating type. size: a power of two that divides N; codecs pad
         (Codec.transform).
-    Returns: as x, in its type.
-    Raises: UserError.
+    Returns: an array of x's shape and type.
+    Raises: UserError if size is no power of two or does not divide N, or for another type.
     """
     size, x = power_of_two(size), floating("hadamard", x)
     if x.ndim == 0 or x.shape[-1] % size:

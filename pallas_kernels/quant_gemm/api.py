@@ -1,13 +1,13 @@
-"""The product of floating activations and weights of 2, 3, 4 or 8 bits, differentiable.
+"""The product of floating-point activations and weights of 2, 3, 4 or 8 bits, differentiable.
 
-Source: weight-only quantization with scales of groups along K, as GPTQ (arXiv 2210.17323) and AWQ
-(arXiv 2306.00978) leave weights; on Hopper the codes are dequantized in registers on their way to
-the tensor cores (hopper.py), so that memory gives bits / 16 of the bytes of a bf16 weight.
+Source: weight-only quantization with a scale for each group along K, the form of weights by GPTQ
+(arXiv 2210.17323) and AWQ (arXiv 2306.00978). On Hopper the codes are dequantized in registers on
+their way to the tensor cores (hopper.py), so that bits / 16 of a bf16 weight's bytes are read.
 
 Legend: x any leading dimensions, M their product, K contracted, N columns, G groups of K, P bytes
 of a column's codes.
-Not here: what quantizes (megajax/quant), quantized activations (fused_gemm takes 8-bit operands),
-forward mode and second derivatives through the kernel.
+Not here: quantization itself (megajax/quant), quantized activations (fused_gemm takes 8-bit
+operands), forward mode and second derivatives through the kernel.
 """
 
 import functools
@@ -29,11 +29,11 @@ OP = "quant_matmul"
 
 
 def pack_weight(codes_KN: Array, *, bits: int) -> Array:
-    """The bytes of a weight's codes, as `quant_matmul` takes them.
+    """Packs the codes of a weight into bytes, as `quant_matmul` takes them.
 
-    Each column is packed along K in pieces of whole bytes, low bits first: of 4 bits byte p holds
-    code 2p in its low half and 2p + 1 in its high one; of 3 bits, 8 codes are 3 bytes. These are
-    the bytes of `megajax.quant.QTensor.values` of a format with axis=0.
+    Each column is packed along K in pieces of whole bytes, low bits first. With 4 bits, byte p
+    holds code 2p in its low half and code 2p + 1 in its high half; with 3 bits, 8 codes fill 3
+    bytes. The bytes are those of `megajax.quant.QTensor.values` in a format with axis=0.
 
     Args:
       codes_KN: integers of any type: -2^(bits - 1) .. 2^(bits - 1) - 1, or 0 .. 2^bits - 1 for
@@ -66,34 +66,36 @@ def quant_matmul(
     activation: Activation | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Array:
-    """activation(x w + bias), with the weight w in `bits` bits.
+    """Returns activation(x w + bias) for a weight w in `bits` bits.
 
-    Each `group` neighbours along K of a column share a scale; with g the group of k
+    `group` neighbours along K in a column share a scale. With g the group of k,
 
         w[k, n] = code[k, n] * scales[g, n]                    codes -Q .. Q, Q = 2^(bits - 1) - 1
         w[k, n] = zeros[g, n] + code[k, n] * scales[g, n]      codes 0 .. 2^bits - 1
 
-    in float32. w is rounded to x's type, the product is summed in float32 and the result rounded
-    once. (Hopper's kernel multiplies codes of 4 bits in the first form as they are and scales the
-    float32 sums of each group, where groups are multiples of 64 and a tile has up to 64 tokens: it
-    rounds no weight.) The second form is that of `zeros`, which are numbers and not codes. Files of
-    GPTQ and AWQ have an integer zero point z for each group, of w = (code - z) * scale; it becomes
+    in float32. The second form is used if `zeros` are given. w is rounded to x's type, the product
+    is summed in float32 and the result is rounded once. (For codes of 4 bits without zeros, groups
+    of multiples of 64 and tiles of up to 64 tokens, the Hopper kernel multiplies by the codes and
+    scales the float32 sums of each group, so it rounds no weight.)
+
+    `zeros` are numbers, not codes. Files of GPTQ and AWQ have an integer zero point z for each
+    group, with w = (code - z) * scale. It becomes
 
         zeros = -z * scale
 
-    The gradients of x, scales, zeros and bias are those of plain JAX, which dequantizes the whole
-    weight; codes have none.
+    The gradients of x, scales, zeros and bias are computed in plain JAX, which dequantizes the
+    whole weight. Codes have no gradient.
 
     Args:
-      x_MK: bf16|f16|f32, any leading dimensions. packed: uint8 (P, N), of `pack_weight`.
+      x_MK: bf16|f16|f32, (..., K). packed: uint8 (P, N), of `pack_weight`.
       scales_GN: any floating type, G = K / group rounded up; the last group may be short.
-      group: codes of a group, at least 1; K or more, or None: one group.
-      zeros: (G, N), any floating type. bias: (N,), any floating type. activation: None, 'gelu'
-        (exact), 'gelu_tanh', 'silu'.
+      bits: 2, 3, 4 or 8. group: codes of a group, at least 1; None, or K or more: one group.
+      zeros: (G, N), any floating type; None: none. bias: (N,), any floating type.
+      activation: None, 'gelu' (exact), 'gelu_tanh' or 'silu'.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16.
     Returns: y_xN in x's type; differentiable in x, scales, zeros and bias.
-    Raises: ValueError for shapes, types and words that break the above; NotImplementedError with
-      all reasons where the implementation asked for cannot run.
+    Raises: ValueError for other shapes, types and words; NotImplementedError, with all reasons, if
+      the requested implementation cannot run.
     """
     arguments.check_arrays(
         OP, x=x_MK, packed=packed, scales=scales_GN, zeros=zeros, bias=bias
@@ -127,7 +129,7 @@ class Weight(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What is static: who computes, the mathematics, the tile."""
+    """The static arguments: implementation, specification of the product, tile."""
 
     implementation: str
     spec: Spec
@@ -171,7 +173,7 @@ _run.defvjp(_forward, _backward)
 
 
 def key(dtype: Any, spec: Spec, M: int, N: int, K: int) -> tuned.Key:
-    """Of a row of a table."""
+    """Returns the key of a product in the tuning tables."""
     # Bits and groups are words: their kernels are other programs, of tiles of other sizes.
     words = {"dtype": jnp.dtype(dtype).name, "bits": str(spec.bits), "group": str(spec.group)}
     words |= {"zeros": not spec.signed, "activation": spec.activation or "none"}

@@ -1,8 +1,9 @@
 """Products with quantized weights on a GPU: correctness, and every case beside its rivals.
 
-Correct: the error against float32 is at most twice that of the plain program, plus 1e-3. Rivals:
-XLA's program of the same, which dequantizes inside its product where it can, and the bf16 product
-of a weight that nobody quantized (cuBLAS), which is what quantizing is to beat; PyTorch's too.
+A result is correct if its error against float32 is at most twice that of the plain program, plus
+1e-3. The rivals are XLA's program for the same product, which dequantizes inside its product where
+it can, and the bf16 product of the weight before quantization, by cuBLAS and by PyTorch, which
+quantization should beat.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Named shapes of products with quantized weights: what tests, reports and benchmarks share.
 
-FLOPs of the product only; bytes count x, the packed codes, scales, zeros, bias and y once.
+FLOPs are those of the product only. Bytes count x, packed codes, scales, zeros, bias and y once.
 
 Legend: M rows (tokens), K contracted, N columns.
 """
@@ -29,15 +29,15 @@ class Case:
 
     @property
     def spec(self) -> Spec:
-        """What is static of it."""
+        """The static arguments of the product."""
         return Spec(self.bits, self.group, not self.zeros, self.activation)
 
     def flops(self, backward: bool = False) -> float:
-        """Of the product. backward: 0, for the gradients are those of plain JAX."""
+        """FLOPs of the product. backward: 0, because plain JAX computes the gradients."""
         return 0.0 if backward else 2.0 * self.M * self.N * self.K
 
     def bytes(self, backward: bool = False) -> float:
-        """What is read and written, once. backward: 0."""
+        """Bytes that are read and written, each once. backward: 0."""
         if backward:
             return 0.0
         numbers = 4 * groups_of(self.K, self.group) * self.N * (1 + self.zeros)
@@ -45,7 +45,7 @@ class Case:
         return weight + 2 * (self.M * self.K + self.M * self.N) + 4 * self.N * self.bias
 
     def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
+        """Seconds that no kernel can beat on a Hopper GPU; bytes_per_s: of its memory, H200's."""
         return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 

@@ -1,12 +1,13 @@
-"""The product of activations and quantized weights in plain JAX: the specification and the oracle.
+"""The product of activations and quantized weights in plain JAX: specification and test oracle.
 
 Codes are packed along K by pallas_kernels/quantize/reference.py, so the bytes of a
-megajax.quant.QTensor of axis 0 are the bytes of a packed weight. With s the scale of a code's group
+megajax.quant.QTensor with axis 0 are the bytes of a packed weight. With s the scale of the group,
 
     w = code * s          codes -Q .. Q, two's complement, Q = 2^(bits - 1) - 1
     w = zero + code * s   codes 0 .. 2^bits - 1, where there are zero points
 
-in float32, as QTensor's `dequantize`; w is rounded to x's type, and the product summed in float32.
+in float32, as in QTensor's `dequantize`. w is rounded to x's type; the product is summed in
+float32.
 
 Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, N columns, G
 groups of K, P bytes of a column's codes.
@@ -26,9 +27,10 @@ BITS = rule.INTEGERS
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is static: bits of a code, codes of a group along K, the activation.
+    """The static arguments of a product.
 
-    signed: codes are two's complement; otherwise there are zero points.
+    bits: of a code. group: codes of a group along K. signed: True: codes are two's complement;
+    False: there are zero points. activation: applied to the result, or None.
     """
 
     bits: int
@@ -38,7 +40,7 @@ class Spec:
 
 
 def pack(codes_KN: Array, bits: int) -> Array:
-    """Returns packed_PN, uint8: the codes of each column as quantize.reference.pack has them."""
+    """Returns packed_PN, uint8: the codes of each column, packed by quantize.reference.pack."""
     if not codes_KN.size:
         return jnp.zeros((rule.code_bytes(codes_KN.shape[0], bits), codes_KN.shape[1]), jnp.uint8)
     return jnp.moveaxis(rule.pack(jnp.moveaxis(codes_KN, 0, -1), bits), -1, 0)
@@ -69,7 +71,7 @@ def forward(
     *,
     spec: Spec,
 ) -> Array:
-    """activate(x w + bias) in x's type."""
+    """Returns activate(x w + bias), (..., N), in x's type."""
     w_KN = dequantize(packed_PN, scales_GN, zeros_GN, x_xK.shape[-1], spec).astype(x_xK.dtype)
     z_xN = jax.lax.dot_general(
         x_xK, w_KN, (((x_xK.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -78,7 +80,7 @@ def forward(
 
 
 def finish(z_xN: Array, bias_N: Array | None, spec: Spec) -> Array:
-    """The epilogue of sums in float32."""
+    """Returns the sums z, float32, with bias and activation applied."""
     if bias_N is not None:
         z_xN += bias_N.astype(jnp.float32).reshape((1,) * (z_xN.ndim - 1) + bias_N.shape)
     return activate(spec.activation, z_xN)

@@ -91,10 +91,7 @@ def _quantile(scores: np.ndarray) -> float:
 
 
 def scores(ratio_R: np.ndarray) -> np.ndarray:
-    """Returns the relative deviation whose band just holds each row.
-
-    ratio_R: measured over predicted seconds.
-    """
+    """Returns the relative deviation whose band holds each row. ratio: measured / predicted."""
     return np.abs(ratio_R - 1) / WIDTH
 
 

@@ -1,4 +1,4 @@
-"""LLM-PQ (arXiv 2403.01136): partition, bits and micro-batches for serving on unlike devices."""
+"""LLM-PQ (arXiv 2403.01136): plans and runs a pipeline of unlike devices that serves a model."""
 
 from megajax.core.lazy import public
 

@@ -1,9 +1,9 @@
-"""Counts -> the arrangement that loses least quality: which device comes when, which layer is wide.
+"""Turns counts into the arrangement with the least loss: order of devices, width of each layer.
 
-Given how many layers of each width every device has, the layers of a device that follows a set of
-devices are known, whatever the order inside the set. So the least loss is a shortest path over sets
-of devices (Held and Karp), and the widths inside a stage are an assignment problem. Exact; there
-are 2^stages sets at most, and far fewer where devices and counts are equal.
+Counts say how many layers of each width every device has. If a device follows a set of other
+devices, its layers are known, whatever the order inside the set. So the least loss is a shortest
+path over sets of devices (Held and Karp), and the widths inside a stage are an assignment problem.
+The result is exact. There are at most 2^stages sets, and far fewer if devices and counts are equal.
 
 Legend: D devices, B widths in bits, I layers of a stage.
 """
@@ -16,7 +16,7 @@ from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
 
 
 def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[int]] | None:
-    """Returns (stages, bits) with the least sum of omega; None: no order keeps the memory.
+    """Returns (stages, bits) with the least sum of omega; None: no order fits the memory.
 
     Args: counts_DB: layers of each width on each device, as many in all as the model has.
     """

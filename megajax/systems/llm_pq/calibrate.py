@@ -1,8 +1,8 @@
-"""Calibration: what the inputs of every product are like on some text, one layer at a time.
+"""Calibration: statistics of the inputs of every product on some text, one layer at a time.
 
-Only one layer's sums and the residual streams of all batches exist on the device at a time; the
-sums of finished layers lie in host memory. GPTQ (arXiv 2210.17323) feeds each layer what the
-quantized layers before it give; here all see the dense model's stream, so that one calibration
+The device holds the sums of one layer and the residual streams of all batches; the sums of finished
+layers are in host memory. GPTQ (arXiv 2210.17323) feeds each layer the output of the quantized
+layers before it. Here every layer sees the stream of the dense model, so that one calibration
 serves every plan of bits (LLM-PQ, arXiv 2403.01136, section 4.2).
 
 Legend: B rows, S positions, T tokens, K inputs of a product.
@@ -90,13 +90,13 @@ def calibrate(
 def curvature(
     params: Tree, cfg: DecoderConfig, batches: Iterable[Any], *, dtype: Any = "float32"
 ) -> dict[str, np.ndarray]:
-    """Returns {name of a leaf: F}: the diagonal of the loss's empirical Fisher matrix.
+    """Returns {name of a leaf: F}, the diagonal of the loss's empirical Fisher matrix, float32.
 
-    1/2 sum of F dW^2 is the expected change of the loss, in nats a token, when a trained model's
-    matrices change by a dW that knows nothing of the data, as errors of rounding do. F is the sum
-    over sequences of the squared gradient of the sequence's summed loss, by the number of tokens.
-
-    Args: as of `calibrate`; a backward pass each sequence.
+    If the matrices of a trained model change by a dW that is independent of the data, as errors of
+    rounding are, the loss is expected to change by 1/2 sum of F dW^2 nats a token. F is the sum
+    over sequences of the squared gradient of the sequence's summed loss, divided by the number of
+    tokens. Each sequence takes one backward pass.
+    Args: as in `calibrate`.
     Raises: UserError without a sequence.
     """
     parts, names = decoder.parts(cfg, dtype=dtype), matrices(cfg.axes)

@@ -1,13 +1,13 @@
-"""Seconds and bytes of LLM-PQ's problem, from the shared cost model: ESTIMATES, never measurements.
+"""Seconds and bytes of LLM-PQ's problem from the shared cost model: ESTIMATES, no measurements.
 
 The time of a layer depends on device, width, phase, micro-batch and context. LLM-PQ (arXiv
-2403.01136) fits linear models to profiles of them; here any CostModel answers. A product with at
-most FUSED_ROWS rows reads the packed weight and dequantizes it in registers. One with more rows
-dequantizes it first, in a pass of its own, and multiplies in float16, as the paper's kernels do.
-Decoding is timed at the mean context, prompt + half of the new tokens.
+2403.01136) fits linear models to profiles of them; here any CostModel gives the times. A product
+with at most FUSED_ROWS rows reads the packed weight and dequantizes it in registers. A product with
+more rows first dequantizes the weight in a separate pass and then multiplies in float16, as the
+paper's kernels do. Decoding is timed at the mean context: prompt + half of the new tokens.
 
-Not counted: embedding and head (Problem has no place for their time; the head of BLOOM-176B has the
-weights of 1.5 of its layers), norms' and biases' bytes, the host.
+Not counted are the times of embedding and head (Problem has no place for them; the head of
+BLOOM-176B has the weights of 1.5 of its layers), the bytes of norms and biases, and the host.
 """
 
 import dataclasses
@@ -35,12 +35,13 @@ DTYPE = "float16"  # V100, T4 and P100 compute no bfloat16
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model and the requests that it is to answer, all known before (offline serving).
+    """A model and the requests that it answers, all known in advance (offline serving).
 
-    vocab: rows of the embedding, which the first stage holds, and of the head, which the last one
-    holds (both where they are tied: a stage cannot read another's table). positions: rows of a
-    learned table of positions. prompt, new_tokens: of each request. omega: (layers, widths) loss of
-    quality; None: `assumed_omega`.
+    name: of the model. stack: shapes of its layers. vocab: rows of the embedding, which the first
+    stage holds, and of the head, which the last stage holds (both hold a copy if they are tied,
+    since a stage cannot read another's table). positions: rows of a learned table of positions.
+    prompt, new_tokens: tokens of each request. requests: their number. bits: widths that a layer
+    may have. omega: (layers, widths) loss of quality; None: `assumed_omega`.
     """
 
     name: str
@@ -54,17 +55,17 @@ class Workload:
     omega: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Refuses widths without a kernel."""
+        """Raises: UserError for widths without a kernel."""
         if unknown := set(self.bits) - set(WIDTHS):
             raise UserError(f"bits={min(unknown)} must be of {WIDTHS} (--bits)")
 
 
 def assumed_omega(layers: int, bits: Sequence[int], seed: int = 0) -> np.ndarray:
-    """Returns (layers, widths) a loss of quality that nobody measured.
+    """Returns an ASSUMED loss of quality, (layers, widths), which nobody measured.
 
-    By width it follows the paper's indicator, the square of the step, 1 / (2^(b - 1) - 1)^2, and 0
-    at 16 bits. How much a layer counts is DRAWN (gamma, shape 2, falling to 0.6 with depth). The
-    sum of uniform 4 bits is 1. A real model's statistics replace it.
+    By width it follows the paper's indicator, the square of the step, 1 / (2^(b - 1) - 1)^2, and is
+    0 at 16 bits. The weight of each layer is DRAWN (gamma, shape 2, falling to 0.6 with depth). If
+    all layers have 4 bits, the sum is 1. Give `Workload` the losses of a real model instead.
     """
     rng = np.random.default_rng(seed)
     counts_L = rng.gamma(2.0, 1.0, layers) * np.linspace(1.0, 0.6, layers)
@@ -76,10 +77,10 @@ def layer_s(
     stack: Stack, device: DeviceCard, bits: int, rows: int, queries: int, keys: int,
     model: CostModel = Roofline(),
 ) -> float:  # fmt: skip
-    """Returns seconds of one layer.
+    """Returns the estimated seconds of one layer for one micro-batch.
 
-    Args: rows: of the micro-batch. queries: tokens of a row: the prompt, or 1 in decoding. keys:
-      that they attend to, themselves included.
+    Args: bits: of the layer's weights. rows: requests of the micro-batch. queries: tokens of each
+      request: the prompt, or 1 in decoding. keys: tokens that they attend to, with themselves.
     """
     seconds = 0.0
     for op in _ops(stack, rows, queries, keys):
@@ -106,7 +107,7 @@ def layer_params(stack: Stack) -> float:
 
 
 def micro_batches(requests: int, devices: int) -> list[int]:
-    """Returns the sizes that are tried: powers of two, and what gives every device one."""
+    """Returns the sizes that are tried: powers of two, all requests, requests / devices."""
     powers = {2**k for k in range(requests.bit_length()) if 2**k <= requests}
     return sorted(powers | {requests, math.ceil(requests / devices)})
 
@@ -114,9 +115,10 @@ def micro_batches(requests: int, devices: int) -> list[int]:
 def problem_of(
     workload: Workload, cluster: MixedCluster | Cluster, model: CostModel = Roofline()
 ) -> Problem:
-    """Returns the numbers that the planner needs.
+    """Returns the planning problem of a workload on a cluster, with estimated seconds and bytes.
 
-    cluster: of a Cluster every GPU is a stage, and the slowest link joins them.
+    Args: cluster: every GPU of a Cluster may be a stage, and its slowest link joins them. model:
+      gives the times.
     """
     if isinstance(cluster, Cluster):
         link = cluster.between if cluster.hosts > 1 else cluster.inside

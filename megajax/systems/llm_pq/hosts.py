@@ -1,8 +1,8 @@
-"""The stages of a placement in processes of their own, on the hosts of a Ray cluster.
+"""The stages of a placement in separate processes, on the hosts of a Ray cluster.
 
-A stage is an actor. What it is sent names the result of the stage before, which Ray brings to it
-when it is there, so calls follow each other through the stages as in one process. The residual
-stream leaves a device for the memory of its host, and Ray's object store carries it.
+A stage is an actor. A call names the result of the previous stage, and Ray delivers it when it is
+ready, so calls follow each other through the stages as in one process. The residual stream is
+copied to the memory of its host, and Ray's object store carries it to the next stage.
 """
 
 from collections.abc import Sequence

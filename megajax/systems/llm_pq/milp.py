@@ -1,11 +1,11 @@
 """The integer programs of LLM-PQ for one pair of micro-batch sizes, solved by HiGHS.
 
 Layers differ in quality only, so time and memory depend on COUNTS alone: how many layers of each
-width every device has, and which devices come first and last. `Counts` is that program, with at
-most D x (B + 3) whole numbers. Where quality is bounded and layers are unlike, it takes the best
-widths of layers wherever they stand, so it is a relaxation; where layers are alike it is exact.
-`Layers` adds the place of every layer: a device's layers are neighbours, so the order of devices
-follows from the solution and needs no search.
+width every device has, and which devices come first and last. `Counts` is the program over these,
+with at most D x (B + 3) integers. If quality is bounded and layers lose different quality, it
+assigns widths to layers without regard to their place, so it is a relaxation; if layers are alike,
+it is exact. `Layers` adds the place of every layer. The layers of a device are consecutive, so the
+order of devices follows from the solution and needs no search.
 
 Legend: L layers, D devices, B widths in bits, K kinds of layers (rows of omega that are equal).
 """
@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from megajax.systems.llm_pq.arrange import widths
-from megajax.systems.llm_pq.problem import Problem, Stage
+from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
 
 Goal = Literal["time", "omega", "memory"]
 Term = tuple[np.ndarray, np.ndarray | float]  # variables, coefficients
@@ -25,9 +25,9 @@ Term = tuple[np.ndarray, np.ndarray | float]  # variables, coefficients
 
 @dataclass(frozen=True)
 class Found:
-    """What HiGHS gave. x: the best solution, None: none yet. bound: no solution is below it.
+    """The result of HiGHS. x: the best solution, None: none yet. bound: no solution is below it.
 
-    closed: proven, either optimal or (x is None) infeasible.
+    closed: whether x is proven optimal or, if x is None, the program infeasible.
     """
 
     x: np.ndarray | None
@@ -74,6 +74,12 @@ class Program:
         high = np.concatenate(self.highs)
         high[numbers] = 0.0
         self.highs = [high]
+
+    def make_whole(self, numbers: np.ndarray) -> None:
+        """Makes variables whole numbers."""
+        whole = np.concatenate(self.whole)
+        whole[numbers] = 1
+        self.whole = [whole]
 
     def minimise(self, terms: Iterable[Term]) -> None:
         """Adds terms to the objective."""
@@ -150,7 +156,7 @@ class Counts:
             self.program.row([(taken_KB[k], 1.0)], float(times), float(times))
         for b in range(len(problem.bits)):
             self.program.row([(taken_KB[:, b], 1.0), (self.n_DB[:, b], -1.0)], 0, 0)
-        bound_omega(self.program, taken_KB, omega_KB, quality)
+        bound_omega(self.program, taken_KB, omega_KB, quality, float(problem.omega.min(1).sum()))
 
     def _shape(self, problem: Problem) -> None:
         """All layers are somewhere; a device that is used has one; there is a first and a last."""
@@ -173,7 +179,11 @@ class Counts:
             self.program.row([(self.n_DB[a], 1.0), (self.n_DB[b], -1.0)], low=0)
 
     def _memory(self, problem: Problem, factor: float, goal: Goal) -> None:
-        unit = float(problem.memory.max()) or 1.0
+        each_B = problem.layer_bytes + problem.cache_bytes
+        # HiGHS keeps a row to an absolute 1e-6, so rows are in layers, and a device's memory counts
+        # up to what the whole model takes: a memory of 1e15 bytes must not set the unit.
+        most = problem.layers * float(each_B.max()) + problem.first_bytes + problem.last_bytes
+        unit = float(each_B.max()) or most or 1.0
         missing_D = None
         if goal == "memory":
             self.scale, missing_D = unit, self.program.add(problem.devices)
@@ -182,12 +192,12 @@ class Counts:
             more = [] if missing_D is None else [(missing_D[j], -1.0)]
             self.program.row(
                 [
-                    (self.n_DB[j], (problem.layer_bytes + problem.cache_bytes) / unit),
+                    (self.n_DB[j], each_B / unit),
                     (self.first_D[j], problem.first_bytes / unit),
                     (self.last_D[j], problem.last_bytes / unit),
                     *more,
                 ],
-                high=factor * float(problem.memory[j]) / unit,
+                high=factor * min(float(problem.memory[j]), most) / unit,
             )
 
     def _time(self, problem: Problem, prefill: int, decode: int) -> None:
@@ -230,18 +240,33 @@ class Counts:
         """Returns (D, B) layers of each width on each device."""
         return np.rint(x[self.n_DB]).astype(int)
 
+    def missing(self, x: np.ndarray) -> float:
+        """Returns the bytes that the devices lack for a solution, without HiGHS' tolerance."""
+        problem = self.problem
+        need_D = self.counts(x) @ (problem.layer_bytes + problem.cache_bytes)
+        need_D += np.rint(x[self.first_D]) * problem.first_bytes
+        need_D += np.rint(x[self.last_D]) * problem.last_bytes
+        return float(np.maximum(need_D - problem.memory, 0).sum())
+
 
 def bound_omega(
-    program: Program, taken: np.ndarray, omega: np.ndarray, quality: float | None
+    program: Program, taken: np.ndarray, omega: np.ndarray, quality: float | None, least: float
 ) -> None:
-    """Keeps the sum of omega x taken to `quality`; None: makes it the objective."""
-    unit = float(omega.max()) or 1.0
+    """Keeps the sum of omega x taken to `quality`; None: makes it the objective.
+
+    least: the sum of omega of the best widths. The row is in units of what may be lost beyond that,
+    and widths that alone lose more are left out: HiGHS keeps a row to an absolute 1e-6 only, which
+    is too coarse where layers are very unlike.
+    """
     if quality is None:
-        program.minimise([(taken, omega / unit)])
+        program.minimise([(taken, omega / (float(omega.max()) or 1.0))])
         return
-    program.row([(taken, omega / unit)], high=max(quality, 0.0) * (1 + 1e-9) / unit)
-    if quality <= 0:
-        program.row([(taken, (omega > 0).astype(float))], high=0)
+    room = quality * (1 + SLACK) - least
+    more = omega - omega.min(-1, keepdims=True)
+    program.forbid(taken[more > room])
+    more = np.where(more > room, 0.0, more)
+    unit = float(more.max()) or 1.0
+    program.row([(taken, more / unit)], high=room / unit)
 
 
 class Layers(Counts):
@@ -274,7 +299,7 @@ class Layers(Counts):
                 row([(starts_LD[: i + 1, a], 1.0), (starts_LD[: i + 1, b], -1.0)], low=0)
         if goal == "omega" or quality is not None:
             wide = np.broadcast_to(problem.omega[:, None, :], x.shape)
-            bound_omega(self.program, x, wide, quality)
+            bound_omega(self.program, x, wide, quality, float(problem.omega.min(1).sum()))
 
     def below(self, seconds: float) -> None:
         """Leaves out what takes so long or longer."""
@@ -292,6 +317,33 @@ class Layers(Counts):
             starts_LD[start, d] = False
         self.program.forbid(self.x_LDB[other_LD].ravel())
         self.program.forbid(self.starts_LD[starts_LD])
+
+    def cover(self, x: np.ndarray, quality: float) -> bool:
+        """Leaves out the widths of a solution that lose too much, and all that lose more.
+
+        HiGHS keeps the bound of quality to its tolerance only. Of layers that lose too much
+        together, whatever the others have, one must get a width that loses less. Returns whether
+        the solution's widths lose too much.
+        """
+        omega, everyone = self.problem.omega, np.arange(self.problem.layers)
+        least_L = omega.min(1)
+        column_L = x[self.x_LDB].sum(1).argmax(1)
+        excess_L = omega[everyone, column_L] - least_L
+        room = quality * (1 + SLACK) - float(least_L.sum())
+        # x was not whole before the first cover: then its widths are a guess.
+        is_whole = bool((np.abs(x - np.rint(x)) < 1e-5)[self.x_LDB].all())
+        self.program.make_whole(self.x_LDB.ravel())
+        if excess_L.sum() <= room:
+            return not is_whole
+        inside = list(everyone)
+        for i in np.argsort(excess_L, kind="stable"):  # as few layers as still lose too much
+            if excess_L[inside].sum() - excess_L[i] > room:
+                inside.remove(i)
+        lossy = [
+            self.x_LDB[i][:, omega[i] >= omega[i, column_L[i]]].ravel() for i in inside
+        ]  # fmt: skip
+        self.program.row([(np.concatenate(lossy), 1.0)], high=len(inside) - 1.0)
+        return True
 
     def plan(self, x: np.ndarray) -> tuple[list[Stage], list[int]]:
         """Returns (stages, bits) of a solution."""

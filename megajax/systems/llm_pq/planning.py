@@ -1,4 +1,4 @@
-"""A workload and a cluster -> a placement: the front door of LLM-PQ's planner."""
+"""The entry point of LLM-PQ's planner: `plan` turns a workload and a cluster into a placement."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from megajax.systems.llm_pq.splits import even_split
 
 
 def uniform_bits(problem: Problem) -> int | None:
-    """Returns the highest uniform width whose even split fits the memory; None: none fits."""
+    """Returns the largest number of bits with which an even split of the layers fits, or None."""
     stages = even_split(problem)
     for bits in sorted(problem.bits, reverse=True):
         need = held(problem, stages, [bits] * problem.layers)
@@ -24,9 +24,9 @@ def uniform_bits(problem: Problem) -> int | None:
 
 
 def equal_quality(problem: Problem) -> float:
-    """Returns the sum of omega of the highest uniform width whose even split fits.
+    """Returns the sum of omega if all layers have the bits of `uniform_bits`.
 
-    Where none fits, that of the lowest width.
+    If no width fits, it is the sum at the lowest width.
     """
     bits = uniform_bits(problem)
     return omega_of(problem, [min(problem.bits) if bits is None else bits] * problem.layers)
@@ -41,11 +41,12 @@ def plan(
     time_limit_s: float = 60,
     model: CostModel = Roofline(),
 ) -> Placement:
-    """Returns who serves which layers in how many bits, and the micro-batches of both phases.
+    """Returns the placement with the most tokens a second.
 
-    Args: quality: the most that the sum of omega may be; 'equal': that of `equal_quality`; None:
-      any. model: where times come from; the default has assumed efficiencies.
-    Raises: UserError as `solve` does.
+    Args: quality: bound on the loss of quality, the sum of omega; 'equal': `equal_quality`; None:
+      no bound. solver, time_limit_s: as in `solve`. model: gives the times; the default has assumed
+      efficiencies.
+    Raises: UserError as `solve`.
     """
     problem = problem_of(workload, cluster, model)
     if isinstance(quality, str):

@@ -1,19 +1,19 @@
-"""What LLM-PQ decides, and what a decision costs: partition, bits of every layer, micro-batches.
+"""The planning problem of LLM-PQ: partition of layers, bits of every layer, micro-batches; times.
 
 A pipeline of unlike devices serves a fixed set of requests: all prompts first (prefill), then
-`new_tokens - 1` rounds of decoding, since the prefill gives the first token. LLM-PQ (arXiv
-2403.01136) minimises a sum that leaves out the round trip of decoding: a micro-batch cannot begin
-its next token before its last one has left the last stage. Here the time of a round is
+`new_tokens - 1` rounds of decoding, since the prefill gives the first token. The objective of
+LLM-PQ (arXiv 2403.01136) leaves out the round trip of decoding: a micro-batch cannot begin its next
+token before its previous one has left the last stage. Here the time of a round is
 
     R = max(sum of stages and links, m x slowest of them)        m micro-batches
 
-and decoding takes (n - 2) R + sum + (m - 1) slowest. The simulator (simulator.py) is the referee.
+and decoding takes (n - 2) R + sum + (m - 1) slowest. simulator.py checks this event by event.
 
 Legend: L layers, D devices, B widths in bits, S stages.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.core.files import read_object
 
-SLACK = 1e-9  # of a budget, for sums of floats in another order
+SLACK = 1e-12  # of a budget, for sums of floats in another order
 MOST_BYTES = 2**24  # (chosen) of a placement's file
 
 Stage = tuple[int, int, int]  # (device, first layer, layer behind the last)
@@ -31,14 +31,15 @@ Stage = tuple[int, int, int]  # (device, first layer, layer behind the last)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model of L equally shaped layers, D devices and a set of requests.
+    """A model of L layers of equal shape, D devices and a set of requests.
 
-    bits: widths that a layer may have. omega: (L, B) loss of quality of a layer at a width, in any
-    unit, at least 0. prefill_s, decode_s: {micro-batch: (D, B) seconds of ONE layer}.
-    prefill_hop_s, decode_hop_s: {micro-batch: seconds from a stage to the next}. layer_bytes: (B,)
-    of the weights. cache_bytes: of one layer, for all requests. first_bytes, last_bytes: what the
-    first and the last stage hold beside their layers. memory: (D,) bytes. new_tokens: of a request.
-    Requests that a micro-batch does not divide leave a last one that takes as long as a full one.
+    bits: the B widths that a layer may have. omega: (L, B) loss of quality of a layer at a width,
+    in any unit, at least 0. prefill_s, decode_s: {size of a micro-batch in requests: (D, B) seconds
+    of ONE layer for one micro-batch}. prefill_hop_s, decode_hop_s: {size: seconds from one stage to
+    the next}. layer_bytes: (B,) bytes of a layer's weights. cache_bytes: of one layer's keys and
+    values for all requests. first_bytes, last_bytes: what the first and the last stage hold besides
+    their layers. memory: (D,) bytes. requests: their number. new_tokens: tokens of each answer.
+    If a micro-batch does not divide the requests, the last one is smaller but takes as long.
     Raises: UserError for shapes that do not match and for numbers that are negative or not finite.
     """
 
@@ -57,21 +58,29 @@ class Problem:
     new_tokens: int
 
     def __post_init__(self) -> None:
-        """Turns everything into arrays, and checks it."""
+        """Converts the fields to arrays and checks them."""
         put = object.__setattr__
-        put(self, "bits", tuple(int(b) for b in self.bits))
+        if not isinstance(self.bits, Iterable):
+            raise UserError(f"bits={self.bits!r} must be a sequence of widths, such as (4, 8, 16)")
+        put(self, "bits", tuple(_whole("a width of bits", b) for b in self.bits))
         widths = len(self.bits)
         if widths == 0 or len(set(self.bits)) < widths:
             raise UserError(f"bits={self.bits} must be different widths, at least one")
-        put(self, "memory", _numbers("memory", self.memory, (None,)))
+        put(self, "memory", _numbers("memory", self.memory, ("devices",)))
         shape = (len(self.memory), widths)
-        put(self, "omega", _numbers("omega", self.omega, (None, widths)))
+        put(self, "omega", _numbers("omega", self.omega, ("layers", widths)))
         put(self, "layer_bytes", _numbers("layer_bytes", self.layer_bytes, (widths,)))
         for name in ("prefill", "decode"):
             times = getattr(self, f"{name}_s")
             hops = getattr(self, f"{name}_hop_s")
-            if not times or any(not size >= 1 for size in times):
-                raise UserError(f"{name}_s must have micro-batches of at least one request")
+            for member, table in ((f"{name}_s", times), (f"{name}_hop_s", hops)):
+                if not isinstance(table, Mapping) or not table:
+                    raise UserError(
+                        f"{member} must be a dictionary {{requests of a micro-batch: seconds}} "
+                        f"with one entry at least; got {table!r}"
+                    )
+                for size in table:
+                    _whole(f"a micro-batch of {member}", size)
             if missing := sorted(set(times) - set(hops)):
                 raise UserError(f"{name}_hop_s has no seconds for micro-batches {missing}")
             put(self, f"{name}_s", {
@@ -85,26 +94,24 @@ class Problem:
         for name in ("cache_bytes", "first_bytes", "last_bytes"):
             put(self, name, float(_numbers(name, getattr(self, name), ())))
         for name in ("requests", "new_tokens"):
-            if not getattr(self, name) >= 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1; nearest: 1")
-            put(self, name, int(getattr(self, name)))
+            put(self, name, _whole(name, getattr(self, name)))
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self.omega)
 
     @property
     def devices(self) -> int:
-        """D."""
+        """D, the number of devices."""
         return len(self.memory)
 
     def batches(self, size: int) -> int:
-        """Returns how many micro-batches of this size the requests make."""
+        """Returns the number of micro-batches of this size, rounded up."""
         return -(-self.requests // size)
 
     def twins(self) -> list[tuple[int, int]]:
-        """Returns pairs of devices, neighbours of their kind, that no plan can tell apart."""
+        """Returns pairs of successive devices of equal memory and times, which are exchangeable."""
         pairs, last = [], {}
         for j in range(self.devices):
             rows = [*self.prefill_s.values(), *self.decode_s.values()]
@@ -119,17 +126,33 @@ class Problem:
         return bool((self.omega == self.omega[0]).all())
 
 
-def _numbers(name: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray:
+def _whole(name: str, value: Any) -> int:
     try:
+        found = int(value)
+        if found == value and found >= 1:
+            return found
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(f"{name} must be a whole number, at least 1; got {value!r}")
+
+
+def _numbers(name: str, value: Any, shape: tuple[int | str, ...]) -> np.ndarray:
+    """shape: a word stands for any size from 1 on."""
+    try:
+        if np.iscomplexobj(value):
+            raise TypeError
         found = np.asarray(value, float)
     except (TypeError, ValueError):
-        raise UserError(f"{name} must be numbers") from None
+        raise UserError(f"{name} must be real numbers") from None
     fits = found.ndim == len(shape) and all(
-        want in (None, have) for want, have in zip(shape, found.shape, strict=False)
+        have >= 1 if isinstance(want, str) else have == want
+        for want, have in zip(shape, found.shape, strict=True)
     )
-    if not fits or (shape and not found.size):
-        wanted = " x ".join("any" if n is None else str(n) for n in shape) or "one number"
-        raise UserError(f"{name} has shape {found.shape}; it must be {wanted}")
+    if not fits:
+        wanted = f"({', '.join(map(str, shape))})" if shape else "one number"
+        if words := [want for want in shape if isinstance(want, str)]:
+            wanted += f", with one of the {words[0]} at least"
+        raise UserError(f"{name} has the shape {found.shape}; it must be {wanted}")
     if not (np.isfinite(found).all() and (found >= 0).all()):
         raise UserError(f"{name} must be finite and at least 0")
     return found
@@ -137,7 +160,7 @@ def _numbers(name: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray
 
 @dataclass(frozen=True)
 class Times:
-    """What a placement takes: seconds of all prefills, of all decoding, and tokens a second."""
+    """Times of a placement: seconds of all prefills and of all decoding, and tokens a second."""
 
     prefill_s: float
     decode_s: float
@@ -151,12 +174,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds which layers in how many bits, and how large micro-batches are.
+    """A plan: which device holds which layers in how many bits, and the sizes of micro-batches.
 
-    stages: (device, first layer, layer behind the last) in the pipeline's order; devices that are
-    not named stay unused. bits: of each layer. gap: how much shorter the whole time could be at
-    most, as a fraction of it; 0: proven optimal. omega: the sum over layers. status: 'optimal',
-    'time limit', 'interrupted' or 'heuristic': why the search ended.
+    stages: (device, first layer, one past the last layer) in the pipeline's order; devices that are
+    not named stay unused. bits: of each layer. prefill_batch, decode_batch: requests of a
+    micro-batch. tokens_per_s: of all answers. gap: no placement is shorter by a larger fraction of
+    the whole time; 0: proven optimal. prefill_s, decode_s: seconds of each phase. omega: loss of
+    quality, summed over layers. status: why the search ended: 'optimal', 'time limit',
+    'interrupted' or 'heuristic'.
     """
 
     stages: tuple[Stage, ...]
@@ -189,7 +214,10 @@ class Placement:
 def timed(
     problem: Problem, stages: Sequence[Stage], bits: Sequence[int], prefill: int, decode: int
 ) -> Times:
-    """Returns the times of a placement by the closed form of the module's docstring."""
+    """Returns the times of a placement by the formula of the module's docstring.
+
+    Args: bits: of each layer. prefill, decode: requests of a micro-batch in each phase.
+    """
     column = {b: k for k, b in enumerate(problem.bits)}
 
     def spent(table: np.ndarray) -> list[float]:
@@ -203,7 +231,7 @@ def timed(
 def of_stages(
     problem: Problem, prefill_S: list[float], decode_S: list[float], prefill: int, decode: int
 ) -> Times:
-    """Returns the times of stages that take these seconds for a micro-batch in each phase."""
+    """Returns the times of stages by their seconds (S,) for one micro-batch in each phase."""
     links = len(prefill_S) - 1
     prefill_S = [*prefill_S, *[problem.prefill_hop_s[prefill]] * links]
     decode_S = [*decode_S, *[problem.decode_hop_s[decode]] * links]
@@ -218,7 +246,7 @@ def of_stages(
 
 
 def omega_of(problem: Problem, bits: Sequence[int]) -> float:
-    """Returns the loss of quality of these widths, summed over layers."""
+    """Returns the loss of quality of these bits (one entry a layer), summed over layers."""
     column = {b: k for k, b in enumerate(problem.bits)}
     return float(sum(row[column[b]] for row, b in zip(problem.omega, bits, strict=True)))
 
@@ -238,7 +266,10 @@ def held(problem: Problem, stages: Sequence[Stage], bits: Sequence[int]) -> list
 def violations(
     problem: Problem, stages: Sequence[Stage], bits: Sequence[int], quality: float | None
 ) -> list[str]:
-    """Returns what a placement breaks: one sentence each; [] means that it is legal."""
+    """Returns a sentence for each rule that a placement breaks; []: it is legal.
+
+    Args: quality: bound on the sum of omega; None: no bound.
+    """
     found = []
     devices = [d for d, _, _ in stages]
     if len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.devices)):

@@ -1,8 +1,8 @@
-"""What quantized weights cost: held-out loss before and after on the same text, and an estimate.
+"""The loss of quality by quantized weights: measured on held-out text, and estimated.
 
-The estimate needs no held-out text: `expected_loss`, by the loss's own curvature. Sums of products'
-errors (`quant.sensitivity`), as LLM-PQ (arXiv 2403.01136, section 4.2) takes them, do not know how
-much a layer's outputs matter.
+`loss_of` measures. `expected_loss` estimates from the curvature of the loss, without held-out text.
+Sums of the errors of products (`quant.sensitivity`), which LLM-PQ uses (arXiv 2403.01136, section
+4.2), do not know how much the outputs of a layer matter.
 """
 
 import functools
@@ -33,12 +33,12 @@ HELD_OUT = 0.05  # of a source's documents, by their content, as training holds 
 def windows(
     source: str, tokenizer: Tokenizer, shape: tuple[int, int], *, held_out: bool, seed: int = 0
 ) -> np.ndarray:
-    """Returns token ids, int32 (rows, length), of documents that training holds out, or does not.
+    """Returns token ids, int32 (rows, length), of held-out documents or of training documents.
 
-    Documents of a shuffled order are joined, each with the tokenizer's begin and end, and cut.
-
-    Args: source: as --data.source. shape: rows and length.
-    Raises: UserError where the source has too little text.
+    Documents are shuffled, joined (each with the tokenizer's begin and end tokens) and cut.
+    Args: source: as --data.source. shape: rows and length. held_out: which documents. seed: of the
+      order.
+    Raises: UserError if the source has too little text.
     """
     rows, length = shape
     found = open_source(source, DataConfig(source=source))
@@ -67,9 +67,10 @@ def _batches(items: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def loss_of(params: Tree, cfg: DecoderConfig, rows: np.ndarray, *, batch: int = 4) -> float:
-    """Returns the mean cross-entropy in nats a token of next tokens, computed in float32.
+    """Returns the mean cross-entropy of the next token, in nats a token, computed in float32.
 
-    Args: params: dense or quantized, on one device. rows: token ids (rows, length).
+    Args: params: dense or quantized, on one device. rows: token ids, int32 (rows, length). batch:
+      rows of one call.
     """
     run = _summed(cfg)
     total, count = 0.0, 0
@@ -96,13 +97,13 @@ def _summed(cfg: DecoderConfig):
 def expected_loss(
     params: Tree, cfg: DecoderConfig, rows: np.ndarray, formats: Sequence[Format | None]
 ) -> np.ndarray:
-    """Returns (layers, formats): by how many nats a token the loss is expected to rise.
+    """Returns the expected rise of the loss, float64 (layers, formats), in nats a token.
 
-    1/2 sum of F dW^2 over a layer's matrices rounded to nearest (`calibrate.curvature`). Sums over
-    layers rank plans; their size is an estimate for small changes only.
-
-    Args: rows: token ids (rows, length) of text like that which the model learnt. formats: None: a
-        layer stays dense.
+    It is 1/2 sum of F dW^2 over the matrices of a layer, rounded to nearest; F is the diagonal of
+    the Fisher matrix (`calibrate.curvature`). Sums over layers rank plans; as a number, a sum is an
+    estimate for small changes only.
+    Args: params: dense, on one device. rows: token ids, int32 (rows, length), of text like the
+      training text. formats: None: the layer stays dense.
     """
     found = np.zeros((cfg.layers, len(formats)))
     for name, f in curvature(params, cfg, [rows]).items():

@@ -1,14 +1,14 @@
-"""What LLM-PQ is compared with, each timed by the same closed form and simulator.
+"""The rivals of LLM-PQ's planner, timed by the same formula and simulator.
 
-'uniform': one width for all layers, as many layers for every device. 'pipeedge': one width, and the
-partition that makes the slowest stage of decoding fastest; PipeEdge (DSD 2022) knows one phase, and
-LLM-PQ's released code runs it with requests / devices in a micro-batch of both phases.
-'pipeedge_tuned' is the same with the best micro-batches, which PipeEdge does not look for.
-'adabits': the widths that lose the least quality, wherever they fit, and the best micro-batches.
-'offload': FlexGen-like: even split at one width; layers that do not fit rest in the host's memory,
-and weights and cache are read through PCIe for every micro-batch, beside the arithmetic.
+'uniform': one width for all layers, and equally many layers on every device. 'pipeedge': one width,
+and the partition with the fastest slowest stage of decoding. PipeEdge (DSD 2022) knows one phase
+only; LLM-PQ's released code runs it with requests / devices in a micro-batch of both phases.
+'pipeedge_tuned': the same with the best micro-batches, which PipeEdge does not search for.
+'adabits': the widths with the least loss of quality that fit, and the best micro-batches.
+'offload': like FlexGen: an even split at one width; layers that do not fit stay in host memory, and
+their weights and cache are read through PCIe for every micro-batch, beside the arithmetic.
 
-One width is the highest that fits, as in the released code.
+"One width" is the highest that fits, as in the released code.
 """
 
 import itertools
@@ -36,7 +36,7 @@ HOST_BYTES_PER_S = 12.6e9  # (assumed: 0.8 of PCIe 3.0 x16) from host memory to 
 
 @dataclass(frozen=True)
 class Rival:
-    """A rival's plan. offloaded: layers in host memory."""
+    """A rival's plan. offloaded: number of layers in host memory; other fields as in Placement."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -61,7 +61,7 @@ def pairs(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def fixed(problem: Problem) -> tuple[int, int]:
-    """Requests / devices for both phases, or the next larger size that the problem has."""
+    """Returns requests / devices for both phases, or the next larger size that the problem has."""
     wanted = -(-problem.requests // problem.devices)
     sizes = sorted(set(problem.prefill_s) & set(problem.decode_s))
     size = next((s for s in sizes if s >= wanted), sizes[-1])

@@ -1,9 +1,10 @@
 """Serving by a placement of LLM-PQ (arXiv 2403.01136): a pipeline of unlike stages.
 
-Scheduler, sampler and answers are serving.Engine's. The requests are dealt to engines of a few
-slots each, whose steps go through one chain of stages (pipeline.py): the prompts in calls of
-`prefill_batch` requests, their answers in calls of `decode_batch`. A call that has left the last
-stage is read, and its next token is sent to the first one, while the other calls are on their way.
+Scheduler, sampler and answers are those of serving.Engine. The requests are split among several
+engines of a few slots each, whose steps go through one chain of stages (pipeline.py): prompts in
+calls of `prefill_batch` requests, answers in calls of `decode_batch`. When a call has left the last
+stage, its tokens are read and the next call of these requests is sent to the first stage, while
+other calls are still under way.
 """
 
 import collections
@@ -39,7 +40,7 @@ GROUP, DENSE = 128, 16  # (LLM-PQ's kernels) inputs that share a scale; bits of 
 
 
 class Placed(Protocol):
-    """What is asked of a placement (systems.llm_pq.Placement)."""
+    """The interface of a placement (systems.llm_pq.Placement)."""
 
     @property
     def stages(self) -> Sequence[tuple[int, int, int]]: ...  # noqa: D102
@@ -72,7 +73,7 @@ class _Request:
 
 
 class Runtime:
-    """Answers sets of prompts by a placement. Not thread-safe."""
+    """Serves sets of prompts on the stages of a placement. Not thread-safe."""
 
     def __init__(
         self,
@@ -90,19 +91,20 @@ class Runtime:
         timeout_s: float | None = None,
         wrap: Wrap | None = None,
     ):
-        """Cuts the weights, quantizes them where they are dense, and places them.
+        """Splits the weights among the stages, quantizes them if they are dense, and places them.
 
         Args: params: dense, or of megajax.quant.quantize_model with the placement's bits. Dense
-          ones are rounded to nearest: 16 bits stay dense, others have groups of 128. They also stay
-          in the memory of this process, for `restart`. devices: for each device of the placement a
-          jax device, or a list of them, which are tensor ranks, or a mesh. dtype: of compute and
-          pages. prefill_tokens: most tokens of a prompt in one call; None: the whole prompt.
-          requests: answers that run at a time; None: all of a call of `generate`, as the plan has
-          it. tokenizer: as of Engine. timeout_s: for which the result of a call is waited for,
-          after which the stage that does not answer counts as dead; a compilation counts too, so
-          give minutes; None: for ever. wrap: called with each stage's number and function, while it
-          is compiled; returns the function to run: for measurements and tests.
-        Raises: UserError for a placement that is not of this model and these devices.
+          weights are rounded to nearest in groups of 128; layers of 16 bits stay dense. The weights
+          also stay in the memory of this process, for `restart`. devices: for each device of the
+          placement a jax device, a list of them (tensor ranks of one stage), or a mesh. dtype: of
+          the computation and of the pages. page_size: tokens of a page. seed: of sampling.
+          prefill_tokens: most tokens of a prompt in one call; None: the whole prompt. requests:
+          most answers that run at the same time; None: all of a call of `generate`, as the plan
+          assumes. tokenizer: as in Engine. timeout_s: longest wait for the result of a call in
+          seconds, after which the stage that does not answer counts as dead. Compilation is
+          included, so give minutes; None: no limit. wrap: called with each stage's number and
+          function while it is compiled, returns the function to run; for measurements and tests.
+        Raises: UserError for a placement that does not match the model or the devices.
         """
         check_options("fast", page_size, prefill_tokens=prefill_tokens, requests=requests)
         _check(cfg, placement, len(devices))
@@ -154,15 +156,15 @@ class Runtime:
         self.close()
 
     def close(self) -> None:
-        """Ends the stages' threads."""
+        """Ends the threads of the stages."""
         for stage in self._stages:
             stage.close()
 
     def restart(self, devices: Sequence[Any] | None = None) -> None:
-        """Replaces the stages that failed; all others keep weights and programs.
+        """Replaces the stages that failed; all others keep their weights and programs.
 
-        devices: as of the constructor, if others take their places: stages whose devices differ are
-          replaced too.
+        Args: devices: as in the constructor, to use other devices; stages whose devices change are
+          replaced too. None: the same devices.
         """
         before, self._devices = self._devices, list(devices or self._devices)
         if len(before) != len(self._devices):
@@ -187,12 +189,12 @@ class Runtime:
         *,
         retries: int = 0,
     ) -> list[list[int]]:
-        """Returns the answers' tokens, a list for each prompt in their order; of n > 1 answers a
-        prompt has n lists, one after the other.
+        """Returns the tokens of the answers: one list for each prompt, in their order.
 
-        The tokens are those that `Engine` gives these requests, in this order, with the same model.
-        Args: sampling: for all prompts, or one each. retries: how often stages that died are
-          replaced, and the requests that have not ended begun again.
+        With n > 1 answers, a prompt has n lists, one after the other. The tokens equal those that
+        `Engine` gives for these requests, in this order, with the same model.
+        Args: prompts: token ids. sampling: for all prompts, or one for each. retries: how often
+          stages that died are replaced; requests that have not ended then start again.
         Raises: UserError for requests that can never run; StageError, after which `restart` and the
           same call give the same tokens.
         """

@@ -1,7 +1,8 @@
-"""What all solvers of LLM-PQ share: the clock, the best placement so far, and the bounds.
+"""The state that all solvers of LLM-PQ share: the clock, the best placement so far, the bounds.
 
-A pair is (micro-batch of prefill, micro-batch of decoding): each has a program of its own. The
-bound of a pair is a time that none of its placements goes below; the gap follows from the smallest.
+A pair is (micro-batch size of prefill, micro-batch size of decoding); each pair has an integer
+program of its own. The bound of a pair is a time that no placement of the pair is below. The gap is
+that of the smallest bound.
 """
 
 import contextlib
@@ -30,12 +31,13 @@ from megajax.systems.llm_pq.problem import (
 
 Pair = tuple[int, int]
 CLOSE = 1e-7  # (chosen) a relative difference of times that is none
+PROVEN = 1e-6  # (HiGHS: tolerance of a row) a gap that its bounds cannot tell from none
 POLL_S = 0.2  # (chosen) how often the thread that Ctrl-C reaches looks
 
 
 @dataclass
 class Search:
-    """The state of one search. hints: stages that counts proposed, whose widths lost too much."""
+    """The state of one search. hints: stages from counts whose widths lost too much quality."""
 
     problem: Problem
     quality: float | None
@@ -52,17 +54,17 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """How much shorter than the best the time may be, as a fraction."""
+        """By which fraction a placement may still be shorter than the best one, at most."""
         bound = min(min(self.bounds.values(), default=0.0), self.seconds)
-        gap = 1 - bound / self.seconds if self.seconds else 0.0
-        return 0.0 if gap < 2 * CLOSE else gap
+        gap = float(1 - bound / self.seconds) if self.seconds else 0.0
+        return 0.0 if gap < PROVEN else gap
 
     def open(self, pair: Pair) -> bool:
         """Returns whether a pair may hold something better than the best."""
         return self.bounds[pair] < self.seconds * (1 - CLOSE)
 
     def raise_bound(self, pair: Pair, bound: float) -> None:
-        """Notes that nothing of a pair is below the bound."""
+        """Notes that no placement of a pair is below the bound, in seconds."""
         self.bounds[pair] = max(self.bounds[pair], bound)
 
     def offer(self, stages: list[Stage], bits: list[int], pair: Pair) -> bool:
@@ -169,33 +171,44 @@ def least_omega(problem: Problem, seconds: float = 10.0) -> tuple[np.ndarray | N
     return None if found.x is None else program.counts(found.x), found.closed
 
 
-def explain(problem: Problem, quality: float | None) -> UserError:
-    """Returns the error of a problem without a placement: what is missing."""
+def spelled(amount: float) -> str:
+    """Returns a number of bytes; fractions are those of a problem in other units."""
+    return f"{amount:.0f}" if amount >= 1000 or amount == round(amount) else f"{amount:.4g}"
+
+
+def explain(problem: Problem, quality: float | None) -> UserError | None:
+    """Returns the error of a problem without a placement: what is missing; None: nothing is."""
     best = problem.omega.min(1).sum()
     if quality is not None and best > quality * (1 + SLACK):
         return UserError(
             f"quality={quality:g} is below the least sum of omega of any widths; nearest: {best:g}"
         )
-    for program in (Counts, Layers):  # what counts lack is often all that is missing
-        found = program(problem, (0, 0), quality, goal="memory").solve(20.0)
-        if found.x is not None and found.value > 0.5:
+    missing = 0.0
+    for kind in (Counts, Layers):  # what counts lack is often all that is missing
+        program = kind(problem, (0, 0), quality, goal="memory")
+        found = program.solve(20.0)
+        missing = 0.0 if found.x is None else program.missing(found.x)
+        if missing > SLACK * problem.memory.max():
             break
-    if found.x is None or found.value <= 0.5:
-        return UserError("no placement keeps the memory of the devices and the quality")
-    low = min(problem.bits)
-    size = dict(zip(problem.bits, problem.layer_bytes.tolist(), strict=True))[low]
+    else:
+        return None
+    size, low = min(zip(problem.layer_bytes.tolist(), problem.bits, strict=True))
     terms = {
         f"weights at {low} bits": size * problem.layers,
         "cache": problem.cache_bytes * problem.layers,
         "first stage": problem.first_bytes,
         "last stage": problem.last_bytes,
     }
-    listed = ", ".join(f"{name} {value:.0f}" for name, value in terms.items())
+    listed = ", ".join(f"{name} {spelled(value)}" for name, value in terms.items())
     total, room = sum(terms.values()), problem.memory.sum()
     largest = max(terms, key=terms.__getitem__)
-    wanted = "" if quality is None else f" with a sum of omega of at most {quality:g}"
+    wanted, least = "", "At the least it takes"
+    if quality is not None:
+        wanted = f" with a sum of omega of at most {quality:g}"
+        least = "With any sum of omega it takes at least"
     return UserError(
         f"the memory of the {problem.devices} devices cannot hold the model{wanted}: "
-        f"{found.value:.0f} bytes are missing. At the least it takes {total:.0f} bytes ({listed}); "
-        f"the devices have {room:.0f}, and a layer cannot be cut. The largest term: {largest}"
+        f"{spelled(missing)} bytes are missing. {least} {spelled(total)} bytes "
+        f"({listed}); the devices have {spelled(room)}, and a layer cannot be cut. The largest "
+        f"term: {largest}"
     )

@@ -1,11 +1,12 @@
-"""The referee: every micro-batch through every stage and link, event by event.
+"""Simulates a placement event by event: every micro-batch through every stage and link.
 
-It knows nothing of the closed form that the planner minimises (problem.py:timed). Stages and links
-take one micro-batch at a time, first come first served. Decoding starts when all prompts are
-through; a micro-batch begins its next token when its last one has left the last stage.
+The simulation does not use the formula that the planner minimises (problem.py:timed), so it checks
+it. Stages and links process one micro-batch at a time, first come first served. Decoding starts
+after all prompts. A micro-batch begins its next token when its previous one has left the last
+stage.
 
-The times of micro-batches may differ here, and those of decoding may grow with every token, which
-the closed form leaves out.
+Here the times of micro-batches may differ, and those of decoding may grow with every token; the
+formula leaves both out.
 """
 
 import heapq
@@ -20,10 +21,10 @@ Seconds = Callable[[int, int], Sequence[float]]
 
 
 def run(seconds: Seconds, batches: int, rounds: int) -> float:
-    """Returns when the last micro-batch has left the last stage for the last time.
+    """Returns the seconds until the last micro-batch has left the last stage for the last time.
 
-    All micro-batches stand before the first stage at time 0, in their order, and go through
-    `rounds` times.
+    All micro-batches wait before the first stage at time 0, in their order, and pass through the
+    pipeline `rounds` times.
     """
     first = list(seconds(0, 0))
     free = [0.0] * len(first)  # when each stage and link is free again
@@ -46,7 +47,7 @@ def run(seconds: Seconds, batches: int, rounds: int) -> float:
 
 
 def simulate(problem: Problem, placement: Placement) -> Times:
-    """Returns the times of a placement, all micro-batches taken as full ones."""
+    """Returns the simulated times of a placement; every micro-batch counts as a full one."""
 
     def places(table: np.ndarray, hop: float) -> list[float]:
         column = {b: k for k, b in enumerate(problem.bits)}

@@ -1,16 +1,19 @@
-"""The planner: the fastest placement that keeps the memory and the quality, with proof.
+"""The planner: the fastest placement within memory and quality, with a bound on what is left.
 
-'exact': for each pair of micro-batch sizes, in the order of their linear bounds, the program over
-counts gives a bound and, through the best arrangement of its counts, a placement. Where unlike
-layers keep the two apart, the program over layers decides. Pairs whose bound is not below the best
-placement are never solved. 'counts': the same without the program over layers, exact where layers
-are alike. 'transfer': the paper's heuristic, with the gap to the linear bounds.
+'exact': pairs of micro-batch sizes are solved in the order of their linear bounds. For each pair,
+an integer program over counts (layers of each width on each device) gives a lower bound of the
+time, and the best arrangement of its counts gives a placement. If the placement does not reach the
+bound, because layers differ in quality, an integer program over single layers decides. Pairs whose
+bound is not below the best placement are skipped. 'counts': the same without the program over
+layers; it is exact if all layers lose the same quality. 'transfer': the paper's heuristic, with the
+gap to the linear bounds.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.systems.llm_pq.arrange import arrange
@@ -28,6 +31,7 @@ TIGHTER = 5  # (chosen) tries with a smaller sum of omega before counts are give
 LOOSE = 1e-5  # (chosen) above the best: a bound that is tight makes HiGHS' own checks fail
 SMALL = 12  # (chosen) layers up to which the program over layers needs no better start
 WIDTHS_S = 3.0  # (chosen) seconds for the widths of given stages
+COVERS = 30  # (chosen) times that a program over layers is told what loses too much
 NARROW = 1 - 1e-5  # of the memory, where HiGHS' tolerance let a placement exceed it
 
 
@@ -41,16 +45,18 @@ def solve(
 ) -> Placement:
     """Returns the placement with the most tokens a second.
 
-    Args: quality: the most that the sum of omega may be; None: any. time_limit_s: of the search; a
-      search that it ends, or Ctrl-C, gives the best placement found so far with its gap. start:
-      plans to begin with; those that break memory or quality are passed over.
-    Raises: UserError when no placement keeps memory and quality, with the bytes that are missing,
-      or when the time limit ends before one is found; KeyboardInterrupt before one is found.
+    Args: quality: bound on the sum of omega; None: no bound. solver: see the module's text.
+      time_limit_s: seconds of the search; at its end, or after Ctrl-C, the best placement so far is
+      returned with its gap. start: (stages, bits, micro-batch sizes) to begin with; those that
+      break memory or quality are ignored.
+    Raises: UserError if no placement fits memory and quality, with the missing bytes, or if the
+      time limit ends before one is found; KeyboardInterrupt after Ctrl-C before one is found.
     """
     if solver not in SOLVERS:
         near = did_you_mean(solver, SOLVERS)
         raise UserError(f"solver={solver} must be one of {', '.join(SOLVERS)}.{near} (--solver)")
-    if not time_limit_s > 0:
+    quality = None if quality is None else _number("quality", quality)
+    if not _number("time_limit_s", time_limit_s) > 0:
         raise UserError(f"time_limit_s={time_limit_s} must be more than 0 (--time_limit_s)")
     search = Search(problem, quality, time.monotonic() + time_limit_s)
     status = "optimal"
@@ -61,15 +67,38 @@ def solve(
             raise
         status = "interrupted"
     if search.best is None:
-        if search.bounds and min(search.bounds.values()) < float("inf"):
-            raise UserError(
-                f"time_limit_s={time_limit_s:g} ended the search before any placement was found; "
-                f"nearest: {2 * time_limit_s:g} (--time_limit_s)"
-            )
-        raise explain(problem, quality)
+        raise _nothing(search, solver, time_limit_s)
     if status == "optimal" and search.gap > 0:
         status = "heuristic" if search.left > 0.1 else "time limit"
     return search.result(status)
+
+
+def _nothing(search: Search, solver: Solver, time_limit_s: float) -> UserError:
+    """Returns the error of a search that found no placement."""
+    is_proven = min(search.bounds.values(), default=0.0) == float("inf")
+    if not is_proven and search.left <= 0.05:
+        return UserError(
+            f"time_limit_s={time_limit_s:g} ended the search before any placement was found; "
+            f"nearest: {2 * time_limit_s:g} (--time_limit_s)"
+        )
+    if error := explain(search.problem, search.quality):
+        return error
+    if is_proven or solver == "exact":
+        return UserError("no placement keeps the memory of the devices and the quality")
+    return UserError(
+        f"solver={solver} found no placement that keeps the memory of the devices and the quality, "
+        "but does not prove that there is none; nearest: exact (--solver)"
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        found = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if math.isnan(found):
+        raise UserError(f"{name}={value!r} must be a number (--{name})")
+    return found
 
 
 def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
@@ -125,7 +154,7 @@ def _rounds(search: Search, pairs: list[Pair], step: Step) -> None:
 
 
 def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
-    """Bounds a pair and offers placements. Returns whether counts can tell no more of it."""
+    """Bounds a pair and offers placements. Returns whether the program over counts was solved."""
     quality, tighter = search.quality, 0.0
     closed = False
     for tries in range(TIGHTER):
@@ -195,13 +224,18 @@ def _in_order(sizes: list[tuple[int, int]]) -> tuple[Stage, ...]:
 
 def _by_layers(search: Search, pair: Pair, seconds: float) -> bool:
     """The program over layers. Returns whether it proved its answer."""
+    end = time.monotonic() + seconds
     for memory in (1.0, NARROW):
         program = Layers(search.problem, pair, search.quality, memory=memory)
         if search.best is not None:
             program.below(search.seconds * (1 + LOOSE))
-        found = attended(lambda p=program: p.solve(min(seconds, search.left), CLOSE / 10))
-        if memory == 1.0:
-            search.raise_bound(pair, found.bound)
-        if found.x is None or search.offer(*program.plan(found.x), pair):
-            return found.closed
+        for _ in range(COVERS):
+            limit = min(end - time.monotonic(), search.left)
+            found = attended(lambda p=program, s=limit: p.solve(s, CLOSE / 10))
+            if memory == 1.0:
+                search.raise_bound(pair, found.bound)
+            if found.x is None or search.offer(*program.plan(found.x), pair):
+                return found.closed
+            if search.quality is None or not program.cover(found.x, search.quality):
+                break  # it exceeds the memory
     return False

@@ -1,6 +1,6 @@
-"""Partitions of layers of one width: the even split, and the one whose slowest stage is fastest.
+"""Partitions of layers of one width: the even split, and the one with the fastest slowest stage.
 
-Rivals use them, and the planner begins with them, so that it is never slower than they are.
+Rivals use them. The planner starts from them, so its result is never slower than theirs.
 """
 
 import bisect
@@ -13,8 +13,10 @@ from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
 
 
 def even_split(problem: Problem) -> list[Stage]:
-    """Returns as many layers for every device, in the order of the cluster; the first ones take the
-    layers that remain. Devices beyond the layers stay unused."""
+    """Returns stages with equally many layers, in the order of the cluster.
+
+    The first devices take the remaining layers. Devices beyond the number of layers stay unused.
+    """
     devices = min(problem.devices, problem.layers)
     small, more = divmod(problem.layers, devices)
     edges = [0]
@@ -24,9 +26,11 @@ def even_split(problem: Problem) -> list[Stage]:
 
 
 def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stage] | None:
-    """Returns the stages whose slowest is fastest, of layers of one width; None: none fit.
+    """Returns the stages with the fastest slowest stage, all layers of one width; None: none fits.
 
-    Of the numbers of layers that reach that, the slowest devices have as few as possible.
+    Among equally fast partitions, the slowest devices get as few layers as possible.
+    Args: column: index of the width in problem.bits. seconds_D: seconds of one layer on each
+    device.
     """
     each = problem.layer_bytes[column] + problem.cache_bytes
     D = problem.devices
@@ -37,7 +41,9 @@ def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stag
         room_D = problem.memory * (1 + SLACK)
         room_D[first] -= problem.first_bytes
         room_D[last] -= problem.last_bytes
-        most_D = np.floor(np.maximum(room_D, -1) / each).astype(int)
+        most_D = np.where(room_D < 0, 0, problem.layers)
+        if each > 0:
+            most_D = np.minimum(np.floor(np.maximum(room_D, 0) / each), most_D).astype(int)
         if (room_D[[first, last]] < 0).any():
             continue
         found = _spread(problem.layers, most_D, seconds_D)
@@ -69,7 +75,9 @@ def _spread(
     limits = sorted({float(k * s) for s in seconds_D for k in range(1, layers + 1)})
 
     def able(limit: float) -> np.ndarray:
-        return np.minimum(most_D, np.floor(limit / seconds_D * (1 + 1e-12)).astype(int)).clip(0)
+        free_D = np.full(len(seconds_D), np.inf)  # layers that take no time
+        fit_D = np.divide(limit, seconds_D, out=free_D, where=seconds_D > 0)
+        return np.minimum(most_D, np.floor(fit_D * (1 + 1e-12))).astype(int)
 
     if int(able(limits[-1]).sum()) < layers:
         return None

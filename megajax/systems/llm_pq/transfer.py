@@ -1,12 +1,13 @@
 """The heuristic of LLM-PQ, "bitwidth transfer" (arXiv 2403.01136): fast, legal, not optimal.
 
-It begins with the widths that lose the least quality ("adabits"). Then the slowest device, the
-straggler, gives a layer to a faster one, the pioneer, which may narrow a layer of its own to make
-room, or narrows a layer of its own while another device widens one, so that the quality holds. The
-best such change is made until none shortens the run.
+The heuristic starts from the widths with the least loss of quality ("adabits") and makes one change
+after another. In a change, either the slowest device (the straggler) gives a layer to a faster one
+(a pioneer), which may store another layer in fewer bits to make room; or the straggler stores one
+of its layers in fewer bits while another device uses more, so that the quality holds. The change
+that shortens the run most is made, until none does.
 
-The paper lists the changes that are tried (16 bits of a pioneer against two straggler layers of 8,
-...). Here all changes of one moved layer and up to one layer that changes width are tried.
+The paper lists the changes that it tries (16 bits of a pioneer against two straggler layers of 8,
+...). Here all changes with one moved layer and up to one layer of another width are tried.
 
 Legend: D devices, B widths in bits.
 """

@@ -164,7 +164,7 @@ def test_arrange_finds_the_least_loss():
 def test_what_is_missing_is_told():
     p = tried_placements.problem(0, devices=1, memory=[6.0])
     # 5 layers of 1 byte at 4 bits and 0.5 of cache, 2.7 at the ends: 10.2 bytes.
-    with pytest.raises(UserError, match=r"memory.* 4 bytes are missing.*weights at 4 bits 5"):
+    with pytest.raises(UserError, match=r"memory.* 4.2 bytes are missing.*weights at 4 bits 5"):
         solve(p)
     scaled = dataclasses.replace(
         p, memory=[6000.0], layer_bytes=1000 * p.layer_bytes, cache_bytes=500.0,
@@ -182,22 +182,111 @@ def test_what_is_missing_is_told():
         solve(p)
 
 
+def test_bytes_in_other_units_and_one_byte_too_few():
+    """Numbers below 1, such as gigabytes, and a device that lacks one byte of ten billion."""
+    p = tried_placements.problem(0, devices=1, memory=[6e-3])
+    small = {"cache_bytes": 5e-4, "first_bytes": 1e-3, "last_bytes": 1.7e-3}
+    p = dataclasses.replace(p, layer_bytes=1e-3 * p.layer_bytes, **small)
+    with pytest.raises(UserError, match=r"memory.* 0\.0042 bytes are missing"):
+        solve(p)
+    large = {"cache_bytes": 0, "first_bytes": 0, "last_bytes": 0, "memory": [1e10 - 1]}
+    p = dataclasses.replace(p, layer_bytes=[2e9, 4e9, 8e9], **large)
+    with pytest.raises(UserError, match=r"memory.* 1 bytes are missing"):
+        solve(p)
+    assert set(solve(dataclasses.replace(p, memory=[1e10])).bits) == {4}
+
+
+def test_numbers_of_unlike_size():
+    """HiGHS keeps a row to an absolute 1e-6: a memory without a limit, or a layer that loses a
+    million times as much as another, must not make other rows coarse."""
+    found = 0
+    for seed in range(6):
+        p = tried_placements.problem(seed, layers=4)
+        unlike = np.random.default_rng(seed).permutation(np.logspace(-5, 3, 4))[:, None]
+        wide = dataclasses.replace(p, omega=p.omega * unlike)
+        for size in (1e6, 1e12):
+            memory = p.memory.copy()
+            memory[seed % 3] = size
+            found += check_best(dataclasses.replace(p, memory=memory), p.omega[:, 1].sum())
+        found += check_best(wide, wide.omega[:, 1].sum())
+        found += check_best(wide, wide.omega[[0, 1, 2, 3], [2, 0, 1, 2]].sum())
+    assert found > 18
+
+
+def check_best(p: Problem, quality: float) -> bool:
+    """Compares with every placement tried. Returns whether there is one."""
+    wanted = tried_placements.best(p, quality)
+    if wanted is None:
+        with pytest.raises(UserError, match="bytes are missing"):
+            solve(p, quality=quality)
+        return False
+    got = solve(p, quality=quality)
+    assert violations(p, got.stages, got.bits, quality) == []
+    assert got.prefill_s + got.decode_s == pytest.approx(wanted[-1], rel=1e-6)
+    assert got.gap == 0 and got.status == "optimal"
+    return True
+
+
+@pytest.mark.parametrize("solver", ["exact", "transfer"])
+def test_what_takes_no_time_and_no_bytes(solver):
+    p = tried_placements.problem(2)
+    fast = {size: rows * [[0.0], [1.0], [1.0]] for size, rows in p.decode_s.items()}
+    got = solve(dataclasses.replace(p, decode_s=fast), solver=solver)
+    assert solver == "transfer" or got.gap == 0
+    none = {size: 0 * rows for size, rows in p.decode_s.items()}
+    free = dataclasses.replace(p, layer_bytes=[0, 0, 0], cache_bytes=0)
+    assert violations(free, *solve_parts(free, solver), None) == []
+    hops = dict.fromkeys(none, 0)
+    still = dataclasses.replace(
+        free, prefill_s=none, decode_s=none, prefill_hop_s=hops, decode_hop_s=hops
+    )
+    assert solve(still, solver=solver).tokens_per_s == float("inf")
+
+
+def solve_parts(p: Problem, solver: str) -> tuple:
+    """Returns (stages, bits)."""
+    got = solve(p, solver=solver)
+    return got.stages, got.bits
+
+
 def test_a_quality_that_no_widths_have():
     p = tried_placements.problem(0)
+    for quality in (0.5 * p.omega.min(1).sum(), 0, -1):
+        for solver in ("exact", "counts", "transfer"):
+            with pytest.raises(UserError, match="below the least sum of omega"):
+                solve(p, quality=quality, solver=solver)
+    lossless = dataclasses.replace(p, omega=p.omega - p.omega.min(1, keepdims=True))
     with pytest.raises(UserError, match="below the least sum of omega"):
-        solve(p, quality=0.5 * p.omega.min(1).sum())
+        solve(lossless, quality=-1)
+
+
+def test_a_heuristic_without_a_placement_does_not_blame_the_time(monkeypatch):
+    p = tried_placements.problem(0)
+    monkeypatch.setattr("megajax.systems.llm_pq.solver.transfer", lambda *_: None)
+    monkeypatch.setattr("megajax.systems.llm_pq.solver.arrange", lambda *_: None)
+    with pytest.raises(UserError, match="does not prove that there is none; nearest: exact"):
+        solve(p, solver="transfer")
 
 
 def test_options_are_checked():
     p = tried_placements.problem(0)
     with pytest.raises(UserError, match="Did you mean exact"):
         solve(p, solver="exac")
-    with pytest.raises(UserError, match="time_limit_s"):
-        solve(p, time_limit_s=0)
+    for limit in (0, -1, float("nan"), "60", None):
+        with pytest.raises(UserError, match="time_limit_s"):
+            solve(p, time_limit_s=limit)
+    for quality in (float("nan"), "equal", "1", [1.0]):
+        with pytest.raises(UserError, match="quality"):
+            solve(p, quality=quality)
     for member, value in [
         ("omega", -p.omega), ("memory", [[1.0]]), ("layer_bytes", [1.0]), ("bits", (4, 4, 8)),
         ("requests", 0), ("prefill_hop_s", {1: 0.0}), ("cache_bytes", float("nan")),
         ("decode_s", {0: p.decode_s[1]}), ("decode_s", {1: p.decode_s[1][:2]}),
+        ("decode_s", {1.5: p.decode_s[1]}), ("decode_s", {"1": p.decode_s[1]}),
+        ("decode_s", [p.decode_s[1]]), ("decode_s", None), ("decode_hop_s", 0.1),
+        ("bits", (4.5, 8, 16)), ("bits", (-4, 8, 16)), ("bits", None), ("bits", "4,8"),
+        ("requests", 2.5), ("requests", float("inf")), ("requests", "4"), ("new_tokens", None),
+        ("omega", p.omega * 1j), ("memory", []),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=member.removesuffix("_hop_s")):
             dataclasses.replace(p, **{member: value})
