@@ -4,9 +4,13 @@
     uv run --extra aot scripts/learn_h200.py --save    # and ships what is learnt
 
 Rows: instructions of this library's programs, timed by scripts/profile_programs.py (labels.npz),
-and bf16 products that gpu_check.py timed beside its kernels and of which XLA makes one launch.
-Judged: programs of other families, each half adapted on the other; and products of which XLA makes
-two launches, which no fit reads: their sum is compared. Writes experiments/results/cdmpp_h200.json.
+bf16 products that gpu_check.py timed beside its kernels and of which XLA makes one launch, and
+cuDNN's attention, forward. A compiled step has our kernel in the place of cuDNN's, so a row of
+attention has our kernel's record and cuDNN's time.
+Judged: programs of other families, each half adapted on the other; each attention, adapted on all
+other rows; products of which XLA makes two launches, which no fit reads: their sum is compared; and
+the train step of the 1.2B decoder, which no fit reads either. Writes
+experiments/results/cdmpp_h200.json.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -17,6 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gpu_train
 import jax
 import numpy as np
 from absl import flags
@@ -24,13 +29,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.reports.cdmpp import unique_rows
 from megajax.core import script
+from megajax.core.hardware import parse_cluster
 from megajax.cost.program import records
 from megajax.cost.record import OpRecord
 from megajax.monitor import results
-from megajax.systems.cdmpp import Dataset, FarFromTraining, Predictor
+from megajax.systems import aot as steps
+from megajax.systems.cdmpp import Dataset, FarFromTraining, Predictor, step
 from megajax.systems.cdmpp.files import DEFAULT
 from megajax.systems.cdmpp.labels import Labels
 from pallas_kernels import aot
+from pallas_kernels.attention import bench as attention
 from pallas_kernels.gemm import bench as gemm
 from pallas_kernels.quant_gemm import bench as quant_gemm
 
@@ -45,7 +53,6 @@ def products(file: dict[str, Any]) -> list[Product]:
 
     Of cases that are the same product (its weight had other bits beside it), the first.
     """
-    place = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
     sides = {("gemm", c.name, "xla"): gemm.sides(c, "reference")["xla"] for c in gemm.CASES}
     sides |= {
         ("quant_gemm", c.name, "dense"): quant_gemm.sides(c, "reference")["dense"]
@@ -55,13 +62,41 @@ def products(file: dict[str, Any]) -> list[Product]:
     for row in file["rows"]:
         key = row.get("folder"), row.get("case"), row.get("implementation")
         if key in sides and row["direction"] == "forward" and "median_s" in row:
-            function, like = sides[key]()
-            args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in like]
-            compiled = aot.compile(jax.jit(function).lower(*args))
-            launches = records(compiled)
+            launches = records(compiled(*sides[key]()))
             each = f"{key[0]} {key[1]}", launches, row["median_s"]
             found.setdefault(tuple(one.hash for one in launches), each)
     return list(found.values())
+
+
+def compiled(function: Any, like: Any) -> jax.stages.Compiled:
+    """A program for one GPU of this kind."""
+    place = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in like]
+    return aot.compile(jax.jit(function).lower(*args))
+
+
+def attentions(file: dict[str, Any]) -> list[tuple[OpRecord, float]]:
+    """(our kernel's record, seconds of cuDNN's) of the cases that gpu_check.py timed forward."""
+    times = {
+        (row["case"], row["implementation"]): row["median_s"]
+        for row in file["rows"]
+        if row.get("folder") == "attention" and row["direction"] == "forward" and "median_s" in row
+    }
+    found = []
+    for case in attention.CASES:
+        is_packed = len(set(case.lengths)) > 1
+        seconds = times.get((case.name, "cudnn packed" if is_packed else "cudnn padded"))
+        if seconds is not None:
+            text = compiled(*attention.ours(case, "hopper")).as_text()
+            [told] = [one.flops for one in records(text, platform="gpu") if is_attention(one)]
+            exact = records(text, platform="gpu", live_pairs=case.flops() / told)
+            found += [(one, seconds) for one in exact if is_attention(one)]
+    return found
+
+
+def is_attention(one: OpRecord) -> bool:
+    """Whether it is the attention itself, not what stands around it."""
+    return one.kind == "attention"
 
 
 def unknowing(predictor: Predictor) -> Predictor:
@@ -101,6 +136,45 @@ def of_products(name: str, predictor: Predictor, found: list[Product], card: Any
     return judged(name, np.array(sums) / [seconds for *_, seconds in found])
 
 
+def with_rows(data: Dataset, rows: list[tuple[OpRecord, float]]) -> Dataset:
+    """The dataset, and these rows of the same device."""
+    seconds = np.concatenate([data.seconds, [seconds for _, seconds in rows]])
+    every = [*data.records, *(one for one, _ in rows)]
+    return Dataset(every, seconds, [DEVICE] * len(every), data.cards, data.facts)
+
+
+def of_attention(name: str, before: Predictor, data: Dataset, rows: Any) -> dict[str, Any]:
+    """Errors of each attention by a predictor adapted on everything but it."""
+    ratios = []
+    for one, seconds in rows:
+        others = [row for row in rows if row[0] is not one]
+        adapted = before.adapt(with_rows(data, others))
+        ratios.append(adapted.predict([one], data.cards[DEVICE])[0][0] / seconds)
+    return judged(name, np.array(ratios))
+
+
+def of_step(predictors: dict[str, Predictor]) -> list[dict[str, Any]]:
+    """The train step that gpu_train.py measured, predicted from its compiled program."""
+    file = json.loads((FOLDER / "nvidia_h200_train.json").read_text())
+    [row] = [row for row in file["rows"] if row["item"] == "step" and "median_s" in row]
+    cluster = parse_cluster("h200:1x1")
+    cfg = gpu_train.configuration(row["variant"], rehearsal=False)
+    program = steps.compile_step(cfg, cluster, fused=True)
+    assert program.attention == "hopper"
+    all_times = {"assumed efficiencies": step.assumed}
+    all_times |= {name: one.predict for name, one in predictors.items()}
+    found = []
+    for name, times in all_times.items():
+        told = step.predict(program.text, cluster, times, live_pairs=1 / row["segments"])
+        inside = abs(told.seconds - row["median_s"]) <= 1.645 * told.sigma
+        found.append(
+            judged(f"step of the 1.2B decoder, {name}", np.array([told.seconds / row["median_s"]]))
+            | {"coverage": float(inside), "predicted_s": told.seconds, "sigma_s": told.sigma,
+               "measured_s": row["median_s"]}
+        )  # fmt: skip
+    return found
+
+
 def main(_: list[str]) -> int:
     """Writes cdmpp_h200.json; with --save also the shipped predictor, adapted to all rows."""
     warnings.simplefilter("ignore", FarFromTraining)  # that is what this measures
@@ -109,16 +183,13 @@ def main(_: list[str]) -> int:
     first = unique_rows(small)
     is_one = np.isin(labels.families[first], FAMILIES)
     small, card = small[first], small.cards[DEVICE]
-    every = products(json.loads((FOLDER / "nvidia_h200_kernels.json").read_text()))
+    file = json.loads((FOLDER / "nvidia_h200_kernels.json").read_text())
+    every, attended = products(file), attentions(file)
     one = [each for each in every if len(each[1]) == 1]
     two = [each for each in every if len(each[1]) > 1]
-    whole = Dataset(
-        [*small.records, *(launches[0] for _, launches, _ in one)],
-        np.concatenate([small.seconds, [seconds for *_, seconds in one]]),
-        [DEVICE] * (len(small) + len(one)), small.cards, small.facts,
-    )  # fmt: skip
+    multiplied = with_rows(small, [(launches[0], seconds) for _, launches, seconds in one])
     before = unknowing(Predictor.load())
-    after = before.adapt(whole)
+    after = before.adapt(with_rows(multiplied, attended))
     rows = [
         of_rows("instructions, nothing known of the GPU", before, small),
         of_rows("instructions of other families, adapted on encoders and ViT",
@@ -128,6 +199,8 @@ def main(_: list[str]) -> int:
         of_products("products of two launches, nothing known of the GPU", before, two, card),
         of_products("products of two launches, adapted on instructions and products of one",
                     after, two, card),
+        of_attention("attention, adapted on all other rows", before, multiplied, attended),
+        *of_step({"nothing known of the GPU": before, "adapted": after}),
     ]  # fmt: skip
     facts = results.facts(small.facts["device"], "measured on NVIDIA H200, predicted on a CPU")
     results.write(FOLDER / "cdmpp_h200.json", facts, rows)

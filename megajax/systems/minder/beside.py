@@ -1,9 +1,9 @@
-"""A detector of metrics in a process of its own, beside a driver or a trainer that never wait.
+"""Runs the detector in a child process, so that a driver or a trainer never waits for it.
 
-The detector needs jax, a driver must not load it, and a trainer's devices are busy. So records go
-to a child process (beside_main.py) on the CPU, and its alerts come back, a line of JSON each.
-Threads do so; what the child does not take in time is dropped and counted. When the child ends,
-that is said once and the job goes on without it. No jax import.
+The detector needs jax, which a driver must not load, and a trainer's devices are busy. So records
+are sent to a child process (beside_main.py) on the CPU, and its alerts come back as lines of JSON.
+Threads do this; batches that the child does not accept in time are dropped and counted. If the
+child ends, this is reported once and the job continues without it. No jax import.
 """
 
 import contextlib
@@ -30,11 +30,14 @@ WAITING = 600  # (chosen) batches of records, of about a second, that wait for t
 
 
 class Beside:
-    """The child. `send` and `take` return at once."""
+    """The child process. `send` and `take` return at once."""
 
     def __init__(self, options: dict[str, Any]):
-        """options: of beside_main.py: model, a path; settings, {field: value} of Settings; server,
-        arguments of sources.prometheus or None."""
+        """Starts the child.
+
+        Args: options: of beside_main.py: "model", path of a saved detector; "settings", {field:
+          value} of Settings; "server", arguments of sources.prometheus, or None.
+        """
         self._queue: queue.Queue[Any] = queue.Queue(WAITING)
         self._queue.put(options)  # not among its arguments, which everybody sees
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -53,14 +56,16 @@ class Beside:
             thread.start()
 
     def send(self, records: Sequence[Record]) -> None:
-        """Hands over the records that are metrics of machines."""
+        """Sends those records to the child that are metrics of machines."""
         rows = [list(r) for r in records if r.name in METRICS and isinstance(r.value, int | float)]
         if rows:
             self._put(rows)
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """Names the hosts of an attempt, by which the machines of a server are known. Those of the
-        attempt before that are not among them are no longer judged."""
+        """Tells the child the hosts of an attempt; hosts that are not among them leave the job.
+
+        The machines of a Prometheus server are matched with these names.
+        """
         self._put({"hosts": [*hosts]})
 
     def _put(self, what: Any) -> None:
@@ -70,7 +75,7 @@ class Beside:
             self.dropped += 1
 
     def take(self) -> tuple[list[Alert], list[str], dict[str, float]]:
-        """Returns what the child said since the last call: alerts, notes, newest scores."""
+        """Returns (alerts, notes, {host: newest score}) that came since the last call."""
         alerts, notes, scores = [], [], {}
         with contextlib.suppress(queue.Empty):
             while True:
@@ -123,5 +128,5 @@ class Beside:
 def as_line(
     alerts: Sequence[Alert], notes: Sequence[str], scores: dict[str, float]
 ) -> dict[str, Any]:
-    """Returns what the child says in one line."""
+    """Returns the message of the child, which is sent as one line of JSON."""
     return {"alerts": [asdict(a) for a in alerts], "notes": [*notes], "scores": scores}

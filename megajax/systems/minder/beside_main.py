@@ -1,8 +1,8 @@
-"""The child of beside.py: records on standard input, alerts on standard output, lines of JSON.
-The first line has the options.
+"""The child of beside.py: reads records from standard input, writes alerts to standard output.
 
-Every few seconds the records that came, and what a Prometheus server says of the same hosts, become
-one window of the detector. A server that is away is said once, and the records go on.
+Both are lines of JSON; the first line of input has the options. Every few seconds the new records,
+and a Prometheus server's samples of the same hosts, become one window of the detector. A server
+that is unreachable is reported once, and the records alone are judged.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Feed:
     """Makes windows of records and of a server's answers."""
 
     def __init__(self, server: Any):
-        """server: None: records alone."""
+        """server: a source of samples; None: records only."""
         self._server = server
         self.machines: tuple[str, ...] = ()  # names of the job's hosts
         self._rows: list[Record] = []
@@ -44,19 +44,21 @@ class Feed:
         self._trouble = ""
 
     def begin(self, hosts: Sequence[str]) -> list[str]:
-        """Takes the hosts of an attempt; returns those that are not in it but were in the last.
-        What the feed still holds of them is thrown away."""
+        """Takes the hosts of an attempt; returns the hosts that were in the previous one only.
+
+        Their records are dropped.
+        """
         gone = [host for host in self.machines if host not in hosts]
         self.machines = tuple(hosts)
         self._rows = [r for r in self._rows if r.host not in gone]
         return gone
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Takes records."""
+        """Adds records, as lists of their fields."""
         self._rows += [Record(*row) for row in rows]
 
     def window(self, now: float) -> Samples | None:
-        """Returns the seconds since the last window, None where there is none yet."""
+        """Returns the samples since the last window; None: there is no complete second yet."""
         end = int(now - LAG_S)
         if self._next is None:
             first = min((r.time for r in self._rows), default=now)

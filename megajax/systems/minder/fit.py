@@ -1,8 +1,9 @@
-"""What a detector learns from jobs without labels: ranges, networks, noise, offsets and limits.
+"""Fits a detector on jobs without labels: ranges, networks, noise, offsets and limits.
 
-Three passes over the sources, one source in memory at a time: what the values range over and
-windows to train on; the LSTM-VAEs (training.py); then how far healthy machines lie from their peers
-and from their own past. Faults in the data are few, so every estimate is a quantile or a median.
+There are three passes over the sources, with one source in memory at a time. The first finds the
+ranges of the metrics and windows to train on. The second trains the LSTM-VAEs (training.py). The
+third measures how far healthy machines are from their peers and from their own past. Faults in the
+data are few, so every estimate is a quantile or a median.
 
 Legend: C metrics, F channels, N machines, T seconds, J windows of a tick, H ticks.
 """
@@ -105,7 +106,7 @@ def fit(
 def _priority(
     ticks: Sequence[np.ndarray], starts: Sequence[int], faults: Faults, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns the metrics in the order in which a tree asks for them (priority.py)."""
+    """Returns the metrics in the order in which a decision tree uses them (priority.py)."""
     z, labels = [], []
     for y_HFNJ, start, intervals in zip(ticks, starts, faults, strict=True):
         H, _, N, J = y_HFNJ.shape
@@ -128,7 +129,7 @@ def _checked(grid: Grid, k: int) -> Grid:
 
 
 class _Ranges:
-    """The first pass: values and windows at random places."""
+    """The first pass: ranges of the metrics, and windows from random machines and times."""
 
     def __init__(self, rng: np.random.Generator, metrics: Sequence[str] | None):
         self._rng, self._wanted = rng, metrics
@@ -217,7 +218,7 @@ def _ticks(
 
 
 def _quiet(function: Callable) -> Callable:
-    """Lets NumPy meet metrics or machines without a single value: the result is NaN there."""
+    """Silences NumPy's warnings about metrics or machines without a value; the result is NaN."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -255,7 +256,7 @@ def _spreads(ticks: Sequence[np.ndarray]) -> Prior:
 
 @_quiet
 def _spread(x_FN: np.ndarray) -> np.ndarray:
-    """Returns a standard deviation that one machine in fifty with a role of its own sets."""
+    """Returns a standard deviation, (F,), that covers one machine in fifty with its own role."""
     absolute_FN = np.abs(x_FN)
     usual_F = 1.4826 * np.nanmedian(absolute_FN, 1)
     far_F = np.nanquantile(absolute_FN, 0.99, axis=1) / 2
@@ -273,10 +274,10 @@ def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray) -> np.ndarray:
 
 
 def _limits(prior: Prior, ticks: Sequence[np.ndarray], s: Settings) -> Limits:
-    """Returns what healthy machines do not reach.
+    """Returns limits that healthy machines do not reach.
 
-    An observation is the highest statistic of a machine in half an hour; the limit is a multiple of
-    a percentile that the faults in the sources do not reach, for nobody said which they are.
+    An observation is the highest statistic of a machine in half an hour. The limit is a multiple of
+    a percentile of these that is too low for the unlabelled faults in the sources to influence it.
     """
     given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
     scores = [_scores(given, y_HFNJ) for y_HFNJ in ticks]
@@ -303,7 +304,7 @@ def _limits(prior: Prior, ticks: Sequence[np.ndarray], s: Settings) -> Limits:
 
 
 def _starts(age: int, span: evidence.Span, H: int) -> list[int]:
-    """Returns where spans begin whose machines have a past of that age."""
+    """Returns the first ticks of spans whose machines have a past of this age (index of AGES)."""
     ages = (*evidence.AGES, H)
     return list(range(ages[age], min(ages[age + 1], H - span.ticks + 1)))
 
@@ -311,7 +312,7 @@ def _starts(age: int, span: evidence.Span, H: int) -> list[int]:
 def _highest(
     scores_FNH: np.ndarray, starts: list[int], inverse_FF: np.ndarray, span: evidence.Span
 ) -> list[np.ndarray]:
-    """Returns the highest statistics of each block of BLOCK spans, (G, N) each."""
+    """Returns the highest statistics of each block of BLOCK spans: a list of (G, N)."""
     N = scores_FNH.shape[1]
     inverse_NFF = np.broadcast_to(inverse_FF, (N, *inverse_FF.shape))
     found = []
@@ -326,7 +327,7 @@ def _highest(
 
 
 def _tail(highest_GX: np.ndarray, F: int) -> np.ndarray:
-    """Returns the limit of each statistic."""
+    """Returns the limit of each statistic, (G,), from the highest statistics (G, X)."""
     X = highest_GX.shape[1]
     least_G = np.append(np.full(F, LEAST_ALONE), np.sqrt(F) + LEAST_MORE)
     least_G[F // CHANNELS : F] *= ODD  # residuals

@@ -1,9 +1,10 @@
-"""--detector=minder of a training run that no driver supervises: its processes watch one another.
+"""--detector=minder of a training run without a driver: its processes watch one another.
 
-Each process puts what an agent would report (progress, records, counters of its host) into the
-job's key-value store once a period, from a thread, so that a process that hangs is seen. The first
-process judges them as a driver would, with the rules of run.py, and can only tell: alerts go to its
-console and into minder.jsonl of the run's folder. Under scripts/supervise.py the driver judges.
+Once a period, a thread of each process writes what an agent would report (progress, records,
+counters of its host) into the job's key-value store, so that a process that hangs is noticed. The
+first process judges all reports as a driver would, with the rules of run.py. It can only report:
+alerts go to its console and into minder.jsonl of the run's folder. Under scripts/supervise.py the
+driver judges instead.
 """
 
 import json
@@ -38,7 +39,7 @@ MEET_S = 300.0  # (chosen) for all processes to say where they are
 
 
 def watched_timers() -> tuple[Timers, Path]:
-    """Returns timers whose progress a thread of this process can read, and where it is."""
+    """Returns (timers whose progress another thread can read, the file of that progress)."""
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     for old in folder.glob("megajax-minder-*"):  # of processes that were killed
         if not Path(f"/proc/{old.name.rsplit('-', 1)[1]}").exists():
@@ -59,8 +60,11 @@ class InRun:
         say: Callable[[str], object],
         period_s: float = PERIOD_S,
     ):
-        """progress: of watched_timers. run_dir: where the first process writes. say: on its
-        console."""
+        """Starts the thread.
+
+        Args: progress: file of watched_timers. run_dir: folder into which the first process writes.
+          say: prints a line on its console. period_s: seconds between two reports.
+        """
         self._progress, self._period, self._say = progress, period_s, say
         self._store: Any = distributed.global_state.client if jax.process_count() > 1 else None
         self._rank, self._size = jax.process_index(), jax.process_count()

@@ -1,6 +1,6 @@
-"""Pictures of what was found: the metrics of all machines around an alert, and a map of the scores.
+"""Pictures of alerts: the metrics of all machines around an alert, and a map of all scores.
 
-matplotlib is imported when something is drawn. Legend: N machines, T seconds.
+matplotlib is imported only when something is drawn. Legend: N machines, T seconds.
 """
 
 import collections
@@ -26,9 +26,11 @@ REDDEST = 2.0  # (chosen) the score that has the strongest colour
 
 
 def draw_alert(alert: Alert, recent: Recent, end: float, path: Path) -> None:
-    """Draws the metrics in which a machine differs, with those of all others.
+    """Draws the metrics in which a machine differs, for this machine and all others.
 
-    The first panel is the metric that the alert names. path: its suffix says PNG or SVG.
+    The first panel shows the metric that the alert names.
+    Args: recent: the metrics of the last minutes. end: Unix seconds at which the picture ends.
+      path: .png or .svg.
     """
     from matplotlib.figure import Figure
 

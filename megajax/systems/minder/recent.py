@@ -1,4 +1,4 @@
-"""The last minutes of a job's metrics, as the daemon read them: for pictures, and to begin anew.
+"""The last minutes of a job's metrics, as the daemon read them; for pictures and new models.
 
 Legend: C metrics, N machines, T seconds.
 """
@@ -15,33 +15,36 @@ class Recent:
     """Grids of successive seconds, no older than `keep_s` seconds."""
 
     def __init__(self, keep_s: float):
-        """keep_s: beyond the newest second."""
+        """keep_s: seconds before the newest one that are kept."""
         self._keep_s = keep_s
         self._grids: collections.deque[Grid] = collections.deque()
 
     def add(self, grid: Grid) -> None:
-        """Takes the seconds that follow."""
+        """Adds the grid of the next seconds."""
         self._grids.append(grid)
         while self._grids[0].end < grid.end - self._keep_s:
             self._grids.popleft()
 
     def clear(self) -> None:
-        """Forgets all of it."""
+        """Drops all grids."""
         self._grids.clear()
 
     def __iter__(self) -> Iterator[Grid]:
         return iter(self._grids)
 
     def metric(self, name: str, start: int, end: int) -> Grid:
-        """Returns one metric in [start, end), holes where nothing was read."""
+        """Returns one metric in [start, end), Unix seconds; NaN where nothing was read."""
         return merged(list(self._grids), [name], start, end)
 
 
 def merged(
     grids: Sequence[Grid], metrics: Sequence[str], start: int | None = None, end: int | None = None
 ) -> Grid:
-    """Returns grids of one second side by side. metrics: that are kept, in this order. start, end:
-    None: of the first and the last grid."""
+    """Returns successive grids of one second as one grid; NaN where nothing was read.
+
+    Args: metrics: names that are kept, in this order. start, end: Unix seconds; None: those of the
+      first and the last grid.
+    """
     start = min((g.start for g in grids), default=0) if start is None else start
     end = max((g.end for g in grids), default=start) if end is None else end
     inside = [g for g in grids if g.start < end and g.end > start]

@@ -1,10 +1,11 @@
-"""Rolling retraining: fits a new model on the last hours without an alert, beside the watch.
+"""Rolling retraining: fits a new model on the last hours without an alert, while the watch runs.
 
-The daemon keeps what it read on disk, in pieces of ten minutes, and throws away those in which an
-alert lasted. Every few hours a process of its own fits on these. The new model takes the place of
-the old one only if it is no worse on the same data: it may raise no more alerts on what was quiet,
-and must name as many of the faults that are put into it on purpose. Networks that a fit left blind
-fail this, as do limits that a disturbance has widened. The old model stays as MODEL.previous.
+The daemon stores what it read on disk, in pieces of ten minutes, and deletes the pieces in which an
+alert was active. Every few hours a child process fits a model on the rest. The new model replaces
+the old one only if it is no worse on the same data: it may not raise more alerts on quiet data, and
+must name nearly as many (AS_GOOD) of the faults that are injected into that data. Networks that
+learnt nothing fail this test, as do limits that a disturbance has widened. The old model stays as
+MODEL.previous.
 
 `python -m megajax.systems.minder.refit JOB` is that process. Legend: C metrics, N machines.
 """
@@ -39,8 +40,8 @@ NICE = 10  # (chosen) of the process
 
 @dataclass(frozen=True)
 class Plan:
-    """What to fit. hours: between two fits, and of quiet data that a fit takes. steps: of training.
-    settings: of the detector. metrics: in the order of the old model."""
+    """How to fit. hours: between two fits, and of data for a fit. steps: training steps. settings:
+    of the detector. metrics: names, in the order of the old model."""
 
     hours: float
     steps: int
@@ -50,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a fit that ended. word: accepted, rejected or failed."""
+    """The result of a fit. word: 'accepted', 'rejected' or 'failed'."""
 
     word: str
     message: str
@@ -58,10 +59,10 @@ class Result:
 
 
 class Refit:
-    """Keeps the data of a job and fits on it in a child process."""
+    """Stores the data of a job and fits models on it in a child process."""
 
     def __init__(self, folder: Path, model: Path, plan: Plan, clock: Callable[[], float]):
-        """folder: of the data. Goes on with what an earlier daemon kept there."""
+        """folder: for the data; what an earlier daemon stored there is used. model: its file."""
         self._folder, self._model, self._plan = folder, model, plan
         self._new: list[Grid] = []
         self._dirty = False  # an alert lasted in what is collected
@@ -72,8 +73,10 @@ class Refit:
     # ---- data
 
     def keep(self, grid: Grid, lasting: Mapping[str, Lasting]) -> None:
-        """Takes the seconds that follow, and the alerts that last. Raises: OSError when the disk
-        does not take a piece, which is then lost."""
+        """Adds the next seconds, and deletes data in which one of the active alerts lasted.
+
+        Raises: OSError if a piece cannot be written; it is then lost.
+        """
         begin = self._new[0].start if self._new else grid.start
         self._new.append(grid)
         for one in lasting.values():
@@ -109,8 +112,10 @@ class Refit:
     # ---- the process
 
     def poll(self, now: float) -> Result | None:
-        """Begins a fit when its time has come; returns the result of one that has ended. Raises:
-        OSError when none can be started."""
+        """Starts a fit when it is due; returns the result of a fit that has ended, or None.
+
+        Args: now: Unix seconds. Raises: OSError if no process can be started.
+        """
         if self._child is None:
             if now >= self._due and _longest(self._pieces()) >= LEAST_S:
                 self._due = now + 3600 * self._plan.hours  # also if it cannot be started
@@ -143,7 +148,7 @@ class Refit:
         return self._folder / "candidate"
 
     def _take(self, code: int, text: str) -> Result:
-        """Returns what a process that has ended left, and puts an accepted model into its place."""
+        """Returns the result of an ended process; an accepted model replaces the old one."""
         log = self._folder / "fit.log"
         try:
             report = json.loads(text.splitlines()[-1])
@@ -169,7 +174,7 @@ class Refit:
         return Result("accepted", message, report)
 
     def close(self) -> None:
-        """Ends a fit that runs."""
+        """Ends a running fit."""
         if self._child is not None:
             self._child.terminate()
             self._child.communicate()
@@ -177,7 +182,7 @@ class Refit:
 
 
 def _longest(pieces: Sequence[Path]) -> int:
-    """Returns the seconds of the newest stretch of pieces without a hole."""
+    """Returns the seconds of the newest stretch of successive pieces."""
     starts = [int(p.stem) for p in pieces]
     length = min(1, len(starts))
     for before, after in zip(starts[-2::-1], starts[:0:-1], strict=False):
@@ -191,7 +196,7 @@ def _longest(pieces: Sequence[Path]) -> int:
 
 
 def stretches(paths: Sequence[str | Path], metrics: Sequence[str]) -> list[Grid]:
-    """Returns pieces joined where they follow each other without a change of machines."""
+    """Returns the grids of the pieces; successive pieces of the same machines are joined."""
     groups: list[list[Grid]] = []
     for path in paths:
         with np.load(path, allow_pickle=False) as file:
@@ -208,11 +213,12 @@ def stretches(paths: Sequence[str | Path], metrics: Sequence[str]) -> list[Grid]
 
 
 def compare(old: Callable, new: Callable, grid: Grid) -> dict[str, Any]:
-    """Returns how two detectors do on a quiet stretch, and on it with faults put into it.
+    """Compares two detectors on a quiet stretch of data, without and with injected faults.
 
-    old, new: return a detector without history. `worse` says why the new one is not to be used, ''
-    if it is. A fault moves a metric of one machine, in the second half, by what lies between the
-    1st and the 99th percentile of all machines.
+    A fault shifts one metric of one machine in the second half, by the distance of the 1st and the
+    99th percentile of all machines.
+    Args: old, new: each returns a detector that has seen no job.
+    Returns: counts, and 'worse': why the new one must not be used; '': it may be used.
     """
     part = _part(grid)
     false_old, false_new = (len(make().update(part)) for make in (old, new))
@@ -244,7 +250,7 @@ def compare(old: Callable, new: Callable, grid: Grid) -> dict[str, Any]:
 
 
 def _part(grid: Grid) -> Grid:
-    """Returns the end of a stretch, of not too many machines."""
+    """Returns the last JUDGED_S seconds of a stretch, with at most JUDGED_MACHINES machines."""
     every = -(-len(grid.machines) // JUDGED_MACHINES)
     values_CNT = grid.values_CNT[:, ::every, -JUDGED_S:]
     start = grid.end - values_CNT.shape[2]

@@ -1,13 +1,13 @@
-"""Minder in a run: who makes the job wait, from progress, step times and metrics, and what is done.
+"""Minder in a supervised run: finds the rank or host that makes the job wait, and evicts it.
 
-Three rules for a driver's watchdog, by one name, --detector=minder:
+--detector=minder adds three rules to a driver's watchdog:
 
-hang    a rank for which all others wait, within seconds, from progress (monitor/hang.py); told
-slow    a rank whose own work makes the steps slow, from step times (monitor/slow_rank.py); evicted
-minder  a machine whose metrics differ from the others' (detector.py, a child process); evicted
+hang    a rank for which all others wait, within seconds, by progress (monitor/hang.py); warns
+slow    a rank whose own work makes the steps slow, by step times (monitor/slow_rank.py); evicts
+minder  a machine whose metrics differ from the others' (detector.py, a child process); evicts
 
-What evicts may do so only within a budget of false alarms (elastic/evictions.py); beyond it, it
-only tells. --respond=slow=warn lets a rule only tell. No jax import.
+Evictions happen only within a budget of false alarms (elastic/evictions.py); beyond it the rules
+only warn. --respond=slow=warn lets a rule only warn. No jax import.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ AFTER = 3  # (chosen) ticks of an attempt whose steps tell whether an eviction w
 
 
 def _flags() -> list[dataclasses.Field]:
-    """Returns the options that a driver has; its training processes have the others."""
+    """Returns the options of a driver; the other options are for its training processes."""
     return [f for f in dataclasses.fields(MinderConfig) if f.name != "pulse_every"]
 
 
@@ -65,16 +65,17 @@ def add_flags(add: Callable[..., Any]) -> None:
 
 
 def from_flags(said: Mapping[str, Any]) -> MinderConfig:
-    """Returns the options of parsed flags, by their names. Raises: UserError."""
+    """Returns the options from parsed flags, {name: value}. Raises: UserError."""
     return MinderConfig(**{f.name: said[f"minder.{f.name}"] for f in _flags()})
 
 
 def choose_detectors(
     said: Mapping[str, Any], known: Mapping[str, Maker]
 ) -> tuple[dict[str, Maker], dict[str, Kind]]:
-    """Returns (detectors by name, responses by rule) of the flags of a driver.
+    """Returns (detectors by name, responses by rule) from the flags of a driver.
 
-    In the place of minder stands what `of_driver` replaces. Raises: UserError.
+    The entry of minder is a placeholder, which `of_driver` replaces. Raises: UserError for flags
+    that do not exist or do not fit together.
     """
     names = ",".join([said["detectors"], *said["detector"]])
     detectors = choose(names, {**known, NAME: DETECTORS[NEEDED]})
@@ -90,7 +91,7 @@ def choose_detectors(
 def of_driver(
     said: Mapping[str, Any], detectors: dict[str, Maker], journal: Journal
 ) -> "RunMinder | None":
-    """Puts minder in its place among the detectors, and returns it; None where it is none."""
+    """Replaces the placeholder of minder among the detectors and returns it; None: not chosen."""
     if NAME not in detectors:
         return None
     minder = RunMinder(
@@ -102,8 +103,11 @@ def of_driver(
 
 
 class RunMinder:
-    """The detector of a job, over all its attempts: `attempt` makes that of one (a Maker), and the
-    driver asks it before it evicts (driver.Guard)."""
+    """Minder for all attempts of a job.
+
+    `attempt` makes the detector of one attempt (a Maker). The driver asks this object before it
+    evicts a host (driver.Guard).
+    """
 
     def __init__(
         self,
@@ -114,11 +118,12 @@ class RunMinder:
         emit: Callable[[Sequence[Record]], object],
         gauge: Callable[..., object] = lambda **_: None,
     ):
-        """prometheus: address of a server. out: folder of evictions.json. tell(event, message,
-        **values): of a journal. emit: takes records of what is found. gauge(**values): of a
-        journal, for metrics of the job.
+        """Prepares the rules; the child process starts with the first attempt.
 
-        Raises: UserError for what cannot be.
+        Args: prometheus: address of a server; None: none. out: folder of evictions.json.
+          tell(event, message, **values): writes an event to the journal. emit: takes records of the
+          findings. gauge(**values): sets metrics of the job in the journal.
+        Raises: UserError for options that do not fit together.
         """
         options.check(prometheus)
         self.options, self._prometheus = options, prometheus
@@ -164,11 +169,11 @@ class RunMinder:
         self.beside = Beside(given)
 
     def note(self, text: str) -> None:
-        """Says something that is no alert."""
+        """Writes a message that is no alert to the journal."""
         self._tell("minder", text)
 
     def settled(self, eviction: Eviction) -> None:
-        """Says what became of an eviction."""
+        """Reports whether an eviction was right; after a false alarm the host may return."""
         only = "; alerts only tell for a day" if eviction.verdict == "false alarm" else ""
         message = f"the eviction of {eviction.host}: {eviction.verdict}, {eviction.why}{only}"
         self._tell("eviction", message, host=eviction.host, verdict=eviction.verdict)
@@ -183,11 +188,11 @@ class RunMinder:
     # ---- driver.Guard
 
     def refuses(self, action: Action) -> str | None:
-        """Returns why a host may not be taken out now."""
+        """Returns why a host may not be evicted now; None: it may."""
         return self.evictions.refusal() if action.rule in RESPONSES else None
 
     def evicts(self, action: Action) -> None:
-        """A host is taken out."""
+        """Notes that the driver evicts a host."""
         if action.rule not in RESPONSES or self._now is None:
             return
         ranks, steps_s = action.ranks, self._now.steps_s(action)
@@ -200,7 +205,7 @@ class RunMinder:
         return found
 
     def close(self) -> None:
-        """Ends the child, and the file of records."""
+        """Ends the child process and closes the file of records."""
         if self.file is not None:
             self.file.close()
         if self.beside is not None:
@@ -218,7 +223,7 @@ class _Attempt:
         self._is_judged = False
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
-        """Returns what is new, by all three rules."""
+        """Returns the new alerts of all three rules."""
         if self._run.file is not None:
             self._run.file.write(records)
         slow = self._slow.watch(records)

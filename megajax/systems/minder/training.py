@@ -1,4 +1,4 @@
-"""Trains the LSTM-VAEs of all metrics in one program, through the library's train step.
+"""Trains the LSTM-VAEs of all metrics in one program, with the library's train step.
 
 Legend: B windows, W seconds, C metrics.
 """
@@ -34,7 +34,7 @@ MOVED = 0.5  # share of the windows that are moved, so that levels outside the r
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Where a training is saved, and every how many steps. folder: None: nowhere."""
+    """Where and how often a training is saved. folder: None: nowhere. every: steps."""
 
     folder: str | Path | None = None
     every: int = 100
@@ -43,9 +43,10 @@ class Keep:
 def train(
     cfg: LstmVaeConfig, x_BWC: np.ndarray, seed: int, steps: int, keep: Keep, tell: Any
 ) -> tuple[Tree, float]:
-    """Returns (parameters, the mean squared error of a second on the last batches).
+    """Returns (parameters, mean squared error of a sample over the last 20 batches).
 
-    x: windows in [0, 1], NaN for holes.
+    Args: x_BWC: windows, scaled to [0, 1], NaN for missing samples. keep: where to save; the same
+      call resumes from there. tell: called with lines of progress.
     """
     devices = MeshSpec(data=1).build(jax.devices()[:1])
     train_cfg = TrainConfig(steps=steps, global_batch=BATCH, seq_len=cfg.window, seed=seed % 2**32,
@@ -89,8 +90,10 @@ def _begin(step: Any, seed: int, steps: int, folder: Any) -> tuple[TrainState, i
 
 
 def variance(x_BWC: np.ndarray, seed: int) -> float:
-    """Returns the variance of a second over what training sees, which a network that gives back one
-    value for all has as its error."""
+    """Returns the variance of a sample over training windows.
+
+    It is the error of a network whose reconstruction is always the mean.
+    """
     rows_BWC = np.concatenate([_rows(x_BWC, seed, number) for number in range(8)])
     measured = np.where(rows_BWC >= 0, rows_BWC, np.nan)
     with warnings.catch_warnings():

@@ -1,12 +1,11 @@
-"""The daemon: reads the metrics of a job every few seconds, and tells which machine is about to
-stop it.
+"""The daemon: reads the metrics of a job every few seconds and names the faulty machine.
 
-A read that fails is repeated; the seconds that it missed are read later, as far as `gap_s`. Nothing
-but a server that refuses from the first read on ends the watch. The time of the daemon is that of
-the source's samples: an alert's `at` is the second up to which the detector had read.
+A read that fails is repeated, and the missed seconds are read later, up to `gap_s` of them. Only a
+server that refuses the first request ends the watch. The daemon's time is that of the samples: an
+alert's `at` is the second up to which the detector had read.
 
-Source: Minder (NSDI 2025, arXiv 2411.01791), section 5: it is called every few minutes there, and
-reads 15 minutes each time. Not here: outlets (telling.py), retraining (refit.py).
+Source: Minder (NSDI 2025, arXiv 2411.01791), section 5; there the detector is called every few
+minutes and reads 15 minutes each time. Not here: reporting (telling.py), retraining (refit.py).
 """
 
 import contextlib
@@ -43,7 +42,7 @@ SMALLEST_S = 60  # (chosen) of a server that is too slow for more
 
 
 class Source(Protocol):
-    """Where metrics come from."""
+    """A source of metrics."""
 
     def read(self, start: float, end: float) -> Samples:
         """Returns the samples of [start, end), Unix seconds."""
@@ -52,11 +51,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Pace:
-    """Times in seconds. period_s: between two reads. lag_s: before now, up to which is read; at
-    least two scrape intervals. history_s: that are read at the start. gap_s: of a source that was
-    away, which are read later; older ones are left out. machines: pattern of the names of machines
-    that are judged; '': all. left: a file that is read again each time, with the names of machines
-    (or their hosts) that left the job on purpose, one a line."""
+    """When and what the daemon reads; times in seconds.
+
+    period_s: time between two reads. lag_s: a read ends so long before now, and at least two scrape
+    intervals. history_s: how much of the past the first read covers. gap_s: how much is read later
+    after the source was away; older seconds are skipped. machines: regular expression for the names
+    of machines that are judged; '': all. left: file that is read again each time, with the names of
+    machines, or of their hosts, that left the job on purpose, one a line; None: no file.
+    """
 
     period_s: float = 8.0
     lag_s: float = 5.0
@@ -78,7 +80,11 @@ class Watch:
         refit: Refit | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        """load: returns a detector without history; called again when a new model is there."""
+        """Watches with the detector that `load` returns.
+
+        Args: load: returns a detector that has seen no job; called again for each new model.
+          teller: reports alerts. refit: fits new models; None: never. clock: Unix seconds.
+        """
         self._source, self._load, self._pace, self._clock = source, load, pace, clock
         self._teller, self._refit = teller, refit
         self._detector, self._recent = load(), Recent(max(pace.history_s, pace.gap_s))
@@ -91,8 +97,10 @@ class Watch:
         self._notes: dict[str, float] = {}  # without its numbers -> when it came
 
     def run(self, stop: threading.Event) -> None:
-        """Watches until told to stop. Raises: Refused when the source does not accept the first
-        request that it answers."""
+        """Watches until `stop` is set.
+
+        Raises: Refused if the source refuses the first request that it answers.
+        """
         while not stop.is_set():
             began = time.monotonic()
             self.look()
@@ -102,11 +110,11 @@ class Watch:
 
     @property
     def seconds(self) -> int:
-        """Seconds that were judged."""
+        """Number of seconds of metrics that were judged."""
         return self._teller.count["judged_seconds_total"]
 
     def look(self) -> None:
-        """Reads what is new and judges it."""
+        """Reads the new seconds and judges them."""
         span = self._span()
         if span is None:
             return
@@ -196,7 +204,7 @@ class Watch:
         self._hear(alerts, grid.end)
 
     def _leave(self) -> None:
-        """Takes out the machines that left on purpose."""
+        """Removes the machines that left on purpose."""
         if self._pace.left is None:
             return
         try:
@@ -218,7 +226,7 @@ class Watch:
         teller.gauges["machines"] = float(len(detector.machines))
 
     def _note(self, note: str) -> None:
-        """Says a note, unless it came in the last minutes too."""
+        """Reports a note, unless it also came within the last QUIET_S seconds."""
         key, now = without_numbers(note), time.monotonic()
         if now - self._notes.pop(key, -math.inf) > QUIET_S:
             self._teller.event("note", note)
@@ -257,15 +265,15 @@ class Watch:
 
 
 class Trouble:
-    """Something that goes wrong for a while: said when it begins, changes and ends."""
+    """A lasting problem, which is reported when it begins, changes and ends."""
 
     def __init__(self, what: str, teller: Teller):
-        """what: the subject of the sentences."""
+        """what: name of the activity that fails, with which messages begin."""
         self._what, self._teller = what, teller
         self._count, self._since, self._said = 0, 0.0, ("", 0.0)
 
     def there(self, why: str) -> None:
-        """It is, or still is."""
+        """The problem occurred. why: its cause."""
         now, key = time.monotonic(), re.sub(r"\d+", "#", why)
         if not self._count:
             self._since = now
@@ -276,7 +284,7 @@ class Trouble:
             self._teller.event("trouble", f"{self._what}: {why}{more}; watching goes on")
 
     def gone(self) -> None:
-        """It is not, or no more."""
+        """The problem did not occur this time."""
         if self._count:
             seconds = time.monotonic() - self._since
             failures = f"{self._count} failure{'s' * (self._count > 1)}"
