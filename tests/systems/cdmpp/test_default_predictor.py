@@ -51,7 +51,8 @@ def test_an_h200_and_its_twin_are_known_by_what_was_measured(shipped):
         )
     assert 0.6 < h200[0] / 566e-6 < 1.6 and h200[1] < 5e-6
 
-    assert 1 <= h100[0] / h200[0] < 1.3 and h100[1] < 5e-6
+    slower = CARDS["H200"].memory_bytes_per_s / CARDS["H100"].memory_bytes_per_s  # else the same
+    assert 1 <= h100[0] / h200[0] < slower and h100[1] < 5e-6
     assert a100[0] > 1.5 * h200[0] and a100[1] > 5e-6
 
 
