@@ -23,8 +23,11 @@ from megajax.systems.llm_pq.stages import Place, Shapes, StageError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one call. prefill, decode: segments. tokens: of all segments. timeout_s: for which its
-    result is waited for; None: for ever."""
+    """Limits of one call.
+
+    prefill, decode: most segments in each phase. tokens: most tokens of all segments together.
+    timeout_s: longest wait for the result in seconds; None: no limit.
+    """
 
     prefill: int
     decode: int
@@ -127,10 +130,12 @@ class Pipeline:
 
 
 def check(stages: Sequence[Any], places: Sequence[Place], timeout_s: float | None = None) -> None:
-    """Waits for all that stages were sent. Raises: StageError for the first one that died, or that
-    does not answer within `timeout_s`; a UserError as it is.
+    """Waits until the stages have done everything that they were sent.
 
-    Stages are asked in the pipeline's order: who waits for a stage before it is not blamed.
+    Stages are checked in the pipeline's order, so a stage that only waits for an earlier one is not
+    blamed.
+    Raises: StageError for the first stage that died or does not answer within `timeout_s` seconds;
+      a UserError of a stage unchanged.
     """
     results = [stage.send("check") for stage in stages]
     for stage, place, result in zip(stages, places, results, strict=True):
@@ -144,7 +149,7 @@ def check(stages: Sequence[Any], places: Sequence[Place], timeout_s: float | Non
 
 
 class View:
-    """The pipeline as one engine has it: a backend, and its programs."""
+    """One engine's view of the pipeline, with the interfaces of a backend and of its programs."""
 
     steps = 1  # tokens that a call decodes of each sequence
     cpu = False  # only an engine's defaults ask, and the runtime sets these
