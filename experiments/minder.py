@@ -116,7 +116,7 @@ def tiny() -> Config:
 
 
 def full() -> Config:
-    """What is worth something."""
+    """Settings for real use."""
     return Config(evaluate=report.Config())
 
 
@@ -124,7 +124,7 @@ def full() -> Config:
 
 
 def fit(cfg: Config) -> Detector:
-    """Fits a detector and saves it; after Ctrl-C the same call goes on."""
+    """Fits a detector and saves it; after Ctrl-C the same call resumes."""
     path = cfg.model_path
     results.writable_folder(str(path.parent), "model")
     ignored = ("watch", "evaluate", "model", "out", "server.timeout_s")
@@ -188,7 +188,7 @@ def _say(line: str) -> None:
 
 
 def adapt(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
-    """Returns where train and watch start without a preset: from what is worth something."""
+    """Returns the base of train and watch without a preset: the settings for real use."""
     verb = next((word for word in sys.argv[1:] if word in VERBS), "")
     return full() if verb in minder_watch.FROM_SERVER and not config.start_given() else base
 

@@ -1,16 +1,16 @@
-"""What one H200 says of the shipped predictor, and what the predictor learns from it.
+"""Adapts the shipped predictor to rows of one H200, and measures its errors there.
 
     uv run --extra aot scripts/learn_h200.py           # measures errors
-    uv run --extra aot scripts/learn_h200.py --save    # and ships what is learnt
+    uv run --extra aot scripts/learn_h200.py --save    # also replaces the shipped predictor
 
-Rows: instructions of this library's programs, timed by scripts/profile_programs.py (labels.npz),
-bf16 products that gpu_check.py timed beside its kernels and of which XLA makes one launch, and
-cuDNN's attention, forward. A compiled step has our kernel in the place of cuDNN's, so a row of
-attention has our kernel's record and cuDNN's time.
-Judged: programs of other families, each half adapted on the other; each attention, adapted on all
-other rows; products of which XLA makes two launches, which no fit reads: their sum is compared; and
-the train step of the 1.2B decoder, which no fit reads either. Writes
-experiments/results/cdmpp_h200.json.
+The rows are instructions of this library's programs, timed by scripts/profile_programs.py
+(labels.npz); bf16 products that gpu_check.py timed beside its kernels and that XLA runs as one
+launch; and cuDNN's attention, forward. A compiled step has our kernel where the measured one has
+cuDNN's, so a row of attention has our kernel's record and cuDNN's time.
+Errors are measured on instructions of other families (two halves, each predicted after adapting on
+the other), on each attention after adapting on all other rows, on products of two launches (the sum
+of both is compared), and on the train step of the 1.2B decoder. No fit uses the last two. The
+errors are written to experiments/results/cdmpp_h200.json.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -16,7 +16,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.quant.compensated import row_format
@@ -48,7 +47,9 @@ def awq(
         raise UserError(f"grid={grid} must be at least 1; the authors' is {GRID}")
     found = statistics_of(x_TK, w_KN.shape[0], "awq")
     q, scale_K = _search(jnp.asarray(w_KN, jnp.float32), found, fmt=fmt, grid=grid, clip=clip)
-    return QTensor(q.values, q.scales, q.zeros, fmt, q.shape, np.dtype(w_KN.dtype)), scale_K
+    return QTensor(
+        q.values, q.scales, q.zeros, fmt, q.shape, jax.dtypes.canonicalize_dtype(w_KN.dtype)
+    ), scale_K
 
 
 def channel_scales(statistics: Statistics, exponent: Array) -> Array:

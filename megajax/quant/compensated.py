@@ -78,7 +78,8 @@ def gptq(
         if damp > _MOST_DAMP:
             raise UserError("gptq: the inputs' products are singular, even with damp=1")
     code_KN, scale_GN, zero_GN, _ = found
-    return qtensor.from_codes(code_KN, scale_GN, zero_GN, fmt, np.dtype(w_KN.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(w_KN.dtype)  # of NumPy's float64 float32, as JAX has it
+    return qtensor.from_codes(code_KN, scale_GN, zero_GN, fmt, dtype)
 
 
 def row_format(op: str, w_KN: Array, fmt: Format) -> Format:
@@ -90,6 +91,8 @@ def row_format(op: str, w_KN: Array, fmt: Format) -> Format:
         raise UserError(f"{op}: fmt must be a megajax.quant.Format, got {fmt!r}")
     if getattr(w_KN, "ndim", 0) != 2 or not jnp.issubdtype(w_KN.dtype, jnp.floating):
         raise UserError(f"{op}: w must be a matrix of floats, (inputs, outputs)")
+    if not w_KN.shape[0]:
+        raise UserError(f"{op}: w has the shape {w_KN.shape}; it must have one input at least")
     if fmt.axis not in (None, 0, -2):
         raise UserError(
             f"{op}: axis={fmt.axis} of the format must be 0: groups lie along the inputs"

@@ -85,5 +85,7 @@ def statistics_of(given: Array | Statistics, inputs: int, op: str) -> Statistics
     if not found.count > 0:
         raise UserError(f"{op}: the calibration has no token; it must have one at least")
     if not jnp.isfinite(found.h_KK).all():
-        raise UserError(f"{op}: the calibration's inputs are not all finite")
+        raise UserError(
+            f"{op}: the calibration's inputs, or the sums of their products, are not all finite"
+        )
     return found

@@ -190,7 +190,7 @@ def _static(x_xK: Array, N: int, spec: Spec, implementation: str | None) -> Stat
 
 
 def _check_bits(op: str, bits: Any) -> None:
-    if isinstance(bits, bool) or bits not in BITS:
+    if not isinstance(bits, int | np.integer) or bits not in BITS:
         raise ValueError(f"{op}: bits={bits!r} must be one of {', '.join(map(str, BITS))}")
 
 

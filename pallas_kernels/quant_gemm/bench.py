@@ -36,9 +36,9 @@ CHECKED = (
 
 
 def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """What is drawn: x, codes as pairs of bytes of bfloat16, scales, zeros, bias as they are there.
+    """Returns the shapes of random inputs: x, codes, scales, zeros and bias if used.
 
-    Any bytes are codes.
+    Codes are drawn as bfloat16, of two bytes each; any bytes are valid codes.
     """
     like, numbers = jax.ShapeDtypeStruct, (groups_of(case.K, case.group), case.N)
     found = [like((case.M, case.K), jnp.bfloat16)]
@@ -64,7 +64,7 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
 
 
 def whole(case: Case) -> Side:
-    """The bf16 product of the weight as it was before: x and w, and bias where there is one."""
+    """Returns the bf16 product of the unquantized weight: x, w, and bias if the case has one."""
     like = jax.ShapeDtypeStruct
     shapes = [like((case.M, case.K), jnp.bfloat16), like((case.K, case.N), jnp.bfloat16)]
     shapes += [like((case.N,), jnp.float32)] * case.bias
@@ -87,7 +87,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 
 
 def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
-    """torch.matmul of bf16, with torch.compile where there is something behind it."""
+    """Returns torch.matmul in bf16, by torch.compile if bias or activation follow."""
     alone = case.activation is None and not case.bias
     function = rivals.matmul if alone else rivals.gemm(case.activation, case.bias, False)
     return {"torch": lambda: rivals.Rival(function, *whole(case))}

@@ -175,6 +175,13 @@ def test_statistics_add_up_and_indicators_are_their_formulas():
     assert len(draws) == 4
 
 
+def test_numpys_float64_is_jaxs_float32():
+    """Else `dequantize` would warn of a type that JAX does not have."""
+    w_KN = np.linspace(-1, 1, 32).reshape(16, 2)
+    for q in (gptq(w_KN, w_KN.T, Format(4, 8, 0)), awq(w_KN, w_KN.T, Format(4, 8, 0))[0]):
+        assert q.dtype == np.float32 and dequantize(q).dtype == np.float32
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -183,7 +190,9 @@ def test_statistics_add_up_and_indicators_are_their_formulas():
         ({"x": np.ones((3, 7), np.float32)}, "16 rows, and the calibration is of 7"),
         ({"x": np.ones((0, 16), np.float32)}, "no token"),
         ({"x": np.full((3, 16), np.nan, np.float32)}, "not all finite"),
+        ({"x": np.full((3, 16), 1e25, np.float32)}, "sums of their products, are not all finite"),
         ({"w": np.ones((2, 2, 2), np.float32)}, "must be a matrix"),
+        ({"w": np.ones((0, 2), np.float32), "x": np.ones((3, 0))}, "one input at least"),
         ({"w": np.full((16, 2), np.inf, np.float32)}, "not finite everywhere"),
     ],
 )

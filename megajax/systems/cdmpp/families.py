@@ -1,6 +1,6 @@
-"""Families of real programs to time: our networks and optimizers, and what they consist of.
+"""Families of real programs to time: our networks, optimizers and their pieces.
 
-A family is what a split holds out. Shapes are drawn, and the same seed gives the same programs.
+A split holds out whole families. Shapes are drawn at random; a seed always gives the same programs.
 Sizes at `scale` 1 are for a CPU: at most about 2 GFLOP and 64 MiB a program. A GPU takes a larger
 scale.
 """
@@ -24,7 +24,7 @@ from megajax.training.optim import OptimConfig, make_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function with its arguments. number: from 0 in the order drawn; family: see FAMILIES."""
+    """A function with its arguments. number: position in the sequence, from 0; family: FAMILIES."""
 
     number: int
     family: str

@@ -44,7 +44,7 @@ _SHIFTED = (0.0,) * len(TILES) + (1.0,) * (OFFSETS - len(TILES))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Programs for the network: standardised numbers, trees, the place of a row's kind."""
+    """Inputs of the network: standardised numbers, trees, and the index of each row's kind."""
 
     inputs_RX: Leaf
     leaves_RNC: Leaf
@@ -55,7 +55,7 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What is fitted for a device: traits (Z,), a shift of each kind (KINDS,), offsets (O,)."""
+    """The fitted values of a device: traits (Z,), a shift for each kind (KINDS,), offsets (O,)."""
 
     traits: Leaf
     shift: Leaf
@@ -63,22 +63,22 @@ class Device:
 
 
 def plain_device(traits: Array) -> Device:
-    """Returns a device with these traits and nothing of its own."""
+    """Returns a device with these traits, and shifts and offsets of 0."""
     lead = traits.shape[:-1]
     return Device(traits, jnp.zeros((*lead, len(KINDS))), jnp.zeros((*lead, OFFSETS)))
 
 
 class TreeEncoder(nnx.Module):
-    """Leaves with their pre-order positions, one layer of attention, mean and maximum."""
+    """Encodes a tree: leaves with pre-order positions, a layer of attention, mean and maximum."""
 
     def __init__(self, columns: int, width: int, *, rngs: nnx.Rngs):
-        """columns: of a leaf."""
+        """columns: features of a leaf. width: of the embedding."""
         self.leaf = nnx.Linear(columns + POSITIONS, width, rngs=rngs)
         self.mix = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(2 * width, width, rngs=rngs)
 
     def __call__(self, leaves_RNC: Array, positions_RN: Array) -> Array:
-        """Returns one vector a row, (R, D)."""
+        """Returns the embedding of each row's tree, (R, D). A position of -1 is padding."""
         real_RN = positions_RN >= 0
         rates = 10000.0 ** -(jnp.arange(POSITIONS // 2) / (POSITIONS // 2))
         angles = positions_RN[..., None].astype(jnp.float32) * rates[None, None]
@@ -97,10 +97,10 @@ class TreeEncoder(nnx.Module):
 
 
 class Network(nnx.Module):
-    """What each program adds to each time (log seconds) on its device."""
+    """Predicts offsets that a program adds to each time (log seconds) on its device."""
 
     def __init__(self, inputs: int, columns: int, width: int = 128, *, rngs: nnx.Rngs):
-        """Args: inputs: of a program. columns: of a leaf. width: of the hidden layers."""
+        """inputs: features of a program. columns: of a leaf. width: of the hidden layers."""
         small = nnx.initializers.variance_scaling(0.01, "fan_in", "normal")
         free = nnx.initializers.variance_scaling(0.04, "fan_in", "normal")
         self.tree = TreeEncoder(columns, TREE, rngs=rngs)
@@ -124,7 +124,7 @@ class Network(nnx.Module):
         return jnp.tanh(self.second(x))
 
     def __call__(self, rows: Inputs, device: Device) -> Array:
-        """Returns offsets (R, O). device: one, or one a row (a leading dimension R)."""
+        """Returns offsets (R, O). device: one for all rows, or with a leading dimension R."""
         return self.offsets(self.embed(rows, jnp.atleast_2d(device.traits)), rows, device)
 
     def offsets(self, hidden_RD: Array, rows: Inputs, device: Device) -> Array:
@@ -138,10 +138,11 @@ class Network(nnx.Module):
 
 
 def combine(times: Times, product_R: Any, offsets_RO: Any, sharpness: Any, xp: Any) -> Any:
-    """Returns g (R,), log seconds without the floor.
+    """Returns g (R,), log seconds before the floor is applied.
 
-    It is not decreasing in any of the times. xp: jax.numpy, or numpy in float64, in which rounding
-    is far below what a change of a card does.
+    g never decreases if one of the times grows.
+    Args: product_R: above 0 for products. sharpness: (3,), see Network. xp: jax.numpy, or numpy for
+      float64, whose rounding is far below the effect of a change of the card.
     """
     tiles = len(TILES)
     weight, compute = offsets_RO[:, :tiles], offsets_RO[:, tiles : 2 * tiles]
@@ -157,7 +158,7 @@ def combine(times: Times, product_R: Any, offsets_RO: Any, sharpness: Any, xp: A
 
 
 def above(floor_R: Any, g_R: Any, xp: Any) -> Any:
-    """Returns log seconds (R,) from the floor's logarithm and `combine`."""
+    """Returns log seconds (R,): a smooth maximum of the floor's logarithm and `combine`'s g."""
     return xp.logaddexp(_FLOOR * floor_R, _FLOOR * g_R) / _FLOOR
 
 

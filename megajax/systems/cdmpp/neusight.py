@@ -1,8 +1,8 @@
 """Reads the kernel latencies that NeuSight (ASPLOS'25, sitar-lab/NeuSight) published.
 
 A folder has collect/, train/ and test/ with CSV files, plain or gzip, one row a kernel of PyTorch
-in float32, and devices/ with a JSON card a GPU. Latencies are in milliseconds there. Kernel names,
-grids and blocks are labels of the run, not of the program: they are not read.
+in float32, and devices/ with a JSON card a GPU. Their latencies are in milliseconds. Kernel names,
+grids and blocks are not read, because they describe the run and not the program.
 """
 
 import csv

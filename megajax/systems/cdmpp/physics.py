@@ -1,17 +1,17 @@
-"""What a predictor reads: a program's own numbers, and times that a card's peaks give it.
+"""Inputs of the predictor: features of a program, and times of simple models of it on a card.
 
-Everything that depends on the card is a time of a simple model of the program (at the peak, with
-tiles in waves over the SMs, as traffic of the memory, ...). Each of those times falls, or stays,
-as the card's FLOP/s, bandwidth, SMs or L2 grow; a network that is monotone in them is then monotone
-in the card. The program's own numbers know no card and may enter in any way.
+Everything that depends on the card is the time of a simple model of the program (at the peak, with
+tiles in waves over the SMs, as memory traffic, ...). No such time grows if the card's FLOP/s,
+bandwidth, SMs or L2 grow, so a network that is monotone in the times is monotone in the card. The
+features of the program do not depend on the card and may enter the network in any way.
 
-Tiles: a product is cut into tiles of its result and these run in waves over the SMs (NeuSight,
-ASPLOS'25, section 4); which tile a library takes is not known before a run, so all of TILES are
+Tiles: a product is divided into tiles of its result, which run in waves over the SMs (NeuSight,
+ASPLOS'25, section 4). Which tile a library takes is not known before a run, so all of TILES are
 described and the network weighs them.
 
-Power: at its power limit a card lowers its clock. The power of arithmetic is taken to rise with the
-square of a clock that is lowered (voltage falls with it), so that a card whose arithmetic at full
-clock would need c times its limit runs at 1 / sqrt(c) of its peak.
+Power: at its power limit a card lowers its clock. We assume that the power of arithmetic rises with
+the square of a lowered clock (the voltage falls with it). So a card whose arithmetic at full clock
+would need c times its limit runs at 1 / sqrt(c) of its peak.
 
 Legend: R rows, X inputs of the program, G general times, T tiles, N leaves, C columns of a leaf.
 """
@@ -74,7 +74,7 @@ _CHEAPER = {"tfloat32": 8, "bfloat16": 16, "float16": 16, "float8": 32, "int8": 
 
 
 def gpu(name: str) -> tuple[float, float] | None:
-    """Returns compute capability and power limit (W) of the GPU that a name is of, else None."""
+    """Returns (compute capability, power limit in W) of the GPU of this name; None: unknown."""
     words = set(name.upper().replace("-", " ").replace("_", " ").split())
     found = (entry for entry in _GPUS if words.issuperset(entry[0].split()))
     return next(((capability, float(watts)) for _, capability, watts in found), None)
@@ -82,10 +82,11 @@ def gpu(name: str) -> tuple[float, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Rows of records, ready for the network and free of any card.
+    """Features of records, in arrays, without anything that depends on a card.
 
-    inputs_RX: logarithms first (LOGS of them), then flags and classes. leaves_RNC, positions_RN:
-    trees; a position of -1 is padding.
+    inputs_RX: LOGS logarithms, then flags and classes. leaves_RNC, positions_RN: trees; a position
+    of -1 is padding. kinds_R: index into KINDS. flops_R, bytes_R: of one execution. work_R: FLOPs,
+    with 8 for each transcendental. product_R: 1 for products. sizes_R4: batch, m, n, k.
     """
 
     inputs_RX: np.ndarray
@@ -111,7 +112,7 @@ class Programs:
 
 
 def programs(records: Sequence[OpRecord]) -> Programs:
-    """Returns the inputs of these records."""
+    """Returns the features of these records."""
     unique = list({id(record): record for record in records}.values())
     place = {id(record): row for row, record in enumerate(unique)}
     index = np.array([place[id(record)] for record in records], int)
@@ -203,7 +204,7 @@ def _trees(records: Sequence[OpRecord]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Logarithms of seconds on a card: the floor (R,), general (R, G), of the tiles (R, T)."""
+    """Logarithms of seconds on a card: floor (R,), general (R, G), waves and traffic (R, T)."""
 
     floor_R: np.ndarray
     general_RG: np.ndarray
@@ -212,7 +213,7 @@ class Times:
 
 
 def check_card(name: str, card: DeviceCard) -> None:
-    """Refuses a card that lacks what the times need. Raises: UserError."""
+    """Raises: UserError if the card lacks FLOP/s, SMs, L2 or bandwidth, which the times need."""
     needed = {
         "flops": max(card.flops.values(), default=0), "sms": card.sms, "l2_bytes": card.l2_bytes,
         "memory_bytes_per_s": card.memory_bytes_per_s,
@@ -247,9 +248,9 @@ def times(rows: Programs, card: DeviceCard) -> Times:
 
 
 def sustained(card: DeviceCard) -> float:
-    """Returns the FLOP/s of float32 that a card's power limit would feed at its full clock.
+    """Returns the float32 FLOP/s that a card's power limit allows at its full clock.
 
-    Infinity for a card whose name is of no known GPU: its power limit is not known.
+    Infinity if the card's name is of no known GPU, because its power limit is not known.
     """
     known = gpu(card.name)
     if known is None:

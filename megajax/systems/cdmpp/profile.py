@@ -1,9 +1,9 @@
-"""Times each launched instruction of compiled programs, from the profiler's own events.
+"""Times each launched instruction of compiled programs, from the profiler's events.
 
-Programs run interleaved, one pass after the other, because a machine's speed drifts: the passes of
-a program lie apart, and every second pass belongs to the other half. An instruction's time in a
-pass is the median over its executions; a label is the least over all passes. By how much the two
-halves differ is the noise of the labels.
+A machine's speed drifts, so programs run in turn, one pass over all of them after the other; the
+passes of a program are thus far apart in time. Every second pass belongs to the other half. The
+time of an instruction in a pass is the median over its executions. Its label is the least time over
+all passes, and the noise of the label is the difference of the two halves' least times.
 """
 
 import collections
@@ -30,11 +30,11 @@ NOISY = 0.1  # rows whose halves differ by more are marked (chosen)
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A program with the seconds of what it launches.
+    """A program with the times of its launched instructions.
 
-    records: those that the profiler timed; on a CPU, with the executions that it saw where loops
-    turn as often as values say. halves: (records, HALVES) seconds of one execution.
-    wall: (HALVES,) seconds of a call, seen from outside. untimed: records without an event.
+    records: those that the profiler timed; on a CPU with the executions that it saw, if loops have
+    trip counts that depend on values. halves: (records, HALVES) seconds of one execution. wall:
+    (HALVES,) seconds of a whole call. untimed: number of records without an event.
     """
 
     program: Program

@@ -1,9 +1,9 @@
-"""Simple predictors that a learned one must beat, on the same rows and splits.
+"""Rivals: simple predictors that a learned one must beat, on the same rows and splits.
 
-A rival is a function of training rows that returns a function (rows to predict) -> seconds. None
-reads a name of a device; the times and numbers that they read are those of the predictor
-(physics.py). Kinds of records have models of their own; a kind without a row in the training has a
-model of all kinds together, and `Fitted.unseen` names it.
+A rival is a function of training rows that returns a function (rows to predict) -> seconds. Rivals
+do not use names of devices; they read the same times and features as the predictor (physics.py).
+Each kind of record has its own model. A kind without training rows uses a model of all kinds
+together, and `Fitted.unseen` names it.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def roofline(train: Dataset) -> Predict:
 
 
 def fitted_roofline(train: Dataset) -> Predict:
-    """Returns a launch, work at the peak, bytes at the bandwidth and transcendentals, weighted.
+    """Returns a weighted sum of a launch, FLOPs at peak, bytes at bandwidth, transcendentals.
 
     The four weights of each kind are not negative and minimise the squared relative error.
     """
@@ -41,7 +41,7 @@ def fitted_roofline(train: Dataset) -> Predict:
 
 
 def regression(train: Dataset) -> Predict:
-    """Returns a linear regression of log seconds on logarithms, one a kind, lightly damped."""
+    """Returns a ridge regression of log seconds on logarithms, one for each kind."""
 
     def fit(data: Dataset) -> Predict:
         x, y = _columns(data), np.log(data.seconds)
@@ -58,7 +58,7 @@ def regression(train: Dataset) -> Predict:
 
 
 def trees(train: Dataset) -> Predict:
-    """Returns gradient-boosted trees on log of seconds over the floor, one a kind.
+    """Returns gradient-boosted trees for log(seconds / floor), one model for each kind.
 
     Raises: UserError if scikit-learn is not installed; megajax itself does not need it.
     """
@@ -91,9 +91,9 @@ RIVALS: Mapping[str, Rival] = {
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """A fitted rival with the predictor's methods. It has no band: its sigma is NaN.
+    """A fitted rival with the methods of Predictor; it has no band, so sigma is NaN.
 
-    kinds: of the training. factors: of devices that it was adapted to, by the card's name.
+    kinds: of the training rows. factors: {name of the card: factor} of adapted devices.
     """
 
     model: Predict
@@ -115,7 +115,7 @@ class Fitted:
         return self.model(rows) * self.factors.get(card.name, 1.0), unknown
 
     def adapt(self, dataset: Dataset) -> "Fitted":
-        """Returns the rival with one factor for each device: the median ratio of these rows."""
+        """Returns the rival with one factor for each device: the median of measured / predicted."""
         factors = dict(self.factors)
         for device in sorted(set(dataset.devices)):
             rows, card = dataset.of(device).labelled, dataset.cards[device]

@@ -1,13 +1,14 @@
-"""Fits the networks of a predictor, and what is a device's own.
+"""Fits the networks of a predictor and the traits of each device.
 
-Several members are trained at once (one program, a leading dimension of members). A member may
-leave a device out: its errors there say how wrong a prediction for an unseen device is.
+Several members are trained at once, in one program with a leading dimension of members. A member
+may leave a device out; its errors on that device say how wrong predictions for unseen devices are.
 
-The loss is quadratic within 5 %, else mostly (RELATIVE) the absolute relative error, which is what
-is reported, and the rest that of log seconds, whose slope does not vanish far below a measured
-time. A prediction is thus below the median of the times that are possible. Rows count by the
-inverse square root of the size of their device and kind. A row's traits are zeros now and then, so
-that the network explains by the card what the card can explain.
+The loss is quadratic for errors within 5 %. Beyond, it is mostly (RELATIVE) the absolute relative
+error, which is what we report; the rest is the error of log seconds, whose slope does not vanish
+for predictions far below a measured time. A prediction is therefore below the median of the
+possible times. The weight of a row is the inverse square root of the number of rows of its device
+and kind. In some steps a row's traits are set to zero, so that the network explains by the card
+what the card can explain.
 
 Legend: E members, R rows, Y devices, Z traits.
 """
@@ -54,9 +55,9 @@ def is_placed(inputs_RX: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Mean, deviation and range of the logarithms among a program's inputs, in training.
+    """Mean, standard deviation and range of the logarithmic inputs over the training rows.
 
-    The place in a program is standardised over the rows that have one, and is the mean for others.
+    Those of the place in a program are over the rows that have one. A row without one gets the mean.
     """
 
     mean: np.ndarray
@@ -77,7 +78,7 @@ class Scale:
         return scale
 
     def __call__(self, rows: Programs) -> Inputs:
-        """Returns rows for the network. Beyond the range of the training, offsets stay constant."""
+        """Returns the network's inputs; values are clipped to the range of the training."""
         logs = np.clip(rows.inputs_RX[:, :LOGS], self.low, self.high)
         logs = (logs - self.mean) / self.deviation
         logs[~is_placed(rows.inputs_RX), PLACES] = 0
@@ -88,7 +89,7 @@ class Scale:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Labelled rows: programs, times on the row's card, log seconds, the row's device, a weight."""
+    """Labelled rows: inputs, times on the row's card, log seconds, index of the device, weight."""
 
     inputs: Inputs
     product_R: Leaf
@@ -170,13 +171,13 @@ def fit(
     alignment: float = 0.0,
     progress: Callable[[int, float], None] | None = None,
 ) -> tuple[Any, Any, np.ndarray]:
-    """Trains one member a row of `use_EY`.
+    """Trains one member for each row of `use_EY`.
 
-    Args: use_EY, use_ER: 1 where a member learns from a device and from a row. target: programs
-        without times, whose embeddings shall be distributed like those of the rows, with the weight
-        `alignment` (CDMPP section 5). progress: is called with the step and the mean loss, ten
-        times.
-    Returns: the graph of the network, the members' states stacked, traits (E, Y, Z).
+    Args: use_EY, use_ER: 1 if a member learns from a device, and from a row. target: programs
+        without times. A term of weight `alignment` makes the distribution of their embeddings like
+        that of the rows (CDMPP section 5). progress: called ten times with the step and the mean
+        loss.
+    Returns: (graph of the network, the members' states, stacked, traits (E, Y, Z)).
     """
     members, devices = use_EY.shape
     inputs = rows.inputs.inputs_RX.shape[-1]
@@ -269,10 +270,10 @@ def offsets_of(graph: Any, states: Any, inputs: Inputs, devices: Device) -> tupl
 def adapt(
     graph: Any, states: Any, rows: Rows, prior_EZ: Leaf, use_KR: np.ndarray, steps: int = 250
 ) -> Device:
-    """Fits traits, shifts and offsets of one device; the networks stay as they are.
+    """Fits traits, shifts and offsets of one device; the networks do not change.
 
-    Args: prior_EZ: the traits that the device has without its rows. use_KR: 1 where a fit uses a
-        row: several fits, of which some leave rows out, run at once.
+    Args: prior_EZ: traits to start from and to stay near. use_KR: 1 if fit K uses a row; several
+        fits run at once, some of which leave rows out.
     Returns: a Device whose leaves have dimensions (fits, E, ...).
     """
     fits = len(use_KR)
@@ -320,6 +321,6 @@ def _adapt(
 
 
 def no_offsets(members: int) -> Device:
-    """Returns devices (E, ...) without anything of their own."""
+    """Returns a Device, leaves (E, ...), whose traits, shifts and offsets are 0."""
     shape = (members, TRAITS)
     return Device(np.zeros(shape), np.zeros((members, len(KINDS))), np.zeros((members, OFFSETS)))

@@ -1,8 +1,8 @@
-"""Calls of many engines through one chain of stages.
+"""Sends the steps of many engines through one chain of stages, in shared calls.
 
-Each engine has a few slots and pages of its own in every stage, and one step in flight at a time.
-The steps of several engines may share a call: as many as make a micro-batch of the phase. So a
-prefill micro-batch need not be one that decodes.
+Each engine has a few slots and pages in every stage, and one step under way at a time. Steps of
+several engines share a call, as many as fill a micro-batch of the phase. So micro-batches of
+prefill and of decoding may have different sizes.
 
 Legend: as serving/programs.py.
 """
@@ -23,8 +23,11 @@ from megajax.systems.llm_pq.stages import Place, Shapes, StageError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one call. prefill, decode: segments. tokens: of all segments. timeout_s: for which its
-    result is waited for; None: for ever."""
+    """Limits of one call.
+
+    prefill, decode: most segments in each phase. tokens: most tokens of all segments together.
+    timeout_s: longest wait for the result in seconds; None: no limit.
+    """
 
     prefill: int
     decode: int
@@ -34,7 +37,7 @@ class Limits:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """Steps that run together. result: to come of the last stage. drawn: once it was read."""
+    """Steps that run together. result: future of the last stage. drawn: its value once read."""
 
     decodes: bool
     segments: list[Segment] = dataclasses.field(default_factory=list)
@@ -74,15 +77,17 @@ class Pipeline:
         self._stages[-1].send(method, *given)
 
     def set_slots(self, first: int, table_SM: np.ndarray, rules: Rules) -> None:
-        """Says what the slots from `first` on have."""
+        """Sets the page tables and sampling rules of the slots from `first` on."""
         stop = first + len(table_SM)
         self._tables[first:stop] = table_SM
         for target, source in zip(fields(self._rules), fields(rules), strict=True):
             target[first:stop] = source
 
     def add(self, segments: Sequence[Segment]) -> Share:
-        """Puts an engine's step into the call that comes next, or the one after it where it is full
-        or of the other phase. Nothing is sent before `flush`."""
+        """Adds an engine's step to the next call, or to a new one if it does not fit there.
+
+        Nothing is sent before `flush`.
+        """
         decodes = all(len(s.ids) == 1 for s in segments)
         call = self._waiting[-1] if self._waiting else None
         if call is None or call.decodes != decodes or not self._fits(call, segments):
@@ -99,7 +104,7 @@ class Pipeline:
         return rows <= most and tokens <= self._limits.tokens
 
     def flush(self) -> None:
-        """Sends all calls that wait on their way, in their order."""
+        """Sends all waiting calls, in their order."""
         for call in self._waiting:
             laid = self._laying.step(call.segments, self._tables, self._rules)
             for stage in self._stages:
@@ -107,7 +112,7 @@ class Pipeline:
         self._waiting = []
 
     def read(self, share: Share) -> Drawn:
-        """Waits for an engine's part of a call; in NumPy. Raises: StageError."""
+        """Waits for an engine's part of a call; returns NumPy arrays. Raises: StageError."""
         call = share.call
         if call.result is None and call.drawn is None:
             self.flush()
@@ -125,10 +130,12 @@ class Pipeline:
 
 
 def check(stages: Sequence[Any], places: Sequence[Place], timeout_s: float | None = None) -> None:
-    """Waits for all that stages were sent. Raises: StageError for the first one that died, or that
-    does not answer within `timeout_s`; a UserError as it is.
+    """Waits until the stages have done everything that they were sent.
 
-    Stages are asked in the pipeline's order: who waits for a stage before it is not blamed.
+    Stages are checked in the pipeline's order, so a stage that only waits for an earlier one is not
+    blamed.
+    Raises: StageError for the first stage that died or does not answer within `timeout_s` seconds;
+      a UserError of a stage unchanged.
     """
     results = [stage.send("check") for stage in stages]
     for stage, place, result in zip(stages, places, results, strict=True):
@@ -142,7 +149,7 @@ def check(stages: Sequence[Any], places: Sequence[Place], timeout_s: float | Non
 
 
 class View:
-    """The pipeline as one engine has it: a backend, and its programs."""
+    """One engine's view of the pipeline, with the interfaces of a backend and of its programs."""
 
     steps = 1  # tokens that a call decodes of each sequence
     cpu = False  # only an engine's defaults ask, and the runtime sets these

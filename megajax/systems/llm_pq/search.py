@@ -177,7 +177,7 @@ def spelled(amount: float) -> str:
 
 
 def explain(problem: Problem, quality: float | None) -> UserError | None:
-    """Returns the error of a problem without a placement: what is missing; None: nothing is."""
+    """Returns the error of a problem without a placement, which names what is missing, or None."""
     best = problem.omega.min(1).sum()
     if quality is not None and best > quality * (1 + SLACK):
         return UserError(

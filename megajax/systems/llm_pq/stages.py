@@ -1,7 +1,7 @@
-"""One stage of a pipeline: some layers on the mesh of one device, with their weights and pages.
+"""One stage of a pipeline: some layers with their weights and pages, on the mesh of one device.
 
 A stage has one program for each number of tokens that a call may have. The first stage begins with
-the embedding; the last one ends with the head and draws. Between them the residual stream travels.
+the embedding; the last one ends with the head and samples. Stages pass on the residual stream.
 
 Legend: as serving/programs.py.
 """
@@ -36,8 +36,8 @@ GRACE_S = 5.0  # for the thread of a failed stage to end
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a stage stands. device: its number in the placement. start, stop: its layers. last:
-    whether it is the last stage."""
+    """The place of a stage. stage: its number. device: its number in the placement. start, stop:
+    first layer and one past the last. last: whether it is the last stage."""
 
     stage: int
     device: int
@@ -46,7 +46,7 @@ class Place:
     last: bool
 
     def __str__(self) -> str:
-        """Names it for a person."""
+        """Returns its name for messages."""
         count = self.stop - self.start
         layers = f"layer {self.start}" if count == 1 else f"layers {self.start} to {self.stop - 1}"
         return f"stage {self.stage} (device {self.device}, {layers})"
@@ -54,8 +54,8 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Of the arrays that a stage holds. slots: S. budget: most tokens of a call. pool: pages of a
-    layer, tokens of a page, M."""
+    """Shapes of the arrays that a stage holds. slots: S. budget: most tokens of a call. pool: pages
+    of a layer, tokens of a page, M."""
 
     slots: int
     budget: int
@@ -82,14 +82,14 @@ class StageError(RuntimeError):
 
 
 def weights_of(cfg: DecoderConfig, params: Tree, place: Place, stack: str, layers: Tree) -> Tree:
-    """Returns the parameters that a stage needs. stack: the member of the layers. layers: its."""
+    """Returns the parameters of a stage. stack: name of the layers' member. layers: its part."""
     first, last = decoder.ends(cfg)
     names = (first if place.start == 0 else set()) | (last if place.last else set())
     return {name: params[name] for name in sorted(names)} | {stack: layers}
 
 
 def mesh_of(devices: Any) -> Mesh:
-    """Returns the mesh of a stage: of a device, or of several, which are tensor ranks."""
+    """Returns the mesh of a stage from a device, or from several, which are tensor ranks."""
     if isinstance(devices, Mesh):
         return devices
     if not isinstance(devices, Sequence):
@@ -156,7 +156,7 @@ class Stage:
         self._shapes: Shapes | None = None
 
     def hold(self, shapes: Shapes) -> None:
-        """Takes new, empty pages of these shapes."""
+        """Allocates new, empty pages of these shapes."""
         if self._shapes == shapes:
             self._programs.free()
             self._programs.hold()
@@ -191,7 +191,7 @@ class Stage:
 
 
 class Guard:
-    """A stage that does nothing any more once something failed: its state was given up then."""
+    """A stage that refuses all calls after a failure, because its state is lost then."""
 
     def __init__(self, build: Callable[[], Stage]):
         """build: makes the stage."""

@@ -137,7 +137,7 @@ def advance(
     odd_FN = jnp.abs(error_FN) / deviation_FN
     learns_FN = jnp.isfinite(error_FN) & ~held_N[None]
     gain_FN = tracks.unsure_FN / (tracks.unsure_FN + CORRELATED * noise_F[:, None])
-    # What is far off may be a disturbance: it moves the offset less, and tells as much less of it.
+    # A large error may be a disturbance, so it moves the offset less and reduces its variance less.
     gain_FN *= jnp.minimum(1.0, LEARN / jnp.maximum(odd_FN, 1e-9))
     gain_FN = jnp.where(learns_FN, gain_FN, 0.0)
     after = Tracks(

@@ -177,6 +177,7 @@ X = jnp.zeros((2, 64), jnp.bfloat16)
 PACKED, SCALES = jnp.zeros((32, 8), jnp.uint8), jnp.ones((2, 8))
 BAD = {
     "bits=5 must be one of 2, 3, 4, 8": dict(bits=5),
+    "bits=4.0 must be one of 2, 3, 4, 8": dict(bits=4.0),
     "bits=True must be": dict(bits=True),
     "group=0 must be at least 1": dict(group=0),
     "x int32": dict(x=X.astype("int32")),
