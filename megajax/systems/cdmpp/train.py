@@ -57,7 +57,7 @@ def is_placed(inputs_RX: np.ndarray) -> np.ndarray:
 class Scale:
     """Mean, standard deviation and range of the logarithmic inputs over the training rows.
 
-    Those of the place in a program are over the rows that have one. A row without one gets the mean.
+    Those of the place in a program are over rows that have one. Rows without one get the mean.
     """
 
     mean: np.ndarray
