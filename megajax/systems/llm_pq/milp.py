@@ -118,7 +118,8 @@ class Counts:
 
     sizes: micro-batches of prefill and of decoding. quality: the most that the sum of omega may be;
     None: any. memory: a factor on the devices' memory. goal: what is least: 'time' in seconds,
-    'omega' (loss of quality), or 'memory': the bytes that the devices lack.
+    'omega' (loss of quality), or 'memory': the bytes that the devices lack. known_s: seconds of a
+    known placement; solutions that take longer may be left out.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Counts:
         *,
         goal: Goal = "time",
         memory: float = 1.0,
+        known_s: float = np.inf,
     ) -> None:
         """Writes the rows; the class says what the arguments are."""
         D, B = problem.devices, len(problem.bits)
@@ -143,7 +145,7 @@ class Counts:
         self._shape(problem)
         self._memory(problem, memory, goal)
         if goal == "time":
-            self._time(problem, *sizes)
+            self._time(problem, *sizes, known_s)
         self._quality(problem, None if goal == "omega" else quality, goal)
 
     def _quality(self, problem: Problem, quality: float | None, goal: Goal) -> None:
@@ -200,12 +202,22 @@ class Counts:
                 high=factor * min(float(problem.memory[j]), most) / unit,
             )
 
-    def _time(self, problem: Problem, prefill: int, decode: int) -> None:
-        """The objective of problem.timed, in units of the slowest layer."""
+    def _time(self, problem: Problem, prefill: int, decode: int, known_s: float) -> None:
+        """The objective of problem.timed, in units of the slowest layer.
+
+        A layer, or a link, that alone takes longer than `known_s` is left out. Otherwise a device
+        that is 1e8 times as slow as the others sets the unit, and HiGHS' tolerances are coarse.
+        """
         program, n = self.program, problem.new_tokens
         table, hop = problem.prefill_s[prefill], problem.prefill_hop_s[prefill]
         step, link = problem.decode_s[decode], problem.decode_hop_s[decode]
-        m, rounds = problem.batches(decode), max(n - 2, 0)
+        m, rounds, known_s = problem.batches(decode), max(n - 2, 0), known_s * (1 + 1e-9)
+        late_DB = problem.batches(prefill) * table + (n - 1) * m * step > known_s
+        program.forbid(self.n_DB[late_DB])
+        table, step = np.where(late_DB, 0.0, table), np.where(late_DB, 0.0, step)
+        if problem.batches(prefill) * hop + (n - 1) * m * link > known_s:
+            program.forbid(self.many)
+            hop = link = 0.0
         self.scale = max(table.max(), step.max(), hop, link) or 1.0
         slowest = self._slowest(table / self.scale, hop / self.scale)
         links = (self.used_D, hop / self.scale)

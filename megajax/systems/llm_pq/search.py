@@ -55,7 +55,7 @@ class Search:
     @property
     def gap(self) -> float:
         """By which fraction a placement may still be shorter than the best one, at most."""
-        bound = min(min(self.bounds.values(), default=0.0), self.seconds)
+        bound = max(min(min(self.bounds.values(), default=0.0), self.seconds), 0.0)
         gap = float(1 - bound / self.seconds) if self.seconds else 0.0
         return 0.0 if gap < PROVEN else gap
 
@@ -90,16 +90,16 @@ class Search:
         self.hints[pair, tuple(found[0])] = None  # its stages, with narrower layers, may do
         return omega_of(self.problem, found[1]) - self.quality
 
-    def linear_bounds(self) -> None:
-        """Bounds every pair by its linear program: milliseconds each."""
-        for prefill in self.problem.prefill_s:
-            for decode in self.problem.decode_s:
-                pair = (prefill, decode)
-                self.bounds[pair] = 0.0
+    def linear_bounds(self, known_s: float) -> None:
+        """Bounds every pair by its linear program: milliseconds each.
+
+        Args: known_s: seconds of some placement. No bound is above it, unless it is infinite: then
+          a bound is infinite where nothing fits.
+        """
         for pair in self.bounds:
-            found = Counts(self.problem, pair, self.quality).solve(10.0, whole=False)
-            if found.closed:
-                self.bounds[pair] = found.value  # infinite where nothing fits
+            program = Counts(self.problem, pair, self.quality, known_s=known_s)
+            found = program.solve(10.0, whole=False)
+            self.bounds[pair] = min(found.value, known_s) if found.closed else 0.0
 
     def result(self, status: str) -> Placement:
         """Returns the best placement. Must have one."""

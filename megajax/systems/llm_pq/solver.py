@@ -9,6 +9,7 @@ layers; it is exact if all layers lose the same quality. 'transfer': the paper's
 gap to the linear bounds.
 """
 
+import dataclasses
 import itertools
 import math
 import time
@@ -102,22 +103,28 @@ def _number(name: str, value: Any) -> float:
 
 
 def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
-    search.linear_bounds()
+    problem = search.problem
+    search.bounds = dict.fromkeys(itertools.product(problem.prefill_s, problem.decode_s), 0.0)
+    known = dataclasses.replace(search)
+    _offer(known, simple(problem))
+    for stages, bits, pair in start:
+        if pair in search.bounds:
+            known.offer(list(stages), list(bits), pair)
+    if solver != "transfer":  # the heuristic has no help but the bounds
+        search.best, search.seconds = known.best, known.seconds
+    search.linear_bounds(known.seconds)
     if min(search.bounds.values()) == float("inf"):
         return
-    if solver != "transfer":  # the heuristic has no help
-        _offer(search, simple(search.problem))
-        for stages, bits, pair in start:
-            if pair in search.bounds:
-                search.offer(list(stages), list(bits), pair)
     if search.best is None or solver == "transfer":
-        counts, closed = least_omega(search.problem, max(search.left / 6, 1.0))
+        counts, closed = least_omega(problem, max(search.left / 6, 1.0))
         if counts is None:
             if closed:
                 search.bounds = dict.fromkeys(search.bounds, float("inf"))
             return
-        if (least := arrange(search.problem, counts)) is not None:
+        if (least := arrange(problem, counts)) is not None:
             _offer(search, [least])
+        if search.best is not None and known.best is None:
+            search.linear_bounds(search.seconds)
         if solver == "transfer":
             transfer(search, counts)
             return
@@ -159,7 +166,7 @@ def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
     closed = False
     for tries in range(TIGHTER):
         wanted = None if quality is None else max(quality - tighter, 0.0)
-        program = Counts(search.problem, pair, wanted)
+        program = Counts(search.problem, pair, wanted, known_s=search.seconds)
         program.order_twins()
         found = attended(lambda p=program: p.solve(min(seconds, search.left), CLOSE / 10))
         if tries == 0:
@@ -186,7 +193,7 @@ def _climb_stages(search: Search, seconds: float) -> None:
             return False
         done.add((pair, stages))
         before = search.seconds
-        program = Layers(search.problem, pair, search.quality)
+        program = Layers(search.problem, pair, search.quality, known_s=search.seconds)
         program.keep(stages)
         if search.best is not None:
             program.below(search.seconds * (1 + LOOSE))
@@ -226,7 +233,8 @@ def _by_layers(search: Search, pair: Pair, seconds: float) -> bool:
     """The program over layers. Returns whether it proved its answer."""
     end = time.monotonic() + seconds
     for memory in (1.0, NARROW):
-        program = Layers(search.problem, pair, search.quality, memory=memory)
+        options = {"memory": memory, "known_s": search.seconds}
+        program = Layers(search.problem, pair, search.quality, **options)
         if search.best is not None:
             program.below(search.seconds * (1 + LOOSE))
         for _ in range(COVERS):
