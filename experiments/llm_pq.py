@@ -29,6 +29,7 @@ and the largest term.
 import megajax.core.interrupted  # noqa: F401
 
 import dataclasses
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,25 @@ def _case(name: str):
 
 
 def main() -> int:
-    """Plans every case, and writes after each."""
+    """Plans every case, and writes after each.
+
+    After Ctrl-C HiGHS still computes in a thread. Python, where it ends as usual, would end that
+    thread inside C++ code, which aborts the process (exit code 134); so it ends at once.
+    """
+    try:
+        if not run_cases():
+            return 0
+        code = 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_cases() -> bool:
+    """Does what the flags say. Returns whether Ctrl-C ended a search."""
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
@@ -128,6 +147,7 @@ def main() -> int:
     about = results.facts("roofline with assumed efficiencies", "simulated estimate")
     about |= {"preset": config.start_name(), "omega": f"assumed, seed {cfg.seed}"}
     rows: list[dict[str, Any]] = []
+    is_interrupted = False
     for case in cfg.cases.split(","):
         workload, cluster = llm_pq.PRESETS[case]
         if cfg.cluster:
@@ -143,7 +163,7 @@ def main() -> int:
         rows.append(row)
         results.write(folder / "llm_pq.json", about | report.summary(rows), rows)
         print(report.text(row, placement), flush=True)
-        if placement.status == "interrupted":
+        if is_interrupted := placement.status == "interrupted":
             break
     if any(row["rivals"] for row in rows):
         report.draw(rows, folder / "llm_pq")
@@ -151,7 +171,7 @@ def main() -> int:
     print(folder / "llm_pq.json")
     if cfg.run:
         serve(cfg, folder)
-    return 0
+    return is_interrupted
 
 
 def serve(cfg: Config, folder: Path) -> None:

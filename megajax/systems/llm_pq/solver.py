@@ -52,6 +52,9 @@ def solve(
       break memory or quality are ignored.
     Raises: UserError if no placement fits memory and quality, with the missing bytes, or if the
       time limit ends before one is found; KeyboardInterrupt after Ctrl-C before one is found.
+
+    After Ctrl-C HiGHS computes on in a thread until its own time limit. A process that is to end
+    before that must flush its output and call `os._exit`, because Python's usual end aborts it.
     """
     if solver not in SOLVERS:
         near = did_you_mean(solver, SOLVERS)

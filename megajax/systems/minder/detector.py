@@ -161,10 +161,11 @@ class Detector:
         p = self.profile
         y_FNJ = np.full((CHANNELS * C, rows, WINDOWS), np.nan, np.float32)
         y_FNJ[:, :N] = features.of_tick(p.model, p.vae, p.range_3C, values_CNT)
-        self._tracks, score, far, _ = tracker.advance(
+        self._tracks, score, far, middle_F = tracker.advance(
             self._prior, self._tracks, jnp.asarray(y_FNJ), held_N
         )
-        found = self._judge.look(end, np.asarray(score)[:, :N], np.asarray(far)[:, :N])
+        score_FN, far_FN = np.asarray(score)[:, :N], np.asarray(far)[:, :N]
+        found = self._judge.look(end, score_FN, far_FN, np.asarray(middle_F))
         alerts = [self._alert(one, end) for one in found]
         last_N = self._judge.seen_CN.max(0)
         silent_N = np.isfinite(last_N) & (end - last_N > LEFT)

@@ -28,6 +28,9 @@ LEAST_SIGMA = 0.3  # of an average: ten ticks of independent noise have 10 ** -0
 CROWD, PER_DOUBLING = 16, 0.13  # (chosen) machines whose limits these are; more a doubling
 RESTLESS = (0.75, 0.38)  # (chosen) quantile of all machines' scores, and what it usually is below
 ALWAYS = 1.6  # (chosen) of a limit, for a machine that was never seen like the others
+MORE = 1.5  # (chosen) times its part of the average that a channel may add in one tick
+ONE_WAY = 0.5  # (chosen) cosine between the averages of a span's two halves
+ELSEWHERE = 0.1  # (chosen) of a level, whose healthy range is 1/3: so far the job's median moved
 SPREAD = 4.0  # (chosen) robust standard deviations at which averages are cut off for a covariance
 
 
@@ -86,11 +89,35 @@ def bridged(scores_FNH: np.ndarray, mean_FN: np.ndarray) -> np.ndarray:
     return np.where(measured, scores_FNH, np.where(inside, mean_FN[..., None], 0.0))
 
 
+def without_stalls(scores_FNH: np.ndarray, middle_FH: np.ndarray) -> np.ndarray:
+    """Returns the scores with NaN where a difference was hidden by what the whole job did.
+
+    While all machines stand still, a machine whose GPU is dead looks like the others: that tick is
+    no evidence that the machine has recovered. A tick is left out in a channel if the job's median
+    was far from where it was in most of the span and the machine did not show its difference.
+    Args: scores_FNH: of a span's ticks. middle_FH: the job's median in these ticks.
+    """
+    C = scores_FNH.shape[0] // CHANNELS
+    known_C1 = np.isfinite(middle_FH[:C]).any(-1, keepdims=True)
+    middle_CH = np.where(known_C1, middle_FH[:C], 0.0)
+    away_CH = np.abs(middle_CH - np.nanmedian(middle_CH, -1, keepdims=True)) > ELSEWHERE
+    if not away_CH.any():
+        return scores_FNH
+    away_FH = np.concatenate([away_CH] * CHANNELS)
+    usual_FNH = np.isfinite(scores_FNH) & ~away_FH[:, None]
+    total_FN = np.where(usual_FNH, scores_FNH, 0.0).sum(-1)
+    mean_FN1 = (total_FN / np.maximum(usual_FNH.sum(-1), 1))[..., None]
+    hidden = np.sign(mean_FN1) * scores_FNH < SHARE * np.abs(mean_FN1)
+    return np.where(away_FH[:, None] & hidden, np.nan, scores_FNH)
+
+
 def statistics(
     scores_FNH: np.ndarray, inverse_NFF: np.ndarray, span: Span
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (average_FN, statistic_GN, which is 0 where the difference does not last).
 
+    In all channels together, a difference lasts only if it stays the same one. Two disturbances of
+    one machine, the second in other channels than the first, are no lasting difference.
     Args: scores_FNH: of the span's ticks, NaN where missing. inverse_NFF: inverse covariance of
       healthy averages, by machine.
     """
@@ -99,8 +126,10 @@ def statistics(
     sigma_FN = 1.0 / np.sqrt(np.einsum("nff->fn", inverse_NFF))
     toward_FN = np.einsum("nfg,gn->fn", inverse_NFF, mean_FN)
     square_N = np.maximum((toward_FN * mean_FN).sum(0), 0.0)
-    share_NH = np.einsum("fn,fnh->nh", toward_FN, filled_FNH)
+    most_FN = MORE * np.maximum(toward_FN * mean_FN, 0.0)
+    share_NH = np.minimum(toward_FN[..., None] * filled_FNH, most_FN[..., None]).sum(0)
     lasts_N = (share_NH >= SHARE * square_N[:, None]).sum(-1) >= span.needed
+    lasts_N &= _one_way(filled_FNH, inverse_NFF)
     together_N = np.where(lasts_N, np.sqrt(square_N), 0.0)
     sign_FN = np.sign(mean_FN)[..., None]
     tall = sign_FN * filled_FNH >= SHARE * np.abs(mean_FN)[..., None]
@@ -108,23 +137,41 @@ def statistics(
     return mean_FN, np.concatenate([alone_FN, together_N[None]])
 
 
+def _one_way(scores_FNH: np.ndarray, inverse_NFF: np.ndarray) -> np.ndarray:
+    """Tells whether the averages of both halves of a span have one direction, (N,)."""
+    halves = np.array_split(scores_FNH, 2, axis=-1)
+    first_FN, second_FN = (half.mean(-1) for half in halves)
+    toward_FN = np.einsum("nfg,gn->fn", inverse_NFF, first_FN)
+    one_N = (toward_FN * first_FN).sum(0)
+    both_N = (toward_FN * second_FN).sum(0)
+    other_N = np.einsum("fn,nfg,gn->n", second_FN, inverse_NFF, second_FN, optimize=True)
+    return both_N >= ONE_WAY * np.sqrt(np.maximum(one_N * other_N, 0.0))
+
+
 def score(
-    scores_FNH: np.ndarray, past_N: np.ndarray, limits: Limits, chosen: Sequence[Span]
+    scores_FNH: np.ndarray,
+    past_N: np.ndarray,
+    limits: Limits,
+    chosen: Sequence[Span],
+    middle_FH: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (score_GN, average_FN of the first span). A score of 1 is the limit.
 
     Of several spans the largest score counts.
     Args: scores_FNH: of the newest ticks, at least as many as the first span has. past_N: ticks for
-      which each machine was known before the newest one.
+      which each machine was known before the newest one. middle_FH: the job's median in the ticks
+      of the scores.
     """
     F, N, H = scores_FNH.shape
     best_GN = np.zeros((F + 1, N))
     first_FN = np.zeros((F, N))
     for p, span in enumerate(chosen):
         age_N = age_of(past_N - span.ticks + 1)
-        part = scores_FNH[..., H - span.ticks :]
         if H < span.ticks:
             continue
+        part = scores_FNH[..., H - span.ticks :]
+        if p > 0:  # a stall must not prolong a short disturbance: here more ticks are left
+            part = without_stalls(part, middle_FH[:, H - span.ticks :])
         mean_FN, found_GN = statistics(part, limits.inverse[np.maximum(age_N, 0), p], span)
         found_GN = np.where(age_N >= 0, found_GN / limits.limit[np.maximum(age_N, 0), p].T, 0.0)
         best_GN = np.maximum(best_GN, found_GN)

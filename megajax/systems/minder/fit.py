@@ -73,8 +73,12 @@ def fit(
             "for each, empty where nothing was wrong"
         )
     ranges = _Ranges(np.random.default_rng(seed), metrics)
+    longest = 0
     for k, source in enumerate(sources):
-        ranges.add(_checked(grid_of(source), k))
+        grid = _checked(grid_of(source), k)
+        longest = max(longest, (grid.end - grid.start - -grid.start % TICK) // TICK)
+        ranges.add(grid)
+    _long_enough(longest, settings)
     names, range_3C, period_C = ranges.learnt()
     tell(f"{len(names)} metrics of {ranges.machines} machines, {ranges.seconds / 3600:.1f} h")
     model = LstmVaeConfig(len(names))
@@ -126,6 +130,17 @@ def _checked(grid: Grid, k: int) -> Grid:
             f"{LEAST} machines and {SHORTEST} s"
         )
     return grid
+
+
+def _long_enough(ticks: int, settings: Settings) -> None:
+    """Raises UserError if no source has the ticks of the longest span that the limits are for."""
+    needed = evidence.spans(settings.ticks)[-1].ticks
+    if ticks < needed:
+        raise UserError(
+            f"continuity_s={settings.continuity_s:g} needs a source of at least "
+            f"{(needed + 1) * TICK} s, and the longest has {ticks} ticks of {TICK} s: give longer "
+            "jobs or a shorter continuity (--continuity_s)"
+        )
 
 
 class _Ranges:

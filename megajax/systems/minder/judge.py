@@ -60,6 +60,7 @@ class Judge:
         H = self._history = max(HISTORY, 2 * self._spans[-1].ticks)
         self.scores_FNH = np.full((F, N, H), np.nan, np.float32)
         self.far_FNH = np.full((F, N, H), np.nan, np.float32)  # not cut off
+        self._middle_FH = np.full((F, H), np.nan, np.float32)  # of the job, not of a machine
         self.mean_FN = np.zeros((F, N))  # of the scores over the continuity
         self.seen_CN = np.full(
             (F // CHANNELS, N), -math.inf
@@ -119,14 +120,18 @@ class Judge:
         """Returns, (N,), which machines have a past that is too short to be trusted."""
         return self._past_N < YOUNG
 
-    def look(self, end: float, score_FN: np.ndarray, far_FN: np.ndarray) -> list[Found]:
+    def look(
+        self, end: float, score_FN: np.ndarray, far_FN: np.ndarray, middle_F: np.ndarray
+    ) -> list[Found]:
         """Takes the scores of a tick that ended at `end`; returns the machines to name now.
 
         Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
+          middle_F: level of the median machine, the state of the job.
         """
         for kept, new in ((self.scores_FNH, score_FN), (self.far_FNH, far_FN)):
             kept[..., :-1] = kept[..., 1:]
             kept[..., -1] = new
+        self._middle_FH = np.concatenate([self._middle_FH[:, 1:], middle_F[:, None]], 1)
         judged_N = self._judged_N(end)
         self._past_N += judged_N
         ended = self._ended(end, judged_N)
@@ -150,8 +155,11 @@ class Judge:
         if ready < s.ticks:
             return []
         have = min(ready, self._spans[-1].ticks)
-        newest = self.scores_FNH[..., self._history - have :]
-        score_GN, self.mean_FN = score(newest, self._past_N - 1, self._limits, self._spans)
+        newest = slice(self._history - have, None)
+        score_GN, self.mean_FN = score(
+            self.scores_FNH[..., newest], self._past_N - 1, self._limits, self._spans,
+            self._middle_FH[:, newest],
+        )  # fmt: skip
         score_GN = np.where(judged_N, score_GN, 0.0)
         onset_N = self._onsets(end)
         self._always_N = self._always()

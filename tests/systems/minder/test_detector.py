@@ -302,6 +302,16 @@ def test_models_and_windows_that_do_not_fit_are_named(model, tmp_path):
         Detector.fit([])
 
 
+def test_a_continuity_that_no_source_lasts_for_is_refused():
+    long = Settings(continuity_s=600.0)  # whose longer span is 37 ticks, 888 s
+    with pytest.raises(UserError, match=r"at least 912 s.*25 ticks.*--continuity_s"):
+        Detector.fit([job(4, 624), job(4, 600)], settings=long)
+    first = fit._long_enough  # a source of just the length has limits above 0
+    first(37, long)
+    with pytest.raises(UserError):
+        first(36, long)
+
+
 @pytest.mark.slow  # two trainings, and a half
 def test_a_training_that_was_stopped_goes_on(tmp_path):
     sources = [job(8, 900, seed=1)]

@@ -3,25 +3,35 @@
 import numpy as np
 import pytest
 
+from megajax.systems.minder import evidence
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.judge import Judge
 from megajax.systems.minder.settings import TICK, Settings
 
-F, N, TICKS = 2, 16, 40
+N, TICKS = 16, 40
 
 
-def named(differs_H):
-    """Returns the ticks after which machine 3 is named, which has these scores in one channel."""
-    limits = Limits(np.tile(np.eye(F) / 0.16, (3, 2, 1, 1)), np.tile([6.0, 9.0, 10.0], (3, 2, 1)))
+def named(*differs, middle_H=None):
+    """Returns the ticks after which machine 3 is named.
+
+    Args: differs: its scores in one level after the other, (H,) each. middle_H: the job's median in
+      all levels.
+    """
+    C = len(differs)
+    F = 2 * C
+    each = [*[6.0] * C, *[9.0] * C, 10.0]
+    limits = Limits(np.tile(np.eye(F) / 0.16, (3, 2, 1, 1)), np.tile(each, (3, 2, 1)))
+    middle_H = np.zeros(TICKS) if middle_H is None else middle_H
     judge = Judge(Settings(), limits, range(F))
     judge.grow(N)
     rng, found = np.random.default_rng(0), []
     for h in range(TICKS):
         end = TICK * (h + 1.0)
-        judge.see(np.full((F // 2, N), end), end - TICK)
+        judge.see(np.full((C, N), end), end - TICK)
         score_FN = 0.3 * rng.standard_normal((F, N))
-        score_FN[0, 3] = differs_H[h]
-        found += [(h, one.row) for one in judge.look(end, score_FN, score_FN)]
+        score_FN[:C, 3] = [differs_H[h] for differs_H in differs]
+        middle_F = np.full(F, middle_H[h])
+        found += [(h, one.row) for one in judge.look(end, score_FN, score_FN, middle_F)]
     assert {row for _, row in found} <= {3}
     return [h for h, _ in found]
 
@@ -45,3 +55,40 @@ def test_a_hole_is_bridged_but_prolongs_nothing():
     long_H = np.where(np.arange(TICKS) < 15, 0.0, -5.0)
     long_H[18:20] = np.nan
     assert named(long_H) == [15 + Settings().ticks - 1]
+
+
+def test_ticks_in_which_the_whole_job_stalls_hide_a_fault_and_do_not_end_it():
+    """A stall of three ticks, in which all machines are as low as the faulty one."""
+    fault_H, middle_H = np.where(np.arange(TICKS) < 14, 0.0, -5.0), np.full(TICKS, 0.5)
+    fault_H[19:22] = 0.0
+    assert named(fault_H, middle_H=middle_H) == [22 + Settings().ticks - 1]  # the job did not stall
+    middle_H[19:22] = 0.1
+    longer = evidence.spans(Settings().ticks)[1]  # waits for more ticks, so that some may be hidden
+    assert named(fault_H, middle_H=middle_H) == [14 + longer.needed - 1]
+    short_H = np.where(np.arange(TICKS) < 23, fault_H, 0.0)  # nine ticks with the stall
+    assert named(short_H, middle_H=middle_H) == []
+    ends_H = np.where(np.arange(TICKS) < 19, fault_H, 0.0)  # and is like the others afterwards
+    assert named(ends_H, middle_H=middle_H) == []
+
+
+def two_disturbances(first, second, size):
+    """Returns scores of two levels: a disturbance of `first` ticks, then one of `second` ticks."""
+    scores = np.zeros((2, TICKS))
+    scores[0, 14 : 14 + first] = -8.0
+    scores[1, 14 + first - 1 : 14 + first + second] = -size
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "size", "rule"), [(6, 6, 8.0, "ONE_WAY"), (9, 3, 16.0, "MORE")]
+)
+def test_a_disturbance_after_another_one_does_not_prolong_it(
+    first, second, size, rule, monkeypatch
+):
+    scores = two_disturbances(first, second, size)
+    assert named(*scores) == []
+    monkeypatch.setattr(evidence, rule, {"ONE_WAY": -2.0, "MORE": 1e9}[rule])
+    assert named(*scores) != []  # it is this rule that refuses them
+    monkeypatch.undo()
+    both_H = np.where(np.arange(TICKS) < 14, 0.0, -5.0)
+    assert named(both_H, 0.8 * both_H) == [14 + Settings().ticks - 1]  # a fault in both levels
