@@ -21,15 +21,17 @@ llm_pq.json, .svg and .png into --out, and placement_CASE.json for each case.
 cluster with its memory scaled down, measures the held-out loss before and after quantization, and
 answers prompts through the pipeline on emulated devices.
 
-After Ctrl-C, or at the end of --time_limit_s, the command prints the best placement found so far
-with its gap. Exit code 2: the devices cannot hold the model; the message names the missing bytes
-and the largest term.
+At the end of --time_limit_s a search returns the best placement found so far with its gap. Ctrl-C
+ends the whole command: it prints the best placement and the rivals found so far, and its exit code
+is 130. A second Ctrl-C ends it at once. Exit code 2: the devices cannot hold the model; the message
+names the missing bytes and the largest term.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
 import dataclasses
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,20 +128,25 @@ def main() -> int:
     After Ctrl-C HiGHS still computes in a thread. Python, where it ends as usual, would end that
     thread inside C++ code, which aborts the process (exit code 134); so it ends at once.
     """
+    signal.signal(signal.SIGINT, interrupt)
     try:
         if not run_cases():
             return 0
-        code = 0
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        code = 130
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(130)
+
+
+def interrupt(*_: Any) -> None:
+    """Handles the first Ctrl-C. The second one ends the process at once, also inside C++ code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def run_cases() -> bool:
-    """Does what the flags say. Returns whether Ctrl-C ended a search."""
+    """Does what the flags say. Returns whether Ctrl-C ended a search, and so the command."""
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
@@ -158,18 +165,19 @@ def run_cases() -> bool:
             bits=bits, omega=assumed_omega(workload.stack.layers, bits, cfg.seed),
         )  # fmt: skip
         search = report.Options(cfg.budget(), cfg.solver, cfg.time_limit_s, cfg.rivals)
-        row, placement = report.one(case, workload, cluster, search)
+        row, placement, is_interrupted = report.one(case, workload, cluster, search)
         placement.save(folder / f"placement_{case}.json")
         rows.append(row)
         results.write(folder / "llm_pq.json", about | report.summary(rows), rows)
         print(report.text(row, placement), flush=True)
-        if is_interrupted := placement.status == "interrupted":
+        if is_interrupted:
+            print(f"stopped in {case}; what was found is in {folder}", file=sys.stderr)
             break
     if any(row["rivals"] for row in rows):
         report.draw(rows, folder / "llm_pq")
         print(report.told(report.summary(rows)))
     print(folder / "llm_pq.json")
-    if cfg.run:
+    if cfg.run and not is_interrupted:
         serve(cfg, folder)
     return is_interrupted
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megajax.systems.llm_pq.planning import equal_quality, uniform_bits
 from megajax.systems.llm_pq.problem import held
 from megajax.systems.llm_pq.rivals import Rival, rivals
 from megajax.systems.llm_pq.simulator import simulate
-from megajax.systems.llm_pq.solver import Solver
+from megajax.systems.llm_pq.solver import Plan, Solver
 
 Row = Mapping[str, Any]
 PAPER_MEAN, PAPER_BEST = 2.26, 2.88  # (LLM-PQ, abstract) over its baselines, on the authors' GPUs
@@ -42,49 +42,77 @@ class Options:
 
 def one(
     case: str, workload: Workload, cluster: MixedCluster, options: Options
-) -> tuple[dict[str, Any], Placement]:
-    """Returns (row of the result file, placement). Raises: UserError when nothing fits."""
+) -> tuple[dict[str, Any], Placement, bool]:
+    """Returns (row of the result file, placement, whether Ctrl-C ended it).
+
+    After Ctrl-C the row has the rivals that were done by then. Raises: UserError when nothing fits;
+    KeyboardInterrupt after Ctrl-C before a placement is found.
+    """
     problem = problem_of(workload, cluster)
     quality = equal_quality(problem) if options.quality == "equal" else options.quality
     placement = solve(
         problem, quality=quality, solver=options.solver, time_limit_s=options.time_limit_s
     )
-    simulated = simulate(problem, placement).tokens_per_s
-    row: dict[str, Any] = {
+    row, is_interrupted = None, placement.status == "interrupted"
+    try:
+        row = _row(case, workload, cluster, problem, quality, placement, options)
+        if options.rivals and not is_interrupted:
+            for rival in _beside(problem, options):
+                row["rivals"].append(rival)
+            fastest = _searched(problem, options, None)
+            row["fastest"] = {
+                "tokens_per_s": fastest.tokens_per_s, "omega": fastest.omega, "gap": fastest.gap,
+            }  # fmt: skip
+    except KeyboardInterrupt:
+        is_interrupted = True
+        row = row or _row(case, workload, cluster, problem, quality, placement, options)
+    return row, placement, is_interrupted
+
+
+def _row(
+    case: str, workload: Workload, cluster: MixedCluster, problem: Problem, quality: float | None,
+    placement: Placement, options: Options,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the row of a placement, without rivals."""
+    return {
         "case": case, "model": workload.name, "cluster": cluster.name, "quality": quality,
         "uniform_bits": uniform_bits(problem), **dataclasses.asdict(placement),
-        "simulated_tokens_per_s": simulated, "solver": options.solver,
-        "devices": [card.name for card in cluster.cards],
+        "simulated_tokens_per_s": simulate(problem, placement).tokens_per_s,
+        "solver": options.solver, "devices": [card.name for card in cluster.cards],
         "held_bytes": held(problem, placement.stages, placement.bits),
         "memory_bytes": problem.memory.tolist(), "rivals": [],
     }  # fmt: skip
-    if options.rivals and placement.status != "interrupted":
-        row["rivals"] = _beside(problem, options)
-        fastest = solve(problem, solver=options.solver, time_limit_s=options.time_limit_s)
-        row["fastest"] = {
-            "tokens_per_s": fastest.tokens_per_s, "omega": fastest.omega, "gap": fastest.gap,
-        }  # fmt: skip
-    return row, placement
 
 
-def _beside(problem: Problem, options: Options) -> list[dict[str, Any]]:
-    """Every rival, and our plan at its quality. Searches of one quality are done once."""
+def _searched(
+    problem: Problem, options: Options, quality: float | None, start: Sequence[Plan] = ()
+) -> Placement:
+    """Returns what `solve` does. Raises: KeyboardInterrupt where Ctrl-C ended the search."""
+    found = solve(
+        problem, quality=quality, solver=options.solver, time_limit_s=options.time_limit_s,
+        start=start,
+    )  # fmt: skip
+    if found.status == "interrupted":
+        raise KeyboardInterrupt
+    return found
+
+
+def _beside(problem: Problem, options: Options) -> Iterator[dict[str, Any]]:
+    """Yields every rival, and our plan at its quality. Searches of one quality are done once."""
     known: dict[float, Placement | None] = {}
     found = rivals(problem)
-    rows = []
     for rival in found:
         if rival.omega not in known:
             known[rival.omega] = _at(problem, rival.omega, found, options)
         ours = known[rival.omega]
-        rows.append({
+        yield {
             "name": rival.name, "bits": sorted(set(rival.bits)), "omega": rival.omega,
             "prefill_batch": rival.prefill_batch, "decode_batch": rival.decode_batch,
             "offloaded": rival.offloaded, "tokens_per_s": rival.times.tokens_per_s,
             "ours_tokens_per_s": ours.tokens_per_s if ours else None,
             "ours_omega": ours.omega if ours else None, "ours_gap": ours.gap if ours else None,
             "speedup": ours.tokens_per_s / rival.times.tokens_per_s if ours else None,
-        })  # fmt: skip
-    return rows
+        }  # fmt: skip
 
 
 def _at(
@@ -95,10 +123,7 @@ def _at(
         (r.stages, r.bits, (r.prefill_batch, r.decode_batch)) for r in found if not r.offloaded
     ]
     try:
-        return solve(
-            problem, quality=omega, solver=options.solver, time_limit_s=options.time_limit_s,
-            start=begin,
-        )  # fmt: skip
+        return _searched(problem, options, omega, begin)
     except UserError:
         return None
 
@@ -118,7 +143,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
             }  # fmt: skip
     ratios = [
         row["fastest"]["tokens_per_s"] / rival["tokens_per_s"]
-        for row in rows for rival in row["rivals"] if rival["name"] == "pipeedge"
+        for row in rows if "fastest" in row
+        for rival in row["rivals"] if rival["name"] == "pipeedge"
     ]  # fmt: skip
     if ratios:
         found["any_quality_over_pipeedge"] = statistics.mean(ratios)

@@ -40,7 +40,8 @@ def rounding(path: Path) -> str:
             cells.append(
                 f"{mean(changes):+.4f} ({each})" if len(changes) > 1 else f"{changes[0]:+.4f}"
             )
-            cells.append(f"{mean(r['product_error'] for r in here):.3g}")
+            errors = [r["product_error"] for r in here if r["product_error"] is not None]
+            cells.append(f"{mean(errors):.3g}" if errors else "-")
         lines.append("| " + " | ".join(cells) + " |")
     told = (
         "Nats: rise of the held-out loss over the dense model's, a token; the mean, in brackets "

@@ -12,6 +12,7 @@ A coarser chunk is faster and prunes worse: each speed-up stands beside the loss
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,10 @@ def key(row: Mapping[str, Any]) -> Key:
 def former(path: Path) -> dict[Key, Row]:
     """Returns the points that a file holds, none if it is not there. Raises: UserError."""
     try:
-        return {key(row): row for row in json.loads(path.read_text())["rows"]}
+        rows = json.loads(path.read_text())["rows"]
+        for row in rows:
+            row["loss"] = math.nan if row["loss"] is None else row["loss"]  # training diverged
+        return {key(row): row for row in rows}
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError) as error:

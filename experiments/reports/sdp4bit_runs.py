@@ -216,6 +216,9 @@ def read(path: Path) -> Row | None:
     """Returns the run of a file; None: it was not done yet. Raises: UserError."""
     try:
         (row,) = json.loads(path.read_text())["rows"]
+        for name in ("loss", "loss_masters", "drift"):
+            row[name] = math.nan if row[name] is None else row[name]  # of a run that diverged
+        row["losses"] = [math.nan if loss is None else loss for loss in row["losses"]]
         _check_run(row)
     except FileNotFoundError:
         return None

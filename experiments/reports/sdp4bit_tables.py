@@ -92,11 +92,15 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _number(value: float, error: float | None, digits: int) -> str:
+def _number(value: float | None, error: float | None, digits: int) -> str:
+    if value is None:
+        return "not finite"
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def _percent(value: float, error: float | None) -> str:
+def _percent(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "not finite"
     bar = "" if error is None else f" ± {error:.2f}"
     return f"{value:+.2f}{bar} %"
 

@@ -7,6 +7,7 @@ JSON files that strangers write: one rule and one sentence for all of them. No j
 """
 
 import json
+import math
 import os
 import reprlib
 import stat
@@ -68,6 +69,19 @@ def map_bytes(path: str | Path) -> np.ndarray:
         if size_of(file) == 0:
             raise UserError(f"{path} is empty")
         return np.memmap(file, np.uint8, "r")
+
+
+def json_text(value: Any) -> str:
+    """Returns indented JSON text with a line end. Inf and NaN, which JSON lacks, become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(member) for key, member in value.items()}
+    return [_finite(member) for member in value] if isinstance(value, list | tuple) else value
 
 
 def parse_json(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.core.config import option
+from megajax.core.files import json_text
 from megajax.core.paths import check_writable, expand
 
 Row = Mapping[str, Any]
@@ -65,11 +66,11 @@ def facts(device: str, layer: str) -> dict[str, str]:
 def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Writes {**about, "rows": [...]}; called after each row, so that a cut-off run counts.
 
-    A run that is cut off while it writes leaves the rows before.
+    A run that is cut off while it writes leaves the rows before. Inf and NaN become null.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({**about, "rows": list(rows)}, indent=2) + "\n")
+    part.write_text(json_text({**about, "rows": list(rows)}))
     part.replace(path)
 
 

@@ -63,6 +63,54 @@ def test_ctrl_c_prints_the_best_so_far(case, seconds, tmp_path):
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "(interrupted)" in told and "V100" in told
     assert json.loads((tmp_path / f"placement_{case}.json").read_text())["gap"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_ctrl_c_among_the_rivals_ends_the_command(tmp_path):
+    """Of two cases only the first is there, with its placement and some of its rivals."""
+    command = [sys.executable, "experiments/llm_pq.py", "--cases=case6,case1", f"--out={tmp_path}",
+               "--time_limit_s=15"]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(24)  # the first search has ended
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "tokens/s" in told and "(interrupted)" not in told and "case1:" not in told
+    assert "stopped in case6" in errors and "Traceback" not in errors
+    (row,) = json.loads((tmp_path / "llm_pq.json").read_text())["rows"]
+    assert "fastest" not in row
+
+
+BLOCKED = """
+import ctypes, time
+from experiments import llm_pq
+def run_cases():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("first", flush=True)
+        ctypes.PyDLL(None).sleep(60)  # C code: no Python runs, not even a handler of signals
+llm_pq.run_cases = run_cases
+llm_pq.main()
+"""
+
+
+@pytest.mark.slow  # seconds of imports
+@pytest.mark.process
+def test_a_second_ctrl_c_ends_it_at_once():
+    command = [sys.executable, "-c", BLOCKED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in ("ready\n", "first\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == -signal.SIGINT

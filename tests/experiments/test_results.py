@@ -1,9 +1,12 @@
 """Where results go, and whether documents say what the results say."""
 
+import json
+import math
 import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 from absl import flags
 
@@ -110,3 +113,14 @@ def test_the_readme_counts_the_systems_that_are_built():
     assert f"{words[len(built)]} published systems are built" in opening
     assert f"{words[len(waiting)]} more are planned" in opening
     assert all(name in opening for name in built + begun)
+
+
+def test_results_are_json_where_a_figure_is_not_finite(tmp_path):
+    rows = [{"loss": math.nan, "each": (1.5, np.float64("inf"), -math.inf), "of": {"n": 2}}]
+    results.write(tmp_path / "a.json", {"layer": "emulated", "mean": math.inf}, rows)
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {
+        "layer": "emulated", "mean": None,
+        "rows": [{"loss": None, "each": [1.5, None, None], "of": {"n": 2}}],
+    }  # fmt: skip
+    assert "| - |" in results.table(tmp_path / "a.json", {"loss": "loss"})

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -74,6 +75,17 @@ def test_slow_tests_of_every_folder_are_scheduled():
     matrix = jobs[jobs.index("folders:") : jobs.index("runs-on:")]
     named = {word for line in matrix.splitlines()[1:] for word in line.split()} - {"-"}
     assert named == {p.parent.relative_to(tests).parts[0] for p in tests.glob("*/**/test_*.py")}
+
+
+def test_slow_tests_have_the_packages_that_they_need():
+    """No test is skipped there for want of an extra or a group of pyproject.toml."""
+    tests = SCRIPTS.parent / "tests"
+    jobs = (tests.parent / ".github/workflows/slow.yml").read_text()
+    (installed,) = [line for line in jobs.splitlines() if "--extra" in line]
+    skips = r"(?:reason=|skip\()\"[^\"]*uv sync (--(?:extra|group) [a-z0-9-]+)"
+    needed = {words for p in tests.rglob("test_*.py") for words in re.findall(skips, p.read_text())}
+    assert {"--extra ray", "--group models", "--group rivals"} <= needed
+    assert [words for words in needed if words not in installed] == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 from megajax.core.errors import UserError
 from megajax.systems.llm_pq.runtime import Runtime
-from megajax.systems.llm_pq.stages import Guard, Place, Stage
+from megajax.systems.llm_pq.stages import Guard, NoAnswerError, Place, Stage
 
 
 class _Host:
@@ -47,9 +47,13 @@ class RayStage:
         return self._actor.call.remote(method, *given)
 
     def wait(self, result: Any, timeout_s: float | None = None) -> Any:
-        """Returns a result that `send` promised. Raises: what the stage did; TimeoutError where it
+        """Returns a result that `send` promised. Raises: what the stage did; NoAnswerError where it
         is not there within `timeout_s` (None: waits for ever)."""
-        return self._ray.get(result, timeout=timeout_s)
+        if timeout_s is not None:  # `get` raises what the stage did, which may be a TimeoutError
+            ready, _ = self._ray.wait([result], timeout=timeout_s)
+            if not ready:
+                raise NoAnswerError
+        return self._ray.get(result)
 
     def close(self) -> None:
         """Ends the actor's process."""

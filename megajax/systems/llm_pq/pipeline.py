@@ -18,7 +18,7 @@ from megajax.core.errors import UserError
 from megajax.serving import draw
 from megajax.serving.draw import Drawn, Rules
 from megajax.serving.laid import Laying, Segment, fields
-from megajax.systems.llm_pq.stages import Place, Shapes, StageError
+from megajax.systems.llm_pq.stages import NoAnswerError, Place, Shapes, StageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Pipeline:
                 drawn = self._stages[-1].wait(call.result, self._limits.timeout_s)
             except Exception as error:
                 check(self._stages, self._places, self._limits.timeout_s)
-                if not isinstance(error, TimeoutError):
+                if not isinstance(error, NoAnswerError):
                     raise
                 drawn = self._stages[-1].wait(call.result)  # it came meanwhile: all have answered
             call.drawn = jax.tree.map(np.asarray, drawn)

@@ -1,6 +1,6 @@
 """The entry point of LLM-PQ's planner: `plan` turns a workload and a cluster into a placement."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster, MixedCluster
@@ -46,11 +46,26 @@ def plan(
     Args: quality: bound on the loss of quality, the sum of omega; 'equal': `equal_quality`; None:
       no bound. solver, time_limit_s: as in `solve`. model: gives the times; the default has assumed
       efficiencies.
-    Raises: UserError as `solve`.
+    Raises: UserError as `solve`, and for a workload or a cluster of another type.
     """
+    if not isinstance(workload, Workload):
+        raise UserError(f"plan: workload must be an llm_pq.Workload, got {_named(workload)}")
+    if not isinstance(cluster, MixedCluster | Cluster):
+        raise UserError(
+            "plan: cluster must be a MixedCluster or a Cluster of megajax.core.hardware, got "
+            f"{_named(cluster)}; parse_mixed('t4:3,v100:1') of that module makes one"
+        )
     problem = problem_of(workload, cluster, model)
     if isinstance(quality, str):
         if quality != "equal":
             raise UserError(f"quality={quality} must be 'equal', a number, or None (--quality)")
         quality = equal_quality(problem)
     return solve(problem, quality=quality, solver=solver, time_limit_s=time_limit_s)
+
+
+def _named(value: Any) -> str:
+    """Returns a value of the wrong type for a message: its text if that is short, and its type."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return f"{value!r} ({kind})" if isinstance(value, str | int | float) else f"a {kind}"

@@ -12,7 +12,7 @@ and decoding takes (n - 2) R + sum + (m - 1) slowest. simulator.py checks this e
 Legend: L layers, D devices, B widths in bits, S stages.
 """
 
-import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.files import read_object
+from megajax.core.files import json_text, read_object
 
 SLACK = 1e-12  # of a budget, for sums of floats in another order
 MOST_BYTES = 2**24  # (chosen) of a placement's file
@@ -196,8 +196,10 @@ class Placement:
     status: str
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file that `load` reads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Writes a JSON file that `load` reads, whole or not at all; null stands for infinity."""
+        part = Path(f"{path}.part")
+        part.write_text(json_text(asdict(self)))
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Placement":
@@ -206,6 +208,9 @@ class Placement:
         try:
             found["stages"] = tuple((int(d), int(a), int(b)) for d, a, b in found["stages"])
             found["bits"] = tuple(int(b) for b in found["bits"])
+            found["gap"] = float(found["gap"])
+            for name in ("tokens_per_s", "prefill_s", "decode_s", "omega"):
+                found[name] = math.inf if found[name] is None else float(found[name])
             return cls(**found)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is no placement that LLM-PQ wrote: {error!r}") from None

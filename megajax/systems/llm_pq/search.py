@@ -98,7 +98,7 @@ class Search:
         """
         for pair in self.bounds:
             program = Counts(self.problem, pair, self.quality, known_s=known_s)
-            found = program.solve(10.0, whole=False)
+            found = attended(lambda p=program: p.solve(10.0, whole=False))
             self.bounds[pair] = min(found.value, known_s) if found.closed else 0.0
 
     def result(self, status: str) -> Placement:
@@ -186,7 +186,7 @@ def explain(problem: Problem, quality: float | None) -> UserError | None:
     missing = 0.0
     for kind in (Counts, Layers):  # what counts lack is often all that is missing
         program = kind(problem, (0, 0), quality, goal="memory")
-        found = program.solve(20.0)
+        found = attended(lambda p=program: p.solve(20.0))
         missing = 0.0 if found.x is None else program.missing(found.x)
         if missing > SLACK * problem.memory.max():
             break

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -62,6 +63,10 @@ class Shapes:
     pool: tuple[int, int, int]
 
 
+class NoAnswerError(TimeoutError):
+    """A result was not there in time. A TimeoutError that a stage's program raises is another."""
+
+
 class StageError(RuntimeError):
     """A stage died (its program, its device or its process) or did not answer in time.
 
@@ -76,7 +81,7 @@ class StageError(RuntimeError):
         lines = str(cause).strip().splitlines() or ["no reason given"]
         what = lines[-1 if "Traceback" in lines[0] else 0]  # of a callback's error the end
         what = f"died: {type(cause).__name__}: {what}"
-        if isinstance(cause, TimeoutError):
+        if isinstance(cause, NoAnswerError):
             what = "does not answer (timeout_s)"
         super().__init__(f"{place} {what}; call restart() and give the requests again")
 
@@ -259,16 +264,18 @@ class LocalStage:
 
     @staticmethod
     def wait(result: Future, timeout_s: float | None = None) -> Any:
-        """Returns a result that `send` promised, ready. Raises: what the stage did; TimeoutError
+        """Returns a result that `send` promised, ready. Raises: what the stage did; NoAnswerError
         where it is not ready within `timeout_s` (None: waits for ever)."""
         if timeout_s is None:
             return jax.block_until_ready(result.result())
         end = time.monotonic() + timeout_s
-        value = result.result(timeout_s)
+        if not futures.wait([result], timeout_s).done:
+            raise NoAnswerError
+        value = result.result()
         arrays: list[Any] = [x for x in jax.tree.leaves(value) if hasattr(x, "is_ready")]
         while not all(x.is_ready() for x in arrays):
             if time.monotonic() > end:
-                raise TimeoutError
+                raise NoAnswerError
             time.sleep(POLL_S)
         return jax.block_until_ready(value)  # raises what its program did
 

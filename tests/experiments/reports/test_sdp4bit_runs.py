@@ -10,6 +10,7 @@ import pytest
 from experiments.reports import sdp4bit_runs as report
 from experiments.reports.sdp4bit_runs import FLOAT32, VARIANTS
 from megajax.core.errors import UserError
+from megajax.monitor import results
 from megajax.parallel import wire
 
 # Percent above float32, in the paper's order.
@@ -137,8 +138,11 @@ def test_a_saved_run_is_read_back_and_a_broken_one_is_told(tmp_path):
     assert path.name == "qW-2.json" and report.read(path) is None
     path.write_text(json.dumps({"rows": [run("qW", 2, 2.5)]}))
     assert report.read(path) == run("qW", 2, 2.5)
+    results.write(path, {}, [run("qW", 2, math.inf)])  # a run that diverged: null in JSON
+    again = report.read(path)
+    assert again is not None and math.isnan(again["loss"]) and math.isnan(again["losses"][0])
     for bad in (
-        "{", '{"rows": []}', '{"rows": 3}', json.dumps({"rows": [run("qW", 2, None)]}),
+        "{", '{"rows": []}', '{"rows": 3}', json.dumps({"rows": [run("qW", 2, "2.5")]}),
         json.dumps({"rows": [run("loco", 2, 2.5)]}), json.dumps({"rows": [{"part": "run"}]}),
     ):  # fmt: skip
         path.write_text(bad)

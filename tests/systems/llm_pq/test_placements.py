@@ -2,6 +2,8 @@
 
 import ctypes
 import dataclasses
+import json
+import math
 import threading
 
 import numpy as np
@@ -306,9 +308,22 @@ def test_saved_and_loaded(tmp_path):
     got = solve(tried_placements.problem(1))
     got.save(tmp_path / "placement.json")
     assert Placement.load(tmp_path / "placement.json") == got
-    (tmp_path / "other.json").write_text('{"stages": 3}')
-    with pytest.raises(UserError, match="no placement"):
-        Placement.load(tmp_path / "other.json")
+    for other in ('{"stages": 3}', (tmp_path / "placement.json").read_text().replace("0.0", "[]")):
+        (tmp_path / "other.json").write_text(other)
+        with pytest.raises(UserError, match="no placement"):
+            Placement.load(tmp_path / "other.json")
+
+
+def test_a_placement_without_time_is_valid_json(tmp_path):
+    """Its infinitely many tokens a second are null there; a cut-off write leaves the old file."""
+    path = tmp_path / "placement.json"
+    got = dataclasses.replace(solve(tried_placements.problem(1)), tokens_per_s=math.inf)
+    got.save(path)
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert found["tokens_per_s"] is None and Placement.load(path) == got
+    with pytest.raises(TypeError):
+        dataclasses.replace(got, status=object()).save(path)
+    assert Placement.load(path) == got
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch):

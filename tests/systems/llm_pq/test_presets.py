@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -121,6 +122,22 @@ def test_a_homogeneous_cluster():
     assert set(got.bits) == {16} and got.omega == 0  # it fits as it is
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((PAIR, SMALL), "workload must be an llm_pq.Workload, got a MixedCluster$"),
+        (("case3", PAIR), r"workload must be .*, got 'case3' \(str\)$"),
+        ((None, PAIR), "workload must be .*, got None$"),
+        ((SMALL, SMALL), "cluster must be a MixedCluster or a Cluster of .*, got a Workload; "),
+        ((SMALL, "t4:1,v100:1"), r"cluster must be .* got 't4:1,v100:1' \(str\); parse_mixed"),
+        ((SMALL, None), "cluster must be .* got None; "),
+    ],
+)
+def test_arguments_of_another_type(given, words):
+    with pytest.raises(UserError, match=f"^plan: {words}"):
+        plan(*given)
+
+
 def test_a_cluster_that_is_too_small():
     with pytest.raises(UserError, match=r"memory.*bytes are missing"):
         plan(PRESETS["case5"].workload, PRESETS["case1"].cluster)
@@ -185,7 +202,9 @@ def test_rivals_are_beaten_or_equalled_at_their_quality():
 @pytest.mark.parametrize("case", list(PRESETS))
 def test_every_preset_is_planned_to_one_percent(case):
     p = problem_of(*PRESETS[case])
+    began = time.monotonic()
     got = plan(*PRESETS[case], time_limit_s=60)
+    assert time.monotonic() - began < 63  # a program that is being solved ends at its own limit
     assert got.gap <= 0.01
     assert violations(p, got.stages, got.bits, equal_quality(p)) == []
     assert simulator.simulate(p, got).tokens_per_s == pytest.approx(got.tokens_per_s, rel=0.02)

@@ -186,6 +186,38 @@ def test_who_waits_for_a_hung_stage_is_not_blamed(monkeypatch):
         stage.close()
 
 
+def test_a_timeout_of_a_stages_own_program_is_its_error(monkeypatch):
+    """A program that raises TimeoutError died; "does not answer" is for a wait that ended."""
+
+    class Fake:
+        def __init__(self, cfg, place, *_):
+            self.place = place
+
+        def check(self):
+            pass
+
+        def step(self, x):
+            if self.place.stage == 1:
+                raise TimeoutError("the disk took 30 s")
+            return x
+
+    monkeypatch.setattr(stages, "Stage", Fake)
+    places = [stages.Place(k, k, k, k + 1, k == 2) for k in range(3)]
+    for limit in (None, 10.0):
+        chain = [stages.LocalStage(None, place) for place in places]
+        x = 1
+        for stage in chain:
+            x = stage.send("step", x)
+        with pytest.raises(TimeoutError, match="the disk") as error:
+            chain[2].wait(x, limit)
+        assert not isinstance(error.value, stages.NoAnswerError)
+        died = r"^stage 1 \(device 1, layer 1\) died: TimeoutError: the disk took 30 s;"
+        with pytest.raises(StageError, match=died):
+            pipeline.check(chain, places, limit)
+        for stage in chain:
+            stage.close()
+
+
 def test_what_cannot_be_placed_is_refused():
     def refuse(match, params=None, devices=None, **changes):
         placement = dataclasses.replace(SHORT, **changes)

@@ -1,0 +1,76 @@
+"""What experiments/llm_pq.py reports of a case that Ctrl-C ends."""
+
+import dataclasses
+
+import pytest
+
+from experiments.reports import llm_pq as report
+from megajax.core.hardware import CARDS, MixedCluster
+from megajax.cost.transformer import Stack
+from megajax.systems.llm_pq import PRESETS, Workload
+
+SMALL = Workload("small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8,
+                 requests=8)  # fmt: skip
+
+# Two devices that hold the model at some widths only, so that rivals lose unlike qualities.
+CARD = dataclasses.replace(CARDS["T4"], memory_bytes=int((0.55e9 + 1.93e9) / 0.95))
+LARGER = dataclasses.replace(CARDS["V100"], memory_bytes=int((0.85e9 + 1.93e9) / 0.95))
+PAIR = MixedCluster((CARD, LARGER), PRESETS["case3"].cluster.link)
+OPTIONS = report.Options("equal", "counts", 10, True)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Counts the searches; Ctrl-C comes in the one of number `at`, before or after a placement."""
+    state = {"count": 0, "at": 0, "raises": False}
+    solve = report.solve
+
+    def counted(*args, **options):
+        found = solve(*args, **options)
+        state["count"] += 1
+        if state["count"] == state["at"]:
+            if state["raises"]:
+                raise KeyboardInterrupt
+            return dataclasses.replace(found, status="interrupted")
+        return found
+
+    monkeypatch.setattr(report, "solve", counted)
+    return state
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("at", [2, 3])
+def test_ctrl_c_among_the_rivals_ends_all_searches(searches, at, raises):
+    """The placement stays, the rivals before it too, and no other search begins."""
+    searches |= {"at": at, "raises": raises}
+    row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OPTIONS)
+    assert is_interrupted and searches["count"] == at
+    assert placement.status == "optimal" and "fastest" not in row
+    whole, _, ended = report.one("case1", SMALL, PAIR, OPTIONS)
+    assert not ended and "fastest" in whole
+    assert row["rivals"] == whole["rivals"][: len(row["rivals"])]
+    assert len(row["rivals"]) < len(whole["rivals"])
+    assert report.text(row, placement) and report.summary([row])  # both take half a case
+
+
+def test_ctrl_c_in_the_first_search_leaves_rivals_out(searches):
+    searches["at"] = 1
+    row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OPTIONS)
+    assert is_interrupted and placement.status == "interrupted" and row["rivals"] == []
+    assert searches["count"] == 1
+
+
+def test_ctrl_c_between_the_searches_keeps_the_placement(monkeypatch):
+    """While the placement is simulated: this is done again, and nothing else begins."""
+    simulate, calls = report.simulate, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return simulate(*args)
+
+    monkeypatch.setattr(report, "simulate", interrupted)
+    row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OPTIONS)
+    assert is_interrupted and row["rivals"] == [] and len(calls) == 2
+    assert row["tokens_per_s"] == placement.tokens_per_s
