@@ -5,9 +5,10 @@
     uv run scripts/quantize.py --gguf=FILE --bits=4 --group=64 --out=FOLDER
 
 Calibration reads text that training learns from, the loss text that it holds out; both of --source.
---out writes a Hugging Face folder in GPTQ's form (gptq_v2), which `scripts/serve.py --hf` and
-`scripts/generate.py --hf` read; other programs were not tried. Embeddings, head, norms and biases
-stay as they are. Methods: rtn rounds to nearest, gptq is arXiv 2210.17323, awq arXiv 2306.00978.
+--out writes a Hugging Face folder in GPTQ's form (gptq_v2), or with --form=awq in AWQ's (4 bits),
+which `scripts/serve.py --hf` and `scripts/generate.py --hf` read; other programs were not tried.
+Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest, gptq is arXiv
+2210.17323, awq arXiv 2306.00978.
 Exit code 2: a flag is wrong.
 """
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import hf, hf_quantized
+from megajax.checkpoint.formats.quantization_config import AWQ_BITS
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -59,7 +61,32 @@ class Config(Checked):
     eval_rows: int = option(32, "of held-out text", "rows", at_least=1)
     length: int = option(256, "of a row", "tokens", at_least=2)
     seed: int = option(0, "of the order of the text", at_least=0)
-    out: str | None = option(None, "folder to write in GPTQ's form; none: measures only")
+    out: str | None = option(None, "folder to write; none: measures only")
+    form: Literal["gptq", "awq"] = option(
+        "gptq", "of the files, whatever the method of rounding; awq: 4 bits",
+        needs=other_than("out", None),
+    )  # fmt: skip
+
+    def __post_init__(self):
+        """Refuses what no file can hold, before the work."""
+        super().__post_init__()
+        if self.out is None:
+            return
+        if self.method == "awq":
+            raise UserError(
+                "awq scales the inputs of products, for which neither form has a place (--out); "
+                "measure it without --out, or write --method=gptq"
+            )
+        if not self.symmetric:
+            raise UserError(
+                "zero points of this rounding are no whole numbers of scales, as the files have "
+                "them (--out); measure without --out, or write with --symmetric"
+            )
+        if self.form == "awq" and self.bits != AWQ_BITS:
+            raise UserError(
+                f"bits={self.bits} must be {AWQ_BITS} in AWQ's form; --form=gptq takes others "
+                "(--bits)"
+            )
 
 
 PRESETS = {"default": Config}
@@ -80,11 +107,6 @@ def main() -> int:
     opened = open_model(
         run_dir=cfg.run_dir, hf=cfg.hf, gguf=cfg.gguf, step=cfg.step, tokenizer=cfg.tokenizer
     )
-    if cfg.out is not None and cfg.method == "awq":
-        raise UserError(
-            "awq scales the inputs of products, for which GPTQ's form has no place (--out); "
-            "measure it without --out, or write --method=gptq"
-        )
     if cfg.out is not None:
         hf.free_folder(cfg.out)  # before the work, not behind it
     mesh_.start(1)
@@ -114,8 +136,8 @@ def main() -> int:
         f"{time.monotonic() - began:.0f} s"
     )
     if cfg.out is not None:
-        hf_quantized.save(params_q, opened.cfg, cfg.out, tokenizer_of(cfg))
-        print(f"{cfg.out}: a Hugging Face folder in GPTQ's form")
+        hf_quantized.save(params_q, opened.cfg, cfg.out, tokenizer_of(cfg), form=cfg.form)
+        print(f"{cfg.out}: a Hugging Face folder in {cfg.form.upper()}'s form")
     return 0
 
 

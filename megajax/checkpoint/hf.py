@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
@@ -102,6 +103,11 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
     files = TensorFolder(expand(path))
+    if any(name.endswith(".qweight") for name in files.names()):
+        raise UserError(
+            f"{path} is quantized (quantization_config); only what runs a model reads it "
+            "(scripts/serve.py, scripts/generate.py: checkpoint.hf_quantized.load)"
+        )
     rules, sizes = maps.rules(theirs), maps.sizes(theirs)
     tensors = _find_tensors(files, rules, theirs)
 
@@ -155,13 +161,8 @@ def _find_tensors(
         for index in np.ndindex(rule.stack(sizes)):
             name = rule.name(index)
             stored = next((n for n in maps.spellings(name) if n in files), name)
-            view = files.view(stored)
-            if view.shape != rule.their_shape(sizes):
-                raise UserError(
-                    f"{files.folder}: {stored} has shape {view.shape}, config.json says "
-                    f"{rule.their_shape(sizes)}"
-                )
-            found[name] = view
+            found[name] = files.view(stored)
+            check_tensor(files, stored, rule.their_shape(sizes))
             used.add(stored)
     strangers = [n for n in files.names() if n not in used and not maps.is_needless(n, cfg)]
     if strangers:
@@ -169,6 +170,15 @@ def _find_tensors(
             f"{files.folder} has tensors that this family does not know: {', '.join(strangers[:5])}"
         )
     return found
+
+
+def check_tensor(files: TensorFolder, name: str, wanted: tuple[int, ...]) -> None:
+    """Raises: UserError for a tensor of another shape, or of integers."""
+    shape, dtype = files.kind(name)
+    if shape != wanted:
+        raise UserError(f"{files.folder}: {name} has shape {shape}, config.json says {wanted}")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"{files.folder}: {name} is {dtype}; weights are of a floating type")
 
 
 def _make_leaf(
@@ -239,7 +249,7 @@ def tensors_of(
     def produce(name: str) -> np.ndarray:
         rules, index = wanted[name]
         pieces = [_fetch(leaves[r.ours], index) for r in rules]
-        return _join(rules, pieces, sizes)
+        return join(rules, pieces, sizes)
 
     tensors = {n: (rules[0].their_shape(sizes), CODES[dtype]) for n, (rules, _) in wanted.items()}
     return tensors, produce
@@ -310,8 +320,9 @@ def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     return np.asarray(x)
 
 
-def _join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarray:
-    """Returns their tensor from ours: transposed, fused if they fuse, without padding rows."""
+def join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarray:
+    """Returns their tensor from ours, a piece of each rule: transposed, fused if they fuse, without
+    padding rows."""
     views = [r.to_theirs(p) for r, p in zip(rules, pieces, strict=True)]
     theirs = rules[0].dims.split("->")[0]
     if rules[0].part is not None:

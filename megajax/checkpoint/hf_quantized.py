@@ -1,15 +1,15 @@
 """Hugging Face folders whose Linears are in few bits: GPTQ and AWQ files, in and out.
 
-A file's matrix becomes a QuantKernel: codes from 0, float32 scales, and zero points -z s, which
-float32 holds exactly, so that import and export give the same bits. What is not quantized there
-(embeddings, norms, the head) is read and written as checkpoint/hf.py does. Where a file's groups
-are of rows that lie apart (desc_act), the rows are sorted by group, and QuantKernel.order says
-which inputs they multiply; export puts them back. Layers in `dynamic` rules of unlike bits are not
-supported; each tensor's bits are those of the file's configuration.
+A Linear in few bits becomes a QuantKernel (quantized_linear.py); a quantized head is dequantized.
+What is not quantized there (embeddings, norms, some Linears) is read and written as
+checkpoint/hf.py does. Layers whose matrices have unlike bits or groups, or of which one is dense,
+become several runs (core.packed.LayerRuns); in GPTQ's form they are the member `dynamic` of
+quantization_config (formats/quantization_config.py).
 """
 
-import functools
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,79 +17,133 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import hf
-from megajax.checkpoint.formats import integers
+from megajax.checkpoint import hf, quantized_linear
+from megajax.checkpoint.formats import quantization_config
+from megajax.checkpoint.formats.quantization_config import SECTION, Form, Settings
 from megajax.checkpoint.formats.safetensors import TensorFolder
+from megajax.checkpoint.quantized_linear import Linear
 from megajax.core import files as files_
 from megajax.core.errors import UserError
+from megajax.core.packed import LayerRuns, runs_of
 from megajax.core.paths import expand
 from megajax.core.tree import Tree, is_words, named_leaves, nest
 from megajax.models import decoder, names
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.name_rules import Rule
-from megajax.quant.formats import Format
+from megajax.models.name_rules import Rule, Sizes
 from megajax.quant.kernel import QuantKernel
-from megajax.quant.qtensor import QTensor, from_codes
+from megajax.quant.qtensor import QTensor
 from megajax.quant.quantized_model import inputs_of, matrices
 
-SECTION = "quantization_config"
-_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+HEAD = "head"
 
 
-def settings(path: str | Path, flag: str = "hf") -> Mapping[str, Any] | None:
-    """Returns the quantization_config of a folder's config.json; None: it is not quantized."""
-    found = files_.read_object(expand(path) / "config.json", hf.MAX_CONFIG, flag).get(SECTION)
-    if found is not None and not isinstance(found, dict):
-        raise UserError(f"{path}/config.json: {SECTION} must be an object")
-    return found
+def settings(path: str | Path, flag: str = "hf") -> Settings | None:
+    """Returns what a folder's config.json says of its codes; None: it is not quantized.
+
+    Raises: UserError for a form that is not supported.
+    """
+    file = expand(path) / "config.json"
+    found = files_.read_object(file, hf.MAX_CONFIG, flag).get(SECTION)
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: {SECTION} must be an object")
+    try:
+        return quantization_config.checked(found)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
     """Returns (configuration, parameters) of a folder in GPTQ's or AWQ's form, on one device.
 
-    Raises: UserError for forms that are not supported (groups of unlike sizes; other methods), and
-        for a folder that is incomplete or damaged.
+    Raises: UserError for forms that are not supported (groups of unlike sizes in one matrix; other
+        methods), and for a folder that is incomplete or damaged.
     """
-    folder, found = expand(path), settings(path)
-    if found is None:
+    folder, given = expand(path), settings(path)
+    if given is None:
         raise UserError(f"{folder}/config.json has no {SECTION}; checkpoint.hf reads it")
     cfg = hf.load_decoder_config(path, "hf")
-    method, bits, group, is_less = integers.checked(dict(found))
-    files, sizes = TensorFolder(folder), names.sizes(cfg)
-    quantized, used, leaves = set(matrices(cfg.axes)), set(), {}
-    fmt = Format(bits, group, 0, symmetric=False)
-    abstract = dict(named_leaves(decoder.parts(cfg).abstract))
-    words = dict(named_leaves(cfg.axes, is_words))
-    for rule in names.rules(cfg):
-        stack = [rule.name(index) for index in np.ndindex(*rule.stack(sizes))]
-        stems = [name.removesuffix(".weight") for name in stack]
-        if rule.ours in quantized and all(f"{s}.qweight" in files for s in stems):
-            shape = abstract[rule.ours].shape[1:]
-            K = inputs_of(words[rule.ours][1:], shape)
-            N = int(np.prod(shape)) // K
-            if method == "gptq":
-                read = functools.partial(_read_gptq, fmt=fmt, N=N, is_less=is_less)
-            else:
-                read = functools.partial(_read_awq, fmt=fmt, N=N)
-            orders = [_order(files, s, K, fmt.group_of(K)) for s in stems]
-            apart = any((order != np.arange(K)).any() for order in orders)
-            layers = [
-                QuantKernel(shape, read(files, stem, o), order=jnp.asarray(o) if apart else None)
-                for stem, o in zip(stems, orders, strict=True)
-            ]
-            leaves[rule.ours] = jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)
-            used |= {f"{s}{end}" for s in stems for end in _PARTS}
-        else:
-            leaves[rule.ours] = _dense(files, rule, stack, sizes, abstract[rule.ours])
-            used |= {n for s in stack for n in names.spellings(s)}
-    strangers = [
-        n
-        for n in files.names()
-        if n not in used and not names.is_needless(n, cfg) and not _is_empty_bias(files, n)
-    ]
-    if strangers:
-        raise UserError(f"{folder} has tensors that this form does not know: {strangers[:5]}")
-    return cfg, nest(leaves)
+    found = _Folder(TensorFolder(folder), given, cfg)
+    leaves = {rule.ours: found.leaf(rule) for rule in names.rules(cfg)}
+    found.check_all_used()
+    stack = decoder.parts(cfg).stack
+    return cfg, nest(_in_runs(leaves, stack, cfg.layers))
+
+
+class _Folder:
+    """The tensors of a folder, as leaves."""
+
+    def __init__(self, files: TensorFolder, given: Settings, cfg: DecoderConfig):
+        """Reads nothing yet."""
+        self._files, self._given, self._cfg = files, given, cfg
+        self._sizes: Sizes = names.sizes(cfg)
+        self._quantized = set(matrices(cfg.axes))
+        self._abstract = dict(named_leaves(decoder.parts(cfg).abstract))
+        self._words = dict(named_leaves(cfg.axes, is_words))
+        self._used: set[str] = set()
+
+    def leaf(self, rule: Rule) -> Any:
+        """Returns an array, stacked over the layers, or a list with a leaf for each layer."""
+        like = self._abstract[rule.ours]
+        stack = [rule.name(index) for index in np.ndindex(*rule.stack(self._sizes))]
+        if rule.ours not in self._quantized:
+            out = np.zeros(like.shape, np.float32)
+            flat = out.reshape(-1, *like.shape[len(rule.stack(self._sizes)) :])
+            for place, name in enumerate(stack):
+                part = self._dense(rule, name)
+                flat[(place, *(slice(0, n) for n in part.shape))] = part
+            return jnp.asarray(out)
+        shape = like.shape[1:]
+        found = [self._linear(rule, name, shape) for name in stack]
+        ordered = any(isinstance(x, Linear) and x.order_K is not None for x in found)
+        return [
+            x.kernel(shape, ordered) if isinstance(x, Linear) else jnp.asarray(x) for x in found
+        ]
+
+    def _linear(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Linear | np.ndarray:
+        """Returns a layer's matrix: codes, or a dense array."""
+        if (stem := self._stem(name)) is None:
+            return np.array(self._dense(rule, name), np.float32)
+        K = inputs_of(self._words[rule.ours][1:], shape)
+        N = int(np.prod(shape)) // K
+        parts = 1 if rule.part is None else self._sizes["3"]
+        found = self._read(stem, K, parts * N)
+        return found if rule.part is None else found.columns(rule.part * N, (rule.part + 1) * N)
+
+    def _stem(self, name: str) -> str | None:
+        """Returns what the tensors of a quantized Linear begin with; None: it is dense."""
+        stems = [n.removesuffix(".weight") for n in names.spellings(name)]
+        return next((s for s in stems if quantized_linear.names_of(self._files, s)), None)
+
+    def _read(self, stem: str, K: int, N: int) -> Linear:
+        self._used |= set(quantized_linear.names_of(self._files, stem))
+        return quantized_linear.read(self._files, stem, self._given, K, N)
+
+    def _dense(self, rule: Rule, name: str) -> np.ndarray:
+        """Returns a tensor in our order of dimensions."""
+        wanted = rule.their_shape(self._sizes)
+        if rule.ours == HEAD and (stem := self._stem(name)) is not None:
+            return rule.to_ours(self._read(stem, wanted[1], wanted[0]).dense().T, self._sizes)
+        stored = next((n for n in names.spellings(name) if n in self._files), name)
+        view = self._files.view(stored)
+        self._used.add(stored)
+        hf.check_tensor(self._files, stored, wanted)
+        return rule.to_ours(view, self._sizes)
+
+    def check_all_used(self) -> None:
+        """Raises: UserError for tensors that nobody read."""
+        strangers = [
+            n
+            for n in self._files.names()
+            if n not in self._used
+            and not names.is_needless(n, self._cfg)
+            and not _is_empty_bias(self._files, n)
+        ]
+        if strangers:
+            raise UserError(
+                f"{self._files.folder} has tensors that this form does not know: {strangers[:5]}"
+            )
 
 
 def _is_empty_bias(files: TensorFolder, name: str) -> bool:
@@ -97,165 +151,139 @@ def _is_empty_bias(files: TensorFolder, name: str) -> bool:
     return name.endswith(".bias") and not np.asarray(files.view(name)).any()
 
 
-def _dense(
-    files: TensorFolder, rule: Rule, stack: list[str], sizes: Any, like: jax.ShapeDtypeStruct
-) -> jax.Array:
-    out = np.zeros(like.shape, np.float32)
-    flat = out.reshape(-1, *like.shape[len(rule.stack(sizes)) :])
-    for place, name in enumerate(stack):
-        stored = next((n for n in names.spellings(name) if n in files), name)
-        view = files.view(stored)
-        if view.shape != rule.their_shape(sizes):
-            raise UserError(
-                f"{files.folder}: {stored} has shape {view.shape}, config.json says "
-                f"{rule.their_shape(sizes)}"
-            )
-        part = rule.to_ours(view, sizes)
-        flat[(place, *(slice(0, n) for n in part.shape))] = part
-    return jnp.asarray(out)
+def _in_runs(leaves: Mapping[str, Any], stack: str, layers: int) -> dict[str, Any]:
+    """Returns the leaves, those of layers stacked: in runs where layers are not alike."""
+    each = {n: x for n, x in leaves.items() if isinstance(x, list)}
+    alike = [jax.tree.structure([x[i] for x in each.values()]) for i in range(layers)]
+    starts = [i for i in range(layers) if i == 0 or alike[i] != alike[i - 1]]
+
+    def run(start: int, stop: int) -> dict[str, Any]:
+        return {
+            n: _stacked(x[start:stop]) if isinstance(x, list) else x[start:stop]
+            for n, x in leaves.items()
+            if n.startswith(f"{stack}.")
+        }
+
+    if len(starts) == 1:
+        return {**leaves, **run(0, layers)}
+    spans = itertools.pairwise([*starts, layers])
+    stacks = tuple(nest(run(*span))[stack] for span in spans)
+    ends = {n: x for n, x in leaves.items() if not n.startswith(f"{stack}.")}
+    return ends | {stack: LayerRuns(stacks, tuple(starts), layers)}
 
 
-def _tensor(files: TensorFolder, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    view = files.view(name)
-    if view.shape != shape or view.dtype != np.dtype(dtype):
-        raise UserError(
-            f"{files.folder}: {name} is {view.dtype}{view.shape}, must be {np.dtype(dtype)}{shape}"
-        )
-    return np.asarray(view)
+def _stacked(layers: Sequence[Any]) -> Any:
+    """Returns the leaf of a run: arrays of codes have a dimension of pieces behind the layers'."""
+    if isinstance(layers[0], QuantKernel):
+        return jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)
+    return jnp.stack(layers)
 
 
-def _scales(files: TensorFolder, stem: str, shape: tuple[int, int]) -> np.ndarray:
-    """Returns float32: float16 of most writers, the model's own type of some."""
-    name = f"{stem}.scales"
-    kind = files.view(name).dtype
-    legal = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
-    return _tensor(files, name, shape, kind if kind in legal else legal[0]).astype(np.float32)
-
-
-def _order(files: TensorFolder, stem: str, K: int, C: int) -> np.ndarray:
-    """Returns int32 (K,): the rows sorted by their groups. Raises: UserError for unlike groups."""
-    name = f"{stem}.g_idx"
-    if name not in files:
-        return np.arange(K, dtype=np.int32)
-    place = _tensor(files, name, (K,), np.int32)
-    order = np.argsort(place, kind="stable").astype(np.int32)
-    if not np.array_equal(place[order], np.arange(K) // C):
-        raise UserError(f"{files.folder}: {name} must have {C} rows in each group, the last aside")
-    return order
-
-
-def _read_gptq(
-    files: TensorFolder, stem: str, order_K: np.ndarray, *, fmt: Format, N: int, is_less: bool
-) -> QTensor:
-    K = len(order_K)
-    bits, C = fmt.width, fmt.group_of(K)
-    G = -(-K // C)
-    if K * bits % 32 or N * bits % 32:
-        raise UserError(f"{files.folder}: {stem} of {K} x {N} fills no whole words of 32 bits")
-    zeros = _tensor(files, f"{stem}.qzeros", (G, N * bits // 32), np.int32)
-    words = _tensor(files, f"{stem}.qweight", (K * bits // 32, N), np.int32)
-    scale = _scales(files, stem, (G, N))
-    point = integers.unpack(zeros, bits, N).astype(np.float32) + is_less
-    return QTensor(
-        jnp.asarray(integers.bytes_of_rows(integers.with_rows(words, bits, order_K))),
-        jnp.asarray(scale),
-        jnp.asarray(-point * scale),
-        fmt,
-        (K, N),
-        np.dtype(np.float32),
-    )
-
-
-def _read_awq(
-    files: TensorFolder, stem: str, order_K: np.ndarray, *, fmt: Format, N: int
-) -> QTensor:
-    K = len(order_K)  # in their order: the form has no g_idx
-    G = -(-K // fmt.group_of(K))
-    if N % 8:
-        raise UserError(f"{files.folder}: {stem} has {N} columns, no multiple of 8")
-    codes = integers.unpack_awq(_tensor(files, f"{stem}.qweight", (K, N // 8), np.int32))
-    point = integers.unpack_awq(_tensor(files, f"{stem}.qzeros", (G, N // 8), np.int32))
-    scale = _scales(files, stem, (G, N))
-    return from_codes(
-        jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(-point.astype(np.float32) * scale), fmt
-    )
+# ---- out
 
 
 def save(
-    params: Tree, cfg: DecoderConfig, path: str | Path, tokenizer: str | Path | None = None
+    params: Tree,
+    cfg: DecoderConfig,
+    path: str | Path,
+    tokenizer: str | Path | None = None,
+    *,
+    form: Form = "gptq",
 ) -> None:
-    """Writes a folder in GPTQ's form ('gptq_v2', whole zero points), float16 beside it.
+    """Writes a folder in GPTQ's form ('gptq_v2', whole zero points) or AWQ's ('gemm').
 
-    All matrices must have one format; symmetric codes get the zero point 2^(b-1). AWQ's scales of
-    inputs have no place in this form.
-    Raises: UserError for unlike layers, scales that float16 does not hold, zero points that are no
-        whole number of scales, and as `hf.save`.
+    What is dense is written in float16. AWQ's form takes one format of 4 bits, beside dense
+    matrices. Scales of inputs (quant.awq) have no place in either form.
+    Raises: UserError for what the form cannot hold: scales that float16 does not hold, zero points
+        that are no whole number of scales; and as `hf.save`.
     """
-    dense, tensors, found, desc_act = {}, {}, set(), False
-    rules = {rule.ours: rule for rule in names.rules(cfg)}
-    for n, leaf in named_leaves(params, lambda x: isinstance(x, QuantKernel)):
-        if not isinstance(leaf, QuantKernel):
-            dense[n] = leaf
-            continue
-        if leaf.scale is not None:
-            raise UserError(
-                f"{n} has scales of its inputs (AWQ), for which GPTQ's form has no place"
-            )
-        if n not in rules:
-            raise UserError(f"{n} is in a run of layers of unlike formats; export takes one format")
-        found.add(leaf.weight.format)
-        for layer in range(cfg.layers):
-            one = jax.tree.map(lambda x, i=layer: np.asarray(x[i, 0]), leaf)
-            stem = rules[n].name((layer,)).removesuffix(".weight")
-            parts = _gptq_tensors(n, one.weight, one.order)
-            tensors |= {f"{stem}.{end}": x for end, x in parts.items()}
-        desc_act |= leaf.order is not None
-    if len(found) != 1:
-        raise UserError(f"export needs matrices of one format, found {len(found)} of them")
-    fmt = found.pop()
+    dense, rules, linears, singles = _parted(params, cfg)
+    if not linears:
+        raise UserError("no matrix is quantized; hf.save writes dense models")
+    tensors, kinds, ordered = {}, {}, False
+    for stem, linear in linears.items():
+        found = quantized_linear.tensors(stem, linear, form)
+        tensors |= {f"{stem}.{end}": x for end, x in found.items()}
+        fmt = linear.weight.format
+        kinds[stem] = fmt.width, fmt.group, fmt.symmetric
+        ordered |= linear.order_K is not None
+    if form == "awq" and len({group for _, group, _ in kinds.values()}) > 1:
+        raise UserError("AWQ's form has one size of groups for all matrices; GPTQ's takes several")
+    still_dense = [n.removesuffix(".weight") for n in singles]
     members = names.to_hf_config(cfg, "float16") | {
-        SECTION: {
-            "quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": fmt.bits,
-            "group_size": -1 if fmt.group is None else fmt.group, "desc_act": desc_act,
-            "sym": fmt.symmetric, "lm_head": False,
-        }
-    }  # fmt: skip
-    plain, produce = hf.tensors_of(dense, [rules[n] for n in dense], cfg, "float16")
-    kinds = {n: (x.shape, "F16" if x.dtype == np.float16 else "I32") for n, x in tensors.items()}
+        SECTION: quantization_config.written(form, kinds, still_dense, ordered)
+    }
+    plain, produce = hf.tensors_of(dense, rules, cfg, "float16")
+    kept = {n: (x.shape, "F16" if x.dtype == np.float16 else "I32") for n, x in tensors.items()}
+    kept |= {n: (x.shape, "F16") for n, x in singles.items()}
+    ready = tensors | singles
     hf.write(
-        path, plain | kinds, lambda n: tensors[n] if n in tensors else produce(n), members,
+        path, plain | kept, lambda n: ready[n] if n in ready else produce(n), members,
         tokenizer=tokenizer,
     )  # fmt: skip
 
 
-def _gptq_tensors(n: str, q: QTensor, order_K: np.ndarray | None) -> dict[str, np.ndarray]:
-    K, N = q.shape
-    bits, C = q.format.width, q.format.group_of(K)
-    if K * bits % 32 or N * bits % 32:
-        raise UserError(f"{n} of {K} x {N} fills no whole words of 32 bits")
-    scale = np.asarray(q.scales, np.float32)
-    if not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
+def _parted(
+    params: Tree, cfg: DecoderConfig
+) -> tuple[dict[str, Any], list[Rule], dict[str, Linear], dict[str, np.ndarray]]:
+    """Returns (whole leaves, their rules; {stem: Linear}; {name: dense Linear of a block, of which
+    other layers or parts are quantized})."""
+    stack, sizes = decoder.parts(cfg).stack, names.sizes(cfg)
+    runs = runs_of(params[stack], cfg.layers)
+    rules = {rule.ours: rule for rule in names.rules(cfg)}
+    whole = dict(named_leaves({n: x for n, x in params.items() if n != stack}))
+    blocks: dict[str, list[Any]] = {}  # a leaf's stack in each run
+    for part in runs.stacks:
+        for n, leaf in named_leaves(part, lambda x: isinstance(x, QuantKernel)):
+            blocks.setdefault(f"{stack}.{n}", []).append(leaf)
+    if other := sorted((whole.keys() | blocks.keys()) ^ rules.keys()):
+        raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
+    groups: dict[str, list[tuple[Rule, Any]]] = {}
+    for n, rule in rules.items():  # parts of a fused Linear in their order
+        if n not in blocks:
+            continue
+        if not any(isinstance(leaf, QuantKernel) for leaf in blocks[n]):
+            whole[n] = blocks[n][0] if len(blocks[n]) == 1 else jnp.concatenate(blocks[n])
+            continue
+        for leaf, start, stop in zip(blocks[n], runs.starts, runs.stops, strict=True):
+            for layer in range(start, stop):
+                one = jax.tree.map(lambda x, i=layer - start: np.asarray(x[i]), leaf)
+                groups.setdefault(rule.name((layer,)), []).append((rule, one))
+    linears, singles = {}, {}
+    for name, found in groups.items():
+        stem = name.removesuffix(".weight")
+        dense = [not isinstance(x, QuantKernel) for _, x in found]
+        if all(dense):
+            singles[name] = hf.join([r for r, _ in found], [x for _, x in found], sizes)
+        elif any(dense):
+            raise UserError(f"{stem}: some parts of one Linear are quantized, and others are not")
+        else:
+            linears[stem] = _joined(stem, [x for _, x in found])
+    return whole, [rules[n] for n in whole], linears, singles
+
+
+def _joined(stem: str, kernels: Sequence[QuantKernel]) -> Linear:
+    """Returns one Linear of the parts that a file fuses, one piece each."""
+    each = [jax.tree.map(lambda x: np.asarray(x[0]), k) for k in kernels]
+    if any(k.scale is not None for k in each):
         raise UserError(
-            f"{n}: float16 does not hold its scales; quantize with scale_dtype='float16'"
+            f"{stem} has scales of its inputs (quant.awq), for which no form has a place"
         )
-    words = integers.rows_of_bytes(np.asarray(q.values))
-    if q.zeros is None:
-        half = 1 << (bits - 1)
-        codes = integers.unpack(np.ascontiguousarray(words.T), bits, K)  # two's complement
-        words = integers.pack(codes ^ np.uint8(half), bits).T
-        point = np.full(scale.shape, half, np.uint8)
-    else:
-        zero = np.asarray(q.zeros, np.float32)
-        exact = np.rint(-zero / scale)
-        if not np.array_equal(-exact * scale, zero) or exact.min() < 0 or exact.max() >= 2**bits:
-            raise UserError(
-                f"{n}: a zero point is no whole number of scales; quantize with symmetric=True"
-            )
-        point = exact.astype(np.uint8)
-    place = np.arange(K) if order_K is None else np.argsort(order_K)  # of each input's row
-    return {
-        "qweight": integers.with_rows(words, bits, place),
-        "qzeros": integers.pack(point, bits),
-        "scales": scale.astype(np.float16),
-        "g_idx": (place // C).astype(np.int32),
-    }
+    orders = [None if k.order is None else k.order.tolist() for k in each]
+    if any(k.weight.format != each[0].weight.format for k in each) or orders.count(orders[0]) < len(
+        orders
+    ):
+        raise UserError(f"{stem}: the parts of one Linear must have one format and one order")
+    weights = [k.weight for k in each]
+    order_K = each[0].order
+    if order_K is not None and np.array_equal(order_K, np.arange(len(order_K))):
+        order_K = None
+    if len(weights) == 1:
+        return Linear(weights[0], order_K)
+    q = jax.tree.map(
+        lambda *x: np.concatenate(x, -1),
+        *(dataclasses.replace(w, shape=weights[0].shape) for w in weights),
+    )
+    shape = weights[0].shape[0], sum(w.shape[1] for w in weights)
+    joined: QTensor = dataclasses.replace(q, shape=shape)
+    return Linear(joined, order_K)

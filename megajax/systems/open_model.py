@@ -178,7 +178,7 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
             return hf_.load_params(folder, cfg, layout), str(folder)
         one_rank(layout)
         params = hf_quantized.load(folder)[1]
-        what = f"{folder} ({found['quant_method']}, {found['bits']} bits)"
+        what = f"{folder} ({found.method}, {found.bits} bits)"
         return sharding.place(layout, cfg.axes, params), what
 
     found = hf_quantized.settings(folder)

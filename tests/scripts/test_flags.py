@@ -103,6 +103,21 @@ def test_supervise_cannot_begin(supervise, flags, words):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--method=awq"], "neither form has a place (--out)"),
+        (["--nosymmetric"], "write with --symmetric"),
+        (["--form=awq", "--bits=8"], "bits=8 must be 4 in AWQ's form; --form=gptq takes others"),
+        (["--bits=5"], "bits=5"),
+    ],
+)
+def test_quantize_refuses_before_the_work_what_no_folder_holds(flags, words, tmp_path):
+    done = forks.run("scripts/quantize.py", f"--hf={tmp_path}", f"--out={tmp_path / 'm'}", *flags)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+@pytest.mark.process
 def test_generate_names_its_own_flags(tmp_path):
     done = forks.run("scripts/generate.py", f"--hf={tmp_path}", "--step=3")
     assert done.returncode == 2 and done.stderr.rstrip().endswith(

@@ -13,8 +13,6 @@ whose nibble i is of column 8 j + _AWQ[i]; z itself. Source: the packing code of
 Legend: K inputs, N outputs, G groups, b bits.
 """
 
-from typing import Any
-
 import numpy as np
 
 from megajax.core.errors import UserError
@@ -76,23 +74,3 @@ def pack_awq(codes: np.ndarray) -> np.ndarray:
     """Returns AWQ's int32 (rows, N / 8). N must be a multiple of 8."""
     nibbles = codes.reshape(len(codes), -1, 8)[..., _AWQ]
     return pack(nibbles.reshape(len(codes), -1), 4)
-
-
-def checked(found: dict[str, Any]) -> tuple[str, int, int | None, bool]:
-    """Returns (method, bits, group or None, whether qzeros hold z - 1) of a config.json's
-    quantization_config. Raises: UserError for what is not supported, and why."""
-    method, bits = found.get("quant_method"), found.get("bits", found.get("w_bit"))
-    group = found.get("group_size", found.get("q_group_size", 128))
-    if method not in ("gptq", "awq"):
-        raise UserError(f"quantization_config: quant_method={method!r} must be gptq or awq")
-    legal = BITS if method == "gptq" else (4,)
-    if bits not in legal:
-        raise UserError(f"quantization_config: bits={bits!r} of {method} must be one of {legal}")
-    if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
-        raise UserError(f"quantization_config: group_size={group!r} must be at least 1, or -1")
-    if method == "awq" and str(found.get("version", "gemm")).lower() != "gemm":
-        raise UserError(f"quantization_config: version={found['version']!r} of awq must be gemm")
-    form = found.get("checkpoint_format", "gptq")
-    if method == "gptq" and form not in ("gptq", "gptq_v2"):
-        raise UserError(f"quantization_config: checkpoint_format={form!r} must be gptq or gptq_v2")
-    return method, int(bits), None if group == -1 else group, method == "gptq" and form == "gptq"

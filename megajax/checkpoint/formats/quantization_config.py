@@ -1,0 +1,166 @@
+"""The quantization_config of a Hugging Face folder in GPTQ's or AWQ's form: checked, and written.
+
+It states bits and group for all Linears. GPTQModel's member `dynamic` states others for some, by
+the names of the modules: "PATTERN" or "+:PATTERN" has the members that differ, "-:PATTERN" leaves
+the module dense. The first pattern that matches from the beginning of the name counts. AWQ's member
+`modules_to_not_convert` lists parts of the names of dense modules; a reader sees them in the files.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from megajax.checkpoint.formats.integers import BITS
+from megajax.core.errors import UserError
+
+Form = Literal["gptq", "awq"]
+Kind = tuple[int, int | None]  # bits, group (None: the whole column)
+SECTION = "quantization_config"
+AWQ_BITS = 4
+# (chosen) of a folder of strangers: Python's `re` may take for ever. Names have some 40 characters.
+MAX_RULES, MAX_PATTERN, MAX_REPEATS = 10_000, 1000, 4
+_LAYER = re.compile(r".*?\.\d+\.")  # model.layers.3. of model.layers.3.mlp.up_proj
+_REPEAT, _REPEATED_GROUP = re.compile(r"[*+]|\{\d*,"), re.compile(r"\)[*+{]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a quantization_config says. bits, group: of most modules; None: the whole column.
+    is_less: whether qzeros hold z - 1. dynamic: ((pattern, kind or None: dense), ...)."""
+
+    method: Form
+    bits: int
+    group: int | None
+    is_less: bool
+    dynamic: tuple[tuple[re.Pattern[str], Kind | None], ...] = ()
+
+    def of(self, module: str) -> Kind | None:
+        """Returns bits and group of a module; None: it is dense."""
+        for pattern, kind in self.dynamic:
+            if pattern.match(module):
+                return kind
+        return self.bits, self.group
+
+
+def checked(found: Mapping[str, Any]) -> Settings:
+    """Returns the settings. Raises: UserError for what is not supported, and why."""
+    method = found.get("quant_method")
+    if method not in ("gptq", "awq"):
+        raise UserError(f"{SECTION}: quant_method={method!r} must be gptq or awq")
+    if found.get("is_marlin_format") or found.get("pack_dtype", "int32") not in ("int32", None):
+        raise UserError(
+            f"{SECTION}: codes must be packed in words of int32 (pack_dtype), not for Marlin"
+        )
+    form = _first(found, "checkpoint_format", "format")
+    form = {"awq": "gemm", "gptq": "gptq"}[method] if form is None else form
+    if method == "awq":
+        for name, value in {"version": found.get("version", "gemm"), "format": form}.items():
+            if str(value).lower() != "gemm":
+                raise UserError(f"{SECTION}: {name}={value!r} of awq must be gemm")
+    elif form not in ("gptq", "gptq_v2"):
+        raise UserError(f"{SECTION}: checkpoint_format={form!r} must be gptq or gptq_v2")
+    kind = _kind(found, method, {"bits": None, "group_size": 128}, SECTION)
+    rules = found.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or len(rules) > MAX_RULES:
+        raise UserError(f"{SECTION}: dynamic must be an object of up to {MAX_RULES} patterns")
+    base = {"bits": kind[0], "group_size": -1 if kind[1] is None else kind[1]}
+    dynamic = tuple(_rule(pattern, more, method, base) for pattern, more in rules.items())
+    return Settings(method, *kind, method == "gptq" and form == "gptq", dynamic)
+
+
+def _first(found: Mapping[str, Any], *names: str) -> Any:
+    return next((found[name] for name in names if found.get(name) is not None), None)
+
+
+def _kind(found: Mapping[str, Any], method: str, base: Mapping[str, Any], where: str) -> Kind:
+    bits = _first(found, "bits", "w_bit")
+    bits = base["bits"] if bits is None else bits
+    group = _first(found, "group_size", "q_group_size")
+    group = base["group_size"] if group is None else group
+    legal = BITS if method == "gptq" else (AWQ_BITS,)
+    if isinstance(bits, bool) or bits not in legal:
+        raise UserError(f"{where}: bits={bits!r} of {method} must be one of {legal}")
+    if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
+        raise UserError(f"{where}: group_size={group!r} must be at least 1, or -1")
+    return int(bits), None if group == -1 else group
+
+
+def _rule(
+    pattern: str, more: Any, method: str, base: Mapping[str, Any]
+) -> tuple[re.Pattern[str], Kind | None]:
+    where = f"{SECTION}: dynamic {pattern[:200]!r}"
+    text = pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
+    repeats = len(_REPEAT.findall(text))
+    if len(text) > MAX_PATTERN or repeats > MAX_REPEATS or _REPEATED_GROUP.search(text):
+        raise UserError(
+            f"{where}: a pattern may have {MAX_PATTERN} characters, {MAX_REPEATS} repeats without "
+            "end, and no repeated group"
+        )
+    try:
+        compiled = re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UserError(f"{where} is no regular expression: {error}") from None
+    if pattern[:2] == "-:":
+        return compiled, None
+    if not isinstance(more, Mapping):
+        raise UserError(f"{where} must have an object of members, such as {{'bits': 8}}")
+    other = _first(more, "quant_method", "method", "checkpoint_format", "format", "pack_dtype")
+    if other is not None:
+        raise UserError(f"{where}: all modules must have one method and form, found {other!r}")
+    return compiled, _kind(more, method, base, where)
+
+
+# ---- written
+
+
+def written(
+    form: Form,
+    kinds: Mapping[str, tuple[int, int | None, bool]],
+    dense: Sequence[str],
+    desc_act: bool,
+) -> dict[str, Any]:
+    """Returns a quantization_config.
+
+    Args: kinds: {module: (bits, group, symmetric)}. dense: modules of the same blocks without
+      codes. desc_act: whether rows of a group lie apart.
+    """
+    most = collections.Counter(kinds.values()).most_common(1)[0][0]
+    bits, group, symmetric = most
+    shared = {"bits": bits, "group_size": -1 if group is None else group, "sym": symmetric}
+    if form == "awq":
+        return {
+            "quant_method": "awq", "version": "gemm", "zero_point": True,
+            "modules_to_not_convert": ["lm_head", *dense], **shared,
+        }  # fmt: skip
+    members = {
+        "quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": desc_act,
+        "lm_head": False, **shared,
+    }  # fmt: skip
+    rules = {}
+    for name, kind in _named({**dict.fromkeys(dense), **kinds}).items():
+        if kind is None:
+            rules[f"-:{name}"] = {}
+        elif kind != most:
+            bits, group, symmetric = kind
+            rules[f"+:{name}"] = {
+                "bits": bits, "group_size": -1 if group is None else group, "sym": symmetric,
+            }  # fmt: skip
+    return members | ({"dynamic": rules} if rules else {})
+
+
+def _named(kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {pattern: kind}: one for a layer whose modules are alike, so that a program which
+    fuses some of them (vLLM) finds it by the fused name too; else one for each module."""
+    layers: dict[str, dict[str, Any]] = {}
+    for module, kind in kinds.items():
+        home = _LAYER.match(module)
+        layers.setdefault(home[0] if home else module, {})[module] = kind
+    found = {}
+    for home, modules in layers.items():
+        if len(set(modules.values())) == 1 and home not in modules:
+            found[f"^{re.escape(home)}"] = next(iter(modules.values()))
+        else:
+            found |= {f"^{re.escape(module)}$": kind for module, kind in modules.items()}
+    return found
