@@ -18,13 +18,14 @@ INT32 = jnp.iinfo(jnp.int32)
 TINY, HUGE = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 
-def check_arrays(op: str, **arrays: Any) -> None:
-    """Refuses what has no shape and type; None is left to the caller.
+def check_arrays(op: str, needed: Sequence[str] = (), **arrays: Any) -> None:
+    """Refuses what has no shape and type. needed: names that may not be None; of others, None is
+    left to the caller.
 
     Raises: ValueError.
     """
     for name, x in arrays.items():
-        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        if (x is not None or name in needed) and not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(
                 f"{op}: {name} must be a jax or NumPy array, got {type(x).__name__}; write "
                 f"jnp.asarray({name}, dtype)"

@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.needs import other_than
+from megajax.core.packed import PackedWeight
 from megajax.core.paths import expand
 from megajax.core.tree import nbytes
 from megajax.parallel import sharding
@@ -100,6 +101,11 @@ def tokenizer_of(cfg: Config) -> Path | None:
     return home if home and (home.is_file() or (home / "tokenizer.json").is_file()) else None
 
 
+def is_packed(x: Any) -> bool:
+    """Tells a matrix in few bits from an array."""
+    return isinstance(x, PackedWeight)
+
+
 def main() -> int:
     """Prints the losses, and writes the folder."""
     cfg, _ = config.from_flags(PRESETS)
@@ -113,6 +119,8 @@ def main() -> int:
     mesh = mesh_.MeshSpec().build()
     params, what = opened.load(sharding.layout(mesh, "none", decode=True, model=opened.cfg))
     print(what, flush=True)
+    if any(isinstance(w, PackedWeight) for w in jax.tree.leaves(params, is_leaf=is_packed)):
+        raise UserError(f"{opened.name} is quantized as it is stored; give a dense model")
     params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)  # on no mesh
     length = min(cfg.length, opened.cfg.max_positions)
 

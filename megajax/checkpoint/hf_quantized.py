@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +197,10 @@ def save(
     Raises: UserError for what the form cannot hold: scales that float16 does not hold, zero points
         that are no whole number of scales; and as `hf.save`.
     """
+    if form not in get_args(Form):
+        raise UserError(f"form={form!r} must be one of {', '.join(get_args(Form))} (--form)")
+    if not isinstance(cfg, DecoderConfig):
+        raise UserError(f"hf_quantized.save: cfg must be a DecoderConfig, got {type(cfg).__name__}")
     dense, rules, linears, singles = _parted(params, cfg)
     if not linears:
         raise UserError("no matrix is quantized; hf.save writes dense models")

@@ -16,6 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.quant.compensated import row_format
@@ -43,8 +44,8 @@ def awq(
     Raises: UserError as `gptq`.
     """
     fmt = row_format("awq", w_KN, fmt)
-    if grid < 1:
-        raise UserError(f"grid={grid} must be at least 1; the authors' is {GRID}")
+    if not isinstance(grid, int | np.integer) or grid < 1:
+        raise UserError(f"grid={grid!r} must be a whole number, at least 1; the authors': {GRID}")
     found = statistics_of(x_TK, w_KN.shape[0], "awq")
     q, scale_K = _search(jnp.asarray(w_KN, jnp.float32), found, fmt=fmt, grid=grid, clip=clip)
     return QTensor(

@@ -59,9 +59,9 @@ def gptq(
     fmt = row_format("gptq", w_KN, fmt)
     if order not in ORDERS:
         raise UserError(f"order={order!r} must be among {ORDERS}.{did_you_mean(order, ORDERS)}")
-    if not 0 < damp <= _MOST_DAMP:
+    if not isinstance(damp, int | float | np.number) or not 0 < damp <= _MOST_DAMP:
         raise UserError(
-            f"damp={damp} must be above 0 and at most {_MOST_DAMP:g}; the paper's: {DAMP}"
+            f"damp={damp!r} must be above 0 and at most {_MOST_DAMP:g}; the paper's: {DAMP}"
         )
     K = w_KN.shape[0]
     h_KK = statistics_of(x_TK, K, "gptq").h_KK
@@ -91,8 +91,10 @@ def row_format(op: str, w_KN: Array, fmt: Format) -> Format:
         raise UserError(f"{op}: fmt must be a megajax.quant.Format, got {fmt!r}")
     if getattr(w_KN, "ndim", 0) != 2 or not jnp.issubdtype(w_KN.dtype, jnp.floating):
         raise UserError(f"{op}: w must be a matrix of floats, (inputs, outputs)")
-    if not w_KN.shape[0]:
-        raise UserError(f"{op}: w has the shape {w_KN.shape}; it must have one input at least")
+    if not all(w_KN.shape):
+        raise UserError(
+            f"{op}: w has the shape {w_KN.shape}; it must have one input and one output at least"
+        )
     if fmt.axis not in (None, 0, -2):
         raise UserError(
             f"{op}: axis={fmt.axis} of the format must be 0: groups lie along the inputs"

@@ -7,7 +7,7 @@ one stack, as in the dense model.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Words
-from megajax.core.packed import LayerRuns
+from megajax.core.packed import LayerRuns, PackedWeight
 from megajax.core.tree import Tree, is_words, name, named_leaves
 from megajax.quant.activation_aware import awq
 from megajax.quant.compensated import gptq, row_format
@@ -60,9 +60,14 @@ def quantize_model(
     Returns: a tree like `params`. If layers have different formats, its member of stacked layers is
         a core.packed.LayerRuns: one stack for each run of equal formats, with the number of its
         first layer.
-    Raises: UserError for formats and methods that do not exist, a wrong number of formats, a matrix
-        without calibration, and models with experts, whose products are grouped.
+    Raises: UserError for formats and methods that do not exist, a wrong number of formats,
+        parameters that are quantized already, a matrix without calibration, and models with
+        experts, whose products are grouped.
     """
+    if not hasattr(cfg, "layers"):
+        raise UserError(
+            f"quantize_model: cfg must be a model's configuration, got a {type(cfg).__name__}"
+        )
     each = layer_formats(formats, cfg.layers)
     if method not in METHODS:
         raise UserError(
@@ -71,6 +76,7 @@ def quantize_model(
         )
     words = dict(named_leaves(cfg.axes, is_words))
     found = matrices(cfg.axes)
+    _check_dense(params, found)
     if missing := [n for n in found if method != "rtn" and n not in (calibration or {})]:
         raise UserError(
             f"method={method!r} needs the inputs of {missing[0]} in calibration "
@@ -96,8 +102,31 @@ def quantize_model(
     return params | {stack: whole}
 
 
+def _check_dense(params: Tree, wanted: Sequence[str]) -> None:
+    """Refuses what is no tree of dense parameters with these leaves. Raises: UserError."""
+
+    def is_packed(x: Any) -> bool:
+        return isinstance(x, PackedWeight)
+
+    leaves = dict(named_leaves(params, is_packed))
+    for n, w in leaves.items():
+        if is_packed(w):
+            raise UserError(
+                f"quantize_model: {n} is a {type(w).__name__} already; give the dense parameters"
+            )
+    if missing := [n for n in wanted if n not in leaves]:
+        raise UserError(
+            f"quantize_model: params must be the parameters of the configuration's model; they have"
+            f" no {missing[0]}"
+        )
+
+
 def layer_formats(formats: Formats, layers: int) -> list[Format | None]:
     """Returns the format of each layer. Raises: UserError for a wrong number or type."""
+    if isinstance(formats, str) or not isinstance(formats, Format | Iterable):
+        raise UserError(
+            f"formats={formats!r} must be a megajax.quant.Format, or a list with one for each layer"
+        )
     each: list[Format | None] = [formats] * layers if isinstance(formats, Format) else list(formats)
     if len(each) != layers:
         raise UserError(f"formats has {len(each)} entries for {layers} layers; give one a layer")

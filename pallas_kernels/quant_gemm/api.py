@@ -42,7 +42,7 @@ def pack_weight(codes_KN: Array, *, bits: int) -> Array:
     Returns: uint8 (P, N), P = K * bits / 8, rounded up to whole pieces.
     Raises: ValueError for other bits, shapes, types and values.
     """
-    arguments.check_arrays("pack_weight", codes=codes_KN)
+    arguments.check_arrays("pack_weight", ("codes",), codes=codes_KN)
     _check_bits("pack_weight", bits)
     if codes_KN.ndim != 2 or not jnp.issubdtype(codes_KN.dtype, jnp.integer):
         raise ValueError(
@@ -97,8 +97,9 @@ def quant_matmul(
     Raises: ValueError for other shapes, types and words; NotImplementedError, with all reasons, if
       the requested implementation cannot run.
     """
+    needed = "x", "packed", "scales"
     arguments.check_arrays(
-        OP, x=x_MK, packed=packed, scales=scales_GN, zeros=zeros, bias=bias
+        OP, needed, x=x_MK, packed=packed, scales=scales_GN, zeros=zeros, bias=bias
     )  # fmt: skip
     _check(x_MK, packed, bits)
     K, N = x_MK.shape[-1], packed.shape[1]

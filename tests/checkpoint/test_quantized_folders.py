@@ -355,6 +355,10 @@ def test_what_awqs_form_cannot_hold(dense, written, tmp_path):
     apart = hf_quantized.load(written / "gptq")[1]
     with pytest.raises(UserError, match="this one has 4 bits, desc_act"):
         hf_quantized.save(apart, cfg, tmp_path / "m", form="awq")
+    with pytest.raises(UserError, match="form='exl2' must be one of gptq, awq"):
+        hf_quantized.save(apart, cfg, tmp_path / "m", form="exl2")
+    with pytest.raises(UserError, match="cfg must be a DecoderConfig, got dict"):
+        hf_quantized.save(cfg, apart, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 

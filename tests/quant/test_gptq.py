@@ -1,5 +1,7 @@
 """GPTQ, AWQ and indicators against NumPy in float64, and against what rounding to nearest loses."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -192,7 +194,8 @@ def test_numpys_float64_is_jaxs_float32():
         ({"x": np.full((3, 16), np.nan, np.float32)}, "not all finite"),
         ({"x": np.full((3, 16), 1e25, np.float32)}, "sums of their products, are not all finite"),
         ({"w": np.ones((2, 2, 2), np.float32)}, "must be a matrix"),
-        ({"w": np.ones((0, 2), np.float32), "x": np.ones((3, 0))}, "one input at least"),
+        ({"w": np.ones((0, 2), np.float32), "x": np.ones((3, 0))}, "one input and one output at"),
+        ({"w": np.ones((16, 0), np.float32)}, "one input and one output at least"),
         ({"w": np.full((16, 2), np.inf, np.float32)}, "not finite everywhere"),
     ],
 )
@@ -202,3 +205,13 @@ def test_bad_input(change, words):
     for method in (gptq, awq):
         with pytest.raises(UserError, match=words):
             method(given["w"], given["x"], given["fmt"])
+
+
+def test_settings_of_another_type():
+    w_KN, x_TK = np.ones((16, 2), np.float32), np.ones((3, 16), np.float32)
+    for damp in ("a", None, math.nan, 0):
+        with pytest.raises(UserError, match=f"damp={damp!r} must be above 0"):
+            gptq(w_KN, x_TK, Format(4, 8, 0), damp=damp)
+    for grid in ("a", None, 1.5, 0):
+        with pytest.raises(UserError, match=f"grid={grid!r} must be a whole number"):
+            awq(w_KN, x_TK, Format(4, 8, 0), grid=grid)

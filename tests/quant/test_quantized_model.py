@@ -150,6 +150,8 @@ def test_an_engine_serves_runs_of_unlike_layers():
     [
         ({"formats": [Format(4)] * 2}, "2 entries for 3 layers"),
         ({"formats": [Format(4), 4, None]}, r"formats\[1\]=4 must be"),
+        ({"formats": None}, "formats=None must be a megajax.quant.Format, or a list"),
+        ({"formats": "int4"}, "formats='int4' must be a megajax.quant.Format, or a list"),
         ({"method": "gtpq"}, "Did you mean gptq"),
         ({"method": "gptq"}, "blocks.attention.key in calibration"),
         ({"formats": Format(4, 32, 1)}, "blocks.*axis=1 of the format must be 0"),
@@ -159,6 +161,22 @@ def test_bad_input(change, words):
     given = {"formats": Format(4, 32)} | change
     with pytest.raises(UserError, match=words):
         quantize_model(dense()[1], CFG, **given)
+
+
+def test_parameters_of_another_kind_are_refused():
+    """Also those that are quantized already: they came back as they were, without a word."""
+    params = dense()[1]
+    once = quantize_model(params, CFG, Format(8, 32))
+    for method in ("rtn", "gptq"):
+        with pytest.raises(UserError, match="blocks.attention.key is a QuantKernel already"):
+            quantize_model(once, CFG, Format(4, 32), method=method)
+    with pytest.raises(UserError, match="the parameters are quantized; give the dense ones"):
+        calibrate(once, CFG, [TOKENS[:1]])
+    for other in ({}, None):
+        with pytest.raises(UserError, match="they have no blocks.attention.key"):
+            quantize_model(other, CFG, Format(4, 32))
+    with pytest.raises(UserError, match="cfg must be a model's configuration, got a dict"):
+        quantize_model(CFG, params, Format(4, 32))
 
 
 def test_experts_are_refused():

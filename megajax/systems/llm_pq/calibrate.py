@@ -58,8 +58,11 @@ def calibrate(
         sequences of 2048 tokens are the papers' number. dtype: of the residual stream.
     Returns: for `megajax.quant.quantize_model(calibration=...)`; NumPy arrays. Leaves with the same
         inputs (query, key and value; gate and up) share their arrays.
-    Raises: UserError without a batch, and for unlike shapes.
+    Raises: UserError without a batch, for unlike shapes, and for parameters that are quantized.
     """
+    leaves = jax.tree.leaves(params, is_leaf=lambda w: isinstance(w, PackedWeight))
+    if any(isinstance(w, PackedWeight) for w in leaves):
+        raise UserError("calibration: the parameters are quantized; give the dense ones")
     parts = decoder.parts(cfg, dtype=dtype)
     wanted = [n.removeprefix(f"{parts.stack}.") for n in matrices(cfg.axes)]
     embed = jax.jit(functools.partial(_embed, parts))
