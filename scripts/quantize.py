@@ -8,7 +8,8 @@ Calibration reads text that training learns from, the loss text that it holds ou
 --out writes a Hugging Face folder in GPTQ's form (gptq_v2), or with --form=awq in AWQ's (4 bits),
 which `scripts/serve.py --hf` and `scripts/generate.py --hf` read; other programs were not tried.
 Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest, gptq is arXiv
-2210.17323, awq arXiv 2306.00978.
+2210.17323, awq arXiv 2306.00978. With --out, awq's scales of inputs are shared by the matrices
+that read the same inputs, and folded into the norm or the matrix before them.
 Exit code 2: a flag is wrong.
 """
 
@@ -34,6 +35,7 @@ from megajax.core.needs import other_than
 from megajax.core.packed import PackedWeight
 from megajax.core.paths import expand
 from megajax.core.tree import nbytes
+from megajax.models import folding
 from megajax.parallel import sharding
 from megajax.quant import Format, quantize_model
 from megajax.systems.llm_pq.calibrate import calibrate
@@ -73,11 +75,6 @@ class Config(Checked):
         super().__post_init__()
         if self.out is None:
             return
-        if self.method == "awq":
-            raise UserError(
-                "awq scales the inputs of products, for which neither form has a place (--out); "
-                "measure it without --out, or write --method=gptq"
-            )
         if not self.symmetric:
             raise UserError(
                 "zero points of this rounding are no whole numbers of scales, as the files have "
@@ -135,7 +132,12 @@ def main() -> int:
     began, calibration = time.monotonic(), None
     if cfg.method != "rtn":
         calibration = calibrate(params, opened.cfg, [*text(cfg.calibration_rows, False)[:, None]])
-    params_q = quantize_model(params, opened.cfg, fmt, calibration=calibration, method=cfg.method)
+    to_fold = folding.sources(opened.cfg) if cfg.out is not None else None
+    params_q = quantize_model(
+        params, opened.cfg, fmt, calibration=calibration, method=cfg.method, sources=to_fold
+    )
+    if to_fold is not None:
+        params_q = folding.fold(params_q, opened.cfg)  # files have no place for scales of inputs
     after = loss_of(params_q, opened.cfg, judged)
     small, large = nbytes(params_q["blocks"]), nbytes(params["blocks"])
     print(

@@ -193,7 +193,8 @@ def save(
     """Writes a folder in GPTQ's form ('gptq_v2', whole zero points) or AWQ's ('gemm').
 
     What is dense is written in float16. AWQ's form takes one format of 4 bits, beside dense
-    matrices. Scales of inputs (quant.awq) have no place in either form.
+    matrices. Scales of inputs (quant.awq) have no place in either form; models.folding puts them
+    elsewhere.
     Raises: UserError for what the form cannot hold: scales that float16 does not hold, zero points
         that are no whole number of scales; and as `hf.save`.
     """
@@ -271,7 +272,8 @@ def _joined(stem: str, kernels: Sequence[QuantKernel]) -> Linear:
     each = [jax.tree.map(lambda x: np.asarray(x[0]), k) for k in kernels]
     if any(k.scale is not None for k in each):
         raise UserError(
-            f"{stem} has scales of its inputs (quant.awq), for which no form has a place"
+            f"{stem} has scales of its inputs (quant.awq), for which no form has a place; quantize "
+            "with sources=folding.sources(cfg) and fold them (megajax/models/folding.py)"
         )
     orders = [None if k.order is None else k.order.tolist() for k in each]
     if any(k.weight.format != each[0].weight.format for k in each) or orders.count(orders[0]) < len(

@@ -6,6 +6,7 @@ layers of equal formats form one stack (core.packed.LayerRuns); if all formats a
 one stack, as in the dense model.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -18,7 +19,7 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Words
 from megajax.core.packed import LayerRuns, PackedWeight
 from megajax.core.tree import Tree, is_words, name, named_leaves
-from megajax.quant.activation_aware import awq
+from megajax.quant.activation_aware import GRID, awq
 from megajax.quant.compensated import gptq, row_format
 from megajax.quant.formats import Format
 from megajax.quant.kernel import QuantKernel
@@ -48,6 +49,7 @@ def quantize_model(
     *,
     calibration: Mapping[str, Statistics] | None = None,
     method: Method = "rtn",
+    sources: Mapping[str, str | None] | None = None,
 ) -> Tree:
     """Returns the parameters with QuantKernel leaves, whose `weight` is a QTensor.
 
@@ -56,7 +58,9 @@ def quantize_model(
         of a product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
         inputs of its products, stacked over the layers} (systems/llm_pq/calibrate.py); needed for
         'gptq' and 'awq'. method: 'rtn' (rounding to nearest), 'gptq' (with order='activations' and
-        clip=True) or 'awq'.
+        clip=True) or 'awq'. sources: for 'awq', {matrix: what its inputs come out of}
+        (models/folding.py): matrices of one source share their scales of inputs, and a matrix
+        whose source is None has none; None: each matrix has scales of its own.
     Returns: a tree like `params`. If layers have different formats, its member of stacked layers is
         a core.packed.LayerRuns: one stack for each run of equal formats, with the number of its
         first layer.
@@ -82,6 +86,7 @@ def quantize_model(
             f"method={method!r} needs the inputs of {missing[0]} in calibration "
             "(systems.llm_pq.calibrate), got none; method='rtn' needs none"
         )
+    joint = _joint(params, words, each, calibration, sources if method == "awq" else None)
     stack = next(iter(found)).split(".")[0]
     starts = [i for i, fmt in enumerate(each) if i == 0 or fmt != each[i - 1]]
     runs = []
@@ -92,7 +97,9 @@ def quantize_model(
             if fmt is None or n not in found:
                 return w[start:stop]
             layers = [
-                _quantized(n, w[i], words[n][1:], fmt, _of_layer(calibration, n, i), method)
+                joint[n][i]
+                if n in joint
+                else _quantized(n, w[i], words[n][1:], fmt, _of_layer(calibration, n, i), method)
                 for i in range(start, stop)
             ]
             return jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)  # one piece
@@ -100,6 +107,46 @@ def quantize_model(
         runs.append(jax.tree_util.tree_map_with_path(leaf, params[stack]))
     whole = runs[0] if len(runs) == 1 else LayerRuns(tuple(runs), tuple(starts), cfg.layers)
     return params | {stack: whole}
+
+
+def _joint(
+    params: Tree,
+    words: Mapping[str, Words],
+    each: Sequence[Format | None],
+    calibration: Mapping[str, Statistics] | None,
+    sources: Mapping[str, str | None] | None,
+) -> dict[str, list[Any]]:
+    """Returns {matrix: a QuantKernel by AWQ for each layer, None where it stays dense}, where
+    matrices of one source share their scales: AWQ of their columns beside each other."""
+    leaves, found = dict(named_leaves(params)), {n: [] for n in sources or ()}
+    groups: dict[str, list[str]] = {}
+    for n, source in (sources or {}).items():
+        groups.setdefault(n if source is None else source, []).append(n)
+    for names in groups.values():
+        grid = GRID if (sources or {})[names[0]] is not None else 1
+        for layer, fmt in enumerate(each):
+            if fmt is None:
+                for n in names:
+                    found[n].append(None)
+                continue
+            shapes = [leaves[n].shape[1:] for n in names]
+            parts = [
+                jnp.asarray(np.asarray(leaves[n][layer]).reshape(inputs_of(words[n][1:], s), -1))
+                for n, s in zip(names, shapes, strict=True)
+            ]
+            inputs: Any = _of_layer(calibration, names[0], layer)
+            try:
+                q, scale_K = awq(jnp.concatenate(parts, 1), inputs, fmt, grid=grid)
+            except UserError as error:
+                raise UserError(f"{names[0]}: {error}") from None
+            start = 0
+            for n, shape, part in zip(names, shapes, parts, strict=True):
+                stop = start + part.shape[1]
+                own = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], q)
+                own = dataclasses.replace(own, shape=part.shape)
+                found[n].append(QuantKernel(shape, own, scale_K if grid > 1 else None))
+                start = stop
+    return found
 
 
 def _check_dense(params: Tree, wanted: Sequence[str]) -> None:

@@ -106,7 +106,6 @@ def test_supervise_cannot_begin(supervise, flags, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--method=awq"], "neither form has a place (--out)"),
         (["--nosymmetric"], "write with --symmetric"),
         (["--form=awq", "--bits=8"], "bits=8 must be 4 in AWQ's form; --form=gptq takes others"),
         (["--bits=5"], "bits=5"),

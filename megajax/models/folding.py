@@ -1,0 +1,84 @@
+"""Where the input scales of AWQ (arXiv 2306.00978) can go: into what makes the inputs.
+
+In x w = (x / s) (s w) the division costs nothing, and needs no place in a file, if x comes out of a
+norm's gain or out of the columns of another product: then these are divided by s. So the matrices
+behind one norm must share s (`quantize_model(sources=)`). Nothing can be divided before the output
+of attention with fewer key-value heads than heads, whose inputs share columns, and behind an
+activation that is not gated.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.packed import map_runs
+from megajax.core.tree import Tree
+from megajax.models.decoder_config import DecoderConfig
+from megajax.quant.kernel import QuantKernel
+
+VALUE, UP = "blocks.attention.value", "blocks.mlp.up"
+
+
+def sources(cfg: DecoderConfig) -> dict[str, str | None]:
+    """Returns {matrix of the blocks: what its inputs come out of, and can be divided; or None}."""
+    is_serial = cfg.block == "serial"  # a norm that attention and MLP share has unlike inputs
+    before = "blocks.attention_norm" if is_serial else None
+    found = dict.fromkeys((f"blocks.attention.{n}" for n in ("query", "key", "value")), before)
+    found["blocks.attention.out"] = VALUE if cfg.heads == cfg.kv_heads else None
+    is_gated = cfg.activation == "swiglu"
+    before = "blocks.mlp_norm" if is_serial else None
+    found |= dict.fromkeys(["blocks.mlp.gate", UP] if is_gated else [UP], before)
+    return found | {"blocks.mlp.down": UP if is_gated else None}
+
+
+def fold(params: Tree, cfg: DecoderConfig) -> Tree:
+    """Returns the parameters without input scales: what makes the inputs is divided by them.
+
+    The scales of a QTensor's groups are rounded to their type again (float16: by 2^-11 at most).
+    params: of quantize_model with `sources(cfg)`.
+    """
+    named = sources(cfg)
+
+    def run(stack: Tree) -> Tree:
+        stack = jax.tree.map(lambda x: x, stack, is_leaf=_is_kernel)  # dictionaries of its own
+        divided: set[str] = set()  # matrices behind one norm have one scale
+        for n, source in named.items():
+            home, leaf = n.split(".")[1:]
+            kernel = stack[home][leaf]
+            if not isinstance(kernel, QuantKernel) or kernel.scale is None or source is None:
+                continue
+            stack[home] = stack[home] | {leaf: dataclasses.replace(kernel, scale=None)}
+            if source in divided:
+                continue
+            divided.add(source)
+            scale_LK = kernel.scale[:, 0]
+            home, *leaf = source.split(".")[1:]
+            if leaf:
+                stack[home] = _divided(stack[home], leaf[0], scale_LK)
+            else:
+                stack[home] = {m: x / scale_LK.astype(x.dtype) for m, x in stack[home].items()}
+        return stack
+
+    return params | {"blocks": map_runs(run, params["blocks"])}
+
+
+def _is_kernel(x: Any) -> bool:
+    return isinstance(x, QuantKernel)
+
+
+def _divided(leaves: Tree, name: str, scale_LN: jax.Array) -> Tree:
+    """Returns the leaves with the columns of one matrix, and its bias, divided."""
+    kernel, bias = leaves[name], f"{name}_bias"
+    q, by = kernel.weight, scale_LN[:, None, None]  # layers, pieces, groups, columns
+
+    def divided(x: Any) -> Any:
+        return None if x is None else (x.astype(jnp.float32) / by).astype(x.dtype)
+
+    q = dataclasses.replace(q, scales=divided(q.scales), zeros=divided(q.zeros))
+    found = leaves | {name: dataclasses.replace(kernel, weight=q)}
+    if bias in leaves:
+        b = leaves[bias]
+        found[bias] = b / scale_LN.reshape(b.shape).astype(b.dtype)
+    return found
