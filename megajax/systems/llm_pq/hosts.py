@@ -53,7 +53,10 @@ class RayStage:
             ready, _ = self._ray.wait([result], timeout=timeout_s)
             if not ready:
                 raise NoAnswerError
-        return self._ray.get(result)
+        try:
+            return self._ray.get(result)
+        except self._ray.exceptions.RayTaskError as error:  # its text is a traceback
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
 
     def close(self) -> None:
         """Ends the actor's process."""

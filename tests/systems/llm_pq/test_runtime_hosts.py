@@ -1,11 +1,19 @@
 """The stages as actors of a Ray cluster on this machine, which is one host."""
 
 import dataclasses
+import time
 
 import pytest
 from test_runtime import FEW, FLOAT32, SHORT, few, on_one_device, quantized
 
-from megajax.systems.llm_pq import RayRuntime, StageError, cluster_devices
+from megajax.systems.llm_pq import (
+    RayRuntime,
+    StageError,
+    cluster_devices,
+    hosts,
+    pipeline,
+    stages,
+)
 
 
 @pytest.mark.slow
@@ -29,5 +37,27 @@ def test_actors_give_the_engines_tokens_and_a_dead_one_is_named():
                 runtime.generate(prompts, params)
             runtime.restart()
             assert runtime.generate(prompts, params) == wanted
+        check_timeouts(ray)
     finally:
         ray.shutdown()
+
+
+def check_timeouts(ray):
+    """A TimeoutError of the stage's own program is its error; a wait that ends is another one."""
+
+    class Stage:
+        def call(self, method):
+            if method == "check":
+                raise TimeoutError("the disk took 30 s")
+            time.sleep(60)
+
+    stage = hosts.RayStage.__new__(hosts.RayStage)
+    stage._ray, stage._actor = ray, ray.remote(Stage).options(num_cpus=0.1).remote()
+    place = stages.Place(1, 0, 2, 3, True)
+    for limit in (60.0, None):
+        match = r"^stage 1 \(device 0, layer 2\) died: TimeoutError: the disk took 30 s;"
+        with pytest.raises(StageError, match=match):
+            pipeline.check([stage], [place], limit)
+    with pytest.raises(stages.NoAnswerError):
+        stage.wait(stage.send("sleep"), 0.5)
+    stage.close()
