@@ -320,6 +320,8 @@ def test_a_module_of_another_width_has_a_pattern_of_its_own():
     for module, (bits, group, _) in kinds.items():
         assert settings.of(module) == (bits, group)
     assert settings.of("model.layers.1.mlp.gate_up") == (8, 64)
+    anchored = quantization_config.checked(found | {"dynamic": {"mlp": {"bits": 2}, "model": {}}})
+    assert anchored.of("model.layers.0.mlp.up") == (4, 128)  # patterns match from the beginning
 
 
 def test_a_fused_matrix_has_all_its_parts(tmp_path):
@@ -355,6 +357,9 @@ def test_what_awqs_form_cannot_hold(dense, written, tmp_path):
     apart = hf_quantized.load(written / "gptq")[1]
     with pytest.raises(UserError, match="this one has 4 bits, desc_act"):
         hf_quantized.save(apart, cfg, tmp_path / "m", form="awq")
+    headless = {n: x for n, x in apart.items() if n != "head"}
+    with pytest.raises(UserError, match="the parameters are not this configuration's: head"):
+        hf_quantized.save(headless, cfg, tmp_path / "m")
     with pytest.raises(UserError, match="form='exl2' must be one of gptq, awq"):
         hf_quantized.save(apart, cfg, tmp_path / "m", form="exl2")
     with pytest.raises(UserError, match="cfg must be a DecoderConfig, got dict"):

@@ -9,6 +9,7 @@ import pytest
 
 from megajax.checkpoint import hf_quantized
 from megajax.core.errors import UserError
+from megajax.core.tree import name
 from megajax.layers.rope import RopeConfig
 from megajax.models import decoder, folding
 from megajax.models.decoder_config import DecoderConfig
@@ -32,13 +33,14 @@ FORMAT = Format(4, 32, 0)
 def dense(cfg):
     """Returns parameters with biases and gains that are not trivial, and inputs of unlike sizes."""
     params = jax.jit(decoder.parts(cfg).init)(jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [
-        w * 3 if w.ndim > 2 else w + 0.5 * jax.random.normal(k, w.shape, w.dtype)
-        for w, k in zip(leaves, keys, strict=True)
-    ]
-    params = jax.tree.unflatten(tree, noisy)
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+
+    def noisy(path, w):
+        if w.ndim > 2 and "bias" not in name(path):
+            return w * 3
+        return w + 0.5 * jax.random.normal(next(keys), w.shape, w.dtype)
+
+    params = jax.tree_util.tree_map_with_path(noisy, params)
     gain_LD = params["blocks"]["attention_norm"]["scale"]
     channels_D = jnp.exp(2 * jax.random.normal(jax.random.key(2), gain_LD.shape[1:]))
     params["blocks"]["attention_norm"]["scale"] = gain_LD * channels_D[None]
@@ -60,9 +62,13 @@ def quantized(cfg, fmt, params):
     return quantize_model(params, cfg, fmt, **options)
 
 
-@pytest.mark.parametrize("cfg", [LLAMA, FEW_HEADS, GPT2], ids=["llama", "few heads", "gpt2"])
-def test_folding_keeps_the_logits(cfg):
-    params = quantized(cfg, FORMAT, dense(cfg))
+@pytest.mark.parametrize(
+    ("cfg", "fmt"),
+    [(LLAMA, dataclasses.replace(FORMAT, symmetric=False)), (FEW_HEADS, FORMAT), (GPT2, FORMAT)],
+    ids=["llama", "few heads", "gpt2"],
+)
+def test_folding_keeps_the_logits(cfg, fmt):
+    params = quantized(cfg, fmt, dense(cfg))
     blocks, wanted = params["blocks"], logits(params, cfg)
     scales = {n: blocks["attention"][n].scale for n in ("query", "key", "value")}
     assert all((scale == scales["query"]).all() for scale in scales.values())
@@ -87,11 +93,11 @@ def test_shared_scales_lose_no_more_than_rounding_to_nearest():
     for n in ("query", "key", "value"):
         w_KN = params["blocks"]["attention"][n][1].reshape(64, -1)
         h_KK = np.asarray(statistics[f"blocks.attention.{n}"].h_KK[1], np.float64)
-        for name, kernel in (("ours", ours[n]), ("plain", plain[n])):
+        for who, kernel in (("ours", ours[n]), ("plain", plain[n])):
             one = jax.tree.map(lambda x: x[1, 0], kernel)
             scale_K1 = 1.0 if one.scale is None else np.asarray(one.scale)[:, None]
             change_KN = np.asarray(dequantize(one.weight)) / scale_K1 - np.asarray(w_KN)
-            lost[name] += float(np.einsum("kn,kj,jn->", change_KN, h_KK, change_KN))
+            lost[who] += float(np.einsum("kn,kj,jn->", change_KN, h_KK, change_KN))
     assert lost["ours"] < 0.9 * lost["plain"]
 
 
