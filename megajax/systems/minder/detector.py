@@ -21,6 +21,7 @@ from megajax.core.errors import UserError
 from megajax.monitor.quality import Quality
 from megajax.systems.minder import features, kinds, tracker
 from megajax.systems.minder.alert import Alert
+from megajax.systems.minder.edges import Edges
 from megajax.systems.minder.judge import Found, Judge
 from megajax.systems.minder.pending import Pending, Window, grid_of, held
 from megajax.systems.minder.profile import Profile
@@ -49,6 +50,7 @@ class Detector:
         self._tracks = tracker.begin(self._prior, 0)
         longest = int(profile.period_C.max(initial=1))
         self._tail_CNT = np.zeros((C, 0, longest - 1), np.float32)  # may be held in the next tick
+        self._edges = Edges(profile.bottom_C, profile.top_C)
         self._quality = Quality(profile.metrics)
 
     # ---- learning, saving
@@ -156,16 +158,21 @@ class Detector:
         C, rows = values_CNT.shape[0], _rows(N)
         if self._tracks.offset_FN.shape[1] != rows:
             self._tracks = tracker.resized(self._tracks, self._prior, rows)
-        held_N = np.zeros(rows, bool)
-        held_N[:N] = ~self._judge.learns_N(end)
+        held_N, anew_N = np.zeros((2, rows), bool)
+        held_N[:N], anew_N[:N] = ~self._judge.learns_N(end), self._judge.anew_N
         p = self.profile
         y_FNJ = np.full((CHANNELS * C, rows, WINDOWS), np.nan, np.float32)
         y_FNJ[:, :N] = features.of_tick(p.model, p.vae, p.range_3C, values_CNT)
-        self._tracks, score, far, middle_F = tracker.advance(
-            self._prior, self._tracks, jnp.asarray(y_FNJ), held_N
+        self._tracks, score, far, middle_F, apart = tracker.advance(
+            self._prior, self._tracks, jnp.asarray(y_FNJ), held_N, anew_N
         )
-        score_FN, far_FN = np.asarray(score)[:, :N], np.asarray(far)[:, :N]
-        found = self._judge.look(end, score_FN, far_FN, np.asarray(middle_F))
+        hidden_2CN = self._edges.seen(values_CNT, ~held_N[:N])
+        score_FN, far_FN = np.array(score)[:, :N], np.array(far)[:, :N]
+        for x_FN in (score_FN, far_FN):
+            x_FN[:C][hidden_2CN[0] & (x_FN[:C] < 0) | hidden_2CN[1] & (x_FN[:C] > 0)] = 0.0
+        found = self._judge.look(
+            end, score_FN, far_FN, np.asarray(apart)[:, :N], np.asarray(middle_F)
+        )
         alerts = [self._alert(one, end) for one in found]
         last_N = self._judge.seen_CN.max(0)
         silent_N = np.isfinite(last_N) & (end - last_N > LEFT)
@@ -195,6 +202,7 @@ class Detector:
         self._judge.forget(rows)
         self._tail_CNT = np.delete(self._tail_CNT, rows, axis=1)
         self._tracks = tracker.without(self._tracks, rows)
+        self._edges.forget(rows)
 
     # ---- alerts
 

@@ -25,12 +25,13 @@ YOUNG = 25  # (chosen) ticks (10 minutes) until a machine's own past is trusted
 MISSING = 0.3  # share of a span's ticks that may be without a score
 ODD = 3.0  # (chosen on training seeds of the fleet) more spread of residuals than they show
 LEAST_SIGMA = 0.3  # of an average: ten ticks of independent noise have 10 ** -0.5
-CROWD, PER_DOUBLING = 16, 0.13  # (chosen) machines whose limits these are; more a doubling
+CROWD, PER_DOUBLING = 16, 0.10  # (chosen) machines whose limits these are; more a doubling
 RESTLESS = (0.75, 0.38)  # (chosen) quantile of all machines' scores, and what it usually is below
 ALWAYS = 1.6  # (chosen) of a limit, for a machine that was never seen like the others
 MORE = 1.5  # (chosen) times its part of the average that a channel may add in one tick
 ONE_WAY = 0.5  # (chosen) cosine between the averages of a span's two halves
 ELSEWHERE = 0.1  # (chosen) of a level, whose healthy range is 1/3: so far the job's median moved
+SMALL = 0.25  # a score that no rule looks at
 SPREAD = 4.0  # (chosen) robust standard deviations at which averages are cut off for a covariance
 
 
@@ -112,39 +113,51 @@ def without_stalls(scores_FNH: np.ndarray, middle_FH: np.ndarray) -> np.ndarray:
 
 
 def statistics(
-    scores_FNH: np.ndarray, inverse_NFF: np.ndarray, span: Span
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (average_FN, statistic_GN, which is 0 where the difference does not last).
+    scores_FNH: np.ndarray, mean_FN: np.ndarray, inverse_FF: np.ndarray, span: Span,
+    least_G: np.ndarray | None = None, asked_N: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Returns statistic_GN, which is 0 where the difference does not last.
 
     In all channels together, a difference lasts only if it stays the same one. Two disturbances of
     one machine, the second in other channels than the first, are no lasting difference.
-    Args: scores_FNH: of the span's ticks, NaN where missing. inverse_NFF: inverse covariance of
-      healthy averages, by machine.
+    Args: scores_FNH: of the span's ticks, NaN where missing. mean_FN: their `average`. inverse_FF:
+      inverse covariance of healthy averages. least_G: a machine all of whose statistics are smaller
+      gets 0. asked_N: so do others than these.
     """
-    mean_FN = average(scores_FNH)
+    square_N = np.maximum(((inverse_FF @ mean_FN) * mean_FN).sum(0), 0.0)
+    alone_FN = np.abs(mean_FN) * np.sqrt(np.diag(inverse_FF))[:, None]
+    reach_GN = np.concatenate([alone_FN, np.sqrt(square_N)[None]])
+    near_N = np.zeros(len(square_N), bool) if asked_N is None else ~asked_N
+    if least_G is not None:  # most machines are like the others: what follows is not for them
+        near_N = near_N | (reach_GN < least_G[:, None]).all(0)
+    rows, found_GN = np.flatnonzero(~near_N), np.zeros(reach_GN.shape)
+    lasts_GN = _lasts(scores_FNH[:, rows], mean_FN[:, rows], inverse_FF, span)
+    found_GN[:, rows] = np.where(lasts_GN, reach_GN[:, rows], 0.0)
+    return found_GN
+
+
+def _lasts(
+    scores_FNH: np.ndarray, mean_FN: np.ndarray, inverse_FF: np.ndarray, span: Span
+) -> np.ndarray:
+    """Tells which differences last, each channel and all together, (G, N)."""
     filled_FNH = bridged(scores_FNH, mean_FN)
-    sigma_FN = 1.0 / np.sqrt(np.einsum("nff->fn", inverse_NFF))
-    toward_FN = np.einsum("nfg,gn->fn", inverse_NFF, mean_FN)
-    square_N = np.maximum((toward_FN * mean_FN).sum(0), 0.0)
-    most_FN = MORE * np.maximum(toward_FN * mean_FN, 0.0)
+    part_FN = (inverse_FF @ mean_FN) * mean_FN
+    most_FN = MORE * np.maximum(part_FN, 0.0)
+    toward_FN = inverse_FF @ mean_FN
     share_NH = np.minimum(toward_FN[..., None] * filled_FNH, most_FN[..., None]).sum(0)
-    lasts_N = (share_NH >= SHARE * square_N[:, None]).sum(-1) >= span.needed
-    lasts_N &= _one_way(filled_FNH, inverse_NFF)
-    together_N = np.where(lasts_N, np.sqrt(square_N), 0.0)
-    sign_FN = np.sign(mean_FN)[..., None]
-    tall = sign_FN * filled_FNH >= SHARE * np.abs(mean_FN)[..., None]
-    alone_FN = np.where(tall.sum(-1) >= span.needed, np.abs(mean_FN) / sigma_FN, 0.0)
-    return mean_FN, np.concatenate([alone_FN, together_N[None]])
+    square_N = np.maximum(part_FN.sum(0), 0.0)
+    together_N = (share_NH >= SHARE * square_N[:, None]).sum(-1) >= span.needed
+    together_N &= _one_way(filled_FNH, inverse_FF)
+    tall = np.sign(mean_FN)[..., None] * filled_FNH >= SHARE * np.abs(mean_FN)[..., None]
+    return np.concatenate([tall.sum(-1) >= span.needed, together_N[None]])
 
 
-def _one_way(scores_FNH: np.ndarray, inverse_NFF: np.ndarray) -> np.ndarray:
+def _one_way(scores_FNH: np.ndarray, inverse_FF: np.ndarray) -> np.ndarray:
     """Tells whether the averages of both halves of a span have one direction, (N,)."""
-    halves = np.array_split(scores_FNH, 2, axis=-1)
-    first_FN, second_FN = (half.mean(-1) for half in halves)
-    toward_FN = np.einsum("nfg,gn->fn", inverse_NFF, first_FN)
-    one_N = (toward_FN * first_FN).sum(0)
-    both_N = (toward_FN * second_FN).sum(0)
-    other_N = np.einsum("fn,nfg,gn->n", second_FN, inverse_NFF, second_FN, optimize=True)
+    first_FN, second_FN = (half.mean(-1) for half in np.array_split(scores_FNH, 2, axis=-1))
+    toward_FN = inverse_FF @ first_FN
+    one_N, both_N = (toward_FN * first_FN).sum(0), (toward_FN * second_FN).sum(0)
+    other_N = (second_FN * (inverse_FF @ second_FN)).sum(0)
     return both_N >= ONE_WAY * np.sqrt(np.maximum(one_N * other_N, 0.0))
 
 
@@ -157,7 +170,7 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (score_GN, average_FN of the first span). A score of 1 is the limit.
 
-    Of several spans the largest score counts.
+    Of several spans the largest score counts. A score below SMALL is 0.
     Args: scores_FNH: of the newest ticks, at least as many as the first span has. past_N: ticks for
       which each machine was known before the newest one. middle_FH: the job's median in the ticks
       of the scores.
@@ -166,16 +179,20 @@ def score(
     best_GN = np.zeros((F + 1, N))
     first_FN = np.zeros((F, N))
     for p, span in enumerate(chosen):
-        age_N = age_of(past_N - span.ticks + 1)
         if H < span.ticks:
             continue
         part = scores_FNH[..., H - span.ticks :]
         if p > 0:  # a stall must not prolong a short disturbance: here more ticks are left
             part = without_stalls(part, middle_FH[:, H - span.ticks :])
-        mean_FN, found_GN = statistics(part, limits.inverse[np.maximum(age_N, 0), p], span)
-        found_GN = np.where(age_N >= 0, found_GN / limits.limit[np.maximum(age_N, 0), p].T, 0.0)
-        best_GN = np.maximum(best_GN, found_GN)
+        age_N = age_of(past_N - span.ticks + 1)
+        mean_FN = average(part)
         first_FN = mean_FN if p == 0 else first_FN
+        for a in np.unique(age_N[age_N >= 0]):
+            limit_G = limits.limit[a, p]
+            found_GN = statistics(
+                part, mean_FN, limits.inverse[a, p], span, SMALL * limit_G, age_N == a
+            )
+            best_GN = np.maximum(best_GN, found_GN / limit_G[:, None])
     return best_GN, first_FN
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.grid import Grid, period_of
-from megajax.systems.minder import evidence, features, priority, tracker, training
+from megajax.systems.minder import edges, evidence, features, priority, tracker, training
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.pending import Window, grid_of, held
 from megajax.systems.minder.profile import Profile
@@ -79,7 +79,7 @@ def fit(
         longest = max(longest, (grid.end - grid.start - -grid.start % TICK) // TICK)
         ranges.add(grid)
     _long_enough(longest, settings)
-    names, range_3C, period_C = ranges.learnt()
+    names, range_3C, period_C, end_2C = ranges.learnt()
     tell(f"{len(names)} metrics of {ranges.machines} machines, {ranges.seconds / 3600:.1f} h")
     model = LstmVaeConfig(len(names))
     windows = ranges.windows(range_3C)
@@ -101,7 +101,7 @@ def fit(
     report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error,
               "learnt": learnt}  # fmt: skip
     return Profile(
-        names, model, vae, range_3C[0], range_3C[1], range_3C[2], period_C,
+        names, model, vae, range_3C[0], range_3C[1], range_3C[2], period_C, end_2C[0], end_2C[1],
         noise_F, offset_F, slope_F, limits, settings, report,
         names if faults is None else _priority(ticks, starts, faults, names),
     )  # fmt: skip
@@ -173,18 +173,19 @@ class _Ranges:
         windows_BWC = full_CNT[:, who_B[:, None], index_BW].transpose(1, 2, 0)
         self._windows.append((grid.metrics, windows_BWC, np.full(WINDOWS, T)))
 
-    def learnt(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """Returns (metrics in order, range_3C, period_C)."""
+    def learnt(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (metrics in order, range_3C, period_C, ends of the scales (2, C))."""
         have = set(self._values)
         order = [m for m in (PAPER if self._wanted is None else self._wanted) if m in have]
         if self._wanted is None:
             order += sorted(have - set(order))
         if not order:
             raise UserError(f"no metric to learn: the sources have {sorted(have) or 'no value'}")
-        ranges = [_range(np.concatenate(self._values[name]).astype(np.float64)) for name in order]
+        values = [np.concatenate(self._values[name]).astype(np.float64) for name in order]
+        ranges, ends = [_range(x) for x in values], [edges.ends(x) for x in values]
         period_C = np.array([np.median(self._periods[name]) for name in order])
         self._order = tuple(order)
-        return self._order, np.array(ranges).T, period_C
+        return self._order, np.array(ranges).T, period_C, np.array(ends).T
 
     def windows(self, range_3C: np.ndarray) -> np.ndarray:
         """Returns x_BWC in [0, 1], NaN for holes, each source with its share of the seconds."""
@@ -283,7 +284,7 @@ def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray) -> np.ndarray:
     N = y_HFNJ.shape[2]
     tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
     for y_FNJ in y_HFNJ:
-        tracks, score, _, _ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody)
+        tracks, score, *_ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, nobody)
         found.append(np.asarray(score))
     return np.stack(found, -1)
 
@@ -328,15 +329,11 @@ def _highest(
     scores_FNH: np.ndarray, starts: list[int], inverse_FF: np.ndarray, span: evidence.Span
 ) -> list[np.ndarray]:
     """Returns the highest statistics of each block of BLOCK spans: a list of (G, N)."""
-    N = scores_FNH.shape[1]
-    inverse_NFF = np.broadcast_to(inverse_FF, (N, *inverse_FF.shape))
     found = []
     for first in range(0, len(starts), BLOCK):
         block = starts[first : first + BLOCK]
-        each = [
-            evidence.statistics(scores_FNH[..., at : at + span.ticks], inverse_NFF, span)[1]
-            for at in block
-        ]
+        parts = [scores_FNH[..., at : at + span.ticks] for at in block]
+        each = [evidence.statistics(x, evidence.average(x), inverse_FF, span) for x in parts]
         found.append(np.max(each, 0))
     return found
 

@@ -27,7 +27,10 @@ CLEAR = 1.3  # (chosen) score from which a machine that differs in another way h
 DRAGGED = 0.35  # (chosen) share of the furthest one's distance from which machines count as alike
 ALIKE_BELOW = 0.6  # (chosen) share of its difference below which a tick is one of before
 SELDOM = 0.25  # (chosen) share of its past in which a machine with a role of its own shows none
+CLEARLY = 1.2  # (chosen) times as far: of two machines that differ, the cause
 FURTHER = 1.1  # (chosen) times as far: another machine may be the cause
+UNLIKE, ODDER = 3.0, 1.3  # (chosen) standard deviations of machines, times its present distance
+EARLY = 9  # (chosen) ticks: a first state that lasted longer than a disturbance is the usual one
 LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
 
 
@@ -60,6 +63,7 @@ class Judge:
         H = self._history = max(HISTORY, 2 * self._spans[-1].ticks)
         self.scores_FNH = np.full((F, N, H), np.nan, np.float32)
         self.far_FNH = np.full((F, N, H), np.nan, np.float32)  # not cut off
+        self._apart_CNH = np.full((F // CHANNELS, N, H), np.nan, np.float32)
         self._middle_FH = np.full((F, H), np.nan, np.float32)  # of the job, not of a machine
         self.mean_FN = np.zeros((F, N))  # of the scores over the continuity
         self.seen_CN = np.full(
@@ -69,6 +73,7 @@ class Judge:
         self._begun = False
         self._past_N = np.zeros(N, int)  # ticks from which its offsets were learnt
         self._worst_N = np.zeros(N)  # the last score, 1 at its limit
+        self.anew_N = np.zeros(N, bool)  # whose offset is to be learnt anew
         self._always_N = np.zeros(N, bool)  # who has differed ever since it was first seen
         self._free_at_N = np.zeros(N)  # when a named machine may be named again; 0: it was not
         self._named_at_N = np.zeros(N)  # onset, and the highest score, of a machine that is named
@@ -121,19 +126,25 @@ class Judge:
         return self._past_N < YOUNG
 
     def look(
-        self, end: float, score_FN: np.ndarray, far_FN: np.ndarray, middle_F: np.ndarray
-    ) -> list[Found]:
+        self, end: float, score_FN: np.ndarray, far_FN: np.ndarray, apart_FN: np.ndarray,
+        middle_F: np.ndarray,
+    ) -> list[Found]:  # fmt: skip
         """Takes the scores of a tick that ended at `end`; returns the machines to name now.
 
         Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
+          apart_FN: distance from the other machines without regard to the machine's own past.
           middle_F: level of the median machine, the state of the job.
         """
-        for kept, new in ((self.scores_FNH, score_FN), (self.far_FNH, far_FN)):
+        apart_CN = apart_FN[: len(apart_FN) // CHANNELS]
+        for kept, new in (
+            (self.scores_FNH, score_FN), (self.far_FNH, far_FN), (self._apart_CNH, apart_CN),
+        ):  # fmt: skip
             kept[..., :-1] = kept[..., 1:]
             kept[..., -1] = new
         self._middle_FH = np.concatenate([self._middle_FH[:, 1:], middle_F[:, None]], 1)
         judged_N = self._judged_N(end)
         self._past_N += judged_N
+        self.anew_N = np.zeros(len(judged_N), bool)
         ended = self._ended(end, judged_N)
         return ended + self._differing(end, judged_N)
 
@@ -162,6 +173,9 @@ class Judge:
         )  # fmt: skip
         score_GN = np.where(judged_N, score_GN, 0.0)
         onset_N = self._onsets(end)
+        odd_N = self._odd_before(end, onset_N, score_GN.max(0) > SUSPECTED)
+        score_GN = np.where(odd_N, 0.0, score_GN)
+        self._anew(odd_N)
         self._always_N = self._always()
         score_GN /= demand(score_GN.max(0), judged_N, self._always_N)
         self._worst_N = worst_N = score_GN.max(0)
@@ -177,7 +191,7 @@ class Judge:
         far_N, ending_N = self._distances(), self._ending(end)
         # Machines that a fault drags along are far behind it; a job that changed has no furthest.
         alike_N = differing_N & (far_N > DRAGGED * far_N[fires_N].max())
-        if alike_N.sum() > max(1.0, s.widely * judged_N.sum()):
+        if alike_N.sum() > max(1.0, s.widely * judged_N.sum()) and not _pair(far_N, alike_N):
             return []
         found = []
         free_N = judged_N & ~busy_N & ~follows_N
@@ -260,6 +274,32 @@ class Judge:
         off_NH = np.concatenate([off_NH & np.concatenate([off_NH[:, 1:], last_N1], 1), last_N1], 1)
         return end - TICK * np.maximum(off_NH.argmax(1), self._settings.ticks - 1)
 
+    def _odd_before(self, end: float, onset_N: np.ndarray, asked_N: np.ndarray) -> np.ndarray:
+        """Returns, (N,), which of the machines were further from their peers before they changed.
+
+        A machine that was disturbed when it was first seen, and is no longer, has changed as much
+        as one that breaks. Which of its two states is odd shows in their distances from the others,
+        along the difference between the two.
+        """
+        H = self._history
+        since_N = np.round((end - onset_N) / TICK).astype(int)
+        before_N = self._past_N - since_N
+        odd_N = np.zeros(len(since_N), bool)
+        for row in np.flatnonzero((before_N >= 1) & (before_N <= EARLY) & asked_N):
+            first = H - since_N[row]
+            then_C = _mean(self._apart_CNH[:, row, max(first - before_N[row], 0) : first])
+            now_C = _mean(self._apart_CNH[:, row, H - self._settings.ticks :])
+            along_C = (now_C - then_C) / max(float(np.linalg.norm(now_C - then_C)), 1e-9)
+            odd_N[row] = abs(then_C @ along_C) > max(UNLIKE, ODDER * abs(now_C @ along_C))
+        return odd_N
+
+    def _anew(self, odd_N: np.ndarray) -> None:
+        """Forgets what was learnt of machines whose first state was the odd one."""
+        self.anew_N = odd_N
+        self._past_N = np.where(odd_N, 0, self._past_N)
+        for kept in (self.scores_FNH, self.far_FNH, self._apart_CNH):
+            kept[:, odd_N] = np.nan
+
     def _always(self) -> np.ndarray:
         """Returns, (N,), which machines have differed ever since they were first seen.
 
@@ -301,10 +341,25 @@ class Judge:
         return found
 
 
+def _pair(far_N: np.ndarray, alike_N: np.ndarray) -> bool:
+    """Tells whether two machines differ, one of them clearly more: a fault and whom it drags along.
+
+    Two of four are too many to name one of them by their number alone.
+    """
+    far = np.sort(far_N[alike_N])
+    return len(far) == 2 and far[1] > CLEARLY * far[0]
+
+
+def _mean(x_CH: np.ndarray) -> np.ndarray:
+    """Returns the mean over ticks, NaN ignored; 0 where there is none."""
+    measured = np.isfinite(x_CH)
+    return np.where(measured, x_CH, 0.0).sum(1) / np.maximum(measured.sum(1), 1)
+
+
 _FIELDS = {
-    "scores_FNH": np.nan, "far_FNH": np.nan, "mean_FN": 0, "seen_CN": -math.inf,
-    "joined_N": math.inf,
-    "_past_N": 0, "_always_N": False, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
+    "scores_FNH": np.nan, "far_FNH": np.nan, "_apart_CNH": np.nan, "mean_FN": 0,
+    "seen_CN": -math.inf, "joined_N": math.inf, "_past_N": 0, "anew_N": False,
+    "_always_N": False, "_worst_N": 0, "_free_at_N": 0, "_follows_N": 0,
     "_named_at_N": 0, "_named_for_N": 0, "_named_as_FN": 0,
 }  # members with a row for each machine, and their value for a new machine  # fmt: skip
 

@@ -24,7 +24,10 @@ from megajax.systems.minder.settings import CHANNELS as CHANNELS_
 from megajax.systems.minder.settings import Settings
 
 FORMAT = 1
-CHANNELS = ("low_C", "high_C", "bend_C", "period_C", "noise_F", "offset_F", "slope_F")
+CHANNELS = (
+    "low_C", "high_C", "bend_C", "period_C", "bottom_C", "top_C",
+    "noise_F", "offset_F", "slope_F",
+)  # fmt: skip
 EVIDENCE = ("inverse", "limit")
 
 
@@ -35,10 +38,11 @@ class Profile:
     metrics: names, in the order of the networks. priority: names, in the order in which they decide
     the metric of an alert; empty: as metrics. model, vae: configuration and parameters of the
     networks. low_C, high_C, bend_C: range of healthy values, and from where the scale is
-    logarithmic (features.scaled). period_C: seconds between samples. noise_F: standard deviation of
-    a machine's ticks about its own offset. offset_F, slope_F: standard deviations of the machines'
-    offsets, and of how far machines move apart when the median of all moves. limits: of the scores
-    of healthy machines. report: facts about the fit.
+    logarithmic (features.scaled). period_C: seconds between samples. bottom_C, top_C: ends of the
+    metrics' scales (edges.py). noise_F: standard deviation of a machine's ticks about its own
+    offset. offset_F, slope_F: standard deviations of the machines' offsets, and of how far machines
+    move apart when the median of all moves. limits: of the scores of healthy machines. report:
+    facts about the fit.
     """
 
     metrics: tuple[str, ...]
@@ -48,6 +52,8 @@ class Profile:
     high_C: np.ndarray
     bend_C: np.ndarray
     period_C: np.ndarray
+    bottom_C: np.ndarray
+    top_C: np.ndarray
     noise_F: np.ndarray
     offset_F: np.ndarray
     slope_F: np.ndarray
@@ -98,6 +104,8 @@ class Profile:
             settings, report = Settings(**head["settings"]), head["report"]
             priority = tuple(head.get("priority", ()))
             known = head["format"] == FORMAT and head["checksum"] == _checksum(arrays)
+            for name, end in (("bottom_C", -np.inf), ("top_C", np.inf)):  # not in older files
+                arrays.setdefault(name, np.full_like(arrays["low_C"], end))
             channels = {name: arrays[name] for name in CHANNELS}
             limits = Limits(*(arrays[name] for name in EVIDENCE))
         except OSError as error:

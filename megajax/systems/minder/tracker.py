@@ -108,15 +108,22 @@ def median(x: Array) -> Array:
 
 @jax.jit
 def advance(
-    prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array
-) -> tuple[Tracks, Array, Array, Array]:
-    """Returns (the estimates after a tick, signed score_FN, the same unclipped, healthy median_F).
+    prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array, anew_N: Array
+) -> tuple[Tracks, Array, Array, Array, Array]:
+    """Returns (the estimates after a tick, signed score_FN, the same unclipped, healthy median_F,
+    apart_FN: distance from the median of all, in standard deviations of machines' offsets).
 
     Scores are in standard deviations, NaN if a machine has no window in this tick. Only a distance
     from the peers counts. A step towards them may be the end of a disturbance that an offset was
     learnt from.
     Args: y_FNJ: of features.of_tick. held_N: True for machines whose offset must not be updated.
+      anew_N: True for machines whose offset is forgotten first.
     """
+    tracks = dataclasses.replace(
+        tracks,
+        offset_FN=jnp.where(anew_N, 0.0, tracks.offset_FN),
+        unsure_FN=jnp.where(anew_N, prior.offset_F[:, None] ** 2, tracks.unsure_FN),
+    )
     own_FNJ = y_FNJ - tracks.offset_FN[..., None]
     center_FJ = _healthy(prior, tracks, own_FNJ)
     middle_FH = jnp.concatenate(
@@ -146,7 +153,9 @@ def advance(
         middle_FH,
         slowly_F,
     )
-    return after, score_FN, jnp.nanmean(counted_FNJ, -1), middle_FH[:, -1]
+    far_FN = jnp.nanmean(counted_FNJ, -1)
+    apart_FN = jnp.nanmean(apart_FNJ, -1) / jnp.maximum(prior.offset_F, 1e-9)[:, None]
+    return after, score_FN, far_FN, middle_FH[:, -1], apart_FN
 
 
 def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:

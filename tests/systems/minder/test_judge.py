@@ -11,17 +11,18 @@ from megajax.systems.minder.settings import TICK, Settings
 N, TICKS = 16, 40
 
 
-def named(*differs, middle_H=None):
+def named(*differs, middle_H=None, apart_H=None):
     """Returns the ticks after which machine 3 is named.
 
     Args: differs: its scores in one level after the other, (H,) each. middle_H: the job's median in
-      all levels.
+      all levels. apart_H: distance of machine 3 from the others in the first level.
     """
     C = len(differs)
     F = 2 * C
     each = [*[6.0] * C, *[9.0] * C, 10.0]
     limits = Limits(np.tile(np.eye(F) / 0.16, (3, 2, 1, 1)), np.tile(each, (3, 2, 1)))
     middle_H = np.zeros(TICKS) if middle_H is None else middle_H
+    apart_H = np.zeros(TICKS) if apart_H is None else apart_H
     judge = Judge(Settings(), limits, range(F))
     judge.grow(N)
     rng, found = np.random.default_rng(0), []
@@ -30,8 +31,10 @@ def named(*differs, middle_H=None):
         judge.see(np.full((C, N), end), end - TICK)
         score_FN = 0.3 * rng.standard_normal((F, N))
         score_FN[:C, 3] = [differs_H[h] for differs_H in differs]
+        apart_FN = np.zeros((F, N))
+        apart_FN[0, 3] = apart_H[h]
         middle_F = np.full(F, middle_H[h])
-        found += [(h, one.row) for one in judge.look(end, score_FN, score_FN, middle_F)]
+        found += [(h, one.row) for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)]
     assert {row for _, row in found} <= {3}
     return [h for h, _ in found]
 
@@ -92,3 +95,31 @@ def test_a_disturbance_after_another_one_does_not_prolong_it(
     monkeypatch.undo()
     both_H = np.where(np.arange(TICKS) < 14, 0.0, -5.0)
     assert named(both_H, 0.8 * both_H) == [14 + Settings().ticks - 1]  # a fault in both levels
+
+
+def test_a_machine_that_was_disturbed_at_first_is_learnt_anew():
+    """It was seen during a disturbance of five ticks; afterwards it has changed for good."""
+    changed_H = np.where(np.arange(TICKS) < 5, 0.0, 4.0)
+    end = 5 + Settings().ticks - 1
+    first_H = np.where(np.arange(TICKS) < 5, -9.0, 1.5)  # the first state is the odd one
+    assert named(changed_H, apart_H=first_H)[:1] != [end]
+    fault_H = np.where(np.arange(TICKS) < 5, -1.0, 9.0)  # the present state is the odd one
+    assert named(changed_H, apart_H=fault_H)[:1] == [end]
+    role_H = np.where(np.arange(TICKS) < 5, -2.0, 1.0)  # machines differ by as much
+    assert named(changed_H, apart_H=role_H)[:1] == [end]
+
+
+@pytest.mark.parametrize(("share", "who"), [(0.6, [0]), (0.95, []), (0.0, [0])])
+def test_of_two_among_four_the_one_that_is_clearly_further_is_named(share, who):
+    """Machine 1 shows a share of what machine 0 shows; who is first cannot be told if it is 1."""
+    F, found = 2, []
+    limits = Limits(np.tile(np.eye(F) / 0.16, (3, 2, 1, 1)), np.tile([6.0, 9.0, 10.0], (3, 2, 1)))
+    judge = Judge(Settings(), limits, range(F))
+    judge.grow(4)
+    for h in range(TICKS):
+        end, score_FN = TICK * (h + 1.0), np.zeros((F, 4))
+        judge.see(np.full((1, 4), end), end - TICK)
+        score_FN[0, :2] = np.array([10.0, 10.0 * share]) * (h >= 14)
+        seen = (np.clip(score_FN, -6, 6), score_FN, np.zeros((F, 4)), np.zeros(F))
+        found += [one.row for one in judge.look(end, *seen)]
+    assert found == who
