@@ -206,6 +206,23 @@ def test_what_all_machines_do_is_no_fault(model):
     assert alerts(model, dataclasses.replace(grid, values_CNT=constant)) == []
 
 
+def test_a_machine_at_the_end_of_the_scale_stays_above_the_others_when_they_slow(model):
+    """Its 100 % hid that it is above them; nothing happened to it when the job slowed."""
+    grid = job(8, 1500, seed=18, stall_every=10_000)
+    duty_NT = grid.values_CNT[1]
+    duty_NT[:] = 97 + np.random.default_rng(1).normal(0, 1.0, duty_NT.shape)
+    duty_NT[3] += 25
+    duty_NT[:, 700:] -= 20
+    duty_NT[:] = np.minimum(np.rint(duty_NT), 100)
+    told = {}
+    for top in (np.inf, 100.0):
+        detector = Detector.load(model)
+        top_C = np.array([np.inf, top, np.inf], np.float32)
+        told[top] = Detector(dataclasses.replace(detector.profile, top_C=top_C)).update(grid)
+    assert [a.machine for a in told[np.inf]] == ["m3"]
+    assert told[100.0] == []
+
+
 def test_three_machines_are_refused_and_nothing_is_lost(model):
     detector, grid = Detector.load(model), job(8, 1200, seed=12, faults=[(1, 1, 500, 1200, -0.6)])
     with pytest.raises(UserError, match="3 machines cannot be judged: at least 4"):
