@@ -166,6 +166,8 @@ def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
     if form == "gptq" and (K * bits % 32 or N * bits % 32):
         raise UserError(f"{stem} of {K} x {N} fills no whole words of 32 bits")
     scale_GN = np.asarray(q.scales, np.float32)
+    if not np.isfinite(scale_GN).all():
+        raise UserError(f"{stem}: its scales are not finite everywhere")
     if not np.array_equal(scale_GN.astype(np.float16).astype(np.float32), scale_GN):
         raise UserError(
             f"{stem}: float16 does not hold its scales; quantize with scale_dtype='float16'"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megajax.core.errors import UserError
 from megajax.core.packed import map_runs
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
@@ -38,22 +39,28 @@ def fold(params: Tree, cfg: DecoderConfig) -> Tree:
 
     The scales of a QTensor's groups are rounded to their type again (float16: by 2^-11 at most).
     params: of quantize_model with `sources(cfg)`.
+    Raises: UserError where matrices behind one norm have unlike scales.
     """
     named = sources(cfg)
 
     def run(stack: Tree) -> Tree:
         stack = jax.tree.map(lambda x: x, stack, is_leaf=_is_kernel)  # dictionaries of its own
-        divided: set[str] = set()  # matrices behind one norm have one scale
+        divided: dict[str, jax.Array] = {}  # by which scale; matrices behind one norm share it
         for n, source in named.items():
             home, leaf = n.split(".")[1:]
             kernel = stack[home][leaf]
             if not isinstance(kernel, QuantKernel) or kernel.scale is None or source is None:
                 continue
             stack[home] = stack[home] | {leaf: dataclasses.replace(kernel, scale=None)}
-            if source in divided:
-                continue
-            divided.add(source)
             scale_LK = kernel.scale[:, 0]
+            if source in divided:
+                if not jnp.array_equal(scale_LK, divided[source]):
+                    raise UserError(
+                        f"{n} and another matrix behind {source} have unlike scales of inputs; "
+                        "quantize with sources=folding.sources(cfg)"
+                    )
+                continue
+            divided[source] = scale_LK
             home, *leaf = source.split(".")[1:]
             if leaf:
                 stack[home] = _divided(stack[home], leaf[0], scale_LK)

@@ -133,3 +133,23 @@ def test_layers_that_stay_dense_are_left_alone():
     np.testing.assert_allclose(
         logits(folded, LLAMA), logits(found, LLAMA), rtol=0, atol=1e-3
     )  # fmt: skip
+
+
+def test_matrices_behind_one_norm_must_share_their_scales():
+    params = dense(LLAMA)
+    own = quantize_model(
+        params, LLAMA, FORMAT, method="awq", calibration=calibrate(params, LLAMA, [TOKENS])
+    )
+    with pytest.raises(UserError, match="unlike scales of inputs; quantize with sources="):
+        folding.fold(own, LLAMA)
+
+
+def test_scales_that_are_not_finite_are_not_written(tmp_path):
+    params = quantize_model(dense(LLAMA), LLAMA, dataclasses.replace(FORMAT, scale_dtype="float16"))
+    kernel = params["blocks"]["mlp"]["up"]
+    scales = kernel.weight.scales.at[0, 0, 0, 0].set(jnp.inf)
+    weight = dataclasses.replace(kernel.weight, scales=scales)
+    params["blocks"]["mlp"]["up"] = dataclasses.replace(kernel, weight=weight)
+    with pytest.raises(UserError, match="layers.0.mlp.up_proj: its scales are not finite"):
+        hf_quantized.save(params, LLAMA, tmp_path / "m")
+    assert not (tmp_path / "m").exists()

@@ -122,7 +122,7 @@ def statistics(
     one machine, the second in other channels than the first, are no lasting difference.
     Args: scores_FNH: of the span's ticks, NaN where missing. mean_FN: their `average`. inverse_FF:
       inverse covariance of healthy averages. least_G: a machine all of whose statistics are smaller
-      gets 0. asked_N: so do others than these.
+      gets 0. asked_N: machines that are not asked for get 0 too; None: all are asked for.
     """
     square_N = np.maximum(((inverse_FF @ mean_FN) * mean_FN).sum(0), 0.0)
     alone_FN = np.abs(mean_FN) * np.sqrt(np.diag(inverse_FF))[:, None]
