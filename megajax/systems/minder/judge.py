@@ -165,19 +165,7 @@ class Judge:
         ready = self._past_N.max(initial=0)
         if ready < s.ticks:
             return []
-        have = min(ready, self._spans[-1].ticks)
-        newest = slice(self._history - have, None)
-        score_GN, self.mean_FN = score(
-            self.scores_FNH[..., newest], self._past_N - 1, self._limits, self._spans,
-            self._middle_FH[:, newest],
-        )  # fmt: skip
-        score_GN = np.where(judged_N, score_GN, 0.0)
-        onset_N = self._onsets(end)
-        odd_N = self._odd_before(end, onset_N, score_GN.max(0) > SUSPECTED)
-        score_GN = np.where(odd_N, 0.0, score_GN)
-        self._anew(odd_N)
-        self._always_N = self._always()
-        score_GN /= demand(score_GN.max(0), judged_N, self._always_N)
+        score_GN, onset_N = self._scores(end, judged_N, min(ready, self._spans[-1].ticks))
         self._worst_N = worst_N = score_GN.max(0)
         busy_N = self._free_at_N > 0
         self._free_at_N[busy_N & (worst_N > SUSPECTED)] = end + s.clear_s
@@ -220,6 +208,21 @@ class Judge:
             fires_N &= ~others_N
             fires_N[row] = False
         return found
+
+    def _scores(self, end: float, judged_N: np.ndarray, have: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (score_GN, onset_N in Unix seconds) of the last `have` ticks; 1: the limit."""
+        newest = slice(self._history - have, None)
+        score_GN, self.mean_FN = score(
+            self.scores_FNH[..., newest], self._past_N - 1, self._limits, self._spans,
+            self._middle_FH[:, newest],
+        )  # fmt: skip
+        onset_N = self._onsets(end)
+        score_GN = np.where(judged_N, score_GN, 0.0)
+        odd_N = self._odd_before(end, onset_N, score_GN.max(0) > SUSPECTED)
+        score_GN = np.where(odd_N, 0.0, score_GN)
+        self._anew(odd_N)
+        self._always_N = self._always()
+        return score_GN / demand(score_GN.max(0), judged_N, self._always_N), onset_N
 
     def _follows(self, far_N: np.ndarray, row: int, onset: float) -> bool:
         """Tells whether a machine that is already named explains this one.
