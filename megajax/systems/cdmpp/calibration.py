@@ -133,19 +133,18 @@ def folds(
     graph, states, traits_EYZ = train.fit(
         rows, use_EY, (~held_ER).astype(float), seed=seed, steps=steps, progress=progress
     )
-    distance_E = np.ones(len(out))
+    distance_E, kinds_R = np.ones(len(out)), np.asarray(rows.inputs.kinds_R)
+    traits_ERZ = traits_EYZ[:, devices_R]
     for member, left in enumerate(out):
         if left >= 0:
             others = np.delete(np.arange(len(names)), left)
             have = {names[int(i)]: cards[names[int(i)]] for i in others}
             card = cards[names[left]]
-            weights = nearness.prior(gpu(card.name) or gpu(names[left]), list(have))
-            traits_EYZ[member, left] = weights @ traits_EYZ[member, others]
+            weights_RY = nearness.blend(gpu(card.name) or gpu(names[left]), list(have), kinds_R)
+            unseen_R = devices_R == left
+            traits_ERZ[member, unseen_R] = weights_RY[unseen_R] @ traits_EYZ[member, others]
             distance_E[member] = nearness.distance(names[left], card, have)
     unseen_ER = devices_R[None] == out[:, None]
-    kinds_R = np.asarray(rows.inputs.kinds_R)
-    share_ER = np.where(unseen_ER, nearness.share(kinds_R), 1.0)
-    traits_ERZ = traits_EYZ[:, devices_R] * share_ER[..., None]
     score_ER = scores(_ratio(graph, states, rows, plain_device(jax.numpy.asarray(traits_ERZ))))
     kinds_ER = np.broadcast_to(kinds_R, score_ER.shape)
     known_ER = held_ER & ~unseen_ER

@@ -17,12 +17,13 @@ from megajax.systems.cdmpp.physics import gpu
 # device count e times less for another.
 _NEAR, _NEAR_POWER = 1.0, 0.5
 _NEAR_RATE = 2.0  # of the logarithms of peak and bandwidth (chosen: both e times as large count 1)
+_PRODUCT_KINDS = ("product", "batched_product")
 _TWIN = 0.5  # (chosen: an H100 is 0.18 from an H200, which has the same chip; an A100 is 2.9)
 _LEAST = 0.1  # a card of the same numbers still is another device
-# Of the traits that others give a device without rows, for products: what a card and its power
-# limit do not say about those differs more between near GPUs than it agrees (chosen: the five
-# training GPUs of NeuSight, each left out in turn).
-_PRODUCTS = 0.3
+# Products of an unseen device: the power limit is in their times (physics.py), so only capability
+# makes devices near, more sharply, and what a card does not say differs more between near GPUs than
+# it agrees (chosen: the five training GPUs of NeuSight, each left out in turn).
+_NEAR_PRODUCTS, _PRODUCTS = 0.4, 0.5
 
 
 def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
@@ -38,10 +39,20 @@ def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
     return weights / weights.sum()
 
 
-def share(kinds_R: np.ndarray) -> np.ndarray:
-    """Returns, (R,), by which factor rows on an unseen device take its neighbours' traits."""
-    products = [KINDS.index("product"), KINDS.index("batched_product")]
-    return np.where(np.isin(kinds_R, products), _PRODUCTS, 1.0)
+def blend(own: tuple[float, float] | None, names: Sequence[str], kinds_R: np.ndarray) -> np.ndarray:
+    """Returns the weights (R, devices) of known devices' traits for rows on an unseen device.
+
+    Those of products are of devices near in compute capability, and sum to _PRODUCTS.
+    Args: own, names: see `prior`.
+    """
+    others = [gpu(name) for name in names]
+    products = np.full(len(names), 1 / len(names))
+    if own is not None and any(others):
+        away = [np.inf if o is None else abs(o[0] - own[0]) / _NEAR_PRODUCTS for o in others]
+        near = np.exp(min(away) - np.array(away))
+        products = near / near.sum()
+    is_product_R1 = np.isin(kinds_R, [KINDS.index(kind) for kind in _PRODUCT_KINDS])[:, None]
+    return np.where(is_product_R1, _PRODUCTS * products, prior(own, names))
 
 
 def distance(name: str, card: DeviceCard, cards: Mapping[str, DeviceCard]) -> float:

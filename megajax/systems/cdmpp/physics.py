@@ -9,9 +9,9 @@ Tiles: a product is divided into tiles of its result, which run in waves over th
 ASPLOS'25, section 4). Which tile a library takes is not known before a run, so all of TILES are
 described and the network weighs them.
 
-Power: at its power limit a card lowers its clock. We assume that the power of arithmetic rises with
-the square of a lowered clock (the voltage falls with it). So a card whose arithmetic at full clock
-would need c times its limit runs at 1 / sqrt(c) of its peak.
+Power: at its power limit a card lowers its clock, and with it the voltage, so an operation needs
+less energy. A card's power is what it needs at any clock, plus the operations of a second times the
+energy of one. That energy rises as a power of the current clock.
 
 Legend: R rows, X inputs of the program, G general times, T tiles, N leaves, C columns of a leaf.
 """
@@ -35,7 +35,7 @@ from megajax.cost.record import (
 )  # fmt: skip
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
-TIMES = 8  # general times
+TIMES = 7  # general times
 LEAVES = 8  # of a record for the encoder; of a longer tree, some at even distances
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
@@ -62,12 +62,23 @@ _GPUS = (
     ("H100", 9.0, 700), ("H200", 9.0, 700), ("H800", 9.0, 700), ("GH200", 9.0, 900),
     ("H20", 9.0, 400), ("B200", 10.0, 1000), ("B300", 10.3, 1400), ("GB200", 10.0, 1200),
 )  # fmt: skip
-# Joules of a float32 operation at a clock of _ENERGY_CLOCK, how they rise with the clock, and their
-# share on later nodes: of GPUs below a compute capability. The first two and the share of 7 nm give
-# large linear layers of P4, T4 and A100-40 95 % of the sustained peak (NeuSight's test rows); 5 nm
-# needs 30 % less than 7 nm (TSMC, N5); 8 nm and 28 nm are assumed.
-_JOULES, _ENERGY_CLOCK, _ENERGY_RISE = 17e-12, 1.113e9, 1.43
-_NODES = ((6.0, 2.0), (8.0, 1.0), (8.6, 0.66), (8.9, 0.8), (np.inf, 0.46))
+# Watts that a card needs at any clock (memory, leakage, voltage regulators): a constant, and a
+# share of its power limit (assumed: 26 W of 70 W, 40 W of 250 W).
+_IDLE, _IDLE_SHARE = 20.0, 0.08
+# Joules of a float32 operation at 1 GHz, the exponent with which they rise with the clock, and the
+# share on later nodes, of GPUs below a compute capability. The first two and the share of 7 nm are
+# set so that 96 % of the sustained rate is what large linear layers of T4 and A100-40 reach, and
+# V100 is not throttled, as measured (NeuSight's test rows); P4's is 5 % too slow then. 5 nm needs
+# 30 % less than 7 nm (TSMC, N5), its later variants 10 % less than that (TSMC, N5P); 8 nm and 28 nm
+# are assumed.
+_JOULES, _ENERGY_RISE = 11.7e-12, 0.8
+_NODES = ((6.0, 2.0), (8.0, 1.0), (8.6, 0.9), (8.9, 0.95), (np.inf, 0.57))
+# The share of its peak that a card reaches in float32 products, over that of a card whose SMs have
+# 64 lanes, by compute capability. An SM with 128 lanes has no more issue slots and no more
+# bandwidth of shared memory. cuBLAS keeps 73 % of the lanes of an RTX PRO 6000 busy and 82 % of an
+# H200's (kernelspace.substack.com, "Surfacing a 60% performance bug in cuBLAS"); with 64 lanes,
+# 95 %. The lanes of a P4 are 128 too, but its SMs issue two instructions a clock.
+_BUSY = ((8.6, 1.0), (9.0, 0.77), (np.inf, 0.86))
 # Operations for the energy of one in float32: tensor cores at their peak are assumed to need what
 # the other cores need at theirs.
 _CHEAPER = {"tfloat32": 8, "bfloat16": 16, "float16": 16, "float8": 32, "int8": 32}
@@ -228,14 +239,15 @@ def times(rows: Programs, card: DeviceCard) -> Times:
     peaks = {dtype: peak(card, dtype) for dtype in set(rows.dtypes)}
     peak_R = np.array([peaks[dtype] for dtype in rows.dtypes], float)
     limit_R = sustained(card) * np.array([_CHEAPER.get(dtype, 1) for dtype in rows.dtypes], float)
+    is_plain_R = np.array([dtype == "float32" for dtype in rows.dtypes], bool)
+    busy_R = np.where(is_plain_R & (rows.product_R > 0), busy(card), 1.0)
     flops, nbytes = np.maximum(rows.work_R, 1), np.maximum(rows.bytes_R, 1)
     bandwidth, clock = card.memory_bytes_per_s, card.clock_hz or _CLOCK
     floor = np.maximum(rows.flops_R / peak_R, rows.bytes_R / bandwidth)
     at_bandwidth, ones = np.log(nbytes / bandwidth), np.ones(len(rows))
     general = (
-        np.log(flops / np.minimum(peak_R, np.sqrt(peak_R * limit_R))),
+        np.log(flops / throttled(peak_R * busy_R, limit_R)),
         at_bandwidth,
-        np.log(flops / bandwidth / 20),  # products' traffic
         at_bandwidth
         + np.log(nbytes / (nbytes + card.l2_bytes)),  # what no cache of that size holds
         np.log(1e-5) * ones,  # a launch
@@ -243,12 +255,18 @@ def times(rows: Programs, card: DeviceCard) -> Times:
         (at_bandwidth + np.log(nbytes / card.sms / 4e9)) / 2,
         (at_bandwidth + np.log(nbytes / peak_R * 25)) / 2,
     )
-    waves, traffic = _tiles(rows, card, clock * _per_clock(peak_R), limit_R)
+    waves, traffic = _tiles(rows, card, clock * _per_clock(peak_R) * busy_R, limit_R)
     return Times(np.log(np.maximum(floor, 1e-12)), np.stack(general, -1), waves, traffic)
 
 
+def busy(card: DeviceCard) -> float:
+    """Returns the share of a card's peak that its SMs reach in float32 products; see _BUSY."""
+    known = gpu(card.name)
+    return 1.0 if known is None else next(share for below, share in _BUSY if known[0] < below)
+
+
 def sustained(card: DeviceCard) -> float:
-    """Returns the float32 FLOP/s that a card's power limit allows at its full clock.
+    """Returns the float32 FLOP/s that a card's power limit allows at the energy of its full clock.
 
     Infinity if the card's name is of no known GPU, because its power limit is not known.
     """
@@ -257,8 +275,18 @@ def sustained(card: DeviceCard) -> float:
         return np.inf
     capability, watts = known
     node = next(share for below, share in _NODES if capability < below)
-    rise = ((card.clock_hz or _CLOCK) / _ENERGY_CLOCK) ** _ENERGY_RISE
-    return watts / (_JOULES * rise * node)
+    rise = ((card.clock_hz or _CLOCK) / 1e9) ** _ENERGY_RISE
+    return (watts * (1 - _IDLE_SHARE) - _IDLE) / (_JOULES * rise * node)
+
+
+def throttled(rate: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Returns the FLOP/s of arithmetic that would run at `rate` at the card's full clock.
+
+    limit: FLOP/s that the power limit allows if each takes the energy of one at full clock. At a
+    share s of that clock one takes s^_ENERGY_RISE of it, so s^(1 + _ENERGY_RISE) = limit / rate.
+    """
+    power = 1 / (1 + _ENERGY_RISE)
+    return np.minimum(rate, rate ** (1 - power) * limit**power)
 
 
 def _per_clock(peak_R: np.ndarray) -> np.ndarray:
@@ -268,20 +296,24 @@ def _per_clock(peak_R: np.ndarray) -> np.ndarray:
 def _tiles(
     rows: Programs, card: DeviceCard, rate_R: np.ndarray, limit_R: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns times of waves at this rate of an SM, and of the tiles' traffic beyond the L2.
+    """Returns times of waves at this rate of an SM, and of the tiles' traffic with the memory.
 
-    Power is that of the SMs that have a tile, on average: with it, more SMs are never slower.
+    Power is that of the SMs that have a tile, on average: with it, more SMs are never slower. What
+    tiles of a wave read together is read again by the next wave if the L2 does not hold it.
     """
     batch, m, n, k = rows.sizes_R4.T
     size = np.exp2(np.round(np.log2(np.array([SIZES.get(d, 4) for d in rows.dtypes]))))
     operands = size * batch * (m * k + k * n)
-    missed = 0.02 + 0.98 * operands / (operands + card.l2_bytes)
     waves, traffic = [], []
     for height, width in TILES:
         tiles = batch * np.ceil(m / height) * np.ceil(n / width)
         turns = np.ceil(tiles / card.sms)
-        turns = np.maximum(turns, np.sqrt(turns * tiles * rate_R / limit_R))
-        waves.append(np.log(turns * 2 * height * width * k / rate_R))
-        read = size * tiles * (height + width) * k
-        traffic.append(np.log(read * missed / card.memory_bytes_per_s))
+        work = tiles * 2 * height * width * k
+        waves.append(np.log(work / throttled(tiles / turns * rate_R, limit_R)))
+        # Tiles that run together are a square: they read `side` panels of each operand once.
+        side = np.sqrt(np.minimum(card.sms, tiles / batch))
+        read = np.maximum(size * tiles * (height + width) * k / side, operands)
+        panels = size * side * (height + width) * k
+        read = operands + (read - operands) * panels / (panels + card.l2_bytes)
+        traffic.append(np.log(read / card.memory_bytes_per_s))
     return np.stack(waves, -1), np.stack(traffic, -1)

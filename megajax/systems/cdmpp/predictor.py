@@ -133,8 +133,11 @@ class Predictor:
         far = self.ranges.beyond(rows, records, card, known=name is not None, learnt=learnt)
         if far:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
-        share_R = np.ones(len(rows)) if twin is not None else nearness.share(rows.kinds_R)
-        logs_ER = self._logs(rows, card, self._device(twin, card), share_R)
+        device, traits_ERZ = self._device(twin, card), None
+        if twin is None:
+            weights_RY = nearness.blend(gpu(card.name), self.trained, rows.kinds_R)
+            traits_ERZ = np.einsum("ry,yez->erz", weights_RY, self._traits_YEZ)
+        logs_ER = self._logs(rows, card, device, traits_ERZ)
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
         errors = self.errors.get(f"adapted {twin}") or self.errors["known"]
         if twin is None:
@@ -213,17 +216,27 @@ class Predictor:
     def _device(self, name: str | None, card: DeviceCard, called: str = "") -> Device:
         if name is not None:
             return self.devices[name]
-        traits = np.stack([self.devices[known].traits for known in self.trained])
         weights = nearness.prior(gpu(card.name) or gpu(called), self.trained)
-        own = train.no_offsets(traits.shape[1])
-        return dataclasses.replace(own, traits=np.einsum("y,yez->ez", weights, traits))
+        traits_EZ = np.einsum("y,yez->ez", weights, self._traits_YEZ)
+        return dataclasses.replace(train.no_offsets(len(traits_EZ)), traits=traits_EZ)
+
+    @property
+    def _traits_YEZ(self) -> np.ndarray:
+        """Traits of the devices of the training."""
+        return np.stack([self.devices[known].traits for known in self.trained])
 
     def _logs(
-        self, rows: Programs, card: DeviceCard, device: Device, share_R: np.ndarray | None = None
+        self,
+        rows: Programs,
+        card: DeviceCard,
+        device: Device,
+        traits_ERZ: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns log seconds of each member, (E, R), in float64. share_R: of the traits."""
+        """Returns log seconds of each member, (E, R), in float64.
+
+        traits_ERZ: traits of each row. None: the device's.
+        """
         inputs, timed = self.scale(rows), times(rows, card)
-        share_R = np.ones(len(rows)) if share_R is None else share_R
         parts = []
         for start in range(0, len(rows), _CHUNK):
             part = jax.tree.map(lambda leaf, s=start: leaf[s : s + _CHUNK], inputs)
@@ -231,8 +244,9 @@ class Predictor:
             padded = min(_CHUNK, 1 << (count - 1).bit_length())
             part = jax.tree.map(lambda x, n=padded: np.resize(x, (n, *x.shape[1:])), part)
             small = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32)[:, None], device)
-            own_R1 = np.resize(share_R[start : start + count], padded)[:, None].astype(np.float32)
-            small = dataclasses.replace(small, traits=small.traits * own_R1)
+            if traits_ERZ is not None:
+                own = traits_ERZ[:, np.resize(np.arange(start, start + count), padded)]
+                small = dataclasses.replace(small, traits=own.astype(np.float32))
             offsets_ERO, sharpness = train.offsets_of(self.graph, self.states, part, small)
             parts.append(np.asarray(offsets_ERO, np.float64)[:, :count])
         offsets_ERO, sharp = np.concatenate(parts, 1), np.asarray(sharpness, np.float64)
