@@ -35,7 +35,7 @@ _FLOOR = 8.0  # exponent of the smooth maximum with the floor, which is at most 
 _START = (
     *(0.0,) * len(TILES) * 2,
     *(-2.0,) * len(TILES),
-    *(-0.1, 0.0, -1.0, 0.0, 0.0, -1.0, -1.0),
+    *(-0.1, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0),
 )
 # A device's shift of a kind moves every time of it, and no weight of a tile.
 _SHIFTED = (0.0,) * len(TILES) + (1.0,) * (OFFSETS - len(TILES))

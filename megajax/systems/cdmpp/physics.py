@@ -35,7 +35,7 @@ from megajax.cost.record import (
 )  # fmt: skip
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
-TIMES = 7  # general times
+TIMES = 8  # general times
 LEAVES = 8  # of a record for the encoder; of a longer tree, some at even distances
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
@@ -51,6 +51,9 @@ INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
 _PEAKS = (1e11, 1e12, 4e12, 2e13, 3e13, 7e13, 1.56e14, 3.12e14, 5e14, 1e15, 2e15, 4.5e15)
 _PER_CLOCK = (32, 64, 128, 128, 256, 256, 1024, 2048, 2048, 4096, 8192, 16384)
 _CLOCK = 1.5e9  # of a card without one
+# Operations of an SM's matrix units in a clock for whose operands its shared memory suffices, at 128
+# bytes a clock (assumed: 64 operations for a byte of 16-bit operands in fragments of 64 x 64).
+_FED = 2048
 # GPUs by the words of their names: compute capability (CUDA C++ programming guide), by which
 # libraries choose kernels, and the power limit in watts (datasheets). The first that fits counts.
 _GPUS = (
@@ -248,6 +251,9 @@ def times(rows: Programs, card: DeviceCard) -> Times:
     general = (
         np.log(flops / throttled(peak_R * busy_R, limit_R)),
         at_bandwidth,
+        np.where(
+            is_plain_R, -60, np.log(flops / card.sms / clock / _FED)
+        ),  # operands of matrix units
         at_bandwidth
         + np.log(nbytes / (nbytes + card.l2_bytes)),  # what no cache of that size holds
         np.log(1e-5) * ones,  # a launch

@@ -32,9 +32,15 @@ def test_distance_is_to_the_nearest_and_counts_generation_power_and_rates():
 
 
 def test_products_of_an_unseen_device_take_less_of_their_neighbours():
+    """And of those near in compute capability; other kinds of those near in power as well."""
     kinds = np.array([KINDS.index(k) for k in ("fusion", "product", "batched_product", "copy")])
-    found = nearness.share(kinds)
-    assert found[0] == found[3] == 1 and 0 < found[1] == found[2] < 0.5
+    names = ["Tesla T4", "NVIDIA A100-PCIE-40GB", "Tesla P4"]
+    found = nearness.blend(gpu("NVIDIA L4"), names, kinds)
+    np.testing.assert_allclose(found.sum(1), [1, 0.5, 0.5, 1])
+    assert np.argmax(found, 1).tolist() == [0, 1, 1, 0]
+    np.testing.assert_allclose(found[1], found[2])
+    unknown = nearness.blend(None, names, kinds)
+    np.testing.assert_allclose(unknown, np.array([[1], [0.5], [0.5], [1]]) * np.full(3, 1 / 3))
 
 
 def test_the_twin_of_a_gpu_has_the_same_chip():
