@@ -43,16 +43,19 @@ def test_known_gpus_run_a_layer_at_a_plausible_share_of_their_peak(shipped):
 def test_an_h200_and_its_twin_are_known_by_what_was_measured(shipped):
     """A bf16 product of 8192 x 6144 x 4096 took 566 us there, XLA's small reductions 1 us."""
     layer = product(1, 8192, 6144, 4096, "bfloat16")
+    larger = [product(1, *size, "bfloat16") for size in ((8192, 8192, 8192), (16384, 16384, 8192))]
     small = rowwise(("add",), 128, 128, 2, "float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FarFromTraining)
         h200, h100, a100 = (
-            shipped.predict([layer, small], CARDS[name])[0] for name in ("H200", "H100", "A100")
+            shipped.predict([layer, small, *larger], CARDS[name])[0]
+            for name in ("H200", "H100", "A100")
         )
     assert 0.6 < h200[0] / 566e-6 < 1.6 and h200[1] < 5e-6
 
-    slower = CARDS["H200"].memory_bytes_per_s / CARDS["H100"].memory_bytes_per_s  # else the same
-    assert 1 <= h100[0] / h200[0] < slower and h100[1] < 5e-6
+    # The chips are the same, and these products wait for no memory.
+    of_products = h100[[0, 2, 3]] / h200[[0, 2, 3]]
+    assert np.all((of_products >= 1) & (of_products < 1.03)) and h100[1] < 5e-6
     assert a100[0] > 1.5 * h200[0] and a100[1] > 5e-6
 
 

@@ -221,14 +221,14 @@ UNSEEN = ("NVIDIA L4", "NVIDIA A100 80GB PCIe")
 def test_kernels_of_unseen_gpus_are_predicted():
     """Mean errors over both GPUs and three choices of 32 rows, from a fit on five others.
 
-    The bounds are what was measured (LOG.md, 2026-11-26) and a tenth more, for element-wise rows a
-    third: they guard it. The goals are 0.12 and 0.08, 0.22 and 0.16, 0.04: linear layers without
-    rows miss theirs.
+    The bounds without rows are what was measured (LOG.md, 2026-11-27) and a tenth more, for
+    element-wise rows a third; linear layers have their goal. The goals are 0.12 and 0.08, 0.22 and
+    0.16, 0.04.
     """
     data = neusight.load(FOLDER)
     train = data.of(*sorted(set(data.devices) - set(UNSEEN)))
     predictor = Predictor.fit(train, seed=0)
-    bounds = {"linear": (0.167, 0.068), "bmm": (0.159, 0.136), "elem": (0.03, 0.011)}
+    bounds = {"linear": (0.12, 0.08), "bmm": (0.159, 0.16), "elem": (0.03, 0.011)}
     for op, (without, with_rows) in bounds.items():
         zero, few = [], []
         for name in UNSEEN:
