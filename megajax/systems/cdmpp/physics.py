@@ -51,8 +51,8 @@ INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
 _PEAKS = (1e11, 1e12, 4e12, 2e13, 3e13, 7e13, 1.56e14, 3.12e14, 5e14, 1e15, 2e15, 4.5e15)
 _PER_CLOCK = (32, 64, 128, 128, 256, 256, 1024, 2048, 2048, 4096, 8192, 16384)
 _CLOCK = 1.5e9  # of a card without one
-# Operations of an SM's matrix units in a clock that its shared memory, at 128 bytes a clock, has the
-# operands for (assumed: 16 operations for a byte). What a device reaches is learnt beside it.
+# Operations of an SM's matrix units in a clock whose operands its shared memory can deliver at 128
+# bytes a clock (assumed: 16 operations for a byte). What a device reaches is learnt beside it.
 _FED = 2048
 # GPUs by the words of their names: compute capability (CUDA C++ programming guide), by which
 # libraries choose kernels, and the power limit in watts (datasheets). The first that fits counts.
