@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from megajax.monitor.fleet import METRICS, MIXES, SEVEN, Case, Fleet, cases
+from megajax.monitor.fleet import METRICS, MIXES, WATCHED, Case, Fleet, cases
 from megajax.monitor.grid import Grid
 
 WINDOW = 8  # seconds, the paper's
@@ -195,7 +195,7 @@ def draw(case: Case, path: Path) -> None:
     from experiments.reports.figure import panels, save
 
     grid = case.read()
-    names = [n for n in SEVEN if n in grid.metrics] or list(grid.metrics)
+    names = [n for n in WATCHED if n in grid.metrics] or list(grid.metrics)
     figure, axes = panels(1, len(names), size=(9, 1.3 * len(names)), sharex=True)
     for panel, name in zip(axes, names, strict=True):
         value_NT = grid.values_CNT[grid.metrics.index(name)]

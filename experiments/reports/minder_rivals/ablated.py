@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.reports.minder_rivals import ours
 from experiments.reports.minder_rivals.view import WINDOW, Said
-from megajax.monitor.fleet import METRICS, SEVEN, Case
+from megajax.monitor.fleet import METRICS, SEVEN, WATCHED, Case
 from megajax.monitor.grid import Grid
 from megajax.systems.minder import Detector, Settings, features, tracker, training
 
@@ -31,7 +31,7 @@ class Variant:
     what: str
     patches: tuple[Patch, ...] = ()
     settings: Settings = Settings()
-    metrics: tuple[str, ...] = SEVEN
+    metrics: tuple[str, ...] = WATCHED
 
 
 def _without_residual() -> Any:
@@ -63,8 +63,8 @@ def _without_networks() -> Any:
 def _without_past() -> Any:
     whole = tracker.advance
 
-    def advance(prior: Any, tracks: Any, y_FNJ: Any, held_N: Any) -> Any:
-        return whole(prior, tracks, y_FNJ, np.ones_like(held_N))
+    def advance(prior: Any, tracks: Any, y_FNJ: Any, held_N: Any, *rest: Any) -> Any:
+        return whole(prior, tracks, y_FNJ, np.ones_like(held_N), *rest)
 
     return mock.patch.object(tracker, "advance", advance)
 
@@ -75,17 +75,21 @@ VARIANTS = {
     "no-past": Variant("without the machine's own past", (_without_past,)),
     "short": Variant("without continuity: two ticks of 24 s", settings=Settings(continuity_s=48.0)),
     "no-groups": Variant("without grouping of followers", settings=Settings(group_s=1.0)),
-    "three-metrics": Variant("three of the seven metrics", metrics=SEVEN[:3]),
+    "three-metrics": Variant("three of Minder's seven metrics", metrics=SEVEN[:3]),
+    "seven-metrics": Variant(
+        "Minder's seven metrics, without clock and temperature", metrics=SEVEN
+    ),
     "all-metrics": Variant("all 21 metrics", metrics=tuple(METRICS)),
 }
 
 
 @contextlib.contextmanager
-def _changed(variant: Variant, base: Path, fits: bool) -> Iterator[None]:
+def changed(variant: Variant, base: Path, fits: bool) -> Iterator[None]:
+    """Takes the part away while the context lasts. fits: a detector is fitted in it."""
     with contextlib.ExitStack() as stack:
         for patch in variant.patches:
             stack.enter_context(patch())
-        if fits and variant.metrics == SEVEN:
+        if fits and variant.metrics == WATCHED:
             profile = Detector.load(base).profile
             error = profile.report.get("mean_square", float("nan"))
             same = mock.patch.object(training, "train", lambda *a, **k: (profile.vae, error))
@@ -103,7 +107,7 @@ def fit(name: str, base: Path, sources: Sequence[Case], steps: int, path: Path) 
     """Fits a variant and saves it. base: the file of the whole detector."""
     variant = VARIANTS[name]
     grids = [read(name, case) for case in sources]
-    with _changed(variant, base, True):
+    with changed(variant, base, True):
         detector = Detector.fit(
             grids, seed=0, steps=steps, settings=variant.settings, metrics=variant.metrics
         )
@@ -112,5 +116,5 @@ def fit(name: str, base: Path, sources: Sequence[Case], steps: int, path: Path) 
 
 def alerts(name: str, path: Path, case: Case) -> list[Said]:
     """Returns what a fresh detector says of a case."""
-    with _changed(VARIANTS[name], path, False):
+    with changed(VARIANTS[name], path, False):
         return ours.alerts(path, read(name, case), case.fleet.departures)

@@ -20,7 +20,7 @@ from megajax.monitor.fleet.faults import Fault, draw_fault, draw_kind
 from megajax.monitor.fleet.kinds import MIXES
 from megajax.monitor.fleet.settings import Setting
 from megajax.monitor.fleet.simulator import EPOCH, Fleet
-from megajax.monitor.fleet.specs import SEVEN
+from megajax.monitor.fleet.specs import WATCHED
 from megajax.monitor.grid import Grid
 
 Split = Literal["train", "validate", "held_out"]
@@ -104,7 +104,7 @@ def cases(
     split: Split = "train",
     noise: Noise | None = None,
     healthy: float = 0.3,
-    metrics: tuple[str, ...] = SEVEN,
+    metrics: tuple[str, ...] = WATCHED,
 ) -> Iterator[Case]:
     """Yields n cases; case k is a function of the other arguments and of k alone.
 

@@ -21,7 +21,7 @@ from megajax.monitor.fleet.faults import Fault
 from megajax.monitor.fleet.job import Job
 from megajax.monitor.fleet.roles import Layout, draw_layout
 from megajax.monitor.fleet.settings import Setting
-from megajax.monitor.fleet.specs import METRICS, NUMBERS, SEVEN, Spec
+from megajax.monitor.fleet.specs import METRICS, NUMBERS, WATCHED, Spec
 from megajax.monitor.fleet.work import People, Work, people, work
 from megajax.monitor.grid import Grid
 
@@ -41,7 +41,7 @@ class Fleet:
 
     machines: int
     seed: int
-    metrics: tuple[str, ...] = SEVEN
+    metrics: tuple[str, ...] = WATCHED
     setting: Setting = field(default_factory=Setting)
     faults: tuple[Fault, ...] = ()
     events: tuple[Disturbance, ...] = ()

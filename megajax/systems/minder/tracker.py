@@ -129,7 +129,12 @@ def advance(
     middle_FH = jnp.concatenate(
         [tracks.middle_FH[:, 1:], jnp.nanmean(center_FJ, -1, keepdims=True)], 1
     )
-    unusual_F = jnp.nan_to_num(middle_FH[:, -1] - median(middle_FH))
+    usual_F = median(middle_FH)
+    unusual_F = jnp.nan_to_num(middle_FH[:, -1] - usual_F)
+    # An offset that was learnt in one state of the job is less sure in another one.
+    moved_F1 = jnp.nan_to_num(usual_F - median(tracks.middle_FH))[:, None]
+    unsure_FN = tracks.unsure_FN + (moved_F1 * prior.slope_F[:, None]) ** 2
+    tracks = dataclasses.replace(tracks, unsure_FN=unsure_FN)
     apart_FNJ = y_FNJ - median(y_FNJ.swapaxes(1, 2))[:, None]
     error_FNJ = own_FNJ - center_FJ[:, None]
     error_FN = jnp.nanmean(error_FNJ, -1)

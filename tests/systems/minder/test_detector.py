@@ -10,6 +10,7 @@ import gzip
 import numpy as np
 import pytest
 
+from experiments.reports.minder_rivals import ablated
 from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
 from megajax.systems.minder import Detector, Settings, features, fit, training
@@ -114,6 +115,18 @@ def test_ten_minutes_are_named_once_with_their_onset(model, machines, metric):
     assert 240 - 24 <= alert.at - (BEGIN + 800) <= 330  # whole ticks of 24 s
     assert alert.deviations[0][0] == METRICS[metric] and alert.deviations[0][1] < 0
     assert "m1" in alert.message and METRICS[metric] in alert.message
+
+
+@pytest.mark.parametrize("part", ["no-residual", "no-vae", "no-past"])
+def test_the_detector_without_one_of_its_parts(model, part):
+    with ablated.changed(ablated.VARIANTS[part], model, fits=False):
+        detector = Detector.load(model)
+        detector.update(job(seconds=400))
+    learnt, scores_FNH = detector._tracks.offset_FN, detector._judge.scores_FNH
+    residual = scores_FNH[len(METRICS) :]
+    assert np.isfinite(scores_FNH).any()
+    assert bool(learnt.any()) == (part != "no-past")
+    assert bool(residual[np.isfinite(residual)].any()) == (part == "no-past")
 
 
 def test_who_is_named_and_how_far_each_machine_is_can_be_asked(model):
