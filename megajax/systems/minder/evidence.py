@@ -141,9 +141,9 @@ def _lasts(
 ) -> np.ndarray:
     """Tells which differences last, each channel and all together, (G, N)."""
     filled_FNH = bridged(scores_FNH, mean_FN)
-    part_FN = (inverse_FF @ mean_FN) * mean_FN
-    most_FN = MORE * np.maximum(part_FN, 0.0)
     toward_FN = inverse_FF @ mean_FN
+    part_FN = toward_FN * mean_FN
+    most_FN = MORE * np.maximum(part_FN, 0.0)
     share_NH = np.minimum(toward_FN[..., None] * filled_FNH, most_FN[..., None]).sum(0)
     square_N = np.maximum(part_FN.sum(0), 0.0)
     together_N = (share_NH >= SHARE * square_N[:, None]).sum(-1) >= span.needed

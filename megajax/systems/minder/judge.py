@@ -340,7 +340,8 @@ class Judge:
             found.append(Found(int(row), since, score, metric=int(first), whole=bool(whole)))
         for row in np.flatnonzero(gone_CN.any(0)):
             self._free_at_N[row] = end + s.clear_s  # as long as it lasts
-            self._named_at_N[row], self._named_for_N[row] = self.seen_CN[:, row].min(), math.inf
+            self._named_at_N[row] = self.seen_CN[gone_CN[:, row], row].min()
+            self._named_for_N[row] = math.inf
         return found
 
 

@@ -123,3 +123,25 @@ def test_of_two_among_four_the_one_that_is_clearly_further_is_named(share, who):
         seen = (np.clip(score_FN, -6, 6), score_FN, np.zeros((F, 4)), np.zeros(F))
         found += [one.row for one in judge.look(end, *seen)]
     assert found == who
+
+
+def test_a_machine_whose_series_ended_explains_others_though_it_never_had_all_metrics():
+    limits = Limits(
+        np.tile(np.eye(4) / 0.16, (3, 2, 1, 1)), np.tile([6.0, 6.0, 9.0, 9.0, 10.0], (3, 2, 1))
+    )
+    judge = Judge(Settings(), limits, range(4))
+    judge.grow(N)
+    rng, found = np.random.default_rng(0), []
+    last_CN = np.full((2, N), -np.inf)
+    for h in range(TICKS):
+        end = TICK * (h + 1.0)
+        last_CN[:] = end
+        last_CN[1, 5] = -np.inf  # it never had this metric
+        last_CN[0, 5] = end if h < 15 else -np.inf
+        judge.see(last_CN, end - TICK)
+        score_FN = 0.3 * rng.standard_normal((4, N))
+        score_FN[:, 5] = np.nan
+        score_FN[0, 3] = -5.0 if 16 <= h < 27 else 0.0  # it waits for the other one
+        middle_F, apart_FN = np.zeros(4), np.zeros((4, N))
+        found += [one.row for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)]
+    assert found == [5]
