@@ -58,12 +58,17 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
     """Returns (configuration, parameters) of a folder in GPTQ's or AWQ's form, on one device.
 
     Raises: UserError for forms that are not supported (groups of unlike sizes in one matrix; other
-        methods), and for a folder that is incomplete or damaged.
+        methods; experts), and for a folder that is incomplete or damaged.
     """
     folder, given = expand(path), settings(path)
     if given is None:
         raise UserError(f"{folder}/config.json has no {SECTION}; checkpoint.hf reads it")
     cfg = hf.load_decoder_config(path, "hf")
+    if cfg.moe.experts:
+        raise UserError(
+            f"{folder} is a model with experts in few bits ({given.method}), which is not "
+            "supported; models without experts are"
+        )
     found = _Folder(TensorFolder(folder), given, cfg)
     leaves = {rule.ours: found.leaf(rule) for rule in names.rules(cfg)}
     found.check_all_used()
@@ -193,8 +198,8 @@ def save(
     """Writes a folder in GPTQ's form ('gptq_v2', whole zero points) or AWQ's ('gemm').
 
     What is dense is written in float16. AWQ's form takes one format of 4 bits, beside dense
-    matrices. Scales of inputs (quant.awq) have no place in either form; models.folding puts them
-    elsewhere.
+    matrices, and groups that divide the inputs. Scales of inputs (quant.awq) have no place in
+    either form; models.folding puts them elsewhere.
     Raises: UserError for what the form cannot hold: scales that float16 does not hold, zero points
         that are no whole number of scales; and as `hf.save`.
     """
@@ -205,18 +210,21 @@ def save(
     dense, rules, linears, singles = _parted(params, cfg)
     if not linears:
         raise UserError("no matrix is quantized; hf.save writes dense models")
-    tensors, kinds, ordered = {}, {}, False
+    tensors, kinds, ordered, symmetric = {}, {}, False, True
     for stem, linear in linears.items():
         found = quantized_linear.tensors(stem, linear, form)
         tensors |= {f"{stem}.{end}": x for end, x in found.items()}
         fmt = linear.weight.format
-        kinds[stem] = fmt.width, fmt.group, fmt.symmetric
+        kinds[stem] = fmt.width, fmt.group
         ordered |= linear.order_K is not None
-    if form == "awq" and len({group for _, group, _ in kinds.values()}) > 1:
+        symmetric &= quantized_linear.is_symmetric(linear.weight)
+    if form == "awq" and len({group for _, group in kinds.values()}) > 1:
         raise UserError("AWQ's form has one size of groups for all matrices; GPTQ's takes several")
     still_dense = [n.removesuffix(".weight") for n in singles]
     members = names.to_hf_config(cfg, "float16") | {
-        SECTION: quantization_config.written(form, kinds, still_dense, ordered)
+        SECTION: quantization_config.written(
+            form, kinds, still_dense, desc_act=ordered, symmetric=symmetric
+        )
     }
     plain, produce = hf.tensors_of(dense, rules, cfg, "float16")
     kept = {n: (x.shape, "F16" if x.dtype == np.float16 else "I32") for n, x in tensors.items()}

@@ -163,6 +163,11 @@ def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
             f"in eights; this one has {bits} bits, "
             f"{'rows in their order' if order_K is None else 'desc_act'} and {N} columns"
         )
+    if form == "awq" and K % C:
+        raise UserError(
+            f"{stem}: AWQ's form has groups of one size, and {C} does not divide the {K} inputs; "
+            "quantize in groups that divide them (--group), or use --form=gptq"
+        )
     if form == "gptq" and (K * bits % 32 or N * bits % 32):
         raise UserError(f"{stem} of {K} x {N} fills no whole words of 32 bits")
     scale_GN = np.asarray(q.scales, np.float32)
@@ -185,6 +190,14 @@ def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
         "qzeros": integers.pack(point_GN, bits),
         "g_idx": (place_K // C).astype(np.int32),
     }
+
+
+def is_symmetric(q: QTensor) -> bool:
+    """Tells whether every zero point is 2^(b-1), as the files' `sym` says."""
+    if q.zeros is None:
+        return True
+    half = np.float32(1 << (q.format.width - 1))
+    return np.array_equal(np.asarray(q.zeros), -half * np.asarray(q.scales, np.float32))
 
 
 def _codes(stem: str, q: QTensor, scale_GN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
