@@ -30,6 +30,7 @@ from megajax.core.tree import Tree, is_words, named_leaves, nest
 from megajax.models import decoder, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.name_rules import Rule, Sizes
+from megajax.quant.formats import Format
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.qtensor import QTensor
 from megajax.quant.quantized_model import inputs_of, matrices
@@ -187,6 +188,18 @@ def _stacked(layers: Sequence[Any]) -> Any:
 # ---- out
 
 
+def check(cfg: DecoderConfig, fmt: Format, form: Form) -> None:
+    """Refuses a format of which a form cannot hold all matrices: before they are quantized.
+
+    Raises: UserError that names the first such matrix.
+    """
+    words, abstract = dict(named_leaves(cfg.axes, is_words)), decoder.parts(cfg).abstract
+    shapes = {n: x.shape[1:] for n, x in named_leaves(abstract)}
+    for n in matrices(cfg.axes):
+        K = inputs_of(words[n][1:], shapes[n])
+        quantized_linear.check_shape(n, fmt, K, int(np.prod(shapes[n])) // K, form)
+
+
 def save(
     params: Tree,
     cfg: DecoderConfig,
@@ -239,8 +252,7 @@ def save(
 def _parted(
     params: Tree, cfg: DecoderConfig
 ) -> tuple[dict[str, Any], list[Rule], dict[str, Linear], dict[str, np.ndarray]]:
-    """Returns (whole leaves, their rules; {stem: Linear}; {name: dense Linear of a block, of which
-    other layers or parts are quantized})."""
+    """Returns (whole leaves, their rules; {stem: Linear}; {name: dense Linear of a block})."""
     stack, sizes = decoder.parts(cfg).stack, names.sizes(cfg)
     runs = runs_of(params[stack], cfg.layers)
     rules = {rule.ours: rule for rule in names.rules(cfg)}
@@ -251,11 +263,12 @@ def _parted(
             blocks.setdefault(f"{stack}.{n}", []).append(leaf)
     if other := sorted((whole.keys() | blocks.keys()) ^ rules.keys()):
         raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
+    linear = set(matrices(cfg.axes))  # each is named, if it is dense: others expect codes of it
     groups: dict[str, list[tuple[Rule, Any]]] = {}
     for n, rule in rules.items():  # parts of a fused Linear in their order
         if n not in blocks:
             continue
-        if not any(isinstance(leaf, QuantKernel) for leaf in blocks[n]):
+        if n not in linear:
             whole[n] = blocks[n][0] if len(blocks[n]) == 1 else jnp.concatenate(blocks[n])
             continue
         for leaf, start, stop in zip(blocks[n], runs.starts, runs.stops, strict=True):

@@ -350,6 +350,22 @@ def test_as_many_rules_are_written_as_are_read(form):
         quantization_config.written(form, kinds, [*dense, "h.20001.down"], **options)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_matrix_that_is_dense_in_all_layers_is_named(method, tmp_path):
+    """Other programs expect codes of every Linear that no member names."""
+    spec = Spec(method=method, of=lambda m: None if m.endswith("down_proj") else (4, 32))
+    oracle.write(tmp_path / "in", spec)
+    cfg, params = hf_quantized.load(tmp_path / "in")
+    hf_quantized.save(params, cfg, tmp_path / "out", form=method)
+    members = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    dense = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert members["dynamic"] == {f"-:^{re.escape(n)}$": {} for n in dense}
+    assert members.get("modules_to_not_convert", ["lm_head", *dense]) == ["lm_head", *dense]
+    for name, x in oracle.read(tmp_path / "in").items():
+        if name.endswith(".weight"):
+            np.testing.assert_array_equal(oracle.read(tmp_path / "out")[name], x, err_msg=name)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_zero_points_that_came_in_say_whether_they_are_symmetric(symmetric, tmp_path):
     """Programs choose kernels by `sym`; what we read has zero points in any case."""
@@ -394,15 +410,19 @@ def test_a_fused_matrix_has_all_its_parts(tmp_path):
 def test_what_awqs_form_cannot_hold(dense, written, tmp_path):
     cfg, params = dense
     for formats, words in (
-        (format_of(8), "AWQ's form has 4 bits, .* this one has 8 bits"),
+        (format_of(8), "AWQ's form has 4 bits .* this one has 8 bits"),
         ([format_of(4), format_of(4, 64)], "one size of groups"),
-        (format_of(4, 128), "down_proj: AWQ's .* 128 does not divide the 192 inputs"),
+        (format_of(4, 128), "mlp.down.*: AWQ's .* 128 does not divide the 192 inputs"),
+        (format_of(4, 256), "AWQ's .* 256 does not divide the 128 inputs"),
     ):
+        if isinstance(formats, Format):
+            with pytest.raises(UserError, match=words):
+                hf_quantized.check(cfg, formats, "awq")
         with pytest.raises(UserError, match=words):
             quantized = quantize_model(params, cfg, formats)
             hf_quantized.save(quantized, cfg, tmp_path / "m", form="awq")
     apart = hf_quantized.load(written / "gptq")[1]
-    with pytest.raises(UserError, match="this one has 4 bits, desc_act"):
+    with pytest.raises(UserError, match="rows in the order of the inputs, not desc_act"):
         hf_quantized.save(apart, cfg, tmp_path / "m", form="awq")
     headless = {n: x for n, x in apart.items() if n != "head"}
     with pytest.raises(UserError, match="the parameters are not this configuration's: head"):
