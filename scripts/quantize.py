@@ -6,7 +6,8 @@
 
 Calibration reads text that training learns from, the loss text that it holds out; both of --source.
 --out writes a Hugging Face folder in GPTQ's form (gptq_v2), or with --form=awq in AWQ's (4 bits),
-which `scripts/serve.py --hf` and `scripts/generate.py --hf` read; other programs were not tried.
+which `scripts/serve.py --hf` and `scripts/generate.py --hf` read, and GPTQModel, transformers and
+others (docs/quantization.md says which of them take what).
 Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest, gptq is arXiv
 2210.17323, awq arXiv 2306.00978. With --out, awq's scales of inputs are shared by the matrices
 that read the same inputs, and folded into the norm or the matrix before them.
@@ -110,8 +111,9 @@ def main() -> int:
     opened = open_model(
         run_dir=cfg.run_dir, hf=cfg.hf, gguf=cfg.gguf, step=cfg.step, tokenizer=cfg.tokenizer
     )
-    if cfg.out is not None:
-        hf.free_folder(cfg.out)  # before the work, not behind it
+    if cfg.out is not None:  # before the work, not behind it
+        hf.free_folder(cfg.out)
+        hf_quantized.check(opened.cfg, fmt, cfg.form)
     mesh_.start(1)
     mesh = mesh_.MeshSpec().build()
     params, what = opened.load(sharding.layout(mesh, "none", decode=True, model=opened.cfg))

@@ -12,7 +12,6 @@ A coarser chunk is faster and prunes worse: each speed-up stands beside the loss
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 
 from experiments.reports.pruning_study import DENSE, Method
 from megajax.core.errors import UserError
+from megajax.core.files import or_nan
 from megajax.core.hardware import CARDS
 from megajax.cost.sparse import Gemm, SparseCost
 from megajax.systems.pruning import prune
@@ -58,7 +58,7 @@ def former(path: Path) -> dict[Key, Row]:
     try:
         rows = json.loads(path.read_text())["rows"]
         for row in rows:
-            row["loss"] = math.nan if row["loss"] is None else row["loss"]  # training diverged
+            row["loss"] = or_nan(row["loss"])  # null: training diverged
         return {key(row): row for row in rows}
     except FileNotFoundError:
         return {}

@@ -22,6 +22,7 @@ import numpy as np
 
 from megajax.core.config import override
 from megajax.core.errors import UserError
+from megajax.core.files import or_nan
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
 from megajax.data.corpus import open_corpora
@@ -217,8 +218,8 @@ def read(path: Path) -> Row | None:
     try:
         (row,) = json.loads(path.read_text())["rows"]
         for name in ("loss", "loss_masters", "drift"):
-            row[name] = math.nan if row[name] is None else row[name]  # of a run that diverged
-        row["losses"] = [math.nan if loss is None else loss for loss in row["losses"]]
+            row[name] = or_nan(row[name])  # null: of a run that diverged
+        row["losses"] = [or_nan(loss) for loss in row["losses"]]
         _check_run(row)
     except FileNotFoundError:
         return None

@@ -30,6 +30,7 @@ from megajax.core.tree import Tree, is_words, named_leaves, nest
 from megajax.models import decoder, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.name_rules import Rule, Sizes
+from megajax.quant.formats import Format
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.qtensor import QTensor
 from megajax.quant.quantized_model import inputs_of, matrices
@@ -58,12 +59,17 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
     """Returns (configuration, parameters) of a folder in GPTQ's or AWQ's form, on one device.
 
     Raises: UserError for forms that are not supported (groups of unlike sizes in one matrix; other
-        methods), and for a folder that is incomplete or damaged.
+        methods; experts), and for a folder that is incomplete or damaged.
     """
     folder, given = expand(path), settings(path)
     if given is None:
         raise UserError(f"{folder}/config.json has no {SECTION}; checkpoint.hf reads it")
     cfg = hf.load_decoder_config(path, "hf")
+    if cfg.moe.experts:
+        raise UserError(
+            f"{folder} is a model with experts in few bits ({given.method}), which is not "
+            "supported; models without experts are"
+        )
     found = _Folder(TensorFolder(folder), given, cfg)
     leaves = {rule.ours: found.leaf(rule) for rule in names.rules(cfg)}
     found.check_all_used()
@@ -182,6 +188,18 @@ def _stacked(layers: Sequence[Any]) -> Any:
 # ---- out
 
 
+def check(cfg: DecoderConfig, fmt: Format, form: Form) -> None:
+    """Refuses a format of which a form cannot hold all matrices: before they are quantized.
+
+    Raises: UserError that names the first such matrix.
+    """
+    words, abstract = dict(named_leaves(cfg.axes, is_words)), decoder.parts(cfg).abstract
+    shapes = {n: x.shape[1:] for n, x in named_leaves(abstract)}
+    for n in matrices(cfg.axes):
+        K = inputs_of(words[n][1:], shapes[n])
+        quantized_linear.check_shape(n, fmt, K, int(np.prod(shapes[n])) // K, form)
+
+
 def save(
     params: Tree,
     cfg: DecoderConfig,
@@ -193,8 +211,8 @@ def save(
     """Writes a folder in GPTQ's form ('gptq_v2', whole zero points) or AWQ's ('gemm').
 
     What is dense is written in float16. AWQ's form takes one format of 4 bits, beside dense
-    matrices. Scales of inputs (quant.awq) have no place in either form; models.folding puts them
-    elsewhere.
+    matrices, and groups that divide the inputs. Scales of inputs (quant.awq) have no place in
+    either form; models.folding puts them elsewhere.
     Raises: UserError for what the form cannot hold: scales that float16 does not hold, zero points
         that are no whole number of scales; and as `hf.save`.
     """
@@ -205,18 +223,21 @@ def save(
     dense, rules, linears, singles = _parted(params, cfg)
     if not linears:
         raise UserError("no matrix is quantized; hf.save writes dense models")
-    tensors, kinds, ordered = {}, {}, False
+    tensors, kinds, ordered, symmetric = {}, {}, False, True
     for stem, linear in linears.items():
         found = quantized_linear.tensors(stem, linear, form)
         tensors |= {f"{stem}.{end}": x for end, x in found.items()}
         fmt = linear.weight.format
-        kinds[stem] = fmt.width, fmt.group, fmt.symmetric
+        kinds[stem] = fmt.width, fmt.group
         ordered |= linear.order_K is not None
-    if form == "awq" and len({group for _, group, _ in kinds.values()}) > 1:
+        symmetric &= quantized_linear.is_symmetric(linear.weight)
+    if form == "awq" and len({group for _, group in kinds.values()}) > 1:
         raise UserError("AWQ's form has one size of groups for all matrices; GPTQ's takes several")
     still_dense = [n.removesuffix(".weight") for n in singles]
     members = names.to_hf_config(cfg, "float16") | {
-        SECTION: quantization_config.written(form, kinds, still_dense, ordered)
+        SECTION: quantization_config.written(
+            form, kinds, still_dense, desc_act=ordered, symmetric=symmetric
+        )
     }
     plain, produce = hf.tensors_of(dense, rules, cfg, "float16")
     kept = {n: (x.shape, "F16" if x.dtype == np.float16 else "I32") for n, x in tensors.items()}
@@ -231,8 +252,7 @@ def save(
 def _parted(
     params: Tree, cfg: DecoderConfig
 ) -> tuple[dict[str, Any], list[Rule], dict[str, Linear], dict[str, np.ndarray]]:
-    """Returns (whole leaves, their rules; {stem: Linear}; {name: dense Linear of a block, of which
-    other layers or parts are quantized})."""
+    """Returns (whole leaves, their rules; {stem: Linear}; {name: dense Linear of a block})."""
     stack, sizes = decoder.parts(cfg).stack, names.sizes(cfg)
     runs = runs_of(params[stack], cfg.layers)
     rules = {rule.ours: rule for rule in names.rules(cfg)}
@@ -243,11 +263,12 @@ def _parted(
             blocks.setdefault(f"{stack}.{n}", []).append(leaf)
     if other := sorted((whole.keys() | blocks.keys()) ^ rules.keys()):
         raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
+    linear = set(matrices(cfg.axes))  # each is named, if it is dense: others expect codes of it
     groups: dict[str, list[tuple[Rule, Any]]] = {}
     for n, rule in rules.items():  # parts of a fused Linear in their order
         if n not in blocks:
             continue
-        if not any(isinstance(leaf, QuantKernel) for leaf in blocks[n]):
+        if n not in linear:
             whole[n] = blocks[n][0] if len(blocks[n]) == 1 else jnp.concatenate(blocks[n])
             continue
         for leaf, start, stop in zip(blocks[n], runs.starts, runs.stops, strict=True):

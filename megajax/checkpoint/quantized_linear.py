@@ -148,6 +148,23 @@ def _read_awq(files: TensorFolder, stem: str, fmt: Format, K: int, N: int) -> QT
 # ---- written
 
 
+def check_shape(stem: str, fmt: Format, K: int, N: int, form: Form) -> None:
+    """Refuses a matrix (K, N) for which a form has no place. Raises: UserError."""
+    bits = fmt.width
+    if form == "awq" and (bits != AWQ_BITS or N % 8):
+        raise UserError(
+            f"{stem}: AWQ's form has {AWQ_BITS} bits and columns in eights; this one has {bits} "
+            f"bits and {N} columns"
+        )
+    if form == "awq" and fmt.group is not None and K % fmt.group:
+        raise UserError(
+            f"{stem}: AWQ's form has groups of one size, and {fmt.group} does not divide the {K} "
+            "inputs; quantize in groups that divide them (--group), or use --form=gptq"
+        )
+    if form == "gptq" and (K * bits % 32 or N * bits % 32):
+        raise UserError(f"{stem} of {K} x {N} fills no whole words of 32 bits")
+
+
 def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
     """Returns {end of a name: array}; zero points are whole ('gptq_v2' and AWQ's 'gemm').
 
@@ -157,14 +174,9 @@ def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
     q, order_K = linear.weight, linear.order_K
     K, N = q.shape
     bits, C = q.format.width, q.format.group_of(K)
-    if form == "awq" and (bits != AWQ_BITS or order_K is not None or N % 8):
-        raise UserError(
-            f"{stem}: AWQ's form has {AWQ_BITS} bits, rows in the order of the inputs and columns "
-            f"in eights; this one has {bits} bits, "
-            f"{'rows in their order' if order_K is None else 'desc_act'} and {N} columns"
-        )
-    if form == "gptq" and (K * bits % 32 or N * bits % 32):
-        raise UserError(f"{stem} of {K} x {N} fills no whole words of 32 bits")
+    check_shape(stem, q.format, K, N, form)
+    if form == "awq" and order_K is not None:
+        raise UserError(f"{stem}: AWQ's form has rows in the order of the inputs, not desc_act")
     scale_GN = np.asarray(q.scales, np.float32)
     if not np.isfinite(scale_GN).all():
         raise UserError(f"{stem}: its scales are not finite everywhere")
@@ -185,6 +197,14 @@ def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
         "qzeros": integers.pack(point_GN, bits),
         "g_idx": (place_K // C).astype(np.int32),
     }
+
+
+def is_symmetric(q: QTensor) -> bool:
+    """Tells whether every zero point is 2^(b-1), as the files' `sym` says."""
+    if q.zeros is None:
+        return True
+    half = np.float32(1 << (q.format.width - 1))
+    return np.array_equal(np.asarray(q.zeros), -half * np.asarray(q.scales, np.float32))
 
 
 def _codes(stem: str, q: QTensor, scale_GN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

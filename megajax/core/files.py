@@ -72,16 +72,35 @@ def map_bytes(path: str | Path) -> np.ndarray:
 
 
 def json_text(value: Any) -> str:
-    """Returns indented JSON text with a line end. Inf and NaN, which JSON lacks, become null."""
+    """Returns indented JSON text with a line end. Inf and NaN, which JSON lacks, become null.
+
+    NumPy's scalars become plain numbers; keys may also be numbers, which become text, as json.dumps
+    has it. `or_nan` reads such numbers back.
+    Raises: ValueError for a key of inf or NaN, which could not be told apart from other text;
+        TypeError for what JSON cannot hold, arrays too.
+    """
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
+def or_nan(value: Any, null: float = math.nan) -> Any:
+    """Returns a value that json_text wrote: `null` in the place of JSON's null."""
+    return null if value is None else value
+
+
 def _finite(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(member) for key, member in value.items()}
+        return {_key(key): _finite(member) for key, member in value.items()}
     return [_finite(member) for member in value] if isinstance(value, list | tuple) else value
+
+
+def _key(key: Any) -> Any:
+    key = key.item() if isinstance(key, np.generic) else key
+    if isinstance(key, float) and not math.isfinite(key):
+        raise ValueError(f"JSON has no key {key!r}; keys are text or finite numbers")
+    return key
 
 
 def parse_json(

@@ -65,8 +65,8 @@ def quantize_model(
         a core.packed.LayerRuns: one stack for each run of equal formats, with the number of its
         first layer.
     Raises: UserError for formats and methods that do not exist, a wrong number of formats,
-        parameters that are quantized already, a matrix without calibration, and models with
-        experts, whose products are grouped.
+        parameters that are quantized already, a matrix without calibration, a name in `sources`
+        that is no matrix, and models with experts, whose products are grouped.
     """
     if not hasattr(cfg, "layers"):
         raise UserError(
@@ -81,6 +81,7 @@ def quantize_model(
     words = dict(named_leaves(cfg.axes, is_words))
     found = matrices(cfg.axes)
     _check_dense(params, found)
+    _check_sources(sources or {}, found)
     if missing := [n for n in found if method != "rtn" and n not in (calibration or {})]:
         raise UserError(
             f"method={method!r} needs the inputs of {missing[0]} in calibration "
@@ -165,6 +166,15 @@ def _check_dense(params: Tree, wanted: Sequence[str]) -> None:
         raise UserError(
             f"quantize_model: params must be the parameters of the configuration's model; they have"
             f" no {missing[0]}"
+        )
+
+
+def _check_sources(sources: Mapping[str, str | None], wanted: Sequence[str]) -> None:
+    """Refuses names that are none of the matrices. Raises: UserError."""
+    if unknown := [n for n in sources if n not in wanted]:
+        raise UserError(
+            f"sources: {unknown[0]!r} is no matrix that is quantized."
+            f"{did_you_mean(str(unknown[0]), wanted)}"
         )
 
 

@@ -193,7 +193,10 @@ def change(folder, **members):
 @pytest.mark.parametrize(
     "members, words",
     [
-        ({"quant_method": "bitsandbytes"}, "must be gptq or awq"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"not supported; gptq .* and awq \(4 bits, version gemm\)",
+        ),
         ({"bits": 5}, "bits=5 of gptq must be one of"),
         ({"group_size": 0}, "group_size=0 must be at least 1"),
         ({"checkpoint_format": "marlin"}, "must be gptq or gptq_v2"),

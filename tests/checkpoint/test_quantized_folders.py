@@ -210,7 +210,11 @@ def test_a_truncated_file_is_named(share, written, tmp_path):
 @pytest.mark.parametrize(
     ("method", "members", "words"),
     [
-        ("gptq", {"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors' must"),
+        (
+            "gptq",
+            {"quant_method": "compressed-tensors"},
+            r"'compressed-tensors' is not supported; gptq \(2, 3, 4 and 8 bits\) and awq",
+        ),
         ("gptq", {"is_marlin_format": True}, "not for Marlin"),
         ("gptq", {"pack_dtype": "int64"}, "words of int32"),
         ("awq", {"version": "gemv"}, "version='gemv' of awq must be gemm"),
@@ -218,6 +222,11 @@ def test_a_truncated_file_is_named(share, written, tmp_path):
         ("awq", {"bits": 8}, r"bits=8 of awq must be one of \(4,\)"),
         ("gptq", {"checkpoint_format": []}, r"checkpoint_format=\[\] must be gptq or gptq_v2"),
         ("gptq", {"dynamic": [1]}, "dynamic must be an object"),
+        (
+            "gptq",
+            {"dynamic": {f"-:a{i}": {} for i in range(10_001)}},
+            "dynamic has 10,001 patterns; at most 10,000 are read",
+        ),
         ("gptq", {"dynamic": {"+:(a": {}}}, r"dynamic '\+:\(a' is no regular expression"),
         ("gptq", {"dynamic": {"+:a{99999999999}": {}}}, "is no regular expression"),
         ("gptq", {"dynamic": {"+:(.|.)*$": {}}}, "no repeated group"),
@@ -279,9 +288,10 @@ def decoded(path, form) -> dict[str, np.ndarray]:
         (format_of(2, None), "gptq", {}),
         (format_of(3, 128), "gptq", {}),
         (format_of(4), "awq", {}),
-        (format_of(4, 128), "awq", {}),
+        (format_of(4, 64), "awq", {}),
+        (format_of(4, None), "awq", {}),
         ([format_of(4), format_of(8)], "gptq",
-         {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32, "sym": True}}),
+         {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}}),
         ([None, format_of(3, 64)], "gptq", {r"-:^model\.layers\.0\.": {}}),
         ([format_of(4), None], "awq", None),
     ],
@@ -299,8 +309,10 @@ def test_our_folders_by_another_decoder(formats, form, dynamic, dense, tmp_path)
     if dynamic is None:
         (home,) = {".".join(n.split(".")[:3]) for n in members["modules_to_not_convert"][1:]}
         assert home == "model.layers.1" and len(members["modules_to_not_convert"]) == 8
+        assert members["dynamic"] == {r"-:^model\.layers\.1\.": {}}  # which GPTQModel reads
     else:
         assert members.get("dynamic", {}) == dynamic
+    assert members.get("sym") == (True if form == "gptq" else None)
     _, again = hf_quantized.load(tmp_path / "m")
     for name, w_KN in matrices(again).items():
         np.testing.assert_array_equal(w_KN, ours[name], err_msg=name)
@@ -308,20 +320,70 @@ def test_our_folders_by_another_decoder(formats, form, dynamic, dense, tmp_path)
 
 def test_a_module_of_another_width_has_a_pattern_of_its_own():
     """Layers that are alike share one, which also matches names that a server fuses."""
-    kinds = {f"model.layers.{i}.mlp.{n}": (4, 128, True) for i in range(12) for n in ("up", "down")}
-    kinds |= dict.fromkeys(["model.layers.1.mlp.up", "model.layers.1.mlp.down"], (8, 64, True))
-    kinds["model.layers.11.mlp.up"] = (8, None, True)
-    found = quantization_config.written("gptq", kinds, [], desc_act=False)
+    kinds = {f"model.layers.{i}.mlp.{n}": (4, 128) for i in range(12) for n in ("up", "down")}
+    kinds |= dict.fromkeys(["model.layers.1.mlp.up", "model.layers.1.mlp.down"], (8, 64))
+    kinds["model.layers.11.mlp.up"] = (8, None)
+    found = quantization_config.written("gptq", kinds, [], desc_act=False, symmetric=True)
     assert found["dynamic"] == {
-        r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 64, "sym": True},
-        r"+:^model\.layers\.11\.mlp\.up$": {"bits": 8, "group_size": -1, "sym": True},
+        r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 64},
+        r"+:^model\.layers\.11\.mlp\.up$": {"bits": 8, "group_size": -1},
     }
     settings = quantization_config.checked(found)
-    for module, (bits, group, _) in kinds.items():
-        assert settings.of(module) == (bits, group)
+    for module, kind in kinds.items():
+        assert settings.of(module) == kind
     assert settings.of("model.layers.1.mlp.gate_up") == (8, 64)
     anchored = quantization_config.checked(found | {"dynamic": {"mlp": {"bits": 2}, "model": {}}})
     assert anchored.of("model.layers.0.mlp.up") == (4, 128)  # patterns match from the beginning
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_as_many_rules_are_written_as_are_read(form):
+    """One more is refused before a file is written that no reader of ours takes."""
+    kinds = {f"h.{i}.up": (4, 32) for i in range(20_003)}
+    dense = [f"h.{i}.down" for i in range(quantization_config.MAX_RULES)]
+    options = {"desc_act": False, "symmetric": True}
+    found = quantization_config.written(form, kinds, dense, **options)
+    settings = quantization_config.checked(found)
+    assert len(settings.dynamic) == quantization_config.MAX_RULES
+    assert settings.of(dense[-1]) is None and settings.of("h.20002.up") == (4, 32)
+    with pytest.raises(UserError, match="10,001 modules or layers differ .* may have 10,000 rules"):
+        quantization_config.written(form, kinds, [*dense, "h.20001.down"], **options)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_matrix_that_is_dense_in_all_layers_is_named(method, tmp_path):
+    """Other programs expect codes of every Linear that no member names."""
+    spec = Spec(method=method, of=lambda m: None if m.endswith("down_proj") else (4, 32))
+    oracle.write(tmp_path / "in", spec)
+    cfg, params = hf_quantized.load(tmp_path / "in")
+    hf_quantized.save(params, cfg, tmp_path / "out", form=method)
+    members = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    dense = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert members["dynamic"] == {f"-:^{re.escape(n)}$": {} for n in dense}
+    assert members.get("modules_to_not_convert", ["lm_head", *dense]) == ["lm_head", *dense]
+    for name, x in oracle.read(tmp_path / "in").items():
+        if name.endswith(".weight"):
+            np.testing.assert_array_equal(oracle.read(tmp_path / "out")[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_points_that_came_in_say_whether_they_are_symmetric(symmetric, tmp_path):
+    """Programs choose kernels by `sym`; what we read has zero points in any case."""
+    oracle.write(tmp_path / "in", Spec(symmetric=symmetric, version=1))
+    cfg, params = hf_quantized.load(tmp_path / "in")
+    hf_quantized.save(params, cfg, tmp_path / "out")
+    members = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert members["sym"] is symmetric
+
+
+def test_experts_in_few_bits(tmp_path):
+    oracle.write(tmp_path / "m", Spec())
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+               "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="m is a model with experts in few bits .gptq., which is"):
+        hf_quantized.load(tmp_path / "m")
 
 
 def test_a_fused_matrix_has_all_its_parts(tmp_path):
@@ -348,14 +410,19 @@ def test_a_fused_matrix_has_all_its_parts(tmp_path):
 def test_what_awqs_form_cannot_hold(dense, written, tmp_path):
     cfg, params = dense
     for formats, words in (
-        (format_of(8), "AWQ's form has 4 bits, .* this one has 8 bits"),
+        (format_of(8), "AWQ's form has 4 bits .* this one has 8 bits"),
         ([format_of(4), format_of(4, 64)], "one size of groups"),
+        (format_of(4, 128), "mlp.down.*: AWQ's .* 128 does not divide the 192 inputs"),
+        (format_of(4, 256), "AWQ's .* 256 does not divide the 128 inputs"),
     ):
+        if isinstance(formats, Format):
+            with pytest.raises(UserError, match=words):
+                hf_quantized.check(cfg, formats, "awq")
         with pytest.raises(UserError, match=words):
             quantized = quantize_model(params, cfg, formats)
             hf_quantized.save(quantized, cfg, tmp_path / "m", form="awq")
     apart = hf_quantized.load(written / "gptq")[1]
-    with pytest.raises(UserError, match="this one has 4 bits, desc_act"):
+    with pytest.raises(UserError, match="rows in the order of the inputs, not desc_act"):
         hf_quantized.save(apart, cfg, tmp_path / "m", form="awq")
     headless = {n: x for n, x in apart.items() if n != "head"}
     with pytest.raises(UserError, match="the parameters are not this configuration's: head"):

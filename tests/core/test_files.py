@@ -1,9 +1,13 @@
 """Files of strangers: kinds that block or never end, and JSON that takes much memory."""
 
+import json
+import math
 import os
 import socket
 import tracemalloc
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from megajax.core import files
@@ -78,3 +82,29 @@ def test_the_object_of_a_file(tmp_path):
 def test_json_that_is_none(text):
     with pytest.raises(ValueError):
         files.parse_json(text)
+
+
+def test_what_is_not_finite_is_null_in_json():
+    """And comes back as NaN, or as what the reader says; NumPy's scalars are plain numbers."""
+    value = {
+        "a": (1.5, math.inf), 2: [np.float32("nan"), np.float32(0.25), ml_dtypes.bfloat16(0.5)],
+        np.int64(3): {"b": np.bool_(True), "c": None, "d": np.float64("-inf")},
+    }  # fmt: skip
+    text = files.json_text(value)
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert text.endswith("}\n") and found == {
+        "a": [1.5, None], "2": [None, 0.25, 0.5], "3": {"b": True, "c": None, "d": None},
+    }  # fmt: skip
+    assert math.isnan(files.or_nan(found["a"][1])) and files.or_nan(None, math.inf) == math.inf
+    assert files.or_nan(0.0) == 0 and files.or_nan(0.0, math.inf) == 0
+
+
+@pytest.mark.parametrize("key", [math.nan, -math.inf, np.float32("nan"), np.float16("inf")])
+def test_a_key_must_be_finite(key):
+    with pytest.raises(ValueError, match="JSON has no key -?(nan|inf)"):
+        files.json_text({"a": [{key: 1}]})
+
+
+def test_an_array_is_no_json():
+    with pytest.raises(TypeError, match="ndarray"):
+        files.json_text({"a": np.zeros(2)})

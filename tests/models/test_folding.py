@@ -144,6 +144,17 @@ def test_matrices_behind_one_norm_must_share_their_scales():
         folding.fold(own, LLAMA)
 
 
+@pytest.mark.parametrize("method", ["awq", "rtn"])
+def test_a_source_of_what_is_no_matrix_is_named(method):
+    params = dense(LLAMA)
+    sources = folding.sources(LLAMA) | {"blocks.mlp.upp": None}
+    statistics = calibrate(params, LLAMA, [TOKENS])
+    with pytest.raises(UserError, match=r"'blocks.mlp.upp' is no matrix .* mean blocks.mlp.up\?"):
+        quantize_model(
+            params, LLAMA, FORMAT, method=method, calibration=statistics, sources=sources
+        )
+
+
 def test_scales_that_are_not_finite_are_not_written(tmp_path):
     params = quantize_model(dense(LLAMA), LLAMA, dataclasses.replace(FORMAT, scale_dtype="float16"))
     kernel = params["blocks"]["mlp"]["up"]

@@ -3,7 +3,10 @@
 It states bits and group for all Linears. GPTQModel's member `dynamic` states others for some, by
 the names of the modules: "PATTERN" or "+:PATTERN" has the members that differ, "-:PATTERN" leaves
 the module dense. The first pattern that matches from the beginning of the name counts. AWQ's member
-`modules_to_not_convert` lists parts of the names of dense modules; a reader sees them in the files.
+`modules_to_not_convert` lists parts of the names of dense modules. Our reader does not need it,
+because a dense module has a `.weight`. Of AWQ's form, transformers and AutoAWQ read that list, and
+GPTQModel reads `dynamic`, so both are written. A symmetric AWQ folder has no member `sym`:
+GPTQModel reads `zero_point` as its opposite.
 """
 
 import collections
@@ -19,6 +22,7 @@ Form = Literal["gptq", "awq"]
 Kind = tuple[int, int | None]  # bits, group (None: the whole column)
 SECTION = "quantization_config"
 AWQ_BITS = 4
+SUPPORTED = "gptq (2, 3, 4 and 8 bits) and awq (4 bits, version gemm)"
 # (chosen) of a folder of strangers: Python's `re` may take for ever. Names have some 40 characters.
 MAX_RULES, MAX_PATTERN, MAX_REPEATS = 10_000, 1000, 4
 _LAYER = re.compile(r".*?\.\d+\.")  # model.layers.3. of model.layers.3.mlp.up_proj
@@ -48,7 +52,7 @@ def checked(found: Mapping[str, Any]) -> Settings:
     """Returns the settings. Raises: UserError for what is not supported, and why."""
     method = found.get("quant_method")
     if method not in ("gptq", "awq"):
-        raise UserError(f"{SECTION}: quant_method={method!r} must be gptq or awq")
+        raise UserError(f"{SECTION}: quant_method={method!r} is not supported; {SUPPORTED} are")
     if found.get("is_marlin_format") or found.get("pack_dtype", "int32") not in ("int32", None):
         raise UserError(
             f"{SECTION}: codes must be packed in words of int32 (pack_dtype), not for Marlin"
@@ -63,8 +67,12 @@ def checked(found: Mapping[str, Any]) -> Settings:
         raise UserError(f"{SECTION}: checkpoint_format={form!r} must be gptq or gptq_v2")
     kind = _kind(found, method, {"bits": None, "group_size": 128}, SECTION)
     rules = found.get("dynamic") or {}
-    if not isinstance(rules, Mapping) or len(rules) > MAX_RULES:
-        raise UserError(f"{SECTION}: dynamic must be an object of up to {MAX_RULES} patterns")
+    if not isinstance(rules, Mapping):
+        raise UserError(f"{SECTION}: dynamic must be an object of patterns and their members")
+    if len(rules) > MAX_RULES:
+        raise UserError(
+            f"{SECTION}: dynamic has {len(rules):,} patterns; at most {MAX_RULES:,} are read"
+        )
     base = {"bits": kind[0], "group_size": -1 if kind[1] is None else kind[1]}
     dynamic = tuple(_rule(pattern, more, method, base) for pattern, more in rules.items())
     return Settings(method, *kind, method == "gptq" and form == "gptq", dynamic)
@@ -117,37 +125,46 @@ def _rule(
 
 def written(
     form: Form,
-    kinds: Mapping[str, tuple[int, int | None, bool]],
+    kinds: Mapping[str, Kind],
     dense: Sequence[str],
+    *,
     desc_act: bool,
+    symmetric: bool,
 ) -> dict[str, Any]:
     """Returns a quantization_config.
 
-    Args: kinds: {module: (bits, group, symmetric)}. dense: modules of the same blocks without
-      codes. desc_act: whether rows of a group lie apart.
+    Args: kinds: {module: (bits, group)}. dense: modules of the same blocks without codes.
+      desc_act: whether rows of a group lie apart. symmetric: whether all zero points are 2^(b-1).
+    Raises: UserError for more than MAX_RULES rules, which `checked` would refuse.
     """
     most = collections.Counter(kinds.values()).most_common(1)[0][0]
-    bits, group, symmetric = most
-    shared = {"bits": bits, "group_size": -1 if group is None else group, "sym": symmetric}
     if form == "awq":
-        return {
+        members = {
             "quant_method": "awq", "version": "gemm", "zero_point": True,
-            "modules_to_not_convert": ["lm_head", *dense], **shared,
+            "modules_to_not_convert": ["lm_head", *dense],
         }  # fmt: skip
-    members = {
-        "quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": desc_act,
-        "lm_head": False, **shared,
-    }  # fmt: skip
+    else:
+        members = {
+            "quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": desc_act,
+            "lm_head": False, "sym": symmetric,
+        }  # fmt: skip
     rules = {}
     for name, kind in _named({**dict.fromkeys(dense), **kinds}).items():
         if kind is None:
             rules[f"-:{name}"] = {}
         elif kind != most:
-            bits, group, symmetric = kind
-            rules[f"+:{name}"] = {
-                "bits": bits, "group_size": -1 if group is None else group, "sym": symmetric,
-            }  # fmt: skip
-    return members | ({"dynamic": rules} if rules else {})
+            rules[f"+:{name}"] = _sizes(kind)
+    if len(rules) > MAX_RULES:
+        raise UserError(
+            f"{SECTION}: {len(rules):,} modules or layers differ from the most common format; "
+            f"dynamic may have {MAX_RULES:,} rules; use fewer formats"
+        )
+    return members | _sizes(most) | ({"dynamic": rules} if rules else {})
+
+
+def _sizes(kind: Kind) -> dict[str, int]:
+    bits, group = kind
+    return {"bits": bits, "group_size": -1 if group is None else group}
 
 
 def _named(kinds: Mapping[str, Any]) -> dict[str, Any]:

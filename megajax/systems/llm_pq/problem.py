@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.files import json_text, read_object
+from megajax.core.files import json_text, or_nan, read_object
 
 SLACK = 1e-12  # of a budget, for sums of floats in another order
 MOST_BYTES = 2**24  # (chosen) of a placement's file
@@ -179,9 +179,9 @@ class Placement:
     stages: (device, first layer, one past the last layer) in the pipeline's order; devices that are
     not named stay unused. bits: of each layer. prefill_batch, decode_batch: requests of a
     micro-batch. tokens_per_s: of all answers. gap: no placement is shorter by a larger fraction of
-    the whole time; 0: proven optimal. prefill_s, decode_s: seconds of each phase. omega: loss of
-    quality, summed over layers. status: why the search ended: 'optimal', 'time limit',
-    'interrupted' or 'heuristic'.
+    the whole time; 0: proven optimal; NaN: not known. prefill_s, decode_s: seconds of each phase.
+    omega: loss of quality, summed over layers. status: why the search ended: 'optimal',
+    'time limit', 'interrupted' or 'heuristic'.
     """
 
     stages: tuple[Stage, ...]
@@ -196,7 +196,10 @@ class Placement:
     status: str
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file that `load` reads, whole or not at all; null stands for infinity."""
+        """Writes a JSON file that `load` reads, whole or not at all.
+
+        null stands for an infinite time or omega, and for a gap of NaN: not known.
+        """
         part = Path(f"{path}.part")
         part.write_text(json_text(asdict(self)))
         part.replace(path)
@@ -208,9 +211,9 @@ class Placement:
         try:
             found["stages"] = tuple((int(d), int(a), int(b)) for d, a, b in found["stages"])
             found["bits"] = tuple(int(b) for b in found["bits"])
-            found["gap"] = float(found["gap"])
+            found["gap"] = float(or_nan(found["gap"]))
             for name in ("tokens_per_s", "prefill_s", "decode_s", "omega"):
-                found[name] = math.inf if found[name] is None else float(found[name])
+                found[name] = float(or_nan(found[name], math.inf))
             return cls(**found)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is no placement that LLM-PQ wrote: {error!r}") from None

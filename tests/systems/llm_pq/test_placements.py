@@ -321,6 +321,9 @@ def test_a_placement_without_time_is_valid_json(tmp_path):
     got.save(path)
     found = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert found["tokens_per_s"] is None and Placement.load(path) == got
+    dataclasses.replace(got, gap=math.nan).save(tmp_path / "unknown.json")
+    again = Placement.load(tmp_path / "unknown.json")
+    assert math.isnan(again.gap) and dataclasses.replace(again, gap=got.gap) == got
     with pytest.raises(TypeError):
         dataclasses.replace(got, status=object()).save(path)
     assert Placement.load(path) == got
