@@ -90,7 +90,8 @@ class _Folder:
         self._used: set[str] = set()
 
     def leaf(self, rule: Rule) -> Any:
-        """Returns an array, stacked over the layers, or a list with a leaf for each layer."""
+        """Returns an array (stacked over the layers, if it has any), or a list of each layer's leaf
+        for a matrix that may be quantized."""
         like = self._abstract[rule.ours]
         stack = [rule.name(index) for index in np.ndindex(*rule.stack(self._sizes))]
         if rule.ours not in self._quantized:
@@ -158,7 +159,7 @@ def _is_empty_bias(files: TensorFolder, name: str) -> bool:
 
 
 def _in_runs(leaves: Mapping[str, Any], stack: str, layers: int) -> dict[str, Any]:
-    """Returns the leaves, those of layers stacked: in runs where layers are not alike."""
+    """Returns the leaves with layers stacked: as LayerRuns if layers have unlike formats."""
     each = {n: x for n, x in leaves.items() if isinstance(x, list)}
     alike = [jax.tree.structure([x[i] for x in each.values()]) for i in range(layers)]
     starts = [i for i in range(layers) if i == 0 or alike[i] != alike[i - 1]]
@@ -179,7 +180,7 @@ def _in_runs(leaves: Mapping[str, Any], stack: str, layers: int) -> dict[str, An
 
 
 def _stacked(layers: Sequence[Any]) -> Any:
-    """Returns the leaf of a run: arrays of codes have a dimension of pieces behind the layers'."""
+    """Returns one leaf of consecutive layers. A QuantKernel's arrays are (layers, 1 piece, ...)."""
     if isinstance(layers[0], QuantKernel):
         return jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)
     return jnp.stack(layers)

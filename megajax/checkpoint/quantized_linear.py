@@ -40,8 +40,11 @@ class Linear:
         return Linear(dataclasses.replace(q, shape=shape), self.order_K)
 
     def kernel(self, shape: tuple[int, ...], ordered: bool) -> QuantKernel:
-        """Returns it as a parameter. shape: of the dense array. ordered: whether it has an order
-        even if that is none, as others of its stack have one."""
+        """Returns the matrix as a parameter of a model.
+
+        shape: of the dense array. ordered: whether to state the order of the rows even if they are
+        in the order of the inputs, because another layer of the same stack has an order.
+        """
         order_K = np.arange(self.weight.shape[0]) if self.order_K is None else self.order_K
         order = jnp.asarray(order_K, jnp.int32) if ordered else None
         return QuantKernel(shape, self.weight, order=order)

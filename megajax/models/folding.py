@@ -37,7 +37,8 @@ def sources(cfg: DecoderConfig) -> dict[str, str | None]:
 def fold(params: Tree, cfg: DecoderConfig) -> Tree:
     """Returns the parameters without input scales: what makes the inputs is divided by them.
 
-    The scales of a QTensor's groups are rounded to their type again (float16: by 2^-11 at most).
+    The scales of a QTensor's groups are rounded to their type again: in float16 by a part of 2^-11
+    at most, and more below 6.1e-5, where float16 has fewer bits.
     params: of quantize_model with `sources(cfg)`.
     Raises: UserError where matrices behind one norm have unlike scales.
     """
