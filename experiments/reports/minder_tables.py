@@ -126,11 +126,7 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every
     }
-    fresh = folder / "minder_fresh.json"
-    found |= {
-        f"minder_fresh_{t.__name__}": functools.partial(t, fresh)
-        for t in (overall, sizes, kinds, alarms)
-    }
+    found["minder_slow_kinds"] = functools.partial(kinds, folder / "minder_slow.json")
     found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
     return found
 
