@@ -9,6 +9,7 @@ machines move apart in proportion to how unusual the median is:
 A Kalman filter estimates the offset r_i tick by tick; `fit` learns its prior and its noise. So a
 machine without a past is judged by how far machines usually differ, a machine with a past by its
 own offset, and an unusual state of the job widens the expected error instead of raising an alert.
+When the usual state itself changes, each offset becomes less sure, by slope times the change.
 The score of a tick is the distance in standard deviations. While a machine is suspected, its offset
 is not updated, or a fault would become its normal state. The noise adapts to the job, slowly, so
 that a fault does not become noise either.
