@@ -6,8 +6,8 @@
 
 Calibration reads text that training learns from, the loss text that it holds out; both of --source.
 --out writes a Hugging Face folder in GPTQ's form (gptq_v2), or with --form=awq in AWQ's (4 bits),
-which `scripts/serve.py --hf` and `scripts/generate.py --hf` read, and GPTQModel, transformers and
-others (docs/quantization.md says which of them take what).
+which `scripts/serve.py --hf` and `scripts/generate.py --hf` read. GPTQModel and transformers were
+tried on such folders (docs/quantization.md says what each of them takes).
 Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest, gptq is arXiv
 2210.17323, awq arXiv 2306.00978. With --out, awq's scales of inputs are shared by the matrices
 that read the same inputs, and folded into the norm or the matrix before them.

@@ -15,7 +15,6 @@ Made with gptqmodel 7.7.0, torch 2.13.0 on a CPU, transformers 5.24.0, Python 3.
 
 import hashlib
 import json
-import os
 import pathlib
 import sys
 
@@ -97,7 +96,6 @@ def main(what: str, home: str) -> None:
         for case in CASES:
             write(pathlib.Path(home), case)
         return
-    os.environ["GPTQMODEL_CPU_WORKERS"] = "1"
     found = {}
     for case in CASES:
         folder = pathlib.Path(home) / case

@@ -16,7 +16,6 @@ from megajax.monitor.fleet import (
     KINDS,
     METRICS,
     MIXES,
-    SEVEN,
     Disturbance,
     Fault,
     Fleet,
@@ -29,6 +28,7 @@ from megajax.monitor.fleet import (
 from megajax.monitor.fleet.faults import draw_kind
 from megajax.monitor.fleet.roles import BINS, draw_layout, step_profile
 from megajax.monitor.fleet.settings import quiet
+from megajax.monitor.sources.names import MINDER
 
 BUSY = Setting(jitters=3.0, job_events=20.0, gaps=3.0, checkpoint_every_s=200, evaluate_every_s=500)
 
@@ -284,7 +284,7 @@ def test_each_kind_moves_its_machine(kind):
         a, b = fleet.read(*span), twin.read(*span)
         victim = fleet.layout.names.index(fault.machine)
         named = set(METRICS) if "*" in fault.metrics else set(fault.metrics)
-        assert named & set(SEVEN)
+        assert named & set(MINDER)
         for c, name in enumerate(a.metrics):
             same = np.array_equal(a.values_CNT[c, victim], b.values_CNT[c, victim], equal_nan=True)
             assert not (same and name in named), (kind, name)

@@ -17,8 +17,9 @@ import numpy as np
 
 from experiments.reports.minder_rivals import ours
 from experiments.reports.minder_rivals.view import WINDOW, Said
-from megajax.monitor.fleet import METRICS, SEVEN, WATCHED, Case
+from megajax.monitor.fleet import METRICS, Case
 from megajax.monitor.grid import Grid
+from megajax.monitor.sources.names import MINDER, WATCHED
 from megajax.systems.minder import Detector, Settings, features, tracker, training
 
 Patch = Callable[[], Any]
@@ -75,9 +76,9 @@ VARIANTS = {
     "no-past": Variant("without the machine's own past", (_without_past,)),
     "short": Variant("without continuity: two ticks of 24 s", settings=Settings(continuity_s=48.0)),
     "no-groups": Variant("without grouping of followers", settings=Settings(group_s=1.0)),
-    "three-metrics": Variant("three of Minder's seven metrics", metrics=SEVEN[:3]),
+    "three-metrics": Variant("three of Minder's seven metrics", metrics=MINDER[:3]),
     "seven-metrics": Variant(
-        "Minder's seven metrics, without clock and temperature", metrics=SEVEN
+        "Minder's seven metrics, without clock and temperature", metrics=MINDER
     ),
     "all-metrics": Variant("all 21 metrics", metrics=tuple(METRICS)),
 }

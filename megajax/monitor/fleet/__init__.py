@@ -12,6 +12,6 @@ __getattr__, __dir__, __all__ = public(
         "roles": ("Layout",),
         "settings": ("Setting",),
         "simulator": ("Fleet",),
-        "specs": ("METRICS", "SEVEN", "WATCHED", "Spec"),
+        "specs": ("METRICS", "Spec"),
     },
 )

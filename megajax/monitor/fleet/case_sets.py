@@ -20,8 +20,8 @@ from megajax.monitor.fleet.faults import Fault, draw_fault, draw_kind
 from megajax.monitor.fleet.kinds import MIXES
 from megajax.monitor.fleet.settings import Setting
 from megajax.monitor.fleet.simulator import EPOCH, Fleet
-from megajax.monitor.fleet.specs import WATCHED
 from megajax.monitor.grid import Grid
+from megajax.monitor.sources.names import WATCHED
 
 Split = Literal["train", "validate", "held_out"]
 Noise = Literal["low", "middle", "high"]

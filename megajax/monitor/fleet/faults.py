@@ -12,7 +12,8 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor.fleet.disturbances import Disturbance, Move, Shape
 from megajax.monitor.fleet.kinds import GROUPS, KINDS, MIXES, Kind
 from megajax.monitor.fleet.roles import Layout
-from megajax.monitor.fleet.specs import METRICS, SEVEN
+from megajax.monitor.fleet.specs import METRICS
+from megajax.monitor.sources.names import MINDER
 
 # Share of weak faults among those that do not stop the job: their sizes come from their whole
 # range, those of the others from its upper half, in logarithms. ASSUMED: most are plain to see.
@@ -70,7 +71,7 @@ def draw_fault(
     start: float,
     end: float,
     strength: tuple[float, float] = (1.0, 1.0),
-    visible: Collection[str] = SEVEN,
+    visible: Collection[str] = MINDER,
     machine: int | None = None,
 ) -> Fault:
     """Returns a fault of a kind.

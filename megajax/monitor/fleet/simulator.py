@@ -21,9 +21,10 @@ from megajax.monitor.fleet.faults import Fault
 from megajax.monitor.fleet.job import Job
 from megajax.monitor.fleet.roles import Layout, draw_layout
 from megajax.monitor.fleet.settings import Setting
-from megajax.monitor.fleet.specs import METRICS, NUMBERS, WATCHED, Spec
+from megajax.monitor.fleet.specs import METRICS, NUMBERS, Spec
 from megajax.monitor.fleet.work import People, Work, people, work
 from megajax.monitor.grid import Grid
+from megajax.monitor.sources.names import WATCHED
 
 BLOCK = 60  # seconds that are made at a time
 EPOCH = 1_700_000_000  # (chosen) 2023-11-14, when a job starts unless told otherwise

@@ -118,10 +118,3 @@ _LIST = (
 
 METRICS: dict[str, Spec] = {spec.name: spec for spec in _LIST}
 NUMBERS: dict[str, int] = {name: number for number, name in enumerate(METRICS)}
-
-# Minder's choice of metrics, most telling first (section 4.3).
-SEVEN: tuple[str, ...] = tuple(METRICS)[:7]
-
-# What a job shows unless something else is asked for. A GPU whose clock is held down by heat makes
-# all machines wait; among the seven, only its power may show it.
-WATCHED: tuple[str, ...] = (*SEVEN, "gpu_clocks", "gpu_temperature")

@@ -151,6 +151,9 @@ METRICS: Mapping[str, tuple[Way, ...]] = {
     ),
 }
 MINDER = tuple(METRICS)[:7]  # (arXiv 2411.01791, section 4.4) in the order that the paper learnt
+# What jobs are judged by. A GPU whose clock is held down by heat makes all machines wait; among
+# Minder's seven, only its power may show it.
+WATCHED = (*MINDER, "gpu_clocks", "gpu_temperature")
 COLLECTED = tuple(METRICS)[:21]  # (the same, appendix) all that the paper collects
 
 # How many GPUs of a machine answer in a second. A mean over the GPUs that are left looks healthy

@@ -19,16 +19,13 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.grid import Grid, period_of
+from megajax.monitor.sources.names import MINDER
 from megajax.systems.minder import edges, evidence, features, priority, tracker, training
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.pending import Window, grid_of, held
 from megajax.systems.minder.profile import Profile
 from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, Settings
 
-PAPER = (
-    "pfc_tx_packet_rate", "cpu_usage", "gpu_duty_cycle", "gpu_power_draw",
-    "gpu_graphics_engine_activity", "gpu_tensor_activity", "nvlink_bandwidth",
-)  # in the order that Minder learnt (section 4.2)  # fmt: skip
 SHORTEST = 600  # seconds of a job to learn from: more than the longest span of ticks
 VALUES = 2**20  # of a metric from which its range is taken
 WINDOWS = 2**15  # to train on
@@ -176,7 +173,7 @@ class _Ranges:
     def learnt(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]:
         """Returns (metrics in order, range_3C, period_C, ends of the scales (2, C))."""
         have = set(self._values)
-        order = [m for m in (PAPER if self._wanted is None else self._wanted) if m in have]
+        order = [m for m in (MINDER if self._wanted is None else self._wanted) if m in have]
         if self._wanted is None:
             order += sorted(have - set(order))
         if not order:

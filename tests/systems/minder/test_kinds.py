@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from megajax.monitor.fleet import METRICS, SEVEN
+from megajax.monitor.fleet import METRICS
 from megajax.monitor.fleet.kinds import GROUPS, KINDS
+from megajax.monitor.sources.names import MINDER
 from megajax.systems.minder.kinds import nearest
 
 GPU = ("gpu_duty_cycle", "gpu_power_draw", "gpu_graphics_engine_activity", "gpu_tensor_activity")
@@ -23,7 +24,7 @@ GPU = ("gpu_duty_cycle", "gpu_power_draw", "gpu_graphics_engine_activity", "gpu_
     ],
 )
 def test_types_by_the_seven_metrics_of_the_paper(moved, kind):
-    assert nearest(dict.fromkeys(SEVEN, 0.0) | moved) == kind
+    assert nearest(dict.fromkeys(MINDER, 0.0) | moved) == kind
 
 
 @pytest.mark.parametrize(
