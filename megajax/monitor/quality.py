@@ -12,7 +12,7 @@ other machines, as the old one did and the new one as it is does not; if the oth
 and if the values vary as much in proportion as before: a GPU that stands still, or a job that goes
 on after it stood still, does not look like milliwatts.
 
-Legend: C metrics, N machines, T seconds.
+Legend: C metrics, N machines, T seconds, M moments, K stretches of EVERY seconds.
 """
 
 import dataclasses
@@ -110,9 +110,14 @@ class Quality:
         whole_NT[:, :span] = memory.tail_NT
         whole_NT[rows, span:] = value_NT / memory.divisor_N[rows, None]
         out_NT, notes = whole_NT[:, span:].copy(), []
-        for moment in range(-(-(grid.start + 1) // EVERY) * EVERY, grid.end + 1, EVERY):
+        moments = range(-(-(grid.start + 1) // EVERY) * EVERY, grid.end + 1, EVERY)
+        first = moments.start - grid.start  # where the first moment's seconds begin
+        far_MN = _far(whole_NT[:, first:])
+        for m, moment in enumerate(moments):
+            if not far_MN[m].any():
+                continue
             at = span + moment - grid.start
-            changed = _steps(whole_NT[:, at - span : at])
+            changed = _steps(whole_NT[:, at - span : at], far_MN[m])
             moved = changed != 1
             if moved.any():
                 memory.divisor_N *= changed
@@ -121,6 +126,7 @@ class Quality:
                 whole_NT[moved, :at] = np.nan  # from here on it is compared anew
                 whole_NT[moved, at:] /= changed[moved, None]
                 out_NT[moved, at - span :] /= changed[moved, None]
+                far_MN = _far(whole_NT[:, first:])
         memory.tail_NT = whole_NT[:, whole_NT.shape[1] - span :]
         value_NT[:] = out_NT[rows]
         return notes
@@ -136,24 +142,50 @@ class Quality:
         )
 
 
-def _steps(value_NT: np.ndarray) -> np.ndarray:
+def _far(value_NT: np.ndarray) -> np.ndarray:
+    """Returns far_MN: machines whose greatest value moved so far that the unit may have changed.
+
+    It is what decides, for nearly all moments, that no median is needed. value_NT: 2 SECONDS before
+    the first moment, then EVERY seconds more for each further one; M = 0 if it is shorter.
+    """
+    N, blocks, side = len(value_NT), value_NT.shape[1] // EVERY, SECONDS // EVERY
+    block_NKT = value_NT[:, : blocks * EVERY].reshape(N, blocks, EVERY)
+    count_NK, most_NK = np.zeros(block_NKT.shape[:2], np.int8), block_NKT[..., 0].copy()
+    for second in range(EVERY):  # NumPy reduces so short an axis ten times slower than this
+        count_NK += np.isfinite(block_NKT[..., second])
+        np.fmax(most_NK, block_NKT[..., second], out=most_NK)
+    size = (max(blocks - 2 * side + 1, 0), N)
+    far_MN = np.zeros(size, bool)
+    for m in range(size[0]):
+        parts = [slice(m, m + side), slice(m + side, m + 2 * side)]
+        enough_N = np.all([count_NK[:, p].sum(1) >= SECONDS / 2 for p in parts], axis=0)
+        most = [np.fmax.reduce(most_NK[:, p], axis=1) for p in parts]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio_N = most[1] / most[0]
+            far_MN[m] = enough_N & ((ratio_N > FACTORS[0] / 2) | (ratio_N < 2 / FACTORS[0]))
+    return far_MN
+
+
+def _steps(value_NT: np.ndarray, far_N: np.ndarray) -> np.ndarray:
     """Returns by what factor each machine's unit changed in the middle, 1 for none.
 
-    value_NT: 2 SECONDS of all machines.
+    value_NT: 2 SECONDS of all machines. far_N: of `_far`, for these seconds.
     """
     changed_N = np.ones(len(value_NT))
     parts = np.split(value_NT, 2, axis=1)
     enough_N = np.all([np.isfinite(p).sum(1) >= SECONDS / 2 for p in parts], axis=0)
-    most = [np.fmax.reduce(p, axis=1) for p in parts]  # far cheaper than medians
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio_N = most[1] / most[0]
-        far_N = enough_N & ((ratio_N > FACTORS[0] / 2) | (ratio_N < 2 / FACTORS[0]))
-    if not far_N.any():
-        return changed_N
-    before_N, after_N = (np.full(len(value_NT), np.nan) for _ in range(2))
-    before_N[enough_N], after_N[enough_N] = (np.nanmedian(p[enough_N], axis=1) for p in parts)
+    before_N, after_N = np.full((2, len(value_NT)), np.nan)
+
+    def level(asked_N: np.ndarray) -> None:
+        for level_N, p in zip((before_N, after_N), parts, strict=True):
+            level_N[asked_N] = np.nanmedian(p[asked_N], axis=1)
+
+    level(far_N)
     for k in np.flatnonzero(far_N & (before_N > 0) & (after_N > 0)):
         changed_N[k] = _factor(after_N[k] / before_N[k], NOISY)
+    if (changed_N == 1).all():
+        return changed_N
+    level(enough_N & ~far_N)  # medians are dear, so those of the others come last
     for size in set(np.round(np.log10(changed_N))) - {0}:  # 1000 or 1024: all of them tell better
         alike = np.round(np.log10(changed_N)) == size
         changed_N[alike] = _factor(float(np.median(after_N[alike] / before_N[alike])))
@@ -200,3 +232,6 @@ def _factor(ratio: float, tolerance: float = TOLERANCE) -> float:
     signed = [f for g in FACTORS for f in (g, 1 / g)]
     nearest = min(signed, key=lambda f: abs(math.log(ratio / f)))
     return nearest if abs(ratio / nearest - 1) < tolerance else 1.0
+
+
+assert SECONDS % EVERY == 0

@@ -22,7 +22,7 @@ from megajax.systems.minder.settings import WINDOW
 
 Array = jax.Array
 SEEN = WINDOW // 2  # seconds of a window that must have a sample
-ROWS = 512  # (chosen) windows of a call: 170 machines
+MACHINES = 192  # (chosen) of a call
 FLOOR = 1e-3  # (chosen) of a residual, as a share of three healthy ranges
 
 
@@ -48,8 +48,10 @@ def bent(values: Any, bend: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _of_windows(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_BWC: Array) -> Array:
-    """Returns y_BF of ROWS windows; values are as measured, NaN where a sample is missing."""
+def _of_machines(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_CNT: Array) -> Array:
+    """Returns y_FNJ of MACHINES machines; values are as measured, NaN where a sample is missing."""
+    C, N, T = values_CNT.shape
+    values_BWC = values_CNT.reshape(C, -1, WINDOW).transpose(1, 2, 0)
     x_BWC = scaled(values_BWC, *range_3C[:, None, None])
     back_BWC = lstm_vae.denoise(cfg, vae, x_BWC)
     measured_BWC = x_BWC >= 0
@@ -58,7 +60,8 @@ def _of_windows(cfg: LstmVaeConfig, vae: Tree, range_3C: Array, values_BWC: Arra
     mean_square_BC = (error_BWC**2).sum(1) / jnp.maximum(seen_BC, 1.0)
     residual_BC = jnp.log(FLOOR + jnp.sqrt(mean_square_BC))
     y_BF = jnp.concatenate([back_BWC.mean(1), residual_BC], 1)
-    return jnp.where(jnp.concatenate([seen_BC, seen_BC], 1) >= SEEN, y_BF, jnp.nan)
+    y_BF = jnp.where(jnp.concatenate([seen_BC, seen_BC], 1) >= SEEN, y_BF, jnp.nan)
+    return y_BF.T.reshape(-1, N, T // WINDOW)
 
 
 def of_tick(
@@ -67,19 +70,17 @@ def of_tick(
     """Returns y_FNJ, float32: level and residual of each window of one tick.
 
     A window has NaN if fewer than half of its seconds have a sample. Jobs of all sizes run the same
-    program, ROWS windows at a time.
+    program, MACHINES at a time.
     Args: range_3C: low, high and bend of each metric (`scaled`). values_CNT: seconds as measured,
       NaN where a sample is missing.
     """
-    C, N, T = values_CNT.shape
-    J = T // WINDOW
-    values_BWC = values_CNT.reshape(C, N * J, WINDOW).transpose(1, 2, 0)
+    N = values_CNT.shape[1]
     range_3C = np.asarray(range_3C, np.float32)
     found = []
-    for start in range(0, N * J, ROWS):
-        part = values_BWC[start : start + ROWS]
-        pad = ((0, ROWS - len(part)), (0, 0), (0, 0))
+    for start in range(0, N, MACHINES):
+        part = values_CNT[:, start : start + MACHINES]
+        pad = ((0, 0), (0, MACHINES - part.shape[1]), (0, 0))
         part = np.pad(part, pad, constant_values=np.nan)
-        found.append(_of_windows(cfg, vae, range_3C, part))
-    y_BF = np.concatenate([np.asarray(part) for part in found])  # all of them run before the first
-    return y_BF[: N * J].T.reshape(2 * C, N, J)
+        found.append(_of_machines(cfg, vae, range_3C, part))
+    y_FNJ = np.concatenate([np.asarray(part) for part in found], 1)  # all run before the first
+    return y_FNJ[:, :N]

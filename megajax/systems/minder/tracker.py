@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.systems.minder.evidence import CROWD, PER_DOUBLING
+from megajax.systems.minder.medians import median, middle_two
 
 Array = jax.Array
 CORRELATED = 4.0  # (chosen) neighbouring ticks that say about as much as one
@@ -97,16 +98,6 @@ def without(tracks: Tracks, rows: list[int]) -> Tracks:
     )
 
 
-def median(x: Array) -> Array:
-    """Returns the median over the last axis, ignoring NaN; NaN where all values are NaN."""
-    ordered = jnp.sort(x, -1)  # NaN comes last
-    count = jnp.isfinite(x).sum(-1, keepdims=True)
-    low, high = jnp.maximum((count - 1) // 2, 0), jnp.maximum(count // 2, 0)
-    high = jnp.minimum(high, x.shape[-1] - 1)
-    both = jnp.take_along_axis(ordered, low, -1) + jnp.take_along_axis(ordered, high, -1)
-    return jnp.where(count > 0, 0.5 * both, jnp.nan)[..., 0]
-
-
 @jax.jit
 def advance(
     prior: Prior, tracks: Tracks, y_FNJ: Array, held_N: Array, anew_N: Array
@@ -170,13 +161,8 @@ def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:
     own_FNJ: windows after the machines' offsets were subtracted.
     """
     own_FN = jnp.nanmean(own_FNJ, -1)
-    ordered_FN, count_F = jnp.sort(own_FN, -1), jnp.isfinite(own_FN).sum(-1)  # NaN comes last
-
-    def at(place_F: Array) -> Array:
-        place_F = jnp.clip(place_F, 0, own_FN.shape[1] - 1)
-        return jnp.take_along_axis(ordered_FN, place_F[:, None], -1)[:, 0]
-
-    low_F, high_F = at((count_F - 1) // 2), at(count_F // 2)
+    low_F, high_F = middle_two(own_FN)
+    count_F = jnp.isfinite(own_FN).sum(-1)
     usual_F = median(tracks.middle_FH)
     halves_F = (high_F - low_F > SPLIT * prior.noise_F) & (count_F <= HALVES)
     halves_F &= jnp.isfinite(tracks.middle_FH).sum(-1) >= KNOWN

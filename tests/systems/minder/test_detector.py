@@ -47,9 +47,9 @@ def cut(grid, start, end, machines=None):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_programs():
-    """The jobs here have about ten machines, so their ticks have about thirty windows."""
+    """The jobs here have about ten machines."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "ROWS", 32)
+        patch.setattr(features, "MACHINES", 12)
         yield
 
 

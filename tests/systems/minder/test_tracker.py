@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.systems.minder import tracker
+from megajax.systems.minder import medians, tracker
 
 MACHINES, WINDOWS, NOISE, SLOPE = 16, 3, 0.005, 0.1
 
@@ -39,3 +39,20 @@ def test_a_machine_that_changes_in_an_unchanged_job_stands_out(seed):
         score_TN = scores(spread * rng.standard_normal(30), slope_N, seed, changes_TN)
         assert score_TN[20:, 3].mean() > 4.0
         assert np.abs(np.delete(score_TN, 3, 1)).mean() < 1.0
+
+
+def test_medians_are_exact_for_any_count_of_machines_with_holes_ties_and_both_signs(seed):
+    rng = np.random.default_rng(seed)
+    for machines in (1, 2, 7, 64, 1501):
+        sizes_61 = 10.0 ** rng.integers(-30, 30, (6, 1))
+        x = (rng.standard_normal((6, machines)) * sizes_61).astype(np.float32)
+        x[1] = np.round(x[1] / np.abs(x[1]).max() * 3)  # ties, zeros of both signs
+        x[2:4, rng.random(machines) < 0.3] = np.nan
+        x[4], x[5, machines // 2 :] = np.nan, np.inf
+        found = zip(*medians.middle_two(x), medians.median(x), strict=True)
+        for row, (low, high, middle) in zip(x, found, strict=True):
+            ordered = np.sort(row[np.isfinite(row)])
+            n = len(ordered)
+            expected = (ordered[(n - 1) // 2], ordered[n // 2]) if n else (np.nan, np.nan)
+            np.testing.assert_array_equal((low, high), expected)
+            np.testing.assert_array_equal(middle, np.float32(0.5) * np.float32(np.sum(expected)))
