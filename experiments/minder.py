@@ -6,6 +6,7 @@
     uv run experiments/minder.py train --source=monday.csv.gz,tuesday.parquet
     uv run experiments/minder.py evaluate --preset=paper       # beside rivals, on simulated jobs
     uv run experiments/minder.py watch --prometheus=http://HOST:9090 --model=MODEL
+    uv run experiments/minder.py time --model=MODEL            # seconds a call, 1,500 machines
 
 Without a verb the command trains a little, watches two simulated jobs and draws what it found.
 `train` fits a model and writes it to --model; after Ctrl-C the same command resumes. `evaluate`
@@ -27,7 +28,7 @@ from typing import Any
 
 from experiments.reports import minder as report
 from experiments.reports import minder_sources as sources_
-from experiments.reports import minder_watch
+from experiments.reports import minder_time, minder_watch
 from megajax.core import config, mesh
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
@@ -39,7 +40,7 @@ from megajax.systems.minder import Detector, Settings
 from megajax.systems.minder.pictures import Heat, draw_alert
 from megajax.systems.minder.recent import Recent
 
-VERBS = ("train", "evaluate", "watch")
+VERBS = ("train", "evaluate", "watch", "time")
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ class Config(Checked):
     server: minder_watch.Server = group(minder_watch.Server)
     watch: minder_watch.WatchConfig = group(minder_watch.WatchConfig)
     evaluate: report.Config = group(report.Config)
+    time: minder_time.Config = group(minder_time.Config)
     out: str = results.out_option("minder")
 
     @property
     def model_path(self) -> Path:
-        """Of train and watch."""
+        """Of train, watch and time."""
         return expand(self.model or f"{self.out}/model.npz", "model")
 
     def asked(self, model: str | None) -> report.Config:
@@ -127,7 +129,7 @@ def fit(cfg: Config) -> Detector:
     """Fits a detector and saves it; after Ctrl-C the same call resumes."""
     path = cfg.model_path
     results.writable_folder(str(path.parent), "model")
-    ignored = ("watch", "evaluate", "model", "out", "server.timeout_s")
+    ignored = ("watch", "evaluate", "time", "model", "out", "server.timeout_s")
     same = config.fingerprint(cfg, ignore=ignored)
     folder = results.writable_folder(f"{cfg.out}/training/{same}")
     given = _sources(cfg, folder)
@@ -216,6 +218,9 @@ def main(verb: str = "") -> int:
         return 0
     if verb == "train":
         fit(cfg)
+        return 0
+    if verb == "time":
+        minder_time.measure(cfg.time, cfg.model_path, cfg.out, _say)
         return 0
     return demonstrate(cfg)
 

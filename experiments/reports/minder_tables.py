@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.reports import minder_time
 from experiments.reports.minder_figures import LEVELS, OURS
 
 Row = dict[str, Any]
@@ -120,6 +121,13 @@ def ablations(path: Path) -> str:
     return "\n".join([_table(heads, rows), "", text, "", _source(found)])
 
 
+def seconds(path: Path) -> str:
+    """How long a call takes."""
+    found = _read(path)
+    return "\n".join([f"{minder_time.text(found)}. The paper: {found['paper_s']} s with the query.",
+                      "", _source(found)])  # fmt: skip
+
+
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Returns {name of a place in a document: what stands there}."""
     every = (overall, sizes, kinds, conditions, alarms)
@@ -128,6 +136,7 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
     }
     found["minder_slow_kinds"] = functools.partial(kinds, folder / "minder_slow.json")
     found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
+    found["minder_time"] = functools.partial(seconds, folder / "minder_time.json")
     return found
 
 
