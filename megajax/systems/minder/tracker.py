@@ -77,7 +77,7 @@ def begin(prior: Prior, machines: int) -> Tracks:
     F = prior.noise_F.shape[0]
     zeros_FN = jnp.zeros((F, machines))
     unsure_FN = prior.offset_F[:, None] ** 2 + zeros_FN
-    return Tracks(zeros_FN, unsure_FN, jnp.full((F, USUAL), jnp.nan), prior.noise_F)
+    return Tracks(zeros_FN, unsure_FN, jnp.full((F, USUAL), jnp.nan, jnp.float32), prior.noise_F)
 
 
 def resized(tracks: Tracks, prior: Prior, machines: int) -> Tracks:
