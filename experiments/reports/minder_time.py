@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megajax.core.config import Checked, option
+from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.monitor.fleet.settings import Setting
 from megajax.monitor.fleet.simulator import Fleet
+from megajax.monitor.fleet.specs import METRICS
 from megajax.systems.minder import Detector
 from megajax.systems.minder.settings import TICK
 
@@ -41,12 +43,17 @@ def measure(
     """Times a saved detector on a healthy simulated job; writes OUT/minder_time.json.
 
     `call`: all minutes at once. `online`: the same minutes, one tick at a time, as a daemon reads.
-    Raises: UserError for a model that cannot be read.
+    Raises: UserError for a model that cannot be read or has metrics that the simulator lacks.
     """
     import jax
 
     folder = results.writable_folder(out)
     metrics = Detector.load(model).profile.metrics
+    if strange := [m for m in metrics if m not in METRICS]:
+        raise UserError(
+            f"model={model} judges {strange[0]!r}, which simulated jobs do not show: give a model "
+            "that was fitted on simulated jobs (--model)"
+        )
     fleet = Fleet(cfg.machines, 7, metrics, Setting(), start=START)
     begin = START + HOUR
     end = begin + 60 * cfg.minutes

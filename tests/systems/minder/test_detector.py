@@ -10,6 +10,7 @@ import gzip
 import numpy as np
 import pytest
 
+from experiments.reports import minder_time
 from experiments.reports.minder_rivals import ablated
 from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
@@ -326,6 +327,8 @@ def test_models_and_windows_that_do_not_fit_are_named(model, tmp_path):
     for path in (tmp_path / "bad.npz", tmp_path / "none.npz"):
         with pytest.raises(UserError, match="model="):
             Detector.load(path)
+    with pytest.raises(UserError, match=r"judges 'queue_length', which simulated jobs.*--model"):
+        minder_time.measure(minder_time.Config(), model, str(tmp_path))
     with pytest.raises(UserError, match="at least 4 machines and 600 s"):
         Detector.fit([job(3, 900)])
     with pytest.raises(UserError, match="nothing to fit"):

@@ -56,3 +56,12 @@ def test_medians_are_exact_for_any_count_of_machines_with_holes_ties_and_both_si
             expected = (ordered[(n - 1) // 2], ordered[n // 2]) if n else (np.nan, np.nan)
             np.testing.assert_array_equal((low, high), expected)
             np.testing.assert_array_equal(middle, np.float32(0.5) * np.float32(np.sum(expected)))
+
+
+def test_the_second_tick_of_a_job_compiles_nothing():
+    prior = tracker.Prior(*(jnp.full(1, x, jnp.float32) for x in (NOISE, 0.02, SLOPE)))
+    tracks, nobody = tracker.begin(prior, 5), np.zeros(5, bool)
+    before = tracker.advance._cache_size()
+    for _ in range(2):
+        tracks, *_ = tracker.advance(prior, tracks, jnp.zeros((1, 5, WINDOWS)), nobody, nobody)
+    assert tracker.advance._cache_size() == before + 1
