@@ -1,19 +1,22 @@
-"""The product of activations and packed codes for Hopper: dequantized in registers.
+"""The product of activations and packed codes for Hopper: the weight is dequantized in registers.
 
-On the engine of pallas_kernels/hopper, with the two sides changed: the kernel computes y^T = w^T
-x^T, so that a weight's columns are the 64 rows of wgmma and tokens its columns, of which there may
-be 8 (decoding wastes no rows), and the weight is the left operand, which may lie in registers:
+It runs on the engine of pallas_kernels/hopper, with the two sides of the product exchanged: the
+kernel computes y^T = w^T x^T. The columns of the weight are then the 64 rows of wgmma, and the
+tokens are its columns, of which there may be as few as 8, so decoding a few tokens wastes no rows.
+The weight becomes the left operand, the one that wgmma can take from registers:
 
     producer      TMA: packed bytes, scales, zeros of a step, x -> ready[s]
     each compute  wait ready[s] | 64 of K: words -> codes -> w^T in registers (registers.py) | wgmma
                   | the next 64, while the tensor core multiplies | arrive free[s]
     epilogue      sums | bias, activation | shared memory | TMA to y (tokens, columns)
 
-A tile's block_m is columns of the weight here, 128 of each warpgroup, and its block_n tokens. Where
-a tile reaches over an edge TMA reads zeros: the zero byte is a finite code, and x is zero there.
+Because the sides are exchanged, a tile's block_m counts columns of the weight here, 128 for each
+warpgroup, and its block_n counts tokens. Where a tile reaches over an edge, TMA reads zeros. The
+byte zero is a finite code there, and x is zero, so the product is zero as well.
 
-Where tiles are fewer than SMs, K is cut into splits as in pallas_kernels/gemm/hopper.py: pages of
-float32 that XLA adds up in the order of the splits, with the epilogue in the same fusion.
+Where there are fewer tiles than SMs, K is cut into splits as in pallas_kernels/gemm/hopper.py. Each
+split writes a page of float32 sums; XLA adds the pages in the order of the splits and applies the
+epilogue in the same fusion.
 
 Legend: M tokens, N columns, K contracted, G groups of K, P rows of packed bytes.
 """
@@ -51,10 +54,11 @@ SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
 
 @dataclasses.dataclass(frozen=True)
 class Product(engine.Product):
-    """The engine's roles; a step's products are over before the next one is dequantized.
+    """The engine's roles, but the products of a step are over before the next is dequantized.
 
-    The engine leaves one in flight. Here the next step would overwrite registers that it reads,
-    which the PTX ISA calls undefined behaviour before `wgmma.wait_group` (wgmma.mma_async).
+    The engine leaves the products of one step in flight. Here the next step would overwrite
+    registers that they still read, which the PTX ISA calls undefined behaviour before
+    `wgmma.wait_group` (section wgmma.mma_async).
     """
 
     @override
@@ -74,9 +78,9 @@ class Product(engine.Product):
 
 
 class Grouped(Product):
-    """The same, where a step's sums are scaled before they are added to those of the steps before.
+    """As Product, for steps whose sums are scaled before they are added to the sums so far.
 
-    multiply(place, s, buffer, sums): returns the new sums.
+    `multiply(place, s, buffer, sums)` returns the new sums.
     """
 
     @override
@@ -97,9 +101,9 @@ class Grouped(Product):
 
 
 def scales_sums(spec: Spec, tokens: int) -> bool:
-    """Whether the codes are multiplied as they are, and a group's scale multiplies its sums.
+    """Tells whether the codes are multiplied unscaled, and a group's scale multiplies its sums.
 
-    tokens: of a tile; where they are many, there are no registers for the sums of a group.
+    Args: tokens: those of a tile. If they are many, no registers are left for the sums of a group.
     """
     return spec.bits == 4 and spec.signed and spec.group % DEPTH == 0 and tokens <= 64
 
@@ -117,7 +121,10 @@ def misfits(dtype: Any, M: int, N: int, K: int, spec: Spec) -> list[str]:
 
 
 def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> Tile:
-    """The tile where nothing was measured: all tokens of a decoding step, splits that fill SMs."""
+    """Returns the tile for a size that was never tuned.
+
+    It holds all tokens of a decoding step, and has as many splits as fill the SMs.
+    """
     tokens = next((t for t in TOKENS if t >= M), TOKENS[-1])
     warpgroups = 2 if N > COLUMNS else 1
     depth = 2 * DEPTH if _deep(spec, K) and tokens <= 64 else DEPTH
@@ -129,10 +136,10 @@ def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> 
 
 
 def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> list[Tile]:
-    """What the tuner chooses from: the heuristic's first.
+    """Returns the tiles that the tuner measures, the heuristic's first.
 
-    Decoding waits for latencies, of which more warpgroups hide more; where tokens are many, sums
-    leave no registers for them.
+    Decoding waits for memory, and more warpgroups hide more of that wait. With many tokens the sums
+    take so many registers that fewer warpgroups fit.
     """
     first = heuristic(M, N, K, spec, dtype)
     found = [first]
@@ -153,7 +160,10 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
 
 
 def _most_warpgroups(tokens: int, spec: Spec) -> int:
-    """That compute, whose registers are enough (configs.py has their deviceless compiles)."""
+    """Returns with how many computing warpgroups the registers of a thread still are enough.
+
+    The numbers were found by compiling without a device (configs.py).
+    """
     if tokens > 16:
         return 2
     return (
@@ -164,27 +174,27 @@ def _most_warpgroups(tokens: int, spec: Spec) -> int:
 
 
 def _deep(spec: Spec, K: int) -> bool:
-    """Whether a step of 128 of K begins with a group, or lies in one."""
+    """Tells whether each step of 128 along K begins with a group or lies inside of one."""
     return spec.group >= K or spec.group in (SMALLEST, DEPTH) or spec.group % (2 * DEPTH) == 0
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
-    """Of one split."""
+    """Returns the number of tiles of one split."""
     return pl.cdiv(M, tile.block_n) * pl.cdiv(N, tile.block_m)
 
 
 def fitted(tile: Tile, spec: Spec, dtype: Any = jnp.bfloat16) -> Tile:
-    """The same tile with no more stages than fit."""
+    """Returns the tile with no more stages than fit into shared memory."""
     return tiles.fitted(tile, lambda tile: buffers(tile, spec, dtype))
 
 
 def scale_rows(tile: Tile, spec: Spec) -> int:
-    """Of groups, that a step needs."""
+    """Returns how many rows of scales, one a group, a step needs."""
     return max(tile.block_k // spec.group, 1)
 
 
 def buffers(tile: Tile, spec: Spec, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shared memory, as (shape, type)."""
+    """Returns {name: (shape, dtype)} of the arrays in shared memory."""
     rows = registers.rows_of(tile.block_k, spec.bits)
     columns = (tile.buffers, tile.warpgroups, scale_rows(tile, spec), COLUMNS)
     height = min(tile.block_n, STAGED)
@@ -236,7 +246,10 @@ def multiply(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> jax.Array:
-    """As reference.forward, for bf16 and f16 and two dimensions. blocks: thread blocks."""
+    """Returns what reference.forward does, for bf16 and f16 and an x of two dimensions.
+
+    Args: blocks: thread blocks to launch, one for each SM.
+    """
     K = x_MK.shape[1]
     if spec.group >= K:  # one group, that no step leaves
         spec = dataclasses.replace(spec, group=up(K, tile.block_k))
@@ -263,7 +276,7 @@ def forward(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> jax.Array:
-    """As reference.forward, for bf16 and f16. blocks: thread blocks, one an SM."""
+    """Returns what reference.forward does, for bf16 and f16; see `multiply`."""
     y_MN = multiply(
         x_xK.reshape(-1, x_xK.shape[-1]), packed_PN, scales_GN, zeros_GN, bias_N,
         spec=spec, tile=tile, interpret=interpret, blocks=blocks,
@@ -272,7 +285,7 @@ def forward(
 
 
 def _launch(given, *, spec, tile, interpret, blocks):
-    """Returns y (M, N), or (splits, M, N) float32 where there are some."""
+    """Returns y (M, N); with more than one split the pages of sums (splits, M, N), float32."""
     (M, K), (P, N) = given["x"].shape, given["packed"].shape
     dtype = given["x"].dtype
     grid = (pl.cdiv(M, tile.block_n), pl.cdiv(N, tile.block_m))
@@ -334,7 +347,7 @@ def _body(
     pieces = staging.pieces((tile.block_n, COLUMNS))
     height = y_smem.shape[2]
     rows = registers.rows_of(tile.block_k, spec.bits)
-    # Of a group that is longer than a step there is one row.
+    # Codes are dequantized in parts that lie inside of one group.
     part = min(spec.group, DEPTH)
     numbers = {"scales": scales_smem} | ({} if spec.signed else {"zeros": more["zeros_smem"]})
 
@@ -362,11 +375,12 @@ def _body(
                 plgpu.copy_gmem_to_smem(source, smem.at[buffer, w], barrier)
 
     def weight(buffer, chunk):
-        """w^T of 64 of K: (128, 64) in registers."""
+        """Returns w^T (128, 64) of one chunk of 64 along K, in registers."""
         found = []
         for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, part):
             first, size = (registers.rows_of(k, spec.bits) for k in (start, part))
             words = words_smem.at[buffer, product.warpgroup, pl.ds(first, size)]
+            # A group that is longer than a step has one row of scales in shared memory.
             row = min(start // spec.group, scales_smem.shape[2] - 1)
 
             def column(name, j, row=row):

@@ -1,23 +1,32 @@
 """Packed codes as operands of the tensor cores: layouts of registers, and the arithmetic in them.
 
-A warpgroup has 128 columns of the weight. They come as 32-bit words of four columns' bytes: word c
-of a row has columns 4c .. 4c + 3. The product is y^T = w^T x^T. Columns of the weight are the rows
-of wgmma's left operand, which may lie in registers, and tokens are its columns. Along K a thread
-needs two neighbours of each 8, at places 2q and 2q + 1, q = lane mod 4:
+The tensor core of Hopper (the instruction wgmma) takes its left operand from registers, so a weight
+can be dequantized there and multiplied without a detour through shared memory. The columns of the
+weight therefore become the rows of the left operand, and the product is y^T = w^T x^T. This file
+says which thread needs which code, arranges the loads so that each thread reads just its own codes,
+and turns codes into floats.
 
-    wgmma row      16 w + l / 4 + 8 half + 64 t      of thread (warp w, lane l)
-    is column      4 (8 w + l / 4) + 2 t + half      byte j = 2t + half of word 8 w + l / 4
+Which thread has what. A warpgroup (4 warps of 32 lanes) handles 128 columns. In memory the bytes of
+four neighbouring columns form one 32-bit word: word c of a row has columns 4c to 4c + 3. Along K a
+thread needs, of each 8 codes, the two at places 2q and 2q + 1, where q = lane mod 4. With warp w,
+lane l, and t and half each 0 or 1:
 
-so the bytes of a word go to one thread, each to a row of its own, and no value changes its thread.
-Of 8 and 4 bits a lane's two neighbours are whole bytes. Of 3 and 2 bits they are not: there a lane
-owns 8 (4) neighbours of each 32 (16) along K, in 3 bytes (1), and x is put in the same order
-(`ordered`), for a contraction has no order of its own.
+    row of wgmma's operand     16 w + l / 4 + 8 half + 64 t
+    column of the weight       4 (8 w + l / 4) + 2 t + half, which is byte 2 t + half of a word
 
-The sums of a thread are of the same four columns, for two tokens of each 8. In the layout `SUMS` of
-y (tokens, 128 columns) they are vectors of four neighbours: y needs no transposition.
+So the four bytes of a word belong to one thread, one byte to each of the thread's four rows, and no
+value has to move between threads. With 8 or 4 bits the thread's two neighbours along K are whole
+bytes. With 3 or 2 bits they are not; there a lane takes 8 (4) neighbours of each 32 (16) along K,
+which fill 3 bytes (1 byte), and `ordered` puts the activations in the same order. That is allowed
+because a sum over K does not depend on the order of its terms, but for rounding.
 
-Signed codes of 4 bits become 16-bit floats two at a time (`fields`), exactly, and the scale of a
-group multiplies the float32 sums of its product: half the instructions of a weight.
+What comes out. The sums of a thread belong to four neighbouring columns, for two tokens of each 8.
+In the layout `SUMS` of y (tokens, 128 columns) they are vectors of four neighbours, so y is stored
+without a transposition.
+
+Signed codes of 4 bits have a shorter way (`fields`): they become 16-bit floats two at a time and
+exactly, and the scale of a group multiplies the float32 sums of its product instead of each weight.
+That takes half as many instructions for a weight.
 
 Legend: M tokens, K contracted; R rows of four lanes, C words of a row; T tokens of a tile.
 """
@@ -106,10 +115,10 @@ def load(words: Any, bits: int, interpret: bool) -> list[Values]:
 
 
 def numbers(words: Sequence[Values], bits: int, signed: bool) -> list[list[tuple[Values, int]]]:
-    """Returns of byte j of each word the codes that its lane owns, in order: (code * 2^p, p).
+    """Returns, for each byte j of a word, the codes that its lane owns, in order: (code * 2^p, p).
 
-    A code stays where it is in a word if the 23 bits of a float32's fraction reach there: that
-    spares a shift, and 2^-p becomes part of the scale.
+    A code is left at its place p in the word if the 23 bits of a float32's fraction reach there.
+    That saves a shift; the factor 2^-p becomes part of the scale (`dequantize`).
     """
     pairs, _ = OWNED[bits]
     high = [_shifted(word, HIGH) for word in words]
@@ -126,9 +135,13 @@ def _number(
     start: tuple[int, int],
     j: int,
 ) -> tuple[Values, int]:
-    """A code of byte j: its bits among those of 2^23, the sign bit flipped; both taken off.
+    """Returns one code of byte j as (code * 2^power, power).
 
-    words: as they are, and shifted. start: the row of bytes, and the place in the byte.
+    The code's bits are put into the fraction of the float 2^23, whose last bit counts 1;
+    subtracting 2^23 leaves the code as a float. The sign bit is flipped first and its value is
+    subtracted too, which turns two's complement into a signed number.
+    Args: words: the words as they are, and shifted right by HIGH. start: the row of bytes in which
+      the code begins, and the bit of that byte.
     """
     low, high = words
     (row, place), power = start, 8 * j + start[1]
@@ -157,7 +170,10 @@ def by_column(vector_C: Values, shape: tuple[int, ...]) -> Values:
 
 
 def load_columns(numbers: Any, j: int, interpret: bool) -> Values:
-    """Returns those of byte j's columns, (32, 1), of shared memory (128,)."""
+    """Returns the numbers of the columns of byte j, (32, 1).
+
+    numbers: shared memory, (128,), in the order of the columns.
+    """
     if interpret:
         return numbers[...].reshape(WORDS, 4)[:, j : j + 1]
     view = numbers.reshape(WORDS, 4).at[:, pl.ds(j, 1)]
@@ -165,10 +181,11 @@ def load_columns(numbers: Any, j: int, interpret: bool) -> Values:
 
 
 def places(bits: int, parts: int) -> dict[tuple[int, int, int], tuple[int, int, int, int, int]]:
-    """Returns where each pair of a thread's left operand (128, 64) comes from.
+    """Returns where each pair of codes in a thread's left operand (128, 64) comes from.
 
-    From (t, block of 8 along K, half) to (part, row of four lanes, byte j, first and second code).
-    parts: of the 64 along K, one after the other, each with arrays of its own.
+    It maps (t, block of 8 along K, half) to (part, row of four lanes, byte j, first and second code
+    of the byte's codes).
+    Args: parts: into how many parts the 64 along K are cut; each part has arrays of its own.
     """
     pairs, _ = OWNED[bits]
     each = DEPTH // BLOCK // parts  # blocks of a part
@@ -183,9 +200,10 @@ def places(bits: int, parts: int) -> dict[tuple[int, int, int], tuple[int, int, 
 
 
 def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Values:
-    """Returns w^T (128, 64), rounded, in the layout of wgmma's left operand.
+    """Returns w^T (128, 64), rounded to dtype, in the layout of wgmma's left operand.
 
-    values: of each part of the 64 along K, of each byte j, the numbers that lanes own: (R, 32, 1).
+    values: values[part][j][i] is code i of byte j in that part of the 64 along K, float32, (R, 32,
+    1).
     """
     parts = len(values)
     source = places(bits, parts)
@@ -219,11 +237,13 @@ def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Va
 
 
 def fields(words: Values, dtype: Any) -> list[Values]:
-    """Returns the codes of 4 bits of each word as 16-bit floats, two columns' in an int32.
+    """Returns the codes of 4 bits of each word as 16-bit floats, two of them in an int32.
 
-    [first of bytes 0 and 2, second of bytes 0 and 2, first of 1 and 3, second of 1 and 3]; the half
-    is the byte's number over two. Each float is `code + offset(dtype)`: the number whose last bit
-    is 1, with the code in its low bits and the sign bit flipped.
+    The list has the first codes of bytes 0 and 2, the second codes of bytes 0 and 2, the first
+    codes of bytes 1 and 3, and the second codes of bytes 1 and 3. The lower half of an int32
+    belongs to byte 0 or 1, the upper half to byte 2 or 3. Each float is `code + offset(dtype)`: a
+    power of two whose last bit counts 1 (ONES), with the code in its low bits and the code's sign
+    flipped.
     """
     one, _ = ONES[jnp.dtype(dtype).name]
     whole = np.int32((one | SIGN) * 0x10001)
@@ -231,14 +251,14 @@ def fields(words: Values, dtype: Any) -> list[Values]:
 
 
 def offset(dtype: Any) -> int:
-    """What the floats of `fields` are more than their codes."""
+    """Returns what must be subtracted from the floats of `fields` to get the codes."""
     return ONES[jnp.dtype(dtype).name][1] + SIGN
 
 
 def exact_operand(words: Sequence[Values], dtype: Any, interpret: bool) -> Values:
-    """Returns the codes of w^T (128, 64), in the layout of wgmma's left operand.
+    """Returns the codes of w^T (128, 64), not yet scaled, in the layout of wgmma's left operand.
 
-    words: of each part of the 64 along K, (R, 32, 1), codes of 4 bits with signs.
+    words: one (R, 32, 1) for each part of the 64 along K; signed codes of 4 bits.
     """
     values = [fields(each, dtype) for each in words]
     if interpret:
@@ -280,7 +300,10 @@ def exact_operand(words: Sequence[Values], dtype: Any, interpret: bool) -> Value
 
 
 def load_rows(numbers: Any, interpret: bool) -> Values:
-    """Returns those of all 128 columns, of shared memory (128,): one a row of wgmma's sums."""
+    """Returns the numbers of all 128 columns, one for each row of wgmma's sums.
+
+    numbers: shared memory, (128,), in the order of the columns.
+    """
     if interpret:
         # Columns (warp, l / 4, t, half) are rows (t, warp, half, l / 4).
         parts = numbers[...].reshape(4, 8, TILES, HALVES)
@@ -303,7 +326,7 @@ def load_rows(numbers: Any, interpret: bool) -> Values:
 
 
 def sums(acc_CT: Values, interpret: bool) -> Values:
-    """Returns y (T, 128), its columns in order, of wgmma's sums (128, T)."""
+    """Returns y (T, 128), whose columns are in order, from wgmma's sums (128, T)."""
     T = acc_CT.shape[1]
     if interpret:
         # Rows (t, warp, half, l / 4) are columns (warp, l / 4, t, half).
@@ -327,14 +350,14 @@ def sums(acc_CT: Values, interpret: bool) -> Values:
 
 
 def _summed_index(rank: int, block: int, parity: int) -> tuple[int, ...]:
-    """Of SUMMED's registers: the block of 8 tokens, and which of a lane's two."""
+    """Returns an index of SUMMED's registers. parity: which of a lane's two tokens of the block."""
     index = [0] * rank
     index[0], index[-3] = block, parity
     return tuple(index)
 
 
 def _single(registers: np.ndarray, row: int) -> Any:
-    """The value of LANED's registers in a row of four lanes."""
+    """Returns the one value that a thread has of LANED's registers in a row of four lanes."""
     (value,) = registers[row].flat
     return _element(value, 0)
 
@@ -351,9 +374,10 @@ def dequantize(
     codes: Sequence[Sequence[tuple[Values, int]]],
     column: Callable[[str, int], Values],
 ) -> list[list[Values]]:
-    """Returns the numbers of what `numbers` returns, float32.
+    """Returns the weights, float32: code * scale, plus zero where there are zero points.
 
-    column: (name, byte j) -> scales or zeros (32, 1), None where there are none.
+    Args: codes: what `numbers` returns. column: maps ("scales" or "zeros", byte j) to the numbers
+      of the byte's columns, (32, 1); None where there are none.
     """
     found = []
     for j, each in enumerate(codes):
