@@ -55,13 +55,15 @@ OTHERS = (MeshSpec(data=2, tensor=4), MeshSpec(data=8), MeshSpec(data=2, node=2,
 class Config(Checked):
     """How much is saved, how often, where."""
 
-    megabytes: int = option(16, "of the state", "MB", at_least=1)
-    runs: int = option(3, "repetitions", at_least=1)
+    megabytes: int = option(16, "size of the state", "MB", at_least=1)
+    runs: int = option(3, "number of repetitions", at_least=1)
     plan_ranks: int = option(
-        768, "of the planned save: 128 (pipe 16 x tensor 8) times data", at_least=128
+        768,
+        "number of ranks of the planned save: 128 (pipe 16 x tensor 8) times data",
+        at_least=128,
     )
-    folder: str = option("", "where checkpoints are written; empty: a temporary folder")
-    resume: bool = option(False, "goes on with the repetitions that the file in --out holds")
+    folder: str = option("", "folder in which checkpoints are written; empty: a temporary one")
+    resume: bool = option(False, "continue with the repetitions that the file in --out holds")
     out: str = results.out_option("bytecheckpoint")
 
     def __post_init__(self):

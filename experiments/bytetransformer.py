@@ -59,14 +59,19 @@ class Config(Checked):
     """What runs: the exactness of `model`, and on a GPU its times."""
 
     model: EncoderConfig = group(EncoderConfig)
-    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of weights and tokens")
-    kernels: Literal["auto", "hopper", "reference"] = option(
-        "auto", "implementation of ours; auto: as shipped, which is plain JAX where that is faster"
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "data type of weights and tokens"
     )
-    batch: int = option(4, "sequences of the check of exactness", at_least=1)
-    longest: int = option(64, "padded length of the check of exactness", "tokens", at_least=1)
-    batches: str = option("16", "sequences that are timed, on a GPU: numbers with commas")
-    lengths: str = option(PAPER_LENGTHS, "maximum lengths that are counted and timed")
+    kernels: Literal["auto", "hopper", "reference"] = option(
+        "auto",
+        "implementation of our kernels; auto: as shipped, which is plain JAX where that is faster",
+    )
+    batch: int = option(4, "sequences in the check of exactness", at_least=1)
+    longest: int = option(64, "padded length in the check of exactness", "tokens", at_least=1)
+    batches: str = option("16", "numbers of sequences that are timed on a GPU, joined by commas")
+    lengths: str = option(
+        PAPER_LENGTHS, "maximum lengths that are counted and timed, joined by commas"
+    )
     runs: int = option(50, "timed calls of each row, after 10 of warm-up", at_least=1)
     out: str = results.out_option("bytetransformer")
 

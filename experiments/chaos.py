@@ -60,17 +60,19 @@ class Config(Checked):
     """How long, how often disturbed, by how many processes."""
 
     steps: int = option(60, "optimizer steps of the run", at_least=1)
-    faults: int = option(2, "attempts that are disturbed", at_least=1)
-    processes: int = option(2, "of the job, with 2 emulated devices each", at_least=1)
+    faults: int = option(2, "number of attempts that are disturbed", at_least=1)
+    processes: int = option(2, "processes of the job, with 2 emulated devices each", at_least=1)
     every: int = option(10, "steps between checkpoints", at_least=1)
-    seed: int = option(0, "of the faults", at_least=0, at_most=2**32 - 1)
-    stall_s: float = option(10.0, "a section of a step that takes longer is a hang", "s", above=0)
+    seed: int = option(0, "random seed of the faults", at_least=0, at_most=2**32 - 1)
+    stall_s: float = option(
+        10.0, "time after which a section of a step counts as hung", "s", above=0
+    )
     minutes: float = option(
-        0.0, "of a storm of faults from outside; 0: so many faults in the program", "min",
+        0.0, "length of a storm of faults from outside; 0: --faults faults in the program", "min",
         at_least=0,
     )  # fmt: skip
-    kinds: str = option("", "of a storm, joined by commas; empty: all")
-    pace_s: float = option(0.3, "a storm: that each step takes more, as a larger model's would",
+    kinds: str = option("", "kinds of faults in a storm, joined by commas; empty: all")
+    pace_s: float = option(0.3, "storm: time added to each step, as if the model were larger",
                            "s", at_least=0)  # fmt: skip
     out: str = results.out_option("chaos")
 

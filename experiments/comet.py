@@ -45,10 +45,14 @@ MOST_TOKENS = 64  # of an exact layer: the loop's seconds
 class Config(Checked):
     """What is simulated, and on what."""
 
-    part: Literal["simulated", "exact"] = option("simulated", "times, or the layer against a loop")
-    models: str = option(",".join(MIXTURES), "models, with commas")
-    tokens: str = option("4096,16384", "tokens of a layer on all ranks; 8 must divide them")
-    stds: str = option("0,0.032,0.05", "standard deviations of the experts' shares of the rows")
+    part: Literal["simulated", "exact"] = option(
+        "simulated", "what is done: simulated times, or the layer compared with a loop"
+    )
+    models: str = option(",".join(MIXTURES), "models, joined by commas")
+    tokens: str = option("4096,16384", "tokens of a layer on all ranks, a multiple of 8")
+    stds: str = option(
+        "0,0.032,0.05", "standard deviations of the experts' shares of the rows, joined by commas"
+    )
     card: Literal["H100", "H800"] = option("H800", "simulated GPU; H800: as in the papers")
     out: str = results.out_option("comet")
 

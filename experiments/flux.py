@@ -40,11 +40,13 @@ ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class Config(Checked):
     """What is simulated, and on what."""
 
-    part: Literal["simulated", "exact"] = option("simulated", "times, or the layer against NumPy")
-    models: str = option(",".join(DENSE), "models, with commas")
+    part: Literal["simulated", "exact"] = option(
+        "simulated", "what is done: simulated times, or the layer compared with NumPy"
+    )
+    models: str = option(",".join(DENSE), "models, joined by commas")
     rows: str = option(
         ",".join(map(str, ROWS)),
-        "rows m of the layer's input on all ranks, simulated; 8 must divide them",
+        "simulated rows m of the layer's input on all ranks, a multiple of 8",
     )
     card: Literal["H100", "H800"] = option("H800", "simulated GPU; H800: as in the paper")
     out: str = results.out_option("flux")

@@ -33,9 +33,11 @@ INPUTS = {False: {"F": 1.0, "B": 1.0, "W": 2.0}, True: {"F": 1.0, "B": 2.0, "W":
 class Config(Checked):
     """What to draw."""
 
-    stages: int = option(4, "pipeline stages", at_least=1)
-    microbatches: int = option(8, "of a step", at_least=1)
-    chunks: int = option(2, "groups of layers a stage, for the interleaved schedule", at_least=1)
+    stages: int = option(4, "number of pipeline stages", at_least=1)
+    microbatches: int = option(8, "micro-batches of a step", at_least=1)
+    chunks: int = option(
+        2, "groups of layers on each stage, for the interleaved schedule", at_least=1
+    )
     out: str = results.out_option("schedules")
 
     def __post_init__(self):

@@ -42,21 +42,27 @@ from megajax.monitor import results
 class Config(Checked):
     """What is trained."""
 
-    variants: str = option(",".join(report.VARIANTS), "of the exchange, with commas")
-    seeds: int = option(3, "of parameters, order of the data and rounding", at_least=1)
-    steps: int = option(400, "of one run", "steps", at_least=1, at_most=report.KEYS - 1)
-    layers: int = option(2, "of the model", at_least=1)
-    width: int = option(64, "of the model, a multiple of 32", at_least=32)
-    batch: int = option(16, "rows a step; the emulated devices must divide them", at_least=1)
-    seq_len: int = option(64, "tokens a row", "tokens", at_least=1)
-    nodes: int = option(2, "emulated nodes", at_least=1)
-    ranks: int = option(2, "emulated devices of a node", at_least=1)
-    held_out: int = option(16, "held-out batches an evaluation reads", at_least=1)
-    evals: int = option(8, "evaluations of a run", at_least=1)
-    bytes: bool = option(False, "compile the exchange for H100s and count; needs --extra aot")
-    draw: bool = option(False, "train nothing: write and draw the runs that are there")
-    state: str = option("runs/sdp4bit", "folder of the runs that are done")
-    cache_dir: str = option("~/.cache/megajax", "tokenised text, compiled programs")
+    variants: str = option(",".join(report.VARIANTS), "variants of the exchange, joined by commas")
+    seeds: int = option(
+        3, "number of random seeds (of parameters, order of the data and rounding)", at_least=1
+    )
+    steps: int = option(400, "length of one run", "steps", at_least=1, at_most=report.KEYS - 1)
+    layers: int = option(2, "layers of the model", at_least=1)
+    width: int = option(64, "width of the model, a multiple of 32", at_least=32)
+    batch: int = option(
+        16, "rows of a step, a multiple of the number of emulated devices", at_least=1
+    )
+    seq_len: int = option(64, "length of a row", "tokens", at_least=1)
+    nodes: int = option(2, "number of emulated nodes", at_least=1)
+    ranks: int = option(2, "number of emulated devices of a node", at_least=1)
+    held_out: int = option(16, "held-out batches that an evaluation reads", at_least=1)
+    evals: int = option(8, "number of evaluations in a run", at_least=1)
+    bytes: bool = option(
+        False, "compile the exchange for H100s and count its bytes; needs --extra aot"
+    )
+    draw: bool = option(False, "train nothing; write and draw the runs that have been done")
+    state: str = option("runs/sdp4bit", "folder in which finished runs are kept")
+    cache_dir: str = option("~/.cache/megajax", "folder for tokenised text and compiled programs")
     out: str = results.out_option("sdp4bit")
 
     def __post_init__(self):

@@ -47,17 +47,22 @@ class Config(Checked):
     """What is served, and how often."""
 
     model: DecoderConfig = group(DecoderConfig)
-    requests: int = option(64, "requests of a run", at_least=2)
-    max_batch: int = option(16, "sequences that run at a time", at_least=1)
+    requests: int = option(64, "number of requests in a run", at_least=2)
+    max_batch: int = option(16, "largest number of sequences that run at a time", at_least=1)
     runs: int = option(3, "runs of each mode with all requests at once", at_least=1)
     loads: str = option(
-        "0.3,0.6,0.9,1.2", "rates of arrival over what continuous batching can serve, or none"
+        "0.3,0.6,0.9,1.2",
+        "rates of arrival, as shares of what continuous batching serves, joined by commas; or none",
     )
     exact_batches: str = option(
-        "16,32", "sequences that run at a time where exact numerics are timed, with commas"
+        "16,32",
+        "numbers of sequences at a time for which exact numerics are timed, joined by commas",
     )
-    data: str = option("stdlib", "text whose lengths requests have; as --data.source of training")
-    seed: int = option(0, "of requests and arrivals", at_least=0)
+    data: str = option(
+        "stdlib",
+        "text from which the lengths of requests are taken, given as --data.source of training",
+    )
+    seed: int = option(0, "random seed of requests and arrivals", at_least=0)
     out: str = results.out_option("serving")
 
     def __post_init__(self):

@@ -52,25 +52,33 @@ TASKS = ("passages", "text")
 class Config(Checked):
     """What is trained and pruned."""
 
-    tasks: str = option("passages,text", "models, with commas")
-    methods: str = option(",".join(study.METHODS), "patterns, with commas")
-    stages: str = option("50,75,90,95", "sparsities, rising, with commas", "percent")
-    seeds: int = option(3, "of everything: weights, order of the data, dropout", at_least=1)
-    steps: int = option(400, "of training before anything is pruned", "steps", at_least=1)
-    tune: int = option(25, "of fine-tuning after each stage", "steps", at_least=1)
+    tasks: str = option("passages,text", "models, joined by commas")
+    methods: str = option(",".join(study.METHODS), "patterns, joined by commas")
+    stages: str = option("50,75,90,95", "sparsities in rising order, joined by commas", "percent")
+    seeds: int = option(
+        3, "number of random seeds (of weights, order of the data, dropout)", at_least=1
+    )
+    steps: int = option(
+        400, "length of the training before anything is pruned", "steps", at_least=1
+    )
+    tune: int = option(25, "length of the fine-tuning after each stage", "steps", at_least=1)
     unit_score: UnitScore = option(
         "paper", "how units rank: paper, L2 of their scores over n; rms, over sqrt(n)"
     )
     layers: int = option(
         2, "blocks of the encoder, 128 wide; the text's model is pretraining's", at_least=1
     )
-    tokenizer: str = option("bpe:1024", "of the passages, as pretraining's; trained on them")
+    tokenizer: str = option(
+        "bpe:1024", "tokenizer of the passages, as for pretraining; it is trained on them"
+    )
     held_out: int = option(
         1024, "held-out passages, and 16ths of the text's held-out rows", at_least=32
     )
-    draw: bool = option(False, "trains nothing: writes and draws the points that are there")
-    state: str = option("runs/tilewise", "folder of what an interrupted run goes on from")
-    cache_dir: str = option("~/.cache/megajax", "tokenised text, tokenizers, compiled programs")
+    draw: bool = option(False, "train nothing; write and draw the points that have been done")
+    state: str = option("runs/tilewise", "folder from which an interrupted run continues")
+    cache_dir: str = option(
+        "~/.cache/megajax", "folder for tokenised text, tokenizers and compiled programs"
+    )
     out: str = results.out_option("tilewise")
 
     def __post_init__(self):

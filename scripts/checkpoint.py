@@ -50,29 +50,38 @@ class Config(Checked):
 
     step: int | None = option(
         None,
-        "checkpoint; none: the latest (verify: all)",
+        "step of the checkpoint; none: the latest (verify: all)",
         verbs=("inspect", "verify", "diff", "reshard", "export", "import"),
         at_least=0,
     )
     there: str = option(
-        "", "reshard: layouts to make, in this order, with commas between", verbs=("reshard",)
+        "", "reshard: layouts to make, in this order, joined by commas", verbs=("reshard",)
     )
     back: str = option("", "reshard: layouts to undo first, as they were made", verbs=("reshard",))
     shard_bytes: int = option(
-        5 * 10**9, "export, import: largest file", "bytes", verbs=("export", "import"), at_least=1
+        5 * 10**9,
+        "export, import: size of the largest file",
+        "bytes",
+        verbs=("export", "import"),
+        at_least=1,
     )
     compression: Literal["auto", "none", "zstd"] = option(
-        "auto", "reshard, import: of what is new", verbs=("reshard", "import")
+        "auto", "reshard, import: compression of what is new", verbs=("reshard", "import")
     )
     format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
-        "auto", "import: what there is; auto: as it looks", verbs=("import",)
+        "auto", "import: format of the source; auto: found by its looks", verbs=("import",)
     )
-    to: Literal["step", "safetensors"] = option("step", "import: what to make", verbs=("import",))
+    to: Literal["step", "safetensors"] = option("step", "import: format to make", verbs=("import",))
     vocab: int | None = option(
-        None, "import: words of a Megatron model, without padding", verbs=("import",), at_least=1
+        None,
+        "import: vocabulary of a Megatron model, without padding",
+        verbs=("import",),
+        at_least=1,
     )
     key_file: str | None = option(
-        None, "of the keys that must have signed what is read, and sign what is written; none: off"
+        None,
+        "file of the keys that must have signed what is read, and that sign what is written; none: "
+        "off",
     )
     hf_config: str | None = option(
         None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)

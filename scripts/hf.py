@@ -39,14 +39,14 @@ class Config(Checked):
         None, "export: checkpoint of the run; none: the latest", verbs=("export",), at_least=0
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "export: of the tensors", verbs=("export",)
+        "float32", "export: data type of the tensors", verbs=("export",)
     )
     tokenizer: str | None = option(
         None,
         "export: folder or tokenizer.json to put beside the model; import: instead of its own",
     )
     key_file: str | None = option(
-        None, "import: signs the step; export: of the keys that must have; none: not asked"
+        None, "file of keys; import: signs the step; export: must have signed it; none: not asked"
     )
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)

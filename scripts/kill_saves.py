@@ -44,13 +44,13 @@ MOST = 1.2 * (KEEP + 1) * STATE  # bytes of a folder after a restart: steps, and
 class Config(Checked):
     """How often, and where."""
 
-    kills: int = option(10, "kill -9 while a save is under way", at_least=1)
-    restarts: int = option(20, "kills in one folder, then a new one begins", at_least=1)
-    seed: int = option(0, "of the moments", at_least=0, at_most=2**32 - 1)
+    kills: int = option(10, "number of kill -9 while a save is under way", at_least=1)
+    restarts: int = option(20, "kills in one folder before a new one begins", at_least=1)
+    seed: int = option(0, "random seed of the moments", at_least=0, at_most=2**32 - 1)
     around: Literal["quiet", "junk", "store"] = option(
         "quiet", "what else happens there: nothing, junk in the folder, an object store that lies"
     )
-    folder: str = option("", "where checkpoints are written; empty: a temporary folder")
+    folder: str = option("", "folder in which checkpoints are written; empty: a temporary one")
     out: str = results.out_option("kill_saves")
 
 

@@ -56,18 +56,20 @@ class Config(Checked):
         needs=other_than("run_dir", None), at_least=0,
     )  # fmt: skip
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
-    bits: int = option(4, "of a weight: 2, 3, 4 or 8", at_least=2, at_most=8)
-    group: int = option(128, "inputs that share a scale", at_least=1)
-    symmetric: bool = option(True, "codes around 0; off: with zero points")
-    method: Literal["rtn", "gptq", "awq"] = option("gptq", "of rounding")
-    source: str = option("stdlib", "text, as --data.source of pretraining")
-    calibration_rows: int = option(32, "of text that is learnt", "rows", at_least=1)
-    eval_rows: int = option(32, "of held-out text", "rows", at_least=1)
-    length: int = option(256, "of a row", "tokens", at_least=2)
-    seed: int = option(0, "of the order of the text", at_least=0)
+    bits: int = option(4, "bits of a weight: 2, 3, 4 or 8", at_least=2, at_most=8)
+    group: int = option(128, "number of inputs that share a scale", at_least=1)
+    symmetric: bool = option(True, "whether codes lie around 0; off: with zero points")
+    method: Literal["rtn", "gptq", "awq"] = option("gptq", "method of rounding")
+    source: str = option(
+        "stdlib", "text for calibration and loss, given as --data.source of pretraining"
+    )
+    calibration_rows: int = option(32, "rows of training text for calibration", "rows", at_least=1)
+    eval_rows: int = option(32, "rows of held-out text for the loss", "rows", at_least=1)
+    length: int = option(256, "length of a row", "tokens", at_least=2)
+    seed: int = option(0, "random seed of the order of the text", at_least=0)
     out: str | None = option(None, "folder to write; none: measures only")
     form: Literal["gptq", "awq"] = option(
-        "gptq", "of the files, whatever the method of rounding; awq: 4 bits",
+        "gptq", "form of the files, whatever the method of rounding; awq: 4 bits only",
         needs=other_than("out", None),
     )  # fmt: skip
 

@@ -29,10 +29,10 @@ from megajax.systems.server.options import Config as ServerConfig
 class Config(ServerConfig):
     """What to serve, to whom, and on how many hosts."""
 
-    replicas: int = option(1, "hosts, with a replica each", at_least=1)
+    replicas: int = option(1, "number of hosts, each with one replica", at_least=1)
     gpus: float = option(8.0, "GPUs of a replica; 0: it runs on a CPU", at_least=0)
     cpus: float = option(8.0, "CPU cores of a replica", above=0)
-    address: str | None = option(None, "of the Ray cluster, or auto; none: start one here")
+    address: str | None = option(None, "address of the Ray cluster, or auto; none: start one here")
 
 
 PRESETS = {"default": Config}

@@ -58,10 +58,10 @@ MODEL = (
 class Config(Checked):
     """How often, and how large a job."""
 
-    tries: int = option(2, "jobs of which a host is frozen", at_least=1)
-    hosts: int = option(2, "that work at a time; one more is a spare", at_least=1)
+    tries: int = option(2, "number of jobs of which a host is frozen", at_least=1)
+    hosts: int = option(2, "hosts that work at a time; one more is a spare", at_least=1)
     steps: int = option(60, "optimizer steps of each job", at_least=30)
-    seed: int = option(0, "of hosts, steps and times", at_least=0, at_most=2**32 - 1)
+    seed: int = option(0, "random seed of hosts, steps and times", at_least=0, at_most=2**32 - 1)
     kind: str = option("", "what is frozen: both, trainer, driver, agent; empty: each in turn")
     out: str = results.out_option("split_brain")
 

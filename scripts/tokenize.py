@@ -42,7 +42,7 @@ else:
 
         out: str = option("", "prefix of the files to write")
         data: DataConfig = group(DataConfig)
-        cache_dir: str = option("~/.cache/megajax", "where trained tokenizers are kept")
+        cache_dir: str = option("~/.cache/megajax", "folder in which trained tokenizers are kept")
 
     PRESETS = {"default": Config}
     config.define_flags(PRESETS, "default")

@@ -25,9 +25,11 @@ class DataConfig(Checked, section="data"):
         "GiB",
         at_least=0,
     )
-    undecodable: Literal["error", "skip", "replace"] = option("error", "what to do with non-UTF-8")
+    undecodable: Literal["error", "skip", "replace"] = option(
+        "error", "what to do with bytes that are not UTF-8"
+    )
     text_key: str = option("text", "the member of a jsonl line that holds the text")
-    prefetch: int = option(4, "batches prepared ahead, by threads", "batches", at_least=0)
+    prefetch: int = option(4, "batches that threads prepare ahead", "batches", at_least=0)
 
 
 @dataclass(frozen=True)

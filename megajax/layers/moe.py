@@ -37,20 +37,33 @@ from megajax.layers.ops import Ops, total
 class MoeConfig(Checked, section="moe"):
     """Experts in the place of the feed-forward layer."""
 
-    experts: int = option(0, "experts E of a layer; 0: a dense model", at_least=0)
-    top_k: int = option(2, "experts that a token uses", at_least=1)
+    experts: int = option(0, "number of experts E in a layer; 0: a dense model", at_least=0)
+    top_k: int = option(2, "number of experts that a token uses", at_least=1)
     width: int = option(128, "feed-forward width of one expert", at_least=1)
-    shared: int = option(0, "experts of the same width that every token uses besides", at_least=0)
-    score: Literal["softmax", "sigmoid"] = option("softmax", "of the router")
-    normalise: bool = option(True, "a token's weights add up to `scale`")
+    shared: int = option(
+        0, "number of further experts of the same width that every token uses", at_least=0
+    )
+    score: Literal["softmax", "sigmoid"] = option(
+        "softmax", "function that turns the router's outputs into scores"
+    )
+    normalise: bool = option(True, "whether a token's weights are made to add up to `scale`")
     scale: float = option(1.0, "factor of the weights", above=0)
     groups: int = option(
-        1, "groups of experts, one a node (DeepSeek-V3's node-limited routing)", at_least=1
+        1,
+        "number of groups of experts, one for each node (DeepSeek-V3's node-limited routing)",
+        at_least=1,
     )
-    top_groups: int = option(1, "groups that a token may use", needs=above(1, "groups"), at_least=1)
-    mode: Literal["dropless", "capacity"] = option("dropless", "capacity: fixed slots an expert")
+    top_groups: int = option(
+        1, "number of groups that a token may use", needs=above(1, "groups"), at_least=1
+    )
+    mode: Literal["dropless", "capacity"] = option(
+        "dropless", "how tokens reach experts; capacity: each expert has a fixed number of slots"
+    )
     capacity_factor: float = option(
-        1.25, "capacity: slots over a balanced load", needs=equal("mode", "capacity"), above=0
+        1.25,
+        "capacity: an expert's slots, divided by its load if all had the same",
+        needs=equal("mode", "capacity"),
+        above=0,
     )
     aux_loss: float = option(
         0.01, "weight of each layer's load-balance loss, 1 when balanced", at_least=0
@@ -59,7 +72,7 @@ class MoeConfig(Checked, section="moe"):
         0.0, "weight of each layer's mean squared log-sum-exp of the scores", at_least=0
     )
     bias_rate: float = option(
-        0.0, "a step's change of the experts' bias, by load; 0: no bias", at_least=0
+        0.0, "how far a step changes the bias of an expert, by its load; 0: no bias", at_least=0
     )
 
     def __post_init__(self):

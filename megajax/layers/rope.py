@@ -25,7 +25,7 @@ SCALED = other_than("factor", 1.0)
 class RopeConfig(Checked, section="model.rope"):
     """Frequencies of the rotation. factor 1: no scaling."""
 
-    theta: float = option(10000.0, "base of the frequencies", at_least=1)
+    theta: float = option(10000.0, "base of the frequencies of rotary embeddings", at_least=1)
     factor: float = option(
         1.0, "Llama 3 scaling: divide low frequencies by this; 1: off", at_least=1
     )

@@ -26,10 +26,12 @@ from megajax.layers.rope import RopeConfig
 class DecoderConfig(Checked, section="model"):
     """Everything that decides the parameters and the arithmetic of a decoder."""
 
-    layers: int = option(4, "equal blocks", at_least=1)
+    layers: int = option(4, "number of equal blocks", at_least=1)
     width: int = option(128, "model width D", at_least=1)
-    heads: int = option(4, "query heads H", at_least=1)
-    kv_heads: int = option(4, "key-value heads G; must divide the query heads", at_least=1)
+    heads: int = option(4, "number of query heads H", at_least=1)
+    kv_heads: int = option(
+        4, "number of key-value heads G; must divide the query heads", at_least=1
+    )
     head_width: int = option(32, "width of one head K", at_least=1)
     mlp: int = option(
         384,
@@ -37,22 +39,32 @@ class DecoderConfig(Checked, section="model"):
         needs=equal("moe.experts", 0),
         at_least=1,
     )
-    vocab: int = option(512, "token ids that the model can predict", at_least=1)
+    vocab: int = option(512, "number of token ids that the model can predict", at_least=1)
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", at_least=1)
-    block: Literal["serial", "parallel"] = option("serial", "parallel: MegaScale section 3.1")
-    norm: Literal["rms", "layer"] = option("rms", "RMSNorm or LayerNorm")
-    norm_eps: float = option(1e-6, "added to the variance", at_least=EPS)
-    position: Literal["rope", "learned", "none"] = option("rope", "how tokens know their place")
-    max_positions: int = option(131072, "longest row the model is meant for", "tokens", at_least=1)
-    activation: Activation = option("swiglu", "of the feed-forward layer")
-    bias: Literal["none", "qkv", "all"] = option("none", "which projections have one")
+    block: Literal["serial", "parallel"] = option(
+        "serial",
+        "attention, then the feed-forward layer, or both at a time (MegaScale section 3.1)",
+    )
+    norm: Literal["rms", "layer"] = option("rms", "kind of normalisation")
+    norm_eps: float = option(1e-6, "number that the norm adds to the variance", at_least=EPS)
+    position: Literal["rope", "learned", "none"] = option(
+        "rope", "how the model learns a token's position"
+    )
+    max_positions: int = option(
+        131072, "longest row that the model is meant for", "tokens", at_least=1
+    )
+    activation: Activation = option("swiglu", "activation function of the feed-forward layer")
+    bias: Literal["none", "qkv", "all"] = option("none", "which projections have a bias")
     qk_norm: bool = option(False, "RMSNorm on each query and key head")
     window: int | None = option(
-        None, "sliding window, itself included; none: full", "tokens", at_least=1
+        None,
+        "length of a sliding attention window, the token itself included; none: full attention",
+        "tokens",
+        at_least=1,
     )
     tied: bool = option(True, "the head is the embedding transposed")
     dropout: float = option(
-        0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
+        0.0, "dropout rate on the embedding and on each sublayer's output", at_least=0, below=1
     )
     rope: RopeConfig = group(RopeConfig, needs=equal("position", "rope"))
     moe: MoeConfig = group(MoeConfig, flag="moe", needs=above(0, "moe.experts"))

@@ -24,33 +24,38 @@ Head = Literal["mlm", "classify", "none"]
 class EncoderConfig(Checked, section="model"):
     """Everything that decides the parameters and the arithmetic of an encoder."""
 
-    layers: int = option(4, "blocks with weights of their own", at_least=1)
+    layers: int = option(4, "number of blocks with weights of their own", at_least=1)
     repeats: int = option(
-        1, "times that each block is applied in turn (ALBERT shares weights)", at_least=1
+        1, "how often each block is applied in turn (ALBERT shares weights)", at_least=1
     )
     width: int = option(128, "model width D", at_least=1)
-    heads: int = option(4, "heads H; must divide the width", at_least=1)
+    heads: int = option(4, "number of heads H; must divide the width", at_least=1)
     mlp: int = option(512, "feed-forward width F", at_least=1)
-    vocab: int = option(512, "token ids that the model can predict", at_least=1)
+    vocab: int = option(512, "number of token ids that the model can predict", at_least=1)
     vocab_multiple: int = option(
         128, "the rows of all tables are padded to a multiple of this", at_least=1
     )
-    max_positions: int = option(512, "rows of the position table", "tokens", at_least=1)
+    max_positions: int = option(512, "number of rows of the position table", "tokens", at_least=1)
     position_offset: int = option(0, "row of a sequence's first token (RoBERTa: 2)", at_least=0)
-    types: int = option(2, "token types (sentence A or B); 0: none", at_least=0)
+    types: int = option(2, "number of token types (sentence A or B); 0: none", at_least=0)
     embed_width: int = option(
-        0, "of the tables, which are then projected; 0: the model's own", at_least=0
+        0,
+        "width of the embedding tables, which are then projected; 0: the model's width",
+        at_least=0,
     )
-    activation: Literal["gelu", "gelu_tanh"] = option("gelu", "of the feed-forward layer")
-    norm_eps: float = option(1e-12, "added to the variance", at_least=EPS)
+    activation: Literal["gelu", "gelu_tanh"] = option(
+        "gelu", "activation function of the feed-forward layer"
+    )
+    norm_eps: float = option(1e-12, "number that the norm adds to the variance", at_least=EPS)
     dropout: float = option(
-        0.0, "on the embedding and on each sublayer's output", at_least=0, below=1
+        0.0, "dropout rate on the embedding and on each sublayer's output", at_least=0, below=1
     )
     head: Head = option(
-        "mlm", "token ids, labels from the first token, or none, which cannot be trained"
+        "mlm",
+        "what is predicted: token ids, a label from the first token, or nothing (no training)",
     )
-    labels: int = option(2, "classes of a classification head", at_least=1)
-    pooler: Literal["tanh", "relu"] = option("tanh", "activation before the classes")
+    labels: int = option(2, "number of classes of a classification head", at_least=1)
+    pooler: Literal["tanh", "relu"] = option("tanh", "activation function before the classes")
 
     def __post_init__(self):
         """Refuses shapes that cannot be built."""

@@ -61,7 +61,9 @@ class PipelineConfig(Checked, section="pipeline"):
     )
     chunks: int = option(1, "interleaved: groups of layers on each stage", at_least=1)
     stash: Literal["input", "residuals"] = option(
-        "input", "kept from F to B: the chunk's input (B runs F again), or what --train.remat keeps"
+        "input",
+        "what a forward pass keeps: the chunk's input, so that it runs again before the backward "
+        "pass, or what --train.remat keeps",
     )
     gradients: Literal["local", "sharded"] = option(
         "local", "local: reduce-scattered once a step; sharded: in every tick, in less memory"

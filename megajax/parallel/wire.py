@@ -61,7 +61,7 @@ class WireSpec(Checked, section="wire"):
         at_least=BLOCK,
     )
     rounding: Literal["nearest", "stochastic"] | None = option(
-        None, "of gradients; none: as --wire says"
+        None, "how gradients are rounded; none: as --wire says"
     )
     hadamard: bool | None = option(
         None, "transform gradients in blocks of 32 before they are quantized; none: as --wire says"

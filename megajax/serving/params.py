@@ -31,7 +31,7 @@ class SamplingParams(Checked):
     Raises: UserError, with what was given, the rule and the nearest legal value.
     """
 
-    max_tokens: int = option(16, "most tokens that are drawn", "tokens", at_least=1)
+    max_tokens: int = option(16, "largest number of tokens that are drawn", "tokens", at_least=1)
     temperature: float = option(1.0, "divides the logits; 0: greedy", at_least=0)
     top_k: int = option(0, "only the k likeliest tokens; 0 or -1: all", at_least=-1)
     top_p: float = option(
@@ -41,14 +41,17 @@ class SamplingParams(Checked):
         0.0, "only tokens at least this likely relative to the likeliest", at_least=0, at_most=1
     )
     seed: int | None = option(
-        None, "of this request's draws; None: the engine's", at_least=-(2**63), at_most=2**63 - 1
+        None,
+        "random seed of this request; None: the engine's",
+        at_least=-(2**63),
+        at_most=2**63 - 1,
     )
     stop: Collection[str] = ()  # a str is one too
     stop_token_ids: Collection[int] = ()
     logprobs: int | None = option(
         None, "return this many likeliest tokens' log-probabilities", at_least=0, at_most=20
     )
-    n: int = option(1, "continuations of the prompt", at_least=1, at_most=MOST)
+    n: int = option(1, "number of continuations of the prompt", at_least=1, at_most=MOST)
     repetition_penalty: float = option(
         1.0, "divides positive logits of tokens seen in prompt or output; 1: off", above=0
     )
@@ -61,7 +64,7 @@ class SamplingParams(Checked):
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     ignore_eos: bool = False
     priority: int = option(
-        0, "a larger one is served earlier", at_least=-PRIORITY, at_most=PRIORITY
+        0, "requests with a larger number are served earlier", at_least=-PRIORITY, at_most=PRIORITY
     )
     structured_outputs: StructuredOutputsParams | None = None
 

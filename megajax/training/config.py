@@ -37,11 +37,17 @@ class TrainConfig(Checked, section="train"):
     """One optimizer step and how many of them."""
 
     steps: int = option(100, "optimizer steps of the whole run", at_least=1)
-    global_batch: int = option(32, "rows a step, over all devices", "sequences", at_least=1)
-    seq_len: int = option(128, "tokens a row", "tokens", at_least=1)
-    seed: int = option(0, "of parameters, data order and dropout", at_least=0, at_most=2**32 - 1)
-    accumulate: int = option(1, "micro-batches a step, one after the other", at_least=1)
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of compute; masters are float32")
+    global_batch: int = option(
+        32, "rows of a step, on all devices together", "sequences", at_least=1
+    )
+    seq_len: int = option(128, "length of a row", "tokens", at_least=1)
+    seed: int = option(
+        0, "random seed of parameters, data order and dropout", at_least=0, at_most=2**32 - 1
+    )
+    accumulate: int = option(1, "micro-batches of a step, one after the other", at_least=1)
+    dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "data type of computation; the master weights are float32"
+    )
     remat: Remat = option("outputs", "what the backward pass keeps: all, nothing, or by name")
     loss_chunks: int = option(
         1,
@@ -63,7 +69,9 @@ class HeldOutConfig(Checked, section="eval"):
     every: int = option(
         500, "evaluate every so many steps and at the end; 0: only at the end", at_least=0
     )
-    batches: int = option(8, "held-out batches an evaluation reads; 0: no evaluation", at_least=0)
+    batches: int = option(
+        8, "held-out batches that an evaluation reads; 0: no evaluation", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,9 @@ class EvalConfig(HeldOutConfig, section="eval"):
     sample_tokens: int = option(
         200, "tokens to sample after an evaluation; 0: no sample", at_least=0
     )
-    prompt: str = option("def ", "what the sample continues", needs=above(0, "sample_tokens"))
+    prompt: str = option("def ", "text that the sample continues", needs=above(0, "sample_tokens"))
     temperature: float = option(
-        0.8, "of the sample; 0: greedy", needs=above(0, "sample_tokens"), at_least=0
+        0.8, "temperature of the sample; 0: greedy", needs=above(0, "sample_tokens"), at_least=0
     )
 
 
@@ -84,7 +92,7 @@ class CheckpointConfig(Checked, section="checkpoint"):
     """When the run is saved. The last step and a signal always save."""
 
     every: int = option(500, "save every so many steps; 0: only at the end", at_least=0)
-    keep: int = option(3, "checkpoints kept; 0: all", at_least=0)
+    keep: int = option(3, "number of checkpoints that are kept; 0: all", at_least=0)
     memory_every_steps: int = option(
         0,
         "copy the state into memory that outlives a killed process so often; 0: never",
@@ -195,15 +203,19 @@ class JobConfig(Checked):
         None, "CPU devices to emulate in this process; none: real ones", at_least=1
     )
     emulate_without_gpu: int = option(
-        1, "what --emulate is where no GPU is found", needs=equal("emulate", None), at_least=1
+        1, "value of --emulate where no GPU is found", needs=equal("emulate", None), at_least=1
     )
-    run_dir: str | None = option(None, "where the run lives; none: runs/<experiment>/<preset>-...")
+    run_dir: str | None = option(None, "folder of the run; none: runs/<experiment>/<preset>-...")
     init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
     told_code: int = option(
         0, "exit code of a run that SIGTERM made save and stop", at_least=0, at_most=255
     )
-    fault: str | None = option(None, "faults on purpose, e.g. kill@120:rank1; monitor/faults.py")
-    cache_dir: str = option("~/.cache/megajax", "tokenised corpora, tokenizers, compiled programs")
+    fault: str | None = option(
+        None, "faults to cause on purpose, e.g. kill@120:rank1 (monitor/faults.py)"
+    )
+    cache_dir: str = option(
+        "~/.cache/megajax", "folder for tokenised corpora, tokenizers and compiled programs"
+    )
 
     @property
     def zero(self) -> Zero:

@@ -37,12 +37,17 @@ class PruneConfig(Checked, section="prune"):
         0.0, "fraction of the chosen weights to prune at last; 0: no pruning", at_least=0, below=1
     )
     pattern: Pattern = option("tw2d", "tile-wise (tw2d, tw1d, tew) or a rival (ew, vw, bw)")
-    stages: int = option(4, "prunings, each of the same fraction of what is left", at_least=1)
-    steps: int = option(
-        20, "of training before each of them, whose gradients it ranks by", "steps", at_least=1
+    stages: int = option(
+        4, "number of prunings, each of the same fraction of what is left", at_least=1
     )
-    start: int = option(0, "steps of training before the first stage", "steps", at_least=0)
-    tile: int = option(128, "columns of a tile", "columns", at_least=1)
+    steps: int = option(
+        20,
+        "training before each pruning, whose gradients it ranks the weights by",
+        "steps",
+        at_least=1,
+    )
+    start: int = option(0, "training before the first stage", "steps", at_least=0)
+    tile: int = option(128, "number of columns of a tile", "columns", at_least=1)
     chunk: int = option(
         1, "rows that are kept or pruned together; kernels take 8 to 64", "rows", at_least=1
     )

@@ -34,7 +34,9 @@ class OptimConfig(Checked, section="optim"):
 
     name: Literal["adamw", "lamb", "muon"] = option("adamw", "optimizer")
     lr: float = option(3e-3, "peak learning rate", at_least=0)
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "after warm-up")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = option(
+        "cosine", "course of the learning rate after the warm-up"
+    )
     warmup: int = option(10, "steps of linear warm-up from 0", "steps", at_least=0)
     final: float = option(
         0.1,
@@ -54,8 +56,10 @@ class OptimConfig(Checked, section="optim"):
         0.9, "decay of the first moment; muon: momentum", at_least=0, at_most=SLOWEST
     )
     beta2: float = option(0.95, "decay of the second moment", at_least=0, at_most=SLOWEST)
-    eps: float = option(1e-8, "added to the root of the second moment", at_least=EPS)
-    weight_decay: float = option(0.1, "decoupled, on matrices and embeddings only", at_least=0)
+    eps: float = option(1e-8, "number that is added to the root of the second moment", at_least=EPS)
+    weight_decay: float = option(
+        0.1, "decoupled weight decay, on matrices and embeddings only", at_least=0
+    )
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     lamb_scope: Literal["matrices", "all"] = option(
         "matrices",

@@ -231,6 +231,7 @@ def _cast(name: str, x: np.ndarray, code: str) -> np.ndarray:
     if array.dtype != x.dtype and (over := np.isinf(array)).any() and np.isfinite(x[over]).any():
         largest = np.abs(x[np.isfinite(x)]).max()
         raise UserError(
-            f"{name} holds {largest:g}, more than {code} can; nearest: bfloat16, float32 (--dtype)"
+            f"{name} holds {largest:g}, more than {code} can; nearest: bfloat16, float32 "
+            "(--dtype of scripts/hf.py export)"
         )
     return array

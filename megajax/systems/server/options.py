@@ -23,34 +23,47 @@ class ModelOptions(Checked):
         at_least=0,
     )
     quantize: Literal["none", "int8", "int4", "int3"] = option(
-        "none", "the blocks' matrices, rounded to nearest in groups of 128 inputs"
+        "none", "format to which the blocks' matrices are rounded, in groups of 128 inputs"
     )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
-    chat_template: str | None = option(None, "file with a chat template in Jinja; none: its own")
-    served_model_name: str | None = option(None, "that requests give; none: of its folder or file")
+    chat_template: str | None = option(
+        None, "file with a chat template in Jinja; none: the model's own"
+    )
+    served_model_name: str | None = option(
+        None, "name of the model in requests; none: that of its folder or file"
+    )
 
 
 @dataclass(frozen=True)
 class EngineOptions(Checked):
     """How the engine runs; the names are serving.Engine's."""
 
-    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "of compute, weights and pages")
-    numerics: Literal["fast", "exact"] = option("fast", "exact: the same bits in every batch")
+    dtype: Literal["float32", "bfloat16"] = option(
+        "bfloat16", "data type of computation, weights and pages"
+    )
+    numerics: Literal["fast", "exact"] = option(
+        "fast", "exact: an answer has the same bits in every batch"
+    )
     overlap: Overlap = option("auto", "how tensor ranks add up their sums; see the training flag")
-    max_batch: int = option(64, "answers that run at a time", at_least=1)
-    pages: int | None = option(None, "of keys and values; none: what fits", at_least=2)
-    page_size: int = option(16, "a power of two up to 128", "tokens", at_least=1)
+    max_batch: int = option(64, "largest number of answers that run at a time", at_least=1)
+    pages: int | None = option(
+        None, "number of pages of keys and values; none: as many as fit", at_least=2
+    )
+    page_size: int = option(16, "tokens of a page, a power of two up to 128", "tokens", at_least=1)
     prefill_chunk: int | None = option(
-        None, "of a prompt in a step; none: 256 on a CPU, else 2048", "tokens", at_least=1
+        None,
+        "most tokens of prompts in a step; none: 256 on a CPU, else 2048",
+        "tokens",
+        at_least=1,
     )
     context: int | None = option(
-        None, "of prompt and answer; none: the model's", "tokens", at_least=2
+        None, "longest prompt and answer together; none: the model's", "tokens", at_least=2
     )
     decode_steps: int | None = option(
         None, "tokens that a dispatch decodes; none: 1 on a CPU, else 4", at_least=1
     )
-    prefix_cache: bool = option(True, "prompts that begin alike share pages")
-    seed: int = option(0, "of requests without one", at_least=0, at_most=2**32 - 1)
+    prefix_cache: bool = option(True, "whether prompts that begin alike share pages")
+    seed: int = option(0, "random seed of requests that give none", at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True)
@@ -58,12 +71,22 @@ class HttpOptions(Checked):
     """Who may ask, and how much."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
-    port: int = option(8000, "to listen on; 0: any that is free", at_least=0, at_most=65535)
-    api_key_file: str | None = option(None, "a key a line, one of which a client must send")
-    max_waiting: int = option(256, "answers that may wait; more get 429", at_least=0)
-    max_body: int = option(2**22, "of a request; longer ones get 413", "bytes", at_least=1)
-    request_timeout_s: float = option(600.0, "from a request to its last token", "s", above=0)
-    stop_timeout_s: float = option(60.0, "for running requests after SIGTERM", "s", at_least=0)
+    port: int = option(8000, "port to listen on; 0: any that is free", at_least=0, at_most=65535)
+    api_key_file: str | None = option(
+        None, "file of keys, one a line; a client must send one of them"
+    )
+    max_waiting: int = option(
+        256, "number of answers that may wait; more are refused with 429", at_least=0
+    )
+    max_body: int = option(
+        2**22, "largest body of a request; larger ones are refused with 413", "bytes", at_least=1
+    )
+    request_timeout_s: float = option(
+        600.0, "longest time from a request to its last token", "s", above=0
+    )
+    stop_timeout_s: float = option(
+        60.0, "time that running requests have after SIGTERM", "s", at_least=0
+    )
 
 
 @dataclass(frozen=True)
