@@ -120,7 +120,7 @@ def write_raw(path: Path, shards: list[np.ndarray]) -> None:
 
 
 def read_raw(path: Path, target: np.ndarray) -> None:
-    """Into memory that was touched before."""
+    """Reads a file into memory that was touched before."""
     with open(path, "rb") as file:
         at, view = 0, memoryview(target)
         while count := file.readinto(view[at : at + 8 * MIB]):

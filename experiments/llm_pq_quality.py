@@ -37,7 +37,7 @@ from megajax.systems.open_model import OpenModel, open_model
 
 @dataclass(frozen=True)
 class Config(Checked):
-    """Which models, judged how."""
+    """The models, and how they are judged."""
 
     study: Literal["indicators", "rounding", "plans"] = option("indicators", "what is measured")
     run_dirs: str = option(

@@ -37,7 +37,7 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Config(config.Checked):
-    """Where the table goes; what is simulated is the paper's."""
+    """The folder of the table; what is simulated is the paper's."""
 
     out: str = results.out_option("megascale_ablation")
 

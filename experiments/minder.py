@@ -97,7 +97,7 @@ class Config(Checked):
 
     @property
     def model_path(self) -> Path:
-        """Of train, watch and time."""
+        """The model's file, of train, watch and time."""
         return expand(self.model or f"{self.out}/model.npz", "model")
 
     def asked(self, model: str | None) -> report.Config:

@@ -72,7 +72,7 @@ def device_clock(
 
 
 def _kernel_seconds(program: Callable[..., Any], args: Sequence[Any], launches: int) -> list[float]:
-    """Of all kernels of all launches, in order; results are freed as they come."""
+    """Returns the seconds of all kernels of all launches, in order; frees results as they come."""
     if profiler.mosaic_gpu_lib is None:
         raise NotImplementedError("jax's CUDA plugin is not installed")
     extension = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # profiler.Cupti would keep all results

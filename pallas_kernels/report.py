@@ -59,7 +59,7 @@ def compile_config(name: str) -> list[dict[str, Any]]:
 
 
 def program_hash(name: str) -> str:
-    """Of the traced program of a configuration, which holds its kernels, and of jax's version.
+    """Returns a hash of a configuration's traced program, kernels included, and of jax's version.
 
     Instructions that are written as MLIR (inline_mgpu) are not in a traced program: files that have
     some are a part of the hash.
@@ -73,13 +73,13 @@ def program_hash(name: str) -> str:
 
 
 def source_hash(name: str) -> str:
-    """Of the code that makes a configuration, without comments, and of jax's version."""
+    """Returns a hash of the code of a configuration, without comments, and of jax's version."""
     folder, _, config = name.partition(" ")
     return hash_of(FOLDERS[folder].sources(config))
 
 
 def hash_of(files: Iterable[pathlib.Path]) -> str:
-    """Of the syntax trees of files, and of jax's version."""
+    """Returns a hash of the syntax trees of files, and of jax's version."""
     digest = hashlib.sha256(jax.__version__.encode())
     for file in files:
         digest.update(_code(file.read_text()))

@@ -139,7 +139,7 @@ def against(row: dict | None, word: str = "hopper") -> str | None:
 
 
 def distance(one: Key, other: Key) -> float:
-    """In octaves over all sizes; infinite where a word or the set of names differs."""
+    """Returns the octaves between all sizes, added up; infinite where a word or a name differs."""
     if one.keys() != other.keys():
         return math.inf
     total = 0.0

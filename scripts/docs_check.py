@@ -336,7 +336,7 @@ class Checker:
         return None
 
     def _imported(self, tree: ast.Module, file: str, name: str, prefix: str) -> set[str]:
-        """As `fields_of`, of a class that another module defines."""
+        """Returns what `fields_of` does, of a class that another module defines."""
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:

@@ -185,7 +185,7 @@ def has_driver() -> bool:
 
 
 def environment(rehearsal: bool) -> dict[str, str]:
-    """Of workers: several processes, and in some of them PyTorch, share the GPU's memory."""
+    """Returns the environment of workers: several processes, some with PyTorch, share the GPU."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     more = {"JAX_PLATFORMS": "cpu"} if rehearsal else {}
     return {

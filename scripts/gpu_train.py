@@ -127,7 +127,7 @@ def losses_items(rehearsal: bool) -> list[Item]:
 
 
 def configuration(variant: str, rehearsal: bool) -> Config:
-    """Of a variant; a rehearsal's has the small model, and the attention that a CPU has."""
+    """Returns a variant's configuration; a rehearsal has the small model and a CPU's attention."""
     if rehearsal:
         return config.override(SMALL, VARIANTS[variant] | TINY)
     return config.override(Config(model=PRESETS["llama3_1b"]()), LARGE | VARIANTS[variant])

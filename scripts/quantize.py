@@ -46,7 +46,7 @@ from megajax.systems.open_model import open_model
 
 @dataclass(frozen=True)
 class Config(Checked):
-    """Which model, in which form, judged on what."""
+    """The model, the form of its weights, and the text that judges them."""
 
     run_dir: str | None = option(None, "folder of a run")
     hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")

@@ -47,7 +47,7 @@ CARD, MODEL = CARDS["H100"], Roofline()
 
 @dataclass(frozen=True)
 class Config(Checked):
-    """Where the results go."""
+    """The folder of the results."""
 
     out: str = results.out_option("step_budget")
     compiled: bool = option(False, "also compile the recommended step for an H100 (extra aot)")

@@ -69,7 +69,7 @@ class Store:
             path.unlink()
 
     def path(self, file: str) -> Path:
-        """Where a file of this device lies."""
+        """Returns where a file of this device lies."""
         return self.folder / (f"{self.slug}.json" if file == TUNED else f"{self.slug}_{file}.json")
 
     def rows(self, file: str) -> list[Row]:

@@ -493,3 +493,42 @@ def test_nothing_names_this_machine():
         text = path.read_bytes().decode(errors="replace")  # checkpoints are no text
         assert str(ROOT) + "/" not in text, name
         assert not re.search(r"https?://[\w.]*(pypi|pythonhosted|jfrog|artifactory)", text), name
+
+
+# A description that goes on from a name ("seed: of the faults") is a riddle where the name is far
+# away, as in a page of the documentation.
+CONTINUES = {
+    "after", "as", "at", "before", "behind", "between", "by", "from", "has", "into", "like", "of",
+    "that", "to", "where", "which", "with",
+}  # fmt: skip
+
+
+def riddles(path: pathlib.Path, tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        text, name = "", getattr(node, "name", "")
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            text = ast.get_docstring(node) or ""
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node).startswith(
+            ("option(", "config.option(")
+        ):
+            assert isinstance(node.value, ast.Call)
+            name, arguments = ast.unparse(node.target), node.value.args
+            if len(arguments) > 1 and isinstance(arguments[1], ast.Constant):
+                text = arguments[1].value
+        if text and text.split()[0].lower() in CONTINUES:
+            found.append(f"{path.name}: {name}: {text.splitlines()[0]}")
+    return found
+
+
+def test_descriptions_do_not_continue_names():
+    product = [p for p in SOURCES if p.relative_to(ROOT).parts[0] != "tests"]
+    found = [v for p in product for v in riddles(p, ast.parse(p.read_text()))]
+    assert not found, "\n".join(found)
+
+
+def test_a_description_that_continues_a_name_is_noticed():
+    text = (
+        'def rows():\n    """Of a tile."""\nclass C:\n    seed: int = option(0, "of the faults")\n'
+    )
+    assert len(riddles(ROOT / "a.py", ast.parse(text))) == 2

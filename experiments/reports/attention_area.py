@@ -49,7 +49,7 @@ def areas(
     forward: hopper_forward.Tile,
     backward: hopper_backward.Tile,
 ) -> dict[str, Area]:
-    """Of one head, by kernel: 'forward', 'dq' (none where it is fused) and 'dkv'."""
+    """Returns the areas of one head by kernel: 'forward', 'dq' (none if fused) and 'dkv'."""
     blocks = {
         "forward": (ROWS // forward.heads, forward.block_k),
         "dq": (ROWS, backward.block_dq),

@@ -215,7 +215,7 @@ class Measured:
 
     @property
     def card(self) -> DeviceCard:
-        """Of the machine."""
+        """The card of the machine."""
         (card,) = self.labels.dataset.cards.values()
         return card
 

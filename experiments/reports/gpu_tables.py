@@ -141,7 +141,7 @@ def summary(folder: Path) -> str:
 
 
 def _beside(rows: Sequence[Row], kernels: str) -> list[float]:
-    """Of each case, the time of the best library beside ours, forward."""
+    """Returns, for each case, the forward time of the best library beside ours."""
     libraries = {"xla", "dense", "torch", "cudnn padded", "cudnn packed"}
     times: dict[str, dict[str, float]] = {}
     for row in rows:

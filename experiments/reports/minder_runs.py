@@ -49,7 +49,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         return f"{self.split}-{self.seed}-{self.mix or 'healthy'}-{self.size}-{self.k}"
 
     def case(self) -> Case:

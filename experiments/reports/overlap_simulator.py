@@ -102,7 +102,7 @@ class Times:
 
     @property
     def efficiency(self) -> float | None:
-        """Of the fused kernel."""
+        """The overlap efficiency of the fused kernel."""
         return efficiency(self.fused_s, self.gemm_s, self.serial_s)
 
 

@@ -172,7 +172,7 @@ def _unpacked(batch: int, longest: int, q: Array, k: Array, v: Array, query: Con
 def _varlen(
     longest: int, choice: Implementation | None, q: Array, k: Array, v: Array, query: Context, *_
 ) -> Array:
-    """On packed tokens, told how long a sequence can be."""
+    """Attends on packed tokens, told how long a sequence can be."""
     assert query.segments_BS is not None
     out = packed_attention(
         q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, implementation=choice
@@ -255,7 +255,7 @@ def kernels(cfg: EncoderConfig, step: Step, lengths: Sequence[int], longest: int
 
 
 def useful_flops(cfg: EncoderConfig, lengths: Sequence[int]) -> float:
-    """Of all layers' products and attention, for the tokens that are there."""
+    """Returns the FLOPs of all layers' products and attention, for the tokens that are there."""
     D, F, T = cfg.width, cfg.mlp, sum(lengths)
     pairs = sum(n * n for n in lengths)
     return cfg.layers * (2.0 * T * (4 * D * D + 2 * D * F) + 4.0 * pairs * D)

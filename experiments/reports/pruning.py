@@ -128,7 +128,7 @@ class Work:
     bytes: float
 
     def __add__(self, other: "Work") -> "Work":
-        """Of both."""
+        """Returns the work of both."""
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
     @property
@@ -138,13 +138,13 @@ class Work:
 
 
 def dense_work(rows: int, shape: tuple[int, int]) -> Work:
-    """Of a dense product of `rows` rows."""
+    """Returns the work of a dense product of `rows` rows."""
     K, N = shape
     return Work(2.0 * rows * K * N, 2.0 * (rows * (K + N) + K * N))
 
 
 def sparse_work(rows: int, weight: TileSparse) -> Work:
-    """Of a packed weight: whole slots are multiplied; x's columns that none reads are not moved."""
+    """Returns a packed weight's work: whole slots are multiplied, unread columns of x not moved."""
     K, N = weight.shape
     pattern = weight.pattern
     slots = int(pattern.tile_starts[-1])

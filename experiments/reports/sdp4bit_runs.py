@@ -102,7 +102,7 @@ class Study:
 
     @property
     def tokens(self) -> int:
-        """Of one run."""
+        """Tokens of one run."""
         return self.steps * self.batch * self.seq_len
 
 

@@ -69,7 +69,7 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Of the agent; 0: none runs."""
+        """The process number of the agent; 0: none runs."""
         return self.agent.pid if self.agent is not None and self.agent.poll() is None else 0
 
 

@@ -70,11 +70,11 @@ class StepFolder:
             self.lease.take()
 
     def step(self, step: int) -> Path:
-        """Where a step lives."""
+        """Returns the folder of a saved step."""
         return self.path / str(step)
 
     def saving(self, step: int) -> Path:
-        """Where a step is written."""
+        """Returns the folder in which a step is written before it counts."""
         return self.path / f"{step}{SAVING}{self._tag}"
 
     def steps(self) -> list[int]:

@@ -23,7 +23,7 @@ Leaves = Mapping[str, Any]
 
 
 class Conversion(Protocol):
-    """From our layout to another and back."""
+    """Converts our layout to another one and back."""
 
     def there(self, leaves: Leaves) -> dict[str, Any]:
         """Returns the leaves in the other layout. Raises: UserError when they do not fit."""

@@ -62,7 +62,7 @@ class ObjectFolder(StepFolder):
         self._stage = StepFolder(stage)
 
     def fence(self, attempt: Attempt | None, takes: bool) -> None:
-        """As on a disk; the stage may be shared with an older attempt too."""
+        """Does what it does on a disk; an older attempt may share the stage."""
         super().fence(attempt, takes)
         self._stage.fence(attempt, takes=False)
 
@@ -70,11 +70,11 @@ class ObjectFolder(StepFolder):
         return False  # Orbax alone does not write here
 
     def step(self, step: int) -> ObjectPath:
-        """Where a step lives."""
+        """Returns the place of a saved step."""
         return self._home / str(step)
 
     def saving(self, step: int) -> Path:
-        """Where a step is staged."""
+        """Returns the local folder in which a step is staged."""
         return self._stage.saving(step)
 
     def steps(self) -> list[int]:

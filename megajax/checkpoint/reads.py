@@ -204,7 +204,7 @@ def _deal(
 
 
 class Votes:
-    """Before each exchange the processes agree that all could read: one alone waits for ever."""
+    """Lets all processes agree, before each exchange, that each of them could read its part."""
 
     def __init__(self, exchanges: int):
         """exchanges: to come, the same number on all processes."""

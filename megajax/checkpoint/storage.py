@@ -285,7 +285,7 @@ def _leave_behind() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """In the place of Orbax's response where there is none. error: why."""
+    """Stands for Orbax's response where there is none. error: the reason."""
 
     error: Exception
 

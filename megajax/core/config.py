@@ -310,7 +310,7 @@ def load(base: Any, path: str | Path, flag: str = "config") -> Any:
 
 
 def _load(base: Any, path: str | Path, flag: str = "config") -> tuple[Any, dict[str, Any]]:
-    """As `load`, and {dotted name: value} of what the file says."""
+    """Returns what `load` does, and {dotted name: value} of what the file says."""
     found = config_file.read(path, flag)
     try:
         flat = _flatten(type(base), found)

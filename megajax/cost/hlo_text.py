@@ -54,7 +54,7 @@ class Array:
 
     @property
     def nbytes(self) -> float:
-        """In memory, without padding."""
+        """Bytes in memory, without padding."""
         return self.itemsize * self.elements
 
     @property

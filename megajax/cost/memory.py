@@ -51,8 +51,11 @@ def _gradients(step: StepShape) -> float:
 
 
 def _generation(step: StepShape) -> dict[str, float]:
-    """Of a prefill or a decoded token. Parameters rest in the compute type, or as training leaves
-    them where ZeRO cuts them (megajax/serving/engine.py, zero)."""
+    """Returns the memory of a prefill or of a decoded token, by what it is for.
+
+    Parameters rest in the compute type, or as training leaves them where ZeRO cuts them
+    (megajax/serving/engine.py, zero).
+    """
     cut = step.ways(*step.zero_axes, *step.expert_zero_axes) > 1
     spread = step.pieces * step.ways("tensor")
     cache = step.used.cache * ITEMSIZE[step.load.dtype] / spread

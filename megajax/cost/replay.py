@@ -24,7 +24,7 @@ class Replay:
 
     @property
     def seconds(self) -> float:
-        """From 0, when every stream is free, until the last task ends."""
+        """Seconds from 0, when every stream is free, until the last task ends."""
         return self.timeline.end
 
     @property

@@ -49,7 +49,7 @@ class Payload(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """In what data parallelism sends.
+    """The codes in which data parallelism sends weights and gradients.
 
     weights: gathered. inside, between: gradients inside a node and between nodes. block: elements
     of the transform that gradients are sent in, 1: none. difference: weights travel as what the

@@ -82,7 +82,7 @@ class Attention(nnx.Module):
         context: Context,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """From projected q_BSHK, k_BSGK, v_BSGK to the attended values, ready for `out`.
+        """Turns projected q_BSHK, k_BSGK, v_BSGK into the attended values, ready for `out`.
 
         cache: keys and values before these; None: attend among these tokens only.
         Returns: (y_BSHK, the cache with these tokens added).

@@ -50,7 +50,7 @@ class Mlp(nnx.Module):
         return (self.gate, self.up) if self.cfg.activation == "swiglu" else (self.up,)
 
     def __call__(self, projected: tuple[jax.Array, ...]) -> jax.Array:
-        """From the projected inputs (each B,S,F) to the hidden values, ready for `down`."""
+        """Turns the projected inputs (each B,S,F) into the hidden values, ready for `down`."""
         *gate, up_BSF = projected
         if self.cfg.bias:
             up_BSF = up_BSF + param.broadcast(self.up_bias, up_BSF, up_BSF.dtype)

@@ -127,7 +127,7 @@ class Moe(nnx.Module):
             self.bias = param.constant(layout, (E,), (None,), 0.0)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, MoeSums]:
-        """From the normalised residual stream to what the experts add to it, both lying alike."""
+        """Returns what the experts add to the normalised residual stream, laid out as it is."""
         kind = self.mlp.activation
         inputs = (self.gate, self.up) if kind == "swiglu" else (self.up,)
         weights = ExpertWeights(inputs, self.down, functools.partial(activate, kind))

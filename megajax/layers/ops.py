@@ -44,10 +44,10 @@ class Codec(Protocol):
     """
 
     def encode(self, x: Array) -> Any:
-        """Of a stored weight, or this device's part of it."""
+        """Returns the code of a stored weight, or of this device's part of it."""
 
     def decode(self, coded: Any, dtype: Any) -> Array:
-        """Of what encode gave."""
+        """Returns the weight whose code `encode` returned."""
 
 
 def matmul(
@@ -94,7 +94,7 @@ def _widened(dot: Callable, x: Array, w: Array, out_dtype: Any) -> Array:
 
 
 def gather(x_BSD: Array) -> Array:
-    """From the residual stream into a block. Locally nothing."""
+    """Brings the residual stream into a block; without a mesh it stays as it is."""
     return x_BSD
 
 

@@ -54,7 +54,7 @@ class DecoderConfig(Checked, section="model"):
         131072, "longest row that the model is meant for", "tokens", at_least=1
     )
     activation: Activation = option("swiglu", "activation function of the feed-forward layer")
-    bias: Literal["none", "qkv", "all"] = option("none", "which projections have a bias")
+    bias: Literal["none", "qkv", "all"] = option("none", "projections that have a bias")
     qk_norm: bool = option(False, "RMSNorm on each query and key head")
     window: int | None = option(
         None,

@@ -48,7 +48,7 @@ SIZE = _RING + SPANS * _SPAN.size
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a process is.
+    """How far a process has come.
 
     beat: sections entered so far. time: when the last was, seconds of CLOCK_MONOTONIC. loss: of
     the last finished step, 0 before the first. own_s: what this process spent in its last step

@@ -69,7 +69,7 @@ class Rank:
 
     @property
     def section(self) -> str:
-        """Where it is in its step."""
+        """Name of the section of a step that it is in."""
         return str(self.values.get("section", "start"))
 
     @property

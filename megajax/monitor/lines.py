@@ -92,7 +92,7 @@ class Lossy:
         return getattr(self._stream, name)
 
     def __iter__(self):
-        """As the stream does."""
+        """Iterates over the stream's lines."""
         return iter(self._stream)
 
     def write(self, text: str) -> int:

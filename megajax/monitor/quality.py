@@ -39,7 +39,7 @@ ALL = 0.9  # (chosen) part of the machines that makes a step one of all
 
 @dataclasses.dataclass
 class _Memory:
-    """Of one metric: the values of the last 2 SECONDS, and what each machine's are divided by."""
+    """A metric's last 2 SECONDS (tail_NT), and what each machine is divided by (divisor_N)."""
 
     tail_NT: np.ndarray
     divisor_N: np.ndarray

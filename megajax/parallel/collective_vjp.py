@@ -77,7 +77,7 @@ def _gather_run(
 def _gather_fused(
     x: Array, ws: Arrays, biases: tuple, static: Static, keep_z: bool
 ) -> tuple[Arrays, Array | None, Arrays]:
-    """As _gather_run; what an activation outside the kernel takes was rounded to x's type."""
+    """Does what _gather_run does, where activations outside the kernel read rounded products."""
     inside: Any = None if keep_z or static.activation == "swiglu" else static.activation
     spec = Spec(inside, x.dtype.name)
     zs, gathered = kernels.fused_gather(x, ws, biases, axis=static.axis, spec=spec, keep=True)

@@ -47,7 +47,7 @@ class ContextSpec(Checked, section="context"):
     )
     order: Literal["zigzag", "plain"] = option(
         "zigzag",
-        "which tokens of a row a rank has; zigzag: equal causal work (ulysses: in any order)",
+        "order of a row's tokens over ranks; zigzag: equal causal work (ulysses: in any order)",
         needs=other_than("kind", "ulysses"),
     )
 

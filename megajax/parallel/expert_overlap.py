@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of one source at a rank's experts, when all have as many."""
+        """Rows that one source has at a rank's experts, if all sources have as many."""
         return self.tokens * self.top // self.groups
 
 
@@ -82,7 +82,7 @@ def choose_all(
     axes: tuple[str, str | None],
     mesh: AbstractMesh,
 ) -> Implementation:
-    """As `choose`, for one half or for both: the one place that checks and chooses."""
+    """Does what `choose` does, for one half or both; only here are choices checked and made."""
     name = " and ".join(halves)
     if implementation not in overlap.IMPLEMENTATIONS:
         words = overlap.IMPLEMENTATIONS
@@ -190,7 +190,7 @@ def measured(
 
 
 def key(op: str, layer: Layer) -> tuned.Key:
-    """Of a row of a table, as the kernels look it up; see `routes.cut` for cut experts."""
+    """Returns the key of a table's row, as the kernels look it up (cut experts: `routes.cut`)."""
     hidden = sum(layer.hidden)
     choices = layer.tokens * layer.top * (layer.ranks // layer.groups)
     K, N = (layer.width, hidden) if op == DISPATCH else (hidden, layer.width)

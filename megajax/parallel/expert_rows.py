@@ -36,7 +36,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts each token of a rank uses.
+    """The experts that each token of a rank uses.
 
     expert_index: integers (T, A), of all experts of the model; the same one may come twice. A
     choice outside 0 .. experts - 1 is none: it adds nothing and is not dropped (padding: -1).
@@ -65,7 +65,7 @@ class Lanes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """Where the rows of this rank's experts come from, and where their answers go.
+    """Origin of the rows of this rank's experts, and destination of their answers.
 
     order_N: int32, the choice behind each row: (rank, token, place among the token's choices) as
       one number. source_N: int32, the row's token among those that have come.

@@ -31,7 +31,7 @@ def rest(layout: Layout, words: Words, x: jax.Array) -> PartitionSpec:
 
 
 def share(layout: Layout, words: Words, tree: Tree) -> Tree:
-    """From `Layout.stored` to `Layout.shared`; each rank cuts its entry out of its own memory.
+    """Cuts `Layout.stored` to `Layout.shared`; each rank cuts its part out of its own memory.
 
     tree: an array, or arrays that all begin with dimensions of these words.
     """

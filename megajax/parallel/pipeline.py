@@ -215,7 +215,7 @@ class Pipeline:
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """Of the programs that call `gradients` or `sums`."""
+        """XLA options for the programs that call `gradients` or `sums`; None: the defaults."""
         gpu = self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
         hides = self.cfg.overlap == "chunk" and self.cfg.chunks > 1
         return OVERLAP if gpu and hides else None

@@ -79,7 +79,7 @@ def reduce_scatter(
     cuts = _cuts(m, both_ways)
 
     def rows(x: Array, s: int | Array) -> Array:
-        """Of the chunks to whose owners a sum still travels R - 1 - s hops."""
+        """Returns the rows of the chunks whose sums still travel R - 1 - s hops to their owners."""
         owners = ((rank - s - 1) % R, (rank + s + 1) % R)
         pieces = ((o * m + first, n) for o, (first, n) in zip(owners, cuts, strict=False))
         return jnp.concatenate([_rows(x, *piece) for piece in pieces], -2)

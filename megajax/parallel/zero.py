@@ -140,7 +140,7 @@ class Way(NamedTuple):
 
     @property
     def rank(self) -> Array:
-        """Of this rank, among all."""
+        """Returns the number of this rank among all."""
         inside = lax.axis_index(self.inside)
         return lax.axis_index(self.between) * lax.axis_size(self.inside) + inside
 

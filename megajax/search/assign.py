@@ -120,7 +120,7 @@ def _check_cheapest(
 
 
 def _greedy(problem: _Problem) -> np.ndarray | None:
-    """From the cheapest options, always the change that gains most value for its cost."""
+    """Starts from the cheapest options; each change is the one with most value for its cost."""
     item_O, value_O, cost_BO = problem.item_O, problem.value_O, problem.cost_BO
     worst_O = cost_BO.max(0, initial=0.0)  # the budget that an option strains most
     order = np.lexsort((value_O, worst_O, item_O))

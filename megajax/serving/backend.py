@@ -67,7 +67,7 @@ class OneMesh:
         return self._forward.place(params, self._cast)
 
     def default_pages(self, most: int, page_size: int) -> int:
-        """As many as the devices of all processes have room for."""
+        """Returns for how many pages the devices of all processes have room."""
         mesh = self._forward.mesh
         local = mesh.local_devices
         room = CPU_PAGES // len(local)

@@ -55,7 +55,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which member is given."""
+        """Name of the member that is given."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     def _schema(self) -> str | None:

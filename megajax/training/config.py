@@ -108,7 +108,7 @@ class CheckpointConfig(Checked, section="checkpoint"):
 
 @dataclass(frozen=True)
 class LogConfig(Checked, section="log"):
-    """Where progress goes beside metrics.jsonl."""
+    """The places of progress beside metrics.jsonl."""
 
     every: int = option(10, "steps between lines when the output is not a terminal", at_least=0)
     tensorboard: bool = option(True, "write TensorBoard events")
@@ -120,7 +120,7 @@ class LogConfig(Checked, section="log"):
 
 @dataclass(frozen=True)
 class ProfileConfig(Checked, section="profile"):
-    """Which steps jax.profiler records."""
+    """The steps that jax.profiler records."""
 
     steps: str | None = option(None, "record these steps, e.g. 20..25; none: off")
 

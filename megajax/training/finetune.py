@@ -48,7 +48,7 @@ class FinetuneConfig(JobConfig):
         return Task(parts, token_rows(train.seq_len), mean_loss(train.z_loss))
 
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:
-        """As JobConfig; where the folder has another head, this model's begins anew."""
+        """Reads the parameters as JobConfig does; a head that the folder lacks begins anew."""
         from megajax.checkpoint import hf
 
         assert self.init_from is not None
@@ -60,7 +60,7 @@ class FinetuneConfig(JobConfig):
         return fresh | {name: x for name, x in given.items() if name not in encoder.HEAD}
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """As JobConfig; and what an encoder cannot do. Raises: UserError."""
+        """Checks what JobConfig checks, and what an encoder cannot do. Raises: UserError."""
         for axis in ("pipe", "context"):
             if sizes[axis] > 1:
                 raise UserError(

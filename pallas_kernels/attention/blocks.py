@@ -46,7 +46,7 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
 
 
 def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
-    """Where `multiply_into` puts its left operand when interpreted; nothing on a GPU."""
+    """Returns memory for the left operand of an interpreted `multiply_into`; a GPU needs none."""
     return swizzled(shape, dtype) if interpret else plgpu.SMEM(shape[:-2], jnp.int32)
 
 

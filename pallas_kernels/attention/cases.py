@@ -25,7 +25,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of all segments."""
+        """Tokens of all segments."""
         return sum(self.lengths)
 
     @property
@@ -34,7 +34,7 @@ class Case:
         return sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
 
     def flops(self, backward: bool = False) -> float:
-        """Of the forward or of the backward pass."""
+        """Returns the FLOPs of the forward or of the backward pass."""
         return 4 * self.pairs * self.heads[0] * self.width * (2.5 if backward else 1)
 
     def bytes(self, backward: bool = False) -> float:

@@ -102,7 +102,7 @@ def backward(
     tile: Tile,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As reference.backward, for bf16 and f16.
+    """Returns what reference.backward does, for bf16 and f16.
 
     Raises: ValueError for tiles that do not fit.
     """

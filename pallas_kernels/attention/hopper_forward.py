@@ -126,7 +126,7 @@ def forward(
     tile: Tile,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As reference.forward, for bf16 and f16. Capacities that are whole tiles are not copied.
+    """Returns what reference.forward does, for bf16 and f16; copies nothing that is whole tiles.
 
     Raises: ValueError for a tile that does not fit.
     """

@@ -128,7 +128,7 @@ def sums(
 
 
 def _work(q_rows: jax.Array, pages: Pages, shape: Shape, spec: Spec) -> Work:
-    """Of full tables: every sequence has all of its pages, and every row of an item is a query's.
+    """Returns the work of a call whose tables are full and whose items have a query in each row.
 
     spec.pairs: of a token and a position, where the caller knows the tokens.
     """
@@ -182,7 +182,7 @@ def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):
 
 
 class Place(NamedTuple):
-    """Of a part, what its steps need. masked: those that need a mask, which come first."""
+    """What the steps of a part need. masked: those that need a mask, which come first."""
 
     item: Any
     segment: Any
@@ -378,7 +378,7 @@ class _Warpgroup:
         return acc, new, total
 
     def scales(self, name, buffer, shape):
-        """Of a step's keys or values, the same in all rows."""
+        """Returns the scales of a step's keys or values, the same in all rows."""
         ref = self.block.smem[f"{name}_scale_smem"].at[buffer]
         part = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
         return lax.broadcast_in_dim(part, shape, [1])
@@ -394,7 +394,7 @@ class _Warpgroup:
         plgpu.barrier_arrive(self.free.at[buffer])
 
     def rows(self, v):
-        """Where the rows of part v's item are in memory, that are this warpgroup's."""
+        """Returns where this warpgroup's rows of part v's item are in memory."""
         E = self.block.shape.rows(self.block.tile)
         first = pl.multiple_of(self.block.of(v, ITEM) * E + self.number * ROWS, PIECE)
         return pl.ds(first, min(E, ROWS))

@@ -219,7 +219,7 @@ def _library_reasons() -> list[str]:
 
 
 def _slots_of_ids(ids_BS: Array, segments: int) -> Slots:
-    """Of rows whose runs of equal ids are segments; ids below 0 are dead."""
+    """Returns the slots of rows whose runs of equal ids are segments; ids below 0 are dead."""
     B, S = ids_BS.shape
     N = B * segments
     live_BS = ids_BS >= 0
@@ -240,7 +240,7 @@ def _slots_of_ids(ids_BS: Array, segments: int) -> Slots:
 
 
 def _slots_of_sums(cu_q: Array, cu_k: Array, rows: Rows) -> Slots:
-    """Of prefix sums (segments + 1,); one row. Slots without a query or without a key are empty."""
+    """Returns the slots of one row, by prefix sums (segments + 1,); slots may be empty."""
     short = max(3 - cu_q.shape[0], 0)  # cuDNN's packed form begins at two slots
     cu_q, cu_k = (jnp.pad(x, (0, short), mode="edge") for x in (cu_q, cu_k))
     t_T = jnp.arange(rows.lo.shape[0], dtype=jnp.int32)

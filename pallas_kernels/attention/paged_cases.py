@@ -31,11 +31,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of all segments."""
+        """Tokens of all segments."""
         return sum(self.counts)
 
     def flops(self, backward: bool = False) -> float:
-        """Of the products. backward: there is none, 0."""
+        """Returns the FLOPs of the products. backward: there is none, so 0."""
         if backward:
             return 0.0
         pairs = sum(

@@ -37,7 +37,7 @@ def forward(
     interpret: bool = False,
     blocks: int | None = None,
 ) -> jax.Array:
-    """As paged_reference.forward, for what `paged_tile.misfits` lets pass.
+    """Returns what paged_reference.forward does, for what `paged_tile.misfits` lets pass.
 
     blocks: thread blocks; None: one an SM, of the interpreter, where each takes a second, FEW.
     Raises: ValueError for a tile that does not fit.
@@ -85,7 +85,7 @@ def _tiled(q_THK: jax.Array, tiles: Tiles, heads: int, rows: int) -> jax.Array:
 
 
 def _sinks(sinks_H: jax.Array | None, shape: Shape, tile: Tile) -> jax.Array | None:
-    """Of each row of an item, base 2."""
+    """Returns the sink of each row of an item, base 2."""
     if sinks_H is None:
         return None
     sinks_GR = jnp.maximum(sinks_H * LOG2E, LOWEST).reshape(shape.heads, shape.group)

@@ -64,7 +64,7 @@ class Shape:
         return rows if rows <= ROWS else 2 * ROWS
 
     def warpgroups(self, tile: Tile) -> int:
-        """That compute."""
+        """Returns the number of warpgroups that compute."""
         return pl.cdiv(self.rows(tile), ROWS)
 
     def pieces(self, tile: Tile) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class Shape:
 
 
 def shape_of(q_THK: jax.Array, pages: Pages, window: Window | None = None) -> Shape:
-    """Of a call."""
+    """Returns the shape of a call."""
     (_, H, K), (_, N, G, _) = q_THK.shape, pages.k.shape
     left = window[0] if window is not None else None
     left = left if left is not None and left < FARTHEST else None
@@ -126,7 +126,7 @@ def fitted(tile: Tile, shape: Shape) -> Tile:
 
 
 def engine_tile(tile: Tile, shape: Shape) -> limits.Tile:
-    """As the engine knows it."""
+    """Returns the tile as the engine describes it."""
     warpgroups = shape.warpgroups(tile)
     return limits.Tile(
         ROWS * warpgroups, tile.keys, shape.width, tile.stages, warpgroups=warpgroups

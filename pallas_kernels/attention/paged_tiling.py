@@ -13,7 +13,7 @@ from pallas_kernels.attention.paged_tile import OP, Shape, Tile
 
 
 def key(shape: Shape, tokens: int, segments: int, room: int) -> dict[str, Any]:
-    """Of a table's rows (tuned.py). tokens: T. segments: B. room: positions of a table's row.
+    """Returns the key of a table's row (tuned.py). tokens: T. segments: B. room: its positions.
 
     Contexts, window and sinks are data. The width is a word: a kernel of another head width is
     another program.

@@ -39,7 +39,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """Which tiles each block visits.
+    """The tiles that each block visits.
 
     tiles: int32 (N,), the tiles that any row needs, ascending; what follows them is never visited.
     spans: int32 (M, 4), positions in `tiles`: first, full_first, full_last, last. Tiles

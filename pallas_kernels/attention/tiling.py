@@ -20,7 +20,7 @@ BLOCKS, STAGES = (32, 64, 128), (8, 6, 4, 3, 2)
 
 
 def key(dtype: Any, width: int, group: int, tokens: int, longest: int | None) -> dict[str, Any]:
-    """Of FORWARD's rows; BACKWARD's have `deterministic` as well.
+    """Returns the key of FORWARD's rows; those of BACKWARD have `deterministic` as well.
 
     group: query heads of a key-value head. tokens: T. longest: rows of the longest segment. The
     width is a word: a kernel of another head width is another program.
@@ -84,7 +84,7 @@ def forward_tiles(
 def backward_tiles(
     dtype: Any, width: int, longest: int | None, deterministic: bool
 ) -> list[hopper_backward.Tile]:
-    """As `forward_tiles`, over the blocks of both kernels; with the fused one where it may be."""
+    """Returns tiles as `forward_tiles` does, for both kernels, or the fused one where allowed."""
     found = [hopper_backward.heuristic(width, longest, deterministic)]
     if not deterministic:
         found.append(hopper_backward.heuristic(width, longest))

@@ -217,7 +217,7 @@ def limits(
     dtype: Any,
     mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
-    """As `reasons`, of any fused kernel; multiple: that the columns of w must be of."""
+    """Returns `reasons` of any fused kernel; multiple: of which the columns of w must be one."""
     mesh = mesh or jax.sharding.get_abstract_mesh()
     found = list(device_reasons(mesh.abstract_device))
     if jnp.dtype(dtype).name not in DTYPES[:2]:
@@ -238,7 +238,7 @@ def limits(
 
 
 def key(op: str, ranks: int, rows: int, K: int, N: int) -> tuned.Key:
-    """Of a row of a table; rows: of one rank's x (gather), result (scatter, reduce)."""
+    """Returns the key of a table's row; rows: one rank's x (gather) or result (scatter, reduce)."""
     return {"ranks": ranks, "rows": rows, "K": K, "N": N}
 
 
@@ -298,7 +298,7 @@ def _upright(weights: tuple, turned: bool) -> tuple:
 def _fusion(
     op: str, ranks: int, rows: int, K: int, widths: list[int], out_dtype: Any
 ) -> fused.Fusion:
-    """Of the nearest row of a table, else the heuristic's."""
+    """Returns the fusion of the nearest row of a table, else the heuristic's."""
     if tile := tuned.tile(tuned.find(op, key(op, ranks, rows, K, sum(widths)))):
         return fusions.load(tile)
     return fusions.heuristic(op, ranks, rows, K, widths, out_dtype, resident_blocks())

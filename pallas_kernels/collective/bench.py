@@ -72,12 +72,12 @@ class Check:
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """The name in the report."""
         return f"{self.kind} of 8 virtual ranks, {self.rows} x {self.K} x {self.N}, {self.tile}"
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Of x, w and of what is full of NaN: pages of all ranks."""
+        """Shapes of x, of w and of the inbox that is full of NaN: pages of all ranks."""
         pages = R * R if self.kind == "scatter" else R
         inbox = (R * R, self.rows, self.K if self.kind == "gather" else self.N)
         return (pages, self.rows, self.K), (R, self.K, self.N), inbox
@@ -165,7 +165,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of a page."""
+        """Rows of a page."""
         return self.m if self.op == api.REDUCE else self.m // self.ranks
 
     @property

@@ -27,7 +27,7 @@ class Product:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row that travels."""
+        """Bytes of one row that travels."""
         return self.wire_bytes * (self.k if self.kind == "gather" else self.n)
 
     @property

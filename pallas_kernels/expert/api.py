@@ -114,7 +114,7 @@ def grouped_matmul_combine(
     transpose_w: bool = False,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Of every token the sum of weight times answer over its choices; an answer is a row's h w.
+    """Returns for every token the sum over its choices of weight times answer (a row's h w).
 
     Args:
       h: (N, F) bf16|f16|f32, rows as in Routes; what lies past those that came does not matter.
@@ -214,7 +214,7 @@ def _key(op: str, routes: Routes, K: int, N: int) -> tuned.Key:
 
 
 def _fusion(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) -> ExpertFusion:
-    """Of the nearest row of a table, else the heuristic's."""
+    """Returns the fusion of the nearest row of a table, else the heuristic's."""
     if tile := tuned.tile(tuned.find(op, _key(op, routes, K, sum(widths)))):
         return fusions.load(tile)
     choices = routes.expert_TA.size

@@ -83,13 +83,13 @@ class Check:
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """The name in the report."""
         sizes = f"{self.tokens} x {self.choices} of {self.experts}, {self.K} x {self.N}"
         return f"{self.kind} of 8 virtual ranks, {self.routing}, {sizes}, {self.tile}"
 
     @property
     def rows(self) -> int:
-        """Of a rank's experts, whatever the routing."""
+        """Rows of a rank's experts, whatever the routing."""
         return R * self.tokens * self.choices
 
     @property
@@ -240,7 +240,7 @@ class Case:
 
     @property
     def sums(self) -> Spec:
-        """In what the product leaves its kernel."""
+        """The type in which the product leaves its kernel."""
         return Spec(None, "bfloat16" if self.op == DISPATCH else "float32")
 
     @property
@@ -261,7 +261,7 @@ class Case:
         return Inputs(x, ws, weight_TA, self.routes(expert_TA))
 
     def routes(self, expert_TA: jax.Array) -> Routes:
-        """Of rank ME, where rank r chooses as rank 0, r E experts on."""
+        """Returns the routes of rank ME; rank r chooses as rank 0 does, r E experts further on."""
         on_R11 = self.experts * jnp.arange(self.ranks, dtype=jnp.int32)[:, None, None]
         one = functools.partial(route, experts=self.experts, axis="x", rows=self.rows)
         every = jax.vmap(one, axis_name="x")(

@@ -108,5 +108,5 @@ def combine_seconds(
 
 
 def key(op: str, ranks: int, choices: int, experts: int, K: int, N: int) -> dict[str, int]:
-    """Of a row of a table; N: columns of all weights."""
+    """Returns the key of a table's row; N: columns of all weights."""
     return {"ranks": ranks, "choices": choices, "experts": experts, "K": K, "N": N}

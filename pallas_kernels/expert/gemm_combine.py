@@ -61,7 +61,7 @@ def gemm_combine(
     blocks: int = SMS,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each token the weighted sum of its answers; an answer is a row's sum of h w.
+    """Returns for each token the weighted sum of its answers; an answer is a row's sum of h w.
 
     C: `peers.copies`, the ranks whose arrays these are; 1 but for virtual ranks.
     Args:

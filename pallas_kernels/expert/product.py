@@ -40,7 +40,7 @@ def height(rows: int, tile: Tile) -> int:
 def scratch(
     op: str, fusion: fused.Fusion, shared: tiles.Buffers, width: int, piece_dtype: Any
 ) -> dict[str, Any]:
-    """As fused.scratch, but rows of the epilogue's pieces may be stored from any row on.
+    """Returns fused.scratch for pieces of the epilogue that may be stored from any row on.
 
     width: of the rows, or parts of rows, that are sent, of piece_dtype.
     """

@@ -140,7 +140,7 @@ _fused.defvjp(_forward, _backward)
 def key(
     dtype: Any, kind: str, activation: str | None, residual: bool, M: int, N: int, K: int
 ) -> tuned.Key:
-    """Of a row of a table. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz); M, N, K as there."""
+    """Returns the key of a table's row. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz)."""
     words = {"dtype": jnp.dtype(dtype).name, "kind": kind, "activation": activation or "none"}
     return words | {"residual": residual, "M": M, "N": N, "K": K}
 

@@ -30,7 +30,7 @@ class Case:
     trained: bool = True
 
     def flops(self, backward: bool = False) -> float:
-        """Of the forward product, or of the two backward ones."""
+        """Returns the FLOPs of the forward product, or of the two backward ones."""
         return 2 * self.M * self.N * self.K * (2 if backward else 1)
 
     def bytes(self, backward: bool = False) -> float:

@@ -88,7 +88,7 @@ def seconds(sizes: tuple[int, int, int], spec: Spec, tile: Tile) -> float:
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
-    """Of one split, with those of a cluster that lie beyond the last row."""
+    """Returns the tiles of one split, with those of a cluster that lie beyond the last row."""
     return pl.cdiv(M, tile.block_m * tile.cluster) * tile.cluster * pl.cdiv(N, tile.block_n)
 
 
@@ -123,7 +123,7 @@ def split_candidates(M: int, N: int, K: int, whole: Sequence[Tile] = ()) -> list
 
 
 def heuristic_scaled(M: int, N: int, K: int, *, spec: Spec, residual: bool) -> Tile:
-    """As `heuristic`, for 8-bit operands."""
+    """Returns what `heuristic` does, for 8-bit operands."""
     found = candidates_scaled(M, N, K, spec, residual)
     legal = (tile for tile in found if tile.cluster == 1 or M > tile.block_m)
     # A byte is half of what `seconds` counts, in the tensor core and on the way there.
@@ -131,7 +131,7 @@ def heuristic_scaled(M: int, N: int, K: int, *, spec: Spec, residual: bool) -> T
 
 
 def candidates_scaled(M: int, N: int, K: int, spec: Spec, residual: bool) -> list[Tile]:
-    """As `candidates` and `split_candidates`, for 8-bit operands."""
+    """Returns what `candidates` and `split_candidates` do, for 8-bit operands."""
 
     def fitting(spec: Spec, residual: bool) -> list[Tile]:
         return [
@@ -182,7 +182,7 @@ def forward(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As reference.forward, for bf16 and f16. blocks: thread blocks, one an SM."""
+    """Returns what reference.forward does, for bf16 and f16. blocks: thread blocks, one an SM."""
     N = w_KN.shape[1]
     x_MK = x_xK.reshape(-1, x_xK.shape[-1])
     residual_MN = None if residual_xN is None else residual_xN.reshape(-1, N)
@@ -203,7 +203,7 @@ def backward(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> tuple[jax.Array, jax.Array]:
-    """As reference.backward, for bf16 and f16."""
+    """Returns what reference.backward does, for bf16 and f16."""
     x_MK, dz_MN = (x.reshape(-1, x.shape[-1]) for x in (x_xK, dz_xN))
     static = {"spec": Spec(None, x_xK.dtype.name), "interpret": interpret, "blocks": blocks}
     dx_MK, _ = multiply(dz_MN, w_KN, tile=tile_dx, stored=Stored(b=True), **static)
@@ -252,7 +252,7 @@ def multiply_scaled(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> jax.Array:
-    """As reference.scaled, of 8-bit operands. w is read transposed: made from w^T, it is free."""
+    """Returns reference.scaled of 8-bit operands. w is read transposed: free, if made from w^T."""
     tiles.check(OP, tile)
     promotion.check(OP, tile)
     if tile.pingpong:
@@ -377,13 +377,13 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
         plgpu.wgmma(acc, left, b_smem.at[buffer].T if stored.b else b_smem.at[buffer])
 
     def here(i, p):
-        """Where piece p of this warpgroup's part of tile i is."""
+        """Returns where piece p of this warpgroup's part of tile i is."""
         m, n = corner(i)
         m += product.part * tile.rows
         return pl.ds(m + pieces[p][0], height), pl.ds(n + pieces[p][1], width)
 
     def residual(p):
-        """Where piece p comes to, and the barrier that says so."""
+        """Returns where piece p of the residual comes to, and the barrier that says so."""
         slot = p % RESIDUALS
         barrier = kept["residual_ready"].at[product.warpgroup * RESIDUALS + slot]
         return kept["residual_smem"].at[product.warpgroup, slot], barrier

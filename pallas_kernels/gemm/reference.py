@@ -24,7 +24,7 @@ def forward(
 
 
 class Scales(NamedTuple):
-    """Of 8-bit operands: what each row of x, and each column of w, was divided by; None: 1."""
+    """What each row of x and each column of w, of 8 bits, was divided by; None: 1."""
 
     x_M: Array | None = None
     w_N: Array | None = None

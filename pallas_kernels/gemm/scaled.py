@@ -45,7 +45,7 @@ def product(
     out_dtype: str,
     implementation: dispatch.Implementation | None,
 ) -> Array:
-    """As fused_gemm, whose other arguments are checked already. scales: (x's rows), (N,)."""
+    """Returns fused_gemm of checked arguments. scales: (x's rows), (N,)."""
     _check(x_xK, w_KN, scales)
     x_MK, N = x_xK.reshape(-1, x_xK.shape[-1]), w_KN.shape[1]
     M, K = x_MK.shape

@@ -106,7 +106,7 @@ _grouped.defvjp(_forward, _backward)
 
 
 def key(dtype: Any, kind: str, G: int, M: int, N: int, K: int) -> tuned.Key:
-    """Of a row of a table. kind: 'forward', 'transposed' (rhs), or 'weights' (a^T b, (G, K, N))."""
+    """Returns the key of a table's row. kind: 'forward', 'transposed' (rhs), 'weights' (a^T b)."""
     return {"dtype": jnp.dtype(dtype).name, "kind": kind, "G": G, "M": M, "N": N, "K": K}
 
 

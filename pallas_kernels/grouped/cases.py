@@ -35,7 +35,7 @@ class Case:
         return np.random.default_rng(0).multinomial(self.M, share).astype(np.int32)
 
     def flops(self, backward: bool = False) -> float:
-        """Of the forward product, or of the two backward ones."""
+        """Returns the FLOPs of the forward product, or of the two backward ones."""
         return 2 * self.M * self.K * self.N * (2 if backward else 1)
 
     def bytes(self, backward: bool = False) -> float:

@@ -51,7 +51,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 
 
 def kernel(kind: str, tile: Tile, interpret: bool = False) -> Callable[..., Any]:
-    """Of the operands (a, b, sizes)."""
+    """Returns the kernel as a function of the operands (a, b, sizes)."""
     if kind == "weights":
         return functools.partial(hopper_weights.weights, tile=tile, interpret=interpret)
     turned = kind == "transposed"

@@ -52,7 +52,7 @@ def product(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> jax.Array:
-    """As reference.product, for bf16 and f16. blocks: thread blocks, one an SM."""
+    """Returns what reference.product does, for bf16 and f16. blocks: thread blocks, one an SM."""
     check(tile)
     (M, K), N = a_MK.shape, b.shape[1 if transpose else 2]
     whole_M = max(tile.block_m, up(M, ALIGN))

@@ -69,7 +69,7 @@ def weights(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> jax.Array:
-    """As reference.weights, for bf16 and f16. blocks: thread blocks, one an SM."""
+    """Returns what reference.weights does, for bf16 and f16. blocks: thread blocks, one an SM."""
     check(tile)
     (M, K), N, G = a_MK.shape, b_MN.shape[1], sizes_G.shape[0]
     whole_M = max(tile.block_k, up(M, ALIGN))

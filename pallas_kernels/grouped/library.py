@@ -32,7 +32,7 @@ def takes_ragged_dot(M: int, G: int) -> bool:
 
 
 def product(a_MK: Array, b: Array, sizes_G: Array, *, transpose: bool) -> Array:
-    """As reference.product.
+    """Returns what reference.product does.
 
     By ragged_dot, an Inf or NaN in the b of one group makes all rows NaN.
     """
@@ -59,7 +59,7 @@ def _ragged_turned(a_MK: Array, b_GNK: Array, sizes_G: Array) -> Array:
 
 
 def weights(a_MK: Array, b_MN: Array, sizes_G: Array) -> Array:
-    """As reference.weights, by the loop: a masked copy would carry NaN from group to group."""
+    """Returns reference.weights, by the loop: a masked copy would carry NaN from group to group."""
     with _named(a_MK.shape[0]):
         return reference.weights(a_MK, b_MN, sizes_G, size=ROWS)
 

@@ -21,7 +21,7 @@ class Spec:
 
 
 def activate(kind: Activation | None, z: jax.Array) -> jax.Array:
-    """Of float32 values. 'gelu' is exact, 'gelu_tanh' GPT-2's approximation.
+    """Applies an activation to float32 values. 'gelu' is exact, 'gelu_tanh' GPT-2's approximation.
 
     0.5 (1 + tanh(u)) is sigmoid(2 u), of which Hopper's fast exponential gives all bits that its
     fast tanh (11) does not.
@@ -36,7 +36,7 @@ def activate(kind: Activation | None, z: jax.Array) -> jax.Array:
 
 
 def activate_tile(kind: Activation | None, z: jax.Array) -> jax.Array:
-    """As `activate`, of values in a kernel's registers: Mosaic GPU has no erf for tiles."""
+    """Applies `activate` to values in a kernel's registers: Mosaic GPU has no erf for tiles."""
     return gelu(z) if kind == "gelu" else activate(kind, z)
 
 

@@ -162,7 +162,7 @@ class Product:
 
     @property
     def part(self) -> Int:
-        """Which of a tile's parts is this compute warpgroup's."""
+        """The number of the part of a tile that this compute warpgroup has."""
         return 0 if self.tile.pingpong else self.warpgroup
 
     @property
@@ -289,7 +289,7 @@ class Product:
         return lax.div(count - ring + rings - 1, jnp.int32(rings))
 
     def _buffer(self, ring: Int, i: Int) -> Int:
-        """Where step i of a ring is."""
+        """Returns the buffer of step i of a ring."""
         slot = lax.rem(i, jnp.int32(self.tile.stages))
         return slot if self.tile.rings == 1 else ring * self.tile.stages + slot
 

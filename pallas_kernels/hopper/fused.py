@@ -118,7 +118,7 @@ class Parts:
 
     @property
     def total(self) -> int:
-        """Of all parts."""
+        """The size of all parts together."""
         return sum(self.sizes)
 
     def each(self, i: Int, do: Callable[[int, Int], None]) -> None:
@@ -173,7 +173,7 @@ class Worker:
 
     @property
     def number(self) -> Int:
-        """Of this thread block, among those of its rank that copy, and among all."""
+        """The number of this thread block, both among its rank's that copy and among all."""
         return self.cluster * self.tile.cluster + self.block
 
     @property

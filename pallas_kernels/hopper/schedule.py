@@ -69,7 +69,7 @@ class Split:
 
 
 class Tile(NamedTuple):
-    """Where a tile lies, and its flags; members are ints or int32 arrays.
+    """The place of a tile, and its flags; members are ints or int32 arrays.
 
     peer: the rank whose rows these are: the source of a gather, the owner of a scatter. group: the
     expert, 0 without experts. row: first row, in the peer's shard, or of an expert's sorted rows.

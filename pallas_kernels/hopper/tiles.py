@@ -52,17 +52,17 @@ class Tile:
 
     @property
     def rings(self) -> int:
-        """Of buffers, each with one tile after the other."""
+        """The number of rings of buffers, each with one tile after the other."""
         return self.warpgroups if self.pingpong else 1
 
     @property
     def rows(self) -> int:
-        """Of a tile, that a warpgroup computes."""
+        """The rows of a tile that one warpgroup computes."""
         return self.block_m * self.rings // self.warpgroups
 
     @property
     def buffers(self) -> int:
-        """Of each operand, in all rings."""
+        """The buffers of each operand, in all rings."""
         return self.rings * self.stages
 
     @property

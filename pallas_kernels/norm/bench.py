@@ -39,7 +39,7 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def lengths_of(case: Case) -> tuple[int, ...]:
-    """Of the sequences that a case unpacks."""
+    """Returns the lengths of the sequences that a case unpacks."""
     return paper_lengths(case.padded_rows // 16)
 
 

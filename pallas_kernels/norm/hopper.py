@@ -166,7 +166,7 @@ def forward(
     tile: Tile,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
-    """As reference.forward."""
+    """Returns what reference.forward does."""
     lead, D = x_xD.shape[:-1], x_xD.shape[-1]
     T = math.prod(lead)
     problem = forward_problem(x_xD, residual_xD, bias_D, scale_D, offset_D, spec)
@@ -209,7 +209,7 @@ def backward(
     tile: Tile,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array, Array | None]:
-    """As reference.backward."""
+    """Returns what reference.backward does."""
     D = h_xD.shape[-1]
     problem = backward_problem(h_xD, scale_D, dh_xD, spec)
     T = problem.rows
@@ -384,7 +384,7 @@ class _Ring:
         return pl.multiple_of((self.block + i * self.tile.blocks) * self.tile.rows, self.tile.rows)
 
     def slot(self, i):
-        """Where the i-th group is."""
+        """Returns the slot of the ring in which the i-th group is."""
         return lax.rem(i, jnp.int32(self.tile.stages))
 
     def fetch(self, i):
@@ -398,7 +398,7 @@ class _Ring:
                 plgpu.copy_gmem_to_smem(part, target, self.ready.at[slot], oob_mode=INSIDE)
 
     def refill(self, i):
-        """After the copies out of group i were started: brings the last that the ring holds."""
+        """Brings the last group that the ring holds, once the copies out of group i have begun."""
         plgpu.commit_smem_to_gmem_group()
         ahead = i + self.tile.stages - 1
 

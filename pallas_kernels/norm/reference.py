@@ -123,5 +123,5 @@ def _row(value_D: Array, like_xD: Array) -> Array:
 
 
 def _wide(x: Array) -> Array:
-    """In the type that is computed in: float32, of float64 itself."""
+    """Converts x to the type of computation: float32, or float64 if x is of it."""
     return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)

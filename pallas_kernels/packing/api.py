@@ -29,7 +29,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackInfo:
-    """Where the tokens of a padded batch are on the packed axis.
+    """The places of a padded batch's tokens on the packed axis.
 
     cu_seqlens: int32 (B+1,), the sequences' starts and the last one's end. Tokens past it are the
     dead tail. capacity: T. length: S. Both static.

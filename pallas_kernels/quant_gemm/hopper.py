@@ -78,7 +78,7 @@ class Product(engine.Product):
 
 
 class Grouped(Product):
-    """As Product, for steps whose sums are scaled before they are added to the sums so far.
+    """A Product for steps whose sums are scaled before they are added to the sums so far.
 
     `multiply(place, s, buffer, sums)` returns the new sums.
     """

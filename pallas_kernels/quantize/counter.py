@@ -72,7 +72,7 @@ def noise(key: Array, shape: tuple[int, ...]) -> Array:
 
 
 def noise_of(key_W: Array, shape: tuple[int, ...]) -> Array:
-    """As `noise`, given the words of a key."""
+    """Returns what `noise` does, given the words of a key."""
     n = math.prod(shape)
     if n > MOST:
         raise ValueError(f"noise: {shape} has {n} elements, an index names {MOST} at most")

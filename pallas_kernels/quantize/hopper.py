@@ -72,11 +72,11 @@ class Problem:
 
     @property
     def elements(self) -> int:
-        """Of all pieces."""
+        """The number of elements of all pieces."""
         return self.pieces * self.groups * self.group
 
     def tiles(self, tile: Tile) -> int:
-        """Of all pieces."""
+        """Returns the number of tiles of all pieces."""
         return self.pieces * self.groups // tile.groups
 
     @property
@@ -113,7 +113,7 @@ class Problem:
         return max(tiles.WARPGROUP // self.lanes, 4)
 
     def words(self, bits: int) -> int:
-        """Of a group's codes."""
+        """Returns the number of words of a group's codes."""
         return self.group * bits // WORD
 
     def buffers(self, tile: Tile) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -139,7 +139,7 @@ class Problem:
 
     @property
     def copies(self) -> int:
-        """That bring a tile."""
+        """The number of copies that bring a tile."""
         lines = {"hadamard_quantize": 1, "subtract_quantize": 2, "dequantize_add": 3}
         return lines.get(self.op, 2 * self.payloads)
 
@@ -232,7 +232,7 @@ def hadamard_quantize(
     tile: Tile,
     interpret: bool = False,
 ) -> Array:
-    """As fused_reference.hadamard_quantize."""
+    """Returns what fused_reference.hadamard_quantize does."""
     inputs = {"x": x_N, "key": _signed(key_W)}
     return _call(problem, tile, inputs, interpret)
 
@@ -245,14 +245,14 @@ def reduce_requantize(
     tile: Tile,
     interpret: bool = False,
 ) -> Array:
-    """As fused_reference.reduce_requantize."""
+    """Returns what fused_reference.reduce_requantize does."""
     return _call(problem, tile, {"payload": payload_RP, "key": _signed(key_W)}, interpret)
 
 
 def reduce_hadamard(
     payload_RP: Array, *, problem: Problem, tile: Tile, interpret: bool = False
 ) -> Array:
-    """As fused_reference.reduce_hadamard."""
+    """Returns what fused_reference.reduce_hadamard does."""
     return _call(problem, tile, {"payload": payload_RP}, interpret)
 
 
@@ -265,7 +265,7 @@ def subtract_quantize(
     tile: Tile,
     interpret: bool = False,
 ) -> Array:
-    """As fused_reference.subtract_quantize."""
+    """Returns what fused_reference.subtract_quantize does."""
     inputs = {"x": copy_N, "main": main_N, "key": _signed(key_W)}
     return _call(problem, tile, inputs, interpret)[0]
 
@@ -273,7 +273,7 @@ def subtract_quantize(
 def dequantize_add(
     payload_RP: Array, copy_N: Array, *, problem: Problem, tile: Tile, interpret: bool = False
 ) -> Array:
-    """As fused_reference.dequantize_add."""
+    """Returns what fused_reference.dequantize_add does."""
     return _call(problem, tile, {"payload": payload_RP, "x": copy_N}, interpret)
 
 

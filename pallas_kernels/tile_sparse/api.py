@@ -169,7 +169,7 @@ _packed.defvjp(_forward, _backward)
 
 
 def key(dtype: Any, kind: str, activation: str | None, pattern: Pattern, M: int) -> tuned.Key:
-    """Of a row of a table. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz)."""
+    """Returns the key of a table's row. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz)."""
     words = {"dtype": jnp.dtype(dtype).name, "kind": kind, "activation": activation or "none"}
     words["format"] = f"{pattern.tile}x{pattern.chunk}"
     return words | {"M": M, "K": pattern.shape[0], "P": pattern.columns.size,

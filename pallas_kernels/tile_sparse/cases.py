@@ -83,7 +83,7 @@ class Case:
         return Pattern(**arrays, **form, gathered=self.columns < 1)
 
     def flops(self, backward: bool = False) -> float:
-        """Of the forward product, or of the two backward ones."""
+        """Returns the FLOPs of the forward product, or of the two backward ones."""
         slots = int(self.kept_CT.sum())
         return 2 * self.M * slots * self.chunk * self.tile * (2 if backward else 1)
 
@@ -104,7 +104,7 @@ class Case:
 
 @functools.lru_cache(maxsize=2)
 def pattern(case: Case) -> Pattern:
-    """Of the case's mask, which is large; arrays also where a caller is being traced."""
+    """Returns the pattern of a case's mask, as arrays even while a caller is being traced."""
     with jax.ensure_compile_time_eval():
         return pattern_of(case.mask, np.zeros_like(case.mask), case.tile, case.chunk)
 

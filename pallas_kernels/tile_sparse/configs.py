@@ -105,7 +105,7 @@ def arguments(kind: str, case: Case, pattern: Pattern, bias: bool = False) -> tu
 
 
 def kernel(kind: str, tile: Any, spec: Spec, interpret: bool = False) -> Callable[..., Any]:
-    """Of the operands of arguments."""
+    """Returns the kernel as a function of the operands that `arguments` makes."""
     named = {"tile": tile, "interpret": interpret}
     if kind == "forward":
         return functools.partial(hopper.forward, spec=spec, **named)

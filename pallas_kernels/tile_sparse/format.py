@@ -45,7 +45,7 @@ class Capacity(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Where the slots of a weight belong. Integer data; dead slots have the chunk C.
+    """The places of a weight's slots. Integer data; dead slots have the chunk C.
 
     chunks, tiles: int32 (S,), of a slot. tile_starts: int32 (T+1,), a tile's first slot.
     by_chunk: int32 (S,), slots by chunk, then tile. chunk_starts: int32 (C+1,), into by_chunk.
@@ -207,7 +207,7 @@ class TileSparse:
 
     @property
     def dtype(self) -> Any:
-        """Of the values."""
+        """The data type of the values."""
         return self.values.dtype
 
     @property
@@ -344,7 +344,7 @@ def pattern_of(
     chunk: int,
     capacity: Capacity | None = None,
 ) -> Pattern:
-    """Where the slots of masks (K, N) belong; see TileSparse.from_dense."""
+    """Returns the places of the slots of masks (K, N); see TileSparse.from_dense."""
     K, N = mask.shape
     columns = _layout(mask, tile, chunk, capacity)
     blocks = _blocks(mask, columns, tile, chunk)
@@ -394,7 +394,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 def _filled(x: np.ndarray, size: int, value: int) -> np.ndarray:
-    """With `value` up to a size."""
+    """Returns x, filled with `value` up to a size."""
     return np.concatenate([x, np.full(size - x.size, value, x.dtype)])
 
 

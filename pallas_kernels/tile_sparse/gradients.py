@@ -19,7 +19,7 @@ def backward(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> tuple[jax.Array, jax.Array]:
-    """As reference.backward, for bf16 and f16. blocks: thread blocks, one an SM.
+    """Returns what reference.backward does, for bf16 and f16. blocks: thread blocks, one an SM.
 
     A result of 8 or 16 columns is too narrow for wgmma: with such chunks dx is one dense product.
     """

@@ -64,7 +64,7 @@ class Shape:
 
 
 def shape_of(pattern: Pattern, transpose: bool) -> Shape:
-    """Of y, or (transpose) of dx."""
+    """Returns the shape of y's blocks, or (transpose) of those of dx."""
     if transpose:
         return Shape(pattern.chunk, pattern.tile, True)
     return Shape(pattern.tile, pattern.unit, False, pattern.together)
@@ -128,7 +128,7 @@ def forward(
     interpret: bool = False,
     blocks: int = SMS,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As reference.forward, for bf16 and f16. blocks: thread blocks, one an SM."""
+    """Returns what reference.forward does, for bf16 and f16. blocks: thread blocks, one an SM."""
     (C, _), x_MK, each = pattern.grid, x_xK.reshape(-1, x_xK.shape[-1]), pattern.together
     units = pattern.chunks.size // each
     sources = pattern.chunks.reshape(units, each)
@@ -236,7 +236,7 @@ def corner(index, grid: tuple[int, int], snake: int):
 
 
 def finished(activation: Activation | None, z):
-    """As activate_tile. (With the logistic function SiLU spilled two registers.)"""
+    """Applies activate_tile. (With the logistic function SiLU spilled two registers.)"""
     return z / (1 + jnp.exp(-z)) if activation == "silu" else activate_tile(activation, z)
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.tuned import Tuning
 
 
 def tunings(cases: Sequence[Case] = CASES, dtype: Any = jnp.bfloat16) -> Iterator[Tuning]:
-    """Of all cases.
+    """Yields the tunings of all cases.
 
     Cases that differ in causal order only have one key; the first stands for both.
     """
@@ -68,7 +68,7 @@ def _padded(case: Case, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _inputs(case: Case, dtype: Any, rng: jax.Array) -> tuple[Any, ...]:
-    """Of the backward kernel; the first five are the forward's."""
+    """Returns the inputs of the backward kernel; the first five are the forward's."""
     T, (H, G), K = case.tokens, case.heads, case.width
     q, k, v, dout = (
         jax.random.normal(one, (T, heads, K), dtype)

@@ -30,7 +30,7 @@ def cases() -> Iterator[Case]:
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
-    """Of all cases."""
+    """Returns the tunings of all cases."""
     return tuple(map(tuning, cases()))
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.hopper.tiles import Tile
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
-    """For every named shape y as for inference, and dx and dw of those that are trained."""
+    """Returns those of each named shape: y as for inference, dx and dw of what is trained."""
     return tuple(
         tuning(case, kind) for case in CASES for kind in STORED if kind == "forward" or case.trained
     )

@@ -14,7 +14,7 @@ from pallas_kernels.grouped.configs import KINDS, kernel
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
-    """For every named shape y, the rows' gradient and the weights'."""
+    """Returns those of each named shape: y, the rows' gradient and the weights'."""
     return tuple(tuning(case, kind) for case in CASES for kind in KINDS)
 
 

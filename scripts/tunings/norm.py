@@ -14,7 +14,7 @@ from pallas_kernels.norm.configs import kernel
 
 
 def tunings() -> Iterator[tuned.Tuning]:
-    """Of all cases."""
+    """Yields the tunings of all cases."""
     for case in CASES:
         for backward in (False, True):
             problem, run, args = kernel(case, backward)

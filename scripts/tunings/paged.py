@@ -16,7 +16,7 @@ from pallas_kernels.tuned import Tuning
 
 
 def tunings(cases: Sequence[Case] = CASES) -> Iterator[Tuning]:
-    """Of all cases; contexts are data, so that cases of one key count once."""
+    """Yields the tunings of all cases; contexts are data, so cases of one key count once."""
     seen = set()
     for case in cases:
         (H, G), K = case.heads, case.width

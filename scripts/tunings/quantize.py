@@ -14,7 +14,7 @@ from pallas_kernels.quantize.configs import kernel
 
 
 def tunings() -> Iterator[tuned.Tuning]:
-    """Of all cases."""
+    """Yields the tunings of all cases."""
     for case in CASES:
         problem, run, args = kernel(case)
 

@@ -16,7 +16,7 @@ from pallas_kernels.tile_sparse.configs import KINDS, arguments, kernel
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
-    """For every named shape y as for inference, dx (where a kernel makes it) and dw."""
+    """Returns those of each named shape: y as for inference, dx (where by a kernel) and dw."""
     return tuple(
         tuning(case, kind)
         for case in CASES

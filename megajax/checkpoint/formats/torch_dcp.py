@@ -37,7 +37,7 @@ MAX_PAIRS = 2**20  # (chosen) pairs of chunks of a tensor that are compared, and
 
 @dataclass(frozen=True)
 class Place:
-    """Where bytes lie. file: relative to the folder."""
+    """A range of bytes in a file. file: relative to the folder."""
 
     file: str
     offset: int

@@ -256,7 +256,7 @@ class Plain:
     """Makes values that JSON can say, of all of a file: so many values and characters."""
 
     def __init__(self) -> None:
-        """Has everything left."""
+        """Starts with the whole allowance."""
         self._values, self._text = MAX_PLAIN, MAX_PLAIN_TEXT
 
     def __call__(self, value: Any, depth: int = 20) -> Any:

@@ -263,7 +263,7 @@ class Hosts:
         seconds: float,
         stop: Callable[[], bool] = lambda: False,
     ) -> list[Any]:
-        """As `ask`, with a message for each host by its name."""
+        """Does what `ask` does, with a message for each host by its name."""
         for host in hosts:
             host.answers.pop(answer, None)
             self.send([host], **messages[host.name])

@@ -115,7 +115,7 @@ def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subproce
 
 
 def _die_with(agent: int) -> None:
-    """In the child, before the command: the end of the thread that forked it kills it."""
+    """Makes the kernel kill this child when the agent's thread that forked it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)

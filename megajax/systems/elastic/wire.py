@@ -81,7 +81,7 @@ class Line:
         self._data, self._searched = bytearray(), 0
 
     def fileno(self) -> int:
-        """For selectors; -1 after close."""
+        """Returns the socket's file descriptor, for selectors; -1 after close."""
         return self.sock.fileno()
 
     def send(self, message: dict[str, Any]) -> None:

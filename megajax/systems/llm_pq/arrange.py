@@ -66,7 +66,7 @@ def arrange(problem: Problem, counts_DB: np.ndarray) -> tuple[list[Stage], list[
 
 
 def _twins(problem: Problem, counts_DB: np.ndarray, devices: list[int]) -> list[int | None]:
-    """For each device the one before it that has the same memory and the same counts.
+    """Returns for each device the last one before it with the same memory and the same counts.
 
     Their order does not matter, so the later one never comes first.
     """

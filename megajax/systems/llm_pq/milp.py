@@ -176,7 +176,7 @@ class Counts:
         row([(self.used_D, 1.0), (self.many, -1.0)], low=1)
 
     def order_twins(self) -> None:
-        """Of devices that cannot be told apart, an earlier one has no fewer layers."""
+        """Gives the earlier of two devices that cannot be told apart no fewer layers."""
         for a, b in self.problem.twins():
             self.program.row([(self.n_DB[a], 1.0), (self.n_DB[b], -1.0)], low=0)
 

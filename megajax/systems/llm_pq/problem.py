@@ -168,7 +168,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """From the first prompt to the last token."""
+        """Seconds from the first prompt to the last token."""
         return self.prefill_s + self.decode_s
 
 

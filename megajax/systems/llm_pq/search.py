@@ -54,7 +54,7 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """By which fraction a placement may still be shorter than the best one, at most."""
+        """The fraction by which a better placement may be shorter, at most."""
         bound = max(min(min(self.bounds.values(), default=0.0), self.seconds), 0.0)
         gap = float(1 - bound / self.seconds) if self.seconds else 0.0
         return 0.0 if gap < PROVEN else gap

@@ -24,7 +24,7 @@ def ends(values: np.ndarray) -> tuple[float, float]:
 
 
 class Edges:
-    """Which machines have usually been at an end of a metric's scale."""
+    """Remembers which machines have usually been at an end of a metric's scale."""
 
     def __init__(self, low_C: np.ndarray, high_C: np.ndarray):
         """low_C, high_C: ends of the scales, as `ends` returns them."""

@@ -34,7 +34,7 @@ MOVED = 0.5  # share of the windows that are moved, so that levels outside the r
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Where and how often a training is saved. folder: None: nowhere. every: steps."""
+    """Folder in which a training is saved, every so many steps. folder: None: it is not saved."""
 
     folder: str | Path | None = None
     every: int = 100

@@ -11,7 +11,7 @@ from megajax.parallel.overlap import Overlap
 
 @dataclass(frozen=True)
 class ModelOptions(Checked):
-    """Which model, and how it is opened."""
+    """The model that is served, and how it is opened."""
 
     run_dir: str | None = option(None, "folder of a run; none: the newest nano run of runs/")
     hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")

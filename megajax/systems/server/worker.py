@@ -161,7 +161,7 @@ class Worker:
             self._lock.notify()
 
     def stop(self) -> None:
-        """From now on no request is taken; the thread ends with the last one."""
+        """Takes no request from now on; the thread ends with the last one that is running."""
         with self._lock:
             self._stopping = True
             self._lock.notify()
