@@ -12,10 +12,12 @@ import math
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
+from jax._src import distributed  # jax has no public way to the store of jax.distributed
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
@@ -276,3 +278,12 @@ def _join(job: Job) -> None:
     except (ValueError, RuntimeError) as error:
         hint = " (uv sync --extra k8s)" if job.launcher == "Kubernetes" else ""
         raise UserError(f"cannot join the {job.launcher} job: {error}{hint}") from error
+
+
+def job_store() -> Any:
+    """Returns the key-value store that the processes of this job share; None if there is only one.
+
+    It lies in the first process. Its methods are those of jax.distributed's client, among them
+    key_value_set, key_value_delete, key_value_dir_get and blocking_key_value_get.
+    """
+    return distributed.global_state.client if jax.process_count() > 1 else None

@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 import jax
-from jax._src import distributed  # the store of jax.distributed; jax has no public way to it
+
+from megajax.core import mesh
 
 FOLDER = "megajax/launch"
 
@@ -26,8 +27,7 @@ class LaunchSkew:
     @classmethod
     def of_job(cls) -> "LaunchSkew":
         """Returns the one of this process."""
-        store = distributed.global_state.client if jax.process_count() > 1 else None
-        return cls(store, jax.process_index())
+        return cls(mesh.job_store(), jax.process_index())
 
     def launch(self, step: int) -> None:
         """Notes this host's moment."""

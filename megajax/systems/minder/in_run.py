@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import distributed  # the store of jax.distributed; jax has no public way to it
 
+from megajax.core import mesh
 from megajax.monitor import heartbeat
 from megajax.monitor.alerts import Kind
 from megajax.monitor.heartbeat import Heartbeat
@@ -66,7 +66,7 @@ class InRun:
           say: prints a line on its console. period_s: seconds between two reports.
         """
         self._progress, self._period, self._say = progress, period_s, say
-        self._store: Any = distributed.global_state.client if jax.process_count() > 1 else None
+        self._store = mesh.job_store()
         self._rank, self._size = jax.process_index(), jax.process_count()
         self._host = socket.gethostname()
         self._meter, self._guard = HostMeter(), threading.Lock()

@@ -10,6 +10,7 @@ it, so older entries are deleted.
 import json
 from typing import Any
 
+from megajax.core import mesh
 from megajax.core.errors import UserError
 from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
 
@@ -18,18 +19,12 @@ KEPT = 8  # (chosen) entries behind the newest that are not deleted yet
 WAIT_MS = 10_000  # (chosen) of one call; nobody may ask for hours
 
 
-def _store() -> Any:
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
 class Peers:
     """What process 0 tells."""
 
     def __init__(self):
         """Nothing has been told."""
-        self._store, self._number = _store(), 0
+        self._store, self._number = mesh.job_store(), 0
 
     def tell(self, commands: list[tuple[str, Any, SamplingParams | None]] | None) -> None:
         """Tells the commands before the next step; None: there is none any more."""
@@ -41,7 +36,7 @@ class Peers:
 
 def follow(engine: Engine) -> None:
     """Does in this process what process 0 tells, until it says that it ends."""
-    store, number = _store(), 0
+    store, number = mesh.job_store(), 0
     while (commands := decode(_wait(store, f"{FOLDER}/{number}"))) is not None:
         for verb, what, params in commands:
             if verb == "cancel":
