@@ -25,7 +25,7 @@ from megajax.systems.minder.recent import merged
 PIECE_S = 900  # seconds that are read at a time
 RETRIES = 1  # the daemon reads again anyway
 SIZES = (8, 16, 64)  # machines of simulated jobs, as far as --machines
-# And what shows a sick host where GPUs or their network cannot be seen.
+# Beside them what shows a sick host where GPUs or their network cannot be seen.
 DEFAULT = (*names.WATCHED, "memory_usage", "disk_throughput", "tcp_throughput")
 HEALTHY = 0.8  # share of the simulated jobs without a fault
 
