@@ -12,21 +12,28 @@ that differ by more than 10 % are marked.
 
 The script writes parts into --out and joins them in --out/labels.npz (features, trees, seconds,
 halves, families, the device's card, noise, date and commit). When --budget or Ctrl-C stopped it,
-the same command continues. The peaks of a CPU are measured first, as the card of the device. On a
-GPU, set XLA_FLAGS=--xla_gpu_enable_command_buffer= so that the profiler sees single instructions.
-Let nothing else run meanwhile; the noise is printed. Exit code 2: a flag is wrong.
+the same command continues. The peaks of a CPU are measured first, as the card of the device. Let
+nothing else run meanwhile; the noise is printed. Exit code 2: a flag is wrong.
+
+On a GPU the card is that of megajax/core/hardware.py, and command buffers are turned off
+(XLA_FLAGS), because they hide single instructions from the profiler. A batch of programs is
+compiled by all processors and then timed; a program that fails is named and left out.
+
+    python3 scripts/profile_programs.py --scale=256 --budget=240
 """
 
 import megajax.core.interrupted  # noqa: F401
 
-import itertools
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megajax.core import config
 from megajax.core.config import Checked, option
@@ -49,13 +56,18 @@ class Config(Checked):
     families: str = option("all", "families of programs, joined by commas")
     programs: int = option(100_000, "most programs for each device", at_least=1)
     passes: int = option(6, "passes over the programs of a batch; an even number", at_least=6)
-    batch: int = option(16, "programs that run in turn", at_least=1)
-    scale: float = option(1.0, "factor on the programs' sizes; a GPU takes 16 and more", above=0)
+    batch: int | None = option(None, "programs that run in turn; none: 16, on a GPU 64", at_least=1)
+    scale: float = option(
+        1.0, "largest factor on the programs' sizes, drawn from 1 on; a GPU takes 256", above=0
+    )
     seed: int = option(0, "random seed of the shapes", at_least=0)
     worker: bool = option(False, "time one device in this process; the script itself uses it")
     out: str = results.out_option("profile_programs")
 
 
+CPU_BATCH, GPU_BATCH = 16, 64
+HANGS = 40.0  # (chosen) seconds after its budget when the process of a GPU is ended
+FINISH = 20.0  # (chosen) seconds for what a GPU's budget leaves unfinished: compiling, timing
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
@@ -95,31 +107,78 @@ def time_device(cfg: Config, threads: int) -> int:
     from megajax.core import mesh
 
     mesh.start()
+    import jax
+
     from megajax.systems.cdmpp import families
-    from megajax.systems.cdmpp.labels import Labels
-    from megajax.systems.cdmpp.profile import measure
 
     folder = expand(cfg.out, "out") / f"threads{threads}"
     folder.mkdir(parents=True, exist_ok=True)
     card = _card(folder, threads)
     _same_settings(folder, cfg)
+    is_gpu = jax.default_backend() != "cpu"
+    size = cfg.batch or (GPU_BATCH if is_gpu else CPU_BATCH)
+    draw = functools.partial(
+        families.program, names=family_names(cfg), seed=cfg.seed, scale=cfg.scale
+    )
     done = max((int(p.stem) for p in folder.glob("[0-9]*.npz")), default=0)
-    drawn = families.programs(family_names(cfg), seed=cfg.seed, start=done, scale=cfg.scale)
-    while done < cfg.programs and time.monotonic() - began < cfg.budget:
-        batch = list(itertools.islice(drawn, min(cfg.batch, cfg.programs - done)))
-        timed = measure(batch, cfg.passes)
-        done += len(batch)
-        found = Labels.of(timed, card, results.facts(card.name, "measured"))
-        found.save(folder / f"{done:06}.npz")
-        untimed = sum(one.untimed for one in timed)
-        spent = time.monotonic() - began
+    timing = failed = 0.0
+    while done < cfg.programs and time.monotonic() - began + timing < cfg.budget:
+        numbers = range(done, min(done + size, cfg.programs))
+        # On a GPU a batch is cut short, so that its timing and what compiles still end in time.
+        end = began + cfg.budget - max(timing, FINISH) if is_gpu else float("inf")
+        spent = _time_batch(cfg, draw, numbers, threads if is_gpu else 1, end, card, folder)
+        done, rows, timing = spent["done"], spent["rows"], spent["timing"] if is_gpu else 0.0
+        now = time.monotonic() - began
         print(
-            f"{threads} threads: {done} programs, {len(found.halves)} more rows ({untimed} without "
-            f"a time), halves differ by {100 * found.noise['noise_median']:.1f} % (median), "
-            f"{spent:.0f} of {cfg.budget:.0f} s",
+            f"{'GPU' if is_gpu else f'{threads} threads'}: {done} programs, {rows} more rows "
+            f"({spent['untimed']} without a time), halves differ by {spent['noise']:.1f} % "
+            f"(median); compiled in {spent['compiling']:.0f} s, timed in {spent['timing']:.0f} s, "
+            f"{now:.0f} of {cfg.budget:.0f} s",
             flush=True,
         )
+        failed = 0 if rows else failed + 1
+        if failed == 2 or done < numbers.stop:  # an error may leave the GPU unusable
+            break
     return done
+
+
+def _time_batch(
+    cfg: Config,
+    draw: Callable[[int], Any],
+    numbers: range,
+    threads: int,
+    end: float,
+    card: DeviceCard,
+    folder: Path,
+) -> dict[str, Any]:
+    """Times the programs of these numbers and writes their part; returns what to print."""
+    from megajax.systems.cdmpp.labels import Labels
+    from megajax.systems.cdmpp.prepare import prepared, runnable
+    from megajax.systems.cdmpp.profile import measure_ready
+
+    tell = functools.partial(print, flush=True)
+    began = time.monotonic()
+    found, tried = prepared(draw, numbers, threads=threads, end=end, tell=tell)
+    compiled = time.monotonic()
+    done = numbers.start + tried
+    try:
+        timed = measure_ready(runnable(found, tell), cfg.passes)
+    except UserError:
+        raise
+    except Exception as error:  # out of memory, with other programs' arrays in it
+        tell(f"the batch to program {done} failed: {type(error).__name__}: {str(error)[:300]}")
+        timed = []
+    labels = Labels.of(timed, card, results.facts(card.name, "measured"))
+    if len(labels.halves):
+        labels.save(folder / f"{done:06}.npz")
+    return {
+        "done": done,
+        "rows": len(labels.halves),
+        "untimed": sum(one.untimed for one in timed),
+        "noise": 100 * labels.noise["noise_median"] if len(labels.halves) else float("nan"),
+        "compiling": compiled - began,
+        "timing": time.monotonic() - compiled,
+    }
 
 
 def _card(folder: Path, threads: int) -> DeviceCard:
@@ -153,8 +212,7 @@ def join(cfg: Config) -> None:
     from megajax.systems.cdmpp.labels import Labels
 
     folder = expand(cfg.out, "out")
-    parts = [Labels.load(path) for path in sorted(folder.glob("threads*/[0-9]*.npz"))]
-    whole = Labels.joined(parts)
+    whole = Labels.joined([Labels.load(path) for path in _parts(cfg)])
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
         whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)
@@ -172,6 +230,28 @@ def join(cfg: Config) -> None:
     print(f"{folder / 'labels.npz'}")
 
 
+def _parts(cfg: Config) -> list[Path]:
+    return sorted(expand(cfg.out, "out").glob("threads*/[0-9]*.npz"))
+
+
+def _environment(cfg: Config) -> dict[str, str] | None:
+    """Returns the environment of the process that uses the GPU; None without a GPU.
+
+    Raises: UserError when --threads asks for CPU devices there.
+    """
+    from megajax.core import mesh
+
+    if mesh.count_gpus() == 0:
+        return None
+    if cfg.threads != "all":
+        raise UserError(
+            f"threads={cfg.threads} must be all on a GPU; JAX_PLATFORMS=cpu times the CPU instead "
+            "(--threads)"
+        )
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    return {**os.environ, "XLA_FLAGS": flags.strip()}
+
+
 def main() -> int:
     """Times every device in a process of its own, then joins what there is."""
     cfg, _ = config.from_flags(PRESETS)
@@ -183,22 +263,29 @@ def main() -> int:
         raise UserError(f"passes={cfg.passes} must be even (--passes)")
     family_names(cfg)
     results.writable_folder(cfg.out)
+    env, limit = _environment(cfg), None
+    if env is not None:
+        limit = cfg.budget + HANGS
     interrupted = False
     for threads in counts:
         own = [f"--threads={threads}", f"--budget={cfg.budget / len(counts)}", "--worker"]
-        child = subprocess.Popen([sys.executable, *sys.argv, *own])
+        child = subprocess.Popen([sys.executable, *sys.argv, *own], env=env)
         try:
+            code = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
             code = child.wait()
+            print(f"the GPU did not finish within {limit:.0f} s: its process was ended", flush=True)
         except KeyboardInterrupt:
             code, interrupted = child.wait(), True  # Ctrl-C went to the child too
-        if code and not interrupted:
+        if code and not interrupted and not (env and _parts(cfg)):
             return code
         if interrupted:
             break
     join(cfg)
     if interrupted:
         raise KeyboardInterrupt
-    return 0
+    return code if env else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Families of real programs to time: our networks, optimizers and their pieces.
 
 A split holds out whole families. Shapes are drawn at random; a seed always gives the same programs.
-Sizes at `scale` 1 are for a CPU: at most about 2 GFLOP and 64 MiB a program. A GPU takes a larger
-scale.
+Sizes at `scale` 1 are for a CPU: at most about 2 GFLOP and 64 MiB a program. With a larger scale,
+for a GPU, the scale of each program is drawn between 1 and it, even in its logarithm.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from megajax.models import decoder, encoder, lstm_vae
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import ModelParts
+from megajax.systems.cdmpp.draw import Draw, TooLarge
 from megajax.training.optim import OptimConfig, make_optimizer
 
 
@@ -30,43 +32,6 @@ class Program:
     family: str
     function: Callable
     args: tuple
-
-
-class Draw:
-    """Draws sizes and arrays. scale: factor on the elements and rows of what it draws."""
-
-    def __init__(self, rng: np.random.Generator, scale: float):
-        """Takes the random numbers from rng."""
-        self.rng, self.scale = rng, scale
-
-    def size(self, low: int, high: int, multiple: int = 1) -> int:
-        """Returns a whole number between two, even in its logarithm; high grows with the scale."""
-        top = max(high * self.scale**0.5, low)
-        drawn = np.exp(self.rng.uniform(np.log(low), np.log(top)))
-        return max(round(drawn / multiple), 1) * multiple
-
-    def pick(self, *options: Any) -> Any:
-        """Returns one of the options."""
-        return options[self.rng.integers(len(options))]
-
-    def floats(self, *shape: int) -> jax.Array:
-        """Returns normal float32."""
-        return jnp.asarray(self.rng.standard_normal(shape, np.float32))
-
-    def below(self, bound: int, *shape: int) -> jax.Array:
-        """Returns int32 from 0 to bound - 1."""
-        return jnp.asarray(self.rng.integers(0, bound, shape), jnp.int32)
-
-    def like(self, abstract: Any) -> Any:
-        """Returns arrays of these shapes: small positive floats, integers of 0."""
-
-        def filled(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return jnp.zeros(leaf.shape, leaf.dtype)
-            drawn = np.abs(self.rng.standard_normal(leaf.shape, np.float32)) * 0.02
-            return jnp.asarray(drawn, leaf.dtype)
-
-        return jax.tree.map(filled, abstract)
 
 
 Built = tuple[Callable, tuple]
@@ -372,17 +337,31 @@ FAMILIES: dict[str, Callable[[Draw], Built]] = {
 }
 
 
+def program(
+    number: int, names: Sequence[str] = tuple(FAMILIES), *, seed: int = 0, scale: float = 1.0
+) -> Program:
+    """Returns the program of this number, a function of (seed, number), of a family of `names`.
+
+    scale: the largest factor on the sizes; a program with an array of more than LARGEST elements is
+    drawn again, smaller.
+    """
+    family = names[number % len(names)]
+    share = np.random.default_rng([seed, number, 1]).uniform() if scale > 1 else 1.0
+    mine = scale**share
+    while True:
+        try:
+            function, args = FAMILIES[family](Draw(np.random.default_rng([seed, number]), mine))
+            return Program(number, family, function, args)
+        except TooLarge:
+            mine /= 4
+
+
 def programs(
     names: Sequence[str] = tuple(FAMILIES), *, seed: int = 0, start: int = 0, scale: float = 1.0
 ) -> Iterator[Program]:
-    """Yields programs without end, a family after the other; program i is a function of (seed, i).
+    """Yields programs without end, a family after the other; see `program`.
 
-    start: the first program's number. scale: factor on the sizes.
+    start: the first program's number.
     """
-    number = start
-    while True:
-        family = names[number % len(names)]
-        draw = Draw(np.random.default_rng([seed, number]), scale)
-        function, args = FAMILIES[family](draw)
-        yield Program(number, family, function, args)
-        number += 1
+    for number in itertools.count(start):
+        yield program(number, names, seed=seed, scale=scale)

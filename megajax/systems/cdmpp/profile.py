@@ -9,6 +9,7 @@ all passes, and the noise of the label is the difference of the two halves' leas
 import collections
 import contextlib
 import dataclasses
+import functools
 import tempfile
 import time
 import warnings
@@ -25,6 +26,11 @@ from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp.families import Program
 
 HALVES = 2
+# Lines of a GPU's plane that sum up the kernels of its streams, where a tool has derived them.
+_SUMS = frozenset((
+    "Steps", "XLA Modules", "XLA Ops", "Async XLA Ops", "Framework Ops", "Framework Name Scope",
+    "Source code", "Launch Stats",
+))  # fmt: skip
 NOISY = 0.1  # rows whose halves differ by more are marked (chosen)
 
 
@@ -58,10 +64,15 @@ class Ready:
     module: str
     call: Callable[[], Any]
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The compiled module."""
         return self.compiled.as_text() or ""
+
+    @functools.cached_property
+    def records(self) -> list[OpRecord]:
+        """What the program launches."""
+        return records(self.compiled)
 
 
 def ready(program: Program) -> Ready:
@@ -77,8 +88,13 @@ def measure(programs: Sequence[Program], passes: int = 6) -> list[Timed]:
     Raises: UserError on a wrong number of passes, and where the profiler names no instruction.
     """
     check_passes(passes)
-    found = instructions([ready(program) for program in programs], passes)
-    return [Timed(program, *parts) for program, parts in zip(programs, found, strict=True)]
+    return measure_ready([(program, ready(program)) for program in programs], passes)
+
+
+def measure_ready(programs: Sequence[tuple[Program, Ready]], passes: int = 6) -> list[Timed]:
+    """Times compiled programs in turn. Raises: UserError, as `measure` does."""
+    found = instructions([compiled for _, compiled in programs], passes)
+    return [Timed(program, *parts) for (program, _), parts in zip(programs, found, strict=True)]
 
 
 def instructions(
@@ -101,9 +117,10 @@ def instructions(
         )
     out = []
     for place, program in enumerate(programs):
-        named, found = events.get(program.module, {}), records(program.compiled)
-        each = [(r, _by_pass(named.get(r.name, ()), passes, r.executions)) for r in found]
-        if _is_cpu() and has_open_loops(program.text):
+        named, found = events.get(program.module, {}), program.records
+        is_open = has_open_loops(program.text)
+        each = [(r, _by_pass(named.get(r.name, ()), passes, r.executions, is_open)) for r in found]
+        if _is_cpu() and is_open:
             each = [_counted(r, named.get(r.name, ()), passes) for r in found]
         kept = [r for r, times in each if times is not None]
         halves = [_halves(times) for _, times in each if times is not None]
@@ -128,15 +145,21 @@ def calls(programs: Sequence[Ready], passes: int) -> tuple[np.ndarray, np.ndarra
     return walls, busy
 
 
-def _by_pass(events: Sequence[float], passes: int, executions: float) -> np.ndarray | None:
+def _by_pass(
+    events: Sequence[float], passes: int, executions: float, is_open: bool = False
+) -> np.ndarray | None:
     """Returns an instruction's seconds in each pass; None where its events do not add up.
 
     An execution may launch several kernels on a GPU, which follow each other: they are added.
+    is_open: the program has a loop that turns as often as values say; there, several events for an
+    execution may be several turns, so they do not add up.
     """
     if not events or len(events) % passes:
         return None
     of_pass = np.array(events).reshape(passes, -1)
     runs = round(executions)
+    if is_open and of_pass.shape[1] != runs:
+        return None
     if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and not _is_cpu():
         of_pass = of_pass.reshape(passes, runs, -1).sum(2)
     return np.median(of_pass, 1)
@@ -194,7 +217,8 @@ def tracing(folder: str) -> Iterator[None]:
 def read(folder: str) -> dict[str, dict[str, list[float]]]:
     """Returns {module: {instruction: seconds of its executions, in order}} of a trace's folder.
 
-    Events carry the instruction in 'hlo_op'.
+    Events carry the instruction in 'hlo_op'. Where a GPU ran, only what its streams ran counts: the
+    host's launch of a kernel may name the instruction too.
     """
     found: dict[str, dict[str, list[tuple[float, float]]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
@@ -213,7 +237,10 @@ def read(folder: str) -> dict[str, dict[str, list[float]]]:
 def _events(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     with warnings.catch_warnings():  # jax 0.11.2: the type of stats warns when it is first made
         warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+        for plane in gpus or planes:
             for line in plane.lines:
-                for event in line.events:
-                    yield event, dict(event.stats)
+                if not (gpus and line.name in _SUMS):
+                    for event in line.events:
+                        yield event, dict(event.stats)

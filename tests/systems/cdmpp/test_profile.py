@@ -1,5 +1,6 @@
 """Labels of real programs: what the profiler says, joined to records, and what is kept of it."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,11 +11,35 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
 from megajax.cost.record import product
-from megajax.systems.cdmpp import families
+from megajax.systems.cdmpp import draw, families
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.labels import Labels
-from megajax.systems.cdmpp.profile import Timed, _by_pass, _halves, measure
+from megajax.systems.cdmpp.prepare import prepared, runnable
+from megajax.systems.cdmpp.profile import Timed, _by_pass, _halves, measure, measure_ready, read
+
+# What the profiler of a GPU writes: a kernel in a stream, in a line derived from the streams, and
+# its launch on the host. Times are in picoseconds.
+STATS = "stats { metadata_id: 1 ref_value: 3 } stats { metadata_id: 2 ref_value: 4 }"
+NAMES = """
+event_metadata { key: 1 value { id: 1 name: "loop_add_fusion_3" } }
+event_metadata { key: 2 value { id: 2 name: "MemcpyD2D" } }
+stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
+stat_metadata { key: 3 value { id: 3 name: "loop_add_fusion.3" } }
+stat_metadata { key: 4 value { id: 4 name: "jit_program0" } }
+"""
+TRACE = f"""
+planes {{ name: "/host:CPU" lines {{ name: "Host Threads/7" timestamp_ns: 500
+  events {{ metadata_id: 1 offset_ps: 0 duration_ps: 9000000 {STATS} }} }} {NAMES} }}
+planes {{ name: "/device:GPU:0"
+  lines {{ name: "Stream #13(Compute,MemcpyD2D)" timestamp_ns: 1000
+    events {{ metadata_id: 1 offset_ps: 8000000 duration_ps: 3000000 {STATS} }}
+    events {{ metadata_id: 1 offset_ps: 2000000 duration_ps: 2000000 {STATS} }}
+    events {{ metadata_id: 2 offset_ps: 6000000 duration_ps: 1000000 }} }}
+  lines {{ name: "XLA Ops" timestamp_ns: 1000
+    events {{ metadata_id: 1 offset_ps: 2000000 duration_ps: 2000000 {STATS} }} }} {NAMES} }}
+"""
 
 CPU = DeviceCard("a CPU", {"float32": 1e11}, 2**30, 1e10, 0.0, 0.0, sms=2)
 
@@ -59,11 +84,51 @@ def test_a_loop_is_timed_by_execution(measured):
     assert loop.halves.min(1)[dear] < 3.5 * max(large.halves.min(1))
 
 
+def test_each_kernel_of_a_gpu_counts_once(tmp_path):
+    trace = jax.profiler.ProfileData.text_proto_to_serialized_xspace(TRACE)
+    (tmp_path / "host.xplane.pb").write_bytes(trace)
+    found = read(str(tmp_path))
+    assert set(found) == {"jit_program0"} and set(found["jit_program0"]) == {"loop_add_fusion.3"}
+    assert found["jit_program0"]["loop_add_fusion.3"] == pytest.approx([2e-6, 3e-6])
+
+
+def test_programs_that_fail_cost_no_other(capsys):
+    def make(number):
+        if number == 1:
+            raise ValueError("cannot be drawn")
+        x = jnp.ones((8, 8), jnp.float32)
+        function = jnp.tanh if number != 2 else lambda x: x @ jnp.ones((3, 3))
+        return Program(number, f"family{number}", function, (x,))
+
+    def no_memory():
+        raise RuntimeError("no memory")
+
+    compiled, tried = prepared(make, range(5), threads=3)
+    assert tried == 5 and [program.number for program, _ in compiled] == [0, 3, 4]
+    program, broken = compiled[1]
+    compiled[1] = program, dataclasses.replace(broken, call=no_memory)
+    ready = runnable(compiled)
+    assert [program.number for program, _ in ready] == [0, 4]
+    said = capsys.readouterr().out
+    assert "program 1 () did not compile: ValueError: cannot be drawn" in said
+    assert "program 2 (family2) did not compile" in said
+    assert "program 3 (family3) did not run" in said
+    assert [one.untimed for one in measure_ready(ready)] == [0, 0]
+
+
+def test_a_batch_is_cut_short_when_the_time_is_over():
+    compiled, tried = prepared(lambda number: (_ for _ in ()).throw(OSError), range(5), end=0.0)
+    assert compiled == [] and tried <= 2  # the one that had begun, and one that began meanwhile
+
+
 def test_passes_take_turns_between_the_halves():
     assert _halves(np.array([5.0, 1.0, 4.0, 2.0, 6.0, 3.0])).tolist() == [4.0, 1.0]
     assert _by_pass([1.0, 3.0, 2.0, 8.0, 8.0, 9.0], 2, 3).tolist() == [2.0, 8.0]
     assert _by_pass([1.0, 2.0, 3.0], 2, 1) is None  # events that do not add up
     assert _by_pass([], 2, 1) is None
+    # Of a loop that values stop, two events are two turns, or two kernels of one.
+    assert _by_pass([1.0, 2.0, 3.0, 4.0], 2, 1, True) is None
+    assert _by_pass([1.0, 2.0], 2, 1, True).tolist() == [1.0, 2.0]
     for passes in (2, 7):
         with pytest.raises(UserError, match="passes"):
             measure([], passes)
@@ -130,6 +195,23 @@ def test_programs_are_drawn_by_number():
     np.testing.assert_array_equal(first[4].args[0], later.args[0])
     other = next(families.programs(names, seed=2, start=4))
     assert jax.tree.map(jnp.shape, other.args) != shapes[0]
+
+
+def test_a_larger_scale_draws_larger_programs_within_memory(monkeypatch):
+    def sizes(scale):
+        names = ("elementwise", "norm")
+        drawn = itertools.islice(families.programs(names, seed=3, scale=scale), 12)
+        return np.array([max(x.size for x in program.args) for program in drawn])
+
+    small, large = sizes(1.0), sizes(16.0)
+    assert (large >= small).all() and 2 < (large / small).max() <= 17
+    monkeypatch.setattr(draw, "LARGEST", int(large.max()) - 1)
+    again = sizes(16.0)
+    assert again.max() < large.max()
+    np.testing.assert_array_equal(again[large < large.max()], large[large < large.max()])
+    monkeypatch.setattr(draw, "DRAWN", 100)  # then values repeat
+    (x,) = next(families.programs(("layout",), seed=3, scale=4.0)).args
+    assert x.ravel()[:100].tolist() == x.ravel()[100:200].tolist()
 
 
 @pytest.mark.slow

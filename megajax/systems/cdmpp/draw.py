@@ -1,0 +1,68 @@
+"""Random sizes and arrays of the programs that are timed (families.py)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DRAWN = 2**23  # (chosen) different values of an array: 0.1 s; no array at scale 1 has more
+LARGEST = 2**28  # (chosen) elements: 1 GiB of float32, so that a batch fits into a GPU
+
+
+class TooLarge(Exception):
+    """A program would have an array of more than LARGEST elements."""
+
+
+class Draw:
+    """Draws sizes and arrays. scale: factor on the elements and rows of what it draws."""
+
+    def __init__(self, rng: np.random.Generator, scale: float):
+        """Takes the random numbers from rng."""
+        self.rng, self.scale = rng, scale
+
+    def size(self, low: float, high: float, multiple: int = 1) -> int:
+        """Returns a whole number between two, even in its logarithm.
+
+        high grows with the root of the scale, low with the root of that above scale 1.
+        """
+        low = low * max(self.scale, 1.0) ** 0.25
+        top = max(high * self.scale**0.5, low)
+        drawn = np.exp(self.rng.uniform(np.log(low), np.log(top)))
+        return max(round(drawn / multiple), 1) * multiple
+
+    def pick(self, *options: Any) -> Any:
+        """Returns one of the options."""
+        return options[self.rng.integers(len(options))]
+
+    def _normal(self, shape: Sequence[int]) -> np.ndarray:
+        """Returns normal float32; those of a large array repeat. Raises: TooLarge."""
+        if (elements := math.prod(shape)) > LARGEST:
+            raise TooLarge(f"{shape}")
+        if elements <= DRAWN:
+            return self.rng.standard_normal(shape, np.float32)
+        return np.resize(self.rng.standard_normal(DRAWN, np.float32), shape)
+
+    def floats(self, *shape: int) -> jax.Array:
+        """Returns normal float32. Raises: TooLarge."""
+        return jnp.asarray(self._normal(shape))
+
+    def below(self, bound: int, *shape: int) -> jax.Array:
+        """Returns int32 from 0 to bound - 1."""
+        return jnp.asarray(self.rng.integers(0, bound, shape), jnp.int32)
+
+    def like(self, abstract: Any) -> Any:
+        """Returns arrays of these shapes: small positive floats, integers of 0.
+
+        Raises: TooLarge.
+        """
+
+        def filled(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            drawn = np.abs(self._normal(leaf.shape)) * 0.02
+            return jnp.asarray(drawn, leaf.dtype)
+
+        return jax.tree.map(filled, abstract)

@@ -1,0 +1,70 @@
+"""Draws and compiles a batch of programs for a profile, several at a time, on a GPU.
+
+XLA times variants of products on the GPU while it compiles them, so a whole batch is compiled
+before any of it is timed. A program that cannot be drawn, compiled or run is left out, so that one
+operation that a GPU does not support costs its program only.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from megajax.systems.cdmpp.families import Program
+from megajax.systems.cdmpp.profile import Ready, ready
+
+Tell = Callable[[str], None]
+_Pair = tuple[Program, Ready]
+
+
+def prepared(
+    draw: Callable[[int], Program],
+    numbers: Sequence[int],
+    *,
+    threads: int = 1,
+    end: float = math.inf,
+    tell: Tell = print,
+) -> tuple[list[_Pair], int]:
+    """Returns (programs that compiled, count of the numbers that were tried).
+
+    Args: draw: makes the program of a number. threads: programs that compile at a time. end: time
+        of the monotonic clock, in seconds, after which no further program is begun.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(_compiled, draw, number, tell) for number in numbers]
+        wait(futures, max(end - time.monotonic(), 0) if end < math.inf else None)
+        late = [future for future in reversed(futures) if future.cancel()]
+    begun = futures[: len(futures) - len(late)]  # the pool begins them in their order
+    found = [future.result() for future in begun]
+    return [pair for pair in found if pair is not None], len(begun)
+
+
+def runnable(programs: Sequence[_Pair], tell: Tell = print) -> list[_Pair]:
+    """Runs each program once; returns those that do not fail."""
+    found = []
+    for program, compiled in programs:
+        try:
+            compiled.call()
+        except Exception as error:
+            tell(_line(program.number, program.family, "did not run", error))
+        else:
+            found.append((program, compiled))
+    return found
+
+
+def _compiled(draw: Callable[[int], Program], number: int, tell: Tell) -> _Pair | None:
+    family = ""
+    try:
+        program = draw(number)
+        family = program.family
+        found = ready(program)
+        _ = found.records  # read here, while other programs compile
+    except Exception as error:
+        tell(_line(number, family, "did not compile", error))
+        return None
+    return program, found
+
+
+def _line(number: int, family: str, what: str, error: BaseException) -> str:
+    said = str(error).strip().splitlines() or [""]
+    return f"program {number} ({family}) {what}: {type(error).__name__}: {said[0][:300]}"
