@@ -216,7 +216,8 @@ def join(cfg: Config) -> None:
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
         whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)
-    facts = results.facts(devices, "measured") | whole.noise | {"load": os.getloadavg()[0]}
+    more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor}
+    facts = results.facts(devices, "measured") | whole.noise | more
     whole.with_facts(facts).save(folder / "labels.npz")
     for name in whole.dataset.cards:
         is_here = [device == name for device in whole.dataset.devices]
@@ -227,6 +228,7 @@ def join(cfg: Config) -> None:
             f"{100 * apart.mean():.1f} % (mean), {sorted(apart)[len(apart) // 2] * 100:.1f} % "
             f"(median); {100 * marked.mean():.0f} % of the rows are marked"
         )
+    print(f"{100 * whole.below_floor:.1f} % of the rows are faster than the roofline by over 5 %")
     print(f"{folder / 'labels.npz'}")
 
 

@@ -17,11 +17,14 @@ class TooLarge(Exception):
 
 
 class Draw:
-    """Draws sizes and arrays. scale: factor on the elements and rows of what it draws."""
+    """Draws sizes and arrays.
 
-    def __init__(self, rng: np.random.Generator, scale: float):
+    scale: factor on the elements and rows of what it draws. dtype: in which the program computes.
+    """
+
+    def __init__(self, rng: np.random.Generator, scale: float, dtype: Any = jnp.float32):
         """Takes the random numbers from rng."""
-        self.rng, self.scale = rng, scale
+        self.rng, self.scale, self.dtype = rng, scale, dtype
 
     def size(self, low: float, high: float, multiple: int = 1) -> int:
         """Returns a whole number between two, even in its logarithm.
@@ -37,17 +40,25 @@ class Draw:
         """Returns one of the options."""
         return options[self.rng.integers(len(options))]
 
+    def count(self, *options: int) -> int:
+        """Returns one of the options, doubled for each factor of 16 of the scale."""
+        return self.pick(*options) * 2 ** max(int(math.log2(self.scale) / 4), 0)
+
+    def limit(self, *shape: int) -> None:
+        """Checks an array that a program makes. Raises: TooLarge."""
+        if math.prod(shape) > LARGEST:
+            raise TooLarge(f"{shape}")
+
     def _normal(self, shape: Sequence[int]) -> np.ndarray:
         """Returns normal float32; those of a large array repeat. Raises: TooLarge."""
-        if (elements := math.prod(shape)) > LARGEST:
-            raise TooLarge(f"{shape}")
-        if elements <= DRAWN:
+        self.limit(*shape)
+        if math.prod(shape) <= DRAWN:
             return self.rng.standard_normal(shape, np.float32)
         return np.resize(self.rng.standard_normal(DRAWN, np.float32), shape)
 
     def floats(self, *shape: int) -> jax.Array:
-        """Returns normal float32. Raises: TooLarge."""
-        return jnp.asarray(self._normal(shape))
+        """Returns normal floats. Raises: TooLarge."""
+        return jnp.asarray(self._normal(shape), self.dtype)
 
     def below(self, bound: int, *shape: int) -> jax.Array:
         """Returns int32 from 0 to bound - 1."""

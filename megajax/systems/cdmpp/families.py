@@ -2,7 +2,8 @@
 
 A split holds out whole families. Shapes are drawn at random; a seed always gives the same programs.
 Sizes at `scale` 1 are for a CPU: at most about 2 GFLOP and 64 MiB a program. With a larger scale,
-for a GPU, the scale of each program is drawn between 1 and it, even in its logarithm.
+for a GPU, the scale of each program is drawn between 1 and it, even in its logarithm, and half of
+the programs compute in bfloat16.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import ModelParts
 from megajax.systems.cdmpp.draw import Draw, TooLarge
 from megajax.training.optim import OptimConfig, make_optimizer
+
+BFLOAT16 = 0.5  # (chosen) share of a GPU's programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,9 @@ def _trained(parts: ModelParts, batch: dict, draw: Draw, forward: bool) -> Built
     return (loss if forward else jax.value_and_grad(loss)), args
 
 
-def _tokens(draw: Draw, rows: int, length: int, vocab: int) -> dict:
+def _tokens(draw: Draw, rows: int, length: int, vocab: int, heads: int) -> dict:
+    draw.limit(rows, heads, length, length)
+    draw.limit(rows, length, vocab)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     return {
         "tokens": draw.below(vocab, rows, length),
@@ -61,7 +66,7 @@ def _tokens(draw: Draw, rows: int, length: int, vocab: int) -> dict:
 
 
 def _decoder_config(draw: Draw, **more: Any) -> DecoderConfig:
-    heads = draw.pick(2, 4, 8)
+    heads = draw.count(2, 4, 8)
     return DecoderConfig(
         layers=draw.pick(1, 2, 3),
         width=draw.size(48, 256, 16),
@@ -83,8 +88,10 @@ def _decoder_config(draw: Draw, **more: Any) -> DecoderConfig:
 
 def _of_decoder(draw: Draw, **more: Any) -> Built:
     cfg = _decoder_config(draw, **more)
-    batch = _tokens(draw, draw.pick(1, 2, 4), draw.size(16, 192, 8), cfg.vocab)
-    return _trained(decoder.parts(cfg), batch, draw, draw.pick(False, False, True))
+    batch = _tokens(draw, draw.pick(1, 2, 4), draw.size(16, 192, 8), cfg.vocab, cfg.heads)
+    return _trained(
+        decoder.parts(cfg, dtype=draw.dtype), batch, draw, draw.pick(False, False, True)
+    )
 
 
 def _of_experts(draw: Draw) -> Built:
@@ -100,7 +107,7 @@ def _of_experts(draw: Draw) -> Built:
 
 
 def _encoder_config(draw: Draw, vocab: int) -> EncoderConfig:
-    heads = draw.pick(2, 4, 8)
+    heads = draw.count(2, 4, 8)
     return EncoderConfig(
         layers=draw.pick(1, 2, 3),
         width=heads * draw.pick(16, 24, 32, 48),
@@ -113,16 +120,19 @@ def _encoder_config(draw: Draw, vocab: int) -> EncoderConfig:
 
 def _of_encoder(draw: Draw) -> Built:
     cfg = _encoder_config(draw, draw.size(256, 2048, 128))
-    batch = _tokens(draw, draw.pick(1, 2, 4), draw.size(16, 192, 8), cfg.vocab)
-    return _trained(encoder.parts(cfg), batch, draw, draw.pick(False, False, True))
+    batch = _tokens(draw, draw.pick(1, 2, 4), draw.size(16, 192, 8), cfg.vocab, cfg.heads)
+    return _trained(
+        encoder.parts(cfg, dtype=draw.dtype), batch, draw, draw.pick(False, False, True)
+    )
 
 
 def _of_images(draw: Draw) -> Built:
     """A vision transformer: patches by a convolution, then the encoder's blocks."""
     cfg = _encoder_config(draw, 128)
-    parts, patch = encoder.parts(cfg), draw.pick(4, 8, 16)
-    side, rows = patch * draw.pick(4, 6, 8, 12), draw.pick(1, 2, 4)
+    parts, patch = encoder.parts(cfg, dtype=draw.dtype), draw.pick(4, 8, 16)
+    side, rows = patch * draw.count(4, 6, 8, 12), draw.pick(1, 2, 4)
     cells = (side // patch) ** 2
+    draw.limit(rows, cfg.heads, cells, cells)
     positions = jnp.broadcast_to(jnp.arange(cells, dtype=jnp.int32), (rows, cells))
     context = parts.context({"positions": positions}, None)
 
@@ -144,7 +154,8 @@ def _of_images(draw: Draw) -> Built:
 def _of_series(draw: Draw) -> Built:
     """Minder's LSTM autoencoder of metrics."""
     cfg = lstm_vae.LstmVaeConfig(draw.pick(2, 4, 8), draw.pick(8, 16), draw.pick(4, 8, 16))
-    batch = {"targets": jnp.abs(draw.floats(draw.size(8, 256), cfg.window, cfg.metrics))}
+    metrics = draw.floats(draw.size(8, 256), cfg.window, cfg.metrics).astype(jnp.float32)
+    batch = {"targets": jnp.abs(metrics)}
     return _trained(lstm_vae.parts(cfg), batch, draw, draw.pick(False, True))
 
 
@@ -166,8 +177,9 @@ def _of_update(draw: Draw) -> Built:
 
 
 def _of_attention(draw: Draw) -> Built:
-    rows, heads, width = draw.pick(1, 2, 4), draw.pick(2, 4, 8), draw.pick(16, 32, 64, 128)
+    rows, heads, width = draw.pick(1, 2, 4), draw.count(2, 4, 8), draw.pick(16, 32, 64, 128)
     queries = draw.size(16, 384, 8)
+    draw.limit(rows, heads, queries, queries)
     keys, is_causal = queries, draw.pick(True, False)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -343,14 +355,18 @@ def program(
     """Returns the program of this number, a function of (seed, number), of a family of `names`.
 
     scale: the largest factor on the sizes; a program with an array of more than LARGEST elements is
-    drawn again, smaller.
+    drawn again, smaller. Above 1, a share of BFLOAT16 of the programs computes in bfloat16.
     """
     family = names[number % len(names)]
-    share = np.random.default_rng([seed, number, 1]).uniform() if scale > 1 else 1.0
-    mine = scale**share
+    mine, dtype = scale, jnp.float32
+    if scale > 1:
+        apart = np.random.default_rng([seed, number, 1])
+        mine = scale ** apart.uniform()
+        dtype = jnp.bfloat16 if apart.uniform() < BFLOAT16 else jnp.float32
     while True:
         try:
-            function, args = FAMILIES[family](Draw(np.random.default_rng([seed, number]), mine))
+            draw = Draw(np.random.default_rng([seed, number]), mine, dtype)
+            function, args = FAMILIES[family](draw)
             return Program(number, family, function, args)
         except TooLarge:
             mine /= 4

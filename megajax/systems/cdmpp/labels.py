@@ -84,6 +84,16 @@ class Labels:
             "marked": float(self.is_marked.mean()),
         }
 
+    @property
+    def below_floor(self) -> float:
+        """The share of rows that are faster than their card's roofline by more than 5 %.
+
+        On a GPU they read their arrays from the L2 cache. Predictors keep to the roofline.
+        """
+        rows = zip(self.dataset.records, self.dataset.devices, strict=True)
+        floors = np.array([record.floor_s(self.dataset.cards[name]) for record, name in rows])
+        return float((floors > 1.05 * self.dataset.seconds).mean())
+
     def with_facts(self, facts: Mapping[str, Any]) -> "Labels":
         """Returns the same rows with other facts about their provenance."""
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, facts=facts))

@@ -182,6 +182,7 @@ def test_no_row_beats_a_raised_card():
     assert card.flops["float32"] == pytest.approx(1.024e12)
     assert labels().with_raised_cards().dataset.cards["a CPU"] == CPU
     assert CARDS["H100"].name not in found.dataset.cards
+    assert (labels(((1e-9, 1e-9), (2e-5, 2e-5))).below_floor, found.below_floor) == (0.5, 0.0)
 
 
 def test_programs_are_drawn_by_number():
@@ -203,6 +204,11 @@ def test_a_larger_scale_draws_larger_programs_within_memory(monkeypatch):
         drawn = itertools.islice(families.programs(names, seed=3, scale=scale), 12)
         return np.array([max(x.size for x in program.args) for program in drawn])
 
+    first = next(families.programs(("elementwise",), seed=3, start=4, scale=16.0))
+    monkeypatch.setattr(families, "BFLOAT16", 1.0)
+    half = next(families.programs(("elementwise",), seed=3, start=4, scale=16.0))
+    assert jax.tree.map(jnp.shape, half.args) == jax.tree.map(jnp.shape, first.args)
+    assert {x.dtype.name for x in half.args} == {"bfloat16"}
     small, large = sizes(1.0), sizes(16.0)
     assert (large >= small).all() and 2 < (large / small).max() <= 17
     monkeypatch.setattr(draw, "LARGEST", int(large.max()) - 1)
