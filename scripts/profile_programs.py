@@ -19,7 +19,7 @@ On a GPU the card is that of megajax/core/hardware.py, and command buffers are t
 (XLA_FLAGS), because they hide single instructions from the profiler. A batch of programs is
 compiled by all processors and then timed; a program that fails is named and left out.
 
-    python3 scripts/profile_programs.py --scale=256 --budget=240
+    python3 scripts/profile_programs.py --scale=1024 --budget=240
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -58,7 +58,7 @@ class Config(Checked):
     passes: int = option(6, "passes over the programs of a batch; an even number", at_least=6)
     batch: int | None = option(None, "programs that run in turn; none: 16, on a GPU 64", at_least=1)
     scale: float = option(
-        1.0, "largest factor on the programs' sizes, drawn from 1 on; a GPU takes 256", above=0
+        1.0, "largest factor on the programs' sizes, drawn from 1 on; a GPU takes 1024", above=0
     )
     seed: int = option(0, "random seed of the shapes", at_least=0)
     worker: bool = option(False, "time one device in this process; the script itself uses it")
@@ -161,13 +161,16 @@ def _time_batch(
     found, tried = prepared(draw, numbers, threads=threads, end=end, tell=tell)
     compiled = time.monotonic()
     done = numbers.start + tried
+    timed = []
     try:
-        timed = measure_ready(runnable(found, tell), cfg.passes)
+        found = runnable(found, tell)
+        timed = measure_ready(found, cfg.passes)
     except UserError:
         raise
     except Exception as error:  # out of memory, with other programs' arrays in it
         tell(f"the batch to program {done} failed: {type(error).__name__}: {str(error)[:300]}")
-        timed = []
+    if lost := _untimed(found, timed):
+        tell(f"without a time: {lost}")
     labels = Labels.of(timed, card, results.facts(card.name, "measured"))
     if len(labels.halves):
         labels.save(folder / f"{done:06}.npz")
@@ -179,6 +182,17 @@ def _time_batch(
         "compiling": compiled - began,
         "timing": time.monotonic() - compiled,
     }
+
+
+def _untimed(found: list[Any], timed: list[Any]) -> str:
+    """Returns how many instructions of each kind the profiler did not time, with an example."""
+    lost: dict[str, list[str]] = {}
+    for (_, compiled), one in zip(found, timed, strict=False):
+        names = {record.name for record in one.records}
+        for record in compiled.records:
+            if record.name not in names:
+                lost.setdefault(record.kind, []).append(record.name)
+    return ", ".join(f"{len(names)} {kind} ({names[0]})" for kind, names in lost.items())
 
 
 def _card(folder: Path, threads: int) -> DeviceCard:

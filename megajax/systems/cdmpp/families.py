@@ -72,7 +72,7 @@ def _decoder_config(draw: Draw, **more: Any) -> DecoderConfig:
         width=draw.size(48, 256, 16),
         heads=heads,
         kv_heads=draw.pick(1, 2, heads),
-        head_width=draw.pick(16, 32, 64),
+        head_width=draw.count(16, 32, 64),
         mlp=draw.size(64, 768, 16),
         vocab=draw.size(256, 2048, 128),
         block=draw.pick("serial", "parallel"),
@@ -110,7 +110,7 @@ def _encoder_config(draw: Draw, vocab: int) -> EncoderConfig:
     heads = draw.count(2, 4, 8)
     return EncoderConfig(
         layers=draw.pick(1, 2, 3),
-        width=heads * draw.pick(16, 24, 32, 48),
+        width=heads * draw.count(16, 24, 32, 48),
         heads=heads,
         mlp=draw.size(64, 1024, 16),
         vocab=vocab,
@@ -197,6 +197,7 @@ def _of_attention(draw: Draw) -> Built:
 
 def _of_mlp(draw: Draw) -> Built:
     rows, width, hidden = (draw.size(16, 512, 4), draw.size(32, 512, 8), draw.size(64, 1536, 16))
+    draw.limit(rows, hidden)
     act = draw.pick(jax.nn.gelu, jax.nn.relu, jax.nn.silu, jnp.tanh)
 
     def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -216,6 +217,7 @@ def _of_product(draw: Draw) -> Built:
         m, k, n = m // 4 + 1, k // 2 + 1, n // 2 + 1
         spelled = draw.pick("bmk,bkn->bmn", "bkm,bkn->bmn", "bmk,bnk->bmn")
     sizes = {"b": batch, "m": m, "k": k, "n": n}
+    draw.limit(batch, m, n)
     args = [draw.floats(*(sizes[c] for c in a)) for a in spelled.split("->")[0].split(",")]
     if draw.pick(True, False):
         return functools.partial(jnp.einsum, spelled), tuple(args)
@@ -245,6 +247,7 @@ def _of_norm(draw: Draw) -> Built:
 def _of_convolution(draw: Draw) -> Built:
     side, rows, inner = draw.size(8, 64, 2), draw.pick(1, 2, 4), draw.size(3, 48)
     outer, kernel, stride = draw.size(4, 64), draw.pick(1, 3, 5), draw.pick(1, 2)
+    draw.limit(rows, side, side, outer)
 
     def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
         order = ("NHWC", "HWIO", "NHWC")
@@ -307,6 +310,7 @@ def _of_reduction(draw: Draw) -> Built:
 
 def _of_gather(draw: Draw) -> Built:
     table, width, count = draw.size(16, 8192), draw.size(4, 512), draw.size(8, 4096)
+    draw.limit(count, width)
     x, places = draw.floats(table, width), draw.below(table, count)
     if draw.pick(True, False):
         return lambda x, i: x[i] * 2.0, (x, places)
@@ -319,6 +323,7 @@ def _of_gather(draw: Draw) -> Built:
 
 def _of_random(draw: Draw) -> Built:
     shape = draw.size(4, 2048), draw.size(8, 512)
+    draw.limit(*shape)
     make = draw.pick(jax.random.normal, jax.random.uniform)
     if draw.pick(True, False):
         return lambda key: make(key, shape), (jax.random.key(0),)
