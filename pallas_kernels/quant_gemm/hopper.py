@@ -11,7 +11,9 @@ The weight becomes the left operand, the one that wgmma can take from registers:
     epilogue      sums | bias, activation | shared memory | TMA to y (tokens, columns)
 
 Because the sides are exchanged, a tile's block_m counts columns of the weight here, 128 for each
-warpgroup, and its block_n counts tokens. Where a tile reaches over an edge, TMA reads zeros. The
+warpgroup, and its block_n counts tokens. Where there are more warpgroups than that, they share the
+columns: each multiplies its part of a step's K, and at the end of a tile the first adds the sums of
+the others, which come through shared memory. Then fewer splits are needed to fill the SMs. Where a tile reaches over an edge, TMA reads zeros. The
 byte zero is a finite code there, and x is zero, so the product is zero as well.
 
 Where there are fewer tiles than SMs, K is cut into splits as in pallas_kernels/gemm/hopper.py. Each
@@ -23,6 +25,7 @@ Legend: M tokens, N columns, K contracted, G groups of K, P rows of packed bytes
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, override
 
 import jax
@@ -49,6 +52,7 @@ SMALLEST = 32  # of a group along K
 SHORTEST = 256  # of K, that a split has at least (chosen: two or four steps)
 GRAIN = 16  # columns of a row whose bytes TMA takes
 REGISTERS = {3: (160, 32), 4: (112, 32)}  # of a thread that computes, and of one that copies
+BOX = 256  # rows that one copy of TMA takes
 SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
 
 
@@ -108,6 +112,16 @@ def scales_sums(spec: Spec, tokens: int) -> bool:
     return spec.bits == 4 and spec.signed and spec.group % DEPTH == 0 and tokens <= 64
 
 
+def columns_of(tile: Tile) -> int:
+    """Returns into how many pieces of 128 columns a tile is cut."""
+    return tile.block_m // COLUMNS
+
+
+def parts_of(tile: Tile) -> int:
+    """Returns how many warpgroups share the columns of a piece, each with its part of a step."""
+    return tile.warpgroups // columns_of(tile)
+
+
 def misfits(dtype: Any, M: int, N: int, K: int, spec: Spec) -> list[str]:
     """Returns why the kernel cannot take a product, empty when it can."""
     found = []
@@ -127,7 +141,7 @@ def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> 
     """
     tokens = next((t for t in TOKENS if t >= M), TOKENS[-1])
     warpgroups = 2 if N > COLUMNS else 1
-    depth = 2 * DEPTH if _deep(spec, K) and tokens <= 64 else DEPTH
+    depth = 2 * DEPTH if _fits(spec, K, 2 * DEPTH) and tokens <= 64 else DEPTH
     tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
     count, steps = tile_count(tile, M, N), max(pl.cdiv(K, depth), 1)
     splits = min(max(SMS // max(count, 1), 1), max(K // SHORTEST, 1))
@@ -148,8 +162,11 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
         if tokens > first.block_n or tokens < first.block_n // (1 if decodes else 2):
             continue
         for warpgroups in range(1, _most_warpgroups(tokens, spec) + 1):
-            for depth in (DEPTH, 2 * DEPTH) if _deep(spec, K) else (DEPTH,):
-                tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
+            for parts, depth in itertools.product((1, 2, 4), (DEPTH, 2 * DEPTH)):
+                if warpgroups % parts or not _fits(spec, K, depth * parts):
+                    continue
+                columns = COLUMNS * warpgroups // parts
+                tile = Tile(columns, tokens, depth * parts, 8, warpgroups)
                 room = min(SMS // max(tile_count(tile, M, N), 1), max(K // SHORTEST, 1))
                 steps = max(pl.cdiv(K, depth), 1)
                 wanted = {max(room // 2, 1), max(room, 1)}
@@ -173,9 +190,11 @@ def _most_warpgroups(tokens: int, spec: Spec) -> int:
     )
 
 
-def _deep(spec: Spec, K: int) -> bool:
-    """Tells whether each step of 128 along K begins with a group or lies inside of one."""
-    return spec.group >= K or spec.group in (SMALLEST, DEPTH) or spec.group % (2 * DEPTH) == 0
+def _fits(spec: Spec, K: int, depth: int) -> bool:
+    """Tells whether each step along K begins with a group or lies inside of one, and is a box."""
+    small, large = sorted((spec.group, depth))
+    whole = spec.group >= K or large % small == 0
+    return whole and registers.rows_of(depth, spec.bits) <= BOX
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
@@ -196,36 +215,42 @@ def scale_rows(tile: Tile, spec: Spec) -> int:
 def buffers(tile: Tile, spec: Spec, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Returns {name: (shape, dtype)} of the arrays in shared memory."""
     rows = registers.rows_of(tile.block_k, spec.bits)
-    columns = (tile.buffers, tile.warpgroups, scale_rows(tile, spec), COLUMNS)
+    columns, parts = columns_of(tile), parts_of(tile)
+    numbers = (tile.buffers, scale_rows(tile, spec), columns, COLUMNS)
     height = min(tile.block_n, STAGED)
     slots = min(2, tile.block_n // height)
     out_dtype = jnp.dtype(jnp.float32 if tile.splits > 1 else dtype)
     found: dict[str, tuple[tuple[int, ...], Any]] = {
-        "x_smem": ((tile.buffers, tile.block_n, tile.block_k), dtype),
-        # The 1 keeps layout inference from tiling it.
-        "words_smem": ((tile.buffers, tile.warpgroups, rows, 1, WORDS), jnp.int32),
-        "scales_smem": (columns, jnp.float32),
-        "y_smem": ((tile.warpgroups, slots, height, COLUMNS), out_dtype),
+        "x_smem": ((tile.buffers, parts, tile.block_n, tile.block_k // parts), dtype),
+        "words_smem": ((tile.buffers, columns, rows, WORDS), jnp.int32),
+        "scales_smem": (numbers, jnp.float32),
+        "y_smem": ((columns, slots, height, COLUMNS), out_dtype),
     }
     if not spec.signed:
-        found["zeros_smem"] = columns, jnp.float32
+        found["zeros_smem"] = numbers, jnp.float32
+    if parts > 1:
+        found["sums_smem"] = (columns, parts - 1, tile.block_n, COLUMNS), jnp.float32
     return found
 
 
 def check(tile: Tile, spec: Spec) -> None:
     """Raises: ValueError for a tile that breaks a rule of wgmma, of registers or of groups."""
-    tiles.check_multiple(OP, "block_m", tile.block_m, COLUMNS * tile.warpgroups)
+    tiles.check_multiple(OP, "block_m", tile.block_m, COLUMNS)
     tiles.check_multiple(OP, "block_n", tile.block_n, PIECE, 256)
-    tiles.check_multiple(OP, "block_k", tile.block_k, DEPTH, 256)
+    columns = columns_of(tile)
+    if tile.warpgroups % columns or tile.stages < 2 or tile.cluster > 1 or tile.pingpong:
+        raise ValueError(
+            f"{OP}: {tile} needs one warpgroup, or the same number of them, for each {COLUMNS} "
+            "columns (block_m), at least 2 stages, no cluster and no ping-pong"
+        )
+    grain = DEPTH * parts_of(tile)
+    tiles.check_multiple(OP, "block_k", tile.block_k, grain, max(grain, BOX * 8 // spec.bits))
     if tile.warpgroups < 4:
-        tiles.check_registers(OP, tile.warpgroups, (tile.rows, tile.block_n), (COLUMNS, DEPTH // 2))
+        tiles.check_registers(OP, tile.warpgroups, (COLUMNS, tile.block_n), (COLUMNS, DEPTH // 2))
     elif tile.block_n > 16:
         raise ValueError(f"{OP}: {tile}: four warpgroups have registers for 16 tokens (block_n)")
-    if tile.rows != COLUMNS or tile.stages < 2 or tile.cluster > 1 or tile.pingpong:
-        raise ValueError(
-            f"{OP}: {tile} needs {COLUMNS} columns (block_m) of each warpgroup, at least 2 stages, "
-            "no cluster and no ping-pong"
-        )
+    if registers.rows_of(tile.block_k, spec.bits) > BOX:
+        raise ValueError(f"{OP}: {tile}: a step has more than {BOX} rows of bytes (block_k)")
     small, large = sorted((spec.group, tile.block_k))
     if large % small:
         raise ValueError(
@@ -290,34 +315,41 @@ def _launch(given, *, spec, tile, interpret, blocks):
     dtype = given["x"].dtype
     grid = (pl.cdiv(M, tile.block_n), pl.cdiv(N, tile.block_m))
     whole_N = max(tile.block_m, up(N, GRAIN))
+    pieces_N = up(whole_N, COLUMNS)
     groups = max(scale_rows(tile, spec), given["scales"].shape[0])
     sizes = {
         "x": (max(tile.block_n, up(M, PIECE)), max(tile.block_k, up(K, DEPTH))),
         "packed": (max(registers.rows_of(tile.block_k, spec.bits), P), whole_N),
-        "scales": (groups, whole_N),
-        "zeros": (groups, whole_N),
+        "scales": (groups, pieces_N),
+        "zeros": (groups, pieces_N),
         "bias": (grid[1] * tile.block_m,),  # read by threads, past the edge as well
     }
     inputs = {name: pad(x, sizes[name]) for name, x in given.items() if x is not None}
     for name in {"scales", "zeros", "bias"} & {*inputs}:
         inputs[name] = inputs[name].astype(jnp.float32)
+    for name in {"scales", "zeros"} & {*inputs}:
+        inputs[name] = inputs[name].reshape(groups, -1, COLUMNS)
     inputs["x"] = registers.ordered(inputs["x"], spec.bits)
-    words = inputs["packed"].reshape(-1, 1, whole_N // 4, 4)
+    words = inputs["packed"].reshape(-1, whole_N // 4, 4)
     inputs["packed"] = lax.bitcast_convert_type(words, jnp.int32)
     shared = buffers(tile, spec, dtype)
     out_dtype = shared["y_smem"][1]
     tiles.check_shared(OP, shared)
     scratch = engine.scratch(shared, staged=lambda shape, dtype: plgpu.SMEM(shape, dtype))
-    scratch["x_smem"] = engine.swizzled(*shared["x_smem"])
-    copies = 1 + tile.warpgroups * (2 + (not spec.signed))
-    scratch |= engine.barriers(tile, copies)
+    for name in ("x_smem", "words_smem"):
+        scratch[name] = engine.swizzled(*shared[name])
+    columns, parts = columns_of(tile), parts_of(tile)
+    scratch |= engine.barriers(tile, parts + columns + 1 + (not spec.signed))
+    if parts > 1:
+        scratch["given"] = plgpu.Barrier(num_arrivals=parts - 1, num_barriers=columns)
+        scratch["taken"] = plgpu.Barrier(num_barriers=columns)
     if interpret:
         shape = (tile.warpgroups, COLUMNS, DEPTH)
         scratch["w_smem"] = engine.swizzled(shape, dtype)
     clusters = min(blocks, grid[0] * grid[1] * tile.splits)
     # TMA writes swizzled pieces, of which there must be whole ones.
-    rows, columns = up(max(M, shared["y_smem"][0][2]), PIECE), up(whole_N, SWIZZLED)
-    shape = *((tile.splits,) if tile.splits > 1 else ()), rows, columns
+    shape = up(max(M, shared["y_smem"][0][2]), PIECE), up(whole_N, SWIZZLED)
+    shape = *((tile.splits,) if tile.splits > 1 else ()), *shape
     found = engine.launch(
         functools.partial(
             _body, spec=spec, tile=tile, grid=grid, clusters=clusters, interpret=interpret
@@ -343,12 +375,19 @@ def _body(
     exact = scales_sums(spec, tile.block_n)
     kind = Grouped if exact else Product
     product = kind(tile, ready, free, steps, lax.axis_index("block"), clusters)
-    staging = Staging((y_smem,), product.warpgroup)
+    columns, parts = columns_of(tile), parts_of(tile)
+    column, part = product.warpgroup, jnp.int32(0)
+    if parts > 1:
+        column = lax.rem(product.warpgroup, jnp.int32(columns))
+        part = lax.div(product.warpgroup, jnp.int32(columns))
+    depth = tile.block_k // parts  # of a step, along K, that this warpgroup multiplies
+    staging = Staging((y_smem,), column)
     pieces = staging.pieces((tile.block_n, COLUMNS))
     height = y_smem.shape[2]
     rows = registers.rows_of(tile.block_k, spec.bits)
-    # Codes are dequantized in parts that lie inside of one group.
-    part = min(spec.group, DEPTH)
+    base = part * registers.rows_of(depth, spec.bits)
+    # Codes are dequantized in pieces that lie inside of one group.
+    piece = min(spec.group, DEPTH)
     numbers = {"scales": scales_smem} | ({} if spec.signed else {"zeros": more["zeros_smem"]})
 
     def split(i):
@@ -362,60 +401,68 @@ def _body(
     def load(place, s, buffer, barrier):
         page, (m, n) = place
         s = s if page is None else page * steps + s
-        source = gmem["x"].at[pl.ds(m, tile.block_n), span(s, tile.block_k)]
-        plgpu.copy_gmem_to_smem(source, x_smem.at[buffer], barrier)
-        for w in range(tile.warpgroups):
-            word = pl.multiple_of(lax.div(n, jnp.int32(4)) + w * WORDS, WORDS)
-            source = gmem["packed"].at[span(s, rows), pl.ds(0, 1), pl.ds(word, WORDS)]
-            plgpu.copy_gmem_to_smem(source, words_smem.at[buffer, w], barrier)
-            first = lax.div(s * tile.block_k, jnp.int32(spec.group))
-            for name, smem in numbers.items():
-                column = pl.multiple_of(n + w * COLUMNS, COLUMNS)
-                source = gmem[name].at[pl.ds(first, smem.shape[2]), pl.ds(column, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, smem.at[buffer, w], barrier)
+        for p in range(parts):
+            source = gmem["x"].at[pl.ds(m, tile.block_n), span(s * parts + p, depth)]
+            plgpu.copy_gmem_to_smem(source, x_smem.at[buffer, p], barrier)
+        for c in range(columns):
+            word = pl.multiple_of(lax.div(n, jnp.int32(4)) + c * WORDS, WORDS)
+            source = gmem["packed"].at[span(s, rows), pl.ds(word, WORDS)]
+            plgpu.copy_gmem_to_smem(source, words_smem.at[buffer, c], barrier)
+        first = lax.div(s * tile.block_k, jnp.int32(spec.group))
+        for name, smem in numbers.items():
+            source = gmem[name].at[
+                pl.ds(first, smem.shape[1]), pl.ds(lax.div(n, jnp.int32(COLUMNS)), columns)
+            ]
+            plgpu.copy_gmem_to_smem(source, smem.at[buffer], barrier)
+
+    def row_of(start):
+        """The row of scales, in shared memory, of what is `start` after this warpgroup's part."""
+        if scales_smem.shape[1] == 1:  # a group that is longer than a step has one row
+            return 0
+        return lax.div(part * depth, jnp.int32(spec.group)) + start // spec.group
 
     def weight(buffer, chunk):
         """Returns w^T (128, 64) of one chunk of 64 along K, in registers."""
         found = []
-        for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, part):
-            first, size = (registers.rows_of(k, spec.bits) for k in (start, part))
-            words = words_smem.at[buffer, product.warpgroup, pl.ds(first, size)]
-            # A group that is longer than a step has one row of scales in shared memory.
-            row = min(start // spec.group, scales_smem.shape[2] - 1)
+        for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, piece):
+            first, size = (registers.rows_of(k, spec.bits) for k in (start, piece))
+            words = words_smem.at[buffer, column]
 
-            def column(name, j, row=row):
+            def numbers_of(name, j, row=row_of(start)):
                 if name not in numbers:
                     return None
-                own = numbers[name].at[buffer, product.warpgroup, row]
+                own = numbers[name].at[buffer, row, column]
                 return registers.load_columns(own, j, interpret)
 
-            codes = registers.numbers(
-                registers.load(words, spec.bits, interpret), spec.bits, spec.signed
-            )
-            found.append(registers.dequantize(codes, column))
+            words = registers.load(words, (base, first, size), spec.bits, interpret)
+            codes = registers.numbers(words, spec.bits, spec.signed)
+            found.append(registers.dequantize(codes, numbers_of))
         return registers.operand(found, spec.bits, gmem["x"].dtype, interpret)
 
     def multiply(_, s, buffer, acc):
-        for chunk in range(tile.block_k // DEPTH):
+        for chunk in range(depth // DEPTH):
             left = weight(buffer, chunk)
-            join(acc, left, x_smem.at[buffer, :, pl.ds(chunk * DEPTH, DEPTH)].T)
+            join(acc, left, x_smem.at[buffer, part, :, pl.ds(chunk * DEPTH, DEPTH)].T)
 
     def product_of_groups(_, s, buffer, sums):
-        chunks = min(spec.group, tile.block_k) // DEPTH
-        for row in range(scales_smem.shape[2]):
-            scale = registers.load_rows(scales_smem.at[buffer, product.warpgroup, row], interpret)
+        chunks = min(spec.group, depth) // DEPTH
+        for group in range(max(depth // spec.group, 1)):
+            own = scales_smem.at[buffer, row_of(group * spec.group), column]
+            scale = registers.load_rows(own, interpret)
 
-            def run(acc, row=row):
-                for chunk in range(row * chunks, (row + 1) * chunks):
-                    size = registers.rows_of(DEPTH, spec.bits)
-                    part = words_smem.at[buffer, product.warpgroup, pl.ds(chunk * size, size)]
-                    words = registers.load(part, spec.bits, interpret)
-                    left = registers.exact_operand(words, gmem["x"].dtype, interpret)
-                    join(acc, left, x_smem.at[buffer, :, pl.ds(chunk * DEPTH, DEPTH)].T)
+            def run(acc, group=group):
+                for chunk in range(group * chunks, (group + 1) * chunks):
+                    left = registers.exact_operand(
+                        words_smem.at[buffer, column],
+                        (base, registers.rows_of(chunk * DEPTH, 4)),
+                        gmem["x"].dtype,
+                        interpret,
+                    )
+                    join(acc, left, x_smem.at[buffer, part, :, pl.ds(chunk * DEPTH, DEPTH)].T)
                 return acc[...]
 
-            part = pl.run_scoped(run, plgpu.ACC(sums.shape))
-            sums = sums + part * lax.broadcast_in_dim(scale, sums.shape, [0])
+            found = pl.run_scoped(run, plgpu.ACC(sums.shape))
+            sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])
         return sums
 
     def join(acc, left, right):
@@ -428,9 +475,30 @@ def _body(
         plgpu.wgmma(acc, left, right)
 
     def finish(i, sums):
-        page, (m, n) = split(i), corner(i)
-        n += product.warpgroup * COLUMNS
         y_TC = registers.sums(sums, interpret)
+        if parts == 1:
+            store(i, y_TC)
+            return
+        given, taken, room = more["given"].at[column], more["taken"].at[column], more["sums_smem"]
+
+        @pl.when(part > 0)
+        def _give():
+            room[column, part - 1] = y_TC
+            plgpu.barrier_arrive(given)
+            plgpu.barrier_wait(taken)  # what is there may be overwritten by the next tile's
+
+        @pl.when(part == 0)
+        def _take():
+            plgpu.barrier_wait(given)
+            y = y_TC
+            for p in range(parts - 1):
+                y += plgpu.load(room.at[column, p], layout=registers.SUMS, optimized=False)
+            plgpu.barrier_arrive(taken)
+            store(i, y)
+
+    def store(i, y_TC):
+        page, (m, n) = split(i), corner(i)
+        n += column * COLUMNS
         if "bias" in gmem:
             bias = plgpu.load(
                 gmem["bias"].at[pl.ds(n, COLUMNS)], layout=registers.SUMS.reduce(0), optimized=False
@@ -452,7 +520,7 @@ def _body(
             total,
             product_of_groups if exact else multiply,
             finish,
-            sums=[(tile.rows, tile.block_n)],
+            sums=[(COLUMNS, tile.block_n)],
         ),
         lambda: product.produce(total, lambda i: (split(i), corner(i)), load),
         REGISTERS.get(tile.warpgroups, engine.REGISTERS),

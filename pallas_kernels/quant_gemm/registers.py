@@ -12,7 +12,8 @@ thread needs, of each 8 codes, the two at places 2q and 2q + 1, where q = lane m
 lane l, and t and half each 0 or 1:
 
     row of wgmma's operand     16 w + l / 4 + 8 half + 64 t
-    column of the weight       4 (8 w + l / 4) + 2 t + half, which is byte 2 t + half of a word
+    word of the row of words   4 (w + 4 (l / 16)) + (l / 4) mod 4
+    column of the weight       4 word + 2 t + half, which is byte 2 t + half of the word
 
 So the four bytes of a word belong to one thread, one byte to each of the thread's four rows, and no
 value has to move between threads. With 8 or 4 bits the thread's two neighbours along K are whole
@@ -20,13 +21,21 @@ bytes. With 3 or 2 bits they are not; there a lane takes 8 (4) neighbours of eac
 which fill 3 bytes (1 byte), and `ordered` puts the activations in the same order. That is allowed
 because a sum over K does not depend on the order of its terms, but for rounding.
 
+Banks. A row of 32 words is 128 bytes, so without more care the four lanes with the same word of
+four rows would read from one bank of shared memory. TMA swizzles the words: the sixteen bytes at
+place p of row r stand at place p XOR (r mod 8). With the words above, the lanes of a warp then read
+from 32 banks at once (4, 3 and 2 bits; with 8 bits two lanes still meet).
+
 What comes out. The sums of a thread belong to four neighbouring columns, for two tokens of each 8.
 In the layout `SUMS` of y (tokens, 128 columns) they are vectors of four neighbours, so y is stored
 without a transposition.
 
-Signed codes of 4 bits have a shorter way (`fields`): they become 16-bit floats two at a time and
-exactly, and the scale of a group multiplies the float32 sums of its product instead of each weight.
-That takes half as many instructions for a weight.
+Signed codes of 4 bits have a shorter way (`exact_operand`): they become 16-bit floats two at a time
+and exactly, and the scale of a group multiplies the float32 sums of its product instead of each
+weight. A pair of codes takes three instructions: PRMT brings a byte of the word and the same byte
+of the word shifted by 4 into two halves of a register, LOP3 masks the codes, flips their signs and
+adds an exponent, and one subtraction takes off what that has added. Hopper runs PRMT, LOP3 and
+shifts at half the rate of float arithmetic, so their number decides.
 
 Legend: M tokens, K contracted; R rows of four lanes, C words of a row; T tokens of a tile.
 """
@@ -41,8 +50,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
+from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import llvm
 
 Values = Any  # a traced array in registers
 COLUMNS, WORDS = 128, 32  # of a warpgroup
@@ -59,7 +70,7 @@ SIGN = 8  # of a code of 4 bits
 HIGH = 12  # places by which a word is shifted for the codes at its top (chosen: fits all bits)
 
 
-def _layout(tiles: Any, warp: int, lanes: tuple[int, int]) -> fragmented.TiledLayout:
+def _layout(tiles: Any, warp: int, lanes: tuple[int, ...]) -> fragmented.TiledLayout:
     return fragmented.TiledLayout(
         fragmented.Tiling(tiles), (warp,), lanes, -1, _check_canonical=False
     ).canonicalize()
@@ -68,9 +79,10 @@ def _layout(tiles: Any, warp: int, lanes: tuple[int, int]) -> fragmented.TiledLa
 # (R, 32, 1): lane q of four has the rows r with r mod 4 = q; eight lanes, and four warps, have
 # words. The 1 is one column of a word's four. With it a view of a word's bytes, or of its columns'
 # numbers, keeps a dimension without gaps, which Mosaic's layout inference asks for.
-LANED = _layout(((LANES, WORDS, 1), (1, 8, 1)), -5, (-2, -6))
+LANED = _layout(((LANES, WORDS, 1), (1, 16, 1), (1, 4, 1)), -5, (-8, -2, -9))
 # (T, 128): of each 8 rows lane q of four has rows 2q and 2q + 1, and others have four columns each.
-SUMMED = _layout(((8, COLUMNS), (2, 32), (4,)), -4, (-2, -5))
+SUMMED = _layout(((8, COLUMNS), (2, 64), (16,), (4,)), -3, (-5, -2, -6))
+PARITY = -4  # the dimension of SUMMED's registers that counts a lane's two tokens of eight
 
 
 def _public(layout: fragmented.TiledLayout) -> Any:
@@ -83,6 +95,8 @@ def _public(layout: fragmented.TiledLayout) -> Any:
 
 
 CODES, SUMS = _public(LANED), _public(SUMMED)
+# Words in shared memory: rows of 128 bytes, which TMA swizzles.
+SWIZZLED = plgpu.RefType((plgpu.TilingTransform((8, WORDS)), plgpu.SwizzleTransform(4 * WORDS)))
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of wgmma's sums
 
 
@@ -100,18 +114,76 @@ def rows_of(depth: int, bits: int) -> int:
     return depth * bits // 8
 
 
-def load(words: Any, bits: int, interpret: bool) -> list[Values]:
+def load(words: Any, place: tuple[Any, int, int], bits: int, interpret: bool) -> list[Values]:
     """Returns the words that each lane owns: one (R, 32, 1) for each byte.
 
-    words: shared memory, (rows of bytes, 32).
+    words: shared memory, swizzled, (rows of bytes, 32). place: (a row, traced, a multiple of 8; the
+    first row after it; rows).
     """
+    base, first, rows = place
     _, size = OWNED[bits]
-    shape = words.shape[0] // size, size, WORDS, 1
+    R = rows // size
     if interpret:
-        found = words[...].reshape(shape)
+        found = words[pl.ds(base + first, rows)].reshape(R, size, WORDS, 1)
         return [found[:, r] for r in range(size)]
-    view = words.reshape(*shape)
-    return [plgpu.load(view.at[:, r], layout=CODES, optimized=False) for r in range(size)]
+    like = plgpu.ShapeDtypeStruct((R, WORDS, 1), jnp.int32, layout=CODES)
+
+    @plgpu.inline_mgpu(
+        arg_types=(SWIZZLED, plgpu.Layout.WG_SPLAT),
+        return_type=[like] * size,
+    )
+    def read(_, words, base):
+        word, found = _reader(words, base, size), []
+        for r in range(size):
+            registers = np.empty(LANED.registers_shape((R, WORDS, 1)), object)
+            for i in range(R // LANES):
+                registers[(i, *(0,) * (registers.ndim - 1))] = _vector(
+                    [word(first + size * LANES * i + r)]
+                )
+            found.append(
+                fragmented.FragmentedArray(_registers=registers, _layout=LANED, _is_signed=True)
+            )
+        return found
+
+    return read(words, jnp.int32(base))
+
+
+def _reader(words: Any, base: Any, size: int) -> Callable[[int], Any]:
+    """Returns a function that reads a thread's word of row `row` + size * q from swizzled memory.
+
+    base: as of `load`, in a register. The offset of lane q's row, and of the sixteen bytes there,
+    is computed once for each place of a row among eight.
+    """
+    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+
+    def number(x: int) -> Any:
+        return arith.constant(i32, x)
+
+    thread = utils.thread_idx()
+    lane, warp = (
+        arith.andi(thread, number(31)),
+        arith.andi(arith.shrui(thread, number(5)), number(3)),
+    )
+    q = arith.andi(lane, number(3))
+    inside = arith.andi(arith.shrui(lane, number(2)), number(3))
+    sixteen = arith.addi(warp, arith.shli(arith.shrui(lane, number(4)), number(2)))
+    rows = arith.muli(q, number(size))
+    start = arith.addi(
+        arith.shli(arith.addi(base.registers.item(), rows), number(7)),
+        arith.shli(inside, number(2)),
+    )
+    pointer = utils.memref_ptr(words)
+
+    @functools.cache
+    def offset(place: int) -> Any:
+        turned = arith.andi(arith.addi(rows, number(place)), number(7))
+        return arith.addi(start, arith.shli(arith.xori(sixteen, turned), number(4)))
+
+    def word(row: int) -> Any:
+        at = arith.addi(offset(row % 8), number(128 * row))
+        return llvm.load(i32, utils.getelementptr(pointer, [at], i8))
+
+    return word
 
 
 def numbers(words: Sequence[Values], bits: int, signed: bool) -> list[list[tuple[Values, int]]]:
@@ -208,15 +280,16 @@ def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Va
     parts = len(values)
     source = places(bits, parts)
     if interpret:
-        # Warps and lanes are axes here: row = 16 w + l / 4 + ..., and K = 8 block + 2 q + parity.
+        # Warps and lanes are axes here: row = 16 w + l / 4 + ..., and K = 8 block + 2 q + parity;
+        # words are (l / 16, w, (l / 4) mod 4).
         w = np.empty((TILES, DEPTH // BLOCK, HALVES, 2), object)
         for (t, block, half), (part, row, j, *codes) in source.items():
             for parity, i in enumerate(codes):
                 four_QC = values[part][j][i][LANES * row : LANES * (row + 1)]
                 w[t, block, half, parity] = four_QC
-        stacked = jnp.stack(list(w.reshape(-1))).reshape(*w.shape, LANES, 4, 8)
-        # (t, block, half, parity, q, warp, l / 4) -> rows (t, warp, half, l / 4), then K.
-        return stacked.transpose(0, 5, 2, 6, 1, 4, 3).reshape(COLUMNS, DEPTH).astype(dtype)
+        stacked = jnp.stack(list(w.reshape(-1))).reshape(*w.shape, LANES, 2, 4, 4)
+        # (t, block, half, parity, q, l / 16, warp, (l / 4) mod 4) -> rows, then K.
+        return stacked.transpose(0, 6, 2, 5, 7, 1, 4, 3).reshape(COLUMNS, DEPTH).astype(dtype)
 
     types = [[[CODES for _ in codes] for codes in part] for part in values]
 
@@ -236,67 +309,80 @@ def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Va
     return place([list(map(list, part)) for part in values])
 
 
-def fields(words: Values, dtype: Any) -> list[Values]:
-    """Returns the codes of 4 bits of each word as 16-bit floats, two of them in an int32.
-
-    The list has the first codes of bytes 0 and 2, the second codes of bytes 0 and 2, the first
-    codes of bytes 1 and 3, and the second codes of bytes 1 and 3. The lower half of an int32
-    belongs to byte 0 or 1, the upper half to byte 2 or 3. Each float is `code + offset(dtype)`: a
-    power of two whose last bit counts 1 (ONES), with the code in its low bits and the code's sign
-    flipped.
-    """
-    one, _ = ONES[jnp.dtype(dtype).name]
-    whole = np.int32((one | SIGN) * 0x10001)
-    return [(_shifted(words, 4 * i) & np.int32(0x000F000F)) ^ whole for i in (0, 1, 2, 3)]
-
-
 def offset(dtype: Any) -> int:
-    """Returns what must be subtracted from the floats of `fields` to get the codes."""
+    """Returns what must be subtracted from a 16-bit float whose low bits are a code of 4 bits, its
+    sign flipped, to get the code."""
     return ONES[jnp.dtype(dtype).name][1] + SIGN
 
 
-def exact_operand(words: Sequence[Values], dtype: Any, interpret: bool) -> Values:
+def exact_operand(words: Any, place: tuple[Any, int], dtype: Any, interpret: bool) -> Values:
     """Returns the codes of w^T (128, 64), not yet scaled, in the layout of wgmma's left operand.
 
-    words: one (R, 32, 1) for each part of the 64 along K; signed codes of 4 bits.
+    words: shared memory of signed codes of 4 bits, as of `load`. place: (a row, traced, a multiple
+    of 8; the first row after it).
     """
-    values = [fields(each, dtype) for each in words]
+    base, first = place
+    rows = rows_of(DEPTH, 4)
     if interpret:
-
-        def float_of(field: Values, half: int) -> Values:
-            number = (_shifted(field, 16 * half) & np.int32(0xFFFF)).astype(jnp.uint16)
-            return lax.bitcast_convert_type(number, dtype).astype(jnp.float32) - offset(dtype)
-
-        each = [
-            [[float_of(part[2 * (j % 2) + i], j // 2) for i in range(2)] for j in range(4)]
-            for part in values
-        ]
-        return operand(each, 4, dtype, True)
+        codes = numbers(load(words, (base, first, rows), 4, True), 4, True)
+        each = [[code * np.float32(2.0**-power) for code, power in byte] for byte in codes]
+        return operand([each], 4, dtype, True)
 
     @plgpu.inline_mgpu(
-        arg_types=([[CODES] * 4 for _ in values],),
+        arg_types=(SWIZZLED, plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct((COLUMNS, DEPTH), dtype, layout=plgpu.Layout.WGMMA),
     )
-    def place(_, values):
+    def read(_, words, base):
+        word = _reader(words, base, 1)
         layout = fragmented.WGMMA_LAYOUT
         registers = np.empty(layout.registers_shape((COLUMNS, DEPTH)), object)
-        kind = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
-        two = ir.VectorType.get((2,), kind)
-        splat = ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(kind, float(offset(dtype))))
-        more = arith.constant(two, splat)
-
-        @functools.cache
-        def floats(part: int, row: int, field: int) -> Any:
-            word = _vector([_single(values[part][field].registers, row)])
-            return arith.subf(vector.bitcast(two, word), more)
-
-        for (t, block, half), (part, row, j, *_) in places(4, len(values)).items():
-            pair = [_element(floats(part, row, 2 * (j % 2) + i), j // 2) for i in range(2)]
-            index = (t, block, 0, 0, half, *(0,) * (registers.ndim - 5))
-            registers[index] = _vector(pair)
+        for block in range(DEPTH // BLOCK):
+            pairs = code_pairs(word(first + LANES * block), jnp.dtype(dtype).name)
+            for j, pair in enumerate(pairs):
+                t, half = divmod(j, HALVES)
+                registers[(t, block, 0, 0, half, *(0,) * (registers.ndim - 5))] = pair
         return fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return place(values)
+    return read(words, jnp.int32(base))
+
+
+def code_pairs(word: Any, dtype: str) -> list[Any]:
+    """Returns, for each byte of a word, its two signed codes of 4 bits as a pair of 16-bit floats.
+
+    The first code of a byte, in its low bits, becomes the lower half of a register.
+    """
+    one, _ = ONES[dtype]
+    shifted = _right(word, 4)
+    found = []
+    for j in range(4):
+        halves = _permute(word, shifted, 0xF0F0 | (4 + j) << 8 | j)
+        field = _masked(halves, 0x000F000F, (one | SIGN) * 0x10001)
+        found.append(_minus(field, dtype))
+    return found
+
+
+def _right(word: Any, places: int) -> Any:
+    return arith.shrui(word, arith.constant(word.type, places))
+
+
+def _permute(low: Any, high: Any, selector: int) -> Any:
+    """Four bytes of eight by PRMT: byte i is the one whose number is digit i of the selector."""
+    return llvm.inline_asm(low.type, [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
+
+
+def _masked(word: Any, mask: int, flip: int) -> Any:
+    """(word & mask) ^ flip, by one LOP3; ptxas makes two of the plain operations."""
+    code = f"lop3.b32 $0, $1, {mask:#x}, $2, {(0xF0 & 0xCC) ^ 0xAA:#x};"
+    return llvm.inline_asm(word.type, [word, arith.constant(word.type, flip)], code, "=r,r,r")
+
+
+def _minus(field: Any, dtype: str) -> Any:
+    """Two 16-bit floats, less the offset of `code_pairs`."""
+    kind = ir.BF16Type.get() if dtype == "bfloat16" else ir.F16Type.get()
+    two = ir.VectorType.get((2,), kind)
+    splat = ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(kind, float(offset(dtype))))
+    one = _vector([field])
+    return arith.subf(vector.bitcast(two, one), arith.constant(two, splat))
 
 
 def load_rows(numbers: Any, interpret: bool) -> Values:
@@ -305,9 +391,9 @@ def load_rows(numbers: Any, interpret: bool) -> Values:
     numbers: shared memory, (128,), in the order of the columns.
     """
     if interpret:
-        # Columns (warp, l / 4, t, half) are rows (t, warp, half, l / 4).
-        parts = numbers[...].reshape(4, 8, TILES, HALVES)
-        return parts.transpose(2, 0, 3, 1).reshape(COLUMNS)
+        # Columns (l / 16, warp, (l / 4) mod 4, t, half) are rows (t, warp, half, l / 4).
+        parts = numbers[...].reshape(2, 4, 4, TILES, HALVES)
+        return parts.transpose(3, 1, 4, 0, 2).reshape(COLUMNS)
     columns = [load_columns(numbers, j, interpret) for j in range(4)]
 
     @plgpu.inline_mgpu(
@@ -329,9 +415,9 @@ def sums(acc_CT: Values, interpret: bool) -> Values:
     """Returns y (T, 128), whose columns are in order, from wgmma's sums (128, T)."""
     T = acc_CT.shape[1]
     if interpret:
-        # Rows (t, warp, half, l / 4) are columns (warp, l / 4, t, half).
-        parts = acc_CT.reshape(TILES, 4, HALVES, 8, T)
-        return parts.transpose(4, 1, 3, 0, 2).reshape(T, COLUMNS)
+        # Rows (t, warp, half, l / 4) are columns (l / 16, warp, (l / 4) mod 4, t, half).
+        parts = acc_CT.reshape(TILES, 4, HALVES, 2, 4, T)
+        return parts.transpose(5, 3, 1, 4, 0, 2).reshape(T, COLUMNS)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
@@ -352,7 +438,7 @@ def sums(acc_CT: Values, interpret: bool) -> Values:
 def _summed_index(rank: int, block: int, parity: int) -> tuple[int, ...]:
     """Returns an index of SUMMED's registers. parity: which of a lane's two tokens of the block."""
     index = [0] * rank
-    index[0], index[-3] = block, parity
+    index[0], index[PARITY] = block, parity
     return tuple(index)
 
 

@@ -42,6 +42,18 @@ CASES = {
         False,
         2,
     ),
+    # Warpgroups share columns: two pieces of them in halves of K, and one in quarters, whose sums
+    # meet; a block has more than one tile. The last parts of the last step lie beyond K.
+    "halves": (
+        (16, 300, 700),
+        Tile(256, 16, 128, 2, 4, splits=2),
+        Spec(4, 64),
+        True,
+        2,
+    ),
+    "quarters": ((3, 272, 600), Tile(128, 8, 256, 2, 4), Spec(4, 128, True, "silu"), True, 2),
+    "quarters, 8 bits zeros": ((8, 128, 600), Tile(128, 8, 256, 2, 4), Spec(8, 32, False), True, 1),
+    "halves, 3 bits": ((9, 140, 300), Tile(128, 16, 128, 2, 2), Spec(3, 128, False), True, 1),
     "many tokens": ((200, 130, 64), Tile(128, 128, 64, 2, 1), Spec(4, 32), False, 1),
 }
 QUICK = ("int4",)
@@ -223,7 +235,7 @@ def labelled(monkeypatch):
 def column_of(row):
     """As the docstring of registers.py has it."""
     t, warp, half, quarter = row // 64, row % 64 // 16, row % 16 // 8, row % 8
-    return 4 * (8 * warp + quarter) + 2 * t + half
+    return 4 * (4 * (warp + 4 * (quarter // 4)) + quarter % 4) + 2 * t + half
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -268,6 +280,104 @@ def test_sums_lie_with_their_columns_in_order(tokens, labelled):
     assert len(y) == tokens * registers.COLUMNS
 
 
+@pytest.fixture
+def computed(monkeypatch):
+    """The instructions of a thread, computed on Python's integers by what their names say."""
+    whole = 2**32 - 1
+    names = {
+        "andi": lambda a, b: a & b,
+        "shrui": lambda a, b: a >> b,
+        "shli": lambda a, b: a << b & whole,
+        "addi": lambda a, b: a + b,
+        "muli": lambda a, b: a * b,
+        "xori": lambda a, b: a ^ b,
+        "constant": lambda _, value: value,
+    }
+    types = dict.fromkeys(("IntegerType",), SimpleNamespace(get_signless=lambda bits: bits))
+    monkeypatch.setattr(registers, "arith", SimpleNamespace(**names))
+    monkeypatch.setattr(registers, "ir", SimpleNamespace(**types))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_thread_reads_its_own_words_and_a_warp_reads_32_banks(bits, computed):
+    """The words that LANED gives a thread, from memory that TMA has swizzled."""
+    size, base = registers.OWNED[bits][1], 16
+    rows, first = 2 * 4 * size, 4 * size
+    where = {}  # the byte of each word: sixteen bytes at place p stand at p XOR (row mod 8)
+    for row in range(base + first + rows):
+        for c in range(registers.WORDS):
+            where[128 * row + 16 * ((c // 4) ^ (row % 8)) + 4 * (c % 4)] = row, c
+    computed.setattr(
+        registers, "llvm", SimpleNamespace(load=lambda _, byte: (where[byte], byte // 4 % 32))
+    )
+    thread, given = [0], SimpleNamespace(registers=np.array(base, object))
+    computed.setattr(
+        registers,
+        "utils",
+        SimpleNamespace(
+            thread_idx=lambda: thread[0], memref_ptr=lambda _: 0,
+            getelementptr=lambda pointer, at, _: pointer + at[0],
+        ),
+    )  # fmt: skip
+    read = {}
+    for warp in range(4):
+        for lane in range(32):
+            thread[0] = 128 + 32 * warp + lane
+            word = registers._reader(None, given, size)
+            for i in range(2):
+                for r in range(size):
+                    read[warp, lane, i, r] = word(first + size * 4 * i + r)
+    layout = held(registers.LANED, (8, registers.WORDS, 1))
+    for (register, _, warp, lane), (row, c, _) in layout.items():
+        for r in range(size):
+            (found, _) = read[warp, lane, register[0], r]
+            assert found == (base + first + size * row + r, c)
+    banks = [len({read[w, lane, i, r][1] for lane in range(32)}) for w, _, i, r in read]
+    assert min(banks) == (16 if bits == 8 else 32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_codes_of_4_bits_become_floats_exactly(dtype, seed, computed):
+    """By PRMT and LOP3 as the PTX ISA defines them, and float arithmetic on the bits."""
+
+    def permute(code, low, high):
+        selector = int(code.split("$2, ")[1].rstrip(";"), 16)
+        source = [*int(low).to_bytes(4, "little"), *int(high).to_bytes(4, "little")]
+        digits = [selector >> 4 * i & 15 for i in range(4)]
+        # A digit from 8 on spreads the sign of its byte.
+        each = [255 * (source[d & 7] >> 7) if d > 7 else source[d] for d in digits]
+        return int.from_bytes(bytes(each), "little")
+
+    def logic(code, a, c):
+        mask, _, table = code.removeprefix("lop3.b32 $0, $1, ").rstrip(";").split(", ")
+        found = 0
+        for bit in range(32):
+            place = (a >> bit & 1) << 2 | (int(mask, 16) >> bit & 1) << 1 | (c >> bit & 1)
+            found |= (int(table, 16) >> place & 1) << bit
+        return found
+
+    class Word(int):
+        type = None
+
+    def assembly(_, operands, code, constraints):
+        assert constraints == "=r,r,r"
+        return Word((permute if code.startswith("prmt") else logic)(code, *operands))
+
+    def minus(field, dtype):
+        pair = np.array([field], np.uint32).view(jnp.dtype(dtype))
+        return pair - np.asarray(registers.offset(dtype), dtype)
+
+    computed.setattr(registers, "llvm", SimpleNamespace(inline_asm=assembly))
+    computed.setattr(registers, "_minus", minus)
+
+    for word in np.random.default_rng(seed).integers(0, 2**32, 200):
+        found = registers.code_pairs(Word(word), dtype)
+        nibbles = [int(word) >> 4 * i & 15 for i in range(8)]
+        signed = np.array([n - 16 if n > 7 else n for n in nibbles]).reshape(4, 2)
+        np.testing.assert_array_equal(np.array(found, np.float32), signed)
+
+
 # ---- tiles
 
 
@@ -284,10 +394,11 @@ def test_the_heuristic_gives_legal_tiles_that_fill_a_gpu():
 
 
 BAD = {
-    "block_m=128 must be a multiple of 256": Tile(128, 8, 64, 2, 2),
+    "block_m=192 must be a multiple of 128": Tile(192, 8, 64, 2, 2),
+    "block_k=64 must be a multiple of 128": Tile(128, 8, 64, 2, 2),
     "block_n=12 must be a multiple of 8": Tile(128, 12, 64, 2, 1),
     "block_k=32 must be a multiple of 64": Tile(128, 8, 32, 2, 1),
-    "128 columns .* of each warpgroup": Tile(256, 8, 64, 2, 1),
+    "one warpgroup, or the same number of them, for each 128": Tile(256, 8, 64, 2, 1),
     "smaller tiles or fewer warpgroups": Tile(256, 256, 64, 2, 2),
     "no cluster": Tile(128, 8, 64, 2, 1, cluster=2),
     "block_k=192 must be a multiple of the group, 128": Tile(128, 8, 192, 2, 1),
