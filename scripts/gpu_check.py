@@ -64,16 +64,12 @@ TRAIN_REST = (
 # Of scripts/tune.py's tunings, by their whole names: decoding from pages and with packed weights,
 # long attention, packed attention, the products of a large decoder layer, its norm, experts, and a
 # product behind a link.
+QUANT = "quant_gemm quant matmul dtype bfloat16 bits 4 group 128 zeros False activation none"
 TUNE_FIRST = (
     "paged paged attention dtype bfloat16 pages bfloat16 width 128 group 4 heads 8 page 16"
     " tokens 64 segments 64 room 4096",
-    *(
-        f"quant_gemm quant matmul dtype bfloat16 bits 4 group 128 zeros False activation none M {M}"
-        " N 14336 K 4096"
-        for M in (1, 16, 64)
-    ),
-    "quant_gemm quant matmul dtype bfloat16 bits 4 group 128 zeros False activation none M 16"
-    " N 4096 K 14336",
+    *(f"{QUANT} M {M} N 14336 K 4096" for M in (1, 16, 64)),
+    f"{QUANT} M 16 N 4096 K 14336",
     "attention varlen attention forward dtype bfloat16 width 128 group 1 longest 16384"
     " tokens 16384",
     "attention varlen attention forward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768",
@@ -93,7 +89,18 @@ TUNE_FIRST = (
     " payloads 8 elements 67108864",
     "collective all gather matmul ranks 8 rows 512 K 12288 N 6144",
 )
-ALIASES = {"kernels": (*FOLDERS, "bert"), "train": ("losses", "step"), "plan": ("step",)}
+# Those of the model that the part `serving` decodes with, in 4 bits.
+TUNE_SERVED = tuple(
+    f"{QUANT} M {M} N {N} K {K}"
+    for M in (1, 64)
+    for N, K in ((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192))
+)
+ALIASES = {
+    "kernels": (*FOLDERS, "bert"),
+    "train": ("losses", "step"),
+    "plan": ("step",),
+    "tune served": TUNE_SERVED,
+}
 
 OUT = flags.DEFINE_string("out", None, "folder of the results; none: $OUT, else the script's own")
 MINUTES = flags.DEFINE_float("minutes", None, "time in all; none: 9, of a rehearsal 60", 0)
@@ -129,6 +136,7 @@ def parts() -> list[Part]:
           for name in FUSED),
         Part("losses", "checks", {"do": "losses"}, 90, False),
         tuning(TUNE_FIRST[0]),
+        *(tuning(name) for name in TUNE_SERVED),
         times("paged", FORWARD),
         Part("serving", "serving", {"do": "serving"}, 120),
         times("attention", FORWARD, 60),

@@ -3,10 +3,12 @@
 Attention: one step's paged attention in bf16, batch 64 with 4,096 keys each, as bytes of pages a
 second over the best rate of memory in the same process. Decoding: an engine with random weights and
 greedy requests that all run at once; the time of a token of all of them, wall clock, beside the
-time in which the card's memory bandwidth moves weights and pages (megajax/cost/serving.py). First
-token: from `submit` of one prompt to its first output, the engine idle.
+time in which the card's memory bandwidth moves weights and pages (megajax/cost/serving.py); and the
+same with the blocks' matrices in 4 bits, in groups of 128, beside the tokens a second in bf16.
+First token: from `submit` of one prompt to its first output, the engine idle.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from megajax.core.hardware import Cluster, find_card
 from megajax.cost import serving as cost
 from megajax.models import decoder
 from megajax.models.decoder_config import PRESETS, DecoderConfig
+from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams
 from pallas_kernels import bench, paged_attention
 
@@ -36,16 +39,32 @@ def items(rehearsal: bool) -> list[Item]:
     """Everything, in order of worth."""
     engine = functools.cache(functools.partial(_engine, rehearsal))
     batches = (1, 2) if rehearsal else BATCHES
+    wide: dict[int, float] = {}  # tokens a second in bf16, by batch
+
+    def timed(batch: int, bits: int | None) -> dict[str, Any]:
+        found = decode(functools.partial(engine, bits), batch, rehearsal)
+        if bits is None:
+            wide[batch] = found["tokens_per_s"]
+            return found
+        # The roofline is that of bf16 weights.
+        beside = {"over_bf16": found["tokens_per_s"] / wide[batch]} if batch in wide else {}
+        return found | {"of_roofline": None, "roofline_s": None, "goal": None} | beside
+
     return [
         Item("decode attention", functools.partial(attention, rehearsal), limit_s=120),
         *(
             Item(
-                f"decode batch {batch}", functools.partial(decode, engine, batch, rehearsal),
-                about={"batch": batch}, limit_s=240,
+                f"decode batch {batch}{'' if bits is None else f' int{bits}'}",
+                functools.partial(timed, batch, bits), about={"batch": batch}, limit_s=240,
             )
+            for bits in (None, 4)
             for batch in batches
         ),
-        Item("first token", functools.partial(first_token, engine, rehearsal), limit_s=120),
+        Item(
+            "first token",
+            functools.partial(first_token, functools.partial(engine, None), rehearsal),
+            limit_s=120,
+        ),
     ]  # fmt: skip
 
 
@@ -75,17 +94,29 @@ def attention(rehearsal: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _engine(rehearsal: bool) -> tuple[DecoderConfig, Engine]:
+def _engine(rehearsal: bool, bits: int | None = None) -> tuple[DecoderConfig, Engine]:
+    """bits: of the blocks' matrices; None: they are dense."""
     cfg = DecoderConfig(layers=2) if rehearsal else PRESETS["llama3_1b"]()
     dtype = "float32" if rehearsal else "bfloat16"
 
     def weights(key: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x.astype(dtype), decoder.parts(cfg).init(key))
+        found = decoder.parts(cfg).init(key)
+        return jax.tree.map(lambda x: x.astype(dtype), found)
 
+    def quantized(key: jax.Array) -> Any:
+        """The blocks are copies of one: rounding takes seconds a block, on the host."""
+        one = dataclasses.replace(cfg, layers=1)
+        fmt = Format(bits or 4, 32 if rehearsal else 128, 0)
+        found = quantize_model(decoder.parts(one).init(key), one, fmt)
+        found["blocks"] = jax.tree.map(lambda x: jnp.repeat(x, cfg.layers, axis=0), found["blocks"])
+        found["tokens"] = found["tokens"].astype(dtype)
+        return found
+
+    make = quantized if bits else jax.jit(weights)
     context = 64 if rehearsal else PROMPT + ANSWER
     # Pages for all sequences, without what prompts could share.
     engine = Engine(
-        cfg, jax.jit(weights)(jax.random.key(0)), dtype=dtype, context=context,
+        cfg, make(jax.random.key(0)), dtype=dtype, context=context,
         max_batch=2 if rehearsal else max(BATCHES), prefix_cache=False,
     )  # fmt: skip
     return cfg, engine

@@ -221,7 +221,7 @@ def serving(folder: Path) -> str:
     columns: Columns = {
         "what": lambda r: r["item"], "ms": each, "tokens/s": lambda r: r.get("tokens_per_s"),
         "share of the roofline, or of the memory's rate": share, "goal": lambda r: r.get("goal"),
-        "clock": lambda r: r["clock"],
+        "tokens/s over bf16": lambda r: r.get("over_bf16"), "clock": lambda r: r["clock"],
     }  # fmt: skip
     return tables(measured(folder, "serving"), columns, lambda r: True)
 

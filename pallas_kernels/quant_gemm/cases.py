@@ -64,3 +64,11 @@ CASES = (
     Case("prefill 8192 down int4", 8192, 4096, 14336, 4),
     Case("prefill 8192 gate int8", 8192, 14336, 4096, 8),
 )
+
+# The blocks of Llama 3.2 1B, decoding: queries and output, keys or values, gate or up, down. They
+# are tuned, so that its engine decodes with the kernel where that is faster.
+SERVED = tuple(
+    Case(f"1B decode {M} {N} x {K}", M, N, K, 4)
+    for M in (1, 64)
+    for N, K in ((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192))
+)

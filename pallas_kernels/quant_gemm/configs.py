@@ -33,16 +33,19 @@ CONFIGS = (
     *(f"tokens {n} 4 bits {word} split" for n in (8, 16) for word in ("three", "four")),
     *(f"tokens 16 {bits} bits three zeros split" for bits in BITS),
     "tokens 8 4 bits four zeros split", "tokens 16 8 bits four split",
+    *(f"tokens {n} 4 bits four {word}" for n in (8, 16) for word in ("halves", "quarters")),
+    "tokens 16 3 bits zeros halves split", "tokens 64 4 bits halves split",
 )  # fmt: skip
 WARPGROUPS = {"three": 3, "four": 4}  # that compute, where it is not the heuristic's
+PARTS = {"halves": 2, "quarters": 4}  # of a step's K, where warpgroups share their columns
 FOLDER = pathlib.Path(__file__).parent
 
 
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]:
     """Returns (function, its abstract arguments on an H100, the tile) of a configuration.
 
-    'narrow' is one warpgroup that computes; 'groups 32': others are of 128. 'ragged': neither
-    tokens nor columns are whole pieces of what TMA writes.
+    'narrow' is one warpgroup that computes; 'halves', 'quarters': PARTS; 'groups 32': others are of
+    128. 'ragged': neither tokens nor columns are whole pieces of what TMA writes.
     """
     _, tokens, bits, _, *words = name.split()
     M, N, K = int(tokens), 1024, 2048
@@ -54,8 +57,12 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     tile = hopper.heuristic(M, N, K, spec, dtype)
     splits = 2 if "split" in words else 1
     groups = next((n for word, n in WARPGROUPS.items() if word in words), tile.warpgroups)
-    tile = dataclasses.replace(tile, warpgroups=groups, block_m=groups * hopper.COLUMNS)
-    tile = hopper.fitted(dataclasses.replace(tile, splits=splits, stages=8), spec, dtype)
+    parts = next((n for word, n in PARTS.items() if word in words), 1)
+    tile = dataclasses.replace(
+        tile, warpgroups=groups, block_m=groups // parts * hopper.COLUMNS, splits=splits, stages=8,
+        block_k=parts * tile.block_k,
+    )  # fmt: skip
+    tile = hopper.fitted(tile, spec, dtype)
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
 
     def array(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -13,8 +13,9 @@ The weight becomes the left operand, the one that wgmma can take from registers:
 Because the sides are exchanged, a tile's block_m counts columns of the weight here, 128 for each
 warpgroup, and its block_n counts tokens. Where there are more warpgroups than that, they share the
 columns: each multiplies its part of a step's K, and at the end of a tile the first adds the sums of
-the others, which come through shared memory. Then fewer splits are needed to fill the SMs. Where a tile reaches over an edge, TMA reads zeros. The
-byte zero is a finite code there, and x is zero, so the product is zero as well.
+the others, which come through shared memory. Then fewer splits are needed to fill the SMs. Where a
+tile reaches over an edge, TMA reads zeros. The byte zero is a finite code there, and x is zero, so
+the product is zero as well.
 
 Where there are fewer tiles than SMs, K is cut into splits as in pallas_kernels/gemm/hopper.py. Each
 split writes a page of float32 sums; XLA adds the pages in the order of the splits and applies the
@@ -169,7 +170,7 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
                 tile = Tile(columns, tokens, depth * parts, 8, warpgroups)
                 room = min(SMS // max(tile_count(tile, M, N), 1), max(K // SHORTEST, 1))
                 steps = max(pl.cdiv(K, depth), 1)
-                wanted = {max(room // 2, 1), max(room, 1)}
+                wanted = {max(room // 2, 1), max(room, 1)} if parts == 1 else {max(room, 1)}
                 some = {pl.cdiv(steps, pl.cdiv(steps, n)) for n in wanted}
                 found += [dataclasses.replace(tile, splits=n) for n in sorted(some)]
     fitting = dict.fromkeys(fitted(tile, spec, dtype) for tile in found)
@@ -194,7 +195,8 @@ def _fits(spec: Spec, K: int, depth: int) -> bool:
     """Tells whether each step along K begins with a group or lies inside of one, and is a box."""
     small, large = sorted((spec.group, depth))
     whole = spec.group >= K or large % small == 0
-    return whole and registers.rows_of(depth, spec.bits) <= BOX
+    spills = spec.bits == 2 and not spec.signed and depth > DEPTH  # 16 bytes, found by compiling
+    return whole and not spills and registers.rows_of(depth, spec.bits) <= BOX
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
@@ -336,8 +338,8 @@ def _launch(given, *, spec, tile, interpret, blocks):
     out_dtype = shared["y_smem"][1]
     tiles.check_shared(OP, shared)
     scratch = engine.scratch(shared, staged=lambda shape, dtype: plgpu.SMEM(shape, dtype))
-    for name in ("x_smem", "words_smem"):
-        scratch[name] = engine.swizzled(*shared[name])
+    scratch["x_smem"] = engine.swizzled(*shared["x_smem"])
+    scratch["words_smem"] = plgpu.SMEM(*shared["words_smem"], transforms=(registers.SWIZZLE,))
     columns, parts = columns_of(tile), parts_of(tile)
     scratch |= engine.barriers(tile, parts + columns + 1 + (not spec.signed))
     if parts > 1:

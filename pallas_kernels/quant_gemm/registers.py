@@ -96,7 +96,9 @@ def _public(layout: fragmented.TiledLayout) -> Any:
 
 CODES, SUMS = _public(LANED), _public(SUMMED)
 # Words in shared memory: rows of 128 bytes, which TMA swizzles.
-SWIZZLED = plgpu.RefType((plgpu.TilingTransform((8, WORDS)), plgpu.SwizzleTransform(4 * WORDS)))
+# A tiling would want whole tiles of columns in memory.
+SWIZZLE = plgpu.SwizzleTransform(4 * WORDS)
+SWIZZLED = plgpu.RefType((SWIZZLE,))
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of wgmma's sums
 
 

@@ -11,12 +11,12 @@ from pallas_kernels import tuned
 from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.quant_gemm import api, hopper, reference
 from pallas_kernels.quant_gemm.bench import arguments
-from pallas_kernels.quant_gemm.cases import CASES, Case
+from pallas_kernels.quant_gemm.cases import CASES, SERVED, Case
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
     """One for every named shape."""
-    return tuple(tuning(case) for case in CASES)
+    return tuple(tuning(case) for case in (*CASES, *SERVED))
 
 
 def tuning(case: Case) -> tuned.Tuning:
