@@ -480,23 +480,8 @@ def _body(
         y_TC = registers.sums(sums, interpret)
         if parts == 1:
             store(i, y_TC)
-            return
-        given, taken, room = more["given"].at[column], more["taken"].at[column], more["sums_smem"]
-
-        @pl.when(part > 0)
-        def _give():
-            room[column, part - 1] = y_TC
-            plgpu.barrier_arrive(given)
-            plgpu.barrier_wait(taken)  # what is there may be overwritten by the next tile's
-
-        @pl.when(part == 0)
-        def _take():
-            plgpu.barrier_wait(given)
-            y = y_TC
-            for p in range(parts - 1):
-                y += plgpu.load(room.at[column, p], layout=registers.SUMS, optimized=False)
-            plgpu.barrier_arrive(taken)
-            store(i, y)
+        else:
+            _meet(y_TC, functools.partial(store, i), (column, part), **more)
 
     def store(i, y_TC):
         page, (m, n) = split(i), corner(i)
@@ -527,3 +512,27 @@ def _body(
         lambda: product.produce(total, lambda i: (split(i), corner(i)), load),
         REGISTERS.get(tile.warpgroups, engine.REGISTERS),
     )
+
+
+def _meet(y_TC, store, place, *, sums_smem, given, taken, **_):
+    """The warpgroups of a piece of columns: the first adds what the others have, and stores it.
+
+    place: (the piece, which part of K this warpgroup has).
+    """
+    column, part = place
+    given, taken = given.at[column], taken.at[column]
+
+    @pl.when(part > 0)
+    def _give():
+        sums_smem[column, part - 1] = y_TC
+        plgpu.barrier_arrive(given)
+        plgpu.barrier_wait(taken)  # the next tile's sums overwrite these
+
+    @pl.when(part == 0)
+    def _take():
+        plgpu.barrier_wait(given)
+        y = y_TC
+        for p in range(sums_smem.shape[1]):
+            y += plgpu.load(sums_smem.at[column, p], layout=registers.SUMS, optimized=False)
+        plgpu.barrier_arrive(taken)
+        store(y)

@@ -17,7 +17,8 @@ ONE, TWO, EXACT, EXACT_TWO, SHARED = (
 RUNS = {
     (hopper, "Product"): [ONE, TWO],
     (hopper, "Grouped"): [EXACT, EXACT_TWO],
-    (hopper, "_body"): [EXACT_TWO, TWO, ONE, SHARED],
+    (hopper, "_body"): [EXACT_TWO, TWO, ONE],
+    (hopper, "_meet"): [SHARED],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
