@@ -17,7 +17,8 @@ nothing else run meanwhile; the noise is printed. Exit code 2: a flag is wrong.
 
 On a GPU the card is that of megajax/core/hardware.py, and command buffers are turned off
 (XLA_FLAGS), because they hide single instructions from the profiler. A batch of programs is
-compiled by all processors and then timed; a program that fails is named and left out.
+compiled by all processors and then timed; a program that fails is named and left out. If the GPU
+hangs or crashes, what was timed before is joined, and the exit code is 1.
 
     python3 scripts/profile_programs.py --scale=1024 --budget=240
 """
@@ -56,7 +57,9 @@ class Config(Checked):
     families: str = option("all", "families of programs, joined by commas")
     programs: int = option(100_000, "most programs for each device", at_least=1)
     passes: int = option(6, "passes over the programs of a batch; an even number", at_least=6)
-    batch: int | None = option(None, "programs that run in turn; none: 16, on a GPU 64", at_least=1)
+    batch: int | None = option(
+        None, "programs that run in turn; none: 16, on a GPU then 64", at_least=1
+    )
     scale: float = option(
         1.0, "largest factor on the programs' sizes, drawn from 1 on; a GPU takes 1024", above=0
     )
@@ -65,7 +68,7 @@ class Config(Checked):
     out: str = results.out_option("profile_programs")
 
 
-CPU_BATCH, GPU_BATCH = 16, 64
+FIRST_BATCH, GPU_BATCH = 16, 64  # on a GPU the first shows soon whether all is well
 HANGS = 40.0  # (chosen) seconds after its budget when the process of a GPU is ended
 FINISH = 20.0  # (chosen) seconds for what a GPU's budget leaves unfinished: compiling, timing
 PRESETS = {"default": Config}
@@ -116,13 +119,13 @@ def time_device(cfg: Config, threads: int) -> int:
     card = _card(folder, threads)
     _same_settings(folder, cfg)
     is_gpu = jax.default_backend() != "cpu"
-    size = cfg.batch or (GPU_BATCH if is_gpu else CPU_BATCH)
     draw = functools.partial(
         families.program, names=family_names(cfg), seed=cfg.seed, scale=cfg.scale
     )
     done = max((int(p.stem) for p in folder.glob("[0-9]*.npz")), default=0)
     timing = failed = 0.0
     while done < cfg.programs and time.monotonic() - began + timing < cfg.budget:
+        size = cfg.batch or (GPU_BATCH if is_gpu and done else FIRST_BATCH)
         numbers = range(done, min(done + size, cfg.programs))
         # On a GPU a batch is cut short, so that its timing and what compiles still end in time.
         end = began + cfg.budget - max(timing, FINISH) if is_gpu else float("inf")
@@ -301,7 +304,7 @@ def main() -> int:
     join(cfg)
     if interrupted:
         raise KeyboardInterrupt
-    return code if env else 0
+    return 1 if env and code else 0
 
 
 if __name__ == "__main__":
