@@ -21,9 +21,9 @@ def call(script, *words, code=0):
     return done.stdout if code == 0 else done.stderr
 
 
-def profile(folder, *words):
+def profile(folder, *words, script="scripts/profile_programs.py"):
     return call(
-        "scripts/profile_programs.py", f"--out={folder}", f"--families={FAMILIES}", "--batch=4",
+        script, f"--out={folder}", f"--families={FAMILIES}", "--batch=4",
         *words,
     )  # fmt: skip
 
@@ -76,6 +76,41 @@ def test_what_is_measured_is_learnt_and_plans(measured, tmp_path):
         for words in ((), ("--cost=learned", f"--cost_file={fitted}"))
     ]
     assert plans[0] != plans[1]
+
+
+# The script as on a machine with a GPU, where the first program fails.
+AS_ON_A_GPU = """
+import os, sys
+import jax
+from megajax.core import mesh
+from megajax.systems.cdmpp import families
+
+def fail(draw):
+    raise RuntimeError("no memory")
+
+mesh.count_gpus = lambda: 1
+if "--worker" in sys.argv:
+    assert os.environ["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
+    mesh.start = lambda: None
+    jax.config.update("jax_platforms", "cpu")
+    jax.default_backend = lambda: "gpu"
+    families.FAMILIES["product"] = fail
+exec(compile(open(SCRIPT).read(), SCRIPT, "exec"), {"__name__": "__main__", "__doc__": "-"})
+"""
+
+
+def test_a_gpu_s_profile_leaves_out_what_fails(tmp_path):
+    script = tmp_path / "as_on_a_gpu.py"
+    path = str(ROOT / "scripts" / "profile_programs.py")
+    script.write_text(AS_ON_A_GPU.replace("SCRIPT", repr(path)))
+    said = profile(tmp_path / "out", "--programs=6", "--scale=2", script=script)
+    assert "program 0 did not compile: RuntimeError: no memory" in said
+    assert "GPU: 4 programs" in said and "GPU: 6 programs" in said
+    found = Labels.load(tmp_path / "out" / "labels.npz")
+    assert sorted(set(found.programs.tolist())) == [1, 2, 3, 5]
+    assert found.dataset.facts["below_floor"] == found.below_floor
+    words = (f"--out={tmp_path / 'out'}", "--threads=1")
+    assert "--threads" in call(script, *words, code=2)
 
 
 def test_steps_are_replayed_from_their_instructions(tmp_path):

@@ -67,4 +67,5 @@ def _compiled(draw: Callable[[int], Program], number: int, tell: Tell) -> _Pair 
 
 def _line(number: int, family: str, what: str, error: BaseException) -> str:
     said = str(error).strip().splitlines() or [""]
-    return f"program {number} ({family}) {what}: {type(error).__name__}: {said[0][:300]}"
+    of = f" ({family})" if family else ""
+    return f"program {number}{of} {what}: {type(error).__name__}: {said[0][:300]}"

@@ -110,7 +110,7 @@ def test_programs_that_fail_cost_no_other(capsys):
     ready = runnable(compiled)
     assert [program.number for program, _ in ready] == [0, 4]
     said = capsys.readouterr().out
-    assert "program 1 () did not compile: ValueError: cannot be drawn" in said
+    assert "program 1 did not compile: ValueError: cannot be drawn" in said
     assert "program 2 (family2) did not compile" in said
     assert "program 3 (family3) did not run" in said
     assert [one.untimed for one in measure_ready(ready)] == [0, 0]
