@@ -2,8 +2,8 @@
 
 A split holds out whole families. Shapes are drawn at random; a seed always gives the same programs.
 Sizes at `scale` 1 are for a CPU: at most about 2 GFLOP and 64 MiB a program. With a larger scale,
-for a GPU, the scale of each program is drawn between 1 and it, even in its logarithm, and half of
-the programs compute in bfloat16.
+for a GPU, the scale of each program is drawn between 1 and it, most of them large, and half of the
+programs compute in bfloat16.
 """
 
 import dataclasses
@@ -366,7 +366,7 @@ def program(
     mine, dtype = scale, jnp.float32
     if scale > 1:
         apart = np.random.default_rng([seed, number, 1])
-        mine = scale ** apart.uniform()
+        mine = scale ** apart.uniform() ** 0.5  # half of them are above scale ** 0.7
         dtype = jnp.bfloat16 if apart.uniform() < BFLOAT16 else jnp.float32
     while True:
         try:
