@@ -89,11 +89,18 @@ TUNE_FIRST = (
     " payloads 8 elements 67108864",
     "collective all gather matmul ranks 8 rows 512 K 12288 N 6144",
 )
-# Those of the model that the part `serving` decodes with, in 4 bits.
-TUNE_SERVED = tuple(
-    f"{QUANT} M {M} N {N} K {K}"
-    for M in (1, 64)
-    for N, K in ((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192))
+# Those of the model that the part `serving` decodes with: attention, and products in 4 bits.
+TUNE_SERVED = (
+    *(
+        "paged paged attention dtype bfloat16 pages bfloat16 width 64 group 4 heads 8 page 16"
+        f" tokens {tokens} segments {tokens} room 768"
+        for tokens in (8, 64)
+    ),
+    *(
+        f"{QUANT} M {M} N {N} K {K}"
+        for M in (8, 64)
+        for N, K in ((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192))
+    ),
 )
 ALIASES = {
     "kernels": (*FOLDERS, "bert"),

@@ -32,10 +32,15 @@ LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
 
 def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, Any]:
     """Returns what step(x, (weights of a layer, its index)) -> (x, y) makes of x, layer by layer,
-    and the stacked ys. stack: of all layers, or core.packed.LayerRuns, a scan each."""
+    and the stacked ys. stack: of all layers, or core.packed.LayerRuns: a scan for each, and a call
+    for a layer that is alone."""
     runs, found = runs_of(stack, layers), []
     for part, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
-        x, ys = jax.lax.scan(step, x, (part, jnp.arange(start, stop)))
+        if stop - start == 1:
+            x, y = step(x, (jax.tree.map(lambda w: w[0], part), jnp.int32(start)))
+            ys = jax.tree.map(lambda one: one[None], y)
+        else:
+            x, ys = jax.lax.scan(step, x, (part, jnp.arange(start, stop)))
         found.append(ys)
     return x, found[0] if len(found) == 1 else jax.tree.map(lambda *y: jnp.concatenate(y), *found)
 

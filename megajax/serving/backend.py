@@ -51,20 +51,29 @@ class OneMesh:
         zero: Zero | None,
         dtype: Any,
         overlap: Overlap,
+        exact: bool = False,
     ):
-        """mesh: None: one device. zero: None: the weights are copies in the compute type. Raises:
-        UserError when the mesh cannot cut the model."""
+        """mesh: None: one device. zero: None: the weights are copies in the compute type. exact:
+        the programs have the loop over layers that training has. Raises: UserError when the mesh
+        cannot cut the model."""
         mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
         self._forward, self._cast = Forward(cfg, mesh, zero or "none", dtype, overlap), zero is None
+        self._exact = exact
 
     @property
     def cpu(self) -> bool:
         """Whether the mesh is of CPUs."""
         return self._forward.mesh.devices.flat[0].platform == "cpu"
 
+    @property
+    def alone(self) -> bool:
+        """Whether each layer's weights rest in arrays of their own: on a GPU, if they are copies
+        anyway. For a CPU a loop over layers compiles sooner."""
+        return self._cast and not self._exact and not self.cpu
+
     def place(self, params: Tree) -> Tree:
         """See Backend."""
-        return self._forward.place(params, self._cast)
+        return self._forward.place(params, self._cast, self.alone)
 
     def default_pages(self, most: int, page_size: int) -> int:
         """Returns for how many pages the devices of all processes have room."""

@@ -93,7 +93,7 @@ class Engine:
             numerics, page_size, max_batch=max_batch, prefill_chunk=prefill_chunk, context=context
         )
         exact = numerics == "exact"
-        backend = backend or OneMesh(cfg, mesh, zero, dtype, "xla" if exact else overlap)
+        backend = backend or OneMesh(cfg, mesh, zero, dtype, "xla" if exact else overlap, exact)
         self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
         self._params: Tree | None = backend.place(params)
         self._shapes = _shapes(params)

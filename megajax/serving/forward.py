@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as PS
 
 from megajax.core.layout import Layout
-from megajax.core.packed import PackedWeight
+from megajax.core.packed import PackedWeight, each_alone
 from megajax.core.tree import Tree
 from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
 from megajax.layers.weight import packed_axes
@@ -59,13 +59,17 @@ class Forward:
 
     # ---- weights and pages at rest
 
-    def place(self, params: Tree, cast: bool) -> Tree:
+    def place(self, params: Tree, cast: bool, alone: bool = False) -> Tree:
         """Returns parameters, or some members of them, on this mesh. cast: matrices in the compute
-        type, as copies; vectors and routers stay as they are."""
+        type, as copies; vectors and routers stay as they are. alone: each layer's in arrays of its
+        own (core.packed.each_alone)."""
         if cast:
             words = packed_axes(self.parts.axes, params)
             params = map_words(self._cast, words, params)
-        return sharding.place(self.layout, self.parts.axes, params)
+        placed, stack = sharding.place(self.layout, self.parts.axes, params), self.parts.stack
+        if alone and stack in placed:
+            placed = placed | {stack: each_alone(placed[stack], self.cfg.layers)}
+        return placed
 
     def _cast(self, words: tuple, w: Any) -> Any:
         narrows = not isinstance(w, PackedWeight) and buckets.is_quantized(words)

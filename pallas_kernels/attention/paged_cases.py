@@ -89,3 +89,7 @@ CASES = (
     Case("chunk 2048 of 16384", (16384,), (2048,), room=16384),
     Case("chunk 1984 beside 64 x 2048", (*[2048] * 64, 4096), (*[1] * 64, 1984)),
 )
+
+# Of the engine that scripts/gpu_serving.py decodes with (Llama 3.2 1B's attention): its smallest
+# step, and 64 sequences.
+SERVED = (decode(8, 768, width=64), decode(64, 768, width=64))

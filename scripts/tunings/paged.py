@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import paged_bench, paged_passes, paged_reference, paged_tiling
-from pallas_kernels.attention.paged_cases import CASES, Case
+from pallas_kernels.attention.paged_cases import CASES, SERVED, Case
 from pallas_kernels.attention.paged_reference import Pages
 from pallas_kernels.attention.paged_tile import OP, Shape, Tile
 from pallas_kernels.attention.reference import Spec
 from pallas_kernels.tuned import Tuning
 
 
-def tunings(cases: Sequence[Case] = CASES) -> Iterator[Tuning]:
+def tunings(cases: Sequence[Case] = (*CASES, *SERVED)) -> Iterator[Tuning]:
     """Yields the tunings of all cases; contexts are data, so cases of one key count once."""
     seen = set()
     for case in cases:

@@ -10,6 +10,7 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
+from megajax.serving.backend import OneMesh
 from megajax.training import logprobs
 from tests.plain_loop import (
     CFG,
@@ -197,3 +198,21 @@ def test_what_can_never_run_is_refused_at_once(prompt, params, message):
 @functools.cache
 def _idle():
     return Engine(CFG, sharp(CFG), **SMALL)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_layers_in_arrays_of_their_own_give_the_same_tokens(tensor, monkeypatch):
+    """As on a GPU; the program then has no loop over layers, and reads each array as it is."""
+    mesh = MeshSpec(tensor=tensor).build(jax.devices()[:tensor])
+    prompts = prompts_of(5, 30, CFG.vocab)
+    options = dict(mesh=mesh, dtype="float32", max_batch=4, decode_steps=2)
+    greedy = [SamplingParams(max_tokens=6, temperature=0)] * len(prompts)
+    want = answers(Engine(CFG, sharp(CFG), **options), prompts, greedy)
+    monkeypatch.setattr(OneMesh, "alone", True)
+    engine = Engine(CFG, sharp(CFG), **options)
+    assert len(engine._params["blocks"].stacks) == CFG.layers
+    for (tokens, scores, _), (wanted, known, _) in zip(
+        answers(engine, prompts, greedy), want, strict=True
+    ):
+        assert tokens == wanted
+        np.testing.assert_allclose(scores, known, atol=1e-4)
