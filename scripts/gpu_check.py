@@ -68,8 +68,11 @@ QUANT = "quant_gemm quant matmul dtype bfloat16 bits 4 group 128 zeros False act
 TUNE_FIRST = (
     "paged paged attention dtype bfloat16 pages bfloat16 width 128 group 4 heads 8 page 16"
     " tokens 64 segments 64 room 4096",
+    *(f"{QUANT} M {M} N 28672 K 8192" for M in (1, 16)),
+    f"{QUANT} M 16 N 8192 K 28672",
     *(f"{QUANT} M {M} N 14336 K 4096" for M in (1, 16, 64)),
-    f"{QUANT} M 16 N 4096 K 14336",
+    *(f"{QUANT} M 16 N {N} K {K}" for N, K in ((6144, 4096), (4096, 14336))),
+    f"{QUANT} M 256 N 14336 K 4096",
     "attention varlen attention forward dtype bfloat16 width 128 group 1 longest 16384"
     " tokens 16384",
     "attention varlen attention forward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768",
@@ -155,11 +158,11 @@ def parts() -> list[Part]:
         *(step(variant) for variant in TRAIN_FIRST),
         *(part for folder in ("quant_gemm", "grouped", "norm", "tile_sparse", "quantize")
           for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
-        *(tuning(name) for name in TUNE_FIRST[1:9]),
+        *(tuning(name) for name in TUNE_FIRST[1:14]),
         Part("bert", "kernels", {"do": "bert"}, 30),
         *(part for folder in FOLDERS if folder not in ("attention", *UNDIFFERENTIATED)
           for part in (times(folder, BOTH, 20), *beside(folder, BOTH))),
-        *(tuning(name) for name in TUNE_FIRST[9:]),
+        *(tuning(name) for name in TUNE_FIRST[14:]),
         *(Part(f"{name} times", "overlap", {"do": "hidden", "folder": name}, 60) for name in FUSED),
         *(step(variant) for variant in TRAIN_REST),
         *(checks(folder, True) for folder in FOLDERS),

@@ -49,8 +49,12 @@ class Case:
         return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
-# Llama 3 8B: width 4096, hidden width 14336, queries, keys and values 6144 together.
+# Llama 3 8B: width 4096, hidden width 14336, queries, keys and values 6144 together; Llama 3 70B:
+# width 8192, hidden width 28672.
 CASES = (
+    Case("decode 1 70B gate int4", 1, 28672, 8192, 4),
+    Case("decode 16 70B gate int4", 16, 28672, 8192, 4),
+    Case("decode 16 70B down int4", 16, 8192, 28672, 4),
     Case("decode 1 gate int4", 1, 14336, 4096, 4),
     Case("decode 16 gate int4", 16, 14336, 4096, 4),
     Case("decode 64 gate int4", 64, 14336, 4096, 4),

@@ -53,6 +53,7 @@ SMALLEST = 32  # of a group along K
 SHORTEST = 256  # of K, that a split has at least (chosen: two or four steps)
 GRAIN = 16  # columns of a row whose bytes TMA takes
 REGISTERS = {3: (160, 32), 4: (112, 32)}  # of a thread that computes, and of one that copies
+MOST_EVEN = 8  # splits for the sake of even work (chosen): each costs a page of sums
 BOX = 256  # rows that one copy of TMA takes
 SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
 
@@ -162,19 +163,32 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
     for tokens in TOKENS:
         if tokens > first.block_n or tokens < first.block_n // (1 if decodes else 2):
             continue
-        for warpgroups in range(1, _most_warpgroups(tokens, spec) + 1):
+        for warpgroups in sorted({2, _most_warpgroups(tokens, spec)} if N > COLUMNS else {1}):
             for parts, depth in itertools.product((1, 2, 4), (DEPTH, 2 * DEPTH)):
                 if warpgroups % parts or not _fits(spec, K, depth * parts):
                     continue
                 columns = COLUMNS * warpgroups // parts
                 tile = Tile(columns, tokens, depth * parts, 8, warpgroups)
-                room = min(SMS // max(tile_count(tile, M, N), 1), max(K // SHORTEST, 1))
-                steps = max(pl.cdiv(K, depth), 1)
-                wanted = {max(room // 2, 1), max(room, 1)} if parts == 1 else {max(room, 1)}
-                some = {pl.cdiv(steps, pl.cdiv(steps, n)) for n in wanted}
-                found += [dataclasses.replace(tile, splits=n) for n in sorted(some)]
+                found += [dataclasses.replace(tile, splits=n) for n in _splits(tile, M, N, K)]
     fitting = dict.fromkeys(fitted(tile, spec, dtype) for tile in found)
     return [tile for tile in fitting if tile.stages > 2]
+
+
+def _splits(tile: Tile, M: int, N: int, K: int) -> list[int]:
+    """Returns numbers of splits to measure: as many as the SMs have room for, half as many where
+    warpgroups do not share columns, and the number that leaves the SMs idle least."""
+    count, steps = tile_count(tile, M, N), max(pl.cdiv(K, tile.block_k), 1)
+    most = max(K // SHORTEST, 1)
+    room = max(min(SMS // max(count, 1), most), 1)
+
+    def steps_in_turn(n: int) -> int:
+        return pl.cdiv(count * n, SMS) * pl.cdiv(steps, n)
+
+    wanted = {room} | ({max(room // 2, 1)} if parts_of(tile) == 1 else set())
+    even = min(range(1, min(MOST_EVEN, most) + 1), key=steps_in_turn)
+    if M <= TOKENS[-1] and steps_in_turn(even) < 0.9 * steps_in_turn(room):
+        wanted.add(even)
+    return sorted({pl.cdiv(steps, pl.cdiv(steps, n)) for n in wanted})
 
 
 def _most_warpgroups(tokens: int, spec: Spec) -> int:
