@@ -35,9 +35,10 @@ def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, 
     and the stacked ys. stack: of all layers, or core.packed.LayerRuns: a scan for each, and a call
     for a layer that is alone."""
     runs, found = runs_of(stack, layers), []
+    alone = jax.jit(step)  # one lowering for all layers whose weights are alike
     for part, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
         if stop - start == 1:
-            x, y = step(x, (jax.tree.map(lambda w: w[0], part), jnp.int32(start)))
+            x, y = alone(x, (jax.tree.map(lambda w: w[0], part), jnp.int32(start)))
             ys = jax.tree.map(lambda one: one[None], y)
         else:
             x, ys = jax.lax.scan(step, x, (part, jnp.arange(start, stop)))
