@@ -16,15 +16,20 @@ the same command continues. The peaks of a CPU are measured first, as the card o
 nothing else run meanwhile; the noise is printed. Exit code 2: a flag is wrong.
 
 On a GPU the card is that of megajax/core/hardware.py, and command buffers are turned off
-(XLA_FLAGS), because they hide single instructions from the profiler. A batch of programs is
-compiled by all processors and then timed; a program that fails is named and left out. If the GPU
-hangs or crashes, what was timed before is joined, and the exit code is 1.
+(XLA_FLAGS), because they hide single instructions from the profiler. Several processes
+(--processes) draw and compile programs; only one at a time runs any of them, so the others do not
+disturb its timing. XLA may then not time variants of products while it compiles, so it is told not
+to: products are cuBLAS's own choice, convolutions cuDNN's, and the labels' facts say so. With
+--processes=1 XLA times variants, cuBLAS's and Triton's, and compiling takes far longer. A program
+that fails is named and left out; a process that crashes, or holds the GPU for over 40 s, loses its
+batch, and the exit code is 1. What was timed before is joined.
 
-    python3 scripts/profile_programs.py --scale=1024 --budget=240
+    python3 scripts/profile_programs.py --scale=1024 --budget=180
 """
 
 import megajax.core.interrupted  # noqa: F401
 
+import dataclasses
 import functools
 import json
 import os
@@ -58,19 +63,37 @@ class Config(Checked):
     programs: int = option(100_000, "most programs for each device", at_least=1)
     passes: int = option(6, "passes over the programs of a batch; an even number", at_least=6)
     batch: int | None = option(
-        None, "programs that run in turn; none: 16, on a GPU then 64", at_least=1
+        None,
+        "programs that run in turn; none: 16, on a GPU 4, with one process 16, then 64",
+        at_least=1,
+    )
+    processes: int | None = option(
+        None,
+        "processes that compile for a GPU; none: one for each two processors, at most 8",
+        at_least=1,
     )
     scale: float = option(
         1.0, "largest factor on the programs' sizes, drawn from 1 on; a GPU takes 1024", above=0
     )
     seed: int = option(0, "random seed of the shapes", at_least=0)
-    worker: bool = option(False, "time one device in this process; the script itself uses it")
+    worker: int | None = option(
+        None, "time a device as the process of this number; the script itself uses it", at_least=0
+    )
     out: str = results.out_option("profile_programs")
 
 
-FIRST_BATCH, GPU_BATCH = 16, 64  # on a GPU the first shows soon whether all is well
-HANGS = 40.0  # (chosen) seconds after its budget when the process of a GPU is ended
+FIRST_BATCH, GPU_BATCH = 16, 64  # one process on a GPU: the first shows soon whether all is well
+SHARED_BATCH, MOST_PROCESSES = 4, 8  # (chosen) with more processes: short turns, their memory
+HANGS = 40.0  # (chosen) seconds after its budget, or of one turn, when a GPU's process is ended
 FINISH = 20.0  # (chosen) seconds for what a GPU's budget leaves unfinished: compiling, timing
+# XLA times no variants of products and convolutions while it compiles, and makes no Triton kernels
+# of products.
+UNTUNED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+CHOICE = (  # of the kernels of products, with one process and with more
+    "the fastest variant, cuBLAS's or Triton's, that XLA timed while it compiled",
+    "cuBLAS's own choice: XLA timed no variants and made no Triton kernels of them",
+)
+_NO_SETTING = ("budget", "programs", "threads", "worker", "out", "batch")  # same rows with any
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
@@ -104,98 +127,99 @@ def family_names(cfg: Config) -> tuple[str, ...]:
 
 
 def time_device(cfg: Config, threads: int) -> int:
-    """Times one device until the budget or the programs end; returns how many programs it has."""
+    """Times one CPU until the budget or the programs end; returns how many programs it has."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # before jax has threads
+    began = time.monotonic()
+    from megajax.core import mesh
+
+    mesh.start()
+    from megajax.systems.cdmpp.batch import Batch
+
+    folder = _folder(cfg, f"threads{threads}")
+    card = _card(folder, threads)
+    _same_settings(folder, cfg)
+    done, failed = _done(folder), 0
+    while done < cfg.programs and time.monotonic() - began < cfg.budget:
+        numbers = range(done, min(done + (cfg.batch or FIRST_BATCH), cfg.programs))
+        spent = Batch(numbers, folder, card, cfg.passes, numbers.stop).time(_draw(cfg))
+        done = numbers.stop
+        _tell(cfg, f"{threads} threads: {done} programs", spent, time.monotonic() - began)
+        failed = 0 if spent["rows"] else failed + 1
+        if failed == 2:
+            break
+    return done
+
+
+def time_gpu(cfg: Config) -> int:
+    """Times a process's programs on the GPU; returns how many of its programs were tried."""
     began = time.monotonic()
     from megajax.core import mesh
 
     mesh.start()
     import jax
 
-    from megajax.systems.cdmpp import families
+    from megajax.systems.cdmpp.batch import Batch
+    from megajax.systems.cdmpp.turns import Turns, share
 
-    folder = expand(cfg.out, "out") / f"threads{threads}"
-    folder.mkdir(parents=True, exist_ok=True)
-    card = _card(folder, threads)
+    mine, many = cfg.worker or 0, cfg.processes or 1
+    folder = _folder(cfg, f"gpu{mine}")
+    card = _card(folder, len(os.sched_getaffinity(0)))
     _same_settings(folder, cfg)
-    is_gpu = jax.default_backend() != "cpu"
-    draw = functools.partial(
-        families.program, names=family_names(cfg), seed=cfg.seed, scale=cfg.scale
-    )
-    done = max((int(p.stem) for p in folder.glob("[0-9]*.npz")), default=0)
-    timing = failed = 0.0
-    while done < cfg.programs and time.monotonic() - began + timing < cfg.budget:
-        size = cfg.batch or (GPU_BATCH if is_gpu and done else FIRST_BATCH)
-        numbers = range(done, min(done + size, cfg.programs))
-        # On a GPU a batch is cut short, so that its timing and what compiles still end in time.
-        end = began + cfg.budget - max(timing, FINISH) if is_gpu else float("inf")
-        spent = _time_batch(cfg, draw, numbers, threads if is_gpu else 1, end, card, folder)
-        done, rows, timing = spent["done"], spent["rows"], spent["timing"] if is_gpu else 0.0
-        now = time.monotonic() - began
-        print(
-            f"{'GPU' if is_gpu else f'{threads} threads'}: {done} programs, {rows} more rows "
-            f"({spent['untimed']} without a time), halves differ by {spent['noise']:.1f} % "
-            f"(median); compiled in {spent['compiling']:.0f} s, timed in {spent['timing']:.0f} s, "
-            f"{now:.0f} of {cfg.budget:.0f} s",
-            flush=True,
-        )
-        failed = 0 if rows else failed + 1
-        if failed == 2 or done < numbers.stop:  # an error may leave the GPU unusable
+    numbers = share(mine, many, cfg.programs, len(family_names(cfg)))
+    place = {
+        "turns": Turns(_lock(cfg)),
+        "threads": max(len(os.sched_getaffinity(0)) // many, 1),
+        "host": jax.devices("cpu")[0],
+        "facts": {"products": CHOICE[many > 1]},
+    }
+    done, timing, failed = _done(folder), 0.0, 0
+    while done < len(numbers) and time.monotonic() - began + timing < cfg.budget:
+        size = cfg.batch or (SHARED_BATCH if many > 1 else GPU_BATCH if done else FIRST_BATCH)
+        batch = numbers[done : done + size]
+        # A batch is cut short, so that its timing and what compiles still end in time.
+        end = began + cfg.budget - max(timing, FINISH)
+        next_done = done + len(batch)
+        work = Batch(batch, folder, card, cfg.passes, next_done, end=end, **place)
+        spent = work.time(_draw(cfg))
+        done += spent["tried"]
+        timing = spent["waiting"] + spent["timing"]
+        _tell(cfg, f"GPU, process {mine}: {done} programs", spent, time.monotonic() - began)
+        failed = 0 if spent["rows"] else failed + 1
+        if failed == 2 or done < next_done:  # an error may leave the GPU unusable
             break
     return done
 
 
-def _time_batch(
-    cfg: Config,
-    draw: Callable[[int], Any],
-    numbers: range,
-    threads: int,
-    end: float,
-    card: DeviceCard,
-    folder: Path,
-) -> dict[str, Any]:
-    """Times the programs of these numbers and writes their part; returns what to print."""
-    from megajax.systems.cdmpp.labels import Labels
-    from megajax.systems.cdmpp.prepare import prepared, runnable
-    from megajax.systems.cdmpp.profile import measure_ready
-
-    tell = functools.partial(print, flush=True)
-    began = time.monotonic()
-    found, tried = prepared(draw, numbers, threads=threads, end=end, tell=tell)
-    compiled = time.monotonic()
-    done = numbers.start + tried
-    timed = []
-    try:
-        found = runnable(found, tell)
-        timed = measure_ready(found, cfg.passes)
-    except UserError:
-        raise
-    except Exception as error:  # out of memory, with other programs' arrays in it
-        tell(f"the batch to program {done} failed: {type(error).__name__}: {str(error)[:300]}")
-    if lost := _untimed(found, timed):
-        tell(f"without a time: {lost}")
-    labels = Labels.of(timed, card, results.facts(card.name, "measured"))
-    if len(labels.halves):
-        labels.save(folder / f"{done:06}.npz")
-    return {
-        "done": done,
-        "rows": len(labels.halves),
-        "untimed": sum(one.untimed for one in timed),
-        "noise": 100 * labels.noise["noise_median"] if len(labels.halves) else float("nan"),
-        "compiling": compiled - began,
-        "timing": time.monotonic() - compiled,
-    }
+def _folder(cfg: Config, name: str) -> Path:
+    folder = expand(cfg.out, "out") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def _untimed(found: list[Any], timed: list[Any]) -> str:
-    """Returns how many instructions of each kind the profiler did not time, with an example."""
-    lost: dict[str, list[str]] = {}
-    for (_, compiled), one in zip(found, timed, strict=False):
-        names = {record.name for record in one.records}
-        for record in compiled.records:
-            if record.name not in names:
-                lost.setdefault(record.kind, []).append(record.name)
-    return ", ".join(f"{len(names)} {kind} ({names[0]})" for kind, names in lost.items())
+def _lock(cfg: Config) -> Path:
+    return expand(cfg.out, "out") / "turns.lock"
+
+
+def _done(folder: Path) -> int:
+    """Returns how many programs the parts in a folder come from, with those that failed."""
+    return max((int(p.stem) for p in folder.glob("[0-9]*.npz")), default=0)
+
+
+def _draw(cfg: Config) -> Callable[[int], Any]:
+    from megajax.systems.cdmpp import families
+
+    names = family_names(cfg)
+    return functools.partial(families.program, names=names, seed=cfg.seed, scale=cfg.scale)
+
+
+def _tell(cfg: Config, who: str, spent: dict[str, Any], now: float) -> None:
+    print(
+        f"{who}, {spent['rows']} more rows ({spent['untimed']} without a time), "
+        f"halves differ by {spent['noise']:.1f} % (median); compiled in "
+        f"{spent['compiling']:.1f} s, waited {spent['waiting']:.1f} s, timed in "
+        f"{spent['timing']:.1f} s, {now:.0f} of {cfg.budget:.0f} s",
+        flush=True,
+    )
 
 
 def _card(folder: Path, threads: int) -> DeviceCard:
@@ -211,16 +235,15 @@ def _card(folder: Path, threads: int) -> DeviceCard:
 
 def _same_settings(folder: Path, cfg: Config) -> None:
     """Refuses to add rows of other programs to a folder's."""
-    path, mine = (
-        folder / "settings.json",
-        config.fingerprint(cfg, ignore=("budget", "programs", "threads", "worker", "out", "batch")),
-    )
+    path = folder / "settings.json"
+    is_cpu = cfg.threads != "all"
+    mine = config.fingerprint(cfg, ignore=(*_NO_SETTING, *(["processes"] if is_cpu else [])))
     if not path.exists():
         path.write_text(json.dumps(mine) + "\n")
     elif json.loads(path.read_text()) != mine:
         raise UserError(
-            f"{folder} holds rows of other --families, --passes, --scale or --seed; give another "
-            "folder (--out)"
+            f"{folder} holds rows of other --families, --passes, --scale, --seed or --processes; "
+            "give another folder (--out)"
         )
 
 
@@ -234,6 +257,8 @@ def join(cfg: Config) -> None:
         whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)
     more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor}
+    if "products" in whole.dataset.facts:  # of a GPU
+        more["products"] = whole.dataset.facts["products"]
     facts = results.facts(devices, "measured") | whole.noise | more
     whole.with_facts(facts).save(folder / "labels.npz")
     for name in whole.dataset.cards:
@@ -250,61 +275,112 @@ def join(cfg: Config) -> None:
 
 
 def _parts(cfg: Config) -> list[Path]:
-    return sorted(expand(cfg.out, "out").glob("threads*/[0-9]*.npz"))
+    folder = expand(cfg.out, "out")
+    return sorted([*folder.glob("threads*/[0-9]*.npz"), *folder.glob("gpu*/[0-9]*.npz")])
 
 
-def _environment(cfg: Config) -> dict[str, str] | None:
-    """Returns the environment of the process that uses the GPU; None without a GPU.
+def _processes(cfg: Config) -> int | None:
+    """Returns how many processes use the GPU; None without a GPU.
 
-    Raises: UserError when --threads asks for CPU devices there.
+    Raises: UserError where --threads or --processes asks for what the device does not have.
     """
     from megajax.core import mesh
 
     if mesh.count_gpus() == 0:
+        if cfg.processes not in (None, 1):
+            raise UserError(f"processes={cfg.processes} must be 1 without a GPU (--processes)")
         return None
     if cfg.threads != "all":
         raise UserError(
             f"threads={cfg.threads} must be all on a GPU; JAX_PLATFORMS=cpu times the CPU instead "
             "(--threads)"
         )
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-    return {**os.environ, "XLA_FLAGS": flags.strip()}
+    usable = len(os.sched_getaffinity(0))
+    return cfg.processes or min(max(usable // 2, 1), MOST_PROCESSES)
+
+
+def _environment(processes: int) -> dict[str, str]:
+    """Returns the environment of one of the processes that use the GPU."""
+    from megajax.core import mesh
+
+    flags = [os.environ.get("XLA_FLAGS", ""), UNTUNED if processes > 1 else ""]
+    flags = " ".join([*filter(None, flags), "--xla_gpu_enable_command_buffer="])
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cuda,cpu"}  # arrays: on the host
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if processes > 1 and "XLA_CLIENT_MEM_FRACTION" not in env:
+        share = str(round(mesh.MEMORY_SHARE / processes, 3))
+        env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    return env
+
+
+def _start(worker: int, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *sys.argv, *words, f"--worker={worker}"], env=env)
+
+
+def _run_gpu(cfg: Config, processes: int) -> int:
+    """Lets all processes time programs; ends those that hang. Returns an exit code that is not 0,
+    if there is one."""
+    from megajax.systems.cdmpp.turns import Turns
+
+    _same_settings(_folder(cfg, "gpu0"), dataclasses.replace(cfg, processes=processes))
+    turns, limit = Turns(_lock(cfg)), time.monotonic() + cfg.budget + HANGS
+    env, own = _environment(processes), f"--processes={processes}"
+    children = [_start(number, own, env=env) for number in range(processes)]
+    try:
+        while any(child.poll() is None for child in children):
+            time.sleep(0.2)
+            is_late = time.monotonic() > limit
+            for number, child in enumerate(children):
+                is_hung = turns.seconds_of(child.pid) > HANGS
+                if child.poll() is None and (is_late or is_hung):
+                    why = "did not finish in time" if is_late else f"held the GPU for {HANGS:.0f} s"
+                    print(f"GPU, process {number} {why}: it was ended", flush=True)
+                    child.kill()
+    finally:  # after Ctrl-C too: a part is saved at once or not at all
+        for child in children:
+            child.kill()
+            child.wait()
+    return next((child.returncode for child in children if child.returncode), 0)
+
+
+def _run_cpu(cfg: Config, counts: list[int]) -> int:
+    """Times one CPU device after the other; returns the exit code of the last one."""
+    for threads in counts:
+        child = _start(0, f"--threads={threads}", f"--budget={cfg.budget / len(counts)}")
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:  # it went to the child too
+            child.wait()
+            raise
+        if code:
+            return code
+    return 0
 
 
 def main() -> int:
-    """Times every device in a process of its own, then joins what there is."""
+    """Times every device in processes of its own, then joins what there is."""
     cfg, _ = config.from_flags(PRESETS)
     counts = thread_counts(cfg)
-    if cfg.worker:
-        time_device(cfg, counts[0])
+    if cfg.worker is not None:
+        if cfg.threads == "all":
+            time_gpu(cfg)
+        else:
+            time_device(cfg, counts[0])
         return 0
     if cfg.passes % 2:
         raise UserError(f"passes={cfg.passes} must be even (--passes)")
     family_names(cfg)
     results.writable_folder(cfg.out)
-    env, limit = _environment(cfg), None
-    if env is not None:
-        limit = cfg.budget + HANGS
-    interrupted = False
-    for threads in counts:
-        own = [f"--threads={threads}", f"--budget={cfg.budget / len(counts)}", "--worker"]
-        child = subprocess.Popen([sys.executable, *sys.argv, *own], env=env)
-        try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
-            print(f"the GPU did not finish within {limit:.0f} s: its process was ended", flush=True)
-        except KeyboardInterrupt:
-            code, interrupted = child.wait(), True  # Ctrl-C went to the child too
-        if code and not interrupted and not (env and _parts(cfg)):
-            return code
-        if interrupted:
-            break
+    processes = _processes(cfg)
+    try:
+        code = _run_gpu(cfg, processes) if processes else _run_cpu(cfg, counts)
+    except KeyboardInterrupt:
+        join(cfg)
+        raise
+    if code and not (processes and _parts(cfg)):
+        return code
     join(cfg)
-    if interrupted:
-        raise KeyboardInterrupt
-    return 1 if env and code else 0
+    return 1 if code else 0
 
 
 if __name__ == "__main__":

@@ -78,39 +78,71 @@ def test_what_is_measured_is_learnt_and_plans(measured, tmp_path):
     assert plans[0] != plans[1]
 
 
-# The script as on a machine with a GPU, where the first program fails.
+# The script as on a machine with a GPU, where the first program fails. A turn is checked by a lock
+# of its own: a file that must not exist yet.
 AS_ON_A_GPU = """
-import os, sys
+import contextlib, os, sys
 import jax
 from megajax.core import mesh
-from megajax.systems.cdmpp import families
+from megajax.systems.cdmpp import families, turns
 
 def fail(draw):
     raise RuntimeError("no memory")
 
 mesh.count_gpus = lambda: 1
-if "--worker" in sys.argv:
-    assert os.environ["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
+if any(word.startswith("--worker") for word in sys.argv):
+    many = "--processes=2" in sys.argv
+    flags = os.environ["XLA_FLAGS"]
+    assert flags.endswith("--xla_gpu_enable_command_buffer=")
+    assert many == ("--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" in flags)
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") == ("0.46" if many else None)
     mesh.start = lambda: None
     jax.config.update("jax_platforms", "cpu")
     jax.default_backend = lambda: "gpu"
     families.FAMILIES["product"] = fail
+    turn = turns.Turns.turn
+
+    @contextlib.contextmanager
+    def checked(self):
+        with turn(self) as waited:
+            alone = str(self.path) + ".alone"
+            os.close(os.open(alone, os.O_CREAT | os.O_EXCL))  # fails in another process's turn
+            yield waited
+            os.remove(alone)
+
+    turns.Turns.turn = checked
 exec(compile(open(SCRIPT).read(), SCRIPT, "exec"), {"__name__": "__main__", "__doc__": "-"})
 """
 
 
-def test_a_gpu_s_profile_leaves_out_what_fails(tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_gpu_s_profile_leaves_out_what_fails(tmp_path, processes):
     script = tmp_path / "as_on_a_gpu.py"
     path = str(ROOT / "scripts" / "profile_programs.py")
     script.write_text(AS_ON_A_GPU.replace("SCRIPT", repr(path)))
-    said = profile(tmp_path / "out", "--programs=6", "--scale=2", script=script)
+    several = f"--processes={processes}"
+    said = profile(
+        tmp_path / "out", f"--programs={6 * processes}", "--scale=2", several, script=script
+    )
     assert "program 0 did not compile: RuntimeError: no memory" in said
-    assert "GPU: 4 programs" in said and "GPU: 6 programs" in said
+    for process in range(processes):
+        assert f"GPU, process {process}: 4 programs" in said
+        assert f"GPU, process {process}: 6 programs" in said
     found = Labels.load(tmp_path / "out" / "labels.npz")
-    assert sorted(set(found.programs.tolist())) == [1, 2, 3, 5]
+    expected = {number for number in range(6 * processes) if number % 4}  # not the products
+    assert set(found.programs.tolist()) == expected
     assert found.dataset.facts["below_floor"] == found.below_floor
+    assert ("cuBLAS's own" in found.dataset.facts["products"]) == (processes > 1)
+    parts = [
+        {number for path in folder.glob("0*.npz") for number in Labels.load(path).programs.tolist()}
+        for folder in sorted((tmp_path / "out").glob("gpu*"))
+    ]
+    assert len(parts) == processes and sum(map(len, parts)) == len(expected)
     words = (f"--out={tmp_path / 'out'}", "--threads=1")
     assert "--threads" in call(script, *words, code=2)
+    more = (f"--families={FAMILIES}", "--scale=2", "--processes=3")
+    assert "--processes" in call(script, f"--out={tmp_path / 'out'}", *more, code=2)
 
 
 def test_steps_are_replayed_from_their_instructions(tmp_path):

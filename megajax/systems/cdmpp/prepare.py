@@ -1,14 +1,18 @@
 """Draws and compiles a batch of programs for a profile, several at a time, on a GPU.
 
 XLA times variants of products on the GPU while it compiles them, so a whole batch is compiled
-before any of it is timed. A program that cannot be drawn, compiled or run is left out, so that one
-operation that a GPU does not support costs its program only.
+before any of it is timed. Where other processes time programs meanwhile, that must be turned off,
+and arrays are drawn on the host. A program that cannot be drawn, compiled or run is left out, so
+that one operation that a GPU does not support costs its program only.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+
+import jax
 
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.profile import Ready, ready
@@ -23,15 +27,17 @@ def prepared(
     *,
     threads: int = 1,
     end: float = math.inf,
+    host: jax.Device | None = None,
     tell: Tell = print,
 ) -> tuple[list[_Pair], int]:
     """Returns (programs that compiled, count of the numbers that were tried).
 
     Args: draw: makes the program of a number. threads: programs that compile at a time. end: time
-        of the monotonic clock, in seconds, after which no further program is begun.
+        of the monotonic clock, in seconds, after which no further program is begun. host: where
+        the arrays are drawn; None: on the device that runs the programs.
     """
     with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(_compiled, draw, number, tell) for number in numbers]
+        futures = [pool.submit(_compiled, draw, number, host, tell) for number in numbers]
         wait(futures, max(end - time.monotonic(), 0) if end < math.inf else None)
         late = [future for future in reversed(futures) if future.cancel()]
     begun = futures[: len(futures) - len(late)]  # the pool begins them in their order
@@ -39,11 +45,19 @@ def prepared(
     return [pair for pair in found if pair is not None], len(begun)
 
 
-def runnable(programs: Sequence[_Pair], tell: Tell = print) -> list[_Pair]:
-    """Runs each program once; returns those that do not fail."""
+def runnable(
+    programs: Sequence[_Pair], tell: Tell = print, *, device: jax.Device | None = None
+) -> list[_Pair]:
+    """Runs each program once; returns those that do not fail.
+
+    device: takes the arrays of the programs returned, which were drawn elsewhere.
+    """
     found = []
     for program, compiled in programs:
         try:
+            if device is not None:
+                args = jax.device_put(program.args, device)
+                program, compiled = dataclasses.replace(program, args=args), compiled.on(args)
             compiled.call()
         except Exception as error:
             tell(_line(program.number, program.family, "did not run", error))
@@ -52,13 +66,16 @@ def runnable(programs: Sequence[_Pair], tell: Tell = print) -> list[_Pair]:
     return found
 
 
-def _compiled(draw: Callable[[int], Program], number: int, tell: Tell) -> _Pair | None:
+def _compiled(
+    draw: Callable[[int], Program], number: int, host: jax.Device | None, tell: Tell
+) -> _Pair | None:
     family = ""
     try:
-        program = draw(number)
+        with jax.default_device(host):
+            program = draw(number)
         family = program.family
         found = ready(program)
-        _ = found.records  # read here, while other programs compile
+        _ = found.records, found.text  # read here, while other programs compile
     except Exception as error:
         tell(_line(number, family, "did not compile", error))
         return None

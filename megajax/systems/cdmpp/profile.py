@@ -8,6 +8,7 @@ all passes, and the noise of the label is the difference of the two halves' leas
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import tempfile
@@ -74,11 +75,22 @@ class Ready:
         """What the program launches."""
         return records(self.compiled)
 
+    def on(self, args: tuple) -> "Ready":
+        """Returns the same program with other arrays, and with what was read of it."""
+        found = copy.copy(self)
+        call = functools.partial(_call, self.compiled, args)
+        object.__setattr__(found, "call", call)  # dataclasses.replace would read it all again
+        return found
+
 
 def ready(program: Program) -> Ready:
     """Compiles a program."""
     compiled = compile_program(program)
-    return Ready(compiled, _module(program), lambda: jax.block_until_ready(compiled(*program.args)))
+    return Ready(compiled, _module(program), functools.partial(_call, compiled, program.args))
+
+
+def _call(compiled: jax.stages.Compiled, args: tuple) -> Any:
+    return jax.block_until_ready(compiled(*args))
 
 
 def measure(programs: Sequence[Program], passes: int = 6) -> list[Timed]:
