@@ -19,7 +19,8 @@ On a GPU the card is that of megajax/core/hardware.py, and command buffers are t
 (XLA_FLAGS), because they hide single instructions from the profiler. Several processes
 (--processes) draw and compile programs; only one at a time runs any of them, so the others do not
 disturb its timing. XLA may then not time variants of products while it compiles, so it is told not
-to: products are cuBLAS's own choice, convolutions cuDNN's, and the labels' facts say so. With
+to: products are cuBLAS's own choice, and the labels' facts say so. Convolutions are left out of
+labels.npz, since cuDNN's own choice is up to a thousand times slower than what XLA finds. With
 --processes=1 XLA times variants, cuBLAS's and Triton's, and compiling takes far longer. A program
 that fails is named and left out; a process that crashes, or holds the GPU for over 40 s, loses its
 batch, and the exit code is 1. What was timed before is joined.
@@ -40,6 +41,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megajax.core import config
 from megajax.core.config import Checked, option
@@ -253,6 +256,11 @@ def join(cfg: Config) -> None:
 
     folder = expand(cfg.out, "out")
     whole = Labels.joined([Labels.load(path) for path in _parts(cfg)])
+    if whole.dataset.facts.get("products") == CHOICE[1]:
+        tuned = [i for i, r in enumerate(whole.dataset.records) if r.kind != "convolution"]
+        if lost := len(whole.halves) - len(tuned):
+            print(f"{lost} convolutions are left out: cuDNN's own choice is no program of XLA's")
+        whole = whole.of_rows(np.array(tuned))
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
         whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)

@@ -1,5 +1,6 @@
 """What an engine runs on: where the weights rest, and the programs that draw tokens with them."""
 
+import math
 from typing import Any, Protocol
 
 import jax
@@ -73,17 +74,14 @@ class OneMesh:
 
     def place(self, params: Tree) -> Tree:
         """See Backend."""
-        return self._forward.place(params, self._cast, self.alone)
+        return self._forward.place(params, self._cast, self._free() if self.alone else 0)
 
     def default_pages(self, most: int, page_size: int) -> int:
         """Returns for how many pages the devices of all processes have room."""
         mesh = self._forward.mesh
-        local = mesh.local_devices
-        room = CPU_PAGES // len(local)
-        if not self.cpu:
-            found = [s for d in local if (s := d.memory_stats())]
-            free = [s["bytes_limit"] - s["bytes_in_use"] for s in found]
-            room = int(GPU_SHARE * min(free)) if free else room
+        room = CPU_PAGES // len(mesh.local_devices)
+        if not self.cpu and (free := self._free()) < math.inf:
+            room = int(GPU_SHARE * free)
         pages = min(most, room // self._forward.page_bytes(page_size))
         if mesh.is_multi_process:
             pages = int(multihost_utils.process_allgather(np.int32(pages)).min())
@@ -92,3 +90,12 @@ class OneMesh:
     def programs(self, **shapes: Any) -> Programs:
         """See Backend."""
         return Programs(self._forward, **shapes)
+
+    def _free(self) -> float:
+        """The free bytes of the fullest device of all processes; inf where no device tells."""
+        mesh = self._forward.mesh
+        stats = [s for d in mesh.local_devices if (s := d.memory_stats())]
+        free = min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=math.inf)
+        if mesh.is_multi_process:  # which must take the same decisions
+            free = float(multihost_utils.process_allgather(np.float32(free)).min())
+        return free

@@ -59,15 +59,15 @@ class Forward:
 
     # ---- weights and pages at rest
 
-    def place(self, params: Tree, cast: bool, alone: bool = False) -> Tree:
+    def place(self, params: Tree, cast: bool, room: float = 0) -> Tree:
         """Returns parameters, or some members of them, on this mesh. cast: matrices in the compute
-        type, as copies; vectors and routers stay as they are. alone: each layer's in arrays of its
-        own (core.packed.each_alone)."""
+        type, as copies; vectors and routers stay as they are. room: bytes of a device; if a copy of
+        the layers takes no more, each layer's are arrays of its own (core.packed.each_alone)."""
         if cast:
             words = packed_axes(self.parts.axes, params)
             params = map_words(self._cast, words, params)
         placed, stack = sharding.place(self.layout, self.parts.axes, params), self.parts.stack
-        if alone and stack in placed:
+        if stack in placed and _bytes(placed[stack]) <= room:
             placed = placed | {stack: each_alone(placed[stack], self.cfg.layers)}
         return placed
 
@@ -183,6 +183,11 @@ class Forward:
             if name != stack
         }
         return self.parts.abstract | here
+
+
+def _bytes(tree: Tree) -> int:
+    """What a tree takes on one device of this process."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def _experts(

@@ -94,6 +94,11 @@ class Labels:
         floors = np.array([record.floor_s(self.dataset.cards[name]) for record, name in rows])
         return float((floors > 1.05 * self.dataset.seconds).mean())
 
+    def of_rows(self, rows: np.ndarray) -> "Labels":
+        """Returns some rows. rows: their numbers."""
+        kept = ("families", "programs", "halves", "walls")
+        return Labels(self.dataset[rows], *(getattr(self, name)[rows] for name in kept))
+
     def with_facts(self, facts: Mapping[str, Any]) -> "Labels":
         """Returns the same rows with other facts about their provenance."""
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, facts=facts))
