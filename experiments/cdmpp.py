@@ -99,9 +99,7 @@ JSON = flags.DEFINE_string(
     "json", None, "evaluate: file of the result; rows of other methods and splits stay in it"
 )
 STEPS = flags.DEFINE_integer("fit_steps", 2000, "training steps of the networks", lower_bound=1)
-MEMBERS = flags.DEFINE_integer(
-    "fit_members", 3, "number of networks whose predictions are averaged", lower_bound=1
-)
+MEMBERS = flags.DEFINE_integer("fit_members", 3, "number of networks, averaged", lower_bound=1)
 SEED = flags.DEFINE_integer("fit_seed", 0, "random seed of the networks and splits", lower_bound=0)
 CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: which, with commas")
 OTHERS = flags.DEFINE_integer(
@@ -151,11 +149,9 @@ def fit(dataset: Dataset, seed: int) -> Predictor:
             told[0] = time.monotonic()
             print(f"  {part}: step {done}, loss {loss:.4f}, {told[0] - began:.0f} s", flush=True)
 
-    fold = min(STEPS.value, FOLD_STEPS)
-    return Predictor.fit(
-        dataset, members=MEMBERS.value, seed=seed, steps=STEPS.value, fold_steps=fold,
-        progress=tell,
-    )  # fmt: skip
+    steps, fold = STEPS.value, min(STEPS.value, FOLD_STEPS)
+    sizes = {"members": MEMBERS.value, "steps": steps, "fold_steps": fold}
+    return Predictor.fit(dataset, seed=seed, progress=tell, **sizes)
 
 
 def train() -> int:
