@@ -34,6 +34,8 @@ CONFIGS = (
     *(f"tokens 16 {bits} bits three zeros split" for bits in BITS),
     "tokens 8 4 bits four zeros split", "tokens 16 8 bits four split",
     *(f"tokens {n} 4 bits four {word}" for n in (8, 16) for word in ("halves", "quarters")),
+    *(f"tokens {n} 4 bits four {word} warp" for n in (8, 16) for word in ("halves", "quarters")),
+    "tokens 16 4 bits four split warp",
     "tokens 16 3 bits zeros halves split", "tokens 64 4 bits halves split",
 )  # fmt: skip
 WARPGROUPS = {"three": 3, "four": 4}  # that compute, where it is not the heuristic's
@@ -44,8 +46,9 @@ FOLDER = pathlib.Path(__file__).parent
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]:
     """Returns (function, its abstract arguments on an H100, the tile) of a configuration.
 
-    'narrow' is one warpgroup that computes; 'halves', 'quarters': PARTS; 'groups 32': others are of
-    128. 'ragged': neither tokens nor columns are whole pieces of what TMA writes.
+    'narrow' is one warpgroup that computes; 'halves', 'quarters': PARTS; 'warp': a tile by warps;
+    'groups 32': others are of 128. 'ragged': neither tokens nor columns are whole pieces of what
+    TMA writes.
     """
     _, tokens, bits, _, *words = name.split()
     M, N, K = int(tokens), 1024, 2048
@@ -60,7 +63,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     parts = next((n for word, n in PARTS.items() if word in words), 1)
     tile = dataclasses.replace(
         tile, warpgroups=groups, block_m=groups // parts * hopper.COLUMNS, splits=splits, stages=8,
-        block_k=parts * tile.block_k,
+        block_k=parts * tile.block_k, by_warp="warp" in words,
     )  # fmt: skip
     tile = hopper.fitted(tile, spec, dtype)
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())

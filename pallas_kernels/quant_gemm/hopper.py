@@ -41,13 +41,13 @@ from pallas_kernels.hopper.activations import activate_tile
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.epilogue import Staging
 from pallas_kernels.hopper.memory import PIECE, pad, span, up, varying_as
-from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.quant_gemm import reference, registers
 from pallas_kernels.quant_gemm.reference import Spec
 from pallas_kernels.quant_gemm.registers import COLUMNS, DEPTH, WORDS
 
 OP = "quant_matmul"
 TOKENS = (8, 16, 32, 64, 128)  # of a tile
+BY_WARP = 16  # tokens, at most, that warps multiply by (chosen: wgmma is as fast from 64 on)
 STAGED = 64  # tokens of a piece of y on its way out
 SMALLEST = 32  # of a group along K
 SHORTEST = 256  # of K, that a split has at least (chosen: two or four steps)
@@ -56,6 +56,13 @@ REGISTERS = {3: (160, 32), 4: (112, 32)}  # of a thread that computes, and of on
 MOST_EVEN = 8  # splits for the sake of even work (chosen): each costs a page of sums
 BOX = 256  # rows that one copy of TMA takes
 SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(tiles.Tile):
+    """How a product is cut. by_warp: warps multiply codes by few tokens (registers.exact_sums)."""
+
+    by_warp: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +177,8 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
                 columns = COLUMNS * warpgroups // parts
                 tile = Tile(columns, tokens, depth * parts, 8, warpgroups)
                 found += [dataclasses.replace(tile, splits=n) for n in _splits(tile, M, N, K)]
+    if scales_sums(spec, first.block_n) and first.block_n <= BY_WARP:
+        found += [dataclasses.replace(t, by_warp=True) for t in found if t.warpgroups == 4]
     fitting = dict.fromkeys(fitted(tile, spec, dtype) for tile in found)
     return [tile for tile in fitting if tile.stages > 2]
 
@@ -267,6 +276,11 @@ def check(tile: Tile, spec: Spec) -> None:
         raise ValueError(f"{OP}: {tile}: four warpgroups have registers for 16 tokens (block_n)")
     if registers.rows_of(tile.block_k, spec.bits) > BOX:
         raise ValueError(f"{OP}: {tile}: a step has more than {BOX} rows of bytes (block_k)")
+    if tile.by_warp and not (scales_sums(spec, tile.block_n) and tile.block_n <= BY_WARP):
+        raise ValueError(
+            f"{OP}: {tile}: warps multiply signed codes of 4 bits in groups of a multiple of "
+            f"{DEPTH} by at most {BY_WARP} tokens (by_warp)"
+        )
     small, large = sorted((spec.group, tile.block_k))
     if large % small:
         raise ValueError(
@@ -465,6 +479,17 @@ def _body(
         for group in range(max(depth // spec.group, 1)):
             own = scales_smem.at[buffer, row_of(group * spec.group), column]
             scale = registers.load_rows(own, interpret)
+
+            if tile.by_warp:
+                found = registers.exact_sums(
+                    words_smem.at[buffer, column],
+                    (base, registers.rows_of(group * chunks * DEPTH, 4)),
+                    x_smem.at[buffer, part],
+                    (group * chunks, chunks),
+                    interpret,
+                )
+                sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])
+                continue
 
             def run(acc, group=group):
                 for chunk in range(group * chunks, (group + 1) * chunks):

@@ -51,6 +51,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.mma import MMALayouts, mma
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
@@ -346,6 +347,112 @@ def exact_operand(words: Any, place: tuple[Any, int], dtype: Any, interpret: boo
         return fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return read(words, jnp.int32(base))
+
+
+def exact_sums(
+    words: Any,
+    place: tuple[Any, int],
+    x: Any,
+    chunks: tuple[int, int],
+    interpret: bool,
+) -> Values:
+    """Returns the sums (128, T) of w^T x^T over neighbouring chunks of 64 along K, in the layout of
+    wgmma's sums, but by `mma.sync`: each warp multiplies its 16 rows by 8 tokens at a time.
+
+    A wgmma of few tokens takes as long as one of 64 (measured, README.md). The registers of both
+    instructions belong to the same threads. x is read by the threads, from swizzled rows of 128
+    bytes; the lanes of a warp find its words in 32 banks.
+
+    words, place: as of `exact_operand`, for the first chunk. x: shared memory, (T, K of a part),
+    tiled and swizzled as wgmma reads it. chunks: the first of x's and how many.
+    """
+    base, first = place
+    (T, depth), dtype, (start, count) = x.shape, x.dtype, chunks
+    rows = rows_of(DEPTH, 4)
+    if interpret:
+        found = jnp.zeros((COLUMNS, T), jnp.float32)
+        for i in range(count):
+            left = exact_operand(words, (base, first + i * rows), dtype, True)
+            right = x[:, pl.ds((start + i) * DEPTH, DEPTH)]
+            found += lax.dot_general(
+                left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+        # The interpreter orders what threads read before what TMA writes later by such a fence
+        # only. On a GPU the arrival at the barrier of a free buffer is enough.
+        plgpu.commit_smem()
+        return found
+    tiled = plgpu.RefType((plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH)))
+
+    @plgpu.inline_mgpu(
+        arg_types=(SWIZZLED, plgpu.Layout.WG_SPLAT, tiled),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS, T), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def multiply(_, words, base, x):
+        kind = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        layouts = MMALayouts(kind)
+        word, pair = _reader(words, base, 1), _pair_reader(x, depth, kind)
+
+        def array(registers: Any, layout: Any, shape: tuple[int, int]) -> Any:
+            held = np.empty(layout.registers_shape(shape), object)
+            held.reshape(-1)[:] = registers
+            return fragmented.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
+
+        zero = arith.constant(ir.F32Type.get(), 0.0)
+        sums = array([_vector([zero, zero])] * (T // 8 * 4), layouts.acc, (COLUMNS, T))
+        for i in range(count):
+            codes = [
+                code_pairs(word(first + i * rows + LANES * block), jnp.dtype(dtype).name)
+                for block in range(DEPTH // BLOCK)
+            ]
+            left = [
+                codes[block][HALVES * t + half]
+                for t in range(TILES)
+                for block in range(DEPTH // BLOCK)
+                for half in range(HALVES)
+            ]
+            right = [
+                pair(tokens, start + i, 2 * sixteen + half)
+                for sixteen in range(DEPTH // 16)
+                for tokens in range(T // 8)
+                for half in range(2)
+            ]
+            sums = mma(
+                sums,
+                array(left, layouts.lhs, (COLUMNS, DEPTH)),
+                array(right, layouts.rhs, (DEPTH, T)),
+            )
+        return array(sums.registers.reshape(-1), fragmented.WGMMA_LAYOUT, (COLUMNS, T))
+
+    return multiply(words, jnp.int32(base), x)
+
+
+def _pair_reader(x: Any, depth: int, kind: Any) -> Callable[[int, int, int], Any]:
+    """Returns a function that reads a thread's two neighbours along K of one token.
+
+    It takes the number of eight tokens, that of a chunk of 64 along K, and that of eight in it. The
+    token is the thread's lane / 4 of the eight, the neighbours are 2 (lane mod 4) and the next.
+    """
+    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+    two = ir.VectorType.get((2,), kind)
+
+    def number(x: int) -> Any:
+        return arith.constant(i32, x)
+
+    lane = arith.andi(utils.thread_idx(), number(31))
+    token = arith.shrui(lane, number(2))
+    start = arith.addi(
+        arith.shli(token, number(7)), arith.shli(arith.andi(lane, number(3)), number(2))
+    )
+    pointer = utils.memref_ptr(x)
+
+    def pair(tokens: int, chunk: int, eight: int) -> Any:
+        turned = arith.shli(arith.xori(token, number(eight)), number(4))
+        at = arith.addi(start, turned)
+        tile = 1024 * (tokens * (depth // DEPTH) + chunk)
+        at = arith.addi(at, number(tile))
+        return llvm.load(two, utils.getelementptr(pointer, [at], i8))
+
+    return pair
 
 
 def code_pairs(word: Any, dtype: str) -> list[Any]:

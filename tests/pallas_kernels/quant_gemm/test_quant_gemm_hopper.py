@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
+from jax.experimental.mosaic.gpu.mma import MMALayouts
 
 from pallas_kernels import aot, interpret, pack_weight, quant_matmul
 from pallas_kernels.hopper import cards, tiles
-from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.quant_gemm import hopper, registers
 from pallas_kernels.quant_gemm.cases import CASES as SHAPES
+from pallas_kernels.quant_gemm.hopper import Tile
 from pallas_kernels.quant_gemm.reference import BITS, Spec
 from tests import quant_gemm_oracle as oracle
 
@@ -52,6 +53,13 @@ CASES = {
         2,
     ),
     "quarters": ((3, 272, 600), Tile(128, 8, 256, 2, 4), Spec(4, 128, True, "silu"), True, 2),
+    "quarters by warp": (
+        (13, 272, 1100),
+        Tile(128, 16, 512, 2, 4, splits=2, by_warp=True),
+        Spec(4, 128),
+        True,
+        2,
+    ),
     "quarters, 8 bits zeros": ((8, 128, 600), Tile(128, 8, 256, 2, 4), Spec(8, 32, False), True, 1),
     "halves, 3 bits": ((9, 140, 300), Tile(128, 16, 128, 2, 2), Spec(3, 128, False), True, 1),
     "many tokens": ((200, 130, 64), Tile(128, 128, 64, 2, 1), Spec(4, 32), False, 1),
@@ -184,7 +192,8 @@ def held(layout, shape):
     free = layout.registers_shape(shape)
     for warp in range(4):
         for lane in range(32):
-            cut = index_of(warp, layout.warp_dims) | index_of(lane, layout.lane_dims)
+            warps = [d for d in layout.warp_dims if isinstance(d, int) and sizes[d] > 1]
+            cut = index_of(warp if warps else 0, warps) | index_of(lane, layout.lane_dims)
             for register in np.ndindex(*free):
                 for place in range(layout.vector_length):
                     at = [*register]
@@ -337,6 +346,66 @@ def test_a_thread_reads_its_own_words_and_a_warp_reads_32_banks(bits, computed):
     assert min(banks) == (16 if bits == 8 else 32)
 
 
+def test_a_thread_reads_its_own_activations_and_a_warp_reads_32_banks(computed):
+    """Pairs along K of x (24 tokens, 128), from memory that TMA has tiled and swizzled."""
+    where = {}  # the byte of each pair
+    for token, k in np.ndindex(24, 64):
+        tile, place, inside = 2 * (token // 8) + k // 32, token % 8, k % 32
+        byte = 1024 * tile + 128 * place + 16 * ((inside // 4) ^ place) + 4 * (inside % 4)
+        where[byte] = token, 2 * k
+    names = dict(get=lambda *_: None)
+    computed.setattr(
+        registers, "ir",
+        SimpleNamespace(
+            IntegerType=SimpleNamespace(get_signless=int), VectorType=SimpleNamespace(**names)
+        ),
+    )  # fmt: skip
+    thread = [0]
+    computed.setattr(registers, "llvm", SimpleNamespace(load=lambda _, byte: byte))
+    computed.setattr(
+        registers,
+        "utils",
+        SimpleNamespace(
+            thread_idx=lambda: thread[0], memref_ptr=lambda _: 0,
+            getelementptr=lambda pointer, at, _: pointer + at[0],
+        ),
+    )  # fmt: skip
+    banks = {}
+    for lane in range(32):
+        thread[0] = 96 + lane
+        pair = registers._pair_reader(None, 128, None)
+        for eights, chunk, eight in np.ndindex(3, 2, 8):
+            byte = pair(eights, chunk, eight)
+            token, k = 8 * eights + lane // 4, 64 * chunk + 8 * eight + 2 * (lane % 4)
+            assert where[byte] == (token, k)
+            banks.setdefault((eights, chunk, eight), set()).add(byte // 4 % 32)
+    assert all(len(each) == 32 for each in banks.values())
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_warps_multiply_registers_in_the_order_of_their_instruction(tokens):
+    """The orders in which `exact_sums` lists its registers, by the layouts that Mosaic has."""
+    layouts = MMALayouts(jnp.bfloat16)
+    depth, rows = registers.DEPTH, registers.COLUMNS
+    codes = [(t, b, h) for t in range(2) for b in range(depth // 8) for h in range(2)]
+    pairs = [(s, n, h) for s in range(depth // 16) for n in range(tokens // 8) for h in range(2)]
+    for layout, shape, order in (
+        (layouts.lhs, (rows, depth), codes), (layouts.rhs, (depth, tokens), pairs),
+    ):  # fmt: skip
+        numbers = np.arange(len(order)).reshape(layout.registers_shape(shape))
+        for (register, place, warp, lane), found in held(layout, shape).items():
+            a, b, half = order[numbers[register]]
+            q, g = lane % 4, lane // 4
+            if shape[0] == rows:
+                assert found == (64 * a + 16 * warp + 8 * half + g, 8 * b + 2 * q + place)
+            else:
+                assert found == (16 * a + 8 * half + 2 * q + place, 8 * b + g)
+    shape = rows, tokens
+    assert list(held(layouts.acc, shape).values()) == list(
+        held(fragmented.WGMMA_LAYOUT, shape).values()
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_codes_of_4_bits_become_floats_exactly(dtype, seed, computed):
     """By PRMT and LOP3 as the PTX ISA defines them, and float arithmetic on the bits."""
@@ -400,6 +469,7 @@ BAD = {
     "block_k=32 must be a multiple of 64": Tile(128, 8, 32, 2, 1),
     "one warpgroup, or the same number of them, for each 128": Tile(256, 8, 64, 2, 1),
     "smaller tiles or fewer warpgroups": Tile(256, 256, 64, 2, 2),
+    "at most 16 tokens .by_warp": Tile(128, 32, 64, 2, 1, by_warp=True),
     "no cluster": Tile(128, 8, 64, 2, 1, cluster=2),
     "block_k=192 must be a multiple of the group, 128": Tile(128, 8, 192, 2, 1),
 }
