@@ -10,6 +10,7 @@ Legend: T tokens of a step, B segments, D model width, V vocabulary, L layers, P
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -186,8 +187,10 @@ class Forward:
 
 
 def _bytes(tree: Tree) -> int:
-    """What a tree takes on one device of this process."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    """What a tree takes on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def _experts(

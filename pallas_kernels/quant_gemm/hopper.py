@@ -27,7 +27,7 @@ Legend: M tokens, N columns, K contracted, G groups of K, P rows of packed bytes
 import dataclasses
 import functools
 import itertools
-from typing import Any, override
+from typing import Any, cast, override
 
 import jax
 import jax.experimental.pallas as pl
@@ -229,7 +229,11 @@ def tile_count(tile: Tile, M: int, N: int) -> int:
 
 def fitted(tile: Tile, spec: Spec, dtype: Any = jnp.bfloat16) -> Tile:
     """Returns the tile with no more stages than fit into shared memory."""
-    return tiles.fitted(tile, lambda tile: buffers(tile, spec, dtype))
+
+    def needed(tile: Any) -> tiles.Buffers:
+        return buffers(tile, spec, dtype)
+
+    return cast(Tile, tiles.fitted(tile, needed))
 
 
 def scale_rows(tile: Tile, spec: Spec) -> int:
@@ -476,33 +480,24 @@ def _body(
 
     def product_of_groups(_, s, buffer, sums):
         chunks = min(spec.group, depth) // DEPTH
+        words, x = words_smem.at[buffer, column], x_smem.at[buffer, part]
+
+        def run(first, acc):
+            for chunk in range(first, first + chunks):
+                at = base, registers.rows_of(chunk * DEPTH, 4)
+                left = registers.exact_operand(words, at, gmem["x"].dtype, interpret)
+                join(acc, left, x.at[:, pl.ds(chunk * DEPTH, DEPTH)].T)
+            return acc[...]
+
         for group in range(max(depth // spec.group, 1)):
+            first = group * chunks
             own = scales_smem.at[buffer, row_of(group * spec.group), column]
             scale = registers.load_rows(own, interpret)
-
             if tile.by_warp:
-                found = registers.exact_sums(
-                    words_smem.at[buffer, column],
-                    (base, registers.rows_of(group * chunks * DEPTH, 4)),
-                    x_smem.at[buffer, part],
-                    (group * chunks, chunks),
-                    interpret,
-                )
-                sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])
-                continue
-
-            def run(acc, group=group):
-                for chunk in range(group * chunks, (group + 1) * chunks):
-                    left = registers.exact_operand(
-                        words_smem.at[buffer, column],
-                        (base, registers.rows_of(chunk * DEPTH, 4)),
-                        gmem["x"].dtype,
-                        interpret,
-                    )
-                    join(acc, left, x_smem.at[buffer, part, :, pl.ds(chunk * DEPTH, DEPTH)].T)
-                return acc[...]
-
-            found = pl.run_scoped(run, plgpu.ACC(sums.shape))
+                at = base, registers.rows_of(first * DEPTH, 4)
+                found = registers.exact_sums(words, at, x, (first, chunks), interpret)
+            else:
+                found = pl.run_scoped(functools.partial(run, first), plgpu.ACC(sums.shape))
             sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])
         return sums
 

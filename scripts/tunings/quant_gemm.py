@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.quant_gemm import api, hopper, reference
 from pallas_kernels.quant_gemm.bench import arguments
 from pallas_kernels.quant_gemm.cases import CASES, SERVED, Case
@@ -24,7 +23,7 @@ def tuning(case: Case) -> tuned.Tuning:
     spec = case.spec
     tiles = tuple(dict.fromkeys(hopper.candidates(case.M, case.N, case.K, spec)))
 
-    def function(tile: Tile, interpret: bool) -> Callable[..., Any]:
+    def function(tile: hopper.Tile, interpret: bool) -> Callable[..., Any]:
         return functools.partial(hopper.multiply, spec=spec, tile=tile, interpret=interpret)
 
     def inputs(key: jax.Array) -> tuple[Any, ...]:
