@@ -496,6 +496,8 @@ def _body(
             if tile.by_warp:
                 at = base, registers.rows_of(first * DEPTH, 4)
                 found = registers.exact_sums(words, at, x, (first, chunks), interpret)
+                if interpret:  # where only this orders reads by threads before a copy by TMA
+                    plgpu.commit_smem()
             else:
                 found = pl.run_scoped(functools.partial(run, first), plgpu.ACC(sums.shape))
             sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])

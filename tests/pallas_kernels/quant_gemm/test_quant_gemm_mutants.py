@@ -10,14 +10,14 @@ from tests.pallas_kernels.quant_gemm import test_quant_gemm_hopper as kernel
 
 # Several steps, of one 64 of K or two; of codes as they are, and of whole weights; warpgroups that
 # share columns.
-ONE, TWO, EXACT, EXACT_TWO, SHARED = (
+ONE, TWO, EXACT, EXACT_TWO, SHARED, BY_WARP = (
     functools.partial(kernel.product, kernel.CASES[name], 0)
-    for name in ("3 bits", "2 bits", "int4", "int4 split", "halves")
+    for name in ("3 bits", "2 bits", "int4", "int4 split", "halves", "quarters by warp")
 )
 RUNS = {
     (hopper, "Product"): [ONE, TWO],
     (hopper, "Grouped"): [EXACT, EXACT_TWO],
-    (hopper, "_body"): [EXACT_TWO, TWO, ONE],
+    (hopper, "_body"): [EXACT_TWO, TWO, ONE, BY_WARP],
     (hopper, "_meet"): [SHARED],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
