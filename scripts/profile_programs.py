@@ -20,7 +20,7 @@ On a GPU the card is that of megajax/core/hardware.py, and command buffers are t
 (--processes) draw and compile programs; only one at a time runs any of them, so the others do not
 disturb its timing. XLA may then not time variants of products while it compiles, so it is told not
 to: products are cuBLAS's own choice, and the labels' facts say so. Convolutions are left out of
-labels.npz, since cuDNN's own choice is up to a thousand times slower than what XLA finds. With
+labels.npz, since cuDNN's own choice took up to thousands of times their roofline on an H200. With
 --processes=1 XLA times variants, cuBLAS's and Triton's, and compiling takes far longer. A program
 that fails is named and left out; a process that crashes, or holds the GPU for over 40 s, loses its
 batch, and the exit code is 1. What was timed before is joined.
@@ -259,7 +259,7 @@ def join(cfg: Config) -> None:
     if whole.dataset.facts.get("products") == CHOICE[1]:
         tuned = [i for i, r in enumerate(whole.dataset.records) if r.kind != "convolution"]
         if lost := len(whole.halves) - len(tuned):
-            print(f"{lost} convolutions are left out: cuDNN's own choice is no program of XLA's")
+            print(f"{lost} convolutions are left out: XLA chose no algorithms for them")
         whole = whole.of_rows(np.array(tuned))
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
         whole = whole.with_raised_cards()

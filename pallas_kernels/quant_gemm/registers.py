@@ -41,6 +41,7 @@ Legend: M tokens, K contracted; R rows of four lanes, C words of a row; T tokens
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -359,7 +360,7 @@ def exact_sums(
     """Returns the sums (128, T) of w^T x^T over neighbouring chunks of 64 along K, in the layout of
     wgmma's sums, but by `mma.sync`: each warp multiplies its 16 rows by 8 tokens at a time.
 
-    A wgmma of few tokens takes as long as one of 64 (measured, README.md). The registers of both
+    A wgmma of few tokens seems to take as long as one of 64 (README.md). The registers of both
     instructions belong to the same threads. x is read by the threads, from swizzled rows of 128
     bytes; the lanes of a warp find its words in 32 banks.
 
@@ -401,18 +402,8 @@ def exact_sums(
                 code_pairs(word(first + i * rows + LANES * block), jnp.dtype(dtype).name)
                 for block in range(DEPTH // BLOCK)
             ]
-            left = [
-                codes[block][HALVES * t + half]
-                for t in range(TILES)
-                for block in range(DEPTH // BLOCK)
-                for half in range(HALVES)
-            ]
-            right = [
-                pair(tokens, start + i, 2 * sixteen + half)
-                for sixteen in range(DEPTH // 16)
-                for tokens in range(T // 8)
-                for half in range(2)
-            ]
+            left = [codes[block][HALVES * t + half] for t, block, half in left_order()]
+            right = [pair(n, start + i, 2 * k + half) for k, n, half in right_order(T)]
             sums = mma(
                 sums,
                 array(left, layouts.lhs, (COLUMNS, DEPTH)),
@@ -421,6 +412,16 @@ def exact_sums(
         return array(sums.registers.reshape(-1), fragmented.WGMMA_LAYOUT, (COLUMNS, T))
 
     return multiply(words, jnp.int32(base), x)
+
+
+def left_order() -> list[tuple[int, int, int]]:
+    """The order of a thread's registers of `mma`'s left operand: (t, block of 8 along K, half)."""
+    return [*itertools.product(range(TILES), range(DEPTH // BLOCK), range(HALVES))]
+
+
+def right_order(T: int) -> list[tuple[int, int, int]]:
+    """The same of its right operand, of T tokens: (16 along K, 8 tokens, which 8 of the 16)."""
+    return [*itertools.product(range(DEPTH // 16), range(T // 8), range(2))]
 
 
 def _pair_reader(x: Any, depth: int, kind: Any) -> Callable[[int, int, int], Any]:

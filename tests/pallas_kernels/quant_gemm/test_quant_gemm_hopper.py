@@ -302,10 +302,20 @@ def computed(monkeypatch):
         "xori": lambda a, b: a ^ b,
         "constant": lambda _, value: value,
     }
-    types = dict.fromkeys(("IntegerType",), SimpleNamespace(get_signless=lambda bits: bits))
+    types = SimpleNamespace(get_signless=int, get=lambda *_: None)
     monkeypatch.setattr(registers, "arith", SimpleNamespace(**names))
-    monkeypatch.setattr(registers, "ir", SimpleNamespace(**types))
+    monkeypatch.setattr(registers, "ir", SimpleNamespace(IntegerType=types, VectorType=types))
     return monkeypatch
+
+
+def at_bytes(computed):
+    """Lets a read from shared memory return its byte; returns the thread that reads, in a list."""
+    thread = [0]
+    computed.setattr(registers, "llvm", SimpleNamespace(load=lambda _, byte: byte))
+    read = dict(memref_ptr=lambda _: 0, getelementptr=lambda pointer, at, _: pointer + at[0])
+    own = SimpleNamespace(thread_idx=lambda: thread[0], **read)
+    computed.setattr(registers, "utils", own)
+    return thread
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -317,18 +327,8 @@ def test_a_thread_reads_its_own_words_and_a_warp_reads_32_banks(bits, computed):
     for row in range(base + first + rows):
         for c in range(registers.WORDS):
             where[128 * row + 16 * ((c // 4) ^ (row % 8)) + 4 * (c % 4)] = row, c
-    computed.setattr(
-        registers, "llvm", SimpleNamespace(load=lambda _, byte: (where[byte], byte // 4 % 32))
-    )
-    thread, given = [0], SimpleNamespace(registers=np.array(base, object))
-    computed.setattr(
-        registers,
-        "utils",
-        SimpleNamespace(
-            thread_idx=lambda: thread[0], memref_ptr=lambda _: 0,
-            getelementptr=lambda pointer, at, _: pointer + at[0],
-        ),
-    )  # fmt: skip
+    thread = at_bytes(computed)
+    given = SimpleNamespace(registers=np.array(base, object))
     read = {}
     for warp in range(4):
         for lane in range(32):
@@ -340,9 +340,9 @@ def test_a_thread_reads_its_own_words_and_a_warp_reads_32_banks(bits, computed):
     layout = held(registers.LANED, (8, registers.WORDS, 1))
     for (register, _, warp, lane), (row, c, _) in layout.items():
         for r in range(size):
-            (found, _) = read[warp, lane, register[0], r]
+            found = where[read[warp, lane, register[0], r]]
             assert found == (base + first + size * row + r, c)
-    banks = [len({read[w, lane, i, r][1] for lane in range(32)}) for w, _, i, r in read]
+    banks = [len({read[w, lane, i, r] // 4 % 32 for lane in range(32)}) for w, _, i, r in read]
     assert min(banks) == (16 if bits == 8 else 32)
 
 
@@ -353,24 +353,7 @@ def test_a_thread_reads_its_own_activations_and_a_warp_reads_32_banks(computed):
         tile, place, inside = 2 * (token // 8) + k // 32, token % 8, k % 32
         byte = 1024 * tile + 128 * place + 16 * ((inside // 4) ^ place) + 4 * (inside % 4)
         where[byte] = token, 2 * k
-    names = dict(get=lambda *_: None)
-    computed.setattr(
-        registers, "ir",
-        SimpleNamespace(
-            IntegerType=SimpleNamespace(get_signless=int), VectorType=SimpleNamespace(**names)
-        ),
-    )  # fmt: skip
-    thread = [0]
-    computed.setattr(registers, "llvm", SimpleNamespace(load=lambda _, byte: byte))
-    computed.setattr(
-        registers,
-        "utils",
-        SimpleNamespace(
-            thread_idx=lambda: thread[0], memref_ptr=lambda _: 0,
-            getelementptr=lambda pointer, at, _: pointer + at[0],
-        ),
-    )  # fmt: skip
-    banks = {}
+    thread, banks = at_bytes(computed), {}
     for lane in range(32):
         thread[0] = 96 + lane
         pair = registers._pair_reader(None, 128, None)
@@ -387,11 +370,10 @@ def test_warps_multiply_registers_in_the_order_of_their_instruction(tokens):
     """The orders in which `exact_sums` lists its registers, by the layouts that Mosaic has."""
     layouts = MMALayouts(jnp.bfloat16)
     depth, rows = registers.DEPTH, registers.COLUMNS
-    codes = [(t, b, h) for t in range(2) for b in range(depth // 8) for h in range(2)]
-    pairs = [(s, n, h) for s in range(depth // 16) for n in range(tokens // 8) for h in range(2)]
     for layout, shape, order in (
-        (layouts.lhs, (rows, depth), codes), (layouts.rhs, (depth, tokens), pairs),
-    ):  # fmt: skip
+        (layouts.lhs, (rows, depth), registers.left_order()),
+        (layouts.rhs, (depth, tokens), registers.right_order(tokens)),
+    ):
         numbers = np.arange(len(order)).reshape(layout.registers_shape(shape))
         for (register, place, warp, lane), found in held(layout, shape).items():
             a, b, half = order[numbers[register]]

@@ -152,6 +152,9 @@ def test_labels_keep_both_halves_and_mark_rows_that_disagree(tmp_path):
     assert found.is_marked.tolist() == [False, True]
     assert found.noise == pytest.approx({"noise_mean": 0.275, "noise_median": 0.275, "marked": 0.5})
     both = Labels.joined([found, labels(family="norm")])
+    second = both.of_rows(np.arange(len(found.halves), len(both.halves)))
+    assert set(second.families) == {"norm"} and len(second.dataset) == len(second.halves)
+    np.testing.assert_array_equal(second.dataset.seconds, second.halves.min(1))
     both.save(tmp_path / "labels.npz")
     again = Labels.load(tmp_path / "labels.npz")
     assert again.families.tolist() == ["mlp", "mlp", "norm", "norm"]
