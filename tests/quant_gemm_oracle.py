@@ -46,8 +46,13 @@ def dequantize(packed_PN, scales_GN, zeros_GN, K, bits, group):
     return w if zeros_GN is None else w + np.asarray(zeros_GN, np.float64)[group_K]
 
 
+def rounded(x, dtype):
+    """Numbers rounded to float32 and to a type, in float64."""
+    return np.asarray(x, np.float32).astype(TYPES[dtype]).astype(np.float64)
+
+
 def product(x_xK, w_KN, bias_N=None, activation=None, dtype="float32"):
     """(activate(x w + bias), z); w is rounded to x's type first."""
-    w = w_KN.astype(np.float32).astype(TYPES[dtype]).astype(np.float64)
+    w = rounded(w_KN, dtype)
     z = np.asarray(x_xK, np.float64) @ w + (0 if bias_N is None else np.asarray(bias_N, np.float64))
     return activate(activation, z)[0], z

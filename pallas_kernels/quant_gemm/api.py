@@ -76,7 +76,9 @@ def quant_matmul(
     in float32. The second form is used if `zeros` are given. w is rounded to x's type, the product
     is summed in float32 and the result is rounded once. (For codes of 4 bits without zeros, groups
     of multiples of 64 and tiles of up to 64 tokens, the Hopper kernel multiplies by the codes and
-    scales the float32 sums of each group, so it rounds no weight.)
+    scales the float32 sums of each group, so it rounds no weight. For more tokens, or groups of 32,
+    and bf16 activations it scales in bf16 with a scale of two parts, which seldom gives w's
+    neighbour: where code * scale is within 2^-15 of itself of the middle between two numbers.)
 
     `zeros` are numbers, not codes. Files of GPTQ and AWQ have an integer zero point z for each
     group, with w = (code - z) * scale. It becomes

@@ -27,7 +27,9 @@ CONFIGS = (
     *(f"tokens 16 {bits} bits split" for bits in BITS if bits != 4),
     *(f"tokens 16 {bits} bits zeros split" for bits in BITS),
     *(f"tokens 128 {bits} bits zeros silu" for bits in BITS),
-    "tokens 16 4 bits groups 32 split",
+    "tokens 16 4 bits groups 32 split", "tokens 16 4 bits four groups 32",
+    "tokens 128 4 bits groups 32 silu", "tokens 128 4 bits deep groups 32",
+    "tokens 128 4 bits deep gelu",
     "tokens 128 4 bits groups 32 float16", "tokens 16 4 bits narrow split",
     "tokens 63 3 bits ragged", "tokens 63 3 bits ragged split",
     *(f"tokens {n} 4 bits {word} split" for n in (8, 16) for word in ("three", "four")),
@@ -47,8 +49,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     """Returns (function, its abstract arguments on an H100, the tile) of a configuration.
 
     'narrow' is one warpgroup that computes; 'halves', 'quarters': PARTS; 'warp': a tile by warps;
-    'groups 32': others are of 128. 'ragged': neither tokens nor columns are whole pieces of what
-    TMA writes.
+    'deep': a step of twice the heuristic's; 'groups 32': others are of 128. 'ragged': neither
+    tokens nor columns are whole pieces of what TMA writes.
     """
     _, tokens, bits, _, *words = name.split()
     M, N, K = int(tokens), 1024, 2048
@@ -63,7 +65,7 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     parts = next((n for word, n in PARTS.items() if word in words), 1)
     tile = dataclasses.replace(
         tile, warpgroups=groups, block_m=groups // parts * hopper.COLUMNS, splits=splits, stages=8,
-        block_k=parts * tile.block_k, by_warp="warp" in words,
+        block_k=parts * tile.block_k * (2 if "deep" in words else 1), by_warp="warp" in words,
     )  # fmt: skip
     tile = hopper.fitted(tile, spec, dtype)
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
@@ -85,4 +87,4 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    return FOLDER / "hopper.py", FOLDER / "registers.py", *FILES
+    return *(FOLDER / f"{file}.py" for file in ("hopper", "roles", "pairs", "registers")), *FILES

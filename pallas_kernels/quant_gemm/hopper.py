@@ -7,7 +7,7 @@ The weight becomes the left operand, the one that wgmma can take from registers:
 
     producer      TMA: packed bytes, scales, zeros of a step, x -> ready[s]
     each compute  wait ready[s] | 64 of K: words -> codes -> w^T in registers (registers.py) | wgmma
-                  | the next 64, while the tensor core multiplies | arrive free[s]
+                  | the next 64, while the tensor core multiplies | arrive free[s]  (roles.py)
     epilogue      sums | bias, activation | shared memory | TMA to y (tokens, columns)
 
 Because the sides are exchanged, a tile's block_m counts columns of the weight here, 128 for each
@@ -27,7 +27,7 @@ Legend: M tokens, N columns, K contracted, G groups of K, P rows of packed bytes
 import dataclasses
 import functools
 import itertools
-from typing import Any, cast, override
+from typing import Any, cast
 
 import jax
 import jax.experimental.pallas as pl
@@ -41,7 +41,7 @@ from pallas_kernels.hopper.activations import activate_tile
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.epilogue import Staging
 from pallas_kernels.hopper.memory import PIECE, pad, span, up, varying_as
-from pallas_kernels.quant_gemm import reference, registers
+from pallas_kernels.quant_gemm import pairs, reference, registers, roles
 from pallas_kernels.quant_gemm.reference import Spec
 from pallas_kernels.quant_gemm.registers import COLUMNS, DEPTH, WORDS
 
@@ -60,57 +60,9 @@ SWIZZLED = 64  # columns of a piece of y, of 16 bits; of float32 32
 
 @dataclasses.dataclass(frozen=True)
 class Tile(tiles.Tile):
-    """How a product is cut. by_warp: warps multiply codes by few tokens (registers.exact_sums)."""
+    """How a product is cut. by_warp: warps multiply codes by few tokens (pairs.exact_sums)."""
 
     by_warp: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Product(engine.Product):
-    """The engine's roles, but the products of a step are over before the next is dequantized.
-
-    The engine leaves the products of one step in flight. Here the next step would overwrite
-    registers that they still read, which the PTX ISA calls undefined behaviour before
-    `wgmma.wait_group` (section wgmma.mma_async).
-    """
-
-    @override
-    def _product(self, where, live, multiply, *accumulators):
-        ring, first, steps = where
-        assert live is None
-
-        @pl.loop(first, first + steps)
-        def _(i):
-            buffer = self._buffer(ring, i)
-            plgpu.barrier_wait(self.ready.at[buffer])
-            multiply(i - first, buffer, *accumulators)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(self.free.at[buffer])
-
-        return tuple(accumulator[...] for accumulator in accumulators)
-
-
-class Grouped(Product):
-    """A Product for steps whose sums are scaled before they are added to the sums so far.
-
-    `multiply(place, s, buffer, sums)` returns the new sums.
-    """
-
-    @override
-    def _product(self, where, live, multiply, *accumulators):
-        ring, first, steps = where
-        assert live is None
-        zeros = plgpu.layout_cast(jnp.zeros(accumulators[0].shape, jnp.float32), plgpu.Layout.WGMMA)
-
-        @pl.loop(first, first + steps, init_carry=zeros)
-        def found(i, sums):
-            buffer = self._buffer(ring, i)
-            plgpu.barrier_wait(self.ready.at[buffer])
-            sums = multiply(i - first, buffer, sums)
-            plgpu.barrier_arrive(self.free.at[buffer])
-            return sums
-
-        return (found,)
 
 
 def scales_sums(spec: Spec, tokens: int) -> bool:
@@ -119,6 +71,12 @@ def scales_sums(spec: Spec, tokens: int) -> bool:
     Args: tokens: those of a tile. If they are many, no registers are left for the sums of a group.
     """
     return spec.bits == 4 and spec.signed and spec.group % DEPTH == 0 and tokens <= 64
+
+
+def scales_pairs(spec: Spec, tokens: int, dtype: Any) -> bool:
+    """Tells whether weights are scaled two at a time, in bf16 (pairs.scaled_operand)."""
+    rest = spec.bits == 4 and spec.signed and not scales_sums(spec, tokens)
+    return rest and jnp.dtype(dtype).name == "bfloat16"
 
 
 def columns_of(tile: Tile) -> int:
@@ -150,9 +108,12 @@ def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> 
     """
     tokens = next((t for t in TOKENS if t >= M), TOKENS[-1])
     warpgroups = 2 if N > COLUMNS else 1
-    depth = 2 * DEPTH if _fits(spec, K, 2 * DEPTH) and tokens <= 64 else DEPTH
-    tile = Tile(COLUMNS * warpgroups, tokens, depth, 8, warpgroups)
-    count, steps = tile_count(tile, M, N), max(pl.cdiv(K, depth), 1)
+    tile = Tile(COLUMNS * warpgroups, tokens, DEPTH, 8, warpgroups)
+    count = tile_count(tile, M, N)
+    # With many tokens, pages of float32 sums leave no shared memory for three stages of 128.
+    deep = tokens <= 64 or (scales_pairs(spec, tokens, dtype) and count > SMS // 2)
+    depth = 2 * DEPTH if deep and _fits(spec, K, 2 * DEPTH) else DEPTH
+    tile, steps = dataclasses.replace(tile, block_k=depth), max(pl.cdiv(K, depth), 1)
     splits = min(max(SMS // max(count, 1), 1), max(K // SHORTEST, 1))
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))
     return fitted(dataclasses.replace(tile, splits=splits), spec, dtype)
@@ -378,7 +339,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
         scratch["given"] = plgpu.Barrier(num_arrivals=parts - 1, num_barriers=columns)
         scratch["taken"] = plgpu.Barrier(num_barriers=columns)
     if interpret:
-        shape = (tile.warpgroups, COLUMNS, DEPTH)
+        shape = (tile.warpgroups, 2, COLUMNS, DEPTH)
         scratch["w_smem"] = engine.swizzled(shape, dtype)
     clusters = min(blocks, grid[0] * grid[1] * tile.splits)
     # TMA writes swizzled pieces, of which there must be whole ones.
@@ -407,7 +368,9 @@ def _body(
     steps = pl.cdiv(pl.cdiv(gmem["x"].shape[1], tile.block_k), tile.splits)
     count = grid[0] * grid[1]
     exact = scales_sums(spec, tile.block_n)
-    kind = Grouped if exact else Product
+    paired = scales_pairs(spec, tile.block_n, gmem["x"].dtype)
+    flows = paired and tile.block_k // parts_of(tile) > DEPTH
+    kind = roles.Grouped if exact else roles.Flowing if flows else roles.Product
     product = kind(tile, ready, free, steps, lax.axis_index("block"), clusters)
     columns, parts = columns_of(tile), parts_of(tile)
     column, part = product.warpgroup, jnp.int32(0)
@@ -420,8 +383,6 @@ def _body(
     height = y_smem.shape[2]
     rows = registers.rows_of(tile.block_k, spec.bits)
     base = part * registers.rows_of(depth, spec.bits)
-    # Codes are dequantized in pieces that lie inside of one group.
-    piece = min(spec.group, DEPTH)
     numbers = {"scales": scales_smem} | ({} if spec.signed else {"zeros": more["zeros_smem"]})
 
     def split(i):
@@ -449,34 +410,27 @@ def _body(
             ]
             plgpu.copy_gmem_to_smem(source, smem.at[buffer], barrier)
 
-    def row_of(start):
-        """The row of scales, in shared memory, of what is `start` after this warpgroup's part."""
-        if scales_smem.shape[1] == 1:  # a group that is longer than a step has one row
-            return 0
-        return lax.div(part * depth, jnp.int32(spec.group)) + start // spec.group
+    def of_group(smem, buffer, group):
+        """The numbers, in shared memory, of a group of this warpgroup's part of a step."""
+        row = 0  # a group that is longer than a step has one row
+        if smem.shape[1] > 1:
+            row = lax.div(part * depth, jnp.int32(spec.group)) + group
+        return smem.at[buffer, row, column]
 
-    def weight(buffer, chunk):
-        """Returns w^T (128, 64) of one chunk of 64 along K, in registers."""
-        found = []
-        for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, piece):
-            first, size = (registers.rows_of(k, spec.bits) for k in (start, piece))
-            words = words_smem.at[buffer, column]
-
-            def numbers_of(name, j, row=row_of(start)):
-                if name not in numbers:
-                    return None
-                own = numbers[name].at[buffer, row, column]
-                return registers.load_columns(own, j, interpret)
-
-            words = registers.load(words, (base, first, size), spec.bits, interpret)
-            codes = registers.numbers(words, spec.bits, spec.signed)
-            found.append(registers.dequantize(codes, numbers_of))
-        return registers.operand(found, spec.bits, gmem["x"].dtype, interpret)
-
-    def multiply(_, s, buffer, acc):
+    def multiply(_, s, buffer, acc, over=None):
+        words = words_smem.at[buffer, column]
+        own = {name: functools.partial(of_group, smem, buffer) for name, smem in numbers.items()}
+        if paired:
+            operand = pairs.operands(words, base, own["scales"], spec.group, interpret)
+        else:
+            operand = registers.operands(words, base, own, spec, gmem["x"].dtype, interpret)
         for chunk in range(depth // DEPTH):
-            left = weight(buffer, chunk)
-            join(acc, left, x_smem.at[buffer, part, :, pl.ds(chunk * DEPTH, DEPTH)].T)
+            right = x_smem.at[buffer, part, :, pl.ds(chunk * DEPTH, DEPTH)].T
+            join(acc, operand(chunk), right, chunk % 2 if flows else 0)
+            if over:
+                plgpu.wgmma_wait(1)  # the registers of the chunk before are free
+            if over and chunk == 0:
+                over()
 
     def product_of_groups(_, s, buffer, sums):
         chunks = min(spec.group, depth) // DEPTH
@@ -485,17 +439,16 @@ def _body(
         def run(first, acc):
             for chunk in range(first, first + chunks):
                 at = base, registers.rows_of(chunk * DEPTH, 4)
-                left = registers.exact_operand(words, at, gmem["x"].dtype, interpret)
+                left = pairs.exact_operand(words, at, gmem["x"].dtype, interpret)
                 join(acc, left, x.at[:, pl.ds(chunk * DEPTH, DEPTH)].T)
             return acc[...]
 
         for group in range(max(depth // spec.group, 1)):
             first = group * chunks
-            own = scales_smem.at[buffer, row_of(group * spec.group), column]
-            scale = registers.load_rows(own, interpret)
+            scale = registers.load_rows(of_group(scales_smem, buffer, group), interpret)
             if tile.by_warp:
                 at = base, registers.rows_of(first * DEPTH, 4)
-                found = registers.exact_sums(words, at, x, (first, chunks), interpret)
+                found = pairs.exact_sums(words, at, x, (first, chunks), interpret)
                 if interpret:  # where only this orders reads by threads before a copy by TMA
                     plgpu.commit_smem()
             else:
@@ -503,10 +456,11 @@ def _body(
             sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])
         return sums
 
-    def join(acc, left, right):
+    def join(acc, left, right, place=0):
         if interpret:  # which knows no operands in registers
-            own = more["w_smem"].at[product.warpgroup]
-            plgpu.wgmma_wait(0)
+            own = more["w_smem"].at[product.warpgroup, place]
+            if not flows:
+                plgpu.wgmma_wait(0)
             own[...] = left
             plgpu.commit_smem()
             left = own

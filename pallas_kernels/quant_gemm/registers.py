@@ -30,19 +30,13 @@ What comes out. The sums of a thread belong to four neighbouring columns, for tw
 In the layout `SUMS` of y (tokens, 128 columns) they are vectors of four neighbours, so y is stored
 without a transposition.
 
-Signed codes of 4 bits have a shorter way (`exact_operand`): they become 16-bit floats two at a time
-and exactly, and the scale of a group multiplies the float32 sums of its product instead of each
-weight. A pair of codes takes three instructions: PRMT brings a byte of the word and the same byte
-of the word shifted by 4 into two halves of a register, LOP3 masks the codes, flips their signs and
-adds an exponent, and one subtraction takes off what that has added. Hopper runs PRMT, LOP3 and
-shifts at half the rate of float arithmetic, so their number decides.
+Signed codes of 4 bits have a shorter way (pairs.py).
 
 Legend: M tokens, K contracted; R rows of four lanes, C words of a row; T tokens of a tile.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -52,10 +46,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fragmented
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.mosaic.gpu.mma import MMALayouts, mma
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.quant_gemm.reference import Spec
 
 Values = Any  # a traced array in registers
 COLUMNS, WORDS = 128, 32  # of a warpgroup
@@ -66,9 +61,6 @@ BLOCK = 8  # along K in which a thread has one pair
 OWNED = {2: (2, 1), 3: (4, 3), 4: (1, 1), 8: (1, 2)}
 FRACTION = 23  # bits of float32's fraction
 EXPONENT = 0x4B000000  # of float32 from 2^23 to 2^24, whose last bit is 1
-# Of 16-bit types: the number whose last bit is 1 and whose low four bits are 0, and its value.
-ONES = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
-SIGN = 8  # of a code of 4 bits
 HIGH = 12  # places by which a word is shifted for the codes at its top (chosen: fits all bits)
 
 
@@ -137,11 +129,11 @@ def load(words: Any, place: tuple[Any, int, int], bits: int, interpret: bool) ->
         return_type=[like] * size,
     )
     def read(_, words, base):
-        word, found = _reader(words, base, size), []
+        word, found = reader(words, base, size), []
         for r in range(size):
             registers = np.empty(LANED.registers_shape((R, WORDS, 1)), object)
             for i in range(R // LANES):
-                registers[(i, *(0,) * (registers.ndim - 1))] = _vector(
+                registers[(i, *(0,) * (registers.ndim - 1))] = vector_of(
                     [word(first + size * LANES * i + r)]
                 )
             found.append(
@@ -152,7 +144,7 @@ def load(words: Any, place: tuple[Any, int, int], bits: int, interpret: bool) ->
     return read(words, jnp.int32(base))
 
 
-def _reader(words: Any, base: Any, size: int) -> Callable[[int], Any]:
+def reader(words: Any, base: Any, size: int) -> Callable[[int], Any]:
     """Returns a function that reads a thread's word of row `row` + size * q from swizzled memory.
 
     base: as of `load`, in a register. The offset of lane q's row, and of the sixteen bytes there,
@@ -306,190 +298,42 @@ def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Va
         registers = np.empty(layout.registers_shape((COLUMNS, DEPTH)), object)
         for (t, block, half), (part, row, j, *codes) in source.items():
             pair = [_single(values[part][j][i].registers, row) for i in codes]
-            registers[(t, block, 0, 0, half, *(0,) * (registers.ndim - 5))] = _vector(pair)
+            registers[(t, block, 0, 0, half, *(0,) * (registers.ndim - 5))] = vector_of(pair)
         w = fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
         return w.astype(ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
 
     return place([list(map(list, part)) for part in values])
 
 
-def offset(dtype: Any) -> int:
-    """Returns what must be subtracted from a 16-bit float whose low bits are a code of 4 bits, its
-    sign flipped, to get the code."""
-    return ONES[jnp.dtype(dtype).name][1] + SIGN
-
-
-def exact_operand(words: Any, place: tuple[Any, int], dtype: Any, interpret: bool) -> Values:
-    """Returns the codes of w^T (128, 64), not yet scaled, in the layout of wgmma's left operand.
-
-    words: shared memory of signed codes of 4 bits, as of `load`. place: (a row, traced, a multiple
-    of 8; the first row after it).
-    """
-    base, first = place
-    rows = rows_of(DEPTH, 4)
-    if interpret:
-        codes = numbers(load(words, (base, first, rows), 4, True), 4, True)
-        each = [[code * np.float32(2.0**-power) for code, power in byte] for byte in codes]
-        return operand([each], 4, dtype, True)
-
-    @plgpu.inline_mgpu(
-        arg_types=(SWIZZLED, plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct((COLUMNS, DEPTH), dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def read(_, words, base):
-        word = _reader(words, base, 1)
-        layout = fragmented.WGMMA_LAYOUT
-        registers = np.empty(layout.registers_shape((COLUMNS, DEPTH)), object)
-        for block in range(DEPTH // BLOCK):
-            pairs = code_pairs(word(first + LANES * block), jnp.dtype(dtype).name)
-            for j, pair in enumerate(pairs):
-                t, half = divmod(j, HALVES)
-                registers[(t, block, 0, 0, half, *(0,) * (registers.ndim - 5))] = pair
-        return fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    return read(words, jnp.int32(base))
-
-
-def exact_sums(
+def operands(
     words: Any,
-    place: tuple[Any, int],
-    x: Any,
-    chunks: tuple[int, int],
+    base: Any,
+    own: Mapping[str, Callable[[int], Any]],
+    spec: Spec,
+    dtype: Any,
     interpret: bool,
-) -> Values:
-    """Returns the sums (128, T) of w^T x^T over neighbouring chunks of 64 along K, in the layout of
-    wgmma's sums, but by `mma.sync`: each warp multiplies its 16 rows by 8 tokens at a time.
+) -> Callable[[int], Values]:
+    """Returns a function of a number of 64 along K, which returns their w^T (128, 64).
 
-    A wgmma of few tokens seems to take as long as one of 64 (README.md). The registers of both
-    instructions belong to the same threads. x is read by the threads, from swizzled rows of 128
-    bytes; the lanes of a warp find its words in 32 banks.
-
-    words, place: as of `exact_operand`, for the first chunk. x: shared memory, (T, K of a part),
-    tiled and swizzled as wgmma reads it. chunks: the first of x's and how many.
+    Codes are dequantized in pieces that lie inside of one group.
+    Args: words, base: as of `load`. own: "scales" and "zeros", if there are any: each maps a group
+      to its numbers, in shared memory, in the order of the columns.
     """
-    base, first = place
-    (T, depth), dtype, (start, count) = x.shape, x.dtype, chunks
-    rows = rows_of(DEPTH, 4)
-    if interpret:
-        found = jnp.zeros((COLUMNS, T), jnp.float32)
-        for i in range(count):
-            left = exact_operand(words, (base, first + i * rows), dtype, True)
-            right = x[:, pl.ds((start + i) * DEPTH, DEPTH)]
-            found += lax.dot_general(
-                left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-        return found
-    tiled = plgpu.RefType((plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH)))
+    bits, piece = spec.bits, min(spec.group, DEPTH)
 
-    @plgpu.inline_mgpu(
-        arg_types=(SWIZZLED, plgpu.Layout.WG_SPLAT, tiled),
-        return_type=plgpu.ShapeDtypeStruct((COLUMNS, T), jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def multiply(_, words, base, x):
-        kind = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
-        layouts = MMALayouts(kind)
-        word, pair = _reader(words, base, 1), _pair_reader(x, depth, kind)
+    def operand_of(chunk: int) -> Values:
+        found = []
+        for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, piece):
+            first, size = rows_of(start, bits), rows_of(piece, bits)
 
-        def array(registers: Any, layout: Any, shape: tuple[int, int]) -> Any:
-            held = np.empty(layout.registers_shape(shape), object)
-            held.reshape(-1)[:] = registers
-            return fragmented.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
+            def column(name: str, j: int, group: int = start // spec.group) -> Values | None:
+                return load_columns(own[name](group), j, interpret) if name in own else None
 
-        zero = arith.constant(ir.F32Type.get(), 0.0)
-        sums = array([_vector([zero, zero])] * (T // 8 * 4), layouts.acc, (COLUMNS, T))
-        for i in range(count):
-            codes = [
-                code_pairs(word(first + i * rows + LANES * block), jnp.dtype(dtype).name)
-                for block in range(DEPTH // BLOCK)
-            ]
-            left = [codes[block][HALVES * t + half] for t, block, half in left_order()]
-            right = [pair(n, start + i, 2 * k + half) for k, n, half in right_order(T)]
-            sums = mma(
-                sums,
-                array(left, layouts.lhs, (COLUMNS, DEPTH)),
-                array(right, layouts.rhs, (DEPTH, T)),
-            )
-        return array(sums.registers.reshape(-1), fragmented.WGMMA_LAYOUT, (COLUMNS, T))
+            held = load(words, (base, first, size), bits, interpret)
+            found.append(dequantize(numbers(held, bits, spec.signed), column))
+        return operand(found, bits, dtype, interpret)
 
-    return multiply(words, jnp.int32(base), x)
-
-
-def left_order() -> list[tuple[int, int, int]]:
-    """The order of a thread's registers of `mma`'s left operand: (t, block of 8 along K, half)."""
-    return [*itertools.product(range(TILES), range(DEPTH // BLOCK), range(HALVES))]
-
-
-def right_order(T: int) -> list[tuple[int, int, int]]:
-    """The same of its right operand, of T tokens: (16 along K, 8 tokens, which 8 of the 16)."""
-    return [*itertools.product(range(DEPTH // 16), range(T // 8), range(2))]
-
-
-def _pair_reader(x: Any, depth: int, kind: Any) -> Callable[[int, int, int], Any]:
-    """Returns a function that reads a thread's two neighbours along K of one token.
-
-    It takes the number of eight tokens, that of a chunk of 64 along K, and that of eight in it. The
-    token is the thread's lane / 4 of the eight, the neighbours are 2 (lane mod 4) and the next.
-    """
-    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-    two = ir.VectorType.get((2,), kind)
-
-    def number(x: int) -> Any:
-        return arith.constant(i32, x)
-
-    lane = arith.andi(utils.thread_idx(), number(31))
-    token = arith.shrui(lane, number(2))
-    start = arith.addi(
-        arith.shli(token, number(7)), arith.shli(arith.andi(lane, number(3)), number(2))
-    )
-    pointer = utils.memref_ptr(x)
-
-    def pair(tokens: int, chunk: int, eight: int) -> Any:
-        turned = arith.shli(arith.xori(token, number(eight)), number(4))
-        at = arith.addi(start, turned)
-        tile = 1024 * (tokens * (depth // DEPTH) + chunk)
-        at = arith.addi(at, number(tile))
-        return llvm.load(two, utils.getelementptr(pointer, [at], i8))
-
-    return pair
-
-
-def code_pairs(word: Any, dtype: str) -> list[Any]:
-    """Returns, for each byte of a word, its two signed codes of 4 bits as a pair of 16-bit floats.
-
-    The first code of a byte, in its low bits, becomes the lower half of a register.
-    """
-    one, _ = ONES[dtype]
-    shifted = _right(word, 4)
-    found = []
-    for j in range(4):
-        halves = _permute(word, shifted, 0xF0F0 | (4 + j) << 8 | j)
-        field = _masked(halves, 0x000F000F, (one | SIGN) * 0x10001)
-        found.append(_minus(field, dtype))
-    return found
-
-
-def _right(word: Any, places: int) -> Any:
-    return arith.shrui(word, arith.constant(word.type, places))
-
-
-def _permute(low: Any, high: Any, selector: int) -> Any:
-    """Four bytes of eight by PRMT: byte i is the one whose number is digit i of the selector."""
-    return llvm.inline_asm(low.type, [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
-
-
-def _masked(word: Any, mask: int, flip: int) -> Any:
-    """(word & mask) ^ flip, by one LOP3; ptxas makes two of the plain operations."""
-    code = f"lop3.b32 $0, $1, {mask:#x}, $2, {(0xF0 & 0xCC) ^ 0xAA:#x};"
-    return llvm.inline_asm(word.type, [word, arith.constant(word.type, flip)], code, "=r,r,r")
-
-
-def _minus(field: Any, dtype: str) -> Any:
-    """Two 16-bit floats, less the offset of `code_pairs`."""
-    kind = ir.BF16Type.get() if dtype == "bfloat16" else ir.F16Type.get()
-    two = ir.VectorType.get((2,), kind)
-    splat = ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(kind, float(offset(dtype))))
-    one = _vector([field])
-    return arith.subf(vector.bitcast(two, one), arith.constant(two, splat))
+    return operand_of
 
 
 def load_rows(numbers: Any, interpret: bool) -> Values:
@@ -535,8 +379,10 @@ def sums(acc_CT: Values, interpret: bool) -> Values:
         flat = acc.registers.reshape(TILES, T // 8, HALVES)
         for block in range(T // 8):
             for parity in range(2):
-                four = [_element(flat[t, block, h], parity) for t in range(TILES) for h in range(2)]
-                registers[_summed_index(registers.ndim, block, parity)] = _vector(four)
+                four = [
+                    element_of(flat[t, block, h], parity) for t in range(TILES) for h in range(2)
+                ]
+                registers[_summed_index(registers.ndim, block, parity)] = vector_of(four)
         return fragmented.FragmentedArray(_registers=registers, _layout=SUMMED, _is_signed=None)
 
     return place(acc_CT)
@@ -552,14 +398,18 @@ def _summed_index(rank: int, block: int, parity: int) -> tuple[int, ...]:
 def _single(registers: np.ndarray, row: int) -> Any:
     """Returns the one value that a thread has of LANED's registers in a row of four lanes."""
     (value,) = registers[row].flat
-    return _element(value, 0)
+    return element_of(value, 0)
 
 
-def _element(value: Any, i: int) -> Any:
+def element_of(value: Any, i: int) -> Any:
+    """One element of a register that is a vector."""
+    """One element of a register that is a vector."""
     return vector.extract(value, dynamic_position=[], static_position=[i])
 
 
-def _vector(elements: Sequence[Any]) -> Any:
+def vector_of(elements: Sequence[Any]) -> Any:
+    """A register of these elements."""
+    """A register of these elements."""
     return vector.from_elements(ir.VectorType.get((len(elements),), elements[0].type), elements)
 
 

@@ -14,7 +14,7 @@ from jax.experimental.mosaic.gpu.mma import MMALayouts
 
 from pallas_kernels import aot, interpret, pack_weight, quant_matmul
 from pallas_kernels.hopper import cards, tiles
-from pallas_kernels.quant_gemm import hopper, registers
+from pallas_kernels.quant_gemm import hopper, pairs, registers
 from pallas_kernels.quant_gemm.cases import CASES as SHAPES
 from pallas_kernels.quant_gemm.hopper import Tile
 from pallas_kernels.quant_gemm.reference import BITS, Spec
@@ -63,8 +63,13 @@ CASES = {
     "quarters, 8 bits zeros": ((8, 128, 600), Tile(128, 8, 256, 2, 4), Spec(8, 32, False), True, 1),
     "halves, 3 bits": ((9, 140, 300), Tile(128, 16, 128, 2, 2), Spec(3, 128, False), True, 1),
     "many tokens": ((200, 130, 64), Tile(128, 128, 64, 2, 1), Spec(4, 32), False, 1),
+    # Weights scaled two at a time: groups of half a chunk, of a chunk, and longer than a step.
+    "pairs of 32": ((17, 130, 200), Tile(128, 16, 128, 2, 1), Spec(4, 32), True, 1),
+    "pairs of 64": ((130, 270, 330), Tile(256, 128, 128, 2, 2), Spec(4, 64), True, 2),
+    "pairs, halves": ((130, 40, 300), Tile(128, 128, 128, 2, 2, splits=2), Spec(4, 512), True, 1),
+    "pairs, 1000 tokens": ((1000, 16, 130), Tile(128, 128, 64, 2, 1), Spec(4, 128), False, 3),
 }
-QUICK = ("int4",)
+QUICK = "int4", "pairs of 32"
 
 
 def arrays(sizes, spec, bias, seed, dtype=jnp.bfloat16):
@@ -84,14 +89,24 @@ def arrays(sizes, spec, bias, seed, dtype=jnp.bfloat16):
     )
 
 
-def close(found, given, spec):
+def weight(packed, scales, zeros, K, spec, tokens):
+    """w in float64, as the kernel's tensor cores have it in bf16."""
+    w = oracle.dequantize(packed, scales, zeros, K, spec.bits, spec.group)
+    if spec.bits != 4 or not spec.signed:
+        return oracle.rounded(w, "bfloat16")
+    if tokens <= 64 and (spec.group % 64 == 0 or spec.group >= K):
+        return w  # a group's scale multiplies its sums, so the weight itself is never rounded
+    high = oracle.rounded(scales, "bfloat16")
+    parts = high, oracle.rounded(scales - high, "bfloat16")
+    upper, lower = (oracle.dequantize(packed, s, None, K, 4, spec.group) for s in parts)
+    return oracle.rounded(upper + oracle.rounded(lower, "bfloat16"), "bfloat16")
+
+
+def close(found, given, spec, tokens):
     """One rounding of the result; the interpreter sums in another order."""
     x, packed, scales, zeros, bias = given
-    w = oracle.dequantize(packed, scales, zeros, x.shape[1], spec.bits, spec.group)
-    # Where a group's scale multiplies its sums, the weight itself is never rounded.
-    exact = spec.bits == 4 and spec.signed and (spec.group % 64 == 0 or spec.group >= x.shape[1])
-    rounded = "float32" if exact else x.dtype.name
-    want, _ = oracle.product(x, w, bias, spec.activation, rounded)
+    w = weight(packed, scales, zeros, x.shape[1], spec, tokens)
+    want, _ = oracle.product(x, w, bias, spec.activation)
     assert found.dtype == x.dtype and found.shape == want.shape
     error = np.abs(np.asarray(found, np.float64) - want) / np.maximum(np.abs(want), 1)
     assert error.max() <= 2**-8, error.max()
@@ -103,7 +118,7 @@ def product(case, seed):
     call = functools.partial(hopper.multiply, spec=spec, tile=tile, interpret=True, blocks=blocks)
     with interpret.checked():
         found = jax.block_until_ready(jax.jit(call)(*given))
-    close(found, given, spec)
+    close(found, given, spec, tile.block_n)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +200,10 @@ def held(layout, shape):
     sizes = numbers.shape[-rank:]
 
     def index_of(thread, dims):
-        """The place of a thread along the dimensions that are cut over such."""
-        places = np.unravel_index(thread, [sizes[d] for d in dims])
-        return dict(zip(dims, map(int, places), strict=True))
+        """The place of a thread along the dimensions that are cut over such, or held by several."""
+        shape = [sizes[d] if isinstance(d, int) else d.times for d in dims]
+        places = np.unravel_index(thread, shape)
+        return {d: int(i) for d, i in zip(dims, places, strict=True) if isinstance(d, int)}
 
     free = layout.registers_shape(shape)
     for warp in range(4):
@@ -234,10 +250,11 @@ def labelled(monkeypatch):
         "fragmented": dict(FragmentedArray=Array, WGMMA_LAYOUT=fragmented.WGMMA_LAYOUT),
         "ir": dict(BF16Type=SimpleNamespace(get=lambda: None)),
     }
-    for name, values in changes.items():
-        monkeypatch.setattr(registers, name, SimpleNamespace(**values))
-    monkeypatch.setattr(registers, "_element", lambda value, place: (*value, place))
-    monkeypatch.setattr(registers, "_vector", tuple)
+    for module in (registers, pairs):
+        for name, values in changes.items():
+            monkeypatch.setattr(module, name, SimpleNamespace(**values))
+        monkeypatch.setattr(module, "element_of", lambda value, place: (*value, place))
+        monkeypatch.setattr(module, "vector_of", tuple)
     return array
 
 
@@ -274,6 +291,35 @@ def test_no_code_changes_its_thread_on_the_way_to_the_tensor_core(bits, parts, l
     assert len(operand) == registers.COLUMNS * registers.DEPTH
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_pair_of_codes_meets_the_scale_of_its_column(pieces, labelled, monkeypatch):
+    """Of each register of the operand: the codes and both parts of the scale are its own."""
+    first, numbers = 8, registers.CODES.reduce(0).to_mgpu()
+
+    def columns(piece, j, _):
+        return labelled(numbers, (registers.WORDS, 1), (piece, j))
+
+    monkeypatch.setattr(registers, "load_columns", columns)
+    for name, change in (
+        ("parts_of_scale", lambda scale: [("high", scale), ("low", scale)]),
+        ("reader", lambda *_: lambda row: row),
+        ("code_pairs", lambda row, _: [(row, j) for j in range(4)]),
+        ("scaled", lambda *registers: registers),
+    ):
+        monkeypatch.setattr(pairs, name, change)
+    scales = [pairs.scale_pairs(registers.load_rows(i, False), False) for i in range(pieces)]
+    found = pairs.scaled_operand(None, (0, first), scales, False)
+    columns = held(numbers, (registers.WORDS, 1))
+    operand = held(found.layout, (registers.COLUMNS, registers.DEPTH))
+    for (register, place, warp, lane), (row, k) in operand.items():
+        (word, j), *parts = found.registers[register]
+        assert 2 * (word - first + lane % 4) + place == k and j == column_of(row) % 4
+        for name, ((part, scale),) in zip(("high", "low"), parts, strict=True):
+            (piece, j), index, at = scale
+            assert (part, piece) == (name, k * pieces // registers.DEPTH)
+            assert 4 * columns[index, at, warp, lane][0] + j == column_of(row)
+
+
 @pytest.mark.parametrize("tokens", [8, 24])
 def test_sums_lie_with_their_columns_in_order(tokens, labelled):
     """Each vector of y's layout is made of the four sums of its thread that belong there."""
@@ -303,18 +349,21 @@ def computed(monkeypatch):
         "constant": lambda _, value: value,
     }
     types = SimpleNamespace(get_signless=int, get=lambda *_: None)
-    monkeypatch.setattr(registers, "arith", SimpleNamespace(**names))
-    monkeypatch.setattr(registers, "ir", SimpleNamespace(IntegerType=types, VectorType=types))
+    for module in (registers, pairs):
+        monkeypatch.setattr(module, "arith", SimpleNamespace(**names))
+        kinds = SimpleNamespace(IntegerType=types, VectorType=types)
+        monkeypatch.setattr(module, "ir", kinds)
     return monkeypatch
 
 
 def at_bytes(computed):
     """Lets a read from shared memory return its byte; returns the thread that reads, in a list."""
     thread = [0]
-    computed.setattr(registers, "llvm", SimpleNamespace(load=lambda _, byte: byte))
     read = dict(memref_ptr=lambda _: 0, getelementptr=lambda pointer, at, _: pointer + at[0])
     own = SimpleNamespace(thread_idx=lambda: thread[0], **read)
-    computed.setattr(registers, "utils", own)
+    for module in (registers, pairs):
+        computed.setattr(module, "llvm", SimpleNamespace(load=lambda _, byte: byte))
+        computed.setattr(module, "utils", own)
     return thread
 
 
@@ -333,7 +382,7 @@ def test_a_thread_reads_its_own_words_and_a_warp_reads_32_banks(bits, computed):
     for warp in range(4):
         for lane in range(32):
             thread[0] = 128 + 32 * warp + lane
-            word = registers._reader(None, given, size)
+            word = registers.reader(None, given, size)
             for i in range(2):
                 for r in range(size):
                     read[warp, lane, i, r] = word(first + size * 4 * i + r)
@@ -356,7 +405,7 @@ def test_a_thread_reads_its_own_activations_and_a_warp_reads_32_banks(computed):
     thread, banks = at_bytes(computed), {}
     for lane in range(32):
         thread[0] = 96 + lane
-        pair = registers._pair_reader(None, 128, None)
+        pair = pairs._pair_reader(None, 128, None)
         for eights, chunk, eight in np.ndindex(3, 2, 8):
             byte = pair(eights, chunk, eight)
             token, k = 8 * eights + lane // 4, 64 * chunk + 8 * eight + 2 * (lane % 4)
@@ -371,8 +420,8 @@ def test_warps_multiply_registers_in_the_order_of_their_instruction(tokens):
     layouts = MMALayouts(jnp.bfloat16)
     depth, rows = registers.DEPTH, registers.COLUMNS
     for layout, shape, order in (
-        (layouts.lhs, (rows, depth), registers.left_order()),
-        (layouts.rhs, (depth, tokens), registers.right_order(tokens)),
+        (layouts.lhs, (rows, depth), pairs.left_order()),
+        (layouts.rhs, (depth, tokens), pairs.right_order(tokens)),
     ):
         numbers = np.arange(len(order)).reshape(layout.registers_shape(shape))
         for (register, place, warp, lane), found in held(layout, shape).items():
@@ -417,13 +466,13 @@ def test_codes_of_4_bits_become_floats_exactly(dtype, seed, computed):
 
     def minus(field, dtype):
         pair = np.array([field], np.uint32).view(jnp.dtype(dtype))
-        return pair - np.asarray(registers.offset(dtype), dtype)
+        return pair - np.asarray(pairs.offset(dtype), dtype)
 
-    computed.setattr(registers, "llvm", SimpleNamespace(inline_asm=assembly))
-    computed.setattr(registers, "_minus", minus)
+    computed.setattr(pairs, "llvm", SimpleNamespace(inline_asm=assembly))
+    computed.setattr(pairs, "_minus", minus)
 
     for word in np.random.default_rng(seed).integers(0, 2**32, 200):
-        found = registers.code_pairs(Word(word), dtype)
+        found = pairs.code_pairs(Word(word), dtype)
         nibbles = [int(word) >> 4 * i & 15 for i in range(8)]
         signed = np.array([n - 16 if n > 7 else n for n in nibbles]).reshape(4, 2)
         np.testing.assert_array_equal(np.array(found, np.float32), signed)
