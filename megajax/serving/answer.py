@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from megajax.serving.constraint import Matcher
-from megajax.serving.draw import Rules
+from megajax.serving.draw import Drawn, Rules
 from megajax.serving.params import SamplingParams
 from megajax.serving.sequence import Sequence
 
@@ -69,13 +69,16 @@ class Answer:
 
     # ---- tokens
 
-    def take(self, drawn: Any, version: int) -> str | None:
-        """Takes one drawn token; returns why the answer ends with it, or None."""
-        token, logprob = int(drawn.token), float(drawn.logprob)
+    def take(self, drawn: Drawn, at: tuple[int, int], version: int) -> str | None:
+        """Takes one drawn token; returns why the answer ends with it, or None.
+
+        drawn: in NumPy, (steps, rows). at: which of them.
+        """
+        token, logprob = drawn.token[at].item(), drawn.logprob[at].item()
         self.tokens.append(token)
         top = None
         if self.params.logprobs is not None:
-            ids, values = drawn.top_token.tolist(), drawn.top_logprob.tolist()
+            ids, values = drawn.top_token[at].tolist(), drawn.top_logprob[at].tolist()
             top = dict(list(zip(ids, values, strict=True))[: self.params.logprobs])
         self._new.append((token, logprob, version, top))
         if logprob != logprob:

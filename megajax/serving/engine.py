@@ -1,12 +1,14 @@
 """The serving engine: requests in, tokens out, many sequences at a time.
 
-Each `step` reads what the device has drawn, decides what comes next (scheduler.py), starts it, and
-only then does the host's work for the tokens that it read, beside the device's. Trainer and engine
-share the model's code: serving/forward.py runs the trainer's blocks over pages of keys and values.
+Each `step` reads what the device has drawn and starts what comes next (scheduler.py). While
+sequences only decode, the device never waits for the host: the next call is started before the
+tokens of the running one are read, and takes them on the device. Trainer and engine share the
+model's code: serving/forward.py runs the trainer's blocks over pages of keys and values.
 Sources: continuous batching (Orca, OSDI 2022), PagedAttention (arXiv 2309.06180), prompts in chunks
 beside decoding (Sarathi-Serve, arXiv 2403.02310). Names are vLLM's.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -118,7 +120,8 @@ class Engine:
         self._rules = draw.plain_rules(max_batch)
         self._tables = np.zeros((max_batch, width), np.int32)
         self._owners: list[Running | None] = [None] * max_batch
-        self._launched: _Launched | None = None
+        # What runs on the device; the second, if any, begins with the tokens that the first draws.
+        self._launched: collections.deque[_Launched] = collections.deque()
         self._late: list[Output] = []
         self._constraints, self._constrained = Constraints(tokenizer), 0  # 0 live answers have one
 
@@ -216,7 +219,7 @@ class Engine:
 
     def launch(self) -> None:
         """Starts the next step of the device, if there is one and none runs; waits for nothing."""
-        if self._launched is None:
+        if not self._launched:
             self._launch()
 
     def step(self) -> list[Output]:
@@ -225,8 +228,9 @@ class Engine:
         Returns: what is new of each answer; none while prompts are computed.
         """
         self.launch()
+        self._launch_after()
         ended = self._read()
-        self._launch()
+        self.launch()
         outputs, self._late = self._late, []
         return outputs + [answer.output(reason) for answer, reason in ended]
 
@@ -237,9 +241,9 @@ class Engine:
 
     def _read(self) -> list[tuple[Answer, str | None]]:
         """Waits for the step that runs, and records its tokens. Returns the answers that grew."""
-        if self._launched is None:
+        if not self._launched:
             return []
-        launched, self._launched = self._launched, None
+        launched = self._launched.popleft()
         drawn = self.programs.read(launched.drawn)
         if drawn.token.ndim == 1:
             drawn = jax.tree.map(lambda x: x[None], drawn)
@@ -251,8 +255,7 @@ class Engine:
                 continue
             reason = None
             for k in range(launched.plan.steps):
-                one = jax.tree.map(lambda x: x[k, row], drawn)  # noqa: B023
-                reason = answer.take(one, launched.version)
+                reason = answer.take(drawn, (k, row), launched.version)
                 if reason is not None:
                     break
             kept[piece.sequence] = answer.tokens[len(answer.tokens) - k - 1 :]
@@ -268,8 +271,21 @@ class Engine:
         """Starts the next step, if there is one."""
         # A mask is known only when the token before it is.
         plan = self.scheduler.plan(1 if self._constrained else self.programs.steps)
-        if plan is None:
+        if plan is not None:
+            self._start(plan)
+
+    def _launch_after(self) -> None:
+        """Starts what follows the step that runs, if that does not depend on what it draws."""
+        # A mask is known only when the token before it is.
+        if len(self._launched) != 1 or self._constrained:
             return
+        before = self._launched[0]
+        plan = self.scheduler.plan_after(before.plan)
+        if plan is not None:
+            self._start(plan, before)
+
+    def _start(self, plan: Plan, before: _Launched | None = None) -> None:
+        """Starts a plan. before: the step that draws the tokens that it feeds."""
         if self._params is None:
             raise UserError("the engine sleeps; load parameters first (Engine.load)")
         if plan.copies:
@@ -278,17 +294,23 @@ class Engine:
         for sequence, start, count, draws in plan.pieces:
             slot = sequence.slot
             assert slot is not None
-            self._enter(sequence, slot)
-            segments.append(Segment(slot, sequence.tokens[start : start + count], start, draws))
+            self._enter(sequence, slot, start + count - len(sequence.prompt))
+            ids = sequence.tokens[start : start + count] if before is None else [0]
+            segments.append(Segment(slot, ids, start, draws))
         if self._constrained:
             self._set_masks(plan)
-        drawn, rows = self.programs.step(
-            self._params, segments, self._tables, self._rules, plan.steps
-        )
-        self._launched = _Launched(plan, drawn, rows, self.version)
+        args = self._params, segments, self._tables, self._rules, plan.steps
+        if before is None:
+            drawn, rows = self.programs.step(*args)
+        else:
+            row_of = {p.sequence: r for p, r in zip(before.plan.pieces, before.rows, strict=True)}
+            sources = [row_of[piece.sequence] for piece in plan.pieces]
+            drawn, rows = self.programs.step(*args, after=(before.drawn, sources))
+        self._launched.append(_Launched(plan, drawn, rows, self.version))
 
-    def _enter(self, sequence: Running, slot: int) -> None:
-        """Brings what a slot's sequence needs up to date: its pages, its rules."""
+    def _enter(self, sequence: Running, slot: int, drawn: int) -> None:
+        """Brings what a slot's sequence needs up to date: its pages, its rules. drawn: tokens of
+        its answer, before this step."""
         answer, table = self._answers[sequence], self._tables[slot]
         if self._owners[slot] is not sequence or answer.pages is not sequence.pages:
             self._owners[slot], answer.pages, answer.listed = sequence, sequence.pages, 0
@@ -299,7 +321,7 @@ class Engine:
         if answer.listed < len(sequence.pages):
             table[answer.listed : len(sequence.pages)] = sequence.pages[answer.listed :]
             answer.listed = len(sequence.pages)
-        self._rules.drawn[slot] = len(answer.tokens)
+        self._rules.drawn[slot] = drawn
 
     def _set_masks(self, plan: Plan) -> None:
         """Tells the device which tokens the constrained sequences of a plan may draw."""

@@ -73,6 +73,9 @@ class Programs:
         self.hold()
         self._step = self._program(self._local_step)
         self._several = self._program(self._local_several)
+        self._ids = forward.layout.named(PS(None))
+        # A function of its own: engines would count each other's programs.
+        self._follow = jax.jit(functools.partial(_follow), out_shardings=self._ids)
         self._tile = self._program(self._local_tile, None)
         self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
@@ -105,7 +108,8 @@ class Programs:
         """The most programs that any traffic compiles."""
         steps = 2 if self._exact else len(self.sizes)
         several = [size for size in self.sizes if self.steps > 1 and size <= self._most_rows]
-        return steps + (0 if self._exact else len(several)) + 3
+        n = 0 if self._exact else len(several)
+        return steps + n + n * (n + 1) // 2 + 3
 
     @property
     def compiled(self) -> int:
@@ -113,6 +117,7 @@ class Programs:
         jits = (
             self._step,
             self._several,
+            self._follow,
             self._tile,
             self._draw,
             self._copy,
@@ -129,11 +134,13 @@ class Programs:
 
     def step(
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules,
-        steps: int = 1,
+        steps: int = 1, *, after: tuple[Drawn, list[int]] | None = None,
     ) -> tuple[Drawn, list[int]]:  # fmt: skip
         """Feeds the segments and draws.
 
-        table_SM, rules: by slot. steps: 1, or K when every segment is one token that draws.
+        table_SM, rules: by slot. steps: 1, or K when every segment is one token that draws. after:
+          what a call of K steps returned that perhaps still runs, and of each segment the row whose
+          last token it feeds, in the place of the segment's own; None: its own.
         Returns: (arrays (rows,) of Drawn, or (K, rows); the row of each segment).
         """
         with jax.set_mesh(self._forward.mesh):
@@ -141,7 +148,19 @@ class Programs:
                 return self._exact_step(params, segments, table_SM, rules)
             run = self._several if steps > 1 else self._step
             laid = self._laying.step(segments, table_SM, rules)
+            if steps > 1:  # the ids as a call before leaves them, or this would be two programs
+                tokens = laid.tokens
+                if after is None:
+                    ids_T = jax.device_put(tokens.ids_T, self._ids)
+                else:
+                    drawn, sources = after
+                    source_T = np.zeros_like(tokens.ids_T)
+                    source_T[: len(sources)] = sources
+                    ids_T = self._follow(drawn.token, source_T)
+                laid = laid._replace(tokens=replace(tokens, ids_T=ids_T))
             drawn, self._state = run(params, self._state, *laid)
+            for part in jax.tree.leaves(drawn):
+                part.copy_to_host_async()
             return drawn, list(range(len(segments)))
 
     def read(self, drawn: Drawn) -> Drawn:
@@ -296,6 +315,11 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
             found[-1].append(piece)
             done, room = done + len(part), room - len(part)
     return found
+
+
+def _follow(token_KB: Array, source_T: Array) -> Array:
+    """Returns the tokens that a call feeds behind one of K steps."""
+    return token_KB[-1][source_T]
 
 
 def _copy(pool: int, state: State, source_N: Array, target_N: Array) -> State:

@@ -50,3 +50,28 @@ def check_options(numerics: str, page_size: int, **counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise UserError(f"{name}={value} must be at least 1; nearest: 1")
+
+
+def check_room(prompt: int, new: int, n: int, *, context: int, pages: int, page_size: int) -> None:
+    """Refuses what can never run. prompt, new: its tokens, and those to draw. n: its answers.
+    context: tokens of a sequence. pages: that one sequence can have. Raises: UserError."""
+    for name, value in (("tokens in the prompt", prompt), ("max_tokens", new)):
+        if value < 1:
+            raise UserError(f"{value} {name}: there must be at least 1; nearest: 1")
+    if n < 1:
+        raise UserError(f"n={n} must be at least 1; nearest: 1")
+    # The last token that is drawn is never fed, so it needs no room in a page.
+    room = pages * page_size
+    for most, what in (
+        (context, f"the context has {context}"),
+        (room + 1, f"the {pages} pages hold {room} of {room + 1}"),
+    ):
+        if prompt + new <= most:
+            continue
+        near = f"max_tokens={most - prompt}"
+        if prompt >= most:
+            near = f"a prompt of {most - 1} tokens with max_tokens=1"
+        raise UserError(
+            f"a prompt of {prompt} tokens and max_tokens={new} are {prompt + new} tokens; {what}; "
+            f"nearest: {near}"
+        )

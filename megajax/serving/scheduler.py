@@ -20,6 +20,7 @@ import operator
 
 from megajax.core.errors import UserError
 from megajax.serving.cache import PagePool
+from megajax.serving.requests import check_room
 from megajax.serving.sequence import Family, Piece, Plan, Sequence
 
 AGING = 100  # (chosen) plans of waiting that weigh as much as one unit of priority
@@ -89,7 +90,8 @@ class Scheduler:
             tokens = tuple(operator.index(token) for token in prompt)
         except TypeError:
             raise UserError(f"the prompt of request {id!r} must be a list of token ids") from None
-        self._check(tokens, max_tokens, n)
+        pages, size = self._pool.capacity, self._pool.page_size
+        check_room(len(tokens), max_tokens, n, context=self._context, pages=pages, page_size=size)
         family = Family()
         self._requests[id] = family
         made = []
@@ -103,33 +105,10 @@ class Scheduler:
         self._enqueue(made[0])
         return made
 
-    def _check(self, prompt: tuple[int, ...], max_tokens: int, n: int) -> None:
-        """Refuses what can never fit."""
-        for name, value in (("tokens in the prompt", len(prompt)), ("max_tokens", max_tokens)):
-            if value < 1:
-                raise UserError(f"{value} {name}: there must be at least 1; nearest: 1")
-        if n < 1:
-            raise UserError(f"n={n} must be at least 1; nearest: 1")
-        # The last token that is drawn is never fed, so it needs no room in a page.
-        room = self._pool.capacity * self._pool.page_size
-        for most, what in (
-            (self._context, f"the context has {self._context}"),
-            (room + 1, f"the {self._pool.capacity} pages hold {room} of {room + 1}"),
-        ):
-            if len(prompt) + max_tokens <= most:
-                continue
-            near = f"max_tokens={most - len(prompt)}"
-            if len(prompt) >= most:
-                near = f"a prompt of {most - 1} tokens with max_tokens=1"
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and max_tokens={max_tokens} are "
-                f"{len(prompt) + max_tokens} tokens; {what}; nearest: {near}"
-            )
-
     def plan(self, steps: int = 1) -> Plan | None:
-        """Returns what to do next, or None where nothing is to be done.
+        """Returns what to do next, or None. A plan that is not committed changes nothing that the
+        next one could not do again.
 
-        A plan that is not committed changes nothing that the next one could not do again.
         Args: steps: wanted; the plan has this number or 1.
         """
         self._clock += 1
@@ -159,11 +138,31 @@ class Scheduler:
             assert not self._waiting, "with no sequence running, the first in order fits"
             return None
         pieces.sort(key=_slot)
-        steps = steps if steps > 1 and self._reserve_steps(pieces, steps) else 1
+        whole = len(pieces) == len(self._running)
+        steps = steps if steps > 1 and whole and self._reserve_steps(pieces, steps) else 1
         return Plan(tuple(pieces), tuple(self._copies.values()), steps)
 
+    def plan_after(self, plan: Plan) -> Plan | None:
+        """Returns what follows the last plan, which still runs, if that does not depend on what it
+        draws: all that do not reach their max_tokens decode as many more; if one ends otherwise,
+        that is in vain. None: it has one step, nobody goes on, pages lack, or others could start.
+        """
+        pieces = [piece for piece in plan.pieces if piece.sequence.slot is not None]
+        starting = len(pieces) < len(self._running) or (self._waiting and self._unused)
+        if plan.steps == 1 or starting:
+            return None
+        self._clock += 1
+        following = []
+        for sequence, start, *_ in pieces:
+            first = start + plan.steps
+            if first + 1 - len(sequence.prompt) < sequence.max_tokens:
+                following.append(Piece(sequence, first, 1, True))
+        if not following or not self._reserve_steps(following, plan.steps):
+            return None
+        return Plan(tuple(following), (), plan.steps)
+
     def commit(self, plan: Plan, drawn: abc.Mapping[Sequence, abc.Sequence[int]]) -> None:
-        """Records that a plan was done, the last one that `plan` returned.
+        """Records that a plan was done, the first one that was not committed.
 
         Args: drawn: for each sequence with a piece that draws 1 to plan.steps tokens; fewer where
             it ended. Those that ended since the plan was made are passed over.
@@ -175,7 +174,7 @@ class Scheduler:
                 continue
             new = drawn.get(sequence, ())
             if piece.start != sequence.computed:
-                raise ValueError(f"this plan of request {sequence.request!r} is not its last one")
+                raise ValueError(f"this plan of request {sequence.request!r} is not its next one")
             if not piece.draws <= len(new) <= piece.draws * plan.steps:
                 raise ValueError(f"{len(new)} tokens of request {sequence.request!r} were drawn")
             self._drop_copy(sequence)
@@ -262,7 +261,7 @@ class Scheduler:
             if count > 1 or not draws or start + steps > self._context:
                 return False
             lacking += self._lacking(sequence, start + steps)
-        if len(pieces) < len(self._running) or lacking > self._pool.available:
+        if lacking > self._pool.available:
             return False
         for piece in pieces:
             self._reserve(piece.sequence, piece.start + steps)

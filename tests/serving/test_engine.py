@@ -137,10 +137,10 @@ def random_params(random):
     return SamplingParams(**given)
 
 
-@pytest.mark.parametrize(("numerics", "bound"), [("fast", 6), ("exact", 5)])
+@pytest.mark.parametrize(("numerics", "bound"), [("fast", 7), ("exact", 5)])
 def test_random_traffic_compiles_a_bounded_number_of_programs(numerics, bound):
-    """fast: steps of 8 and of 16 tokens, 3 decode steps of 8, copies of pages, penalties, masks of
-    constraints. exact: a tile, a draw, and the last three."""
+    """fast: steps of 8 and of 16 tokens, 3 decode steps of 8, what takes their last tokens, copies
+    of pages, penalties, masks of constraints. exact: a tile, a draw, and the last three."""
     options = SMALL | {"pages": 30, "page_size": 4, "tokenizer": ByteTokenizer()}
     engine = Engine(CFG, sharp(CFG), **options, decode_steps=3, numerics=numerics)
     assert engine.programs.bound == bound
@@ -155,6 +155,29 @@ def test_random_traffic_compiles_a_bounded_number_of_programs(numerics, bound):
             engine.step()
     assert list(engine.run()) or not engine.busy
     assert engine.programs.compiled == bound
+    assert engine.pool.in_use == 0
+
+
+def test_decoding_goes_on_before_its_tokens_are_read(monkeypatch):
+    """Also behind a token that ends an answer, which only reading it tells."""
+    engine = Engine(CFG, sharp(CFG), **SMALL, decode_steps=2)
+    plain = [one_by_one(CFG, prompt, 14, 36) for prompt in ([1, 2, 3], [4, 5])]
+    calls = []
+    for name in ("step", "read"):
+        call = getattr(engine.programs, name)
+        monkeypatch.setattr(
+            engine.programs, name, lambda *a, n=name, c=call, **k: (calls.append(n), c(*a, **k))[1]
+        )
+    params = [
+        SamplingParams(max_tokens=14, temperature=0),
+        SamplingParams(max_tokens=14, temperature=0, stop_token_ids=[plain[1][6]]),
+    ]
+    (first, *_), (second, *_) = answers(engine, [[1, 2, 3], [4, 5]], params)
+    assert first == plain[0]
+    assert second == plain[1][: plain[1].index(plain[1][6]) + 1]
+    assert calls[:3] == ["step", "read", "step"]  # the prompts
+    assert calls[3:7] == ["step", "read"] * 2  # each time, one that was started before runs
+    assert calls.count("step") == calls.count("read")
     assert engine.pool.in_use == 0
 
 
