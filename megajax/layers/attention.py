@@ -20,6 +20,8 @@ from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops
 from megajax.layers.rope import rotate
 
+INPUTS = "query", "key", "value"  # the weights that read the block's input
+
 
 class Cache(Protocol):
     """Keys and values of tokens that one layer has seen before (serving/paged.py)."""
@@ -74,7 +76,7 @@ class Attention(nnx.Module):
     @property
     def inputs(self) -> tuple[nnx.Param, ...]:
         """The weights that read the block's input."""
-        return self.query, self.key, self.value
+        return tuple(getattr(self, name) for name in INPUTS)
 
     def __call__(
         self,

@@ -15,6 +15,7 @@ from flax import nnx
 from megajax.core.layout import Layout
 from megajax.layers import param
 
+INPUTS = "gate", "up"  # the weights that read the block's input; gate: SwiGLU only
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 

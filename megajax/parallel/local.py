@@ -21,6 +21,7 @@ from jax import lax
 
 from megajax.core.layout import Layout
 from megajax.layers.dispatch import Dispatch, ExpertWeights
+from megajax.layers.joined import merged, split
 from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops, join
@@ -72,10 +73,10 @@ def up(
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
     used = tuple(inside.own(layout, w).astype(x_BSD.dtype) for w in weights)
-    (B, S, D), cut = x_BSD.shape, inside.is_cut(layout)
-    shape = (B * S * (layout.ways((TENSOR,)) if cut else 1), D, tuple(w.size // D for w in used))
-    how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, used)
-    return inside.up(x_BSD, used, matmul, how, cut)
+    (B, S, D), cut, ones = x_BSD.shape, inside.is_cut(layout), merged(used)
+    shape = (B * S * (layout.ways((TENSOR,)) if cut else 1), D, tuple(w.size // D for w in ones))
+    how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, ones)
+    return split(inside.up(x_BSD, ones, matmul, how, cut), used)
 
 
 def down(

@@ -4,6 +4,7 @@ Legend: K inputs and N outputs of the matrix.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -34,6 +35,31 @@ class QuantKernel(PackedWeight):
     def astype(self, dtype: Any) -> Self:
         """Returns itself: codes are multiplied with inputs of any floating type."""
         return self
+
+    def beside(self, others: Sequence[PackedWeight]) -> PackedWeight | None:
+        """See PackedWeight.beside. Not for weights with a scale or an order of their inputs."""
+        every = [self, *(w for w in others if isinstance(w, QuantKernel))]
+        alike = all(
+            w.scale is None
+            and w.order is None
+            and w.weight.format == self.weight.format
+            and (w.weight.zeros is None) == (self.weight.zeros is None)
+            and w.weight.dtype == self.weight.dtype
+            for w in every
+        )
+        if len(every) <= len(others) or not alike:
+            return None
+        K, columns = self.weight.shape[0], sum(w.weight.shape[1] for w in every)
+
+        def side_by_side(name: str) -> Any:
+            arrays = [getattr(w.weight, name) for w in every]
+            if arrays[0] is None:
+                return None
+            return jax.device_put(jnp.concatenate(arrays, -1), arrays[0].sharding)
+
+        arrays = {name: side_by_side(name) for name in ("values", "scales", "zeros")}
+        weight = dataclasses.replace(self.weight, shape=(K, columns), **arrays)
+        return QuantKernel((K, columns), weight)
 
     def matmul(
         self,

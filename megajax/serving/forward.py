@@ -23,6 +23,7 @@ from megajax.core.layout import Layout
 from megajax.core.packed import PackedWeight, each_alone
 from megajax.core.tree import Tree
 from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
+from megajax.layers.joined import join_inputs
 from megajax.layers.weight import packed_axes
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
@@ -63,13 +64,15 @@ class Forward:
     def place(self, params: Tree, cast: bool, room: float = 0) -> Tree:
         """Returns parameters, or some members of them, on this mesh. cast: matrices in the compute
         type, as copies; vectors and routers stay as they are. room: bytes of a device; if a copy of
-        the layers takes no more, each layer's are arrays of its own (core.packed.each_alone)."""
+        the layers takes no more, each layer's are arrays of its own (core.packed.each_alone),
+        packed ones of the same input side by side (layers/joined.py)."""
         if cast:
             words = packed_axes(self.parts.axes, params)
             params = map_words(self._cast, words, params)
         placed, stack = sharding.place(self.layout, self.parts.axes, params), self.parts.stack
         if stack in placed and _bytes(placed[stack]) <= room:
-            placed = placed | {stack: each_alone(placed[stack], self.cfg.layers)}
+            join = join_inputs if self.layout.copies("kv_heads") == 1 else lambda layer: layer
+            placed = placed | {stack: each_alone(placed[stack], self.cfg.layers, join)}
         return placed
 
     def _cast(self, words: tuple, w: Any) -> Any:

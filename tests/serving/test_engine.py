@@ -9,6 +9,8 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.tokenizer import ByteTokenizer
+from megajax.layers.joined import INPUTS
+from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
 from megajax.serving.backend import OneMesh
 from megajax.training import logprobs
@@ -223,17 +225,24 @@ def _idle():
     return Engine(CFG, sharp(CFG), **SMALL)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_layers_in_arrays_of_their_own_give_the_same_tokens(tensor, monkeypatch):
-    """As on a GPU; the program then has no loop over layers, and reads each array as it is."""
+@pytest.mark.parametrize(("tensor", "bits"), [(1, None), (2, None), (1, 4)])
+def test_layers_in_arrays_of_their_own_give_the_same_tokens(tensor, bits, monkeypatch):
+    """As on a GPU; the program then has no loop over layers, and reads each array as it is. Packed
+    weights of the same input are one."""
     mesh = MeshSpec(tensor=tensor).build(jax.devices()[:tensor])
     prompts = prompts_of(5, 30, CFG.vocab)
     options = dict(mesh=mesh, dtype="float32", max_batch=4, decode_steps=2)
     greedy = [SamplingParams(max_tokens=6, temperature=0)] * len(prompts)
-    want = answers(Engine(CFG, sharp(CFG), **options), prompts, greedy)
+    params = sharp(CFG) if bits is None else quantize_model(sharp(CFG), CFG, Format(bits, 32))
+    want = answers(Engine(CFG, params, **options), prompts, greedy)
     monkeypatch.setattr(OneMesh, "alone", True)
-    engine = Engine(CFG, sharp(CFG), **options)
-    assert len(engine._params["blocks"].stacks) == CFG.layers
+    engine = Engine(CFG, params, **options)
+    layers = engine._params["blocks"].stacks
+    assert len(layers) == CFG.layers
+    for part, names in INPUTS if bits else ():
+        first, *others = (layers[0][part][name] for name in names)
+        assert first.whole.shape[1] == sum(w.size // w.shape[0] for w in (first, *others))
+        assert not jax.tree.leaves(others)
     for (tokens, scores, _), (wanted, known, _) in zip(
         answers(engine, prompts, greedy), want, strict=True
     ):
