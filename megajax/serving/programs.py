@@ -75,7 +75,7 @@ class Programs:
         self._several = self._program(self._local_several)
         self._ids = forward.layout.named(PS(None))
         # A function of its own: engines would count each other's programs.
-        self._follow = jax.jit(functools.partial(_follow), out_shardings=self._ids)
+        self._follow: Any = jax.jit(functools.partial(_follow), out_shardings=self._ids)
         self._tile = self._program(self._local_tile, None)
         self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
