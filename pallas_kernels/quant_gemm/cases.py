@@ -69,11 +69,11 @@ CASES = (
     Case("prefill 8192 gate int8", 8192, 14336, 4096, 8),
 )
 
-# The blocks of Llama 3.2 1B, decoding: queries and output, keys or values, gate or up, down. They
-# are tuned, so that its engine decodes with the kernel where that is faster. The engine's smallest
-# step has 8 tokens.
+# The blocks of Llama 3.2 1B: query, key and value together, output, gate and up together, down.
+# They are tuned, so that its engine runs the kernel where that is faster. The engine's smallest step
+# has 8 tokens; 512 are of a prompt.
 SERVED = tuple(
-    Case(f"1B decode {M} {N} x {K}", M, N, K, 4)
-    for M in (8, 64)
-    for N, K in ((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192))
+    Case(f"1B served {M} {N} x {K}", M, N, K, 4)
+    for M in (8, 64, 512)
+    for N, K in ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 )
