@@ -73,6 +73,8 @@ TUNE_FIRST = (
     *(f"{QUANT} M {M} N 14336 K 4096" for M in (1, 16, 64)),
     *(f"{QUANT} M 16 N {N} K {K}" for N, K in ((6144, 4096), (4096, 14336))),
     f"{QUANT} M 256 N 14336 K 4096",
+    f"{QUANT.removesuffix('none')}silu M 2048 N 14336 K 4096",
+    f"{QUANT} M 8192 N 4096 K 14336",
     "attention varlen attention forward dtype bfloat16 width 128 group 1 longest 16384"
     " tokens 16384",
     "attention varlen attention forward dtype bfloat16 width 128 group 4 longest 4096 tokens 32768",
