@@ -98,8 +98,8 @@ TUNE_FIRST = (
 TUNE_SERVED = (
     *(
         "paged paged attention dtype bfloat16 pages bfloat16 width 64 group 4 heads 8 page 16"
-        f" tokens {tokens} segments {tokens} room 768"
-        for tokens in (8, 64)
+        f" tokens {tokens} segments {segments} room 768"
+        for tokens, segments in ((8, 8), (64, 64), (512, 64))
     ),
     *(
         f"{QUANT} M {M} N {N} K {K}"

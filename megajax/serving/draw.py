@@ -10,6 +10,8 @@ Legend: B sequences of a step, S slots (sequences that run), V vocabulary with i
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,10 +130,27 @@ def draw_tokens(
 
 
 def _likeliest(logits_BV: Array) -> tuple[Array, Array]:
+    """The TOP largest logits and their tokens, of equal ones the first tokens first."""
     k = min(TOP, logits_BV.shape[-1])
-    values_Bk, ids_Bk = lax.top_k(logits_BV, k)
+    values_Bk, ids_Bk = lax.platform_dependent(
+        logits_BV, cuda=functools.partial(_tops, k), default=lambda x: tuple(lax.top_k(x, k))
+    )
     pad = ((0, 0), (0, TOP - k))
     return jnp.pad(ids_Bk, pad), jnp.pad(values_Bk, pad, constant_values=NEGATIVE)
+
+
+def _tops(k: int, logits_BV: Array) -> tuple[Array, Array]:
+    """lax.top_k in k passes, without a sort (see `_bound`)."""
+    index_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
+    left_BV, ids, values = logits_BV, [], []
+    for _ in range(k):
+        token_B1 = jnp.argmax(left_BV, -1, keepdims=True).astype(jnp.int32)
+        value_B1 = jnp.take_along_axis(logits_BV, token_B1, 1)
+        ids, values = [*ids, token_B1], [*values, value_B1]
+        # From the logits again, so that nothing has to be written between two passes.
+        after_BV = (logits_BV < value_B1) | ((logits_BV == value_B1) & (index_BV > token_B1))
+        left_BV = jnp.where(after_BV, logits_BV, -jnp.inf)
+    return jnp.concatenate(values, 1), jnp.concatenate(ids, 1)
 
 
 def _nothing(logits_BV: Array) -> tuple[Array, Array]:
@@ -178,18 +197,46 @@ def _sample(logits_BV: Array, rules: Rules) -> Array:
 
 
 def _filter(x_BV: Array, rules: Rules) -> Array:
-    """Masks what min-p, top-k and top-p leave out, each of what the one before left."""
-    V = x_BV.shape[-1]
+    """Masks what min-p, top-k and top-p leave out, each of what the one before left.
+
+    Nothing is sorted. What top-k keeps are the values of which fewer than k are larger, and what
+    top-p keeps those whose larger ones have less than p together; either is all above a bound,
+    which `_bound` finds. Equal values stay or go together. The likeliest token always stays.
+    """
     least_B1 = x_BV.max(-1, keepdims=True) + jnp.log(rules.min_p)[:, None]
     x_BV = jnp.where(x_BV < least_B1, NEGATIVE, x_BV)
-    sorted_BV = -jnp.sort(-x_BV, -1)
-    k_B = jnp.where(rules.top_k > 0, jnp.minimum(rules.top_k, V), V)
-    kth_B1 = jnp.take_along_axis(sorted_BV, k_B[:, None] - 1, 1)
-    sorted_BV = jnp.where(sorted_BV < kth_B1, NEGATIVE, sorted_BV)
-    p_BV = jax.nn.softmax(sorted_BV, -1)
-    before_BV = jnp.cumsum(p_BV, -1) - p_BV
-    # The smallest kept logit: the last whose predecessors have less than top_p together. The
-    # likeliest token always stays; with top_p = 1 rounding may leave out nothing.
-    kept_BV = (before_BV < rules.top_p[:, None]) | (rules.top_p >= 1)[:, None]
-    least_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
-    return jnp.where(x_BV < jnp.maximum(least_B1, kth_B1), NEGATIVE, x_BV)
+    order_BV = _order(x_BV)
+    k_B1 = jnp.where(rules.top_k > 0, rules.top_k, x_BV.shape[-1])[:, None]
+    counts = functools.partial(jnp.sum, axis=-1, keepdims=True, dtype=jnp.int32)
+    bound_B1 = _bound(lambda t_B1: counts(order_BV > t_B1) >= k_B1, order_BV)
+    x_BV = jnp.where(order_BV > bound_B1, x_BV, NEGATIVE)
+    p_BV, order_BV = jax.nn.softmax(x_BV, -1), _order(x_BV)
+    p_B1 = rules.top_p[:, None]
+
+    def enough(t_B1: Array) -> Array:
+        return jnp.where(order_BV > t_B1, p_BV, 0.0).sum(-1, keepdims=True) >= p_B1
+
+    bound_B1 = _bound(enough, order_BV)
+    return jnp.where((order_BV > bound_B1) | (p_B1 >= 1), x_BV, NEGATIVE)
+
+
+def _order(x: Array) -> Array:
+    """Returns uint32 numbers in the order of float32 numbers."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign, ~bits, bits | sign)
+
+
+def _bound(holds: Callable[[Array], Array], order_BV: Array) -> Array:
+    """Returns the largest uint32 number for which `holds`, (B, 1); 0 where there is none.
+
+    holds: of (B, 1); what holds for a number holds for smaller ones. Two bits are found in a pass
+    over the values. The passes are written out: a loop, like a sort of XLA's, would keep a GPU from
+    launching a whole decoding step as one graph.
+    """
+    bound_B1 = jnp.zeros((order_BV.shape[0], 1), jnp.uint32)
+    for place in range(30, -2, -2):
+        tried = [bound_B1 | jnp.uint32(digit << place) for digit in (1, 2, 3)]
+        digit_B1 = sum(holds(t_B1).astype(jnp.uint32) for t_B1 in tried)
+        bound_B1 |= digit_B1 << place
+    return bound_B1

@@ -91,5 +91,9 @@ CASES = (
 )
 
 # Of the engine that scripts/gpu_serving.py decodes with (Llama 3.2 1B's attention): its smallest
-# step, and 64 sequences.
-SERVED = (decode(8, 768, width=64), decode(64, 768, width=64))
+# step, 64 sequences, and a prompt in an engine for 64 of them.
+SERVED = (
+    decode(8, 768, width=64),
+    decode(64, 768, width=64),
+    Case("prompt 512 of 64", (512, *[0] * 63), (512, *[0] * 63), width=64, room=768),
+)

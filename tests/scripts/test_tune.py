@@ -172,7 +172,7 @@ def tunings():
 def test_the_tunings_that_come_first_are_there(tunings):
     names = {gpu_tune.name_of(*each) for each in tunings}
     assert {*gpu_check.TUNE_FIRST, *gpu_check.TUNE_SERVED} <= names
-    assert len(set(gpu_check.TUNE_FIRST)) == 21
+    assert len(set(gpu_check.TUNE_FIRST)) == 23
 
 
 def test_every_tuning_has_a_reference_of_its_kernels_results(tunings):

@@ -9,13 +9,18 @@ Legend: V vocabulary, N draws.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from scipy import stats
 
+from megajax.core.mesh import MeshSpec
 from megajax.serving import Engine, SamplingParams, draw
+from megajax.systems.aot import QUICK
+from pallas_kernels import aot
 from tests.plain_loop import CFG, SMALL, _logits, sharp
 
 V, DRAWS = 12, 6000
@@ -137,6 +142,51 @@ def test_draws_follow_the_distribution_and_not_another(name):
 def test_the_filters_keep_exactly_what_numpy_keeps():
     for name in ("top-k", "top-p", "min-p", "all filters"):
         assert (draws()[name] > 0).tolist() == (distribution(CASES[name]) > 0).tolist()
+
+
+def test_what_filters_keep_of_many_values_some_of_them_equal():
+    """The oracle sorts, in float64. Equal values stay or go together."""
+    random, (B, V) = np.random.default_rng(3), (60, 700)
+    x = random.normal(0, 3, (B, V)).astype(np.float32)
+    x[::2] = np.round(x[::2] * 2) / 2
+    rules = draw.plain_rules(B)
+    rules.top_k[:] = random.choice([0, 1, 7, 90, V, V + 5], B)
+    rules.top_p[:] = random.choice([1, 0.9, 0.5, 1e-6], B)
+    rules.min_p[:] = random.choice([0, 0.1, 1], B)
+    kept = np.asarray(jax.jit(draw._filter)(x, rules)) > draw.NEGATIVE
+    for row, found, k, p, m in zip(x, kept, rules.top_k, rules.top_p, rules.min_p, strict=True):
+        odds = np.exp(row.astype(np.float64) - row.max())
+        odds[odds < m * (1 - 1e-6)] = 0
+        if 0 < k < V:
+            odds[odds < np.sort(odds)[-k]] = 0
+        odds /= odds.sum()
+        larger = np.array([odds[odds > one].sum() for one in odds])
+        assert (found == (odds > 0) & ((larger < p - 1e-7) | (p == 1))).all()
+
+
+def test_the_likeliest_tokens_in_passes_are_those_of_a_sort():
+    x = np.round(np.random.default_rng(4).normal(0, 2, (9, 300))).astype(np.float32)
+    for found, want in zip(draw._tops(20, x), jax.lax.top_k(x, 20), strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.aot
+def test_drawing_can_be_part_of_one_graph_of_a_gpu():
+    """XLA cannot put a sort, a loop or a library's call into one."""
+    B, V, mesh = 64, 128_256, MeshSpec().build(aot.devices(1)[:1])
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def like(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    logits = np.empty((B, V), np.float32)
+    changes = jax.eval_shape(lambda: draw.no_changes(B, V))
+    args = logits, logits[:, 0], draw.plain_rules(B), changes, np.empty(B, np.int32)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(draw.draw_tokens).lower(*jax.tree.map(like, args))
+    text = aot.compile(lowered, QUICK).as_text()
+    assert len(re.findall(r" conditional\(", text)) == 4
+    assert not re.findall(r" (sort|while|custom-call)\(", text)
 
 
 def test_greedy_penalties_are_exact():
