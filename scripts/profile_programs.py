@@ -264,7 +264,7 @@ def join(cfg: Config) -> None:
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
         whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)
-    more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor}
+    more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor, "seed": cfg.seed}
     if "products" in whole.dataset.facts:  # of a GPU
         more["products"] = whole.dataset.facts["products"]
     facts = results.facts(devices, "measured") | whole.noise | more

@@ -26,13 +26,13 @@ _COUNTED = ("flops", "bytes accessed", "transcendentals")
 _LAUNCH = 1e-5  # seconds; scales the constant, whose weight is fitted
 
 
-def xla_counts(labels: Labels, numbers: Iterable[int], seed: int = 0) -> dict[int, np.ndarray]:
+def xla_counts(labels: Labels, numbers: Iterable[int]) -> dict[int, np.ndarray]:
     """Returns XLA's counts of programs (FLOPs, bytes, transcendentals) by their numbers.
 
-    The programs are compiled again. seed: of the profile. Raises: UserError where the labels are of
-    other programs.
+    The programs are compiled again, from the seed that the labels' facts have (none: 0). Raises:
+    UserError where the labels are of other programs.
     """
-    found = {}
+    found, seed = {}, int(labels.dataset.facts.get("seed", 0))
     for number in numbers:
         compiled = compile_program(next(families.programs(seed=seed, start=number)))
         mine = {record.hash for record in records(compiled)}
