@@ -70,8 +70,8 @@ CASES = (
 )
 
 # The blocks of Llama 3.2 1B: query, key and value together, output, gate and up together, down.
-# They are tuned, so that its engine runs the kernel where that is faster. The engine's smallest step
-# has 8 tokens; 512 are of a prompt.
+# They are tuned, so that its engine runs the kernel where that is faster. The engine's smallest
+# step has 8 tokens; 512 are of a prompt.
 SERVED = tuple(
     Case(f"1B served {M} {N} x {K}", M, N, K, 4)
     for M in (8, 64, 512)
