@@ -231,6 +231,7 @@ def test_a_truncated_file_is_named(share, written, tmp_path):
         ("gptq", {"dynamic": {"+:a{99999999999}": {}}}, "is no regular expression"),
         ("gptq", {"dynamic": {"+:(.|.)*$": {}}}, "no repeated group"),
         ("gptq", {"dynamic": {"+:.*.*.*.*.*": {}}}, "4 repeats without end"),
+        ("gptq", {"dynamic": {f"+:.*.*.*{n}": {} for n in range(90)}}, "5,760,000 steps"),
         ("gptq", {"dynamic": {"+:.*": 8}}, "must have an object of members"),
         ("gptq", {"dynamic": {".*": {"bits": 5}}}, r"dynamic '\.\*': bits=5 of gptq must be"),
         ("gptq", {"dynamic": {".*": {"method": "awq"}}}, "one method and form, found 'awq'"),

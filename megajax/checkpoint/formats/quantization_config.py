@@ -25,6 +25,7 @@ AWQ_BITS = 4
 SUPPORTED = "gptq (2, 3, 4 and 8 bits) and awq (4 bits, version gemm)"
 # (chosen) of a folder of strangers: Python's `re` may take for ever. Names have some 40 characters.
 MAX_RULES, MAX_PATTERN, MAX_REPEATS = 10_000, 1000, 4
+NAME, MAX_STEPS = 40, 3_000_000  # steps of all patterns on one name, NAME ** repeats each
 _LAYER = re.compile(r".*?\.\d+\.")  # model.layers.3. of model.layers.3.mlp.up_proj
 _REPEAT, _REPEATED_GROUP = re.compile(r"[*+]|\{\d*,"), re.compile(r"\)[*+{]")
 
@@ -75,6 +76,12 @@ def checked(found: Mapping[str, Any]) -> Settings:
         )
     base = {"bits": kind[0], "group_size": -1 if kind[1] is None else kind[1]}
     dynamic = tuple(_rule(pattern, more, method, base) for pattern, more in rules.items())
+    steps = sum(NAME ** len(_REPEAT.findall(compiled.pattern)) for compiled, _ in dynamic)
+    if steps > MAX_STEPS:
+        raise UserError(
+            f"{SECTION}: the patterns of dynamic may take {steps:,} steps for a name, at most "
+            f"{MAX_STEPS:,} are allowed: give fewer of them or fewer repeats without end"
+        )
     return Settings(method, *kind, method == "gptq" and form == "gptq", dynamic)
 
 
