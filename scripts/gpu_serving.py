@@ -5,13 +5,17 @@ second over the best rate of memory in the same process. Decoding: an engine wit
 greedy requests that all run at once; the time of a token of all of them, wall clock, beside the
 time in which the card's memory bandwidth moves weights and pages (megajax/cost/serving.py); and the
 same with the blocks' matrices in 4 bits, in groups of 128, beside the tokens a second in bf16.
-First token: from `submit` of one prompt to its first output, the engine idle.
+First token: from `submit` of one prompt to its first output, the engine idle. Profiles: the
+launches of a token, and the time for which the GPU computes.
 """
 
 import dataclasses
 import functools
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +36,7 @@ PAGE = 16
 # (batch, keys, query heads, key-value heads, head width) of Llama 3 8B's attention.
 ATTENTION, TINY_ATTENTION = (64, 4096, 32, 8, 128), (2, 64, 4, 2, 32)
 BATCHES = (1, 64)
-PROMPT, ANSWER, STEPS = 512, 256, 40
+PROMPT, ANSWER, STEPS, TRACED = 512, 256, 40, 3
 
 
 def items(rehearsal: bool) -> list[Item]:
@@ -64,6 +68,15 @@ def items(rehearsal: bool) -> list[Item]:
             "first token",
             functools.partial(first_token, functools.partial(engine, None), rehearsal),
             limit_s=120,
+        ),
+        *(
+            Item(
+                f"profile batch {batch}{'' if bits is None else f' int{bits}'}",
+                functools.partial(profile, functools.partial(engine, bits), batch, rehearsal),
+                limit_s=120,
+            )
+            for bits in (None, 4)
+            for batch in batches
         ),
     ]  # fmt: skip
 
@@ -132,7 +145,68 @@ def decode(
 ) -> dict[str, Any]:
     """Tokens a second of so many sequences, when all prompts have been computed."""
     cfg, engine = made()
-    prompt, answer, steps = (16, 24, 4) if rehearsal else (PROMPT, ANSWER, STEPS)
+    advance, end = _begun(cfg, engine, batch, rehearsal)
+    steps = 4 if rehearsal else STEPS
+    times, counts = [], []
+    for _ in range(steps):
+        began = time.perf_counter()
+        counts.append(advance())
+        times.append(time.perf_counter() - began)
+    end()
+    tokens = sum(counts)
+    each = sum(times) / tokens * batch
+    return {
+        "token_s": each, "tokens_per_s": tokens / sum(times), "dispatch_s": np.median(times).item(),
+        "clock": "wall", "n": steps, **_roofline(cfg, batch, PROMPT + ANSWER // 2, each),
+    }  # fmt: skip
+
+
+def profile(
+    made: Callable[[], tuple[DecoderConfig, Engine]], batch: int, rehearsal: bool
+) -> dict[str, Any]:
+    """What the GPU does for a token of all sequences, by jax.profiler, which turns graphs off."""
+    cfg, engine = made()
+    advance, end = _begun(cfg, engine, batch, rehearsal)
+    advance()
+    jax.block_until_ready(engine.programs.state)  # what the trace begins with has ended
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED):
+                advance()
+            jax.block_until_ready(engine.programs.state)
+        events = sorted(_launched(folder))
+    end()
+    tokens, busy, until, by_name = TRACED * engine.programs.steps, 0.0, 0.0, Counter()
+    for start, seconds, name in events:
+        busy += max(0.0, start + seconds - max(start, until))
+        until = max(until, start + seconds)
+        by_name[name] += seconds
+    return {
+        "batch": batch, "launches": len(events) / tokens, "busy_s": busy / tokens, "n": tokens,
+        "span_s": (until - events[0][0]) / tokens if events else None, "clock": "profiler",
+        "kernels": {name: seconds / tokens for name, seconds in by_name.most_common(12)},
+    }  # fmt: skip
+
+
+def _launched(folder: str) -> list[tuple[float, float, str]]:
+    """(start, seconds, name) of what a GPU's streams ran; none on a CPU."""
+    path = next(Path(folder).rglob("*.xplane.pb"))
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    return [
+        (1e-9 * event.start_ns, 1e-9 * event.duration_ns, event.name)
+        for plane in planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+
+
+def _begun(
+    cfg: DecoderConfig, engine: Engine, batch: int, rehearsal: bool
+) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Starts greedy requests. Returns (a step, which gives the number of new tokens; their end)."""
+    prompt, answer = (16, 24) if rehearsal else (PROMPT, ANSWER)
     asked = SamplingParams(max_tokens=answer, temperature=0)
     begun: dict[int, int] = {engine.submit(p, asked): 0 for p in _prompts(cfg, batch, prompt)}
 
@@ -143,22 +217,14 @@ def decode(
             new += len(output.tokens)
         return new
 
+    def end() -> None:
+        for id in begun:
+            engine.cancel(id)
+        list(engine.run())
+
     while min(begun.values()) < 2 * engine.programs.steps:  # prompts, and the loop is compiled
         advance()
-    times, counts = [], []
-    for _ in range(steps):
-        began = time.perf_counter()
-        counts.append(advance())
-        times.append(time.perf_counter() - began)
-    for id in begun:
-        engine.cancel(id)
-    list(engine.run())
-    tokens = sum(counts)
-    each = sum(times) / tokens * batch
-    return {
-        "token_s": each, "tokens_per_s": tokens / sum(times), "dispatch_s": np.median(times).item(),
-        "clock": "wall", "n": steps, **_roofline(cfg, batch, prompt + answer // 2, each),
-    }  # fmt: skip
+    return advance, end
 
 
 def _roofline(cfg: DecoderConfig, batch: int, context: int, measured_s: float) -> dict[str, Any]:

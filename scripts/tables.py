@@ -270,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
             gpu_tables.verdicts,
             gpu_tables.training,
             gpu_tables.serving,
+            gpu_tables.decoding,
             gpu_tables.bert,
         )
     },

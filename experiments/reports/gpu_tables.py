@@ -223,7 +223,19 @@ def serving(folder: Path) -> str:
         "share of the roofline, or of the memory's rate": share, "goal": lambda r: r.get("goal"),
         "tokens/s over bf16": lambda r: r.get("over_bf16"), "clock": lambda r: r["clock"],
     }  # fmt: skip
-    return tables(measured(folder, "serving"), columns, lambda r: True)
+    return tables(measured(folder, "serving"), columns, lambda r: "launches" not in r)
+
+
+def decoding(folder: Path) -> str:
+    """What the GPU does for a token of the 1.2B model, and its largest kernels."""
+    columns: Columns = {
+        "what": lambda r: r["item"], "launches": lambda r: r["launches"],
+        "the GPU computes, ms": lambda r: 1e3 * r["busy_s"],
+        "largest kernels, us": lambda r: ", ".join(
+            f"{name} {1e6 * s:.0f}" for name, s in list(r["kernels"].items())[:5]
+        ),
+    }  # fmt: skip
+    return tables(measured(folder, "serving"), columns, lambda r: "launches" in r)
 
 
 def spread(row: Row, unit: str) -> str | None:
