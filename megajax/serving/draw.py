@@ -140,7 +140,7 @@ def _likeliest(logits_BV: Array) -> tuple[Array, Array]:
 
 
 def _tops(k: int, logits_BV: Array) -> tuple[Array, Array]:
-    """lax.top_k in k passes, without a sort (see `_bound`)."""
+    """lax.top_k of finite logits in k passes, without a sort (see `_bound`)."""
     index_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
     left_BV, ids, values = logits_BV, [], []
     for _ in range(k):
@@ -211,7 +211,8 @@ def _filter(x_BV: Array, rules: Rules) -> Array:
     bound_B1 = _bound(lambda t_B1: counts(order_BV > t_B1) >= k_B1, order_BV)
     x_BV = jnp.where(order_BV > bound_B1, x_BV, NEGATIVE)
     p_BV, order_BV = jax.nn.softmax(x_BV, -1), _order(x_BV)
-    p_B1 = rules.top_p[:, None]
+    # At least a normal number, or the likeliest token would go too.
+    p_B1 = jnp.maximum(rules.top_p, jnp.finfo(jnp.float32).tiny)[:, None]
 
     def enough(t_B1: Array) -> Array:
         return jnp.where(order_BV > t_B1, p_BV, 0.0).sum(-1, keepdims=True) >= p_B1
@@ -221,8 +222,8 @@ def _filter(x_BV: Array, rules: Rules) -> Array:
 
 
 def _order(x: Array) -> Array:
-    """Returns uint32 numbers in the order of float32 numbers."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    """Returns uint32 numbers in the order of float32 numbers; both zeros are equal."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign, ~bits, bits | sign)
 
@@ -231,12 +232,20 @@ def _bound(holds: Callable[[Array], Array], order_BV: Array) -> Array:
     """Returns the largest uint32 number for which `holds`, (B, 1); 0 where there is none.
 
     holds: of (B, 1); what holds for a number holds for smaller ones. Two bits are found in a pass
-    over the values. The passes are written out: a loop, like a sort of XLA's, would keep a GPU from
-    launching a whole decoding step as one graph.
+    over the values. For a GPU the passes are written out: a loop, like a sort of XLA's, would keep
+    it from launching a whole decoding step as one graph. A CPU has a loop, which compiles sooner.
     """
-    bound_B1 = jnp.zeros((order_BV.shape[0], 1), jnp.uint32)
-    for place in range(30, -2, -2):
-        tried = [bound_B1 | jnp.uint32(digit << place) for digit in (1, 2, 3)]
-        digit_B1 = sum(holds(t_B1).astype(jnp.uint32) for t_B1 in tried)
-        bound_B1 |= digit_B1 << place
-    return bound_B1
+
+    def more(i: int | Array, bound_B1: Array) -> Array:
+        place = jnp.uint32(30) - jnp.uint32(2) * jnp.uint32(i)
+        tried = [bound_B1 | (jnp.uint32(digit) << place) for digit in (1, 2, 3)]
+        return bound_B1 | sum(holds(t_B1).astype(jnp.uint32) for t_B1 in tried) << place
+
+    def written_out(bound_B1: Array) -> Array:
+        return functools.reduce(lambda bound, i: more(i, bound), range(16), bound_B1)
+
+    def looped(bound_B1: Array) -> Array:
+        return lax.fori_loop(0, 16, more, bound_B1)
+
+    none_B1 = jnp.zeros((order_BV.shape[0], 1), jnp.uint32)
+    return lax.platform_dependent(none_B1, cuda=written_out, default=looped)

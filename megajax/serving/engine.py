@@ -130,7 +130,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step can bring anything."""
-        return bool(self._answers or self._launched or self._late)
+        return bool(self._answers or self._late)
 
     def submit(
         self,
@@ -211,6 +211,8 @@ class Engine:
         """
         if self.busy:
             raise UserError("sleep: requests have not ended; run them to their end or cancel them")
+        while self._launched:  # what was started ahead of an end that nobody foresaw
+            self._read()
         self._params = None
         self.programs.free()
         self.scheduler.drop_prefixes()

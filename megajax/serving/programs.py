@@ -151,7 +151,7 @@ class Programs:
             if steps > 1:  # the ids as a call before leaves them, or this would be two programs
                 tokens = laid.tokens
                 if after is None:
-                    ids_T = jax.device_put(tokens.ids_T, self._ids)
+                    ids_T = self._placed(tokens.ids_T)
                 else:
                     drawn, sources = after
                     source_T = np.zeros_like(tokens.ids_T)
@@ -210,6 +210,13 @@ class Programs:
         return drawn, [s.slot for s in segments]
 
     # ---- what is compiled
+
+    def _placed(self, ids_T: np.ndarray) -> Array:
+        """Returns ids on all devices. With several processes device_put would compare what each
+        of them gives, which waits for all."""
+        if not self._forward.mesh.is_multi_process:
+            return jax.device_put(ids_T, self._ids)
+        return jax.make_array_from_callback(ids_T.shape, self._ids, lambda index: ids_T[index])
 
     def _everyone(self, tree: Any) -> Any:
         # Spelled as the programs' results are, or a first call would count as another program.

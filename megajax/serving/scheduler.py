@@ -145,7 +145,8 @@ class Scheduler:
     def plan_after(self, plan: Plan) -> Plan | None:
         """Returns what follows the last plan, which still runs, if that does not depend on what it
         draws: all that do not reach their max_tokens decode as many more; if one ends otherwise,
-        that is in vain. None: it has one step, nobody goes on, pages lack, or others could start.
+        that is in vain. None: it has one step, nobody goes on, pages or context lack, or others
+        could start.
         """
         pieces = [piece for piece in plan.pieces if piece.sequence.slot is not None]
         starting = len(pieces) < len(self._running) or (self._waiting and self._unused)

@@ -197,9 +197,9 @@ def exact_sums(
     """Returns the sums (128, T) of w^T x^T over neighbouring chunks of 64 along K, in the layout of
     wgmma's sums, but by `mma.sync`: each warp multiplies its 16 rows by 8 tokens at a time.
 
-    A wgmma of few tokens seems to take as long as one of 64 (README.md). The registers of both
-    instructions belong to the same threads. x is read by the threads, from swizzled rows of 128
-    bytes; the lanes of a warp find its words in 32 banks.
+    On an H200 it is hardly faster than wgmma (README.md), so the tuner tries both. The registers of
+    both instructions belong to the same threads. x is read by the threads, from swizzled rows of
+    128 bytes; the lanes of a warp find its words in 32 banks.
 
     words, place: as of `exact_operand`, for the first chunk. x: shared memory, (T, K of a part),
     tiled and swizzled as wgmma reads it. chunks: the first of x's and how many.

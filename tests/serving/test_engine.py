@@ -181,6 +181,11 @@ def test_decoding_goes_on_before_its_tokens_are_read(monkeypatch):
     assert calls[3:7] == ["step", "read"] * 2  # each time, one that was started before runs
     assert calls.count("step") == calls.count("read")
     assert engine.pool.in_use == 0
+    # The last token of all ends what was started ahead too.
+    assert answers(engine, [[4, 5]], params[1:])[0][0] == second
+    assert not engine.busy and engine._launched
+    engine.sleep()
+    assert calls.count("step") == calls.count("read")
 
 
 def test_new_weights_take_over_between_steps():
