@@ -248,9 +248,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **llm_pq_tables.tables(RESULTS),
     "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
     "cdmpp_gpu": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_gpu.json"),
-    "cdmpp_one_thread": functools.partial(
-        cdmpp_tables.programs, RESULTS / "cdmpp_one_thread.json"
-    ),
+    "cdmpp_one_thread": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_one_thread.json"),
     "cdmpp_h200": functools.partial(cdmpp_tables.h200, RESULTS / "cdmpp_h200.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(account.table, RESULTS / "storm.json"),
