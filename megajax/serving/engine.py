@@ -1,7 +1,7 @@
 """The serving engine: requests in, tokens out, many sequences at a time.
 
 Each `step` reads what the device has drawn and starts what comes next (scheduler.py). While
-sequences only decode, the device never waits for the host: the next call is started before the
+sequences only decode, the device need not wait for the host: the next call is started before the
 tokens of the running one are read, and takes them on the device. Trainer and engine share the
 model's code: serving/forward.py runs the trainer's blocks over pages of keys and values.
 Sources: continuous batching (Orca, OSDI 2022), PagedAttention (arXiv 2309.06180), prompts in chunks

@@ -403,12 +403,10 @@ def _single(registers: np.ndarray, row: int) -> Any:
 
 def element_of(value: Any, i: int) -> Any:
     """One element of a register that is a vector."""
-    """One element of a register that is a vector."""
     return vector.extract(value, dynamic_position=[], static_position=[i])
 
 
 def vector_of(elements: Sequence[Any]) -> Any:
-    """A register of these elements."""
     """A register of these elements."""
     return vector.from_elements(ir.VectorType.get((len(elements),), elements[0].type), elements)
 
