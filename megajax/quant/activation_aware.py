@@ -70,7 +70,9 @@ def _search(
 
     exponents = jnp.arange(grid) / grid
     errors = jax.lax.map(tried, exponents)
-    scale_K = channel_scales(statistics, exponents[jnp.argmin(errors)])
+    # NaN: scaled weights whose groups' scales exceed scale_dtype. argmin would take the first.
+    best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
+    scale_K = channel_scales(statistics, exponents[best])
     scaled_KN = w_KN * scale_K[:, None]
     plain = quantize(scaled_KN, fmt)
     if not clip:

@@ -6,7 +6,8 @@
     variance   sum over groups and outputs of s^2 Var(x), s = (max - min) / (2^(b-1) - 1)
                LLM-PQ (arXiv 2403.01136), section 4.2: the form of an upper bound, without constants
     exact      sum over rows and outputs of s^2 / 12 sum_t x_tk^2: the expected error if the errors
-               of rounding are uniform and independent
+               of rounding are uniform and independent; s = 0 of a group of zeros (with zero points
+               of equal numbers), which is exact
     hessian    sum over outputs of dW^T h dW: the error of rounding to nearest on these tokens
     random     a random number, for comparisons
 
@@ -68,14 +69,31 @@ def sensitivity(
     weight_K = jnp.diagonal(statistics.h_KK) / 12
     if indicator == "variance":
         steps = 2.0 ** (fmt.width - 1) - 1
-        low_GN, high_GN = (
-            f(_groups(w_KN, C, fill), 1) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
-        )
+        low_GN, high_GN = _range(w_KN, C)
         scale_GN, weight_K = (high_GN - low_GN) / steps, statistics.variance_K / C
     else:
-        scale_GN = qtensor.quantize(w_KN, fmt).scales.astype(jnp.float32)
+        scale_GN = _steps(w_KN, C, fmt)
     weight_G = _groups(weight_K[:, None], C, 0.0).sum((1, 2))
     return float(jnp.sum(scale_GN**2 * weight_G[:, None]))
+
+
+def _steps(w_KN: Array, C: int, fmt: Format) -> Array:
+    """Returns the scale of each group, (G, N); 0 of a group that its codes hold exactly.
+
+    Such a group (zeros, or equal numbers if there are zero points) has the scale 1 in a QTensor,
+    which is no distance of codes.
+    """
+    scale_GN = qtensor.quantize(w_KN, fmt).scales.astype(jnp.float32)
+    low_GN, high_GN = _range(w_KN, C)
+    is_exact_GN = low_GN == high_GN
+    if fmt.symmetric:
+        is_exact_GN &= low_GN == 0
+    return jnp.where(is_exact_GN, 0.0, scale_GN)
+
+
+def _range(w_KN: Array, C: int) -> tuple[Array, Array]:
+    """Returns the smallest and the largest number of each group, (G, N)."""
+    return jnp.min(_groups(w_KN, C, jnp.inf), 1), jnp.max(_groups(w_KN, C, -jnp.inf), 1)
 
 
 def _groups(x_KN: Array, C: int, fill: float) -> Array:

@@ -143,12 +143,19 @@ def dequantize(q: QTensor, dtype: Any = None) -> Array:
 
     It is computed in float32: code * s, or zero + code * s.
     Args: dtype: of the result; None: that of the array that was quantized.
-    Raises: UserError if q is no QTensor.
+    Raises: UserError if q is no QTensor, or a stack of several.
     """
     if not isinstance(q, QTensor):
         raise UserError(f"dequantize: q must be a QTensor, got {type(q).__name__}")
     fmt = q.format
     n, axis = fmt.lines(q.shape)
+    wanted = 1 if axis is None else q.ndim
+    if q.values.ndim != wanted:
+        raise UserError(
+            f"dequantize: q stands for the shape {q.shape}, so its codes must have {wanted} "
+            f"dimensions, and they have the shape {q.values.shape}; of a stack take one "
+            "(jax.tree.map(lambda x: x[0], q)), or all with jax.vmap(dequantize)"
+        )
     group = fmt.group_of(n)
     packed = _to_lines(q.values, axis, packed=True)
     code_xN = reference.unpack(packed, n, fmt.bits, signed=fmt.symmetric)

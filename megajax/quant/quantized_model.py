@@ -72,7 +72,7 @@ def quantize_model(
         raise UserError(
             f"quantize_model: cfg must be a model's configuration, got a {type(cfg).__name__}"
         )
-    each = layer_formats(formats, cfg.layers)
+    each = [_along_inputs(fmt) for fmt in layer_formats(formats, cfg.layers)]
     if method not in METHODS:
         raise UserError(
             f"method={method!r} must be among {', '.join(METHODS)}."
@@ -82,11 +82,8 @@ def quantize_model(
     found = matrices(cfg.axes)
     _check_dense(params, found)
     _check_sources(sources or {}, found)
-    if missing := [n for n in found if method != "rtn" and n not in (calibration or {})]:
-        raise UserError(
-            f"method={method!r} needs the inputs of {missing[0]} in calibration "
-            "(systems.llm_pq.calibrate), got none; method='rtn' needs none"
-        )
+    if method != "rtn":
+        _check_calibration(calibration or {}, found, cfg.layers, method)
     joint = _joint(params, words, each, calibration, sources if method == "awq" else None)
     stack = next(iter(found)).split(".")[0]
     starts = [i for i, fmt in enumerate(each) if i == 0 or fmt != each[i - 1]]
@@ -169,6 +166,32 @@ def _check_dense(params: Tree, wanted: Sequence[str]) -> None:
         )
 
 
+def _check_calibration(
+    calibration: Mapping[str, Statistics], wanted: Sequence[str], layers: int, method: Method
+) -> None:
+    """Refuses a calibration without one of the matrices, or of another number of layers.
+
+    JAX's arrays would give their last layer for every layer behind it. Raises: UserError.
+    """
+    for n in wanted:
+        if n not in calibration:
+            raise UserError(
+                f"method={method!r} needs the inputs of {n} in calibration "
+                "(systems.llm_pq.calibrate), got none; method='rtn' needs none"
+            )
+        given = calibration[n]
+        if not isinstance(given, Statistics):
+            raise UserError(
+                f"calibration: {n} must be a megajax.quant.Statistics, stacked over the layers, "
+                f"got a {type(given).__name__}"
+            )
+        if jnp.ndim(given.total_K) != 2 or len(given.total_K) != layers:
+            raise UserError(
+                f"calibration: the Statistics of {n} must be stacked over the model's {layers} "
+                f"layers; its sums of inputs have the shape {jnp.shape(given.total_K)}"
+            )
+
+
 def _check_sources(sources: Mapping[str, str | None], wanted: Sequence[str]) -> None:
     """Refuses names that are none of the matrices. Raises: UserError."""
     if unknown := [n for n in sources if n not in wanted]:
@@ -191,6 +214,11 @@ def layer_formats(formats: Formats, layers: int) -> list[Format | None]:
         if fmt is not None and not isinstance(fmt, Format):
             raise UserError(f"formats[{i}]={fmt!r} must be a megajax.quant.Format or None")
     return each
+
+
+def _along_inputs(fmt: Format | None) -> Format | None:
+    """Returns the format by its one spelling, so that equal ones are equal."""
+    return dataclasses.replace(fmt, axis=0) if fmt is not None and fmt.axis in (None, -2) else fmt
 
 
 def matrices(axes: Tree) -> list[str]:

@@ -177,6 +177,44 @@ def test_statistics_add_up_and_indicators_are_their_formulas():
     assert len(draws) == 4
 
 
+@pytest.mark.parametrize("symmetric, value", [(True, 0.0), (False, 0.0), (False, 0.7)])
+def test_groups_without_error_have_no_expected_error(symmetric, value):
+    """Of a pruned matrix: a group of zeros has the scale 1, as if its codes were 1 apart."""
+    w_KN, x_TK = problem(70, 12, 6)
+    fmt = Format(4, 32, 0, symmetric=symmetric)
+    flat_KN = w_KN.copy()
+    flat_KN[32:64, :5] = value
+    flat_KN[64:, 7] = value  # the short group
+    for indicator in ("exact", "hessian"):
+        wanted = 0.0
+        for n in range(12):
+            for start in (0, 32, 64):
+                span = slice(start, start + 32)
+                if not (flat_KN[span, n] == value).all():
+                    part = w_KN[span, n : n + 1]
+                    wanted += sensitivity(part, x_TK[:, span], fmt, indicator)
+        found = sensitivity(flat_KN, x_TK, fmt, indicator)
+        if indicator == "exact":
+            assert found == pytest.approx(wanted, rel=1e-4)
+        else:
+            assert found == pytest.approx(error(x_TK, flat_KN, quantize(flat_KN, fmt)), rel=1e-3)
+    assert sensitivity(np.full((64, 3), value, np.float32), x_TK[:, :64], fmt) == 0
+
+
+def test_awq_takes_no_scales_that_their_type_cannot_hold():
+    """Some exponents scale a group beyond float16, which decodes it as NaN."""
+    w_KN, x_TK = problem(64, 8, 7)
+    x_TK[:, 0] *= 300
+    w_KN[0] *= 1e5
+    fmt = Format(4, 32, 0, scale_dtype="float16")
+    assert np.isfinite(np.asarray(dequantize(quantize(w_KN, fmt)))).all()
+    q, scale_K = awq(w_KN, x_TK, fmt)
+    used = np.asarray(dequantize(q), np.float64) / np.asarray(scale_K, np.float64)[:, None]
+    assert np.isfinite(used).all()
+    lost = ((x_TK.astype(np.float64) @ (used - w_KN)) ** 2).sum()
+    assert lost <= 1.001 * error(x_TK, w_KN, quantize(w_KN, fmt))
+
+
 def test_numpys_float64_is_jaxs_float32():
     """Else `dequantize` would warn of a type that JAX does not have."""
     w_KN = np.linspace(-1, 1, 32).reshape(16, 2)

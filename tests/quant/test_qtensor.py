@@ -241,3 +241,15 @@ def test_empty_and_single():
 def test_bad_calls_are_explained(call, message):
     with pytest.raises(UserError, match=message):
         call(np.ones((2, 3), np.float32))
+
+
+def test_a_stack_is_refused_and_decoded_one_by_one():
+    """Its first dimension is the layers', not the one that the codes lie along."""
+    x = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(np.float32)
+    for fmt in (Format(4, 4, 0), Format(8, 4, -1), Format(4, 4)):
+        each = [quantize(w, fmt) for w in x]
+        stack = jax.tree.map(lambda *w: jnp.stack(w), *each)
+        with pytest.raises(UserError, match=r"stands for the shape \(8, 4\), .* take one"):
+            dequantize(stack)
+        wanted = np.stack([dequantize(q) for q in each])
+        np.testing.assert_array_equal(jax.vmap(dequantize)(stack), wanted)

@@ -17,7 +17,7 @@ from megajax.quant import Format, dequantize, quantize_model
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.quantized_model import matrices
 from megajax.serving import Engine, SamplingParams
-from megajax.systems.llm_pq.calibrate import calibrate
+from megajax.systems.llm_pq.calibrate import calibrate, curvature
 
 # All matrices have one shape, so that they share their compiled programs.
 CFG = DecoderConfig(
@@ -177,6 +177,40 @@ def test_parameters_of_another_kind_are_refused():
             quantize_model(other, CFG, Format(4, 32))
     with pytest.raises(UserError, match="cfg must be a model's configuration, got a dict"):
         quantize_model(CFG, params, Format(4, 32))
+
+
+def test_a_calibration_of_other_layers_is_refused():
+    """JAX's arrays gave their last layer for each layer that they lack."""
+    params, found = dense()[1], statistics()
+    two = {n: jax.tree.map(lambda x: jnp.asarray(x[:2]), s) for n, s in found.items()}
+    one = {n: jax.tree.map(lambda x: jnp.asarray(x[0]), s) for n, s in found.items()}
+    for method in ("gptq", "awq"):
+        for given, shape in ((two, r"\(2, 64\)"), (one, r"\(64,\)")):
+            words = f"blocks.attention.key must be stacked over the model's 3 layers; .* {shape}"
+            with pytest.raises(UserError, match=words):
+                quantize_model(params, CFG, Format(4, 32), method=method, calibration=given)
+    inputs = {n: np.ones((3, 64), np.float32) for n in found}
+    with pytest.raises(UserError, match="must be a megajax.quant.Statistics, .* got a ndarray"):
+        quantize_model(params, CFG, Format(4, 32), method="gptq", calibration=inputs)
+
+
+def test_one_format_in_two_spellings_is_one_stack():
+    found = quantize_model(dense()[1], CFG, [Format(4, 32), Format(4, 32, 0), Format(4, 32, -2)])
+    assert not isinstance(found["blocks"], LayerRuns)
+
+
+def test_what_are_no_token_ids_is_refused():
+    """Of a matrix of ids each row was a batch, and ids beyond the vocabulary became others."""
+    for given, words in (
+        (TOKENS, r"must be token ids, integers \(rows, tokens\), got int64\(24,\); give a list"),
+        ([TOKENS / 2], r"got float64\(2, 24\)"),
+        ([TOKENS + 5], "token ids must be from 0 to 127, the model's"),
+        ([TOKENS - 128], "token ids must be from 0 to 127, the model's"),
+    ):
+        with pytest.raises(UserError, match=words):
+            calibrate(dense()[1], CFG, given)
+        with pytest.raises(UserError, match=words):
+            curvature(dense()[1], CFG, given)
 
 
 def test_experts_are_refused():

@@ -58,7 +58,8 @@ def calibrate(
         sequences of 2048 tokens are the papers' number. dtype: of the residual stream.
     Returns: for `megajax.quant.quantize_model(calibration=...)`; NumPy arrays. Leaves with the same
         inputs (query, key and value; gate and up) share their arrays.
-    Raises: UserError without a batch, for unlike shapes, and for parameters that are quantized.
+    Raises: UserError without a batch, for unlike shapes, for what are no token ids of the model,
+        and for parameters that are quantized.
     """
     leaves = jax.tree.leaves(params, is_leaf=lambda w: isinstance(w, PackedWeight))
     if any(isinstance(w, PackedWeight) for w in leaves):
@@ -68,7 +69,7 @@ def calibrate(
     embed = jax.jit(functools.partial(_embed, parts))
     streams, contexts = [], []
     for tokens in batches:
-        x, context = embed(params, jnp.asarray(tokens, jnp.int32))
+        x, context = embed(params, jnp.asarray(token_ids("calibration", tokens, cfg.vocab)))
         if streams and x.shape != streams[0].shape:
             raise UserError(
                 f"calibration: batches must have one shape; the first has {streams[0].shape[:2]}, "
@@ -100,7 +101,7 @@ def curvature(
     over sequences of the squared gradient of the sequence's summed loss, divided by the number of
     tokens. Each sequence takes one backward pass.
     Args: as in `calibrate`.
-    Raises: UserError without a sequence.
+    Raises: UserError without a sequence, and for what are no token ids of the model.
     """
     parts, names = decoder.parts(cfg, dtype=dtype), matrices(cfg.axes)
 
@@ -120,12 +121,31 @@ def curvature(
     total: Any = {n: jnp.zeros_like(leaf_of(params, n)) for n in names}
     count = 0
     for tokens_BS in batches:
-        for tokens_S in np.asarray(tokens_BS, np.int32):
+        for tokens_S in token_ids("curvature", tokens_BS, cfg.vocab):
             total, seen = step(total, params, tokens_S)
             count += int(seen)
     if not count:
         raise UserError("curvature: there is no sequence of text; give one at least")
     return {n: np.asarray(f) / count for n, f in total.items()}
+
+
+def token_ids(op: str, given: Any, vocab: int) -> np.ndarray:
+    """Returns a batch of token ids, int32 (B, S). vocab: the model's, which ids must be below.
+
+    Raises: UserError. JAX would take the last row of the embedding for an id that it lacks.
+    """
+    ids_BS = np.asarray(given)
+    if ids_BS.ndim != 2 or not np.issubdtype(ids_BS.dtype, np.integer):
+        raise UserError(
+            f"{op}: a batch must be token ids, integers (rows, tokens), got "
+            f"{ids_BS.dtype}{ids_BS.shape}; give a list of batches"
+        )
+    if ids_BS.size and not (0 <= ids_BS.min() and ids_BS.max() < vocab):
+        raise UserError(
+            f"{op}: token ids must be from 0 to {vocab - 1}, the model's; these are "
+            f"{ids_BS.min()} to {ids_BS.max()}"
+        )
+    return ids_BS.astype(np.int32)
 
 
 def leaf_of(tree: Tree, n: str) -> Any:
