@@ -24,7 +24,7 @@ from megajax.cost.base import CostModel, Op
 from megajax.cost.kernels import Matmul, Rowwise
 from megajax.cost.roofline import Roofline
 from megajax.cost.transformer import Stack
-from megajax.systems.llm_pq.problem import Problem
+from megajax.systems.llm_pq.problem import Problem, whole
 
 FUSED_ROWS = 64  # rows up to which a product is memory bound on every card: decoding's kernel
 GROUP = 128  # weights that share a scale of 16 bits
@@ -55,7 +55,11 @@ class Workload:
     omega: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Raises: UserError for widths without a kernel."""
+        """Raises: UserError for widths without a kernel, and counts that are none."""
+        for name in ("vocab", "prompt", "new_tokens", "requests"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if self.positions != 0:
+            whole("positions, where they are not 0,", self.positions)
         if unknown := set(self.bits) - set(WIDTHS):
             raise UserError(f"bits={min(unknown)} must be of {WIDTHS} (--bits)")
 

@@ -62,7 +62,7 @@ class Problem:
         put = object.__setattr__
         if not isinstance(self.bits, Iterable):
             raise UserError(f"bits={self.bits!r} must be a sequence of widths, such as (4, 8, 16)")
-        put(self, "bits", tuple(_whole("a width of bits", b) for b in self.bits))
+        put(self, "bits", tuple(whole("a width of bits", b) for b in self.bits))
         widths = len(self.bits)
         if widths == 0 or len(set(self.bits)) < widths:
             raise UserError(f"bits={self.bits} must be different widths, at least one")
@@ -80,7 +80,7 @@ class Problem:
                         f"with one entry at least; got {table!r}"
                     )
                 for size in table:
-                    _whole(f"a micro-batch of {member}", size)
+                    whole(f"a micro-batch of {member}", size)
             if missing := sorted(set(times) - set(hops)):
                 raise UserError(f"{name}_hop_s has no seconds for micro-batches {missing}")
             put(self, f"{name}_s", {
@@ -94,7 +94,7 @@ class Problem:
         for name in ("cache_bytes", "first_bytes", "last_bytes"):
             put(self, name, float(_numbers(name, getattr(self, name), ())))
         for name in ("requests", "new_tokens"):
-            put(self, name, _whole(name, getattr(self, name)))
+            put(self, name, whole(name, getattr(self, name)))
 
     @property
     def layers(self) -> int:
@@ -121,12 +121,24 @@ class Problem:
             last[key] = j
         return pairs
 
+    def in_twin_order(self, stages: Iterable[Stage]) -> tuple[Stage, ...]:
+        """Returns the same stages where twins come in the order of their numbers, the first ones
+        used: as `milp.Layers` has them, and as good."""
+        first: dict[int, int] = {}  # of the twins of a device
+        for a, b in self.twins():
+            first[b] = first.get(a, a)
+        kinds: dict[int, list[int]] = {}
+        for d in reversed(range(self.devices)):
+            kinds.setdefault(first.get(d, d), []).append(d)
+        return tuple((kinds[first.get(d, d)].pop(), i, j) for d, i, j in stages)
+
     def alike(self) -> bool:
         """Returns whether all layers lose the same quality at each width."""
         return bool((self.omega == self.omega[0]).all())
 
 
-def _whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any) -> int:
+    """Returns a count. Raises: UserError for what is no whole number, at least 1."""
     try:
         found = int(value)
         if found == value and found >= 1:
@@ -214,6 +226,8 @@ class Placement:
             found["gap"] = float(or_nan(found["gap"]))
             for name in ("tokens_per_s", "prefill_s", "decode_s", "omega"):
                 found[name] = float(or_nan(found[name], math.inf))
+            for name in ("prefill_batch", "decode_batch"):
+                found[name] = whole(name, found[name])
             return cls(**found)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is no placement that LLM-PQ wrote: {error!r}") from None

@@ -99,11 +99,12 @@ class Runtime:
           placement a jax device, a list of them (tensor ranks of one stage), or a mesh. dtype: of
           the computation and of the pages. page_size: tokens of a page. seed: of sampling.
           prefill_tokens: most tokens of a prompt in one call; None: the whole prompt. requests:
-          most answers that run at the same time; None: all of a call of `generate`, as the plan
-          assumes. tokenizer: as in Engine. timeout_s: longest wait for the result of a call in
-          seconds, after which the stage that does not answer counts as dead. Compilation is
-          included, so give minutes; None: no limit. wrap: called with each stage's number and
-          function while it is compiled, returns the function to run; for measurements and tests.
+          most answers that run at the same time, except that all answers of one prompt start
+          together; None: all of a call of `generate`, as the plan assumes. tokenizer: as in
+          Engine. timeout_s: longest wait for the result of a call in seconds, after which the stage
+          that does not answer counts as dead. Compilation is included, so give minutes; None: no
+          limit. wrap: called with each stage's number and function while it is compiled, returns
+          the function to run; for measurements and tests.
         Raises: UserError for a placement that does not match the model or the devices.
         """
         check_options("fast", page_size, prefill_tokens=prefill_tokens, requests=requests)
@@ -125,12 +126,22 @@ class Runtime:
             )
             for p in self.places
         ]
-        self._stages = [self._start(p) for p in self.places]
-        check(self._stages, self.places)
+        self._stages = self._start_all()
         self._numbers = 0  # requests so far
         self._room: _Room | None = None
         self._pipeline: Any = None  # Pipeline
         self._engines: list[Engine] = []
+
+    def _start_all(self) -> list[Any]:
+        """Returns new stages. If one fails, none is left running."""
+        stages = [self._start(place) for place in self.places]
+        try:
+            check(stages, self.places)
+        except BaseException:
+            for stage in stages:
+                stage.close()
+            raise
+        return stages
 
     def _start(self, place: Place) -> Any:
         """Returns a new stage."""
@@ -165,10 +176,14 @@ class Runtime:
 
         Args: devices: as in the constructor, to use other devices; stages whose devices change are
           replaced too. None: the same devices.
+        Raises: UserError for devices that cannot be used, which changes nothing; StageError.
         """
-        before, self._devices = self._devices, list(devices or self._devices)
-        if len(before) != len(self._devices):
-            raise UserError(f"restart: {len(before)} devices are needed, got {len(self._devices)}")
+        before = self._devices
+        after = before if devices is None else list(devices)
+        if len(before) != len(after):
+            raise UserError(f"restart: {len(before)} devices are needed, got {len(after)}")
+        one_rank(self._weights, [self._ranks(after[place.device]) for place in self.places])
+        self._devices = after
         for k, place in enumerate(self.places):
             moved = self._devices[place.device] is not before[place.device]
             if self._stages[k].failed or moved:
@@ -277,8 +292,12 @@ class Runtime:
         running: dict[int, tuple[_Request, int]] = {}  # by number: the request, its engine
         held = [0] * len(self._engines)  # answers that have not ended
 
+        def fits(k: int, n: int) -> bool:
+            most = self._most or sum(held) + n  # the engines may have a few slots more
+            return held[k] + n <= unit and (sum(held) + n <= most or not sum(held))
+
         def feed(k: int) -> None:
-            while pending and held[k] + pending[0].params.n <= unit:
+            while pending and fits(k, pending[0].params.n):
                 request = pending.popleft()
                 self._engines[k].submit(request.prompt, request.params, id=request.number)
                 running[request.number] = request, k

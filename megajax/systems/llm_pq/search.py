@@ -176,12 +176,19 @@ def spelled(amount: float) -> str:
     return f"{amount:.0f}" if amount >= 1000 or amount == round(amount) else f"{amount:.4g}"
 
 
+def at_least(value: float) -> str:
+    """Returns a number in few digits that do not say less: a bound that can be given as it is."""
+    short = f"{value:g}"
+    return short if float(short) >= value else repr(value)
+
+
 def explain(problem: Problem, quality: float | None) -> UserError | None:
     """Returns the error of a problem without a placement, which names what is missing, or None."""
     best = problem.omega.min(1).sum()
     if quality is not None and best > quality * (1 + SLACK):
         return UserError(
-            f"quality={quality:g} is below the least sum of omega of any widths; nearest: {best:g}"
+            f"quality={quality:g} is below the least sum of omega of any widths; nearest: "
+            f"{at_least(float(best))}"
         )
     missing = 0.0
     for kind in (Counts, Layers):  # what counts lack is often all that is missing

@@ -56,6 +56,11 @@ def solve(
     After Ctrl-C HiGHS computes on in a thread until its own time limit. A process that is to end
     before that must flush its output and call `os._exit`, because Python's usual end aborts it.
     """
+    if not isinstance(problem, Problem):
+        raise UserError(
+            f"solve: problem must be an llm_pq.Problem, got a {type(problem).__name__}; "
+            "llm_pq.plan takes a Workload and a cluster"
+        )
     if solver not in SOLVERS:
         near = did_you_mean(solver, SOLVERS)
         raise UserError(f"solver={solver} must be one of {', '.join(SOLVERS)}.{near} (--solver)")
@@ -192,6 +197,7 @@ def _climb_stages(search: Search, seconds: float) -> None:
     done: set[tuple[Pair, tuple[Stage, ...]]] = set()
 
     def improves(pair: Pair, stages: tuple[Stage, ...]) -> bool:
+        stages = search.problem.in_twin_order(stages)
         if (pair, stages) in done or time.monotonic() >= end:
             return False
         done.add((pair, stages))

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megajax.core.errors import UserError
 from megajax.systems.llm_pq import Placement, Problem, milp, search, simulator, solve
 from megajax.systems.llm_pq.arrange import arrange
 from megajax.systems.llm_pq.problem import omega_of, timed, violations
+from megajax.systems.llm_pq.solver import _climb_stages
 
 # (seed, members that are others): unlike and alike layers, twins, ragged micro-batches, unused
 # devices, one device, hops that dominate.
@@ -272,6 +274,31 @@ def test_a_quality_that_no_widths_have():
         solve(lossless, quality=-1)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_nearest_quality_that_is_told_is_accepted(seed):
+    """In six digits it may be less than the least sum, and is refused again."""
+    p = tried_placements.problem(seed, devices=1, memory=[100.0])
+    with pytest.raises(UserError, match="nearest: ") as error:
+        solve(p, quality=0.5 * p.omega.min(1).sum())
+    got = solve(p, quality=float(str(error.value).rpartition(" ")[2]))
+    assert got.omega == pytest.approx(p.omega.min(1).sum())
+
+
+def test_twins_in_another_order_are_the_same_stages():
+    """`milp.Layers` has twins in the order of their numbers; counts are arranged in any order."""
+    p = twins(tried_placements.problem(7, memory=[40.0, 40.0, 30.0]))
+    assert p.in_twin_order([(1, 0, 2), (2, 2, 3), (0, 3, 5)]) == ((0, 0, 2), (2, 2, 3), (1, 3, 5))
+    assert p.in_twin_order([(1, 0, 5)]) == ((0, 0, 5),)
+    assert p.in_twin_order([(2, 0, 2), (1, 2, 5)]) == ((2, 0, 2), (0, 2, 5))
+    quality, stages = p.omega[:, 1].sum(), ((1, 0, 2), (2, 2, 3), (0, 3, 5))
+    state = search.Search(p, quality, time.monotonic() + 60, bounds={(1, 1): 0.0})
+    state.hints[(1, 1), stages] = None
+    _climb_stages(state, 30)
+    assert state.best is not None  # the widths of these stages, at least
+    bits = state.best[1]
+    assert timed(p, stages, bits, 1, 1).seconds >= state.seconds
+
+
 def test_a_heuristic_without_a_placement_does_not_blame_the_time(monkeypatch):
     p = tried_placements.problem(0)
     monkeypatch.setattr("megajax.systems.llm_pq.solver.transfer", lambda *_: None)
@@ -282,6 +309,9 @@ def test_a_heuristic_without_a_placement_does_not_blame_the_time(monkeypatch):
 
 def test_options_are_checked():
     p = tried_placements.problem(0)
+    for other in (None, "case3", p.omega):
+        with pytest.raises(UserError, match="problem must be an llm_pq.Problem, got a "):
+            solve(other)
     with pytest.raises(UserError, match="Did you mean exact"):
         solve(p, solver="exac")
     for limit in (0, -1, float("nan"), "60", None):
@@ -308,6 +338,13 @@ def test_saved_and_loaded(tmp_path):
     got = solve(tried_placements.problem(1))
     got.save(tmp_path / "placement.json")
     assert Placement.load(tmp_path / "placement.json") == got
+    text = (tmp_path / "placement.json").read_text()
+    batch = f'"decode_batch": {got.decode_batch}'
+    assert batch in text
+    for other in ("null", '"2"', "0", "1.5"):
+        (tmp_path / "other.json").write_text(text.replace(batch, f'"decode_batch": {other}'))
+        with pytest.raises(UserError, match="no placement.*decode_batch must be a whole number"):
+            Placement.load(tmp_path / "other.json")
     for other in ('{"stages": 3}', (tmp_path / "placement.json").read_text().replace("0.0", "[]")):
         (tmp_path / "other.json").write_text(other)
         with pytest.raises(UserError, match="no placement"):

@@ -148,6 +148,18 @@ def test_widths_without_a_kernel():
         dataclasses.replace(SMALL, bits=(2, 4))
 
 
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [("prompt", 0), ("prompt", -512), ("new_tokens", 0), ("requests", 2.5), ("requests", "8"),
+     ("vocab", -1), ("positions", -2050)],
+)  # fmt: skip
+def test_counts_that_are_none(member, value):
+    """A prompt of -512 tokens took less than no time."""
+    with pytest.raises(UserError, match=f"^{member}.* must be a whole number, at least 1"):
+        dataclasses.replace(SMALL, **{member: value})
+    assert dataclasses.replace(SMALL, requests=np.float64(8)).requests.bit_length() == 4
+
+
 @pytest.mark.parametrize("case", ["case3", "case11"])
 def test_rivals_are_legal(case):
     p = problem_of(*PRESETS[case])

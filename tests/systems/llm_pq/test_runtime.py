@@ -130,6 +130,22 @@ def test_a_stage_that_dies_says_where_and_its_requests_run_again(retries, caplog
     runtime.close()
 
 
+def test_a_restart_that_is_refused_changes_nothing():
+    """It replaced the devices before it looked at them."""
+    with runtime_of(FEW, SHORT, prefill_tokens=2) as runtime:
+        before, stages_before = runtime._devices, list(runtime._stages)
+        for devices, words in (
+            (jax.devices()[:1], "8 devices are needed, got 1"),
+            ([], "8 devices are needed, got 0"),
+            ([jax.devices()[:2]] * 8, "quantized matrices are not cut over tensor ranks"),
+        ):
+            with pytest.raises(UserError, match=words):
+                runtime.restart(devices)
+            assert runtime._devices is before and runtime._stages == stages_before
+        runtime.restart()
+        assert runtime._stages == stages_before
+
+
 @pytest.mark.slow
 def test_a_stage_that_hangs_is_named_and_its_requests_run_again(caplog):
     prompts, params, wanted = few()
@@ -235,6 +251,28 @@ def test_what_cannot_be_placed_is_refused():
     refuse(r"layer 0 of the parameters has \[16\] bits, and 4 in", params, bits=(4, 4, 4))
 
 
+def most_running(monkeypatch):
+    """Returns what tells how many answers ran at the same time at most."""
+    counts, submit, step = [0, 0], Engine.submit, Engine.step  # now, at most
+
+    def counted_submit(engine, prompt, params, **options):
+        counts[0] += params.n
+        counts[1] = max(counts)
+        return submit(engine, prompt, params, **options)
+
+    def counted_step(engine):
+        found = list(step(engine))
+        counts[0] -= sum(output.finish_reason is not None for output in found)
+        return found
+
+    def peak():
+        return counts[1]
+
+    monkeypatch.setattr(Engine, "submit", counted_submit)
+    monkeypatch.setattr(Engine, "step", counted_step)
+    return peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
@@ -247,14 +285,16 @@ def test_what_cannot_be_placed_is_refused():
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"requests": 3}, {"prefill_tokens": 5, "seed": 3}])
-def test_tokens_of_every_kind_of_placement(placement, options):
+def test_tokens_of_every_kind_of_placement(placement, options, monkeypatch):
     prompts, params = traffic(9, 16)
     runtime = Runtime(sharp(CFG), CFG, placement, jax.devices(), **FLOAT32, **options)
     seed = options.get("seed", 0)
     wanted = on_one_device(CFG, placement.bits, 2 * prompts, 2 * params, seed=seed)
+    peak = most_running(monkeypatch)
     for _ in range(2):  # the second call draws other tokens, in pages that the first one filled
         assert runtime.generate(prompts, params) == wanted[: len(params)]
         wanted = wanted[len(params) :]
+    assert peak() == options.get("requests", 9)
     runtime.close()
 
 
