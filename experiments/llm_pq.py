@@ -19,7 +19,9 @@ llm_pq.json, .svg and .png into --out, and placement_CASE.json for each case.
 
 --run also plans for a small trained model (--run_dir; none: the newest nano run) on the same
 cluster with its memory scaled down, measures the held-out loss before and after quantization, and
-answers prompts through the pipeline on emulated devices.
+answers prompts through the pipeline on emulated devices. That plan heeds --bits, --requests,
+--solver and --time_limit_s. Its prompts and answers have 32 tokens, and its quality is `equal`,
+because the loss of quality of this model is in another unit.
 
 At the end of --time_limit_s a search returns the best placement found so far with its gap. Ctrl-C
 ends the whole command: it prints the best placement and the rivals found so far, and its exit code
@@ -150,6 +152,7 @@ def run_cases() -> bool:
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
+    opened = small_model(cfg.run_dir) if cfg.run else None  # before the work, not behind it
     folder = results.writable_folder(cfg.out)
     about = results.facts("roofline with assumed efficiencies", "simulated estimate")
     about |= {"preset": config.start_name(), "omega": f"assumed, seed {cfg.seed}"}
@@ -177,24 +180,28 @@ def run_cases() -> bool:
         report.draw(rows, folder / "llm_pq")
         print(report.told(report.summary(rows)))
     print(folder / "llm_pq.json")
-    if cfg.run and not is_interrupted:
-        serve(cfg, folder)
+    if opened is not None and not is_interrupted:
+        serve(cfg, opened, folder)
     return is_interrupted
 
 
-def serve(cfg: Config, folder: Path) -> None:
-    """Serves a small model by a plan for the first case, and writes run.json."""
+def small_model(run_dir: str | None) -> Any:
+    """Opens the model of --run. Raises: UserError where there is none."""
     from megajax.systems.open_model import open_model
     from megajax.systems.server.launch import newest_run
 
-    opened = open_model(run_dir=cfg.run_dir or newest_run())
+    return open_model(run_dir=run_dir or newest_run())
+
+
+def serve(cfg: Config, opened: Any, folder: Path) -> None:
+    """Serves a small model by a plan for the first case, and writes run.json."""
     workload, cluster = llm_pq.PRESETS[cfg.cases.split(",")[0]]
     cluster = parse_mixed(cfg.cluster) if cfg.cluster else cluster
     mesh_.start(cluster.devices)
     from experiments.reports.llm_pq_run import served
 
     workload = dataclasses.replace(workload, requests=cfg.requests, bits=cfg.widths())
-    found = served(opened, workload, cluster, cfg.time_limit_s)
+    found = served(opened, workload, cluster, cfg.solver, cfg.time_limit_s)
     results.write(folder / "run.json", results.facts("emulated", "emulated"), [found])
     print(folder / "run.json")
 

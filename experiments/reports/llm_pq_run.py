@@ -28,6 +28,7 @@ from megajax.systems.llm_pq.planning import uniform_bits
 from megajax.systems.llm_pq.problem import Placement
 from megajax.systems.llm_pq.quality import expected_loss, loss_of, windows
 from megajax.systems.llm_pq.runtime import Runtime
+from megajax.systems.llm_pq.solver import Solver
 from megajax.systems.open_model import OpenModel
 
 ROWS, LENGTH = 16, 129  # (chosen) of calibration text, and of held-out text
@@ -36,9 +37,13 @@ SHOWN = 2  # answers that are printed
 
 
 def served(
-    opened: OpenModel, workload: Workload, cluster: MixedCluster, time_limit_s: float
+    opened: OpenModel,
+    workload: Workload,
+    cluster: MixedCluster,
+    solver: Solver,
+    time_limit_s: float,
 ) -> dict[str, Any]:
-    """Plans, quantizes, measures and serves; prints what it finds, and returns it.
+    """Plans at equal quality, quantizes, measures and serves; prints and returns what it finds.
 
     Raises: UserError where the scaled cluster cannot hold the model.
     """
@@ -55,7 +60,7 @@ def served(
         prompt=PROMPT, new_tokens=ANSWER, omega=omega,
     )  # fmt: skip
     scaled = shrunk(cluster, workload, small)
-    placement = llm_pq.plan(small, scaled, time_limit_s=time_limit_s)
+    placement = llm_pq.plan(small, scaled, solver=solver, time_limit_s=time_limit_s)
     problem = problem_of(small, scaled)
     print(f"{what}: {cfg.layers} layers on {cluster.name}, memory scaled down with the model")
     for device, start, stop in placement.stages:
@@ -115,6 +120,12 @@ def shrunk(cluster: MixedCluster, large: Workload, small: Workload) -> MixedClus
     return dataclasses.replace(cluster, cards=cards)
 
 
+def beginnings(rows: np.ndarray, count: int) -> list[list[int]]:
+    """Returns prompts: those of one row have unlike lengths, from PROMPT down to 1."""
+    lengths = [max(PROMPT - i // len(rows), 1) for i in range(count)]
+    return [rows[i % len(rows), :length].tolist() for i, length in enumerate(lengths)]
+
+
 def _answers(
     params: Tree,
     cfg: DecoderConfig,
@@ -124,7 +135,7 @@ def _answers(
     devices: int,
 ) -> tuple[list[list[int]], float]:
     """Returns the answers to beginnings of held-out text, and the seconds that they took."""
-    prompts = [judged[i % len(judged), : PROMPT - i // len(judged)].tolist() for i in range(count)]
+    prompts = beginnings(judged, count)
     asked = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
     local = jax.devices()
     with Runtime(

@@ -41,6 +41,14 @@ def test_devices_that_cannot_hold_the_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_a_missing_run_is_told_before_the_search(tmp_path):
+    done = experiment("--run", f"--run_dir={tmp_path / 'none'}", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 2 and "none" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("out/placement_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "flag", ["--preset=case12", "--quality=best", "--cluster=t4", "--bits=2,4", "--cases=casé1"]
 )

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from experiments.reports import llm_pq as report
+from experiments.reports import llm_pq_run
+from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, MixedCluster
 from megajax.cost.transformer import Stack
 from megajax.systems.llm_pq import PRESETS, Workload
@@ -74,3 +77,29 @@ def test_ctrl_c_between_the_searches_keeps_the_placement(monkeypatch):
     row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OPTIONS)
     assert is_interrupted and row["rivals"] == [] and len(calls) == 2
     assert row["tokens_per_s"] == placement.tokens_per_s
+
+
+def test_a_search_at_any_quality_begins_with_the_placement(monkeypatch):
+    """It is no slower then, and the placement is not lost where that search finds nothing."""
+    solve, begun = report.solve, []
+
+    def refused(problem, *, quality, start=(), **options):
+        if quality is not None:
+            return solve(problem, quality=quality, start=start, **options)
+        begun.append(list(start))
+        raise UserError("time_limit_s ended the search before any placement was found")
+
+    monkeypatch.setattr(report, "solve", refused)
+    row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OPTIONS)
+    assert not is_interrupted and row["rivals"] and "fastest" not in row
+    pair = placement.prefill_batch, placement.decode_batch
+    assert begun == [[(placement.stages, placement.bits, pair)]]
+    assert report.text(row, placement) and report.summary([row])
+
+
+def test_prompts_of_many_requests():
+    """The 513th of 16 rows had no token, and the 529th nearly all of its row."""
+    rows = np.arange(2 * 129).reshape(2, 129)
+    found = llm_pq_run.beginnings(rows, 70)
+    assert [len(prompt) for prompt in found[:6]] == [32, 32, 31, 31, 30, 30]
+    assert all(1 <= len(prompt) <= 32 for prompt in found) and found[69] == [129]
