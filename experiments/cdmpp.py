@@ -1,4 +1,4 @@
-"""CDMPP (arXiv 2311.09690): predicts how long a program takes on a device, from measured kernels.
+"""CDMPP (arXiv 2311.09690): a network, fitted on measured times, predicts how long a program takes.
 
     uv run experiments/cdmpp.py train --data=FOLDER --out=runs/cdmpp     # NeuSight's CSV files
     uv run experiments/cdmpp.py train --data=runs/profile_programs/labels.npz
@@ -8,15 +8,18 @@
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py replay --data=runs/profile_programs/labels.npz
 
-A row is one measured instruction or kernel; scripts/profile_programs.py measures rows.
-`train` fits a predictor on rows and writes OUT/predictor.npz.
-`evaluate` fits the predictor and its rivals once for each split: random programs held out, families
-of programs held out, devices held out (without rows of them, and with those of --shots programs).
-It writes the errors, the share of times in the 90 % band, and the noise of the measured times.
-`predict` compiles the train step of a preset for a cluster, on a machine without GPUs, and replays
-it. It prints the step time with a band, MFU, the communication that no computation hides, and the
-longest operations. Times come from the shipped predictor, from that of --predictor=FILE, or with
---predictor=assumed from assumed efficiencies.
+A row is one measurement: an instruction or kernel, the device that it ran on, and its seconds.
+scripts/profile_programs.py measures rows. A predictor is a set of networks fitted on rows.
+`train` fits a predictor and writes OUT/predictor.npz.
+`evaluate` fits the predictor, and simpler models as rivals, without some rows and measures the
+errors on these: random programs, families of programs, and devices (without rows of the device, and
+with those of --shots programs). It writes the errors, the share of times in the 90 % band, and the
+noise of the measured times.
+`predict` compiles the train step of a preset for a cluster, on a machine without GPUs, predicts the
+time of each operation and simulates the step with one stream for computation and one for
+collectives. It prints the step time with a 90 % band, MFU, the communication that no computation
+hides, and the longest operations. Times come from the shipped predictor, from that of
+--predictor=FILE, or with --predictor=assumed from the roofline with assumed efficiencies.
 `calibrate` times programs on this machine for --budget seconds and adapts a predictor to it.
 `replay` measures train steps of ten configurations on this machine's CPU and predicts them from the
 times of their instructions: those that another process measured and, with --data, those of a
@@ -64,15 +67,15 @@ from megajax.training.start import take_model
 VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 
 config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
-DATA = flags.DEFINE_string("data", None, "labels.npz, or a folder of NeuSight's CSV files")
-OPS = flags.DEFINE_string("ops", None, "operations of NeuSight's files, with commas; none: all")
-DEVICES = flags.DEFINE_string("devices", None, "use rows of these devices only, joined by commas")
+DATA = flags.DEFINE_string("data", None, "rows: labels.npz, or a folder of NeuSight's CSV files")
+OPS = flags.DEFINE_string("ops", None, "NeuSight's operations to use, joined by commas; none: all")
+DEVICES = flags.DEFINE_string("devices", None, "NeuSight's devices to use, joined by commas")
 HELD_OUT = flags.DEFINE_string(
     "held_out", None, "evaluate: devices to hold out, joined by commas; none: each in turn"
 )
-SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: splits, with commas")
+SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: what to hold out")
 PREDICTOR = flags.DEFINE_string(
-    "predictor", None, "file; none: the shipped one; predict: assumed, without a predictor"
+    "predictor", None, "file; none: the shipped one; for predict also 'assumed': the roofline"
 )
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: the cluster, kind:HOSTSxGPUS")
 CONTENTION = flags.DEFINE_float(
@@ -82,13 +85,13 @@ CONTENTION = flags.DEFINE_float(
     lower_bound=1.0,
 )
 SEGMENTS = flags.DEFINE_integer(
-    "segments", 1, "predict: documents in a row, of equal length", lower_bound=1
+    "segments", 1, "predict: assume this many documents of equal length in a row", lower_bound=1
 )
 BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
 SHOTS = flags.DEFINE_integer(
     "shots", 32, "evaluate: programs of a held-out device to adapt to", lower_bound=1
 )
-METHODS = flags.DEFINE_string("methods", "all", "evaluate: with commas; ours is the predictor")
+METHODS = flags.DEFINE_string("methods", "all", "evaluate: 'ours' and rivals, joined by commas")
 SEEDS = flags.DEFINE_integer(
     "seeds", 1, "evaluate: number of seeds that are averaged, from --fit_seed on", lower_bound=1
 )
@@ -96,24 +99,24 @@ CALLS = flags.DEFINE_integer(
     "calls", 0, "evaluate: number of programs whose calls are predicted as a whole", lower_bound=0
 )
 JSON = flags.DEFINE_string(
-    "json", None, "evaluate: file of the result; rows of other methods and splits stay in it"
+    "json", None, "evaluate: file for the result; keeps its rows of other methods and splits"
 )
 STEPS = flags.DEFINE_integer("fit_steps", 2000, "training steps of the networks", lower_bound=1)
-MEMBERS = flags.DEFINE_integer("fit_members", 3, "number of networks, averaged", lower_bound=1)
+MEMBERS = flags.DEFINE_integer("fit_members", 3, "networks that are averaged", lower_bound=1)
 SEED = flags.DEFINE_integer("fit_seed", 0, "random seed of the networks and splits", lower_bound=0)
-CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: which, with commas")
+CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: steps, joined by commas")
 OTHERS = flags.DEFINE_integer(
     "others", 48, "replay: number of other programs, which set overheads and bands", lower_bound=8
 )
 PASSES = flags.DEFINE_integer(
-    "passes", 10, "replay: passes over all programs; an even number", lower_bound=6
+    "passes", 10, "replay: how often all programs are timed in turn; even", lower_bound=6
 )
 THREADS = flags.DEFINE_integer("threads", 1, "replay: processors to use", lower_bound=1)
 MEASURED = flags.DEFINE_string(
-    "measured", None, "replay: judge the measurements of an earlier run, in this folder"
+    "measured", None, "replay: folder of an earlier run, whose measurements are used again"
 )
 ONLY = flags.DEFINE_enum(
-    "only", None, ["walls", "parts"], "replay: run this half of the measurement in this process"
+    "only", None, ["walls", "parts"], "replay: time only whole calls (walls) or instructions"
 )
 OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder for the results")
 

@@ -1,10 +1,11 @@
-"""What cost models are asked about, and what they answer.
+"""The interface between planners and cost models: operations, workloads and `CostModel`.
 
-An `Op` is a kernel with its shapes and data types, at a place in a model, executed so many times. A
-`Workload` is one forward pass as a list of operations: of training, of a prefill or of one decoded
-token for each row. What a mesh makes of a workload is a `StepShape` (cost/step.py). Backends of
-`CostModel`: cost/roofline.py; a table of measured times or a learned model finds an operation by
-`Op.key` and answers the same three questions.
+An `Op` (operation) is a kernel with its shapes and data types, its place in a model and the number
+of its executions. A `Workload` is the list of operations of one forward pass: in training, in a
+prefill, or in decoding one token for each row. A `StepShape` (cost/step.py) is a workload that is
+distributed over a mesh. A `CostModel` answers three questions: the time of an operation, the time
+of a transfer and the memory of arrays. Its implementations are a roofline (cost/roofline.py), a
+table of measured times (cost/table.py) and a learned predictor (systems/cdmpp/backend.py).
 """
 
 import dataclasses
@@ -31,12 +32,13 @@ Phase = Literal["train", "prefill", "decode"]
 class Op:
     """A kernel at a place in a model, executed `count` times.
 
-    part: the place, which decides what rematerialisation makes again and how a mesh cuts the
-    operation. An 'input' product reads the residual stream of a block, which several of its weights
-    share; an 'output' product writes to that stream. weights: different sets of parameters among
-    the executions; None: each execution has its own; 0: the parameters belong to another operation.
-    dtypes: of each operand and of the result; one name stands for all of them. whole: what
-    `cut` was called on, whose parameters all devices have together.
+    part: the place in the model. It decides whether rematerialisation computes the operation again
+    in the backward pass, and along which dimensions a mesh shards it. An 'input' product reads the
+    residual stream of a block, which several of its weights share; an 'output' product writes to
+    that stream. weights: the number of different sets of parameters among the executions; None:
+    each execution has its own; 0: the parameters belong to another operation. dtypes: of each
+    operand and of the result; one name stands for all of them. whole: the kernel before it was
+    sharded by `cut`, whose parameters all devices have together; None: it is not sharded.
     """
 
     part: Part
@@ -85,7 +87,7 @@ class Op:
         return dataclasses.replace(self, dtypes=(dtype,))
 
     def cut(self, ways: float, *dims: str) -> "Op":
-        """Returns one device's part where so many devices share the work along these dimensions."""
+        """Returns one device's share of the operation if `ways` devices divide these dimensions."""
         if ways == 1:
             return self
         cut = {dim: getattr(self.kernel, dim) / ways for dim in dims}
@@ -109,7 +111,10 @@ class Workload:
     phase: Phase = "train"
 
     def times(self, counts: Mapping[str, float]) -> "Workload":
-        """Returns every operation so often more as its part says; other parts not at all."""
+        """Returns the workload with the count of each operation multiplied by counts[op.part].
+
+        Operations whose part is missing or has the count 0 are left out.
+        """
         return dataclasses.replace(
             self,
             ops=tuple(
@@ -134,9 +139,10 @@ class Workload:
         return dataclasses.replace(self, ops=ops)
 
     def with_kv_copies(self, copies: int) -> "Workload":
-        """Returns the workload of ranks that each compute the key-value head that they use.
+        """Returns the workload if `copies` tensor-parallel ranks compute each key-value head.
 
-        The product that makes keys and values is the last 'input' before an attention.
+        This is so if there are more ranks than key-value heads. The product that computes keys
+        and values is the last 'input' before an attention.
         """
         if copies == 1:
             return self
@@ -262,7 +268,7 @@ class Workload:
 
     @functools.cached_property
     def head_params(self) -> float:
-        """Parameters of the head's largest matrix, whoever else uses them."""
+        """Parameters of the head's largest matrix, even if an embedding shares them."""
         return max((op.kernel.params for op in self.ops if op.part == "head"), default=0.0)
 
     @functools.cached_property
@@ -277,12 +283,13 @@ class Workload:
 
 
 class CostModel(Protocol):
-    """The three questions. Times are seconds."""
+    """What every cost model can say. Times are in seconds."""
 
     def op_time(self, op: Op, device: DeviceCard, dtype: str | None = None) -> tuple[float, float]:
         """Returns (seconds of one execution, their standard deviation).
 
-        dtype: as if all operands and the result had it; None: as the operation says.
+        dtype: a data type that replaces those of all operands and of the result; None: the
+        operation keeps its own.
         """
         ...
 

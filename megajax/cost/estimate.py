@@ -2,10 +2,11 @@
 
     step = compute + compute of idle ticks + exposed communication + optimizer update + quantizing
 
-Compute comes from a CostModel, communication from the alpha-beta model; a transfer is exposed for
-as long as it takes beyond the matmuls that run beside it. A transfer's window is its own: two that
-share one window are both credited with it, so the estimate is on the fast side there. A pipeline is
-taken as its program runs it: idle ticks compute and send.
+Compute times come from a CostModel, communication times from the alpha-beta model (cost/network.py:
+a latency, then bytes over bandwidth). A transfer is exposed for as long as it takes beyond the
+matrix products that run at the same time. If two transfers run beside the same products, both are
+credited with the whole time of these, so the estimate is too fast there. In a pipeline, stages
+compute and send in idle ticks, too, as the program does (cost/pipeline.py).
 """
 
 import dataclasses
@@ -42,11 +43,13 @@ class Sent(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step by cause, and what follows from them.
+    """Seconds of one step by cause, and the throughput that follows from them.
 
-    communication_s and exposed_s: by mesh axes ('data', 'node+data'), all and unhidden. bubble_s:
-    compute of idle ticks. bubble: the same over that of the stages' work. mfu_megatron, mfu_causal:
-    0..1, see cost/flops.py. quantize_s: of quantizing what data parallelism sends.
+    communication_s: {mesh axes such as 'data' or 'node+data': seconds of all transfers over them}.
+    exposed_s: the same for what no computation hides. bubble_s: compute of a pipeline's idle ticks.
+    bubble: bubble_s over the compute of the stages' work. mfu_megatron, mfu_causal: model FLOPs
+    utilisation, 0..1, in two conventions (cost/flops.py). quantize_s: of quantizing what data
+    parallelism sends.
     """
 
     step_s: float

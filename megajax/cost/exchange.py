@@ -1,13 +1,18 @@
-"""What data parallelism sends: weights gathered from pieces, gradients summed into pieces.
+"""What data parallelism sends: weights gathered from shards, gradients summed into shards.
 
-Two kinds of steps have it. Ranks that hold all weights in use and a piece of the masters (ZeRO-1/2,
-`StepShape.resident`) exchange once a step. Ranks that hold pieces only (ZeRO-3) with a codec
-(`StepShape.coding`) fetch each layer twice for every micro-batch, the second time for the backward
-pass, and send its gradients. Sizes are those of parallel/exchange.py and parallel/zero.py: a bucket
-is the matrices of one layer, the routed experts of one layer, or one table; a rank's piece of it is
-padded as `gradient_length` and `weight_length` say; each rank sends every other one its row, its
-own row included in the bytes. Routers are small, may not be rounded and travel in float32. Norms
-and biases are left out, and tables are those of the vocabulary without its padding.
+Two kinds of training steps are described here. With ZeRO-1/2 (`StepShape.resident`), each rank
+holds all weights in use and a shard ("piece") of the float32 masters; weights and gradients are
+exchanged once a step. With ZeRO-3 and a codec that quantizes what is sent (`StepShape.coding`),
+each rank holds shards only; for every micro-batch it fetches each layer twice, the second time for
+the backward pass, and sends its gradients.
+
+Sizes are those of parallel/exchange.py and parallel/zero.py. What is sent at once is a bucket: the
+matrices of one layer, the routed experts of one layer, or one table (embedding or head). A rank's
+piece of a bucket is padded as `gradient_length` and `weight_length` say. In an all-to-all each rank
+sends one row to every rank, and the bytes include the row that it keeps. Routers are small, may not
+be rounded and are sent in float32. Norms and biases are left out. Tables are counted without the
+padding of the vocabulary.
+
 Sources: SDP4Bit (arXiv 2410.15526) section 3, ZeRO++ (arXiv 2306.10209) section 3.
 
 Legend: N elements of a bucket on one device, W ranks that share its gradient, C = N / W of a piece.
@@ -25,15 +30,20 @@ from megajax.cost.step import Payload, StepShape
 
 BETWEEN = "node"
 TABLES = ("embedding", "head")
-# Elements of a piece that the fused kernels take whole (pallas_kernels/quantize/README.md, Limits),
-# of gradients and of weights, and the part of a piece that may be zeros for their sake (chosen).
+# The fused kernels need pieces whose length is a multiple of TILE for gradients, of WEIGHT_TILE for
+# weights (pallas_kernels/quantize/README.md, Limits). A piece is padded to such a length if the
+# zeros are at most the fraction MOST_ZEROS of it (chosen).
 TILE, WEIGHT_TILE, MOST_ZEROS = 4096, 8192, 1 / 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What travels at once. elements: N. count: of equal ones a step. axes: that share its
-    gradient, those of size 1 left out. exact: float32 under any codec."""
+    """Parameters whose weights or gradients are sent in one message.
+
+    what: a name such as 'layer' or 'experts'. elements: N of the legend. count: how many equal
+    buckets a step has. axes: mesh axes whose ranks share the gradient, those of size 1 left out.
+    exact: whether it is sent in float32 whatever the codec is.
+    """
 
     what: str
     elements: int
@@ -51,9 +61,10 @@ class Bucket:
 class Message:
     """One collective of a bucket.
 
-    level: 'weights', 'inside' (gradients inside a node) or 'between'. nbytes: of the larger side on
-    one device, as Transfer.nbytes. elements: numbers that those bytes stand for. count: of equal
-    ones a step.
+    level: 'weights', 'gradients' (without a codec), or with a codec 'inside' (gradients inside a
+    node) or 'between' (gradients between nodes). nbytes: on one device, of its operands or its
+    results, whichever are larger. elements: how many numbers those bytes encode. count: how many
+    equal messages a step has.
     """
 
     bucket: Bucket
@@ -163,12 +174,13 @@ def rows(step: StepShape) -> list[Row]:
 
 
 def coded_bytes(step: StepShape) -> float:
-    """Returns the bytes a step that quantizing reads and writes on one device; without a codec 0.
+    """Returns the bytes a step that quantizing reads and writes on one device; 0 without a codec.
 
-    As fused kernels move them: gradients are read once in float32 and the sums written once, on
-    every level a payload is written and the received one read. Of weights the piece of the masters
-    (and of the copy, for a difference) is read, all payloads are read and all weights written (and
-    read before, for a difference).
+    The count assumes fused kernels. For gradients, they read the float32 gradients once, write the
+    sums once, and on every level write the payload to send and read the one received. For weights,
+    they read the piece of the masters, write its payload, read all payloads and write all weights.
+    If weights are sent as differences (`Coding.difference`), the rank's piece of the old copy and
+    all old weights are read, too.
     """
     coding = step.coding
     if coding is None:

@@ -16,10 +16,11 @@ from megajax.cost.kernels import Attention, Experts, Kernel
 Convention = Literal["megatron", "causal"]
 Remat = Literal["none", "full", "outputs", "dots"]
 
-# How often the backward pass makes a forward value again, by what is kept (models/parts.py). An
-# attention whose result is kept makes its weights again, one of its two products, where they are an
-# array; a fused kernel whose log-sum-exp is kept too makes nothing again. Experts are made again
-# whole, because the gradient of a token's weights needs their answers.
+# Rematerialisation: how much of each part's forward work the backward pass computes again, by what
+# is kept (models/parts.py). Attention without a fused kernel whose result is kept computes only its
+# weights again, which is one of its two products. A fused kernel whose log-sum-exp is kept, too,
+# computes nothing again. Experts are computed again in full, because the gradient of a token's
+# routing weights needs their results.
 _AGAIN = {"norm": 1.0, "attention": 0.5, "activation": 1.0, "experts": 1.0}
 RECOMPUTED = {
     "none": {},
@@ -30,9 +31,9 @@ RECOMPUTED = {
 
 
 def recomputed(remat: Remat, part: str, keeps_attention: bool) -> float:
-    """Returns how often the backward pass makes a part's values again.
+    """Returns how often the backward pass computes the forward values of a part again.
 
-    keeps_attention: whether attention's weights are an array; False: its kernel is fused.
+    keeps_attention: whether attention's weights exist as an array; False: its kernel is fused.
     """
     if part == "attention" and not keeps_attention and remat != "full":
         return 0.0

@@ -1,9 +1,11 @@
-"""Reads a compiled module's text: which collectives it runs, over which mesh axes, how often.
+"""Finds the collectives of a compiled module: over which mesh axes they run, and how often.
 
-The scheduled HLO of the GPU target is the truth about communication; the CPU backend hides
-reduce-scatter, so inspect deviceless H100 programs (pallas_kernels/aot.py). A collective's place is
-known from its op_name: the named scopes of the model ('blocks', 'head') and 'transpose' for the
-backward pass; how often it runs from the trip counts of the loops around it.
+It reads the scheduled HLO text that XLA prints. Only the text of a GPU target shows the real
+communication (that of the CPU backend has no reduce-scatter), so inspect programs that were
+compiled for H100s without a device (pallas_kernels/aot.py). An instruction's op_name says
+which part of the model asked for it: it contains the named scopes of the model ('blocks', 'head')
+and 'transpose' for the backward pass. How often a collective runs is the product of the trip counts
+of the loops around it.
 """
 
 import dataclasses
@@ -24,13 +26,15 @@ _COLLECTIVE = re.compile(rf"= (.*?) ((?:ragged-)?(?:{'|'.join(KINDS)}))(-start)?
 class Collective:
     """One collective instruction.
 
-    axes: mesh axes it spans. arrays: how many it carries (the compiler combines). nbytes: of the
-    larger side, one device, one execution. loops: trip counts of the enclosing loops, outermost
-    first. is_async: started and finished apart, so that compute may lie between. op_name: of the
-    model's operation that asked for it. flops_beside: of the matmuls that the schedule puts between
-    its start and its end. bodies: names of the enclosing loops' bodies. groups: the first group of
-    devices; of a permute all (source, target) pairs. taken: in a branch, how often that runs, where
-    somebody knows; None: whenever its loops turn.
+    axes: mesh axes that it spans. arrays: how many arrays it sends, since the compiler may combine
+    several. nbytes: on one device in one execution, of its operands or its results, whichever are
+    larger. loops: trip counts of the enclosing loops, outermost first. is_async: whether it is
+    started and finished by separate instructions, so that computation may run in between. op_name:
+    of the model's operation that asked for it. flops_beside: of the matrix products that the
+    schedule puts between its start and its end. bodies: names of the enclosing loops' bodies.
+    groups: the first group of devices; of a permute all (source, target) pairs. taken: for a
+    collective in a branch of a conditional, how often that branch runs, if the caller knows it;
+    None: in every iteration of its loops.
     """
 
     kind: str
@@ -154,8 +158,11 @@ def device_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
-    """Returns the first group of mesh['a'=4,'b'=8] {'a','b':(2)4}; (2)4 is a part of an axis: the
-    factor of size 4 that stands behind a factor of size 2."""
+    """Returns the first group of replica_groups that name a mesh: mesh['a'=4,'b'=8] {'a','b':(2)4}.
+
+    Here a group spans the axis a and a part of the axis b. `(2)4` means that b is split into
+    factors, outermost first, and that the part is the factor of size 4 after a factor of size 2.
+    """
     chosen = {m[0]: m[1:] for m in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)}
     shape: list[int] = []
     picks: list[slice | int] = []

@@ -1,8 +1,9 @@
-"""The text of a compiled module as computations: what runs, how often, and its matmul FLOPs.
+"""Reads a compiled module's text as computations: what runs, how often, and its matmul FLOPs.
 
-The lines of a scheduled module are in the order in which the device starts them. A line is read by
-cost/hlo_text.py; here are computations, loops with their trip counts, calls and the products of a
-computation.
+The text of a scheduled module lists computations (the entry, bodies of loops, fusions). The lines
+of a computation are instructions, in the order in which the device starts them. cost/hlo_text.py
+reads a single line; this module follows calls, loops with their trip counts, and counts the FLOPs
+of matrix products.
 """
 
 import dataclasses
@@ -15,13 +16,15 @@ from megajax.cost.hlo_text import ARRAY, NAME, Array, Instruction, instructions,
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
 CALLS = ("fusion", "fusion-start", "call", "conditional", "async-start")
-# A Mosaic GPU kernel of pallas_kernels/grouped: how its results and operands are spelled.
+# The line of a Mosaic GPU kernel of pallas_kernels/grouped: the shapes of its results and operands,
+# and which of the two grouped products it is.
 _GROUPED = re.compile(
     r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?)\}, api_version.*"
     r'op_name="[^"]*/grouped_(matmul|weights)/'
 )
-# Loops whose trip count depends on values say in a scope how often they turn: a grouped product in
-# a library's loop when groups hold all rows, other loops at most.
+# The trip count of some loops depends on values. The library puts these loops into a named scope
+# that contains a number: for the loop of a grouped product, the iterations if groups hold all rows;
+# for other loops, the largest number of iterations.
 _STEPS = re.compile(r'op_name="[^"]*/grouped_steps_(\d+)/')
 _MOST = re.compile(r'op_name="[^"]*\bat_most_(\d+)_turns\b')
 
@@ -139,8 +142,11 @@ def _line(one: Instruction) -> str:
 
 
 def _grouped(result: str, operands: str, kind: str) -> int:
-    """Returns the FLOPs of a grouped product, all rows in groups: (M, K) by group to (M, N), or
-    (M, K) and (M, N) to the weights' (G, K, N)."""
+    """Returns the FLOPs of a grouped product if all rows are in groups.
+
+    kind: 'matmul', which multiplies rows (M, K) by the weights of their group to (M, N), or
+    'weights', which computes the gradient (G, K, N) of the weights from (M, K) and (M, N).
+    """
     made = ARRAY.search(result)
     dims = ints(made[2]) if made else []
     left, *_ = (ints(d) for t, d in ARRAY.findall(operands) if t != "s32")

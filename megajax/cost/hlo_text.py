@@ -1,7 +1,8 @@
-"""One line of a compiled module's text as an instruction: shapes, opcode, operands, attributes.
+"""Parses one line of a compiled module's text: an instruction's shapes, opcode and operands.
 
-The only reader of XLA's text: cost/hlo_module.py splits a module into computations of such lines,
-cost/hlo.py asks for collectives, cost/program.py for everything that a device launches.
+Only this module knows the syntax of an instruction in XLA's text. cost/hlo_module.py splits the
+text into computations, which are lists of such lines. On these, cost/hlo.py finds the collectives,
+and cost/program.py everything that a device launches.
 """
 
 import dataclasses
@@ -36,7 +37,10 @@ def nbytes(array: tuple[str, str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result. layout: dimensions, the fastest one first."""
+    """One array of an instruction's result.
+
+    layout: the order of dimensions in memory, first the one whose elements are adjacent.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -44,7 +48,7 @@ class Array:
 
     @functools.cached_property
     def elements(self) -> int:
-        """All of them."""
+        """Number of elements of the array."""
         return math.prod(self.dims)
 
     @property
@@ -73,9 +77,10 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line. shape: the text of the result's shape. arguments: what stands in its brackets.
+    """One instruction, as its line says it.
 
-    attributes: everything behind them.
+    shape: the text of the result's shape. arguments: the text between the brackets that follow the
+    opcode. attributes: the text after these brackets.
     """
 
     name: str
@@ -118,7 +123,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What the model's program calls it."""
+        """The name that JAX gave the operation: its named scopes and its primitive."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -129,8 +134,10 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """Names of a conditional's computations, in the order of the index that chooses; of a
-        boolean: false, true."""
+        """Names of a conditional's computations, in the order of the index that chooses one.
+
+        If a boolean chooses, the computation for false comes first.
+        """
         if several := self.get("branch_computations"):
             return re.findall(r"%?([\w.\-]+)", several)
         both = self.get("false_computation"), self.get("true_computation")

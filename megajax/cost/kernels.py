@@ -1,9 +1,9 @@
-"""Shapes of what one kernel computes, and the FLOPs and array elements that follow from them.
+"""Kernels: the shape of what is computed at once, and the FLOPs and array elements that follow.
 
-A kernel knows no device, no data type and no model: `Op` (cost/base.py) adds the data types, the
-place in a model and how often it runs. A table of measured times or a learned model finds an entry
-by `name` and `shape`. Dimensions are whole numbers where a mesh divides them; where it does not,
-they are the mean over devices.
+A kernel says nothing about devices, data types or models: an `Op` (cost/base.py) is a kernel with
+data types, a place in a model and a number of executions. A table of measured times or a learned
+model finds an entry by the kernel's `name` and `shape`. If a mesh shards a dimension, the dimension
+is the mean over devices, which need not be a whole number.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What all kernels answer. TOKENS: the dimensions along which the tokens of a batch lie."""
+    """The base class of kernels. TOKENS: the dimensions that grow with the tokens of a batch."""
 
     TOKENS: ClassVar[tuple[str, ...]] = ()
 
@@ -69,7 +69,10 @@ class Matmul(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class TileSparse(Kernel):
-    """y (m, n) = x (m, k) w (k, n), of whose weights `kept` are multiplied, padding included."""
+    """y (m, n) = x (m, k) w (k, n) with a pruned w, of which `kept` elements are multiplied.
+
+    The padding to whole tiles is included in `kept`.
+    """
 
     TOKENS: ClassVar = ("m",)
     m: float
@@ -95,9 +98,10 @@ class TileSparse(Kernel):
 class Attention(Kernel):
     """softmax(q k^T) v for each row of a batch and each query head.
 
-    window: keys that a query sees at most; None: all. fused: the kernel leaves out blocks of keys
-    beyond the window, and no (queries x keys) array exists; otherwise all keys are multiplied. A
-    causal mask halves nothing: FLOPs are those of the Megatron convention.
+    window: the largest number of keys that a query attends to; None: all. fused: the kernel leaves
+    out blocks of keys beyond the window, and no (queries x keys) array exists; if False, each query
+    is multiplied by all keys. A causal mask does not halve the FLOPs, which are those of the
+    Megatron convention (cost/flops.py).
     """
 
     TOKENS: ClassVar = ("batch",)
@@ -173,10 +177,11 @@ class Embedding(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class Experts(Kernel):
-    """Routed feed-forward experts: the grouped products of all of them, tokens already there.
+    """The grouped products of routed feed-forward experts, without sending tokens to them.
 
-    pairs: expert rows that are computed for each token; more than top_k where experts have a fixed
-    capacity, whose slots are computed whether they are filled or not. dropless: no capacity.
+    pairs: expert rows that are computed for each token. This is top_k, or more if experts have a
+    fixed capacity, because all of its slots are computed, filled or not. dropless: experts have no
+    fixed capacity. hidden: inner width of an expert. gated: whether it has two input matrices.
     """
 
     TOKENS: ClassVar = ("tokens",)
@@ -221,7 +226,8 @@ CollectiveKind = Literal[
 class Collective(Kernel):
     """A collective of `inside` devices on each of `hosts` hosts.
 
-    nbytes: of the larger side on one device: what an all-gather gives, what a reduce-scatter takes.
+    nbytes: bytes on one device, of the operand or the result, whichever is larger: the result of an
+    all-gather, the operand of a reduce-scatter.
     """
 
     kind: str

@@ -1,11 +1,13 @@
-"""Bytes a device holds at the peak of a step, by term: a lower bound on what a compiler can reach.
+"""Bytes that a device holds at the peak of a step, by term: a lower bound for any compiled program.
 
-A step of generation has a cache of keys and values instead of gradients, moments and a stash.
-State (parameters, optimizer, gradients) is exact, without what pruning adds (1 byte of mask and 4
-of importance for each weight that it may touch). The rest counts only what must exist at the same
-time: what the backward pass keeps of every layer (the stash), one block's working set or one chunk
-of logits, whichever is larger, and the weights in use. Fragmentation, communication buffers and
-fusion failures come on top; deviceless XLA tells how much.
+The terms of training state (parameters, optimizer, gradients) are exact, except that pruning adds
+1 byte of mask and 4 bytes of importance for each weight that it may prune. The other terms count
+only what must exist at the same time: the stash (what the forward pass of every layer keeps for the
+backward pass), the weights in use, and the larger of one block's working set and one chunk of
+logits. A step of generation has a cache of keys and values instead of gradients, moments and a
+stash. Fragmentation, communication buffers and unfused operations need more memory; compiling
+the step for a GPU that is not there shows how much (systems/aot.py).
+
 Sources: models/parts.py:remat_policy (what is kept); Megatron-LM (arXiv 2104.04473) section 3 and
 2205.05198 for the terms; training in float32 masters with a 16-bit compute dtype.
 """
@@ -40,8 +42,12 @@ def terms(step: StepShape) -> dict[str, float]:
 
 
 def _gradients(step: StepShape) -> float:
-    """Elements: sums of a resident step meet their pieces in the exchange; streamed, those of one
-    layer and of the tables do."""
+    """Returns how many elements of gradients one device holds at the peak.
+
+    If weights are resident, the full sums exist together with the rank's pieces of them while they
+    are exchanged; if gradients are sent layer by layer (`StepShape.streams`), only the sums of one
+    layer and of the tables do.
+    """
     if step.streams:
         layer = (layer_weights(step) + expert_weights(step)) / step.itemsize
         return held(step) + layer + step.load.table_params / step.ways("tensor")
@@ -154,8 +160,10 @@ def _stash(step: StepShape) -> float:
     pipeline = step.pipeline
     if pipeline.stages == 1:
         return step.layers * _kept(step)
-    # A buffer of chunk inputs, flat in the micro-batches unless all F come first, with one place
-    # for what nobody needs. Residuals lie in one too; else one chunk's exist, in its backward pass.
+    # The program keeps the inputs of chunks in a buffer. Its size does not depend on the number of
+    # micro-batches unless all forward passes come first (gpipe). One place is for values that no
+    # stage needs. With stash='residuals', a second buffer keeps what rematerialisation keeps of the
+    # layers; otherwise this exists for one chunk only, in its backward pass.
     places = pipeline.kept + 1
     chunks = places if pipeline.stash == "residuals" else 1
     return places * residual(step) + chunks * step.layers / pipeline.chunks * _kept(step)
@@ -178,16 +186,18 @@ def _block(step: StepShape) -> float:
 
 
 def _experts(step: StepShape, backward: bool = True) -> float:
-    """A layer's routed experts: the rows that they read, their inner values and their answers.
+    """Returns the bytes of a layer's routed experts: rows read, inner values and results.
 
-    In the backward pass slots have a gradient beside each. Grouped kernels, of which XLA sees
-    operands and results, leave it room to free: then only the answers' gradient meets all values,
-    or those of the products into the inner width their own and the rows.
+    In the backward pass with a fixed capacity, each of these arrays exists together with its
+    gradient. Without one, grouped kernels are used, whose operands and results XLA can free one by
+    one. The peak is then the larger of two moments: all values and the gradient of the results, or
+    the rows and the inner values of the first products with their gradients.
     """
     routed = step.load.routed
     if routed is None:
         return 0.0
-    # Dropless has room for every token of the axis at every expert that it may use here.
+    # Without a fixed capacity there is room for every token of the `expert` axis at every expert
+    # of this device that the token may use.
     most = min(routed.top_k, routed.experts / step.ways("expert"))
     slots = slotted(step)
     rows = step.itemsize * (slots or step.tokens * step.ways("expert") * most)

@@ -1,11 +1,13 @@
-"""Alpha-beta model of collectives: a latency for each message, then bytes over bandwidth.
+"""Alpha-beta model of collectives: a latency (alpha) for each message, then bytes over bandwidth.
 
-n devices, N bytes of the larger side of one device (what an all-gather gives, what a reduce-scatter
-takes). Rings move (n - 1) / n N through every device's link, the optimum of bandwidth (Chan et al.
-2007, table 1); an all-reduce is a reduce-scatter and an all-gather. Messages: n - 1 inside a host
-(NCCL's ring), log2 n between hosts (NCCL's trees and PAT; a ring of 1,536 hosts would wait 20 ms
-for its messages alone). A group that has m members on each of k hosts works in two levels: each
-member exchanges its m-th part between hosts, all m NICs at once, then the host exchanges inside.
+Let n be the number of devices, and N the bytes on one device of the operand or the result,
+whichever is larger (the result of an all-gather, the operand of a reduce-scatter). A ring sends
+(n - 1) / n N bytes over the link of every device, which is the least possible (Chan et al. 2007,
+table 1). An all-reduce is a reduce-scatter followed by an all-gather. The number of messages is
+n - 1 inside a host (NCCL's ring) and log2 n between hosts (NCCL's trees and PAT; in a ring of 1,536
+hosts the latencies alone would add up to 20 ms). A group with m members on each of k hosts works in
+two levels: each member exchanges an m-th of the bytes between hosts, over all m NICs at once, then
+the members of a host exchange theirs.
 """
 
 import collections

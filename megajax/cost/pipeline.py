@@ -1,9 +1,11 @@
-"""How often a pipeline's program computes what, in closed form.
+"""How often the program of a pipeline-parallel step computes each kind of work, in closed form.
 
-The program runs its table in lockstep: in a tick all stages compute all kinds that any of them
-has, and what is no op of theirs is masked. So a step costs ticks, whoever is idle in them. The
-forms are those of the tables that schedule/build.py makes; a test holds them against the tables
-themselves and their lockstep times.
+The kinds are F (forward), B (backward) and, if the schedule splits it off, W (gradients of the
+weights). The program runs a schedule table tick by tick on all stages at once. If any stage has
+work of a kind in a tick, all stages compute that kind, and the results of stages that have none are
+masked. So the cost of a step is its number of ticks, also for stages that are idle in them. The
+formulas are those of the tables that schedule/build.py makes; a test compares them with the tables
+themselves and with their lockstep times.
 
 Legend: S stages, M micro-batches, v chunks of layers a stage.
 """
@@ -19,9 +21,9 @@ Stash = Literal["input", "residuals"]
 class Pipeline:
     """A pipeline's schedule. One stage: no pipeline.
 
-    stash: what is kept from F to B: a chunk's input, so that B runs its F again, or what
-    rematerialisation keeps of its layers. hides: chunks' weights and gradients travel beside other
-    chunks' ticks.
+    stash: what is kept from F to B. 'input': the input of a chunk, so that B runs F again;
+    'residuals': what rematerialisation keeps of its layers. hides: whether the weights and
+    gradients of a chunk are sent while other chunks are computed.
     """
 
     stages: int = 1

@@ -1,22 +1,25 @@
-"""A compiled program as records of what a device launches (CDMPP, arXiv 2311.09690, for XLA).
+"""Turns a compiled program into records of what a device launches (after CDMPP, arXiv 2311.09690).
 
-`records` reads the scheduled module of a `jax.stages.Compiled`, of a CPU or of a GPU that is not
-there (pallas_kernels/aot.py). What counts, and how:
+`records` reads the scheduled XLA module of a `jax.stages.Compiled`, which may be compiled for a CPU
+or for a GPU that is not there (pallas_kernels/aot.py). It counts by these rules:
 
-- A record is one launched instruction: a fusion, a product, a library's or kernel's call, a copy, a
-  collective. Tuples, parameters, constants, bitcasts and the second halves of asynchronous
-  operations launch nothing. The body of a loop stands as records with `executions` = trips; the
-  loop and its condition add nothing.
-- Of a conditional one branch is launched: the one that a constant chooses, else the one with the
+- A record is one launched instruction: a fusion, a product, a call of a library or kernel, a copy
+  or a collective. Tuples, parameters, constants, bitcasts and the `-done` halves of asynchronous
+  operations launch nothing. The instructions in the body of a loop have records whose `executions`
+  are the trip count; the loop itself and its condition have none.
+- Of a conditional only one branch counts: the one that a constant chooses, else the one with the
   most FLOPs (then bytes), because the text does not say how often each is taken.
-- A loop whose trips the compiler does not know counts as often as its scope says: "at_most_3_turns"
-  (cost/hlo_module.py), else once, with a warning.
-- FLOPs: 2 M N K of a product, one an element of other arithmetic on floats, n - 1 of a sum of n.
-  Padding of a convolution is not multiplied. Comparisons, selections, conversions and integers are
-  no FLOPs; transcendental functions have their own feature. Collectives have none.
-- Bytes: what the launched instruction reads of its operands and writes of its results; inside a
-  fusion nothing. Of an operand that is only sliced the slices, of an update in place its part.
-- How long ago what is read was touched (cost/program_reuse.py) is no part of a record's hash.
+- If the compiler does not know the trip count of a loop, the count is in the loop's scope, for
+  example "at_most_3_turns" (cost/hlo_module.py). A loop without such a scope counts once, with a
+  warning.
+- FLOPs: a product has 2 M N K, a sum of n elements n - 1, other arithmetic on floats one for each
+  element of the result. The padding of a convolution is not multiplied. Comparisons, selections,
+  conversions and integers have no FLOPs; transcendental functions are a feature of their own.
+  Collectives have none.
+- Bytes: what the launched instruction reads of its operands and writes of its results; what stays
+  inside a fusion has none. If an operand is only sliced, the slices count; if an array is updated
+  in place, the updated part.
+- How long ago the operands were touched (cost/program_reuse.py) has no part in a record's hash.
 
 Not here: times (systems/cdmpp), the mesh axes of a collective (cost/hlo.py).
 """
@@ -41,7 +44,8 @@ Key = tuple[str, str]  # a computation and an instruction of it
 _MOVES = frozenset(
     ("copy", "slice", "update", "reshape", "transpose", "concatenate", "broadcast", "convert")
 )
-# The kind of a fusion is that of its dearest operation, in this order.
+# {class of an operation: kind of record}, the most expensive first. The kind of a fusion is that of
+# the first entry that is among its large operations (`_kind`).
 _KINDS = {
     "collective": "collective", "sort": "sort", "scatter": "scatter", "reduce": "reduction",
     "gather": "gather", "random": "random", "custom": "custom", "other": "custom",
@@ -61,14 +65,14 @@ def records(
 
     Args:
       compiled: a `jax.stages.Compiled`, or the text of its module.
-      live_rows: share of the rows of a grouped product that are in groups, where a loop over them
-        has no trip count of its own.
-      live_pairs: share of the pairs of a query and a key that a fused attention computes; packed
-        segments leave fewer than the order and the window say (1/n of them for n equal segments).
-      platform: where the program runs; None asks `compiled` (a text: 'cpu'). On a GPU a product of
-        float32 at default precision is one of tfloat32.
+      live_rows: share of the rows of a grouped product that are in groups. It is used for loops
+        over such rows, which have no trip count of their own.
+      live_pairs: of the pairs of a query and a key that the causal mask and the window leave, the
+        share that a fused attention computes: 1/n if a row is packed with n equal segments.
+      platform: where the program runs; None: as `compiled` says, 'cpu' for a text. On a GPU a
+        product of float32 at default precision is one of tfloat32.
 
-    Warns of operations whose FLOPs are unknown and of loops whose trip count is.
+    Warns of operations whose FLOPs are unknown and of loops whose trip count is unknown.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     where = platform or ("cpu" if isinstance(compiled, str) else _platform(compiled))
@@ -277,10 +281,10 @@ def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, di
 
 
 def _kind(leaves: list[dict[str, Any]], opcodes: set[str]) -> str:
-    """Returns the kind of a region without products: of an operation that does much of the work.
+    """Returns the kind of a region without products, which its large operations decide.
 
-    An operation on less than a quarter of the elements, such as the sum of a few sizes beside a
-    selection of many values, decides nothing.
+    An operation is large if it works on at least a quarter as many elements as the largest one.
+    So the sum of a few sizes does not make the selection of many values a reduction.
     """
     if opcodes <= _MOVES - {"convert"}:
         return "copy"

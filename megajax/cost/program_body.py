@@ -1,10 +1,13 @@
-"""What a launched instruction does inside: its operations in an order without names, and its bytes.
+"""Reads a launched instruction as a region: the operations inside it, and the bytes that it moves.
 
-An instruction of one operation is a region of one operation; a fusion is the region of its
-computation. Operations are visited from the result backwards, operands in their order, those of
-commuting operations by their structure: neither names nor the order of independent lines matter.
-Traffic follows the demand: the result asks its operands for elements, a slice asks for its part
-only, and an update in place of a parameter asks for nothing of it and writes its part only.
+The region of a fusion has all operations of its computation; the region of any other instruction
+has one operation. Operations are visited from the result backwards, operands in their order; the
+operands of a commuting operation such as add are sorted by their structure. So neither names nor
+the order of independent lines changes a record.
+
+Bytes are counted by demand, from the result backwards: an operation needs as many elements of each
+operand as its own demanded elements are computed from. A slice needs its part only. An operation
+that updates a parameter in place needs nothing of it and writes the updated part only.
 """
 
 import dataclasses
@@ -29,7 +32,10 @@ _PASS = ("bitcast", "get-tuple-element", "opt-barrier", "optimization-barrier")
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The operations of a launched instruction, parameters included, and the one that results."""
+    """The operations of a launched instruction, by name, parameters included.
+
+    root: the operation whose result is that of the instruction. module: the module it is from.
+    """
 
     instructions: Mapping[str, Instruction]
     root: Instruction
@@ -44,7 +50,7 @@ class Region:
         return [self.array(name) for name in one.operands if name in self.instructions]
 
     def source(self, name: str) -> Instruction:
-        """Returns what a value is without reinterpretations of it."""
+        """Returns the operation that computes a value, behind bitcasts and elements of tuples."""
         one = self.instructions[name]
         while one.opcode in _PASS and one.operands and one.operands[0] in self.instructions:
             one = self.instructions[one.operands[0]]
@@ -74,7 +80,7 @@ class Region:
 
     @functools.cached_property
     def launches(self) -> dict[str, calls.Call]:
-        """What is known of the library's and kernel's calls, by name."""
+        """{name of a call of a library or kernel: what is known of its work}."""
         return {
             one.name: calls.call(one, self.instructions)
             for one in self.order
@@ -83,7 +89,7 @@ class Region:
 
     @functools.cached_property
     def kernel(self) -> tuple[str, calls.Call] | None:
-        """(name, count) of a call that says itself what it reads and writes."""
+        """(name, work) of the first call whose own text says how much it reads; None: none does."""
         told = ((n, c) for n, c in self.launches.items() if c.bytes_read is not None)
         return next(told, None)
 
@@ -191,7 +197,7 @@ def region(module: Module, one: Instruction, around: Mapping[str, Instruction]) 
 
 
 def label(one: Instruction, body: Mapping[str, Instruction]) -> str:
-    """Returns what an operation is, without names."""
+    """Returns a text of an operation's opcode, shapes and attributes, without any names."""
     shape = "".join(map(str, one.arrays))
     if one.opcode in ("parameter", "constant"):
         return f"{one.opcode} {shape}"
@@ -276,5 +282,5 @@ def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
 
 
 def _is_unordered(one: Instruction, within: Region) -> bool:
-    """Whether the order of the operands says nothing: commuting operations, all the results."""
+    """Whether the order of the operands is irrelevant: commuting operations, tuples of results."""
     return one.opcode in work.COMMUTES or (one.opcode == "tuple" and one is within.root)

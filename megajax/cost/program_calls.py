@@ -1,8 +1,9 @@
-"""Library and kernel calls of a compiled program: what their text says of their work.
+"""Finds the FLOPs and bytes of custom calls, by which a compiled program runs library kernels.
 
-Vendor libraries (cuBLAS, cuDNN, oneDNN) are read from their configuration, megajax's Mosaic GPU
-kernels from the scope in which they were launched (pallas_kernels/work.py). Other calls move their
-operands and results; their FLOPs are unknown and counted as 0, with a warning.
+A call of a vendor library (cuBLAS, cuDNN, oneDNN) has a configuration in the text of the program,
+which says what it computes. megajax's own Mosaic GPU kernels write their FLOPs and bytes into the
+name of the scope in which they are launched (pallas_kernels/work.py). For any other call, the bytes
+are those of its operands and results; its FLOPs are unknown and count as 0, with a warning.
 """
 
 import dataclasses
@@ -34,8 +35,8 @@ KERNELS = {
     "all_gather": "collective", "send_rows": "collective", "quant_matmul": "product",
     "quantize": "fusion",
 }  # fmt: skip
-# Products of a pair of a query and a key and a head: forward 2; backward 5, of which one is made
-# again (FlashAttention-2, section 3.1).
+# Matrix products of fused attention: 2 in the forward pass and 5 in the backward pass, one of which
+# computes the scores again (FlashAttention-2, section 3.1).
 FORWARD, BACKWARD = 2, 5
 
 
@@ -79,7 +80,7 @@ def as_dot(one: Instruction) -> Instruction:
     precision = re.search(r'"operand_precision":\[([^\]]*)\]', one.attributes)
     if precision and "HIGHEST" in precision[1]:
         text += ", operand_precision={highest,highest}"
-    # Behind the result stands the library's workspace, which says nothing of the product.
+    # The second array of the result is the library's workspace, which is no part of the product.
     shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
     return dataclasses.replace(
         one, opcode="dot", shape=shape[1] if shape else one.shape, attributes=", " + text
@@ -113,7 +114,11 @@ def unknown(what: str) -> None:
 
 
 def _kernel(found: tuple[str, ...], given: float) -> Call:
-    """A kernel's own count, times the rows of a `jax.vmap` around it. given: bytes of operands."""
+    """Returns the work that a kernel of megajax states in its scope's name.
+
+    Under `jax.vmap` one launch does the work of several, which the bytes of the operands (`given`)
+    show: they are a multiple of those that the name states, and the work is multiplied likewise.
+    """
     name, *numbers, shape = found
     flops, read, written, told = map(float, numbers)
     rows = max(round(given / told), 1) if told else 1
@@ -126,7 +131,11 @@ def _kernel(found: tuple[str, ...], given: float) -> Call:
 
 
 def _convolution(one: Instruction, operands: Sequence[Array]) -> Call:
-    """cuDNN's three: y of x and w, dx of dy and w, dw of x and dy. Labels are those of y."""
+    """Returns the work of one of cuDNN's three convolutions.
+
+    They are the forward one (y from x and w) and the gradients (dx from dy and w, dw from x and
+    dy). The labels of dimensions in the text of all three are those of the forward one.
+    """
     first, second, result = operands[0], operands[1], one.array
     if "BackwardInput" in target(one):
         x, w, y = result, second, first
@@ -139,7 +148,10 @@ def _convolution(one: Instruction, operands: Sequence[Array]) -> Call:
 
 
 def _fmha(one: Instruction, operands: Sequence[Array]) -> Call:
-    """cuDNN's attention: useful pairs of the (rows, heads, queries, keys) that it says."""
+    """Returns the work of cuDNN's attention, whose text has its (rows, heads, queries, keys).
+
+    Only the pairs of a query and a key that the mask leaves are counted (`useful_pairs`).
+    """
     text = one.attributes
     found = re.search(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]', text)
     if found is None:

@@ -1,10 +1,13 @@
-"""How long ago what an instruction reads was last touched: whether a cache may still hold it.
+"""Computes reuse distances: how many bytes a program touches before it reads an array again.
 
-The schedule of a module is walked with a clock that counts bytes: each launched instruction
-advances it by what it reads and writes. An operand's reuse distance is the clock since it was last
-read or written (CDMPP's leaves have the same number of loop nests, section 4). A loop is walked
-twice and the second turn counts, so that what the turn before touched is known. Of an operand that
-is only sliced, other parts are read in the turns between: its distance is its size or more.
+A cache still holds an array if few bytes were touched since the array was last read or written. To
+count them, the schedule of a module is walked with a clock that counts bytes: each launched
+instruction advances it by the bytes that it reads and writes. The reuse distance of an operand is
+what the clock advanced since the operand was last touched. (CDMPP has this number for loop nests as
+a feature of its leaves, section 4.) A loop is walked for two iterations and the second one counts,
+because the first does not know what the iteration before it touched. An operand of which each
+iteration reads only a slice has at least its own size as its distance, because the other parts are
+read in between.
 
 Not here: which bytes an instruction touches (cost/program_body.py), the caches of a device.
 """
@@ -19,7 +22,7 @@ from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import Instruction
 
 Key = tuple[str, str]  # a computation and an instruction of it
-_WHOLE = 0.9  # of an operand: less is a slice (chosen)
+_WHOLE = 0.9  # (chosen) an instruction that reads less than this share of an operand reads a slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,13 @@ class Touched:
 
 @dataclasses.dataclass(frozen=True)
 class Reuse:
-    """distance: geometric mean over the bytes read of the bytes touched since. cold: bytes read of
-    what nothing in the call touched before; their distance is all that the call touches. around:
-    bytes that one turn of the innermost loop touches, or the call. turns: of all loops around it.
+    """The place of an instruction in its program, as far as caches are concerned (record.PLACE).
+
+    distance: bytes that the program touched since the instruction's operands were last touched, as
+    the geometric mean over the bytes that it reads. cold: bytes that it is the first in the call to
+    touch; their distance is all that the call touches. around: bytes that one iteration of the
+    innermost loop around the instruction touches, or that the call does. turns: iterations of all
+    loops around it, multiplied.
     """
 
     distance: float
@@ -123,7 +130,8 @@ class _Walk:
             began = self.clock
             state = self.computation(body, {0: state}, turns * trips)
         if trips > 2:
-            # What the last turn touched was touched by the last of all turns.
+            # The iterations that were not walked only advance the clock: what the second iteration
+            # touched was touched by the last one, too.
             more = (trips - 2) * (self.clock - began)
             for value, when in self._last.items():
                 if when > began:

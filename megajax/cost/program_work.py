@@ -1,6 +1,7 @@
-"""What one operation of a compiled program computes: class, FLOPs, shape of a product, windows.
+"""Finds what one operation of a compiled program computes: its class, FLOPs and shape.
 
-Counts are by formula from shapes (cost/program.py says by which rules). No names, no order.
+All of it follows from the opcode, the shapes and the attributes of the operation, by the rules that
+cost/program.py lists. Neither names nor the order of operations have an influence.
 """
 
 import dataclasses
@@ -67,7 +68,11 @@ def dtype_of(array: Array) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """batch products (m, k) by (k, n); transposed: operands read against their layout."""
+    """`batch` matrix products of (m, k) by (k, n).
+
+    transposed: how many of the two operands are read against their layout: the first one, if it is
+    not contiguous along k; the second one, if it is.
+    """
 
     batch: int
     m: int
@@ -134,7 +139,10 @@ class WindowDimension:
     dilation: int = 1  # rhs_dilate
 
     def pairs(self, operand: int, result: int) -> int:
-        """Returns the pairs of a result and a place of its window that meet an element."""
+        """Returns how many pairs of a result and a place in its window fall on a real element.
+
+        The other pairs fall on padding, or on the zeros between elements (`base`).
+        """
         first = np.arange(result) * self.stride - self.low
         total = 0
         for k in range(self.size):
@@ -162,9 +170,10 @@ def windows(one: Instruction) -> list[WindowDimension]:
 
 
 def convolution(one: Instruction, x: Array, w: Array, y: Array) -> tuple[Product, float]:
-    """Returns (the convolution y of x with w as a product, its FLOPs where w meets an element).
+    """Returns (the convolution y of x with w as a matrix product, its FLOPs).
 
-    The product is that of the patches: its k has the window's padding in it.
+    The product multiplies the patches of x by w, and its k includes the padding of the window. The
+    FLOPs do not: they count only where w meets an element of x.
     """
     labels = re.match(r"(\w+)_(\w+)->(\w+)", one.get("dim_labels"))
     if labels is None:

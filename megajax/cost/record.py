@@ -1,14 +1,15 @@
-"""What a device launches, as a cost model reads it: features, a tree of operations, work, traffic.
+"""Records: descriptions of what a device launches, which learned cost models predict times from.
 
-An `OpRecord` is one launched operation of a compiled program (cost/program.py) or of a table of
-measured kernels (systems/cdmpp). Features are in natural units, without logarithms: a predictor
-takes those. Its tree is CDMPP's compact syntax tree (arXiv 2311.09690, section 4): inner nodes are
-regions, one leaf is one operation, and a leaf's position is its place in the pre-order
-serialisation of the tree, in which each way back to a parent is a mark of its own. The work is
-counted here, never taken from a compiler: a product has 2 M N K floating-point operations; each
-other arithmetic operation has one an element of its result, transcendental functions apart.
+An `OpRecord` describes one launched operation of a compiled program (cost/program.py) or of a table
+of measured kernels (systems/cdmpp): its FLOPs and bytes, a vector of features and a tree. Features
+are in natural units, such as bytes; a predictor takes their logarithms itself. The tree is CDMPP's
+compact syntax tree (arXiv 2311.09690, section 4). Its leaves are elementary operations and its
+inner nodes are regions, such as the body of a reduction. The position of a leaf is its place in a
+pre-order serialisation of the tree, in which each return to a parent also takes a place. FLOPs are
+counted by formula and not taken from a compiler: a matrix product has 2 M N K; any other arithmetic
+operation has one for each element of its result. Transcendental functions are counted separately.
 
-Not here: times. A record knows no device.
+Not here: times. A record does not depend on a device.
 """
 
 import dataclasses
@@ -28,18 +29,17 @@ FEATURES = (
     "rows", "width", "reduced", "reduces_minor", "operands", "indices", "transposed", "itemsize",
     "distance", "cold", "around", "turns",
 )  # fmt: skip
-# Of the place in a program and not of the operation (cost/program_reuse.py); 0 where not known. No
-# part of the hash: a structure is the same structure wherever it stands.
+# Features of the operation's place in a program (cost/program_reuse.py); 0 if this is not known.
+# They have no part in the hash, so that equal operations at different places have the same one.
 PLACE = ("distance", "cold", "around", "turns")
-# Classes of a leaf's operation. Like the names above, new ones go to the end: files of data sets
-# and weights of encoders are by place.
+# Classes of a leaf's operation. New ones, and new FEATURES, go to the end: files use indices.
 OPCODES = (
     "add", "multiply", "divide", "maximum", "compare", "select", "exponential", "power", "convert",
     "integer", "broadcast", "reshape", "transpose", "copy", "slice", "update", "concatenate",
     "gather", "scatter", "reduce", "dot", "convolution", "attention", "sort", "random",
     "collective", "custom", "other",
 )  # fmt: skip
-# The columns of a leaf behind the one-hot class.
+# The columns of a leaf that follow the one-hot encoding of its class.
 LEAF_FEATURES = (
     "flops", "bytes_read", "bytes_written", "transcendentals", "elements", "width", "batch", "m",
     "n", "k", "indices", "transposed", "operands", "itemsize", "depth",
@@ -52,7 +52,7 @@ KINDS = (
 # One floating-point operation an element of the result. A sum of n elements has n - 1.
 ARITHMETIC = ("add", "multiply", "divide", "maximum")
 TRANSCENDENTAL = ("exponential", "power")
-# Bytes of an element of the types that kernels of `cost.base` do not have.
+# Bytes of an element by data type: those of `cost.base`, and more that compiled programs have.
 SIZES = {
     **ITEMSIZE, "float64": 8, "complex64": 8, "complex128": 16, "int64": 8, "int32": 4, "int16": 2,
     "bool": 1,
@@ -76,10 +76,10 @@ class Tree:
 class OpRecord:
     """One operation that a device launches.
 
-    kind: of KINDS; 'product' has one weight for all rows. features: float64, by FEATURES. flops and
-    nbytes: of one execution. executions: in one call of the program. hash: of the structure and the
-    shapes, without names. dtype: of the arithmetic; decides which peak bounds it. name: the
-    instruction's, for people; in no feature and not in the hash.
+    kind: one of KINDS; a 'product' has one weight for all rows. features: float64, in the order of
+    FEATURES. flops, nbytes: of one execution. executions: how often it runs in one call of the
+    program. hash: of the structure and the shapes, without names. dtype: of the arithmetic; decides
+    which peak of a card bounds it. name: the instruction's; in no feature and not in the hash.
     """
 
     kind: str
@@ -104,15 +104,15 @@ class OpRecord:
         return dataclasses.replace(self, features=features)
 
     def floor_s(self, card: DeviceCard) -> float:
-        """Returns seconds below which no execution can stay on this device."""
+        """Returns the roofline of the record: the least seconds of one execution on this device."""
         return max(self.flops / peak(card, self.dtype), self.nbytes / card.memory_bytes_per_s)
 
 
 def peak(card: DeviceCard, dtype: str) -> float:
     """Returns the FLOP/s that bound arithmetic in a data type.
 
-    One that the card has no peak of runs at most at the peak of float32 if it is as wide (float64,
-    integers), else at the card's largest.
+    Without a peak for it on the card: for types of 4 bytes or more (float64, integers) the peak of
+    float32, for narrower ones the card's largest.
     """
     wide = SIZES.get(dtype, 4) >= 4
     return card.flops.get(dtype) or (

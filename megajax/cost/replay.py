@@ -1,9 +1,11 @@
-"""Replays a step's tasks on its streams: how long it takes, and what communication it waits for.
+"""Simulates the tasks of a step on streams: its time, and the communication that nothing hides.
 
-No second simulator: schedule/simulator.py gives the times. A resource of a task is a stream, such
-as a GPU's compute stream, its communication stream, or one of each for every stage of a pipeline.
-CDMPP (arXiv 2311.09690) replays the graph of a model's operations so. `contention` lets computation
-and communication of one device slow each other down while both run.
+A stream runs its tasks one after the other, such as the compute stream or the communication stream
+of a GPU (or one of each for every stage of a pipeline). A task starts when the tasks that it
+depends on have ended. CDMPP (arXiv 2311.09690) calls this a replay of the graph of a model's
+operations. The times come from the simulator of schedules (schedule/simulator.py), for which a
+stream is a task's resource. `contention` lets computation and communication of one device slow each
+other down while both run.
 """
 
 import dataclasses
@@ -82,11 +84,11 @@ def contention(computation: float = 1.0, communication: float = 1.0) -> Slowdown
 
 
 def repeat(body: Sequence[Task], times: int) -> list[Task]:
-    """Returns the tasks of a loop's turns in order, for `replay`: task 'x' of turn 2 is 'x#2'.
+    """Returns the tasks of a loop's iterations in order, for `replay`; 'x#2' is 'x' of number 2.
 
-    A dependency on a task of the body is one on that of the same turn; other names stand as they
-    are. The streams keep the order of the turns, so a turn's communication may lie beside the next
-    turn's computation where no dependency forbids it.
+    Iterations are numbered from 0. A dependency on a task of the body is one on the task of the
+    same iteration; other dependencies do not change. Each stream runs the iterations in order, so
+    the communication of one may run beside the computation of the next if no dependency forbids it.
     Raises: UserError where `times` is negative.
     """
     if times < 0:

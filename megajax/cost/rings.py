@@ -1,9 +1,11 @@
-"""Products with their communication on one rank: as a ring, and as one collective after the other.
+"""Estimates whether matrix products of tensor and expert parallelism are faster as a ring.
 
-A ring sends a rank's piece to the next rank while it multiplies the piece that it has; XLA gathers
-all pieces first, or scatters all sums afterwards. SIMULATED seconds, forward and backward, by a
-cost model in which products take whole waves of tiles (cost/roofline.py:in_waves), because the
-pieces of a ring are small. Who decides by them: parallel/overlap.py and parallel/expert_overlap.py.
+A ring overlaps communication: each rank multiplies the piece that it has while it sends that piece
+to the next rank. Plain XLA gathers all pieces before the product, or scatters all sums after it.
+The functions here return SIMULATED seconds of both, for the forward and the backward pass of one
+rank. Because the pieces of a ring are small, their cost model rounds a product up to whole waves of
+tiles (cost/roofline.py:in_waves). parallel/overlap.py and parallel/expert_overlap.py decide by
+these times.
 
 Legend: R ranks.
 """
@@ -16,7 +18,7 @@ from megajax.cost.base import ITEMSIZE, CostModel, Op
 from megajax.cost.kernels import Matmul, Rowwise
 from megajax.cost.roofline import in_waves
 
-# Seconds that a step of a ring and a collective cost besides (chosen; to be measured).
+# Fixed costs in seconds of one step of a ring and of one collective (chosen; to be measured).
 STEP_S, CALL_S = 6e-6, 10e-6
 
 
@@ -56,14 +58,19 @@ class Rank:
         return self.model.transfer_time(rows * width * itemsize, link)
 
     def turn(self, work: float, hop: float, add: float = 0.0) -> float:
-        """Returns seconds of a ring: R pieces' work, each beside the next piece's hop."""
+        """Returns seconds of a ring: the work of R pieces, each while the next one is sent.
+
+        work: seconds of one piece's product. hop: of sending a piece to the next rank. add: of what
+        must follow in each step, such as adding sums.
+        """
         return (self.ranks - 1) * (max(hop, work) + add + STEP_S) + work
 
 
 def gather_matmul(rank: Rank, rows: int, width: int, parts: tuple[int, ...]) -> tuple[float, float]:
-    """Returns seconds of (plain XLA, the ring) for products of gathered rows, without dw.
+    """Returns seconds of (plain XLA, the ring) for products of gathered rows.
 
-    rows: of all ranks. parts: columns of each product that shares the gather.
+    The products that compute the gradients of the weights (dw) are left out of both.
+    Args: rows: of all ranks together. parts: columns of each product that shares the gather.
     """
     chunk = rows / rank.ranks
     plain, ring = _gathered(rank, rows, width, parts)
@@ -102,11 +109,12 @@ def _gathered(rank: Rank, rows: int, width: int, parts: tuple[int, ...]) -> tupl
 
 @dataclasses.dataclass(frozen=True)
 class ExpertHalf:
-    """One half of an expert layer on one rank, its experts balanced.
+    """One half of an expert layer on one rank: up to the first products, or from the second ones.
 
-    tokens: of a rank, top choices each, width wide. rows: of one source at a rank's experts.
-    hidden: columns of each first product, or depth of the second. reached: ranks that plain XLA
-    sends a token to.
+    The load of the experts is assumed to be balanced.
+    tokens: of a rank, each with `top` experts and `width` elements. experts: of a rank. rows: that
+    the tokens of one source rank have at this rank's experts. hidden: columns of each first
+    product, or contracted dimension of the second. reached: ranks that plain XLA sends a token to.
     """
 
     tokens: int
@@ -119,10 +127,10 @@ class ExpertHalf:
 
 
 def expert_dispatch(rank: Rank, half: ExpertHalf) -> tuple[float, float]:
-    """Returns seconds of (plain XLA, the ring) for tokens on their way to the first products.
+    """Returns seconds of (plain XLA, the ring) for sending tokens and the first products.
 
-    Forward, and backward what an implementation changes: the sums of the tokens' gradients, which
-    stand beside the weights' gradients.
+    This is the forward pass, and of the backward pass what differs between the two: the sums of the
+    tokens' gradients, which are sent while the gradients of the weights are computed.
     """
     plain, ring = _to_experts(rank, half)
     dw = _into(rank, half, rank.ranks)
@@ -132,9 +140,10 @@ def expert_dispatch(rank: Rank, half: ExpertHalf) -> tuple[float, float]:
 
 
 def expert_combine(rank: Rank, half: ExpertHalf) -> tuple[float, float]:
-    """Returns seconds of (plain XLA, the ring) for answers on their way home.
+    """Returns seconds of (plain XLA, the ring) for the second products and sending their results.
 
-    Forward, and backward the way of the combine's gradient to the experts.
+    The results are sent back to the ranks of their tokens. The backward pass is included, in which
+    the gradient of the combined results is sent to the experts.
     """
     plain, ring = _to_experts(rank, half)
     there = _sent(rank, half, half.reached, rank.itemsize) + CALL_S

@@ -25,9 +25,10 @@ class Roofline:
 
     matmul 0.7: (assumed; large bf16 GEMMs on H100). attention 0.5: (assumed; FlashAttention-3 on
     H100 reaches 0.75 forward and less backward, arXiv 2407.08608 section 4.1). memory 0.85:
-    (assumed). sigma: standard deviation over the time, (assumed). link: of what `transfer_time` is
-    asked. cores: multiprocessors of the device, if a product is to take whole waves of tiles, one
-    on each, whose loads run beside the arithmetic; None: a product of any size reaches `matmul`.
+    (assumed). sigma: standard deviation over the time, (assumed). link: share of a link's bandwidth
+    that `transfer_time` assumes. cores: number of SMs of the device. If it is given, a product
+    takes a whole number of waves of tiles, one tile on each SM, and its loads from memory are
+    hidden by its arithmetic. None: a product of any size reaches the efficiency `matmul`.
     """
 
     matmul: float = 0.7
@@ -40,7 +41,8 @@ class Roofline:
     def op_time(self, op: Op, device: DeviceCard, dtype: str | None = None) -> tuple[float, float]:
         """Returns (seconds of one execution, their standard deviation).
 
-        dtype: as if all operands and the result had it; None: as the operation says.
+        dtype: a data type that replaces those of all operands and of the result; None: the
+        operation keeps its own.
         """
         op = op if dtype is None else op.cast(dtype)
         kernel = op.kernel
@@ -65,7 +67,7 @@ class Roofline:
         return {name: sum(map(leaf_bytes, leaves)) for name, leaves in trees.items()}
 
     def _waves(self, kernel: Matmul, cores: int, peak: float) -> float:
-        """The product with the best of TILES; the last wave takes as long as a full one."""
+        """Returns seconds of a product with the fastest of TILES, in whole waves of tiles."""
         waves = (
             (
                 math.ceil(kernel.batch * math.ceil(kernel.m / a) * math.ceil(kernel.n / b) / cores),
@@ -77,7 +79,7 @@ class Roofline:
 
 
 def in_waves(cores: int) -> Roofline:
-    """Returns the model of products of few tiles, where whole waves decide.
+    """Returns a model for small products, whose number of tiles is rounded up to whole waves.
 
     0.667 of the peak and 0.889 of the link: (chosen: 660 TFLOP/s and 400 GB/s of an H100; to be
     replaced by measurements). 1.0 of the memory: (chosen).

@@ -26,13 +26,13 @@ LoadOf = Callable[[int, int, Phase], Workload]
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """What one replica serves with so many sequences at a time.
+    """The speed of one replica that serves `batch` sequences at a time.
 
-    decode_s: of a step, which gives each sequence a token. first_token_s: of one prompt of half the
-    context, alone. tokens_per_s: of decode steps alone. served_per_s: answer tokens a second where
-    prompt and answer have half the context each, and prefills take their time. needed: bytes of a
-    GPU. bound_s: the memory roofline of a decode step: weights, pages and activations move at the
-    card's bandwidth.
+    decode_s: seconds of a decode step, which gives each sequence a token. first_token_s: of the
+    prefill of one prompt of half the context, without other work. tokens_per_s: of decode steps
+    alone. served_per_s: tokens of answers a second if prompt and answer have half the context each
+    and the prefills take their time. needed: bytes of a GPU. bound_s: the memory roofline of a
+    decode step, in which weights, pages and activations move at the card's bandwidth.
     """
 
     batch: int

@@ -1,10 +1,12 @@
-"""Which sparsity pays: times of a product with a tile-wise sparse weight beside the dense one.
+"""Estimates from which sparsity a pruned weight makes a matrix product faster than the dense one.
 
-ESTIMATES, from a card's peaks and the assumed efficiencies of cost/roofline.py, before anything is
-pruned or measured. A tile-wise product (Tile-Wise sparsity, arXiv 2008.13006) multiplies whole
-tiles: its kept columns are padded to tiles, its kept rows to chunks, and its kernel reaches a
-`share` of the dense one's rate. What it saves beyond that share pays. The single elements of TEW
-are one more product and not counted here.
+All times are ESTIMATES, from a card's peaks and the assumed efficiencies of cost/roofline.py. They
+are computed before anything is pruned or measured. Tile-Wise sparsity (arXiv 2008.13006) prunes
+columns of a weight and rows in tiles of the other columns, so that its kernel multiplies dense
+tiles. The kept columns are padded to whole tiles and the kept rows to whole chunks, and the kernel
+reaches only a `share` of the dense kernel's rate. Pruning saves time if it saves more arithmetic
+than that. The pattern TEW also keeps single elements, which need one more product; that is not
+counted here.
 
 Legend: M rows (tokens), K contracted, N columns.
 """
@@ -34,8 +36,12 @@ class Gemm:
 
 @dataclasses.dataclass(frozen=True)
 class SparseCost:
-    """The machine and the kernel. share: of the dense kernel's rate, 0..1; squared: whether kept
-    columns and kept rows share the sparsity (tw2d), or rows have it all (tw1d)."""
+    """The machine and the sparse kernel for which times are estimated.
+
+    tile, chunk: kept columns and kept rows are padded to multiples of these. share: the sparse
+    kernel's rate over the dense kernel's, 0..1. squared: whether columns and rows are pruned alike
+    (tw2d), or rows alone (tw1d).
+    """
 
     card: DeviceCard
     dtype: str = "bfloat16"

@@ -1,7 +1,8 @@
-"""One step of a workload on a mesh: a `StepShape`, without jax.
+"""Describes one step of a workload on a mesh, as a `StepShape`. This module does not import jax.
 
-It is everything that the memory, the traffic and the time of a step depend on: an optimizer step,
-or a forward pass of generation. Plans, searches and tests make it from a `Workload` and sizes.
+A step is an optimizer step, or a forward pass of generation. A `StepShape` has everything that the
+memory, the communication and the time of a step depend on. Plans, searches and tests make it from a
+`Workload` (cost/base.py) and the sizes of the mesh axes.
 """
 
 import dataclasses
@@ -17,17 +18,20 @@ from megajax.cost.flops import Remat, recomputed
 from megajax.cost.kernels import Embedding, Experts, Matmul, Rowwise
 from megajax.cost.pipeline import Pipeline
 
-# Dimensions of a product that tensor parallelism cuts; of other kernels see `_tensor_dims`.
+# {part: the dimensions of its product that tensor parallelism shards}; for kernels that are no
+# product see `_tensor_dims`.
 _CUT = {"input": ("n",), "head": ("n",), "output": ("k",), "router": ("m",)}
 
 
 def passes(
     part: Part, remat: Remat, pipeline: Pipeline, keeps_attention: bool = True
 ) -> dict[str, float]:
-    """Returns {kind: what an op of that kind costs, in forward passes of a part}.
+    """Returns {kind of pass: its cost, as a multiple of the part's forward pass}.
 
-    A backward pass is two. Where it is split, B and W both go through the chain of gradients, of
-    products with weights the half that W does not add (parallel/tick.py:Tick.pull).
+    The kinds are F (forward) and B (backward), which costs two forward passes besides what
+    rematerialisation computes again. A zero-bubble pipeline splits off W, the gradients of the
+    weights. The program then computes the gradients of activations in B and again in W: of a
+    product with weights that is one forward pass, of another part two (parallel/tick.py:Tick.pull).
     """
     again = recomputed(remat, part, keeps_attention)
     if pipeline.stages > 1 and pipeline.stash == "input":
@@ -39,7 +43,7 @@ def passes(
 
 
 class Payload(Protocol):
-    """Numbers as they travel (megajax/quant/codecs.py). format: of groups; None: no groups."""
+    """A codec of what is sent (megajax/quant/codecs.py). format: of its groups; None: no groups."""
 
     @property
     def format(self) -> Any: ...  # noqa: D102
@@ -49,11 +53,13 @@ class Payload(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """The codes in which data parallelism sends weights and gradients.
+    """The codecs with which data parallelism sends weights and gradients.
 
-    weights: gathered. inside, between: gradients inside a node and between nodes. block: elements
-    of the transform that gradients are sent in, 1: none. difference: weights travel as what the
-    copy lacks. error_bits: an element that the sender keeps of what it dropped of gradients.
+    weights: of gathered weights. inside, between: of gradients inside a node and between nodes.
+    block: elements of a block of the transform that is applied to gradients before they are
+    quantized; 1: no transform. difference: whether weights are sent as their difference to the copy
+    that each rank has. error_bits: bits for each element of gradients in which the sender keeps the
+    error of quantizing them.
     """
 
     weights: Payload
@@ -69,16 +75,17 @@ class StepShape:
     """One step on a mesh: of training, or of generation if the workload says so.
 
     load: the forward pass of the global batch, on all devices together. sizes: {mesh axis: size}.
-    zero_axes: axes that cut a weight along its width. accumulate: micro-batches one after the
-    other, without a pipeline. fused_attention: no (queries x keys) array exists, as with our kernel
-    and with cuDNN's offsets of segments. Where cuDNN takes packed rows by a mask (GPUs other than
-    Hopper, layers/attend.py), the mask and its 16-bit bias (rows, queries, keys), which every head
-    reads in both passes, are not counted: memory and time are too low there. local_gradients: sums
-    of gradients rest whole on every device until the end of the step. context: how queries meet
-    keys of other devices. resident: every device holds all weights of its stage in use, which
-    travel once a step, as their gradients do. coding: in what weights and gradients travel; None:
-    as they are computed, of a resident step gradients in float32.
-    Raises: UserError for a pipeline or a cut sequence in generation, which has neither.
+    zero_axes: axes over which ZeRO shards a weight along its width. accumulate: micro-batches one
+    after the other, without a pipeline. fused_attention: no (queries x keys) array exists, as with
+    our kernel and with cuDNN's offsets of segments. If cuDNN takes packed rows by a mask (GPUs
+    other than Hopper, layers/attend.py), the mask and its 16-bit bias (rows, queries, keys), which
+    every head reads in both passes, are not counted: memory and time are too low there.
+    local_gradients: every device holds its sums of gradients unsharded until the end of the step.
+    context: how context parallelism brings queries to the keys of other devices. resident: every
+    device holds all weights of its stage in use (ZeRO-1/2); weights and gradients are sent once a
+    step. coding: the codecs with which they are sent; None: in the data type in which they are
+    computed, and gradients of a resident step in float32.
+    Raises: UserError for a pipeline or a sharded sequence in generation, which has neither.
     """
 
     load: Workload
@@ -111,7 +118,7 @@ class StepShape:
 
     @property
     def exchanges(self) -> bool:
-        """Whether weights and gradients travel as cost/exchange.py has it."""
+        """Whether weights and gradients are sent as cost/exchange.py describes."""
         return self.resident or self.coding is not None
 
     @property
@@ -191,10 +198,12 @@ class StepShape:
         return self.load.dense_params + shared * self.load.kv_params
 
     def executions(self, forward: float, backward: float) -> float:
-        """Executions a step, on one device, of what a layer's passes do so often.
+        """Returns how often one device executes something in a step, for all of its layers.
 
-        backward: with what is made again there; a pipeline's chunk inputs add a forward pass, W a
-        second chain, and idle ticks count, because the program computes in them.
+        Args: forward, backward: how often one layer executes it in a forward and in a backward
+        pass, the latter with what rematerialisation computes again. A pipeline adds a forward pass
+        if it keeps only the inputs of chunks, and a backward pass for W. Its idle ticks count,
+        because the program computes in them.
         """
         if not self.trains:
             return self.layers * self.accumulate * forward
@@ -227,9 +236,9 @@ class StepShape:
 
     @functools.cached_property
     def counts(self) -> dict[str, tuple[float, float]]:
-        """{part: forward passes that a step costs, and those that its pipeline's idle ticks cost}.
+        """{part: (cost of a step, cost of its pipeline's idle ticks)}, in forward passes of a part.
 
-        The head is in no idle tick. The time of a lookup in an embedding is not counted.
+        The head is not computed in idle ticks. Lookups in an embedding have no cost.
         """
         if not self.trains:
             return {op.part: (1.0, 0.0) for op in self.forward.ops if op.part != "embedding"}

@@ -4,8 +4,9 @@
         {"kernel": "matmul", "shape": [4096, 4096, 4096, 1], "seconds": 2.1e-4, "sigma": 4e-6,
          "dtypes": ["bfloat16", "bfloat16", "bfloat16"]}, ...]}
 
-`kernel`, `shape` and `dtypes` are `Op.key`'s; seconds and sigma are of one execution. What the
-table does not have is asked of another model, with one warning.
+`kernel`, `shape` and `dtypes` are the three members of `Op.key`; seconds and sigma (the standard
+deviation) are of one execution. Another cost model, the fallback, gives the times of operations
+that the table does not have, with one warning for each kernel.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ Key = tuple[str, tuple, tuple[str, ...]]
 class Table:
     """Measured times of one device.
 
-    rows: {Op.key: (seconds, standard deviation)}. fallback: what is asked of operations without a
-    row, of other devices, of transfers and of memory.
+    rows: {Op.key: (seconds, standard deviation)}. fallback: the cost model for operations without a
+    row, for transfers and for memory.
     """
 
     device: str

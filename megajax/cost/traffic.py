@@ -1,9 +1,10 @@
-"""What a step sends, from sizes alone: the collectives that the design asks for.
+"""Lists the collectives of a step from the sizes of its workload and mesh, without compiling it.
 
-The list mirrors parallel/tensor.py, expert.py, context.py, tick.py and models/parts.py; tests hold
-it against compiled H100 programs. Weights travel in the compute dtype. Sequence parallelism gathers
-and scatters the residual stream around every sublayer, or once around a parallel block (MegaScale
-section 3.1). A pipeline's idle ticks send too, as its program does.
+The list mirrors parallel/tensor.py, expert.py, context.py, tick.py and models/parts.py; tests
+compare it with compiled H100 programs. Weights are sent in the compute dtype. Sequence parallelism
+gathers and scatters the residual stream around every sublayer, or once around a block whose
+attention and feed-forward layer are parallel (MegaScale section 3.1). The idle ticks of a pipeline
+send, too, as its program does.
 """
 
 import dataclasses
@@ -22,8 +23,9 @@ from megajax.cost.step import StepShape
 class Transfer:
     """One kind of collective of a step.
 
-    nbytes: of the larger side on one device, one execution. flops_beside: of the matmuls that run
-    at the same time on one device. what: the array that travels.
+    nbytes: on one device in one execution, of the operand or the result, whichever is larger.
+    flops_beside: of the matrix products that run at the same time on one device. what: the array
+    that is sent.
     """
 
     kind: str
@@ -133,12 +135,15 @@ def _matrices(
     times: tuple[float, float, float],
     beside: float,
 ) -> list[Transfer]:
-    """Matrices gathered, their gradients scattered, copies summed on the shard.
+    """Returns the transfers of some weight matrices and of their gradients.
 
-    A pipeline gathers once a step. So it scatters float32 sums, or in every tick what one
-    micro-batch gives, and sums copies at the end.
-    Args: axes: that cut them at rest, and over which their gradients are partial. times: how many
-      there are, gathers of each, scatters of each in a pipeline's ticks.
+    Weights are gathered and gradients scattered over the axes that shard the matrices; over other
+    axes, on which the matrices have copies, the shards of the gradients are summed. A pipeline
+    gathers weights once a step. It scatters gradients either in every tick, those of one
+    micro-batch, or at the end of the step, as float32 sums; copies are summed at the end.
+    Args: axes: those that shard the matrices at rest, and those over which their gradients are
+      partial sums. times: the number of matrices, gathers of each, and scatters of each in a
+      pipeline's ticks. beside: FLOPs that run at the same time.
     """
     (rests, partial), (count, gathers, ticks) = axes, times
     cut = _live(step, rests)
@@ -233,7 +238,9 @@ def _keys(step: StepShape) -> list[Transfer]:
     cut = step.itemsize * step.rows * step.load.seq_len / step.ways("tensor")
     again = 0 if step.remat == "none" else 1
     if step.context == "ring":
-        # Hops of a device's own; gradients travel behind in float32. `outputs` keeps the result.
+        # Each device sends its keys and values around the ring, and in the backward pass their
+        # gradients after them, in float32. remat='outputs' keeps the result, so that the forward
+        # hops are not repeated.
         own = 2 * cut * step.used.kv_width / ways
         hops = ways - 1
         remade = hops if step.remat in ("full", "dots") else 0
@@ -268,10 +275,11 @@ def _keys(step: StepShape) -> list[Transfer]:
 
 
 def _experts(step: StepShape) -> list[Transfer]:
-    """The exchange around routed experts (parallel/expert.py), its routing included.
+    """Returns the transfers around routed experts (parallel/expert.py), their routing included.
 
-    Tokens are gathered over tensor and the sums scattered. dropless: so over expert too. capacity:
-    slots go to their experts and back, over expert.
+    Over `tensor`, tokens are gathered and the sums of their results scattered. Over `expert`, the
+    same is done for dropless experts; with a fixed capacity, an all-to-all sends slots to their
+    experts and back.
     """
     routed = step.load.routed
     if routed is None:

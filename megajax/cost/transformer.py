@@ -40,12 +40,13 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Equal transformer blocks.
+    """The sizes of a stack of equal transformer blocks.
 
-    hidden: feed-forward width, of a mixture of experts the shared experts' (0: none). gated:
-    whether the feed-forward layer has two input matrices. parallel: attention and feed-forward side
-    by side, with one gather and one scatter of the residual stream. window: keys a query sees at
-    most; None: all. repeats: times that each block is applied. routed: the experts; None: dense.
+    hidden: feed-forward width; with a mixture of experts, that of the shared experts (0: none).
+    gated: whether the feed-forward layer has two input matrices. parallel: whether attention and
+    feed-forward layer read the same input, with one gather and one scatter of the residual stream.
+    window: the largest number of keys that a query attends to; None: all. repeats: how often each
+    block is applied. routed: the routed experts; None: there are none.
     """
 
     layers: int

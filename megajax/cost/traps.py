@@ -1,8 +1,8 @@
-"""Communication that a program has and should not have, found in its compiled text.
+"""Warns of collectives in a compiled program that should not be there, or run over slow links.
 
-Every one of these was seen in a program for thousands of GPUs that looked right in small tests: the
-compiler chose them without a word. Source: the findings are listed in LOG.md; MegaScale section 3.2
-says what belongs instead.
+Every one of these was seen in a program for thousands of GPUs that looked right in small tests. The
+compiler chooses them without a warning. LOG.md lists the findings; MegaScale section 3.2 describes
+the communication that belongs there instead.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,8 @@ def find(
 ) -> list[str]:
     """Returns a sentence for every suspicious collective.
 
-    cut: axes over which weights rest in pieces. gpus_per_pod: devices under one set of switches.
+    cut: axes over which weights are sharded at rest. gpus_per_pod: devices under one set of
+    switches.
     """
     found = list(found)
     ticks = {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}

@@ -1,8 +1,9 @@
-"""A learned predictor as a backend of `cost.CostModel`, which planners use instead of Roofline.
+"""Lets a planner take the times of operations from a learned predictor instead of from Roofline.
 
-An operation of a plan is turned into the records that a device launches for it: a product is one
-record, plain attention is two products and a softmax, experts are their grouped products. The times
-of the records are added.
+`Learned` implements the interface `cost.CostModel`. It turns each operation of a plan into the
+records that a device would launch for it: a matrix product is one record, attention without a fused
+kernel is two products and a softmax, experts are their grouped products. The time of the operation
+is the sum of the predicted times of its records.
 """
 
 import warnings
@@ -17,7 +18,8 @@ from megajax.cost.kernels import Attention, Collective, Embedding, Experts, Matm
 from megajax.cost.record import OpRecord, itemsize, product, record, rowwise
 from megajax.cost.roofline import Roofline
 
-# The operations of a pass over rows, by `Rowwise.kind`; others are one addition.
+# The elementary operations of a `Rowwise` kernel by its `kind`. A kind that is not listed here is
+# treated as one addition.
 _PASSES: Mapping[str, tuple[str, ...]] = {
     "norm": ("multiply", "reduce", "add", "power", "multiply", "multiply"),
     "activation": ("exponential", "add", "divide", "multiply"),
@@ -101,7 +103,10 @@ class Learned:
 
 
 def records_of(op: Op) -> list[OpRecord] | None:
-    """Returns the records that a device launches for one execution; None: none describes it."""
+    """Returns the records that a device launches for one execution of an operation.
+
+    None means that no kind of record describes the operation's kernel.
+    """
     kernel, dtype = op.kernel, op.dtype
     if op.nbytes == 0 and op.flops == 0:
         return []
@@ -123,7 +128,10 @@ def records_of(op: Op) -> list[OpRecord] | None:
 
 
 def _plain(kernel: Attention, dtype: str) -> list[OpRecord]:
-    """Attention as XLA runs it: scores, softmax, values; keys and values once for a group."""
+    """Returns the records of attention without a fused kernel, as XLA runs it.
+
+    They are the product of queries and keys, the softmax, and the product with the values.
+    """
     batch = kernel.batch * kernel.heads
     q, m, k = kernel.queries, kernel.reach, kernel.head_width
     return [
@@ -134,7 +142,7 @@ def _plain(kernel: Attention, dtype: str) -> list[OpRecord]:
 
 
 def _fused(kernel: Attention, dtype: str) -> OpRecord:
-    """One kernel: no array of scores."""
+    """Returns the record of a fused attention kernel, which writes no array of scores to memory."""
     size, batch = itemsize(dtype), kernel.batch * kernel.heads
     *read, written = kernel.sizes
     values = {
@@ -148,7 +156,7 @@ def _fused(kernel: Attention, dtype: str) -> OpRecord:
 
 
 def _lookup(kernel: Embedding, dtype: str) -> OpRecord:
-    """Rows of a table."""
+    """Returns the record of a lookup of rows in an embedding table."""
     size, elements = itemsize(dtype), kernel.rows * kernel.width
     values = {
         "bytes_read": size * elements, "bytes_written": size * elements, "elements": elements,

@@ -1,14 +1,17 @@
-"""Estimates the errors of predictions, by kind of record: on known, unseen and adapted devices.
+"""Estimates how far predictions are from measured times, which sets the width of their 90 % bands.
 
-The scale is conformal: nine in ten relative errors of rows that a network has not learnt from are
-within 1.645 times the scale, so a band of that width covers nine in ten of similar rows.
+The estimate is a relative standard deviation for each kind of record. It is chosen as in conformal
+prediction: networks predict rows that they have not learnt from, and the estimate is the number for
+which nine in ten of the relative errors are within 1.645 times it. A band of that half-width then
+covers nine in ten rows that are similar.
 
-On a device without rows the scale grows with the distance to the nearest known device
-(nearness.py). For each left-out device, the excess of its rows' errors over those of known devices
-is divided by its distance from the devices that the network had. Without the distance, the band of
-an A100 with more memory would be as wide as that of a GPU of another generation. The median over
-the left-out devices counts; otherwise one device whose rows come from two sessions at different
-clocks would set the band of every device.
+On a device without rows the estimate grows with the distance to the nearest known device
+(nearness.py). To find how fast, further networks are each trained without one device. The excess of
+the errors on that device over those on known devices is divided by its distance from the devices
+that the network had. (If the distance were ignored, the band of an A100 with more memory would be
+as wide as that of a GPU of another generation.) The median over the left-out devices is used,
+because a single device whose rows were measured in two sessions at different clocks would otherwise
+set the band of every device.
 """
 
 import dataclasses
@@ -25,15 +28,18 @@ from megajax.systems.cdmpp.network import plain_device
 from megajax.systems.cdmpp.physics import gpu
 
 COVERED, WIDTH = 0.9, 1.645
-_ENOUGH = 20  # rows of a kind for an error of its own
-_FOLDS = 5  # networks that each leave a device out, at most
-_PARTS = 10  # of the programs; each network leaves out another one
-_WITH_ALL = 3  # networks that have all devices, where devices are fewer than _FOLDS
+_ENOUGH = 20  # least number of rows for which a kind of record gets an estimate of its own
+_FOLDS = 5  # largest number of networks that are trained with one device left out
+_PARTS = 10  # parts into which the programs are divided; each network leaves out a different part
+_WITH_ALL = 3  # further networks with all devices, if there are fewer devices than _FOLDS
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative standard deviations: of all rows, and by kind (NaN for kinds with few rows)."""
+    """Estimated relative standard deviations of predictions.
+
+    every: over all rows. kinds: for each kind of record, NaN for a kind with too few rows.
+    """
 
     every: float
     kinds: np.ndarray
@@ -59,7 +65,7 @@ class Errors:
 
     @classmethod
     def of_scores(cls, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
-        """Returns the 90 % quantile of scores, over all rows and by kind."""
+        """Returns the errors whose bands cover 90 % of the rows. score_R: as `scores` returns."""
         kinds = [
             _quantile(score_R[kinds_R == k]) if (kinds_R == k).sum() >= _ENOUGH else np.nan
             for k in range(len(KINDS))
@@ -75,10 +81,10 @@ class Errors:
         return cls(float(np.median([part.every for part in parts])), np.array(kinds))
 
     def rescaled(self, score_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
-        """Returns these errors times one factor, so that nine in ten of the scores are within.
+        """Returns these errors, rescaled so that nine in ten of some rows lie in their bands.
 
-        Few rows of a device do not give a scale for each kind, so kinds keep their proportions. A
-        kind with enough rows gets its own scale.
+        A kind with enough of these rows gets an error of its own. The other kinds have too few, so
+        their errors are all multiplied by the same factor.
         """
         factor = _quantile(score_R / np.maximum(self.of(kinds_R), 1e-6))
         own = self.of_scores(score_R, kinds_R).kinds
@@ -91,7 +97,10 @@ def _quantile(scores: np.ndarray) -> float:
 
 
 def scores(ratio_R: np.ndarray) -> np.ndarray:
-    """Returns the relative deviation whose band holds each row. ratio: measured / predicted."""
+    """Returns, for each row, the relative standard deviation whose 90 % band just holds it.
+
+    ratio_R: measured over predicted seconds.
+    """
     return np.abs(ratio_R - 1) / WIDTH
 
 
@@ -116,10 +125,11 @@ def folds(
     seed: int,
     progress: Callable[[int, float], None] | None = None,
 ) -> Mapping[str, Errors]:
-    """Returns {'known': errors on known devices, 'away': errors that each unit of distance adds}.
+    """Trains further networks, each without some programs and one device, and tests them on these.
 
-    Further networks are trained for this, each without some programs and one device.
-    Args: cards: of the devices, in the order of rows.device_R. hashes: of the rows' records.
+    Args: cards: {name of a device: its card}, in the order of the indices in rows.device_R. hashes:
+      the structural hash of each row's record.
+    Returns: {'known': errors on known devices, 'away': what each unit of distance adds to them}.
     """
     names, devices_R = list(cards), np.asarray(rows.device_R)
     out = rng.permutation(len(names))[:_FOLDS] if len(names) > 1 else np.zeros(0, int)
@@ -169,7 +179,11 @@ def _ratio(graph: Any, states: Any, rows: train.Rows, device: Any) -> np.ndarray
 
 
 def leave_out(rows: int) -> np.ndarray:
-    """Returns (fits, rows), 1 for rows that a fit reads: first all, then all but a quarter."""
+    """Returns (fits, rows): 1 where a fit reads a row, else 0.
+
+    The first fit reads all rows. If there are 8 rows or more, four further fits each leave out a
+    different quarter of them, so that errors on unread rows can be observed.
+    """
     place = np.arange(rows) % 4
     parts = [place != part for part in range(4)] if rows >= 8 else []
     return np.stack([np.ones(rows, bool), *parts]).astype(float)

@@ -1,4 +1,4 @@
-"""Which rows to profile on a new device: k-means over programs (CDMPP, section 5)."""
+"""Chooses which programs to time on a new device, by k-means clustering (CDMPP, section 5)."""
 
 import numpy as np
 from scipy.cluster.vq import kmeans2
@@ -7,7 +7,7 @@ from megajax.core.errors import UserError
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.physics import LOGS, programs
 
-_MOST = 20_000  # rows that the clusters are found on
+_MOST = 20_000  # largest number of rows on which the clusters are computed
 
 
 def choose(dataset: Dataset, n: int, *, seed: int = 0) -> np.ndarray:

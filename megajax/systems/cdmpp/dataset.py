@@ -108,8 +108,9 @@ class Dataset:
     def typical(self) -> "Dataset":
         """Returns the rows, each with the median time of all rows of equal structure and device.
 
-        Instructions of equal structure take different times because the caches differ when they
-        start. Where a structure stands in programs is the median of its rows too.
+        Instructions of equal structure take different times because the contents of the caches
+        differ when they start. The features that describe an instruction's place in its program
+        (record.PLACE) are replaced by their medians, too.
         """
         groups: dict[tuple[str, str], list[int]] = {}
         for row in np.flatnonzero(~np.isnan(self.seconds)).tolist():
@@ -128,7 +129,8 @@ class Dataset:
     def without_duplicates(self) -> "Dataset":
         """Returns one row for each pair of structural hash and device, with its `typical` time.
 
-        With equal programs on both sides of a split, a predictor could look its answers up.
+        Without this, the same structure could be in the training and in the test part of a split,
+        and a predictor could answer from memory.
         """
         seen: dict[tuple[str, str], int] = {}
         for row in range(len(self)):

@@ -1,4 +1,8 @@
-"""Random sizes and arrays of the programs that are timed (families.py)."""
+"""Draws the random sizes and the random input arrays of the programs that are timed (families.py).
+
+The scale of a `Draw` is a factor on the number of elements: 1 for programs that suit a CPU, more
+for programs that suit a GPU.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-DRAWN = 2**23  # (chosen) different values of an array: 0.1 s; no array at scale 1 has more
-LARGEST = 2**28  # (chosen) elements: 1 GiB of float32, so that a batch fits into a GPU
+# (chosen) Random values that are drawn for one array, which takes 0.1 s; a larger array repeats
+# them. At scale 1 no array is larger.
+DRAWN = 2**23
+# (chosen) The largest number of elements of an array: 1 GiB of float32, so that the arrays of a
+# batch of programs fit into a GPU.
+LARGEST = 2**28
 
 
 class TooLarge(Exception):
@@ -27,9 +35,10 @@ class Draw:
         self.rng, self.scale, self.dtype = rng, scale, dtype
 
     def size(self, low: float, high: float, multiple: int = 1) -> int:
-        """Returns a whole number between two, even in its logarithm.
+        """Returns a multiple of `multiple` between two bounds, log-uniformly distributed.
 
-        high grows with the root of the scale, low with the root of that above scale 1.
+        The bounds grow with the scale: high with its square root, and low, for scales above 1, with
+        its fourth root.
         """
         low = low * max(self.scale, 1.0) ** 0.25
         top = max(high * self.scale**0.5, low)

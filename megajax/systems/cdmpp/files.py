@@ -26,7 +26,10 @@ _SCALE = ("mean", "deviation", "low", "high")
 
 
 def _layout() -> list[Any]:
-    """What the places of weights mean: a file with other names is of another version."""
+    """Returns the names that give each weight of the networks its meaning.
+
+    A file that was written with other names belongs to another version of megajax.
+    """
     return [VERSION, FEATURES, KINDS, OPCODES, LEAF_FEATURES, TILES, TIMES]
 
 

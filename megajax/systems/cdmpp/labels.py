@@ -1,6 +1,9 @@
-"""Measured rows with their family, program and noise, which a Dataset does not hold.
+"""Measured rows with what a Dataset does not hold: the family and program of each, and its noise.
 
-One npz file holds everything; `Dataset.load` reads its own part of the same file.
+A label is the measured time of a row. A family is a group of similar programs (families.py). The
+passes of a measurement form two halves, and each half gives a time of its own: how far the two are
+apart is the noise of the label (profile.py). All of it is stored in one npz file, of which
+`Dataset.load` reads its own part.
 """
 
 import dataclasses
@@ -21,11 +24,12 @@ _OWN = ("family", "program", "halves", "walls")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labels:
-    """Rows of a profile.
+    """The labelled rows of one or more profiles.
 
-    families: (rows,) names. programs: (rows,) numbers. halves: (rows, HALVES) seconds of the
-    instruction, the least time over the passes of each half. walls: (rows, HALVES) seconds of a
-    call of the row's program.
+    dataset: the rows, each with the smaller time of its two halves. families: (rows,) the name of
+    the family of each row's program. programs: (rows,) the number of that program. halves: (rows,
+    HALVES) seconds of the instruction, the least time over the passes of each half. walls: (rows,
+    HALVES) seconds of a whole call of the row's program.
     """
 
     dataset: Dataset
@@ -88,7 +92,8 @@ class Labels:
     def below_floor(self) -> float:
         """The share of rows that are faster than their card's roofline by more than 5 %.
 
-        On a GPU they read their arrays from the L2 cache. Predictors keep to the roofline.
+        On a GPU the arrays of such rows are in the L2 cache, which the roofline does not consider.
+        A predictor never predicts less than the roofline.
         """
         rows = zip(self.dataset.records, self.dataset.devices, strict=True)
         floors = np.array([record.floor_s(self.dataset.cards[name]) for record, name in rows])
@@ -104,10 +109,10 @@ class Labels:
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, facts=facts))
 
     def with_raised_cards(self) -> "Labels":
-        """Returns the rows with cards raised so that no row is faster than its card's roofline.
+        """Returns the rows with cards whose rates are raised until no row is below its roofline.
 
-        It is for devices whose card was measured. A CPU's card comes from a few simple programs,
-        and some operation may find its array in a nearer cache than they did.
+        This is meant for devices whose card was measured. The card of a CPU is measured with a few
+        simple programs, and some operation may read its arrays from a faster cache than they did.
         """
         cards = dict(self.dataset.cards)
         rows = zip(self.dataset.records, self.dataset.devices, self.dataset.seconds, strict=True)

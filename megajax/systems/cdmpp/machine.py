@@ -1,8 +1,10 @@
-"""The card of this machine's device: a GPU's from its datasheet, a CPU's by measurement.
+"""Finds the card of this machine's device, which has its peak FLOP/s, bandwidth and other limits.
 
-No datasheet of a CPU bounds the rates of a program, because small arrays come from a cache. So a
-CPU's card has the largest rates that any of some simple programs reached; then an operation whose
-array lies in the nearest cache is not faster than the roofline.
+The card of a GPU has the numbers of its datasheet (core/hardware.py). The card of a CPU is
+measured, because the memory bandwidth of a datasheet does not bound a program whose small arrays
+are in a cache. A few simple programs are timed, and the card gets the largest rates that any of
+them reached. An operation whose arrays are in the nearest cache is then not faster than the
+roofline.
 """
 
 import os

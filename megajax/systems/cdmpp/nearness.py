@@ -1,8 +1,12 @@
-"""Compares a new device with known ones: which it resembles, and how far the nearest is.
+"""Compares a new device with known ones: which of them it resembles, and how far away they are.
 
-A distance is a sum of differences, each divided by the difference at which devices have little in
-common. Compute capability and power limit are looked up by the names of NVIDIA GPUs (physics.py);
-a device with another name is compared by its card alone.
+A known device is one whose rows the predictor was fitted on or adapted to; its traits are the
+vector of fitted numbers that describes it (network.py). A device without rows gets the traits of a
+known device with the same chip (`twin`), or else a weighted mean of the traits of the devices in
+the training. Its bands are widened by its distance to the nearest one (calibration.py). A distance
+is a sum of differences of properties, each divided by the difference at which devices have little
+in common. Compute capability and power limit are looked up by the names of NVIDIA GPUs
+(physics.py). A device with another name is compared by its card alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +17,22 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.record import KINDS
 from megajax.systems.cdmpp.physics import gpu
 
-# Differences of compute capability, and of the power limit's logarithm, over which the traits of a
-# device count e times less for another.
+# Differences of compute capability, and of the logarithm of the power limit, that reduce the weight
+# of a known device by a factor of e. Each counts as a distance of 1.
 _NEAR, _NEAR_POWER = 1.0, 0.5
-_NEAR_RATE = 2.0  # of the logarithms of peak and bandwidth (chosen: both e times as large count 1)
+# Difference of the logarithms of peak and bandwidth together that counts as a distance of 1
+# (chosen: both e times as large).
+_NEAR_RATE = 2.0
 _PRODUCT_KINDS = ("product", "batched_product")
-_TWIN = 0.5  # (chosen: an H100 is 0.18 from an H200, which has the same chip; an A100 is 2.9)
-_LEAST = 0.1  # a card of the same numbers still is another device
-# Products of an unseen device: the power limit is in their times (physics.py), so only capability
-# makes devices near, more sharply, and what a card does not say differs more between near GPUs than
-# it agrees (chosen: the five training GPUs of NeuSight, each left out in turn).
+# Distance below which two devices count as having the same chip (chosen: an H100 is 0.18 from an
+# H200, which has the same chip; an A100 is 2.9).
+_TWIN = 0.5
+_LEAST = 0.1  # the smallest distance, because a device with an equal card is still another device
+# For products on an unseen device, the weights of known devices depend on compute capability alone
+# (the power limit is already in the times, physics.py), and fall by a factor of e for a difference
+# of _NEAR_PRODUCTS. They sum to _PRODUCTS and not to 1, because in what a card does not say, GPUs
+# that are near differ more than they agree. (Chosen with the five training GPUs of NeuSight, each
+# left out in turn.)
 _NEAR_PRODUCTS, _PRODUCTS = 0.4, 0.5
 
 
@@ -42,8 +52,9 @@ def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
 def blend(own: tuple[float, float] | None, names: Sequence[str], kinds_R: np.ndarray) -> np.ndarray:
     """Returns the weights (R, devices) of known devices' traits for rows on an unseen device.
 
-    Those of products are of devices near in compute capability, and sum to _PRODUCTS.
-    Args: own, names: see `prior`.
+    The weights of a product depend on compute capability alone and sum to _PRODUCTS. Those of the
+    other kinds are the weights of `prior`.
+    Args: own, names: as in `prior`. kinds_R: the kind of each row, an index into KINDS.
     """
     others = [gpu(name) for name in names]
     products = np.full(len(names), 1 / len(names))

@@ -1,13 +1,20 @@
-"""The network: seconds of a program on a card, monotone in the card by construction.
+"""The network that predicts the seconds of a program (a launched operation) on a device.
 
-    seconds = (floor^8 + exp(8 g))^(1/8),  g = smooth maximum of (log time + what the program adds)
+    seconds = (floor^8 + exp(8 g))^(1/8),  g = smooth maximum of (log time + offset)
 
-A tree encoder (CDMPP, section 4: leaves with pre-order positions) and the program's numbers give
-offsets; the card enters only through the logarithms of times (physics.py), each of which falls as
-FLOP/s, bandwidth, SMs or L2 grow, and only through functions that do not decrease in them: the
-smooth maximum of a tile's compute and traffic, the smooth minimum over tiles. A device has
-besides a small vector, its traits, which stands for what a card does not say (generation, kernel
-library, power limit); it goes with the device's name, never with its attributes.
+floor is the roofline of the device's card. The times are those of simple models of the program on
+the card, for example its FLOPs at peak or its bytes at full bandwidth (physics.py). The network
+computes the offsets, which correct these times, from the program's features and from an encoding of
+its tree of operations (CDMPP, section 4: leaves with pre-order positions).
+
+The prediction is monotone in the card by construction: it never grows if the card has more FLOP/s,
+bandwidth, SMs or L2. The card enters only through the times, none of which grows then, and g is
+made of functions that never decrease in them: the smooth maximum of a tile's compute and traffic,
+the smooth minimum over tiles, and the smooth maximum of all times.
+
+Each device also has a small fitted vector, its traits. The traits stand for what a card does not
+say (generation, kernel library, power limit). They belong to the device's name and are not computed
+from its card.
 
 Legend: R rows, X inputs, N leaves, C columns of a leaf, D width, G general times, T tiles, O
 offsets, Z traits.
@@ -30,14 +37,19 @@ OFFSETS = 3 * len(TILES) + TIMES
 TRAITS = 4
 TREE = 16  # width of a tree's embedding
 POSITIONS = 16  # sines and cosines of a leaf's position
-_FLOOR = 8.0  # exponent of the smooth maximum with the floor, which is at most 9 % above both
-# Where offsets start: a peak or bandwidth counts nearly in full, fixed costs and traffic less.
+# Exponent of the smooth maximum with the floor. It exceeds the larger of its two arguments by at
+# most 9 %.
+_FLOOR = 8.0
+# Initial offsets, in the order of `combine`: the tiles' weights, compute and traffic, then the
+# general times. Times at the peak or the bandwidth count nearly in full, fixed costs and traffic
+# less.
 _START = (
     *(0.0,) * len(TILES) * 2,
     *(-2.0,) * len(TILES),
     *(-0.1, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0),
 )
-# A device's shift of a kind moves every time of it, and no weight of a tile.
+# Offsets that a device's shift of a kind is added to: all that correct times, none that are the
+# weights of tiles.
 _SHIFTED = (0.0,) * len(TILES) + (1.0,) * (OFFSETS - len(TILES))
 
 
@@ -55,7 +67,11 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The fitted values of a device: traits (Z,), a shift for each kind (KINDS,), offsets (O,)."""
+    """The fitted values of a device.
+
+    traits: (Z,), an input of the network. shift: (KINDS,), added to all offsets of times for rows
+    of a kind. offsets: (O,), added to the offsets of every row.
+    """
 
     traits: Leaf
     shift: Leaf
@@ -69,7 +85,11 @@ def plain_device(traits: Array) -> Device:
 
 
 class TreeEncoder(nnx.Module):
-    """Encodes a tree: leaves with pre-order positions, a layer of attention, mean and maximum."""
+    """Encodes the tree of a record as one vector.
+
+    Each leaf is embedded together with its pre-order position, one layer of attention mixes the
+    leaves, and their mean and maximum give the result.
+    """
 
     def __init__(self, columns: int, width: int, *, rngs: nnx.Rngs):
         """columns: features of a leaf. width: of the embedding."""
@@ -97,7 +117,7 @@ class TreeEncoder(nnx.Module):
 
 
 class Network(nnx.Module):
-    """Predicts offsets that a program adds to each time (log seconds) on its device."""
+    """Predicts the offsets that correct the times of a program, in log seconds, on its device."""
 
     def __init__(self, inputs: int, columns: int, width: int = 128, *, rngs: nnx.Rngs):
         """inputs: features of a program. columns: of a leaf. width: of the hidden layers."""
@@ -152,7 +172,7 @@ def combine(times: Times, product_R: Any, offsets_RO: Any, sharpness: Any, xp: A
     tile_RT = _log_sum_exp(both * parts, 0, xp) / both
     share_RT = weight - _log_sum_exp(weight, -1, xp)[:, None]
     product = -_log_sum_exp(2 * share_RT - least * tile_RT, -1, xp) / least
-    product = xp.where(product_R > 0, product, -60.0)  # no product: no time
+    product = xp.where(product_R > 0, product, -60.0)  # other kinds have no time of tiles
     every = xp.concatenate([times.general_RG + general, product[:, None]], -1)
     return _log_sum_exp(over * every, -1, xp) / over
 

@@ -1,8 +1,9 @@
 """Reads the kernel latencies that NeuSight (ASPLOS'25, sitar-lab/NeuSight) published.
 
-A folder has collect/, train/ and test/ with CSV files, plain or gzip, one row a kernel of PyTorch
-in float32, and devices/ with a JSON card a GPU. Their latencies are in milliseconds. Kernel names,
-grids and blocks are not read, because they describe the run and not the program.
+The folder of this data set has four parts: collect/, train/ and test/ contain CSV files, plain or
+gzipped, in which each row is one kernel of PyTorch in float32 with its latency in milliseconds;
+devices/ contains a JSON file for each GPU, from which its card is made. The columns with kernel
+names, grids and blocks are not read, because they describe the run and not the program.
 """
 
 import csv
@@ -30,8 +31,8 @@ SOURCE = (
 FOLDERS = ("collect", "train", "test")
 _SOFTMAX = ("reduce", "add", "exponential", "reduce", "divide")
 _NORM = ("reduce", "add", "multiply", "reduce", "power", "multiply", "multiply", "add")
-# Operations of a pass over rows, and arrays of the result's shape that it reads. A name that ends
-# in u has a scalar for its second operand.
+# {NeuSight's name: (its elementary operations, the number of arrays of the result's shape that it
+# reads)}. The second operand of a name that ends in u, such as addu, is a scalar.
 ROWWISE: dict[str, tuple[Sequence[str], int]] = {
     "add": (("add",), 2),
     "sub": (("add",), 2),
@@ -54,7 +55,7 @@ GROUPS = {"elem": tuple(n for n in ROWWISE if n not in ("softmax", "ln"))}
 
 
 def group(op: str) -> str:
-    """Returns the word for operations like this one in NeuSight's tables: 'elem', or its name."""
+    """Returns the group of an operation in NeuSight's tables: 'elem' (element-wise) or its name."""
     return next((name for name, ops in GROUPS.items() if op in ops), op)
 
 

@@ -1,9 +1,10 @@
 """The overheads of a call: its time beyond the times of the instructions that it launches.
 
-A call looks up its arrays. Between two launched instructions, and between two iterations of a loop,
-a CPU's runtime does work that the profiler attributes to neither. These times are fitted on
-programs that were timed both as a whole and instruction by instruction. The host of a GPU launches
-ahead of the device, so there the overheads are hidden and are not added.
+A call of a compiled program first looks up its argument arrays. Between two launched instructions,
+and between two iterations of a loop, the runtime of a CPU does work that the profiler attributes to
+neither. These times are fitted on programs that were timed both as a whole and instruction by
+instruction. The host of a GPU launches instructions before the device is ready to run them, so
+there the overheads are hidden and are not added.
 """
 
 import dataclasses
@@ -19,7 +20,10 @@ from megajax.cost.program import records
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts of one call: arguments and results, launched instructions, iterations of all loops."""
+    """What one call of a program contains, in numbers that its overheads depend on.
+
+    arrays: arguments and results. launches: launched instructions. turns: iterations of all loops.
+    """
 
     arrays: int
     launches: float
@@ -48,7 +52,11 @@ def _turns(module: Module, name: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Overheads:
-    """Seconds of a call, of each array, of each launch and of each iteration of a loop."""
+    """The fitted overheads in seconds.
+
+    call_s: once a call. array_s, launch_s, turn_s: for each array, launched instruction and
+    iteration of a loop (see Counts).
+    """
 
     call_s: float = 0.0
     array_s: float = 0.0

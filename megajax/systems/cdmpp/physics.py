@@ -1,17 +1,19 @@
-"""Inputs of the predictor: features of a program, and times of simple models of it on a card.
+"""Computes the inputs of the predictor's network from records and from the card of a device.
 
-Everything that depends on the card is the time of a simple model of the program (at the peak, with
-tiles in waves over the SMs, as memory traffic, ...). No such time grows if the card's FLOP/s,
-bandwidth, SMs or L2 grow, so a network that is monotone in the times is monotone in the card. The
-features of the program do not depend on the card and may enter the network in any way.
+There are two groups of inputs. The features of a program (a record) do not depend on the card and
+may enter the network in any way. The times are what simple models of the program predict on the
+card: its FLOPs at the peak, its tiles in waves over the SMs, its bytes at full bandwidth, and so
+on. No time grows if the card's FLOP/s, bandwidth, SMs or L2 grow, so a network that is monotone in
+the times is monotone in the card (network.py).
 
-Tiles: a product is divided into tiles of its result, which run in waves over the SMs (NeuSight,
-ASPLOS'25, section 4). Which tile a library takes is not known before a run, so all of TILES are
-described and the network weighs them.
+Tiles: the result of a matrix product is divided into tiles. Each SM computes one tile at a time, so
+the tiles run in waves over the SMs (NeuSight, ASPLOS'25, section 4). Which size of tile a library
+takes is not known before a run, so the times of all sizes in TILES are inputs, and the network
+weighs them.
 
-Power: at its power limit a card lowers its clock, and with it the voltage, so an operation needs
-less energy. A card's power is what it needs at any clock, plus the operations of a second times the
-energy of one. That energy rises as a power of the current clock.
+Power: at its power limit a GPU lowers its clock, and with it the voltage, so an operation needs
+less energy. The power of a GPU is modelled as what it needs at any clock, plus the operations of a
+second times the energy of one operation, which rises as a power of the current clock.
 
 Legend: R rows, X inputs of the program, G general times, T tiles, N leaves, C columns of a leaf.
 """
@@ -35,27 +37,30 @@ from megajax.cost.record import (
 )  # fmt: skip
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
-TIMES = 8  # general times
-LEAVES = 8  # of a record for the encoder; of a longer tree, some at even distances
+TIMES = 8  # general times, which are those that no tile has a part in (see `times`)
+LEAVES = 8  # most leaves of a tree that the encoder reads; of more, it reads some evenly spaced
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
     "batch", "m", "n", "k", "flops", "transcendentals", "elements", "rows", "width", "reduced",
     "indices", "operands", *PLACE,
 )  # fmt: skip
-PLACES = slice(len(_LOGS) - len(PLACE), len(_LOGS))  # of a program's inputs
+PLACES = slice(len(_LOGS) - len(PLACE), len(_LOGS))  # inputs that say where in a program a row is
 LOGS = len(_LOGS) + 4 + len(TILES)
 _FLAGS = 8 + 5 + len(KINDS) + len(DTYPES)
 INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
-# FLOP/s of a device and the operations of one SM in one clock that such devices have: a card's SMs
-# and clock say the same, but that quotient would make more SMs slower.
+# Peak FLOP/s of devices, and the operations of one SM in one clock that devices with such a peak
+# have. This is interpolated, and not computed as the peak over SMs and clock, because with that
+# quotient a card with more SMs would be predicted to be slower.
 _PEAKS = (1e11, 1e12, 4e12, 2e13, 3e13, 7e13, 1.56e14, 3.12e14, 5e14, 1e15, 2e15, 4.5e15)
 _PER_CLOCK = (32, 64, 128, 128, 256, 256, 1024, 2048, 2048, 4096, 8192, 16384)
-_CLOCK = 1.5e9  # of a card without one
-# Operations of an SM's matrix units in a clock whose operands its shared memory can deliver at 128
-# bytes a clock (assumed: 16 operations for a byte). What a device reaches is learnt beside it.
+_CLOCK = 1.5e9  # Hz, assumed for a card that has no clock
+# Operations that the matrix units (tensor cores) of an SM can do in a clock, because its shared
+# memory delivers 128 bytes of operands a clock (assumed: 16 operations for a byte). The network
+# learns what a device really reaches.
 _FED = 2048
-# GPUs by the words of their names: compute capability (CUDA C++ programming guide), by which
-# libraries choose kernels, and the power limit in watts (datasheets). The first that fits counts.
+# (words of a GPU's name, compute capability, power limit in watts). Libraries choose kernels by the
+# compute capability (CUDA C++ programming guide). The power limits are from datasheets. The first
+# entry whose words all occur in a name is used.
 _GPUS = (
     ("K80", 3.7, 300), ("P100", 6.0, 250), ("P40", 6.1, 250), ("P4", 6.1, 75),
     ("V100 PCIE", 7.0, 250), ("V100", 7.0, 300), ("T4", 7.5, 70),
@@ -65,25 +70,27 @@ _GPUS = (
     ("H100", 9.0, 700), ("H200", 9.0, 700), ("H800", 9.0, 700), ("GH200", 9.0, 900),
     ("H20", 9.0, 400), ("B200", 10.0, 1000), ("B300", 10.3, 1400), ("GB200", 10.0, 1200),
 )  # fmt: skip
-# Watts that a card needs at any clock (memory, leakage, voltage regulators): a constant, and a
-# share of its power limit (assumed: 26 W of 70 W, 40 W of 250 W).
+# Power that a GPU needs at any clock (memory, leakage, voltage regulators): a constant in watts,
+# plus a share of its power limit (assumed: 26 W of 70 W, 40 W of 250 W).
 _IDLE, _IDLE_SHARE = 20.0, 0.08
-# Joules of a float32 operation at 1 GHz, the exponent with which they rise with the clock, and the
-# share on later nodes, of GPUs below a compute capability. The first two and the share of 7 nm are
-# set so that 96 % of the sustained rate is what large linear layers of T4 and A100-40 reach, and
-# V100 is not throttled, as measured (NeuSight's test rows); P4's is 5 % too slow then. 5 nm needs
-# 30 % less than 7 nm (TSMC, N5), its later variants 10 % less than that (TSMC, N5P); 8 nm and 28 nm
+# _JOULES: energy of a float32 operation at a clock of 1 GHz. _ENERGY_RISE: the exponent with which
+# it rises with the clock. _NODES: (compute capability, factor on the energy of GPUs below it); the
+# factor is that of the process node of their chips. The first two and the factor of 7 nm are set so
+# that large linear layers of T4 and A100-40 reach 96 % of the `sustained` rate, and V100 is not
+# throttled, as measured (NeuSight's test rows); P4's rate is 5 % too low then. 5 nm needs 30 % less
+# energy than 7 nm (TSMC, N5), its later variants 10 % less than that (TSMC, N5P); 8 nm and 28 nm
 # are assumed.
 _JOULES, _ENERGY_RISE = 11.7e-12, 0.8
 _NODES = ((6.0, 2.0), (8.0, 1.0), (8.6, 0.9), (8.9, 0.95), (np.inf, 0.57))
-# The share of its peak that a card reaches in float32 products, over that of a card whose SMs have
-# 64 lanes, by compute capability. An SM with 128 lanes has no more issue slots and no more
-# bandwidth of shared memory. cuBLAS keeps 73 % of the lanes of an RTX PRO 6000 busy and 82 % of an
-# H200's (kernelspace.substack.com, "Surfacing a 60% performance bug in cuBLAS"); with 64 lanes,
-# 95 %. The lanes of a P4 are 128 too, but its SMs issue two instructions a clock.
+# (compute capability, share of their peak that GPUs below it reach in float32 products), relative
+# to GPUs whose SMs have 64 float32 lanes. An SM with 128 lanes has no more issue slots and no more
+# bandwidth of shared memory than one with 64, so it cannot keep all lanes busy. cuBLAS keeps 73 %
+# of the lanes of an RTX PRO 6000 busy and 82 % of an H200's (kernelspace.substack.com, "Surfacing a
+# 60% performance bug in cuBLAS"); with 64 lanes, 95 %. The SMs of a P4 have 128 lanes too, but they
+# issue two instructions a clock.
 _BUSY = ((8.6, 1.0), (9.0, 0.77), (np.inf, 0.86))
-# Operations for the energy of one in float32: tensor cores at their peak are assumed to need what
-# the other cores need at theirs.
+# Operations in a data type that take the energy of one in float32. Tensor cores at their peak are
+# assumed to need as much power as the other cores at theirs.
 _CHEAPER = {"tfloat32": 8, "bfloat16": 16, "float16": 16, "float8": 32, "int8": 32}
 
 
@@ -164,7 +171,10 @@ def programs(records: Sequence[OpRecord]) -> Programs:
 
 
 def _results(record: OpRecord) -> np.ndarray:
-    """Returns elements that the operations of each class compute; a reduction's are those read."""
+    """Returns, for each class of OPCODES, how many elements the operations of a record compute.
+
+    A reduction counts by the elements that it reads.
+    """
     leaves = record.tree.leaves.astype(np.float64)
     elements, flops = (
         leaves[:, len(OPCODES) + LEAF_FEATURES.index(name)] for name in ("elements", "flops")
@@ -286,10 +296,12 @@ def sustained(card: DeviceCard) -> float:
 
 
 def throttled(rate: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Returns the FLOP/s of arithmetic that would run at `rate` at the card's full clock.
+    """Returns the FLOP/s that are left of `rate` once the power limit has lowered the clock.
 
-    limit: FLOP/s that the power limit allows if each takes the energy of one at full clock. At a
-    share s of that clock one takes s^_ENERGY_RISE of it, so s^(1 + _ENERGY_RISE) = limit / rate.
+    Args: rate: FLOP/s at the card's full clock. limit: FLOP/s that the power limit would allow if
+      each operation took the energy that it takes at full clock (see `sustained`). At a fraction s
+      of that clock an operation takes s^_ENERGY_RISE of the energy, so the clock falls until
+      s^(1 + _ENERGY_RISE) = limit / rate.
     """
     power = 1 / (1 + _ENERGY_RISE)
     return np.minimum(rate, rate ** (1 - power) * limit**power)
@@ -302,10 +314,11 @@ def _per_clock(peak_R: np.ndarray) -> np.ndarray:
 def _tiles(
     rows: Programs, card: DeviceCard, rate_R: np.ndarray, limit_R: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns times of waves at this rate of an SM, and of the tiles' traffic with the memory.
+    """Returns two log times for each size of tile: of its waves, and of its traffic with memory.
 
-    Power is that of the SMs that have a tile, on average: with it, more SMs are never slower. What
-    tiles of a wave read together is read again by the next wave if the L2 does not hold it.
+    rate_R: FLOP/s of one SM. The power limit applies to the average number of SMs that have a tile,
+    because then a card with more SMs is never predicted to be slower. Panels of the operands that
+    the tiles of one wave share are read again by the next wave, unless the L2 cache holds them.
     """
     batch, m, n, k = rows.sizes_R4.T
     size = np.exp2(np.round(np.log2(np.array([SIZES.get(d, 4) for d in rows.dtypes]))))

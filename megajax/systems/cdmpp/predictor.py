@@ -1,9 +1,11 @@
-"""Predicts seconds of a program on a device, known or not: fit, predict, adapt, save, load.
+"""The predictor: seconds of a launched operation on a device, by networks fitted on measured times.
 
 A prediction is never below the roofline of the device's card, and never longer for a card with more
-FLOP/s, bandwidth, SMs or L2 (network.py). Each known device, one that was in the training or was
-adapted to, has fitted traits, which are found by the name of its card. Any other device starts from
-the traits of known devices with similar compute capability and power limit.
+FLOP/s, bandwidth, SMs or L2 (network.py). A device is known if its rows were in the training, or if
+the predictor was adapted to it. Each known device has traits, a small vector of fitted numbers,
+which is found by the name of its card. For any other device the predictor uses a weighted mean of
+the traits of known devices, in which those with a similar compute capability and power limit weigh
+most (nearness.py).
 """
 
 import dataclasses
@@ -24,12 +26,12 @@ from megajax.systems.cdmpp.network import Device, above, combine
 from megajax.systems.cdmpp.physics import Programs, Times, check_card, gpu, programs, times
 from megajax.systems.cdmpp.ranges import Ranges
 
-MEMBERS = 3
-STEPS = 2000
-FOLD_STEPS = 500
-ROWS_PER_GROUP = 5000  # of one device and kind; more are sampled, evenly over their FLOPs
+MEMBERS = 3  # networks, whose predictions are averaged
+STEPS = 2000  # training steps of these networks
+FOLD_STEPS = 500  # training steps of the further networks that set the width of bands
+ROWS_PER_GROUP = 5000  # most rows of one device and kind that are used; of more, see `sample`
 _CHUNK = 4096  # rows of one call of the network
-_MOST_ADAPTED = 128  # rows of a kind that an adaptation reads: seconds of one core
+_MOST_ADAPTED = 128  # most rows of a kind that an adaptation reads, to take seconds on one core
 
 
 class FarFromTraining(UserWarning):
@@ -40,12 +42,14 @@ class FarFromTraining(UserWarning):
 class Predictor:
     """A fitted predictor of times.
 
-    graph, states: the networks, members stacked. scale, ranges: of the training rows. devices: what
-    was fitted for each known device. cards: of the known devices. errors: relative errors by kind
-    of record: of known devices ('known'), of adapted ones ('adapted NAME'), and what each unit of
-    distance to the nearest known device adds ('away'). trained: names of the devices of `fit`.
-    facts: source, date and commit of the training. learnt: the ranges of the rows that each device
-    was adapted to.
+    graph, states: the networks (structure and weights), whose predictions are averaged; the weights
+    have a leading dimension of networks. scale: mean and deviation of the networks' inputs over the
+    training rows. ranges: sizes, kinds and data types of the training rows, beyond which
+    predictions warn. devices: what was fitted for each known device. cards: of the known devices.
+    errors: relative errors by kind of record: of known devices ('known'), of adapted ones ('adapted
+    NAME'), and what each unit of distance to the nearest known device adds ('away'). trained: names
+    of the devices of `fit`. facts: source, date and commit of the training. learnt: {name of an
+    adapted device: the ranges of the rows that it was adapted to}.
     """
 
     graph: Any
@@ -145,7 +149,8 @@ class Predictor:
         elif name is None:
             far = nearness.distance("", card, {twin: self.cards[twin]})
             errors = errors.plus(self.errors["away"], far)
-        # Members that disagree by more than the errors of other rows know little of this one.
+        # If the networks' predictions spread by more than the error that is expected of such rows,
+        # the networks know little about this row, and the spread is the better estimate.
         relative = np.maximum(errors.of(rows.kinds_R), logs_ER.std(0))
         return seconds, seconds * relative
 
@@ -163,8 +168,9 @@ class Predictor:
     def adapt(self, dataset: Dataset) -> "Predictor":
         """Returns a predictor that has also learnt some rows of new devices; it takes seconds.
 
-        The networks stay as they are. Only the traits and offsets of each device are fitted. The
-        device's sigma comes from rows that were left out of a fit.
+        The networks stay as they are. Only the traits, shifts and offsets of each device are fitted
+        (network.Device). The width of the device's bands comes from further fits, each of which
+        leaves out a part of the rows and is judged on it.
         Raises: UserError if no row has a time.
         """
         data = dataset.labelled.without_duplicates()
@@ -272,9 +278,9 @@ class Predictor:
 def sample(data: Dataset, most: int, seed: int) -> Dataset:
     """Returns at most `most` rows of each device and kind; rows of rare sizes are preferred.
 
-    The chance of a row falls with the square root of the number of rows that have about its FLOPs
-    (within a factor of two), because measured sets have many small programs, while the large ones
-    decide the time of a model.
+    The probability that a row is kept is inversely proportional to the square root of the number of
+    rows with about as many FLOPs (within a factor of two). Measured data sets have many small
+    programs, while the large ones decide the time of a model.
     """
     rng = np.random.default_rng(seed)
     groups: dict[tuple[str, str], list[int]] = {}

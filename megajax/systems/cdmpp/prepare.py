@@ -1,9 +1,10 @@
-"""Draws and compiles a batch of programs for a profile, several at a time, on a GPU.
+"""Draws and compiles a batch of programs that are to be timed on a GPU, several at a time.
 
-XLA times variants of products on the GPU while it compiles them, so a whole batch is compiled
-before any of it is timed. Where other processes time programs meanwhile, that must be turned off,
-and arrays are drawn on the host. A program that cannot be drawn, compiled or run is left out, so
-that one operation that a GPU does not support costs its program only.
+XLA's autotuning runs variants of matrix products on the GPU while it compiles them. So a whole
+batch is compiled before any program of it is timed. If other processes time programs on the same
+GPU at that moment, autotuning must be turned off, and the input arrays must be drawn on the host. A
+program that cannot be drawn, compiled or run is left out, so that an operation that the GPU does
+not support costs only the programs that contain it.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""The ranges of the training rows; a prediction beyond them carries a warning."""
+"""The ranges of the training rows: which kinds, data types, sizes and cards a predictor has seen.
+
+A prediction for a record or a card far beyond them carries a warning (predictor.FarFromTraining).
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,7 +14,7 @@ from megajax.cost.record import FEATURES, OPCODES, OpRecord, peak
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.physics import Programs
 
-MARGIN = 4.0  # times beyond the training's range that are still near
+MARGIN = 4.0  # factor by which a value may be beyond the training's range without a warning
 _SIZES = (
     "flops",
     "bytes_read",
@@ -28,10 +31,11 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Kinds, opcodes and data types of the training rows; ranges of their sizes and cards.
+    """What some rows have: kinds, opcodes and data types, and ranges of their sizes and cards.
 
-    pairs: "KIND DTYPE" of each row. The rows that a device was adapted to have ranges of their own:
-    a data type that is only there is known on that device, in the kinds of records that have it.
+    pairs: the combinations "KIND DTYPE" that occur. The training has a `Ranges`, and so has each
+    device that the predictor was adapted to, for its own rows. A data type that occurs only in the
+    latter counts as known on that device alone, and only for the kinds of records that have it.
     """
 
     kinds: Sequence[str]
@@ -60,7 +64,7 @@ class Ranges:
         )
 
     def joined(self, other: "Ranges | None") -> "Ranges":
-        """Returns what either has."""
+        """Returns the union of both ranges; `other` may be None."""
         if other is None:
             return self
         values: dict[str, Any] = {
@@ -124,7 +128,7 @@ def _opcodes(rows: Programs) -> np.ndarray:
 
 
 def _wider(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Returns the range of both; (0, 0) is none."""
+    """Returns the range that covers both; the range (0, 0) stands for no value."""
     real = [each for each in (one, other) if each[1] > 0] or [(0.0, 0.0)]
     return min(low for low, _ in real), max(high for _, high in real)
 

@@ -1,9 +1,9 @@
-"""Rivals: simple predictors that a learned one must beat, on the same rows and splits.
+"""Rivals: simple models of times that the learned predictor must beat, on the same rows and splits.
 
-A rival is a function of training rows that returns a function (rows to predict) -> seconds. Rivals
-do not use names of devices; they read the same times and features as the predictor (physics.py).
-Each kind of record has its own model. A kind without training rows uses a model of all kinds
-together, and `Fitted.unseen` names it.
+A rival is a function that takes training rows and returns a function (rows to predict) -> seconds.
+Rivals do not use the names of devices; they read the same times and features as the predictor
+(physics.py). A rival fits a separate model for each kind of record. For a kind without training
+rows it uses one that is fitted on all kinds together, and `Fitted.unseen` lists such kinds.
 """
 
 import dataclasses
@@ -28,9 +28,11 @@ def roofline(train: Dataset) -> Predict:
 
 
 def fitted_roofline(train: Dataset) -> Predict:
-    """Returns a weighted sum of a launch, FLOPs at peak, bytes at bandwidth, transcendentals.
+    """Returns a roofline whose times are added up with fitted weights.
 
-    The four weights of each kind are not negative and minimise the squared relative error.
+    The four times are a launch (a constant), the FLOPs at the peak, the bytes at the bandwidth, and
+    the transcendental functions at the peak. Their weights, four for each kind, are not negative
+    and minimise the squared relative error.
     """
 
     def fit(data: Dataset) -> Predict:
@@ -48,7 +50,8 @@ def regression(train: Dataset) -> Predict:
         middle, spread = x.mean(0), x.std(0) + 1e-6
         z = (x - middle) / spread
         slope = np.linalg.solve(z.T @ z + np.eye(z.shape[1]), z.T @ (y - y.mean()))
-        # Far from the training a line leads anywhere: no answer is 20 times beyond its times.
+        # Far from the training rows a linear model extrapolates without bound. So predictions are
+        # limited to 20 times (e^3) the longest, and a 20th of the shortest, time of the training.
         low, high = y.min() - 3, y.max() + 3
         return lambda rows: np.exp(
             np.clip(((_columns(rows) - middle) / spread) @ slope + y.mean(), low, high)
@@ -129,7 +132,10 @@ class Fitted:
 
 
 def _by_kind(train: Dataset, fit: Callable[[Dataset], Predict]) -> Predict:
-    """Returns a model of each kind, and of all together for the others, made when first asked."""
+    """Returns a function that predicts each row with the model of its kind.
+
+    A kind without training rows uses a model of all kinds together. Models are fitted at first use.
+    """
     if not len(train):
         raise UserError("a rival needs training rows with measured seconds; there is none")
     models: dict[str, Predict] = {}

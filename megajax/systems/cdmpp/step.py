@@ -1,12 +1,16 @@
-"""Predicts the time of one call of a compiled program: a replay of its records on two streams.
+"""Predicts the time of one call of a compiled program, such as a train step, by a replay.
 
-A device has one stream for computation and one for collectives. The schedule is that of the
-compiled text: a collective starts when the computation before it has ended, and computation after
-the collective's second half (`-done`) waits for it. All iterations of a loop are one task of their
-total time. So a loop hides as much communication as a single iteration would, and overlap between
-neighbouring iterations counts as overlap inside one. Copies between memories are computation.
-Collectives have the alpha-beta times of cost/network.py. The overheads of a call (overheads.py) lie
-on the compute stream, partly before the first operation and partly at each launch.
+A replay simulates a device that has one stream for computation and one for collectives. Each record
+of the program becomes a task on one of them, in the order of the compiled text. A collective starts
+when the computation before it has ended. XLA writes an asynchronous collective as two instructions,
+`-start` and `-done`: computation after the `-done` waits for the collective. A record inside a loop
+is one task, which takes the time of all iterations. So a loop hides as much communication as a
+single iteration would, and overlap between neighbouring iterations counts as overlap inside one.
+Copies between memories count as computation.
+
+A predictor gives the times of computation, and the alpha-beta model (cost/network.py) those of
+collectives. The overheads of a call (overheads.py) are on the compute stream: a part before the
+first operation, a part at each launch.
 """
 
 import collections
@@ -36,9 +40,9 @@ Times = Callable[[Sequence[OpRecord], DeviceCard], tuple[np.ndarray, np.ndarray]
 class Launch:
     """A record at its place in the schedule.
 
-    instruction: the line of the text. starts: for an asynchronous record, the name that its second
-    half (`-done`) refers to; '': the stream waits for it at once. after: names of the asynchronous
-    records that must have ended before this one starts.
+    instruction: the line of the compiled text. starts: for an asynchronous record, the name that
+    its `-done` instruction refers to; '': the computation after it waits for it at once. after:
+    names of the asynchronous records that must have ended before this one starts.
     """
 
     record: OpRecord
@@ -115,7 +119,8 @@ def predict(
         before = overheads.of(dataclasses.replace(whole, launches=0))
     found = replay(tasks(launches, durations.tolist(), before), slowdown)
     order = np.argsort(-seconds, kind="stable")
-    # Of errors that are all one factor, the replay grows by that factor.
+    # If all tasks were longer by one factor, the replay would be longer by that factor, so the
+    # relative deviation of the sum of all tasks is also that of the replay.
     share = float(sigma.sum() / seconds.sum()) if seconds.sum() else 0.0
     return StepTime(
         found.seconds,
@@ -134,10 +139,10 @@ def tasks(
 ) -> list[Task]:
     """Returns the tasks of a schedule, for `cost.replay.replay`.
 
-    seconds: of all executions of each launch. before_s: until the first of them starts.
+    seconds: of all executions of each launch. before_s: seconds before the first launch.
     """
     out = [Task("call", "compute", (), before_s, "F")] if before_s else []
-    names: dict[str, str] = {}  # what a second half asks for -> the newest task of that name
+    names: dict[str, str] = {}  # name that a `-done` refers to -> its newest task
     before: tuple[str, ...] = ()  # what the next task of the compute stream waits for
     last = tuple(task.name for task in out)  # the newest task of that stream
     for place, (one, duration) in enumerate(zip(launches, seconds, strict=True)):
@@ -176,8 +181,11 @@ def schedule(
 def _walk(
     module: Module, name: str, done: list[str], starts: str
 ) -> Iterator[tuple[str, Instruction]]:
-    """Yields (what a second half will ask for, instruction), bodies of loops and calls in their
-    place; adds to `done` what second halves have asked for since the last launch."""
+    """Yields (name that a `-done` will refer to, instruction) in the order of the schedule.
+
+    The bodies of loops and calls are visited in their place. The names that `-done` instructions
+    have referred to since the last launch are appended to `done`.
+    """
     for one in module.instructions(name).values():
         if one.opcode.endswith("-done"):
             done.extend(one.operands[:1])

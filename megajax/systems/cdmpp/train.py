@@ -1,14 +1,16 @@
-"""Fits the networks of a predictor and the traits of each device.
+"""Fits the networks of a predictor, and the traits that describe each device to them.
 
-Several members are trained at once, in one program with a leading dimension of members. A member
-may leave a device out; its errors on that device say how wrong predictions for unseen devices are.
+A predictor is an ensemble. Its members, networks with different random initial weights, are trained
+at once, as one program with a leading dimension of members. A member can be trained without a
+device; its errors on that device show how wrong predictions for unseen devices are.
 
-The loss is quadratic for errors within 5 %. Beyond, it is mostly (RELATIVE) the absolute relative
-error, which is what we report; the rest is the error of log seconds, whose slope does not vanish
-for predictions far below a measured time. A prediction is therefore below the median of the
-possible times. The weight of a row is the inverse square root of the number of rows of its device
-and kind. In some steps a row's traits are set to zero, so that the network explains by the card
-what the card can explain.
+The loss is quadratic for errors within 5 %. For larger errors, 70 % (RELATIVE) of it is the
+absolute relative error, which is the figure that we report. The rest is the absolute error of log
+seconds, because the relative error hardly changes for predictions far below a measured time and
+would not correct them. A relative error punishes predictions that are too long more than those that
+are too short, so predictions are below the median of the possible times. The weight of a row is the
+inverse square root of the number of rows of its device and kind. In some steps the traits of a row
+are set to zero, so that the network learns to explain by the card what the card can explain.
 
 Legend: E members, R rows, Y devices, Z traits.
 """
@@ -40,16 +42,21 @@ from megajax.systems.cdmpp.physics import LOGS, PLACES, Programs, Times
 
 Array = jax.Array
 BATCH = 512
-RELATIVE = 0.7  # chosen on programs of this machine, families left out in turn
-_QUADRATIC = 0.05
-_KNOWN = 0.85  # share of the steps in which a row has traits (chosen as below: 0.5 was worse)
-# Weights of the priors of a new device's traits, shifts and offsets, against the sum of errors.
-# Chosen with 32 rows of each of P4, P100, V100, T4 and A100-40, left out of the training in turn.
+# Share of the relative error in the loss (chosen on programs that were timed on a CPU, with each
+# family of programs left out in turn).
+RELATIVE = 0.7
+_QUADRATIC = 0.05  # absolute error of log seconds below which the loss is quadratic
+# Probability that a row has its device's traits in a training step; otherwise they are zero (chosen
+# as _PRIOR is; 0.5 was worse).
+_KNOWN = 0.85
+# When a predictor is adapted to a new device: weights of the penalties that keep its traits, shifts
+# and offsets near their start, relative to the sum of the rows' losses. Chosen with 32 rows of each
+# of P4, P100, V100, T4 and A100-40, left out of the training in turn.
 _PRIOR = Device(traits=0.2, shift=0.2, offsets=0.3)
 
 
 def is_placed(inputs_RX: np.ndarray) -> np.ndarray:
-    """Returns which rows have a known place in a program: 0 bytes around them are none."""
+    """Returns which rows have a known place in a program; of the others these features are 0."""
     return inputs_RX[:, PLACES].any(-1)
 
 
@@ -57,7 +64,8 @@ def is_placed(inputs_RX: np.ndarray) -> np.ndarray:
 class Scale:
     """Mean, standard deviation and range of the logarithmic inputs over the training rows.
 
-    Those of the place in a program are over rows that have one. Rows without one get the mean.
+    Some inputs describe where in a program a row stands. Their statistics are over the rows for
+    which this is known; in all other rows they are set to the mean.
     """
 
     mean: np.ndarray
@@ -171,12 +179,12 @@ def fit(
     alignment: float = 0.0,
     progress: Callable[[int, float], None] | None = None,
 ) -> tuple[Any, Any, np.ndarray]:
-    """Trains one member for each row of `use_EY`.
+    """Trains one member (a network) for each row of `use_EY`.
 
     Args: use_EY, use_ER: 1 if a member learns from a device, and from a row. target: programs
-        without times. A term of weight `alignment` makes the distribution of their embeddings like
-        that of the rows (CDMPP section 5). progress: called ten times with the step and the mean
-        loss.
+        without times, to which the network is to be applied. A term of the loss with the weight
+        `alignment` draws the distribution of their embeddings to that of the rows (CDMPP section
+        5). progress: called ten times with the step and the mean loss.
     Returns: (graph of the network, the members' states, stacked, traits (E, Y, Z)).
     """
     members, devices = use_EY.shape
@@ -281,7 +289,7 @@ def adapt(
     start = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf[None], (fits, *leaf.shape)), plain_device(prior)
     )
-    # Padding to a power of two: a program serves many numbers of rows.
+    # Rows are padded to a power of two, so that one compiled program serves many numbers of rows.
     total = 1 << (len(rows.target_R) - 1).bit_length()
     more = total - len(rows.target_R)
     rows = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf[:1].repeat(more, 0)]), rows)

@@ -1,8 +1,8 @@
-"""Turns of several processes at one GPU, so that only one of them runs kernels at a time.
+"""Lets several processes use one GPU in turn, so that only one of them runs kernels at a time.
 
-A process holds an exclusive lock on a file while it has its turn. The operating system frees the
-lock when the process ends in any way. The file says who holds the lock since when, so that another
-process can end a holder that hangs.
+A process holds an exclusive lock on a file while it has its turn. The operating system releases the
+lock when the process ends, even in a crash. The file contains the process that holds the lock and
+the time since when it does, so that another process can end a holder that hangs.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Turns:
-    """Turns at what a file stands for."""
+    """Turns of processes at a resource, such as a GPU, that a lock on a file stands for."""
 
     def __init__(self, path: Path):
         """Names the file; it is made on the first turn."""
@@ -45,10 +45,12 @@ class Turns:
 
 
 def share(process: int, processes: int, programs: int, families: int) -> list[int]:
-    """Returns the numbers below `programs` of one process; each number has one process.
+    """Returns the numbers of the programs, from 0 to `programs` - 1, that one process is to time.
 
-    Of each `processes` numbers in sequence a process has one. Which one moves on when the families
-    of its programs would repeat, so that each process gets programs of every family.
+    Each number belongs to one process, and each process has one of every `processes` consecutive
+    numbers. Families take turns over the numbers, so with a fixed choice a process could get the
+    same few families again and again. The choice moves on by one before they would repeat, so that
+    each process gets programs of every family.
     """
     period = math.lcm(processes, families)
     rounds = range(-(-programs // processes))
