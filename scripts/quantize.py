@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import hf, hf_quantized
+from megajax.checkpoint.formats.integers import BITS
 from megajax.checkpoint.formats.quantization_config import AWQ_BITS
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -74,8 +75,10 @@ class Config(Checked):
     )  # fmt: skip
 
     def __post_init__(self):
-        """Refuses what no file can hold, before the work."""
+        """Refuses widths that there are not, and what no file can hold, before the work."""
         super().__post_init__()
+        if self.bits not in BITS:
+            raise UserError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))} (--bits)")
         if self.out is None:
             return
         if not self.symmetric:

@@ -108,7 +108,7 @@ def test_supervise_cannot_begin(supervise, flags, words):
     [
         (["--nosymmetric"], "write with --symmetric"),
         (["--form=awq", "--bits=8"], "bits=8 must be 4 in AWQ's form; --form=gptq takes others"),
-        (["--bits=5"], "bits=5"),
+        (["--bits=5"], "bits=5 must be one of 2, 3, 4, 8 (--bits)"),
     ],
 )
 def test_quantize_refuses_before_the_work_what_no_folder_holds(flags, words, tmp_path):
