@@ -15,7 +15,7 @@ from megajax.systems.llm_pq import Placement, Problem, Workload, solve
 from megajax.systems.llm_pq.costs import problem_of
 from megajax.systems.llm_pq.planning import equal_quality, uniform_bits
 from megajax.systems.llm_pq.problem import held
-from megajax.systems.llm_pq.rivals import Rival, rivals
+from megajax.systems.llm_pq.rivals import rivals
 from megajax.systems.llm_pq.simulator import simulate
 from megajax.systems.llm_pq.solver import Plan, Solver
 
@@ -57,7 +57,7 @@ def one(
     try:
         row = _row(case, workload, cluster, problem, quality, placement, options)
         if options.rivals and not is_interrupted:
-            for rival in _beside(problem, options):
+            for rival in _beside(problem, quality, placement, options):
                 row["rivals"].append(rival)
             row |= _fastest(problem, placement, options)
     except KeyboardInterrupt:
@@ -68,13 +68,18 @@ def one(
 
 def _fastest(problem: Problem, placement: Placement, options: Options) -> dict[str, Any]:
     """Returns the member for any quality, no slower than the placement; {} if none was found."""
-    pair = placement.prefill_batch, placement.decode_batch
     try:
-        found = _searched(problem, options, None, [(placement.stages, placement.bits, pair)])
+        found = _searched(problem, options, None, [_begin(placement)])
     except UserError:
         return {}
     told = {"tokens_per_s": found.tokens_per_s, "omega": found.omega, "gap": found.gap}
     return {"fastest": told}
+
+
+def _begin(placement: Placement) -> Plan:
+    """Returns a placement as `solve` takes it to begin with."""
+    pair = placement.prefill_batch, placement.decode_batch
+    return placement.stages, placement.bits, pair
 
 
 def _row(
@@ -105,13 +110,22 @@ def _searched(
     return found
 
 
-def _beside(problem: Problem, options: Options) -> Iterator[dict[str, Any]]:
-    """Yields every rival, and our plan at its quality. Searches of one quality are done once."""
-    known: dict[float, Placement | None] = {}
+def _beside(
+    problem: Problem, quality: float | None, placement: Placement, options: Options
+) -> Iterator[dict[str, Any]]:
+    """Yields every rival, and our plan at its quality. Searches of one quality are done once.
+
+    quality, placement: of the first search.
+    """
+    known: dict[float, Placement | None] = {} if quality is None else {quality: placement}
     found = rivals(problem)
+    begin: list[Plan] = [
+        (r.stages, r.bits, (r.prefill_batch, r.decode_batch)) for r in found if not r.offloaded
+    ]
+    begin.append(_begin(placement))
     for rival in found:
         if rival.omega not in known:
-            known[rival.omega] = _at(problem, rival.omega, found, options)
+            known[rival.omega] = _at(problem, rival.omega, begin, options)
         ours = known[rival.omega]
         yield {
             "name": rival.name, "bits": sorted(set(rival.bits)), "omega": rival.omega,
@@ -124,12 +138,9 @@ def _beside(problem: Problem, options: Options) -> Iterator[dict[str, Any]]:
 
 
 def _at(
-    problem: Problem, omega: float, found: Sequence[Rival], options: Options
+    problem: Problem, omega: float, begin: Sequence[Plan], options: Options
 ) -> Placement | None:
     """Our plan at a quality; None: nothing fits without offloading."""
-    begin = [
-        (r.stages, r.bits, (r.prefill_batch, r.decode_batch)) for r in found if not r.offloaded
-    ]
     try:
         return _searched(problem, options, omega, begin)
     except UserError:

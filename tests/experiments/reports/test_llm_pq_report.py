@@ -20,6 +20,7 @@ CARD = dataclasses.replace(CARDS["T4"], memory_bytes=int((0.55e9 + 1.93e9) / 0.9
 LARGER = dataclasses.replace(CARDS["V100"], memory_bytes=int((0.85e9 + 1.93e9) / 0.95))
 PAIR = MixedCluster((CARD, LARGER), PRESETS["case3"].cluster.link)
 OPTIONS = report.Options("equal", "counts", 10, True)
+OTHER = report.Options(0.5, "counts", 10, True)  # a quality that no rival has
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def searches(monkeypatch):
 def test_ctrl_c_among_the_rivals_ends_all_searches(searches, at, raises):
     """The placement stays, the rivals before it too, and no other search begins."""
     searches |= {"at": at, "raises": raises}
-    row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OPTIONS)
+    row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OTHER)
     assert is_interrupted and searches["count"] == at
     assert placement.status == "optimal" and "fastest" not in row
-    whole, _, ended = report.one("case1", SMALL, PAIR, OPTIONS)
+    whole, _, ended = report.one("case1", SMALL, PAIR, OTHER)
     assert not ended and "fastest" in whole
     assert row["rivals"] == whole["rivals"][: len(row["rivals"])]
     assert len(row["rivals"]) < len(whole["rivals"])
@@ -95,6 +96,22 @@ def test_a_search_at_any_quality_begins_with_the_placement(monkeypatch):
     pair = placement.prefill_batch, placement.decode_batch
     assert begun == [[(placement.stages, placement.bits, pair)]]
     assert report.text(row, placement) and report.summary([row])
+
+
+def test_a_rival_of_the_same_quality_is_compared_with_the_placement(monkeypatch):
+    """It was planned again: one report had two answers to a search that the time limit ended."""
+    solve, asked = report.solve, []
+
+    def counted(problem, *, quality, **options):
+        asked.append(quality)
+        return solve(problem, quality=quality, **options)
+
+    monkeypatch.setattr(report, "solve", counted)
+    row, placement, _ = report.one("case1", SMALL, PAIR, OPTIONS)
+    assert len(asked) == len(set(asked)) > 2
+    same = [rival for rival in row["rivals"] if rival["omega"] == row["quality"]]
+    assert "uniform" in {rival["name"] for rival in same}
+    assert {rival["ours_tokens_per_s"] for rival in same} == {placement.tokens_per_s}
 
 
 def test_prompts_of_many_requests():
