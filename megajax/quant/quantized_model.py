@@ -68,9 +68,9 @@ def quantize_model(
         parameters that are quantized already, a matrix without calibration, a name in `sources`
         that is no matrix, and models with experts, whose products are grouped.
     """
-    if not hasattr(cfg, "layers"):
+    if not (hasattr(cfg, "layers") and hasattr(type(cfg), "axes")):  # an encoder has no axes
         raise UserError(
-            f"quantize_model: cfg must be a model's configuration, got a {type(cfg).__name__}"
+            f"quantize_model: cfg must be a decoder's configuration, got a {type(cfg).__name__}"
         )
     each = [_along_inputs(fmt) for fmt in layer_formats(formats, cfg.layers)]
     if method not in METHODS:

@@ -13,6 +13,7 @@ from megajax.core.packed import LayerRuns
 from megajax.layers.rope import RopeConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.encoder_config import EncoderConfig
 from megajax.quant import Format, dequantize, quantize_model
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.quantized_model import matrices
@@ -175,8 +176,9 @@ def test_parameters_of_another_kind_are_refused():
     for other in ({}, None):
         with pytest.raises(UserError, match="they have no blocks.attention.key"):
             quantize_model(other, CFG, Format(4, 32))
-    with pytest.raises(UserError, match="cfg must be a model's configuration, got a dict"):
-        quantize_model(CFG, params, Format(4, 32))
+    for cfg, kind in ((params, "dict"), (EncoderConfig(), "EncoderConfig")):
+        with pytest.raises(UserError, match=f"must be a decoder's configuration, got a {kind}"):
+            quantize_model(params, cfg, Format(4, 32))
 
 
 def test_a_calibration_of_other_layers_is_refused():
