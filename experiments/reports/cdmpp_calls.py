@@ -34,9 +34,10 @@ def xla_counts(labels: Labels, numbers: Iterable[int]) -> dict[int, np.ndarray]:
     """
     found, seed = {}, int(labels.dataset.facts.get("seed", 0))
     for number in numbers:
-        compiled = compile_program(next(families.programs(seed=seed, start=number)))
-        mine = {record.hash for record in records(compiled)}
         rows = np.flatnonzero(labels.programs == number).tolist()
+        family = str(labels.families[rows[0]])  # the labels may be older than some families
+        compiled = compile_program(families.program(number, (family,), seed=seed))
+        mine = {record.hash for record in records(compiled)}
         if {labels.dataset.records[i].hash for i in rows} - mine:
             raise UserError(
                 f"program {number} has other instructions than its labels: they are of another "

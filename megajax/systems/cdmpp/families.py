@@ -21,6 +21,7 @@ from megajax.models import decoder, encoder, lstm_vae
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import ModelParts
+from megajax.systems.cdmpp import detector
 from megajax.systems.cdmpp.draw import Draw, TooLarge
 from megajax.training.optim import OptimConfig, make_optimizer
 
@@ -157,6 +158,14 @@ def _of_series(draw: Draw) -> Built:
     metrics = draw.floats(draw.size(8, 256), cfg.window, cfg.metrics).astype(jnp.float32)
     batch = {"targets": jnp.abs(metrics)}
     return _trained(lstm_vae.parts(cfg), batch, draw, draw.pick(False, True))
+
+
+def _of_detector(draw: Draw) -> Built:
+    """A two-stage detector: convolutions, boxes and samples inside of them."""
+    sizes = detector.Sizes.of(draw)
+    args = detector.weights(draw, sizes), draw.floats(sizes.rows, sizes.side, sizes.side, 3)
+    loss = functools.partial(detector.loss, sizes=sizes)
+    return (loss if draw.pick(False, True) else jax.grad(loss)), args
 
 
 def _of_update(draw: Draw) -> Built:
@@ -351,6 +360,7 @@ FAMILIES: dict[str, Callable[[Draw], Built]] = {
     "reduction": _of_reduction,
     "gather": _of_gather,
     "random": _of_random,
+    "detector": _of_detector,
 }
 
 
