@@ -77,9 +77,12 @@ class Module:
         self.flops_of = functools.cache(self._flops_of)
         self.instructions = functools.cache(self._instructions)
 
-    def places(self) -> Iterator[Place]:
-        """Yields every line that runs; branches of a conditional all count as running."""
-        yield from self._visit(self.entry, (), ())
+    def places(self, start: str = "") -> Iterator[Place]:
+        """Yields every line that runs; branches of a conditional all count as running.
+
+        start: the computation to begin with; "" is the entry.
+        """
+        yield from self._visit(start or self.entry, (), ())
 
     def loop(self, one: Instruction) -> tuple[str, int | None] | None:
         """Returns (body, trip count) of a while; None for a count that the program does not say."""

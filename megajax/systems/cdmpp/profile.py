@@ -22,6 +22,8 @@ import jax
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.cost.hlo_module import Module
+from megajax.cost.hlo_text import parse
 from megajax.cost.program import records
 from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp.families import Program
@@ -72,8 +74,9 @@ class Ready:
 
     @functools.cached_property
     def records(self) -> list[OpRecord]:
-        """What the program launches."""
-        return records(self.compiled)
+        """What the program launches, as far as it may have an event of its own."""
+        inside = _in_small_calls(self.text)
+        return [record for record in records(self.compiled) if record.name not in inside]
 
     def on(self, args: tuple) -> "Ready":
         """Returns the same program with other arrays, and with what was read of it."""
@@ -201,6 +204,20 @@ def _is_cpu() -> bool:
 def _halves(times: np.ndarray) -> np.ndarray:
     """Returns the least time of the passes of each half, which take turns."""
     return np.array([times[half::HALVES].min() for half in range(HALVES)])
+
+
+def _in_small_calls(text: str) -> set[str]:
+    """Returns the names of what XLA has compiled for a CPU into one function, with their loop.
+
+    The profiler has one event for the whole loop, which is not divided among them.
+    """
+    if "xla_cpu_small_call" not in text:
+        return set()
+    module = Module(text)
+    lines = (place.line for place in module.places() if "xla_cpu_small_call" in place.line)
+    starts = [name for line in lines if (one := parse(line)) is not None for name in one.called]
+    inside = (parse(place.line) for start in starts for place in module.places(start))
+    return {one.name for one in inside if one is not None}
 
 
 def _module(program: Program) -> str:
