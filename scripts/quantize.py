@@ -5,9 +5,10 @@
     uv run scripts/quantize.py --gguf=FILE --bits=4 --group=64 --out=FOLDER
 
 Calibration reads text that training learns from, the loss text that it holds out; both of --source.
---out writes a Hugging Face folder in GPTQ's form (gptq_v2), or with --form=awq in AWQ's (4 bits),
-which `scripts/serve.py --hf` and `scripts/generate.py --hf` read. GPTQModel and transformers were
-tried on such folders (docs/quantization.md says what each of them takes).
+--out writes a Hugging Face folder in GPTQ's form (checkpoint_format gptq_v2, or with --form=gptq_v1
+the older gptq), or with --form=awq in AWQ's (4 bits), which `scripts/serve.py --hf` and
+`scripts/generate.py --hf` read. GPTQModel and transformers were tried on such folders
+(docs/quantization.md says what each of them takes).
 Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest, gptq is arXiv
 2210.17323, awq arXiv 2306.00978. With --out, awq's scales of inputs are shared by the matrices
 that read the same inputs, and folded into the norm or the matrix before them.
@@ -28,7 +29,7 @@ import numpy as np
 
 from megajax.checkpoint import hf, hf_quantized
 from megajax.checkpoint.formats.integers import BITS
-from megajax.checkpoint.formats.quantization_config import AWQ_BITS
+from megajax.checkpoint.formats.quantization_config import AWQ_BITS, Form
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -69,8 +70,9 @@ class Config(Checked):
     length: int = option(256, "length of a row", "tokens", at_least=2)
     seed: int = option(0, "random seed of the order of the text", at_least=0)
     out: str | None = option(None, "folder to write; none: measures only")
-    form: Literal["gptq", "awq"] = option(
-        "gptq", "form of the files, whatever the method of rounding; awq: 4 bits only",
+    form: Form = option(
+        "gptq", "form of the files, whatever the method of rounding; gptq is gptq_v2, gptq_v1 what "
+        "AutoGPTQ and older programs read; awq: 4 bits only",
         needs=other_than("out", None),
     )  # fmt: skip
 

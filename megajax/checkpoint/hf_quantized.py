@@ -209,8 +209,10 @@ def save(
     *,
     form: Form = "gptq",
 ) -> None:
-    """Writes a folder in GPTQ's form ('gptq_v2', whole zero points) or AWQ's ('gemm').
+    """Writes a folder in GPTQ's form or AWQ's ('gemm').
 
+    form: 'gptq' is GPTQ's second version, checkpoint_format 'gptq_v2'; 'gptq_v1' is the first,
+    'gptq', whose zero points are stored less 1 and may not be 0.
     What is dense is written in float16. AWQ's form takes one format of 4 bits, beside dense
     matrices, and groups that divide the inputs. Scales of inputs (quant.awq) have no place in
     either form; models.folding puts them elsewhere.

@@ -164,12 +164,12 @@ def check_shape(stem: str, fmt: Format, K: int, N: int, form: Form) -> None:
             f"{stem}: AWQ's form has groups of one size, and {fmt.group} does not divide the {K} "
             "inputs; quantize in groups that divide them (--group), or use --form=gptq"
         )
-    if form == "gptq" and (K * bits % 32 or N * bits % 32):
+    if form != "awq" and (K * bits % 32 or N * bits % 32):
         raise UserError(f"{stem} of {K} x {N} fills no whole words of 32 bits")
 
 
 def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
-    """Returns {end of a name: array}; zero points are whole ('gptq_v2' and AWQ's 'gemm').
+    """Returns {end of a name: array} of a form of quantization_config.Form; zero points are whole.
 
     Symmetric codes get the zero point 2^(b-1).
     Raises: UserError for what the form cannot hold.
@@ -194,6 +194,13 @@ def tensors(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
         return found | {
             "qweight": integers.pack_awq(code_KN), "qzeros": integers.pack_awq(point_GN),
         }  # fmt: skip
+    if form == "gptq_v1":
+        if point_GN.min() == 0:
+            raise UserError(
+                f"{stem} has a zero point of 0; the first version of GPTQ's form holds z - 1, and "
+                "programs disagree about -1; write the second version (--form=gptq)"
+            )
+        point_GN = point_GN - 1
     place_K = np.arange(K) if order_K is None else np.argsort(order_K)  # of each input's row
     return found | {
         "qweight": integers.with_rows(words, bits, place_K),

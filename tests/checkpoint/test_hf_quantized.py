@@ -13,6 +13,7 @@ import pytest
 from megajax.checkpoint import hf, hf_quantized
 from megajax.checkpoint.formats import integers
 from megajax.checkpoint.formats.safetensors import TensorFolder, write_folder
+from megajax.checkpoint.quantized_linear import PARTS
 from megajax.core.errors import UserError
 from megajax.layers.rope import RopeConfig
 from megajax.models import decoder
@@ -155,18 +156,22 @@ def test_a_folder_of_another_program_has_its_logits(case):
 
 @pytest.mark.parametrize("case", CASES[:2])
 def test_export_gives_another_programs_tensors(case, tmp_path):
-    """Codes, scales and the groups of rows as they came; zero points in the newer form."""
+    """Codes, scales, zero points and the groups of rows bit for bit, in the version they came in;
+    the zero points of the older version are less by 1."""
     cfg, params = hf_quantized.load(FOREIGN / case)
-    hf_quantized.save(params, cfg, tmp_path / "ours")
+    is_first = "v2" not in case
+    hf_quantized.save(params, cfg, tmp_path / "ours", form="gptq_v1" if is_first else "gptq")
     theirs, ours = TensorFolder(FOREIGN / case), TensorFolder(tmp_path / "ours")
-    for n in theirs.names():
-        if n.endswith((".qweight", ".scales", ".g_idx")) or ("v2" in case and ".qzeros" in n):
-            np.testing.assert_array_equal(ours.view(n), theirs.view(n), err_msg=n)
+    compared = [n for n in theirs.names() if n.endswith(PARTS)]
+    assert len(compared) == 2 * 7 * 4
+    for n in compared:
+        np.testing.assert_array_equal(ours.view(n), theirs.view(n), err_msg=n)
     again = hf_quantized.load(tmp_path / "ours")[1]["blocks"]
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params["blocks"]), strict=True):
         np.testing.assert_array_equal(a, b)
     members = json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]
     assert members["desc_act"] == (case == "gptq4_order")
+    assert members["checkpoint_format"] == ("gptq" if is_first else "gptq_v2")
 
 
 def test_groups_of_unlike_sizes(tmp_path):

@@ -375,6 +375,15 @@ def test_zero_points_that_came_in_say_whether_they_are_symmetric(symmetric, tmp_
     hf_quantized.save(params, cfg, tmp_path / "out")
     members = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert members["sym"] is symmetric
+    if symmetric:
+        hf_quantized.save(params, cfg, tmp_path / "older", form="gptq_v1")
+        theirs, ours = oracle.read(tmp_path / "in"), oracle.read(tmp_path / "older")
+        for name in [n for n in theirs if n.endswith("qzeros")]:
+            np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+    else:  # one is 0
+        with pytest.raises(UserError, match=r"zero point of 0.*--form=gptq\)"):
+            hf_quantized.save(params, cfg, tmp_path / "older", form="gptq_v1")
+        assert not (tmp_path / "older").exists()
 
 
 def test_experts_in_few_bits(tmp_path):
@@ -428,7 +437,7 @@ def test_what_awqs_form_cannot_hold(dense, written, tmp_path):
     headless = {n: x for n, x in apart.items() if n != "head"}
     with pytest.raises(UserError, match="the parameters are not this configuration's: head"):
         hf_quantized.save(headless, cfg, tmp_path / "m")
-    with pytest.raises(UserError, match="form='exl2' must be one of gptq, awq"):
+    with pytest.raises(UserError, match="form='exl2' must be one of gptq, gptq_v1, awq"):
         hf_quantized.save(apart, cfg, tmp_path / "m", form="exl2")
     with pytest.raises(UserError, match="cfg must be a DecoderConfig, got dict"):
         hf_quantized.save(cfg, apart, tmp_path / "m")

@@ -23,7 +23,7 @@ import safetensors.numpy
 
 OUT = pathlib.Path(__file__).parent / "read_back.npz"
 TOKENS = np.array([[5, 17, 80, 3, 44, 44, 91, 0]])
-CASES = ("gptq3_order", "gptq4_dynamic", "awq4_dense")
+CASES = ("gptq3_order", "gptq4_dynamic", "gptq4_first_version", "awq4_dense")
 
 
 def write(path: pathlib.Path, case: str) -> None:
@@ -40,11 +40,13 @@ def write(path: pathlib.Path, case: str) -> None:
     spec = {
         "gptq3_order": oracle.Spec(bits=3, symmetric=False, order=True, version=1),
         "gptq4_dynamic": oracle.Spec(of=down_differs, more={"dynamic": rules}),
+        "gptq4_first_version": oracle.Spec(order=True),
         "awq4_dense": oracle.Spec(method="awq", symmetric=False, of=down_differs),
     }[case]
     oracle.write(path / f"{case}_made", spec)
     cfg, params = hf_quantized.load(path / f"{case}_made")
-    hf_quantized.save(params, cfg, path / case, form=spec.method)
+    form = "gptq_v1" if case == "gptq4_first_version" else spec.method
+    hf_quantized.save(params, cfg, path / case, form=form)
 
 
 def digest(folder: pathlib.Path) -> str:

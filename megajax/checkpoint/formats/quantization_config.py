@@ -18,7 +18,7 @@ from typing import Any, Literal
 from megajax.checkpoint.formats.integers import BITS
 from megajax.core.errors import UserError
 
-Form = Literal["gptq", "awq"]
+Form = Literal["gptq", "gptq_v1", "awq"]  # checkpoint_format gptq_v2, gptq; version gemm
 Kind = tuple[int, int | None]  # bits, group (None: the whole column)
 SECTION = "quantization_config"
 AWQ_BITS = 4
@@ -35,7 +35,7 @@ class Settings:
     """What a quantization_config says. bits, group: of most modules; None: the whole column.
     is_less: whether qzeros hold z - 1. dynamic: ((pattern, kind or None: dense), ...)."""
 
-    method: Form
+    method: Literal["gptq", "awq"]
     bits: int
     group: int | None
     is_less: bool
@@ -152,8 +152,8 @@ def written(
         }  # fmt: skip
     else:
         members = {
-            "quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": desc_act,
-            "lm_head": False, "sym": symmetric,
+            "quant_method": "gptq", "desc_act": desc_act, "lm_head": False, "sym": symmetric,
+            "checkpoint_format": "gptq_v2" if form == "gptq" else "gptq",
         }  # fmt: skip
     rules = {}
     for name, kind in _named({**dict.fromkeys(dense), **kinds}).items():
