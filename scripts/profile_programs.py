@@ -64,10 +64,12 @@ class Config(Checked):
     )
     families: str = option("all", "families of programs, joined by commas")
     programs: int = option(100_000, "most programs for each device", at_least=1)
-    passes: int = option(6, "passes over the programs of a batch; an even number", at_least=6)
+    passes: int | None = option(
+        None, "passes over a batch; an even number; none: 48, on a GPU 6", at_least=6
+    )
     batch: int | None = option(
         None,
-        "programs that run in turn; none: 16, on a GPU 4, with one process 16, then 64",
+        "programs that run in turn; none: 48, on a GPU 4, with one process 16, then 64",
         at_least=1,
     )
     processes: int | None = option(
@@ -85,7 +87,7 @@ class Config(Checked):
     out: str = results.out_option("profile_programs")
 
 
-FIRST_BATCH, GPU_BATCH = 16, 64  # one process on a GPU: the first shows soon whether all is well
+CPU_BATCH, FIRST_BATCH, GPU_BATCH = 48, 16, 64  # the first on a GPU shows soon if all is well
 SHARED_BATCH, MOST_PROCESSES = 4, 8  # (chosen) with more processes: short turns, their memory
 HANGS = 40.0  # (chosen) seconds after its budget, or of one turn, when a GPU's process is ended
 FINISH = 20.0  # (chosen) seconds for what a GPU's budget leaves unfinished: compiling, timing
@@ -137,15 +139,17 @@ def time_device(cfg: Config, threads: int) -> int:
 
     mesh.start()
     from megajax.systems.cdmpp.batch import Batch
+    from megajax.systems.cdmpp.profile import CPU_PASSES
 
     folder = _folder(cfg, f"threads{threads}")
     card = _card(folder, threads)
     _same_settings(folder, cfg)
     done, failed = _done(folder), 0
     while done < cfg.programs and time.monotonic() - began < cfg.budget:
-        numbers = range(done, min(done + (cfg.batch or FIRST_BATCH), cfg.programs))
-        spent = Batch(numbers, folder, card, cfg.passes, numbers.stop).time(_draw(cfg))
-        done = numbers.stop
+        numbers = range(done, min(done + (cfg.batch or CPU_BATCH), cfg.programs))
+        passes, end = cfg.passes or CPU_PASSES, began + cfg.budget
+        spent = Batch(numbers, folder, card, passes, numbers.stop, end=end).time(_draw(cfg))
+        done += spent["tried"]
         _tell(cfg, f"{threads} threads: {done} programs", spent, time.monotonic() - began)
         failed = 0 if spent["rows"] else failed + 1
         if failed == 2:
@@ -162,6 +166,7 @@ def time_gpu(cfg: Config) -> int:
     import jax
 
     from megajax.systems.cdmpp.batch import Batch
+    from megajax.systems.cdmpp.profile import GPU_PASSES
     from megajax.systems.cdmpp.turns import Turns, share
 
     mine, many = cfg.worker or 0, cfg.processes or 1
@@ -182,7 +187,7 @@ def time_gpu(cfg: Config) -> int:
         # A batch is cut short, so that its timing and what compiles still end in time.
         end = began + cfg.budget - max(timing, FINISH)
         next_done = done + len(batch)
-        work = Batch(batch, folder, card, cfg.passes, next_done, end=end, **place)
+        work = Batch(batch, folder, card, cfg.passes or GPU_PASSES, next_done, end=end, **place)
         spent = work.time(_draw(cfg))
         done += spent["tried"]
         timing = spent["waiting"] + spent["timing"]
@@ -265,10 +270,10 @@ def join(cfg: Config) -> None:
         whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)
     more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor, "seed": cfg.seed}
-    if "products" in whole.dataset.facts:  # of a GPU
-        more["products"] = whole.dataset.facts["products"]
-    facts = results.facts(devices, "measured") | whole.noise | more
-    whole.with_facts(facts).save(folder / "labels.npz")
+    parts = whole.dataset.facts
+    more |= {name: parts[name] for name in ("products", "passes") if name in parts}
+    whole = whole.with_facts(results.facts(devices, "measured") | whole.noise | more)
+    whole.save(folder / "labels.npz")
     for name in whole.dataset.cards:
         is_here = [device == name for device in whole.dataset.devices]
         apart, marked = whole.disagreement[is_here], whole.is_marked[is_here]
@@ -283,8 +288,8 @@ def join(cfg: Config) -> None:
 
 
 def _parts(cfg: Config) -> list[Path]:
-    folder = expand(cfg.out, "out")
-    return sorted([*folder.glob("threads*/[0-9]*.npz"), *folder.glob("gpu*/[0-9]*.npz")])
+    out = expand(cfg.out, "out")
+    return sorted([*out.glob("threads*/[0-9]*.npz"), *out.glob("gpu*/[0-9]*.npz")])
 
 
 def _processes(cfg: Config) -> int | None:
@@ -375,7 +380,7 @@ def main() -> int:
         else:
             time_device(cfg, counts[0])
         return 0
-    if cfg.passes % 2:
+    if cfg.passes is not None and cfg.passes % 2:
         raise UserError(f"passes={cfg.passes} must be even (--passes)")
     family_names(cfg)
     results.writable_folder(cfg.out)

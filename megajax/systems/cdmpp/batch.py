@@ -64,7 +64,8 @@ class Batch:
         if lost := _untimed(found, timed):
             tell(f"without a time: {lost}")
         facts = results.facts(self.card.name, "measured")
-        labels = Labels.of(timed, self.card, {**facts, **self.facts})
+        facts |= {"passes": self.passes, **self.facts}
+        labels = Labels.of(timed, self.card, facts)
         if len(labels.halves):
             labels.save(self.folder / "new.npz")  # in two steps, and the process may be ended
             name = self.name - len(self.numbers) + tried
