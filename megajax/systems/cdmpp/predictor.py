@@ -29,7 +29,7 @@ from megajax.systems.cdmpp.ranges import Ranges
 MEMBERS = 3  # networks, whose predictions are averaged
 STEPS = 2000  # training steps of these networks
 FOLD_STEPS = 500  # training steps of the further networks that set the width of bands
-ROWS_PER_GROUP = 5000  # most rows of one device and kind that are used; of more, see `sample`
+ROWS_PER_GROUP = 20_000  # most rows of one device and kind that are used; of more, see `sample`
 _CHUNK = 4096  # rows of one call of the network
 _MOST_ADAPTED = 128  # most rows of a kind that an adaptation reads, to take seconds on one core
 
