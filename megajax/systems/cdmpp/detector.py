@@ -7,7 +7,8 @@ overlaps, bilinear samples inside each box, and a dense head.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,14 @@ class Sizes:
             hidden=draw.size(32, 256, 8),
             classes=draw.pick(2, 8, 21),
         )
+
+
+def drawn(draw: Draw) -> tuple[Callable, tuple]:
+    """Draws a detector's loss, or its gradient by the weights, with the arguments."""
+    sizes = Sizes.of(draw)
+    args = weights(draw, sizes), draw.floats(sizes.rows, sizes.side, sizes.side, 3)
+    mine = functools.partial(loss, sizes=sizes)
+    return (mine if draw.pick(False, True) else jax.grad(mine)), args
 
 
 def weights(draw: Draw, sizes: Sizes) -> dict[str, jax.Array]:

@@ -160,14 +160,6 @@ def _of_series(draw: Draw) -> Built:
     return _trained(lstm_vae.parts(cfg), batch, draw, draw.pick(False, True))
 
 
-def _of_detector(draw: Draw) -> Built:
-    """A two-stage detector: convolutions, boxes and samples inside of them."""
-    sizes = detector.Sizes.of(draw)
-    args = detector.weights(draw, sizes), draw.floats(sizes.rows, sizes.side, sizes.side, 3)
-    loss = functools.partial(detector.loss, sizes=sizes)
-    return (loss if draw.pick(False, True) else jax.grad(loss)), args
-
-
 def _of_update(draw: Draw) -> Built:
     """One update of an optimizer on a decoder's parameters."""
     name = draw.pick("adamw", "lamb", "muon")
@@ -360,7 +352,7 @@ FAMILIES: dict[str, Callable[[Draw], Built]] = {
     "reduction": _of_reduction,
     "gather": _of_gather,
     "random": _of_random,
-    "detector": _of_detector,
+    "detector": detector.drawn,
 }
 
 
