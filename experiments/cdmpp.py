@@ -152,7 +152,7 @@ def fit(dataset: Dataset, seed: int) -> Predictor:
             told[0] = time.monotonic()
             print(f"  {part}: step {done}, loss {loss:.4f}, {told[0] - began:.0f} s", flush=True)
 
-    steps, fold = STEPS.value, min(STEPS.value, FOLD_STEPS)
+    steps, fold = STEPS.value, min(STEPS.value, max(FOLD_STEPS, STEPS.value // 4))
     sizes = {"members": MEMBERS.value, "steps": steps, "fold_steps": fold}
     return Predictor.fit(dataset, seed=seed, progress=tell, **sizes)
 
