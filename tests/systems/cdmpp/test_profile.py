@@ -10,13 +10,22 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
+from megajax.cost.program import records
 from megajax.cost.record import product
 from megajax.systems.cdmpp import draw, families
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.prepare import prepared, runnable
-from megajax.systems.cdmpp.profile import Timed, _by_pass, _halves, measure, measure_ready, read
+from megajax.systems.cdmpp.profile import (
+    Timed,
+    _by_pass,
+    _halves,
+    measure,
+    measure_ready,
+    read,
+    ready,
+)
 
 # What the profiler of a GPU writes: a kernel in a stream, in a line derived from the streams, and
 # its launch on the host. Times are in picoseconds.
@@ -63,25 +72,35 @@ def measured():
         Program(0, "small", lambda x, w: x @ w, (small, small)),
         Program(1, "large", lambda x, w: x @ w, (large, large)),
         Program(2, "loop", looped, (large, large)),
+        Program(3, "small loop", looped, (small[:2, :2], small[:2, :2])),
     ]
     return measure(programs)
 
 
 def test_the_profiler_times_every_launched_instruction(measured):
-    assert [one.untimed for one in measured] == [0, 0, 0]
-    small, large, _ = (max(one.halves.min(1)) for one in measured)
+    assert [one.untimed for one in measured] == [0, 0, 0, 0]
+    small, large = (max(one.halves.min(1)) for one in measured[:2])
     assert large > 3 * small  # 13,824 times the work
-    for one in measured:
+    for one in measured[:3]:
         total = sum(r.executions * s for r, s in zip(one.records, one.halves.min(1), strict=True))
         assert 0 < total <= 1.2 * one.wall.max()  # an inner time is a part of the outer one
 
 
 def test_a_loop_is_timed_by_execution(measured):
-    _, large, loop = measured
+    large, loop = measured[1:3]
     dear = max(range(len(loop.records)), key=lambda i: loop.records[i].flops)
     assert loop.records[dear].executions == 5
     # One turn is one product of the same size; five would be five times that.
     assert loop.halves.min(1)[dear] < 3.5 * max(large.halves.min(1))
+
+
+def test_a_small_loop_has_no_times_of_its_parts(measured):
+    """XLA compiles it into one function: the profiler has no event for what is inside."""
+    found = ready(measured[3].program)
+    assert "xla_cpu_small_call" in found.text
+    whole, outside = records(found.compiled), found.records
+    assert [r.executions for r in whole if r not in outside] and len(outside) < len(whole)
+    assert {r.executions for r in outside} <= {1.0}
 
 
 def test_each_kernel_of_a_gpu_counts_once(tmp_path):
