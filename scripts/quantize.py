@@ -71,8 +71,8 @@ class Config(Checked):
     seed: int = option(0, "random seed of the order of the text", at_least=0)
     out: str | None = option(None, "folder to write; none: measures only")
     form: Form = option(
-        "gptq", "form of the files, whatever the method of rounding; gptq is gptq_v2, gptq_v1 what "
-        "AutoGPTQ and older programs read; awq: 4 bits only",
+        "gptq", "form of the files, whatever the method of rounding; gptq is its version gptq_v2, "
+        "gptq_v1 the older one; awq: 4 bits only",
         needs=other_than("out", None),
     )  # fmt: skip
 

@@ -114,7 +114,7 @@ def _pyramid(weights: dict[str, jax.Array], x: jax.Array, sizes: Sizes) -> list[
     for level in range(len(STRIDES)):
         x = _convolve(x, weights[f"down{level}"], 2)
         for block in range(sizes.depth):
-            scale, shift = weights[f"scale{level}.{block}"]  # a batch norm that is not trained
+            scale, shift = weights[f"scale{level}.{block}"]  # a batch norm of fixed statistics
             y = jax.nn.relu(_convolve(x, weights[f"first{level}.{block}"]) * scale + shift)
             x = jax.nn.relu(x + _convolve(y, weights[f"second{level}.{block}"]))
         levels.append(_convolve(x, weights[f"lateral{level}"]))

@@ -34,8 +34,9 @@ _SUMS = frozenset((
     "Steps", "XLA Modules", "XLA Ops", "Async XLA Ops", "Framework Ops", "Framework Name Scope",
     "Source code", "Launch Stats",
 ))  # fmt: skip
-# (chosen) A CPU is shared, also with other virtual machines: its least times of 6 passes differ by
-# 7 to 8 % (mean) between two halves, those of 48 by 4 %. Compiling takes longer than all of them.
+# (chosen) A CPU is shared, also with other virtual machines: with one thread, the least times of 6
+# passes differ by 7.5 % (mean) between two halves, those of the same rows in 48 passes by 3.6 %.
+# Compiling takes longer than all of them.
 CPU_PASSES, GPU_PASSES = 48, 6
 NOISY = 0.1  # rows whose halves differ by more are marked (chosen)
 

@@ -134,8 +134,10 @@ class Runtime:
 
     def _start_all(self) -> list[Any]:
         """Returns new stages. If one fails, none is left running."""
-        stages = [self._start(place) for place in self.places]
+        stages: list[Any] = []
         try:
+            for place in self.places:
+                stages.append(self._start(place))
             check(stages, self.places)
         except BaseException:
             for stage in stages:

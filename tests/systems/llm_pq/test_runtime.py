@@ -234,6 +234,26 @@ def test_a_timeout_of_a_stages_own_program_is_its_error(monkeypatch):
             stage.close()
 
 
+def test_a_stage_that_does_not_start_leaves_none_running(monkeypatch):
+    begun = []
+
+    class Second(stages.LocalStage):
+        def __init__(self, cfg, place, *options):
+            if place.stage == 1:
+                raise RuntimeError("no memory")
+            super().__init__(cfg, place, *options)
+            begun.append(self)
+
+        def close(self):
+            super().close()
+            begun.remove(self)
+
+    monkeypatch.setattr("megajax.systems.llm_pq.runtime.LocalStage", Second)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runtime_of(FEW, SHORT)
+    assert not begun
+
+
 def test_what_cannot_be_placed_is_refused():
     def refuse(match, params=None, devices=None, **changes):
         placement = dataclasses.replace(SHORT, **changes)
