@@ -180,7 +180,7 @@ def evaluate() -> int:
     groups = None
     if labels is None:
         groups = np.array([neusight.group(record.name) for record in dataset.records])
-    halves = None if labels is None else labels.halves
+    halves, names = (None, None) if labels is None else (labels.halves, labels.families)
     runs = []
     summed: dict[str, list[np.ndarray]] = {}
 
@@ -194,7 +194,9 @@ def evaluate() -> int:
     for seed in range(SEED.value, SEED.value + SEEDS.value):
         fits = {name: functools.partial(method, seed=seed) for name, method in methods.items()}
         splits = _splits(dataset, rows, labels, seed)
-        runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep))
+        runs.append(
+            report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names)
+        )
         found = report.averaged(runs)
         results.write(path, about, _kept(path, about, found) + found)
     if summed and labels is not None:

@@ -249,6 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
     "cdmpp_gpu": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_gpu.json"),
     "cdmpp_one_thread": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_one_thread.json"),
+    "cdmpp_families": functools.partial(cdmpp_tables.families, RESULTS / "cdmpp_one_thread.json"),
     "cdmpp_h200": functools.partial(cdmpp_tables.h200, RESULTS / "cdmpp_h200.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(account.table, RESULTS / "storm.json"),

@@ -23,6 +23,7 @@ BAND = 1.645  # standard deviations of a 90 % band
 PAPER = {"families": 14.03, "devices": 10.85}  # CDMPP abstract: cross-model, cross-device, percent
 FAMILY_FOLDS = 4
 QUIET = "halves within 10 %"  # rows that the profile did not mark (NOISY)
+FAMILY = "family "  # before the name of a family that is judged alone
 EACH = "each in turn"  # all parts of a split together
 
 
@@ -167,13 +168,15 @@ def evaluate(
     tell: Callable[[str], None] = print,
     groups: np.ndarray | None = None,
     after: Callable[[str, Split, Any], None] = lambda *_: None,
+    families: np.ndarray | None = None,
 ) -> list[Row]:
     """Returns a row for each split and method, and for each group of records in it.
 
     A method is fitted once for equal rows. Splits of one name are also judged together.
 
     Args: halves: (rows, 2) seconds, where the labels' noise is known. groups: a name a row; None:
-        the records' kinds. after: is called with each method, split and fitted model.
+        the records' kinds. after: is called with each method, split and fitted model. families: a
+        name a row; where whole families are held out, each is also judged alone.
     """
     rows: list[Row] = []
     for name, fit in methods.items():
@@ -203,6 +206,13 @@ def evaluate(
                 )
                 about = {"method": name, "split": split_name, "held_out": EACH}
                 whole = grouped(dataset, judged, seconds, sigma, halves, groups)
+                if families is not None and split_name == "families":
+                    each = grouped(dataset, judged, seconds, sigma, halves, families)
+                    whole += [
+                        row | {"group": FAMILY + row["group"]}
+                        for row in each
+                        if row["group"] not in ("all", QUIET)
+                    ]
                 found = [about | row for row in whole]
                 rows += found
                 tell(text(found[0]))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.reports.cdmpp import EACH, PAPER
+from experiments.reports.cdmpp import EACH, FAMILY, PAPER
 from experiments.reports.cdmpp_calls import GROUP
 
 Row = Mapping[str, Any]
@@ -65,6 +65,7 @@ def kinds(path: Path) -> str:
         for row in found["rows"]
         if row["method"] == "ours"
         and row["group"] not in ("all", GROUP)
+        and not row["group"].startswith(FAMILY)
         and (row["held_out"] == EACH or row["split"] == "random")
     ]
     splits = list(dict.fromkeys(row["split"] for row in wanted))
@@ -78,6 +79,24 @@ def kinds(path: Path) -> str:
         noise = next(r for r in here if r)
         lines.append(_line((name, *cells, f"{noise['noise_mean']:.1f}")))
     text = "Relative errors in %: mean / median (rows)."
+    return "\n".join([*lines, "", text, "", _source(found)])
+
+
+def families(path: Path) -> str:
+    """Errors on each family of programs, held out with the others of its group."""
+    found = json.loads(path.read_text())
+    rows = [row for row in found["rows"] if row["group"].startswith(FAMILY)]
+    at = {(row["method"], row["group"]): row for row in rows}
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    heads = ("family", "rows", *methods, "labels differ by")
+    lines = [_line(heads), "|" + "---|" * len(heads)]
+    for group in sorted({row["group"] for row in rows}):
+        here = {method: at[method, group] for method in methods}
+        cells = [f"{here[m]['mean']:.1f} / {here[m]['median']:.1f}" for m in methods]
+        first, best = here[methods[0]], _best(cells, here, methods)
+        noise = f"{first['noise_mean']:.1f}"
+        lines.append(_line((group.removeprefix(FAMILY), f"{first['rows']:,}", *best, noise)))
+    text = "Relative errors in %: mean / median; bold: the least mean."
     return "\n".join([*lines, "", text, "", _source(found)])
 
 

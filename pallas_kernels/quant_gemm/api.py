@@ -187,7 +187,7 @@ def _static(x_xK: Array, N: int, spec: Spec, implementation: str | None) -> Stat
     M, K = x_xK.size // max(x_xK.shape[-1], 1), x_xK.shape[-1]
     reasons = hopper.misfits(x_xK.dtype, M, N, K, spec)
     row = tuned.find(OP, key(x_xK.dtype, spec, M, N, K))
-    guess = hopper.heuristic(M, N, K, spec)
+    guess = hopper.heuristic(M, N, K, spec, x_xK.dtype)
     tile = hopper.Tile(**found) if (found := tuned.tile(row)) else guess
     return Static(dispatch.choose(OP, implementation, reasons, [row]), spec, tile)
 

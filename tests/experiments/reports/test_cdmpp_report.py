@@ -186,7 +186,8 @@ def test_documents_have_each_split_beside_its_rivals(tmp_path):
     groups = np.array(sorted(cdmpp_tables.KERNELS))[np.arange(60) % 5]
     for name in ("cpu", "kernels"):
         of = splits if name == "cpu" else splits[5:]
-        found = report.evaluate(dataset, of, methods, halves, lambda _: None, groups)
+        more = {"families": families} if name == "cpu" else {}
+        found = report.evaluate(dataset, of, methods, halves, lambda _: None, groups, **more)
         about = results.facts("x", "measured") | {"shots": 3}
         results.write(tmp_path / name, about, report.averaged([found]))
     table = cdmpp_tables.programs(tmp_path / "cpu")
@@ -195,7 +196,12 @@ def test_documents_have_each_split_beside_its_rivals(tmp_path):
     assert all("**" in line.split(" | ")[2] for line in lines[1:])  # ours is the better one
     assert "| 14.03 |" in table and "10.0 / 10.0" in table
     assert "| batched products, both | " in cdmpp_tables.kernels(tmp_path / "kernels")
-    assert "| bmm |" in cdmpp_tables.kinds(tmp_path / "cpu")
+    kinds, each = (table(tmp_path / "cpu") for table in (cdmpp_tables.kinds, cdmpp_tables.families))
+    assert "| bmm |" in kinds and "family" not in kinds
+    seconds = dataset.seconds[rows[families[rows] == "b"]]
+    mean = 100 * np.mean(np.abs(1e-4 - seconds) / seconds)
+    assert f"\n| b | {len(seconds)} | **{mean:.1f} / " in each
+    assert len([line for line in each.splitlines() if line.startswith("| ")]) == 1 + 5
 
 
 def test_the_figures_of_a_step():

@@ -77,3 +77,11 @@ def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, 
     assert ways() == ("measured", 3)
     tables.write(monkeypatch, tmp_path, row | {"fastest": "reference"})
     assert ways()[0] == "library"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_size_that_was_not_tuned_gets_the_tile_of_its_dtype(dtype):
+    x, spec = jnp.zeros((1024, 4096), dtype), Spec(4, 128)
+    mine = hopper.heuristic(1024, 4096, 4096, spec, jnp.dtype(dtype))
+    assert api._static(x, 4096, spec, "reference").tile == mine
+    assert mine.block_k == {"bfloat16": 128, "float16": 64}[dtype]
