@@ -20,7 +20,7 @@ from megajax.cost import program_calls as calls
 from megajax.cost import program_work as work
 from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import Array, Instruction
-from megajax.cost.record import digest
+from megajax.cost.record import TRANSCENDENTAL, digest
 
 _STRUCTURE = re.compile(
     r"\b(dimensions|window|dim_labels|\w+_dims|slice_sizes|dynamic_slice_sizes|padding|"
@@ -264,7 +264,7 @@ def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
     elif kind == "reduce" and operands:
         width = max(operands[0].elements / max(one.array.elements, 1), 1)
     flops = work.flops_of(one, operands, found.body(one), share) if operands else 0.0
-    special = elements * (kind in ("exponential", "power"))
+    special = elements * (kind in TRANSCENDENTAL)
     if call is not None:
         kind, flops, special, product = call.opcode, call.flops, call.transcendentals, call.product
     shape = {} if product is None else dataclasses.asdict(product)

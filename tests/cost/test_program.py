@@ -312,6 +312,26 @@ ENTRY main {
 """  # noqa: E501
 
 
+@pytest.mark.parametrize(
+    "opcode, wanted",
+    {
+        "sine": "trigonometric", "cosine": "trigonometric", "tan": "trigonometric",
+        "tanh": "exponential", "log-plus-one": "exponential", "rsqrt": "power",
+    }.items(),
+)  # fmt: skip
+def test_functions_that_take_much_longer_have_a_class_of_their_own(opcode, wanted):
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
+  %x = f32[8,16]{{1,0}} parameter(0)
+  ROOT %y = f32[8,16]{{1,0}} {opcode}(%x)
+}}
+"""
+    [one] = records(text, platform="cpu")
+    assert one["transcendentals"] == 8 * 16 and one.flops == 0
+    assert one.tree.leaves[:, OPCODES.index(wanted)].sum() == 1
+
+
 def test_cudnns_attention_counts_the_pairs_of_its_mask():
     """As jax lowers it (there is no cuDNN here to compile it); its workspace is not written."""
     pairs = 128 * 129 // 2

@@ -18,7 +18,7 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import FEATURES, LEAF, PLACE, OpRecord, Tree
 
-VERSION = 1
+VERSION = 2
 _TEXTS = ("kind", "hash", "dtype", "name")
 _DAMAGE = (  # what NumPy raises on a file that is cut off, changed or of another format
     OSError, ValueError, EOFError, TypeError, AttributeError, NotImplementedError,
@@ -171,7 +171,10 @@ class Dataset:
         arrays = load_arrays(path, "data set")
         try:
             if int(arrays["version"]) != VERSION:
-                raise UserError(f"{path} has version {arrays['version']}, must be {VERSION}")
+                raise UserError(
+                    f"{path} has version {arrays['version']}, must be {VERSION}: measure again "
+                    "with this megajax (scripts/profile_programs.py)"
+                )
             if arrays["features"].size and arrays["features"].shape[1] > len(FEATURES):
                 raise UserError(f"{path} has features of a newer version of megajax")
             unique = _records(arrays)

@@ -19,7 +19,7 @@ from megajax.systems.cdmpp.physics import INPUTS, TILES, TIMES
 from megajax.systems.cdmpp.ranges import Ranges
 from megajax.systems.cdmpp.train import Scale
 
-VERSION = 2
+VERSION = 3
 DEFAULT = pathlib.Path(__file__).with_name("default.npz")
 _OWN = ("traits", "shift", "offsets")
 _SCALE = ("mean", "deviation", "low", "high")

@@ -84,3 +84,9 @@ def test_damaged_files_are_refused(tmp_path):
     np.savez(path, seconds=np.zeros(3))
     with pytest.raises(UserError, match="damaged"):
         Dataset.load(path)
+    example().save(path)
+    arrays = dict(np.load(path))
+    arrays["version"] = arrays["version"] - 1
+    np.savez(path, **arrays)
+    with pytest.raises(UserError, match="measure again"):
+        Dataset.load(path)
