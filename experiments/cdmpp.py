@@ -2,14 +2,15 @@
 
     uv run experiments/cdmpp.py train --data=FOLDER --out=runs/cdmpp     # NeuSight's CSV files
     uv run experiments/cdmpp.py train --data=runs/profile_programs/labels.npz
-    uv run experiments/cdmpp.py evaluate --data=runs/profile_programs/labels.npz  # all splits
+    uv run experiments/cdmpp.py evaluate --data=experiments/results/cdmpp_cpu_labels.npz
     uv run --extra aot experiments/cdmpp.py predict --preset=llama3_8b --cluster=h100:2x8 \\
         --mesh.tensor=8
     uv run experiments/cdmpp.py calibrate --budget=60 --predictor=runs/cdmpp/predictor.npz
     uv run experiments/cdmpp.py replay --data=runs/profile_programs/labels.npz
 
 A row is one measurement: an instruction or kernel, the device that it ran on, and its seconds.
-scripts/profile_programs.py measures rows. A predictor is a set of networks fitted on rows.
+scripts/profile_programs.py measures rows; rows of a CPU and of an H200 lie in experiments/results.
+A predictor is a set of networks fitted on rows.
 `train` fits a predictor and writes OUT/predictor.npz.
 `evaluate` fits the predictor, and simpler models as rivals, without some rows and measures the
 errors on these: random programs, families of programs, and devices (without rows of the device, and
@@ -194,9 +195,7 @@ def evaluate() -> int:
     for seed in range(SEED.value, SEED.value + SEEDS.value):
         fits = {name: functools.partial(method, seed=seed) for name, method in methods.items()}
         splits = _splits(dataset, rows, labels, seed)
-        runs.append(
-            report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names)
-        )
+        runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names))
         found = report.averaged(runs)
         results.write(path, about, _kept(path, about, found) + found)
     if summed and labels is not None:

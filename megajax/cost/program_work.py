@@ -27,6 +27,7 @@ CLASS = {
     "select": "select",
     **dict.fromkeys(("exponential", "exponential-minus-one", "log", "log-plus-one", "logistic",
                      "tanh", "erf"), "exponential"),
+    # On a CPU 15 to 40 times as long as exp or tanh: XLA calls the C library for each element.
     **dict.fromkeys(("sine", "cosine", "tan", "atan2"), "trigonometric"),
     **dict.fromkeys(("power", "sqrt", "rsqrt", "cbrt"), "power"),
     **dict.fromkeys(("convert", "bitcast-convert", "reduce-precision", "real", "imag",

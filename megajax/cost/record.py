@@ -6,8 +6,8 @@ are in natural units, such as bytes; a predictor takes their logarithms itself. 
 compact syntax tree (arXiv 2311.09690, section 4). Its leaves are elementary operations and its
 inner nodes are regions, such as the body of a reduction. The position of a leaf is its place in a
 pre-order serialisation of the tree, in which each return to a parent also takes a place. FLOPs are
-counted by formula and not taken from a compiler: a matrix product has 2 M N K; any other arithmetic
-operation has one for each element of its result. Transcendental functions are counted separately.
+counted by formula: a matrix product has 2 M N K, other arithmetic one for each element of its
+result. Transcendental functions are counted separately.
 
 Not here: times. A record does not depend on a device.
 """
@@ -32,7 +32,7 @@ FEATURES = (
 # Features of the operation's place in a program (cost/program_reuse.py); 0 if this is not known.
 # They have no part in the hash, so that equal operations at different places have the same one.
 PLACE = ("distance", "cold", "around", "turns")
-# Classes of a leaf's operation. New ones, and new FEATURES, go to the end: files use indices.
+# Classes of a leaf's operation. A new one changes the files' VERSION; FEATURES grow at the end.
 OPCODES = (
     "add", "multiply", "divide", "maximum", "compare", "select", "exponential", "power",
     "trigonometric", "convert", "integer", "broadcast", "reshape", "transpose", "copy", "slice",
@@ -51,8 +51,6 @@ KINDS = (
 )  # fmt: skip
 # One floating-point operation an element of the result. A sum of n elements has n - 1.
 ARITHMETIC = ("add", "multiply", "divide", "maximum")
-# Sine, cosine, tan and atan2 take 15 to 40 times as long as exp or tanh on a CPU: XLA calls the C
-# library for one element at a time.
 TRANSCENDENTAL = ("exponential", "power", "trigonometric")
 # Bytes of an element by data type: those of `cost.base`, and more that compiled programs have.
 SIZES = {
@@ -116,10 +114,9 @@ def peak(card: DeviceCard, dtype: str) -> float:
     Without a peak for it on the card: for types of 4 bytes or more (float64, integers) the peak of
     float32, for narrower ones the card's largest.
     """
-    wide = SIZES.get(dtype, 4) >= 4
-    return card.flops.get(dtype) or (
-        card.flops["float32"] if wide and "float32" in card.flops else max(card.flops.values())
-    )
+    largest = max(card.flops.values())
+    usual = card.flops.get("float32", largest) if SIZES.get(dtype, 4) >= 4 else largest
+    return card.flops.get(dtype) or usual
 
 
 Node = Mapping[str, Any] | Sequence[Any]  # a leaf's values by name, or the children of a region

@@ -1,4 +1,4 @@
-"""Chooses which programs to time on a new device, by k-means clustering (CDMPP, arXiv 2311.09690)."""
+"""Chooses which programs to time on a new device, by k-means (CDMPP, arXiv 2311.09690)."""
 
 import numpy as np
 from scipy.cluster.vq import kmeans2

@@ -1,14 +1,18 @@
 """Data sets of measured operations: rows, files, and what they refuse."""
 
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
-from megajax.cost.record import product, rowwise
+from megajax.cost.record import LEAF, product, rowwise
 from megajax.systems.cdmpp import Dataset
+from megajax.systems.cdmpp.dataset import VERSION
+
+RESULTS = pathlib.Path(__file__).parents[3] / "experiments" / "results"
 
 
 def example() -> Dataset:
@@ -90,3 +94,11 @@ def test_damaged_files_are_refused(tmp_path):
     np.savez(path, **arrays)
     with pytest.raises(UserError, match="measure again"):
         Dataset.load(path)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "h200"])
+def test_the_rows_in_the_repository_are_of_this_version(name):
+    with np.load(RESULTS / f"cdmpp_{name}_labels.npz") as arrays:
+        assert int(arrays["version"]) == VERSION
+        assert arrays["leaves"].shape == (arrays["operations"].sum(), LEAF)
+        assert {"family", "program", "halves", "walls"} <= set(arrays.files)

@@ -222,23 +222,23 @@ def test_programs_are_drawn_by_number():
 
 def test_a_larger_scale_draws_larger_programs_within_memory(monkeypatch):
     def sizes(scale):
-        names = ("elementwise", "norm")
+        names = ("mlp", "attention")  # their shapes are drawn before their arrays
         drawn = itertools.islice(families.programs(names, seed=3, scale=scale), 12)
-        return np.array([max(x.size for x in program.args) for program in drawn])
+        return np.array([max(x.size for x in jax.tree.leaves(program.args)) for program in drawn])
 
     first = next(families.programs(("elementwise",), seed=3, start=4, scale=16.0))
     monkeypatch.setattr(families, "BFLOAT16", 1.0)
     half = next(families.programs(("elementwise",), seed=3, start=4, scale=16.0))
     assert jax.tree.map(jnp.shape, half.args) == jax.tree.map(jnp.shape, first.args)
-    assert {x.dtype.name for x in half.args} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(half.args)} == {"bfloat16"}
     small, large = sizes(1.0), sizes(16.0)
     assert (large >= small).all() and 2 < (large / small).max() <= 17
     monkeypatch.setattr(draw, "LARGEST", int(large.max()) - 1)
     again = sizes(16.0)
-    assert again.max() < large.max()
-    np.testing.assert_array_equal(again[large < large.max()], large[large < large.max()])
+    assert again.max() < large.max() and (again <= large).all()
+    assert (again == large).sum() > 6  # only programs that were too large are drawn again
     monkeypatch.setattr(draw, "DRAWN", 100)  # then values repeat
-    (x,) = next(families.programs(("layout",), seed=3, scale=4.0)).args
+    x = jax.tree.leaves(next(families.programs(("layout",), seed=3, scale=4.0)).args)[0]
     assert x.ravel()[:100].tolist() == x.ravel()[100:200].tolist()
 
 
