@@ -10,8 +10,7 @@
 
 A row is one measurement: an instruction or kernel, the device that it ran on, and its seconds.
 scripts/profile_programs.py measures rows; rows of a CPU and of an H200 lie in experiments/results.
-A predictor is a set of networks fitted on rows.
-`train` fits a predictor and writes OUT/predictor.npz.
+A predictor is a set of networks fitted on rows. `train` fits one and writes OUT/predictor.npz.
 `evaluate` fits the predictor, and simpler models as rivals, without some rows and measures the
 errors on these: random programs, families of programs, and devices (without rows of the device, and
 with those of --shots programs). It writes the errors, the share of times in the 90 % band, and the
