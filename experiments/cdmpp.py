@@ -309,7 +309,7 @@ def calibrate() -> int:
         print(f"the predictor has rows of {card.name}: adapting adds what has changed since")
     drawn = families.programs(seed=SEED.value)
     while not timed or time.monotonic() - began < BUDGET.value:
-        timed += profile.measure(list(itertools.islice(drawn, 4)))
+        timed += profile.measure(list(itertools.islice(drawn, 4)), profile.usual_passes())
     facts = results.facts(card.name, "measured")
     labels = Labels.of(timed, card, facts).with_raised_cards()
     dataset, halves = labels.dataset, labels.halves

@@ -139,7 +139,7 @@ def time_device(cfg: Config, threads: int) -> int:
 
     mesh.start()
     from megajax.systems.cdmpp.batch import Batch
-    from megajax.systems.cdmpp.profile import CPU_PASSES
+    from megajax.systems.cdmpp.profile import usual_passes
 
     folder = _folder(cfg, f"threads{threads}")
     card = _card(folder, threads)
@@ -147,7 +147,7 @@ def time_device(cfg: Config, threads: int) -> int:
     done, failed = _done(folder), 0
     while done < cfg.programs and time.monotonic() - began < cfg.budget:
         numbers = range(done, min(done + (cfg.batch or CPU_BATCH), cfg.programs))
-        passes, end = cfg.passes or CPU_PASSES, began + cfg.budget
+        passes, end = cfg.passes or usual_passes(), began + cfg.budget
         spent = Batch(numbers, folder, card, passes, numbers.stop, end=end).time(_draw(cfg))
         done += spent["tried"]
         _tell(cfg, f"{threads} threads: {done} programs", spent, time.monotonic() - began)
@@ -166,7 +166,7 @@ def time_gpu(cfg: Config) -> int:
     import jax
 
     from megajax.systems.cdmpp.batch import Batch
-    from megajax.systems.cdmpp.profile import GPU_PASSES
+    from megajax.systems.cdmpp.profile import usual_passes
     from megajax.systems.cdmpp.turns import Turns, share
 
     mine, many = cfg.worker or 0, cfg.processes or 1
@@ -187,7 +187,7 @@ def time_gpu(cfg: Config) -> int:
         # A batch is cut short, so that its timing and what compiles still end in time.
         end = began + cfg.budget - max(timing, FINISH)
         next_done = done + len(batch)
-        work = Batch(batch, folder, card, cfg.passes or GPU_PASSES, next_done, end=end, **place)
+        work = Batch(batch, folder, card, cfg.passes or usual_passes(), next_done, end=end, **place)
         spent = work.time(_draw(cfg))
         done += spent["tried"]
         timing = spent["waiting"] + spent["timing"]

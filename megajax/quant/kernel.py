@@ -76,8 +76,8 @@ class QuantKernel(PackedWeight):
         if self.order is not None:
             x_xK = jnp.take(x_xK, self.order, axis=-1)
         if self.scale is not None:
-            scale_xK = self.scale.astype(x.dtype).reshape((1,) * len(lead) + (K,))
-            x_xK = x_xK / scale_xK
+            scale_xK = self.scale.reshape((1,) * len(lead) + (K,))
+            x_xK = (x_xK.astype(jnp.float32) / scale_xK).astype(x.dtype)  # rounds once
         fmt = self.weight.format
         y_xN = quant_matmul(
             x_xK,

@@ -14,7 +14,7 @@ from megajax.layers.rope import RopeConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
-from megajax.quant import Format, dequantize, quantize_model
+from megajax.quant import Format, dequantize, quantize, quantize_model
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.quantized_model import matrices
 from megajax.serving import Engine, SamplingParams
@@ -220,3 +220,14 @@ def test_experts_are_refused():
     cfg = dataclasses.replace(CFG, moe=moe)
     with pytest.raises(UserError, match="experts are multiplied by grouped products"):
         quantize_model({}, cfg, Format(4, 32))
+
+
+def test_inputs_of_16_bits_are_divided_by_the_whole_scale():
+    """A scale that is rounded to the inputs' 8 bits would double the rounding error."""
+    rng = np.random.default_rng(3)
+    scale = rng.uniform(0.5, 2, 64).astype(np.float32)
+    one = quantize(jnp.eye(64), Format(8, group=64, axis=0))
+    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.bfloat16)
+    y = np.asarray(QuantKernel((64, 64), one, jnp.asarray(scale)).matmul(x), np.float64)
+    exact = np.asarray(x, np.float64) / scale
+    assert np.abs(y / exact - 1).max() < 2**-8 * 1.01

@@ -63,6 +63,11 @@ def check_passes(passes: int) -> None:
         raise UserError(f"passes={passes} must be even and at least {3 * HALVES} (--passes)")
 
 
+def usual_passes() -> int:
+    """Returns how many passes make labels of this process's device agree."""
+    return CPU_PASSES if _is_cpu() else GPU_PASSES
+
+
 @dataclasses.dataclass(frozen=True)
 class Ready:
     """A compiled program. module: its name, unlike any other's. call: runs it once, until done."""
