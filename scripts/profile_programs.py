@@ -217,7 +217,8 @@ def _draw(cfg: Config) -> Callable[[int], Any]:
     from megajax.systems.cdmpp import families
 
     names = family_names(cfg)
-    return functools.partial(families.program, names=names, seed=cfg.seed, scale=cfg.scale)
+    more = {} if cfg.threads == "all" else {"bfloat16": 0.0}  # a CPU computes it in float32
+    return functools.partial(families.program, names=names, seed=cfg.seed, scale=cfg.scale, **more)
 
 
 def _tell(cfg: Config, who: str, spent: dict[str, Any], now: float) -> None:

@@ -190,19 +190,26 @@ FAMILIES: dict[str, Callable[[Draw], Built]] = {
 
 
 def program(
-    number: int, names: Sequence[str] = tuple(FAMILIES), *, seed: int = 0, scale: float = 1.0
+    number: int,
+    names: Sequence[str] = tuple(FAMILIES),
+    *,
+    seed: int = 0,
+    scale: float = 1.0,
+    bfloat16: float | None = None,
 ) -> Program:
     """Returns the program of this number, a function of (seed, number), of a family of `names`.
 
     scale: the largest factor on the sizes; a program with an array of more than LARGEST elements is
-    drawn again, smaller. Above 1, a share of BFLOAT16 of the programs computes in bfloat16.
+    drawn again, smaller. bfloat16: share of the programs that compute in it if the scale is above
+    1; None: BFLOAT16.
     """
     family = names[number % len(names)]
     mine, dtype = scale, jnp.float32
     if scale > 1:
         apart = np.random.default_rng([seed, number, 1])
         mine = scale ** apart.uniform() ** 0.5  # half of them are above scale ** 0.7
-        dtype = jnp.bfloat16 if apart.uniform() < BFLOAT16 else jnp.float32
+        share = BFLOAT16 if bfloat16 is None else bfloat16
+        dtype = jnp.bfloat16 if apart.uniform() < share else jnp.float32
     while True:
         try:
             draw = Draw(np.random.default_rng([seed, number]), mine, dtype)
