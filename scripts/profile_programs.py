@@ -7,8 +7,7 @@
 The programs are this library's networks, optimizer updates and their pieces, in many shapes
 (megajax/systems/cdmpp/families.py). They are compiled and run in turn, in several passes, and
 jax.profiler times each instruction. The label of an instruction is its least time over all passes.
-The passes form two halves; how far their least times differ says how noisy the label is, and rows
-that differ by more than 10 % are marked.
+The least times of both halves of the passes show its noise: rows over 10 % apart are marked.
 
 The script writes parts into --out and joins them in --out/labels.npz (features, trees, seconds,
 halves, families, the device's card, noise, date and commit). When --budget or Ctrl-C stopped it,
