@@ -23,8 +23,11 @@ def several(piece: Callable[[Draw], Built], most: int) -> Callable[[Draw], Built
     """
 
     def drawn(draw: Draw) -> Built:
-        built = [piece(draw) for _ in range(draw.pick(1, max(most // 2, 1), most))]
-        draw.limit(sum(math.prod(x.shape) for _, args in built for x in args))
+        built, elements = [], 0
+        for _ in range(draw.pick(1, max(most // 2, 1), most)):
+            built.append(piece(draw))
+            elements += sum(math.prod(x.shape) for x in built[-1][1])
+            draw.limit(elements)  # before the next arrays take memory
 
         def all_of(*args: tuple) -> tuple:
             return tuple(f(*mine) for (f, _), mine in zip(built, args, strict=True))

@@ -12,7 +12,7 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
 from megajax.cost.program import records
 from megajax.cost.record import product
-from megajax.systems.cdmpp import draw, families
+from megajax.systems.cdmpp import draw, families, pieces
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.labels import Labels
@@ -240,6 +240,22 @@ def test_a_larger_scale_draws_larger_programs_within_memory(monkeypatch):
     monkeypatch.setattr(draw, "DRAWN", 100)  # then values repeat
     x = jax.tree.leaves(next(families.programs(("layout",), seed=3, scale=4.0)).args)[0]
     assert x.ravel()[:100].tolist() == x.ravel()[100:200].tolist()
+
+
+def test_pieces_that_are_too_large_together_are_refused_before_all_take_memory(monkeypatch):
+    monkeypatch.setattr(draw, "LARGEST", 1000)
+    drawn = []
+
+    def piece(mine):
+        drawn.append(mine.floats(100))
+        return jnp.abs, (drawn[-1],)
+
+    rng = np.random.default_rng(0)  # picks the largest number of pieces
+    with pytest.raises(draw.TooLarge):
+        pieces.several(piece, 10**6)(draw.Draw(rng, 1.0))
+    assert len(drawn) == 11
+    function, args = pieces.several(piece, 2)(draw.Draw(rng, 1.0))
+    assert [y.shape for y in function(*args)] == [(100,)] * len(args)
 
 
 @pytest.mark.slow
