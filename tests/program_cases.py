@@ -167,12 +167,17 @@ def golden_h100():
     return aot.compile(jax.jit(run, donate_argnums=3).lower(*arrays.values()))
 
 
+# Features that say how an instruction is executed (cost/program_access.py).
+ACCESS = ("stride", "stride_right", "run", "span", "dilated", "custom", "parts")
+
+
 def summary(found) -> list[dict[str, Any]]:
     """Returns records as a golden file holds them."""
     return [
         {"kind": r.kind, "dtype": r.dtype, "executions": r.executions, "flops": r.flops,
          "bytes_read": r["bytes_read"], "bytes_written": r["bytes_written"],
          "transcendentals": r["transcendentals"], "leaves": len(r.tree.leaves),
-         "positions": r.tree.positions.tolist(), "hash": r.hash, "name": r.name}
+         "positions": r.tree.positions.tolist(), "hash": r.hash, "name": r.name,
+         "access": [r[name] for name in ACCESS]}
         for r in found
     ]  # fmt: skip

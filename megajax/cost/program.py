@@ -36,6 +36,7 @@ from megajax.cost import program_work as work
 from megajax.cost.hlo import device_groups
 from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import Instruction
+from megajax.cost.program_access import access
 from megajax.cost.program_reuse import Touched, reuse
 from megajax.cost.record import SIZES, OpRecord, record
 
@@ -212,6 +213,7 @@ class _Reader:
         if fused and self._live_pairs != 1:
             structure += f" {self._live_pairs:g} of the pairs"
         kind, values = _features(found, flat)
+        values |= access(found, one)
         if kind == "custom":
             for name in sorted({i.opcode for i in found.order if work.class_of(i) == "other"}
                                - work.FREE):  # fmt: skip

@@ -32,9 +32,9 @@ def text_of(function, *shapes, dtype=jnp.float32):
 
 def unnamed(found):
     """What no name and no order may change, of each record; its place is the schedule's."""
-    own = len(FEATURES) - len(PLACE)
+    own = [name not in PLACE for name in FEATURES]
     return sorted(
-        (r.hash, r.kind, r.dtype, r.executions, r.features[:own].tobytes(),
+        (r.hash, r.kind, r.dtype, r.executions, r.features[own].tobytes(),
          r.tree.leaves.tobytes(), r.tree.positions.tobytes())
         for r in found
     )  # fmt: skip

@@ -15,7 +15,8 @@ import numpy as np
 from megajax.core.hardware import DeviceCard, Link
 from megajax.cost.base import CostModel, Op
 from megajax.cost.kernels import Attention, Collective, Embedding, Experts, Matmul, Rowwise
-from megajax.cost.record import OpRecord, itemsize, product, record, rowwise
+from megajax.cost.operators import product, rowwise
+from megajax.cost.record import OpRecord, itemsize, record
 from megajax.cost.roofline import Roofline
 
 # The elementary operations of a `Rowwise` kernel by its `kind`. A kind that is not listed here is

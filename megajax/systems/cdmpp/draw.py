@@ -18,6 +18,7 @@ DRAWN = 2**23
 # (chosen) The largest number of elements of an array: 1 GiB of float32, so that the arrays of a
 # batch of programs fit into a GPU.
 LARGEST = 2**28
+POWERS = 1 / 3  # (chosen) share of the sizes that are a power of two
 
 
 class TooLarge(Exception):
@@ -38,11 +39,14 @@ class Draw:
         """Returns a multiple of `multiple` between two bounds, log-uniformly distributed.
 
         The bounds grow with the scale: high with its square root, and low, for scales above 1, with
-        its fourth root.
+        its fourth root. A share of the sizes (POWERS) is rounded to a power of two, whose strides
+        are slow in caches; the sizes of real models often are powers of two.
         """
         low = low * max(self.scale, 1.0) ** 0.25
         top = max(high * self.scale**0.5, low)
         drawn = np.exp(self.rng.uniform(np.log(low), np.log(top)))
+        if self.rng.uniform() < POWERS:
+            drawn = 2.0 ** round(np.log2(drawn))
         return max(round(drawn / multiple), 1) * multiple
 
     def pick(self, *options: Any) -> Any:

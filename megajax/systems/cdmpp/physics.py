@@ -42,10 +42,11 @@ LEAVES = 8  # most leaves of a tree that the encoder reads; of more, it reads so
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
     "batch", "m", "n", "k", "flops", "transcendentals", "elements", "rows", "width", "reduced",
-    "indices", "operands", *PLACE,
+    "indices", "operands", "stride", "stride_right", "run", "span", "dilated", "custom", "parts",
+    *PLACE,
 )  # fmt: skip
 PLACES = slice(len(_LOGS) - len(PLACE), len(_LOGS))  # inputs that say where in a program a row is
-LOGS = len(_LOGS) + 4 + len(TILES)
+LOGS = len(_LOGS) + 6 + len(TILES)
 _FLAGS = 8 + 5 + len(KINDS) + len(DTYPES)
 INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
 # Peak FLOP/s of devices, and the operations of one SM in one clock that devices with such a peak
@@ -58,6 +59,9 @@ _CLOCK = 1.5e9  # Hz, assumed for a card that has no clock
 # memory delivers 128 bytes of operands a clock (assumed: 16 operations for a byte). The network
 # learns what a device really reaches.
 _FED = 2048
+# Bytes from which on the elements of a stride all fall into one set of a cache, or nearly so
+# (chosen; of the L1 caches of x86 processors from 4096 on, larger caches have more sets).
+_SETS = 2**16
 # (words of a GPU's name, compute capability, power limit in watts). Libraries choose kernels by the
 # compute capability (CUDA C++ programming guide). The power limits are from datasheets. The first
 # entry whose words all occur in a name is used.
@@ -190,10 +194,20 @@ def _logarithms(
     _, m, n, _ = sizes.T
     columns += [np.log(np.minimum(m, n)), np.log(np.maximum(m, n)), np.log(np.maximum(nbytes, 1))]
     columns += [np.log(np.maximum(flops, 1) / np.maximum(nbytes, 1))]
+    columns += [np.log(_power_of_two(table[name])) for name in ("stride", "stride_right")]
     for rows, width in TILES:
         padded = np.ceil(m / rows) * rows * np.ceil(n / width) * width
         columns.append(np.log(padded / (m * n)))
     return np.stack(columns, -1)
+
+
+def _power_of_two(strides: np.ndarray) -> np.ndarray:
+    """Returns the largest power of two that divides each stride, 1 of a stride of 0.
+
+    It decides how many sets of a cache the elements fall into (cost/program_access.py).
+    """
+    whole = strides.astype(np.int64)
+    return np.clip(whole & -whole, 1, _SETS)
 
 
 def _flags(

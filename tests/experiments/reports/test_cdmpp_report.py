@@ -8,7 +8,7 @@ import pytest
 from experiments.reports import cdmpp as report
 from experiments.reports import cdmpp_step, cdmpp_tables
 from megajax.core.hardware import CARDS, parse_cluster
-from megajax.cost.record import product
+from megajax.cost.operators import product
 from megajax.monitor import results
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.step import assumed, predict

@@ -10,7 +10,8 @@ import math
 import numpy as np
 
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import OpRecord, product, rowwise
+from megajax.cost.operators import product, rowwise
+from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp import Dataset
 
 

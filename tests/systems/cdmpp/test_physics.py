@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.hardware import CARDS
-from megajax.cost.record import product
+from megajax.cost.operators import product
 from megajax.systems.cdmpp import network, physics
 
 T4 = dataclasses.replace(
