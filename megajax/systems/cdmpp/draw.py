@@ -39,8 +39,9 @@ class Draw:
         """Returns a multiple of `multiple` between two bounds, log-uniformly distributed.
 
         The bounds grow with the scale: high with its square root, and low, for scales above 1, with
-        its fourth root. A share of the sizes (POWERS) is rounded to a power of two, whose strides
-        are slow in caches; the sizes of real models often are powers of two.
+        its fourth root. A share of the sizes (POWERS) is the power of two that is nearest to such a
+        number, which may lie a little outside the bounds: the sizes of real models often are powers
+        of two, and strides of them are slow in caches.
         """
         low = low * max(self.scale, 1.0) ** 0.25
         top = max(high * self.scale**0.5, low)

@@ -258,6 +258,15 @@ def test_pieces_that_are_too_large_together_are_refused_before_all_take_memory(m
     assert [y.shape for y in function(*args)] == [(100,)] * len(args)
 
 
+def test_a_third_of_the_sizes_are_powers_of_two():
+    mine = draw.Draw(np.random.default_rng(0), 1.0)
+    sizes = np.array([mine.size(100, 1000) for _ in range(1000)])
+    multiples = np.array([mine.size(100, 1000, 16) for _ in range(1000)])
+    assert 64 <= sizes.min() and sizes.max() <= 1024 and (multiples % 16 == 0).all()
+    share = np.mean(sizes & (sizes - 1) == 0)
+    assert draw.POWERS - 0.05 < share < draw.POWERS + 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_runs(name):

@@ -1,0 +1,103 @@
+"""Strides, runs, spans and the code that runs an instruction, counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from megajax.cost.program import records
+
+M, K, N = 24, 40, 56
+
+
+def text_of(function, *shapes):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(function).lower(*arrays).compile().as_text()
+
+
+def only(function, *shapes):
+    [found] = records(text_of(function, *shapes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("order", "stride", "run"),
+    [
+        ((1, 0, 2), 4 * N * K, 4 * N),  # whole rows of N move together
+        ((2, 0, 1), 4 * N, 4),
+        ((0, 2, 1), 4 * N, 4),
+        ((2, 1, 0), 4 * N * K, 4),
+    ],
+)
+def test_a_transposition_jumps_over_the_dimensions_that_it_moves(order, stride, run):
+    found = only(lambda x: x.transpose(order) * 2, (M, K, N))
+    assert (found["stride"], found["run"]) == (stride, run)
+    assert (found["span"], found["custom"]) == (4 * M * K * N, 0)
+
+
+def test_nothing_jumps_where_the_order_in_memory_stays():
+    for run in (lambda x: x * 2, lambda x: x.reshape(M * K, N) + 1, lambda x: x[:, ::2]):
+        found = only(run, (M, K, N))
+        assert (found["stride"], found["run"]) == (0, 0)
+
+
+def test_dimensions_of_one_element_do_not_count():
+    found = only(lambda x: x.transpose(2, 1, 0) * 2, (M, 1, N))
+    assert (found["stride"], found["run"]) == (4 * N, 4)
+
+
+DOT = """HloModule d, is_scheduled=true
+
+ENTRY %main (x: f32[X], w: f32[W]) -> f32[24,56] {
+  %x = f32[X]{1,0} parameter(0)
+  %w = f32[W]{1,0} parameter(1)
+  ROOT %dot = f32[24,56]{1,0} dot(%x, %w), lhs_contracting_dims={A}, rhs_contracting_dims={B}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "stride", "stride_right"),
+    [
+        ((M, K), (K, N), 0, 0),
+        ((K, M), (K, N), 4 * M, 0),
+        ((M, K), (N, K), 0, 4 * K),
+        ((K, M), (N, K), 4 * M, 4 * K),
+    ],
+)
+def test_each_operand_of_a_product_has_a_stride_of_its_own(left, right, stride, stride_right):
+    text = DOT.replace("X", ",".join(map(str, left))).replace("W", ",".join(map(str, right)))
+    text = text.replace("A}", f"{left.index(K)}}}").replace("B}", f"{right.index(K)}}}")
+    [found] = records(text)
+    assert found.kind == "product" and found["transposed"] == (stride > 0) + (stride_right > 0)
+    assert (found["stride"], found["stride_right"], found["run"]) == (stride, stride_right, 0)
+
+
+def test_the_span_is_that_of_whole_arrays():
+    found = only(lambda x: x[3:8] * 2, (M, N))
+    assert (found["bytes_read"], found["span"]) == (4 * 5 * N, 4 * M * N)
+
+
+def test_the_dilations_of_a_convolution_multiply():
+    def run(x, w):
+        return lax.conv_general_dilated(
+            x, w, (1, 1), ((1, 1), (1, 1)), lhs_dilation=(2, 1), rhs_dilation=(3, 2),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+
+    dilated = [r["dilated"] for r in records(text_of(run, (2, 16, 16, 8), (3, 3, 8, 16)))]
+    assert max(dilated) == 2 * 3 * 2
+    assert only(lambda x: x * 2, (M, N))["dilated"] == 0
+
+
+def test_a_custom_fusion_and_the_parts_for_threads_are_told():
+    plain = text_of(lambda x: jnp.tanh(x) * x, (4096, 1024))
+    loop = "kind=kLoop"
+    assert loop in plain
+    config = ', backend_config={"outer_dimension_partitions":["2","3"]}'
+    bare = plain.replace(', backend_config={"outer_dimension_partitions":["2"]}', "")
+    lines = [line + config if loop in line else line for line in bare.splitlines()]
+    [found] = records("\n".join(lines))
+    assert (found["custom"], found["parts"]) == (0, 6)
+    [found] = records("\n".join(lines).replace(loop, "kind=kCustom"))
+    assert found["custom"] == 1
