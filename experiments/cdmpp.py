@@ -49,6 +49,7 @@ from absl import flags
 from experiments.reports import cdmpp as report
 from experiments.reports import cdmpp_calls as calls
 from experiments.reports import cdmpp_replay, cdmpp_step, cdmpp_steps
+from experiments.reports.cdmpp_splits import Split, Wanted, unique_rows
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
@@ -67,7 +68,7 @@ from megajax.training.start import take_model
 VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 
 config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
-DATA = flags.DEFINE_string("data", None, "rows: labels.npz, or a folder of NeuSight's CSV files")
+DATA = flags.DEFINE_string("data", None, "rows: labels.npz files, or a folder of NeuSight's CSV")
 OPS = flags.DEFINE_string("ops", None, "NeuSight's operations to use, joined by commas; none: all")
 DEVICES = flags.DEFINE_string("devices", None, "NeuSight's devices to use, joined by commas")
 HELD_OUT = flags.DEFINE_string(
@@ -125,16 +126,16 @@ def data() -> tuple[Dataset, Labels | None]:
     """Returns what --data names. Raises: UserError when nothing can be read there."""
     if DATA.value is None:
         raise UserError("give measured rows: labels.npz or a folder of NeuSight's files (--data)")
-    path, labels = expand(DATA.value, "data"), None
-    if path.is_dir():
-        wanted = None if OPS.value is None else OPS.value.split(",")
-        dataset = neusight.load(path, wanted, _words(DEVICES.value))
+    paths, labels = [expand(word, "data") for word in DATA.value.split(",")], None
+    if paths[0].is_dir():
+        dataset = neusight.load(paths[0], _words(OPS.value), _words(DEVICES.value))
     else:
-        labels = Labels.load(path)
+        labels = Labels.together(paths)
         dataset = labels.dataset
         if DEVICES.value is not None:
             raise UserError("--devices chooses among NeuSight's rows; labels are taken whole")
-    print(f"{path}: {len(dataset)} rows of {', '.join(sorted(set(dataset.devices)))}", flush=True)
+    devices = ", ".join(sorted(set(dataset.devices)))
+    print(f"{DATA.value}: {len(dataset)} rows of {devices}", flush=True)
     return dataset, labels
 
 
@@ -173,9 +174,11 @@ def evaluate() -> int:
     folder = results.writable_folder(OUT.value)
     path = folder / "evaluation.json" if JSON.value is None else expand(JSON.value, "json")
     methods = _methods()
+    names, held_out = tuple(SPLITS.value.split(",")), _words(HELD_OUT.value)
+    wanted = Wanted(names, held_out, SHOTS.value, SEED.value)
     dataset, labels = data()
     same = report.repeats(dataset)
-    dataset, rows = dataset.typical(), report.unique_rows(dataset)
+    dataset, rows = dataset.typical(), unique_rows(dataset)
     print(f"{len(rows)} rows remain of {len(dataset)} without duplicates and unlabelled ones")
     groups = None
     if labels is None:
@@ -184,7 +187,7 @@ def evaluate() -> int:
     runs = []
     summed: dict[str, list[np.ndarray]] = {}
 
-    def keep(name: str, split: report.Split, model: Any) -> None:
+    def keep(name: str, split: Split, model: Any) -> None:
         if CALLS.value and split.name == "families":
             everything = report.predicted(dataset, np.arange(len(dataset)), model)
             summed.setdefault(name, []).append(everything[0])
@@ -193,7 +196,7 @@ def evaluate() -> int:
     about |= {"rows_unique": len(rows), "shots": SHOTS.value, "data": dict(dataset.facts)} | same
     for seed in range(SEED.value, SEED.value + SEEDS.value):
         fits = {name: functools.partial(method, seed=seed) for name, method in methods.items()}
-        splits = _splits(dataset, rows, labels, seed)
+        splits = wanted.of(dataset, rows, labels, seed)
         runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names))
         found = report.averaged(runs)
         results.write(path, about, _kept(path, about, found) + found)
@@ -239,30 +242,6 @@ def _methods() -> dict[str, Any]:
             near = did_you_mean(name, known)
             raise UserError(f"methods={name} must be among {', '.join(known)}.{near} (--methods)")
     return {name: known[name] for name in METHODS.value.split(",")}
-
-
-def _splits(
-    dataset: Dataset, rows: np.ndarray, labels: Labels | None, seed: int
-) -> list[report.Split]:
-    """Returns the splits; `seed` draws the programs to adapt to, all else is by --fit_seed."""
-    splits: list[report.Split] = []
-    for name in SPLITS.value.split(","):
-        if name == "random":
-            splits.append(report.random_split(dataset, rows, SEED.value))
-        elif name == "families":
-            if labels is not None:
-                splits += report.family_splits(dataset, rows, labels.families, SEED.value)
-        elif name == "devices":
-            held = _words(HELD_OUT.value)
-            if held is not None and (unknown := set(held) - set(dataset.devices)):
-                first = min(unknown)
-                near = did_you_mean(first, dataset.devices)
-                raise UserError(f"held_out={first} is no device of the data.{near} (--held_out)")
-            programs = None if labels is None else labels.programs
-            splits += report.device_splits(dataset, rows, SHOTS.value, seed, held, programs)
-        else:
-            raise UserError(f"splits={name} must be random, families or devices (--splits)")
-    return splits
 
 
 def predict() -> int:
@@ -313,7 +292,7 @@ def calibrate() -> int:
     facts = results.facts(card.name, "measured")
     labels = Labels.of(timed, card, facts).with_raised_cards()
     dataset, halves = labels.dataset, labels.halves
-    rows = report.unique_rows(dataset)
+    rows = unique_rows(dataset)
     print(
         f"{card.name}: {len(timed)} programs, {len(rows)} different rows in "
         f"{time.monotonic() - began:.0f} s; halves of the labels differ by "
@@ -323,7 +302,7 @@ def calibrate() -> int:
     is_seen = labels.programs[rows] % 2 == 0
     seen = {dataset.records[i].hash for i in rows[is_seen]}
     other = [i for i in rows[~is_seen] if dataset.records[i].hash not in seen]
-    split = report.Split("this machine", card.name, rows[:0], rows[~is_seen])
+    split = Split("this machine", card.name, rows[:0], rows[~is_seen])
     if other and is_seen.any():
         half = before.adapt(dataset[rows[is_seen]])
         for name, model in {"as it was": before, "adapted": half}.items():

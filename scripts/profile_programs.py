@@ -3,11 +3,12 @@
     uv run scripts/profile_programs.py --out=runs/profile_programs --budget=600
     uv run scripts/profile_programs.py --threads=1,2      # the CPU with 1 thread, then with 2
     uv run scripts/profile_programs.py --families=decoder,mlp --programs=40
+    uv run scripts/profile_programs.py --families=mixture --out=runs/mixtures
 
-The programs are this library's networks, optimizer updates and their pieces, in many shapes
-(megajax/systems/cdmpp/families.py). They are compiled and run in turn, in several passes, and
-jax.profiler times each instruction. The label of an instruction is its least time over all passes.
-The least times of both halves of the passes show its noise: rows over 10 % apart are marked.
+The programs are this library's networks, optimizer updates and their pieces, in many shapes, or
+random mixtures to fit on as well (megajax/systems/cdmpp/families.py). They run in turn, in several
+passes, and jax.profiler times each instruction. Its label is its least time over all passes. The
+least times of both halves of the passes show its noise: rows over 10 % apart are marked.
 
 The script writes parts into --out and joins them in --out/labels.npz (features, trees, seconds,
 halves, families, the device's card, noise, date and commit). When --budget or Ctrl-C stopped it,
@@ -118,15 +119,14 @@ def thread_counts(cfg: Config) -> list[int]:
 
 def family_names(cfg: Config) -> tuple[str, ...]:
     """Returns --families. Raises: UserError on an unknown one."""
-    from megajax.systems.cdmpp.families import FAMILIES
+    from megajax.systems.cdmpp.families import FAMILIES, SYNTHETIC
 
     names = tuple(FAMILIES) if cfg.families == "all" else tuple(cfg.families.split(","))
+    known = [*FAMILIES, *SYNTHETIC]
     for name in names:
-        if name not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise UserError(
-                f"families={name} must be among {known}.{did_you_mean(name, FAMILIES)} (--families)"
-            )
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UserError(f"families={name} must be among {', '.join(known)}.{near} (--families)")
     return names
 
 

@@ -1,27 +1,24 @@
 """What experiments/cdmpp.py says: errors of a cost model in every split.
 
-Splits never cut a program in two: rows of one structural hash are on one side. Errors are absolute
-errors relative to the measured time; a split also reports how many of its measured times lie in the
-predicted 90 % band, and the noise floor of its labels where both halves are known. Figures of
-several seeds are averaged.
+Errors are absolute errors relative to the measured time; a split also reports how many of its
+measured times lie in the predicted 90 % band, and the noise floor of its labels where both halves
+are known. Figures of several seeds are averaged.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from experiments.reports.cdmpp_splits import Split
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord
-from megajax.systems.cdmpp import choose
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.profile import NOISY
 
 BAND = 1.645  # standard deviations of a 90 % band
 PAPER = {"families": 14.03, "devices": 10.85}  # CDMPP abstract: cross-model, cross-device, percent
-FAMILY_FOLDS = 4
 QUIET = "halves within 10 %"  # rows that the profile did not mark (NOISY)
 FAMILY = "family "  # before the name of a family that is judged alone
 EACH = "each in turn"  # all parts of a split together
@@ -37,29 +34,6 @@ class Model(Protocol):
 
 Fit = Callable[[Dataset], Any]
 Row = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Rows to fit on, to judge on, and to adapt to, as indices. part: what is held out."""
-
-    name: str
-    part: str
-    fit: np.ndarray
-    judge: np.ndarray
-    adapt: np.ndarray | None = None
-
-
-# ---- splits
-
-
-def unique_rows(dataset: Dataset) -> np.ndarray:
-    """Returns the first labelled row of each (structural hash, device)."""
-    seen: dict[tuple[str, str], int] = {}
-    for row, (record, device) in enumerate(zip(dataset.records, dataset.devices, strict=True)):
-        if not np.isnan(dataset.seconds[row]):
-            seen.setdefault((record.hash, device), row)
-    return np.array(list(seen.values()), int)
 
 
 def repeats(dataset: Dataset) -> Row:
@@ -81,83 +55,6 @@ def repeats(dataset: Dataset) -> Row:
         "repeats_mean": float(apart.mean()),
         "repeats_median": float(np.median(apart)),
     }
-
-
-def random_split(dataset: Dataset, rows: np.ndarray, seed: int) -> Split:
-    """A fifth of the programs' hashes is held out, on all devices."""
-    hashes = sorted({dataset.records[i].hash for i in rows})
-    held = set(np.random.default_rng(seed).permutation(hashes)[: max(len(hashes) // 5, 1)])
-    is_held = np.array([dataset.records[i].hash in held for i in rows], bool)
-    return Split("random", "a fifth", rows[~is_held], rows[is_held])
-
-
-def family_splits(
-    dataset: Dataset, rows: np.ndarray, families: np.ndarray, seed: int
-) -> Iterator[Split]:
-    """Holds out one group of families after the other; programs that both sides have are not
-    fitted on."""
-    names = np.random.default_rng(seed).permutation(sorted(set(families[rows].tolist())))
-    for held in np.array_split(names, min(FAMILY_FOLDS, len(names))):
-        is_held = np.isin(families[rows], held)
-        judged = {dataset.records[i].hash for i in rows[is_held]}
-        is_free = np.array([dataset.records[i].hash not in judged for i in rows], bool)
-        yield Split("families", ", ".join(held), rows[~is_held & is_free], rows[is_held])
-
-
-def device_splits(
-    dataset: Dataset,
-    rows: np.ndarray,
-    shots: int,
-    seed: int,
-    held_out: Collection[str] | None = None,
-    programs: np.ndarray | None = None,
-) -> Iterator[Split]:
-    """Holds devices out, of which the rows of `shots` chosen programs may be seen.
-
-    Args: held_out: devices of which no fit has a row; None: one device after the other. programs: a
-        number a row; None: each row is a program.
-    """
-    names = np.array([dataset.devices[i] for i in rows])
-    for name in sorted(set(names.tolist()) if held_out is None else held_out):
-        out = [name] if held_out is None else list(held_out)
-        fit, other = rows[~np.isin(names, out)], rows[names == name]
-        if not len(fit):
-            continue
-        split = Split("devices", name, fit, other)
-        yield split
-        yield shown(dataset, split, shots, seed, programs)
-
-
-def shown(
-    dataset: Dataset, split: Split, shots: int, seed: int, programs: np.ndarray | None = None
-) -> Split:
-    """Returns the split with the rows of chosen programs to adapt to.
-
-    Rows of the structural hashes that those programs have are not judged.
-    """
-    count = min(shots, len(split.judge) - 1)
-    picked = np.zeros(len(split.judge), bool)
-    if count > 0:
-        picked[choose(dataset[split.judge], count, seed=seed)] = True
-    if programs is not None and count > 0:
-        device = dataset.devices[split.judge[0]]
-        chosen = set(programs[split.judge[picked]].tolist())
-        others = sorted(set(programs[split.judge].tolist()) - chosen)  # some have two rows picked
-        rng = np.random.default_rng(seed)
-        chosen.update(rng.permutation(np.array(others, int))[: count - len(chosen)].tolist())
-        seen = {
-            record.hash
-            for record, name, number in zip(dataset.records, dataset.devices, programs, strict=True)
-            if name == device and number in chosen
-        }
-        picked = np.array([dataset.records[i].hash in seen for i in split.judge], bool)
-    return dataclasses.replace(
-        split, name=f"{split.name}, {count} programs seen", judge=split.judge[~picked],
-        adapt=split.judge[picked],
-    )  # fmt: skip
-
-
-# ---- errors
 
 
 def evaluate(

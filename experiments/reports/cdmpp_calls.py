@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from experiments.reports.cdmpp import EACH, Split, errors
+from experiments.reports.cdmpp import EACH, errors
+from experiments.reports.cdmpp_splits import Split
 from megajax.core.errors import UserError
 from megajax.cost.program import records
 from megajax.systems.cdmpp import families

@@ -20,7 +20,7 @@ from megajax.models import decoder, encoder, lstm_vae
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import ModelParts
-from megajax.systems.cdmpp import detector, pieces
+from megajax.systems.cdmpp import detector, mixtures, pieces
 from megajax.systems.cdmpp.draw import Draw, TooLarge
 from megajax.systems.cdmpp.pieces import Built
 from megajax.training.optim import OptimConfig, make_optimizer
@@ -30,7 +30,7 @@ BFLOAT16 = 0.5  # (chosen) share of a GPU's programs
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function with its arguments. number: position in the sequence, from 0; family: FAMILIES."""
+    """A function with its arguments. number: position in the sequence, from 0; family: its name."""
 
     number: int
     family: str
@@ -187,6 +187,8 @@ FAMILIES: dict[str, Callable[[Draw], Built]] = {
     "random": pieces.several(pieces.random, 2),
     "detector": detector.drawn,
 }
+# Programs that predictors may be fitted on as well, but that no split judges: nobody runs them.
+SYNTHETIC: dict[str, Callable[[Draw], Built]] = {"mixture": pieces.several(mixtures.mixture, 8)}
 
 
 def program(
@@ -199,9 +201,9 @@ def program(
 ) -> Program:
     """Returns the program of this number, a function of (seed, number), of a family of `names`.
 
-    scale: the largest factor on the sizes; a program with an array of more than LARGEST elements is
-    drawn again, smaller. bfloat16: share of the programs that compute in it if the scale is above
-    1; None: BFLOAT16.
+    names: of FAMILIES or SYNTHETIC. scale: the largest factor on the sizes; a program with an
+    array of more than LARGEST elements is drawn again, smaller. bfloat16: share of the programs
+    that compute in it if the scale is above 1; None: BFLOAT16.
     """
     family = names[number % len(names)]
     mine, dtype = scale, jnp.float32
@@ -213,7 +215,7 @@ def program(
     while True:
         try:
             draw = Draw(np.random.default_rng([seed, number]), mine, dtype)
-            function, args = FAMILIES[family](draw)
+            function, args = (FAMILIES | SYNTHETIC)[family](draw)
             return Program(number, family, function, args)
         except TooLarge:
             mine /= 4

@@ -68,6 +68,27 @@ class Labels:
         kept = ("families", "programs", "halves", "walls")
         return cls(whole, *(np.concatenate([getattr(p, name) for p in parts]) for name in kept))
 
+    @classmethod
+    def together(cls, paths: Sequence[str | os.PathLike[str]]) -> "Labels":
+        """Returns the rows of several files.
+
+        The cards of a device that several files measured are made one, with the largest of all
+        rates. Programs of later files get other numbers than those of earlier ones.
+        """
+        parts = [cls.load(path) for path in paths]
+        cards: dict[str, DeviceCard] = {}
+        for name, card in (entry for part in parts for entry in part.dataset.cards.items()):
+            cards[name] = card if name not in cards else _faster(cards[name], card)
+        found: list[Labels] = []
+        for part in parts:
+            mine = {name: cards[name] for name in part.dataset.cards}
+            first = max((int(other.programs.max(initial=-1)) for other in found), default=-1) + 1
+            dataset = dataclasses.replace(part.dataset, cards=mine)
+            found.append(dataclasses.replace(part, dataset=dataset, programs=part.programs + first))
+        facts = dict(parts[0].dataset.facts)
+        facts |= {"parts": [dict(part.dataset.facts) for part in parts]} if len(parts) > 1 else {}
+        return cls.joined(found).with_facts(facts)
+
     @property
     def disagreement(self) -> np.ndarray:
         """(rows,): |a - b| / min(a, b) of both halves."""
@@ -144,6 +165,16 @@ class Labels:
         if any(len(arrays[name]) != len(dataset) for name in _OWN):
             raise UserError(f"{path} is damaged: not all of its arrays have {len(dataset)} rows")
         return found
+
+
+def _faster(card: DeviceCard, other: DeviceCard) -> DeviceCard:
+    """Returns a card of one device with the larger of two measurements of each rate."""
+    flops = {
+        name: max(card.flops.get(name, 0.0), other.flops.get(name, 0.0))
+        for name in {**card.flops, **other.flops}
+    }
+    moved = max(card.memory_bytes_per_s, other.memory_bytes_per_s)
+    return dataclasses.replace(card, flops=flops, memory_bytes_per_s=moved)
 
 
 def card_json(card: DeviceCard) -> str:

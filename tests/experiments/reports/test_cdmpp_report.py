@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from experiments.reports import cdmpp as report
+from experiments.reports import cdmpp_splits as splitting
 from experiments.reports import cdmpp_step, cdmpp_tables
+from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.operators import product
 from megajax.monitor import results
 from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.step import assumed, predict
 from megajax.training.presets import PRESETS
 
@@ -42,12 +45,12 @@ class Off:
 
 def test_no_program_is_on_both_sides_of_a_split():
     dataset = made()
-    rows = report.unique_rows(dataset)
+    rows = splitting.unique_rows(dataset)
     assert len(rows) == len({(dataset.records[i].hash, dataset.devices[i]) for i in rows}) == 20
     assert 0 not in rows  # without a time
     families = np.array(["a", "b", "c", "d", "e"])[np.arange(60) % 5]
-    splits = [report.random_split(dataset, rows, 1)]
-    splits += report.family_splits(dataset, rows, families, 1)
+    splits = [splitting.random_split(dataset, rows, 1)]
+    splits += splitting.family_splits(dataset, rows, families, 1)
     assert len(splits) == 5
     for split in splits:
         fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
@@ -57,27 +60,50 @@ def test_no_program_is_on_both_sides_of_a_split():
     assert sorted(judged) == sorted(rows)  # each family is held out once
 
 
+def test_synthetic_programs_are_fitted_on_and_never_judged():
+    dataset, known = made(), np.array(["a", "b", "mixture", "c", "d"])[np.arange(60) % 5]
+    rows = splitting.unique_rows(dataset)
+    programs, pairs = np.arange(60), np.zeros((60, 2))
+    labels = Labels(dataset, known, programs, pairs, pairs)
+    wanted = splitting.Wanted(splitting.NAMES, None, 3, 0)
+    found = wanted.of(dataset, rows, labels, 0)
+    assert {split.name for split in found} >= set(splitting.NAMES)
+    mixtures = set(rows[known[rows] == "mixture"])
+    for split in found:
+        assert not mixtures & set(split.judge)
+        judged = {dataset.records[i].hash for i in split.judge}
+        devices = {dataset.devices[i] for i in split.fit}
+        for row in mixtures:
+            is_free = dataset.records[row].hash not in judged and dataset.devices[row] in devices
+            assert (row in split.fit) == is_free
+    assert any(mixtures & set(split.fit) for split in found)
+    with pytest.raises(UserError, match="splits=x must be random, families or devices"):
+        splitting.Wanted(("x",), None, 3, 0)
+    with pytest.raises(UserError, match="held_out=nears is no device.*near"):
+        splitting.Wanted(("devices",), ["nears"], 3, 0).of(dataset, rows, labels, 0)
+
+
 def test_a_program_of_two_devices_is_on_one_side():
     """The same structures on both devices: a split by rows would have each on both sides."""
     dataset = made()
     names = ["H100" if (i // 20) % 2 else "near" for i in range(60)]
     dataset = dataclasses.replace(dataset, devices=names)
-    rows = report.unique_rows(dataset)
+    rows = splitting.unique_rows(dataset)
     assert len(rows) == 40
-    split = report.random_split(dataset, rows, 0)
+    split = splitting.random_split(dataset, rows, 0)
     fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
     assert len(judge) == 4 and len(split.judge) == 8 and not fit & judge
     # A structure that two families have is not fitted on where one of them is held out.
     families = np.array(list("abcde"))[(np.arange(60) % 20 + np.arange(60) // 20) % 5]
-    for split in report.family_splits(dataset, rows, families, 0):
+    for split in splitting.family_splits(dataset, rows, families, 0):
         fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
         assert judge and not fit & judge
 
 
 def test_a_held_out_device_is_not_fitted_on_and_seen_rows_are_not_judged():
     dataset = made()
-    rows = report.unique_rows(dataset)
-    bare, few, *_ = report.device_splits(dataset, rows, 3, 0)
+    rows = splitting.unique_rows(dataset)
+    bare, few, *_ = splitting.device_splits(dataset, rows, 3, 0)
     assert bare.part == few.part == "H100"
     assert {dataset.devices[i] for i in bare.fit} == {"near"}
     assert {dataset.devices[i] for i in bare.judge} == {"H100"}
@@ -102,7 +128,7 @@ def test_errors_are_those_of_a_hand_count():
 
 def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split():
     dataset = made()
-    splits = list(report.device_splits(dataset, report.unique_rows(dataset), 3, 0))
+    splits = list(splitting.device_splits(dataset, splitting.unique_rows(dataset), 3, 0))
     fitted, told = [], []
 
     def fit(part):
@@ -127,9 +153,9 @@ def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split
 def test_rows_of_programs_that_are_seen_are_not_judged():
     """All rows of a chosen program adapt, and no row of their structure is judged."""
     dataset = made()
-    rows = report.unique_rows(dataset)
+    rows = splitting.unique_rows(dataset)
     programs = np.arange(60) // 6
-    _, few = list(report.device_splits(dataset, rows, 3, 0, ["H100"], programs))
+    _, few = list(splitting.device_splits(dataset, rows, 3, 0, ["H100"], programs))
     names = np.array(dataset.devices)
     seen = {dataset.records[i].hash for i in few.adapt}
     assert not seen & {dataset.records[i].hash for i in few.judge}
@@ -164,7 +190,7 @@ def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
             return ["sort"]
 
     dataset = made()
-    split = report.random_split(dataset, report.unique_rows(dataset), 0)
+    split = splitting.random_split(dataset, splitting.unique_rows(dataset), 0)
     groups = np.array(["even", "odd"])[np.arange(60) % 2]
     rows = report.evaluate(
         dataset, [split], {"bare": lambda _: Bare(1e-4)}, None, lambda _: None, groups
@@ -176,11 +202,11 @@ def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
 
 def test_documents_have_each_split_beside_its_rivals(tmp_path):
     dataset = made()
-    rows = report.unique_rows(dataset)
+    rows = splitting.unique_rows(dataset)
     families = np.array(["a", "b", "c", "d", "e"])[np.arange(60) % 5]
-    splits = [report.random_split(dataset, rows, 1)]
-    splits += report.family_splits(dataset, rows, families, 1)
-    splits += report.device_splits(dataset, rows, 3, 0)
+    splits = [splitting.random_split(dataset, rows, 1)]
+    splits += splitting.family_splits(dataset, rows, families, 1)
+    splits += splitting.device_splits(dataset, rows, 3, 0)
     halves = np.stack([dataset.seconds, 1.1 * dataset.seconds], 1)
     methods = {"ours": lambda _: Off(1e-4), "worse": lambda _: Off(1.0)}
     groups = np.array(sorted(cdmpp_tables.KERNELS))[np.arange(60) % 5]

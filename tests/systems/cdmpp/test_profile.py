@@ -267,8 +267,38 @@ def test_a_third_of_the_sizes_are_powers_of_two():
     assert draw.POWERS - 0.05 < share < draw.POWERS + 0.05
 
 
+def test_a_mixture_is_the_same_each_time_and_has_many_kinds_of_operations():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        found = [families.program(0, ("mixture",), seed=5) for _ in range(2)]
+        texts = [jax.jit(one.function).lower(*one.args).as_text() for one in found]
+    assert texts[0] == texts[1]
+    for word in ("transpose", "slice", "reduce", "while", "concatenate", "dot_general", "pad"):
+        assert f"stablehlo.{word}" in texts[0], word
+
+
+def test_files_of_one_device_are_read_together(tmp_path):
+    records = [product(1, 8 * i, 8, 8, "float32") for i in (1, 2, 3)]
+    card = DeviceCard("here", {"float32": 1e11}, 10**10, 1e9, 0, 0)
+    faster = dataclasses.replace(card, flops={"float32": 9e10}, memory_bytes_per_s=2e10)
+    for name, mine, family in (("a", card, "mlp"), ("b", faster, "mixture")):
+        data = Dataset(records, np.full(3, 1e-3), ["here"] * 3, {"here": mine}, {"date": name})
+        pairs = np.full((3, 2), 1e-3)
+        Labels(data, np.array([family] * 3), np.array([0, 0, 4]), pairs, pairs).save(
+            tmp_path / f"{name}.npz"
+        )
+    both = Labels.together([tmp_path / "a.npz", tmp_path / "b.npz"])
+    assert both.programs.tolist() == [0, 0, 4, 5, 5, 9]
+    assert both.families.tolist() == ["mlp"] * 3 + ["mixture"] * 3
+    [found] = both.dataset.cards.values()
+    assert (found.flops["float32"], found.memory_bytes_per_s) == (1e11, 2e10)
+    facts = both.dataset.facts
+    assert facts["date"] == "a" and [part["date"] for part in facts["parts"]] == ["a", "b"]
+    alone = Labels.together([tmp_path / "b.npz"])
+    assert alone.dataset.cards["here"] == faster and "parts" not in alone.dataset.facts
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", [*families.FAMILIES, *families.SYNTHETIC])
 def test_every_family_runs(name):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         for one in measure(list(itertools.islice(families.programs([name], seed=3), 2))):
