@@ -72,13 +72,14 @@ class Labels:
     def together(cls, paths: Sequence[str | os.PathLike[str]]) -> "Labels":
         """Returns the rows of several files.
 
-        The cards of a device that several files measured are made one, with the largest of all
-        rates. Programs of later files get other numbers than those of earlier ones.
+        The card of a device that several files measured is that of the first of them, which should
+        be the file of real programs. Programs of later files get other numbers than those of
+        earlier ones.
         """
         parts = [cls.load(path) for path in paths]
         cards: dict[str, DeviceCard] = {}
-        for name, card in (entry for part in parts for entry in part.dataset.cards.items()):
-            cards[name] = card if name not in cards else _faster(cards[name], card)
+        for part in parts:
+            cards = {**part.dataset.cards, **cards}
         found: list[Labels] = []
         for part in parts:
             mine = {name: cards[name] for name in part.dataset.cards}
@@ -165,16 +166,6 @@ class Labels:
         if any(len(arrays[name]) != len(dataset) for name in _OWN):
             raise UserError(f"{path} is damaged: not all of its arrays have {len(dataset)} rows")
         return found
-
-
-def _faster(card: DeviceCard, other: DeviceCard) -> DeviceCard:
-    """Returns a card of one device with the larger of two measurements of each rate."""
-    flops = {
-        name: max(card.flops.get(name, 0.0), other.flops.get(name, 0.0))
-        for name in {**card.flops, **other.flops}
-    }
-    moved = max(card.memory_bytes_per_s, other.memory_bytes_per_s)
-    return dataclasses.replace(card, flops=flops, memory_bytes_per_s=moved)
 
 
 def card_json(card: DeviceCard) -> str:

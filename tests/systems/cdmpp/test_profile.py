@@ -290,7 +290,7 @@ def test_files_of_one_device_are_read_together(tmp_path):
     assert both.programs.tolist() == [0, 0, 4, 5, 5, 9]
     assert both.families.tolist() == ["mlp"] * 3 + ["mixture"] * 3
     [found] = both.dataset.cards.values()
-    assert (found.flops["float32"], found.memory_bytes_per_s) == (1e11, 2e10)
+    assert found == card  # of the first file
     facts = both.dataset.facts
     assert facts["date"] == "a" and [part["date"] for part in facts["parts"]] == ["a", "b"]
     alone = Labels.together([tmp_path / "b.npz"])
