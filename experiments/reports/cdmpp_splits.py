@@ -128,7 +128,7 @@ def shown(
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Which splits to make.
+    """A choice of splits.
 
     names: of NAMES. held_out: devices of which no fit has a row; None: one device after the other.
     shots: programs of a device that may be seen. seed: of all but the choice of these programs.

@@ -44,7 +44,7 @@ _SUMS: Sequence[Callable] = (
 
 def mixture(draw: Draw) -> Built:
     """Draws a mixture, its gradient by the inputs, or a loop with a mixture as its body."""
-    shapes = [_shape(draw)]
+    shapes: list[tuple[int, ...]] = [_shape(draw)]
     shapes += [
         draw.pick(shapes[0], (1, *shapes[0][1:]), (*shapes[0][:2], 1))
         for _ in range(draw.pick(0, 1, 2))
