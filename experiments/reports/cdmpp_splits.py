@@ -152,7 +152,7 @@ class Wanted:
 
         Args: labels: the families and programs of all rows; None: there are none, and no split by
             families. seed: draws the programs to adapt to.
-        Raises: UserError on a device that the data does not have.
+        Raises: UserError on an unknown device, and if all programs are synthetic.
         """
         families = None if labels is None else labels.families
         programs = None if labels is None else labels.programs
@@ -160,6 +160,11 @@ class Wanted:
         if families is not None:
             is_real = ~np.isin(families[rows], list(SYNTHETIC))
         real, more = rows[is_real], rows[~is_real]
+        if len(more) and not len(real):
+            raise UserError(
+                "the data has only synthetic programs, which no split judges; give labels of real "
+                "programs, too (--data=REAL.npz,SYNTHETIC.npz)"
+            )
         found: list[Split] = []
         for name in self.names:
             if name == "random":

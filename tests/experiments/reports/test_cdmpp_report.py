@@ -77,6 +77,8 @@ def test_synthetic_programs_are_fitted_on_and_never_judged():
             is_free = dataset.records[row].hash not in judged and dataset.devices[row] in devices
             assert (row in split.fit) == is_free
     assert any(mixtures & set(split.fit) for split in found)
+    with pytest.raises(UserError, match="only synthetic programs"):
+        wanted.of(dataset, np.flatnonzero(known == "mixture"), labels, 0)
     with pytest.raises(UserError, match="splits=x must be random, families or devices"):
         splitting.Wanted(("x",), None, 3, 0)
     with pytest.raises(UserError, match="held_out=nears is no device.*near"):
