@@ -68,7 +68,7 @@ from megajax.training.start import take_model
 VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 
 config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
-DATA = flags.DEFINE_string("data", None, "rows: labels.npz files, or a folder of NeuSight's CSV")
+DATA = flags.DEFINE_string("data", None, "labels.npz files with commas, or a folder of NeuSight's")
 OPS = flags.DEFINE_string("ops", None, "NeuSight's operations to use, joined by commas; none: all")
 DEVICES = flags.DEFINE_string("devices", None, "NeuSight's devices to use, joined by commas")
 HELD_OUT = flags.DEFINE_string(
@@ -127,7 +127,9 @@ def data() -> tuple[Dataset, Labels | None]:
     if DATA.value is None:
         raise UserError("give measured rows: labels.npz or a folder of NeuSight's files (--data)")
     paths, labels = [expand(word, "data") for word in DATA.value.split(",")], None
-    if paths[0].is_dir():
+    if any(path.is_dir() for path in paths):
+        if len(paths) > 1:
+            raise UserError(f"data={DATA.value}: a folder must stand alone, without files (--data)")
         dataset = neusight.load(paths[0], _words(OPS.value), _words(DEVICES.value))
     else:
         labels = Labels.together(paths)
@@ -201,7 +203,8 @@ def evaluate() -> int:
         found = report.averaged(runs)
         results.write(path, about, _kept(path, about, found) + found)
     if summed and labels is not None:
-        numbers = np.unique(labels.programs)[: CALLS.value]
+        is_real = ~np.isin(labels.families, list(families.SYNTHETIC))
+        numbers = np.unique(labels.programs[is_real])[: CALLS.value]
         print(f"compiling {len(numbers)} programs again for XLA's counts")
         whole = calls.Calls(labels, calls.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]

@@ -188,7 +188,9 @@ def record(
             raise UserError(f"{feature}={value} of a {kind} must be finite and not negative")
         features[_index(FEATURES, feature, "feature")] = value
     grown = tree(children)
-    own = features[[name not in PLACE for name in FEATURES]]
+    shared = features.copy()  # the threads of a CPU decide how many parts there are
+    shared[FEATURES.index("parts")] = min(values.get("parts", 0.0), 1.0)
+    own = shared[[name not in PLACE for name in FEATURES]]
     parts = (kind, dtype, structure, own.tobytes(), grown.leaves.tobytes(),
              grown.positions.tobytes())  # fmt: skip
     return OpRecord(

@@ -99,5 +99,7 @@ def test_a_custom_fusion_and_the_parts_for_threads_are_told():
     lines = [line + config if loop in line else line for line in bare.splitlines()]
     [found] = records("\n".join(lines))
     assert (found["custom"], found["parts"]) == (0, 6)
+    [whole] = records(bare)
+    assert whole["parts"] == 1 and whole.hash == found.hash  # one structure with any threads
     [found] = records("\n".join(lines).replace(loop, "kind=kCustom"))
     assert found["custom"] == 1

@@ -158,6 +158,8 @@ def test_steps_are_replayed_from_their_instructions(tmp_path):
 
 def test_wrong_flags_are_named():
     assert "--data" in call("experiments/cdmpp.py", "train", code=2)
+    several = call("experiments/cdmpp.py", "train", f"--data={ROOT},x.npz", code=2)
+    assert "must stand alone" in several and "--data" in several
     assert "Did you mean train?" in call("experiments/cdmpp.py", "trian", code=2)
     assert "--families" in call("scripts/profile_programs.py", "--families=nrom", code=2)
     assert "--configurations" in call(

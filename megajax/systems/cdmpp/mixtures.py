@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from megajax.systems.cdmpp.draw import Draw
+from megajax.systems.cdmpp.pieces import Built
 
-Built = tuple[Callable, tuple]
 Step = Callable[[Sequence[jax.Array]], jax.Array]
 # (chosen) bounds of a mixture's steps, and of the elements of one array at scale 1
 STEPS = (2, 3, 5, 8, 12, 16)
