@@ -25,6 +25,7 @@ Not here: times (systems/cdmpp), the mesh axes of a collective (cost/hlo.py).
 """
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -268,6 +269,11 @@ def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, di
         values["reduced"] = float(sum(leaf["elements"] * leaf["width"] for leaf in reduces))
         values["rows"], values["width"] = widest["elements"], widest["width"]
         values["reduces_minor"] = float(any(_reduces_minor(found, i) for i in found.order))
+    sorts = [i for i in found.order if i.opcode == "sort"]
+    if sorts:
+        array = max((i.array for i in sorts), key=lambda array: array.elements)
+        length = math.prod(array.dims[d] for d in sorts[0].dims("dimensions"))
+        values["rows"], values["width"] = array.elements / max(length, 1), length
     products = [leaf for leaf in leaves if leaf["opcode"] in _PRODUCTS and leaf.get("m")]
     if not products:
         if found.launches:

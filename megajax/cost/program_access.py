@@ -13,14 +13,11 @@ import math
 import re
 from collections.abc import Sequence
 
+from megajax.cost import program_loops as loops
 from megajax.cost import program_work as work
 from megajax.cost.hlo_text import Array, Instruction
 from megajax.cost.program_body import Region
 
-# Operations whose result has the shape of their operand, which are computed as it is read.
-_SAME = ("convert", "negate", "abs", "exponential", "tanh", "sqrt", "rsqrt", "log", "slice",
-         "dynamic-slice", "copy")  # fmt: skip
-_MADE = ("broadcast", "iota", "constant")  # computed, not read from memory
 _PARTS = re.compile(r'"outer_dimension_partitions":(\[[^\]]*\])')
 
 
@@ -48,21 +45,25 @@ def access(found: Region, one: Instruction) -> dict[str, float]:
 
 
 def strides(found: Region) -> dict[str, float]:
-    """Returns the features 'stride', 'stride_right' and 'run' of record.FEATURES; 0 for none.
+    """Returns the features 'stride', 'stride_right', 'run' and 'jumps' of record.FEATURES.
 
     Of a product, 'stride' lies between the elements of the first operand along the contracted
     dimension, and 'stride_right' between those of the second operand along the result's rows, each
-    if the operand is read against its layout. Otherwise 'stride' is that of the largest
-    transposition, and 'run' says how many adjacent bytes are moved together between two jumps.
+    if the operand is read against its layout. Otherwise 'jumps' says how often the address jumps
+    while arrays are read, and 'run' and 'stride', both in bytes, belong to the array with the most
+    jumps (program_loops.Read). Each is 0 where there is none.
     """
     dots = [i for i in found.order if i.opcode in ("dot", "ragged-dot") and len(i.operands) > 1]
     if dots:
         one = max(dots, key=lambda i: (i.array.elements, i.shape))
         left, right = _strides_of_product(one, *found.operands(one)[:2])
         return {"stride": left, "stride_right": right}
-    jumps = [(found.demand[i.name] * i.array.itemsize, *_jump(found, i)) for i in found.order]
-    _, stride, run = max((j for j in jumps if j[1]), default=(0.0, 0.0, 0.0))
-    return {"stride": stride, "run": run}
+    jumping = [read for read in loops.reads(found) if read.jumps]
+    if not jumping:
+        return {}
+    most = max(jumping, key=lambda read: (read.jumps, read.stride, read.run))
+    jumps = math.fsum(read.jumps for read in jumping)  # the same in any order
+    return {"stride": most.stride, "run": most.run, "jumps": jumps}
 
 
 def _strides_of_product(one: Instruction, left: Array, right: Array) -> tuple[float, float]:
@@ -78,43 +79,6 @@ def _against(array: Array, wanted: Sequence[int]) -> float:
     if not order or order[0] in wanted:
         return 0.0
     return next((_stride(array, d) for d in order if d in wanted), 0.0)
-
-
-def _jump(found: Region, one: Instruction) -> tuple[float, float]:
-    """Returns (stride, run) of a transposition, in bytes; zeros of any other operation."""
-    if len(one.operands) != 1 or one.operands[0] not in found.instructions:
-        return 0.0, 0.0
-    read, moved = found.array(one.operands[0]), one.dims("dimensions")
-    if one.opcode != "transpose":
-        moved = list(range(len(read.dims)))
-    if one.opcode not in ("transpose", *_SAME) or len(read.layout) != len(one.array.layout):
-        return 0.0, 0.0
-    source = _read(found, one.operands[0])
-    if source is None:
-        return 0.0, 0.0
-    wanted = [moved[d] for d in one.array.layout if one.array.dims[d] > 1]
-    stored = [d for d in read.layout if read.dims[d] > 1]
-    run = read.itemsize
-    for mine, there in zip(wanted, stored, strict=False):
-        if mine != there:
-            return _stride(source, mine), run
-        run *= read.dims[there]
-    return 0.0, 0.0
-
-
-def _read(found: Region, name: str) -> Array | None:
-    """Returns the array in memory that a value is computed from element by element.
-
-    None if it is computed without one.
-    """
-    one = found.source(name)
-    while one.opcode in _SAME and one.operands and one.operands[0] in found.instructions:
-        one = found.source(one.operands[0])
-    if one.opcode in _MADE:
-        return None
-    value = found.array(name)
-    is_like = len(one.array.dims) == len(value.dims) and one.array.layout == value.layout
-    return one.array if is_like else value
 
 
 def _stride(array: Array, dimension: int) -> float:

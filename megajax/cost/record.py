@@ -28,7 +28,7 @@ FEATURES = (
     "flops", "bytes_read", "bytes_written", "transcendentals", "batch", "m", "n", "k", "elements",
     "rows", "width", "reduced", "reduces_minor", "operands", "indices", "transposed", "itemsize",
     "distance", "cold", "around", "turns", "stride", "stride_right", "run",
-    "span", "dilated", "custom", "parts",
+    "span", "dilated", "custom", "parts", "jumps",
 )  # fmt: skip
 # Features of the operation's place in a program (cost/program_reuse.py); 0 if this is not known.
 # They have no part in the hash, so that equal operations at different places have the same one.

@@ -36,9 +36,9 @@ def test_a_transposition_jumps_over_the_dimensions_that_it_moves(order, stride, 
 
 
 def test_nothing_jumps_where_the_order_in_memory_stays():
-    for run in (lambda x: x * 2, lambda x: x.reshape(M * K, N) + 1, lambda x: x[:, ::2]):
+    for run in (lambda x: x * 2, lambda x: x.reshape(M * K, N) + 1, lambda x: x[3:8] * 2):
         found = only(run, (M, K, N))
-        assert (found["stride"], found["run"]) == (0, 0)
+        assert (found["stride"], found["run"], found["jumps"]) == (0, 0, 0)
 
 
 def test_dimensions_of_one_element_do_not_count():

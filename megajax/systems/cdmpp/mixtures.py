@@ -94,8 +94,8 @@ def _step(draw: Draw, shapes: Sequence[tuple[int, ...]]) -> tuple[Step, tuple[in
     kind = draw.pick(
         "unary", "unary", "binary", "binary", "binary", "sum", "norm", "move", "move", "dot"
     )
-    if kind == "binary":
-        fits = [i for i, other in enumerate(shapes) if _broadcast(shape, other)]
+    fits = [i for i, other in enumerate(shapes) if i != at and _broadcast(shape, other)]
+    if kind == "binary" and fits:  # of two values: XLA would simplify one of a value with itself
         other, how = fits[int(draw.rng.integers(len(fits)))], draw.pick(*_BINARY)
         return lambda v: how(v[at], v[other]), jnp.broadcast_shapes(shape, shapes[other])
     if kind == "sum":

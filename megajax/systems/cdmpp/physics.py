@@ -43,7 +43,7 @@ DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
     "batch", "m", "n", "k", "flops", "transcendentals", "elements", "rows", "width", "reduced",
     "indices", "operands", "stride", "stride_right", "run", "span", "dilated", "custom", "parts",
-    *PLACE,
+    "jumps", *PLACE,
 )  # fmt: skip
 PLACES = slice(len(_LOGS) - len(PLACE), len(_LOGS))  # inputs that say where in a program a row is
 LOGS = len(_LOGS) + 6 + len(TILES)
