@@ -168,7 +168,7 @@ def golden_h100():
 
 
 # Features that say how an instruction is executed (cost/program_access.py).
-ACCESS = ("stride", "stride_right", "run", "span", "dilated", "custom", "parts")
+ACCESS = ("stride", "stride_right", "run", "span", "dilated", "custom", "parts", "jumps")
 
 
 def summary(found) -> list[dict[str, Any]]:

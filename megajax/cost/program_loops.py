@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from megajax.cost import program_work as work
 from megajax.cost.hlo_text import Array, Instruction
 from megajax.cost.program_body import Region
 
@@ -86,15 +87,10 @@ def _below(found: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, N
         return
     value = one.array
     moves = _by_dimension(nest, value)
-    if one.opcode == "reduce":
-        count = len(one.operands) // 2
-        source = found.array(one.operands[0]) if one.operands[0] in found.instructions else value
-        gone = one.dims("dimensions")
-        kept = [d for d in range(len(source.dims)) if d not in gone]
-        inner = [(d, 1, source.dims[d]) for d in source.layout if d in gone]
-        moves = inner + [(kept[d], step, n) for d, step, n in moves if 0 <= d < len(kept)]
-        for name in one.operands[:count]:
-            yield name, _onto(source, moves)
+    if one.opcode in ("reduce", "reduce-window"):
+        for name in one.operands[: len(one.operands) // 2]:
+            if name in found.instructions:
+                yield name, _combined(one, found.array(name), moves)
         return
     for place, name in enumerate(one.operands):
         if name not in found.instructions or found.array(name).elements <= 1:
@@ -118,6 +114,20 @@ def _below(found: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, N
         if one.opcode in ("concatenate", "pad"):  # an operand makes a part of the result
             there = [(d, s, min(n, array.dims[d]) if d >= 0 else n) for d, s, n in there]
         yield name, _onto(array, there)
+
+
+def _combined(one: Instruction, source: Array, moves: list[tuple[int, int, int]]) -> Nest:
+    """Returns the loops of a reduction over its operand: those of the result around its own."""
+    if one.opcode == "reduce":
+        gone = one.dims("dimensions")
+        kept = [d for d in range(len(source.dims)) if d not in gone]
+        inner = [(d, 1, source.dims[d]) for d in source.layout if d in gone]
+        outer = [(kept[d], step, n) for d, step, n in moves if 0 <= d < len(kept)]
+    else:
+        sizes = work.windows(one)
+        inner = [(d, sizes[d].dilation, sizes[d].size) for d in source.layout]
+        outer = [(d, step * sizes[d].stride, n) for d, step, n in moves if d >= 0]
+    return _onto(source, inner + outer)
 
 
 def _gathered(one: Instruction, array: Array, rank: int) -> list[int]:

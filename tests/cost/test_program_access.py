@@ -103,3 +103,9 @@ def test_a_custom_fusion_and_the_parts_for_threads_are_told():
     assert whole["parts"] == 1 and whole.hash == found.hash  # one structure with any threads
     [found] = records("\n".join(lines).replace(loop, "kind=kCustom"))
     assert found["custom"] == 1
+
+
+@pytest.mark.parametrize(("axis", "rows", "width", "jumps"), [(0, N, M, M * N), (1, M, N, 0)])
+def test_a_sort_has_the_rows_and_the_width_of_the_sorted_dimension(axis, rows, width, jumps):
+    found = only(lambda x: jnp.sort(x, axis), (M, N))
+    assert (found["rows"], found["width"], found["jumps"]) == (rows, width, jumps)
