@@ -25,7 +25,6 @@ from megajax.core.axes import MESH_AXES
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.hardware import find_card
-from megajax.core.host_memory import keep_freed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +186,6 @@ def start(emulate: int | None = None, emulate_default: int | None = None) -> Non
     else:
         if emulate < 1:
             raise UserError(f"emulate={emulate} must be at least 1 (--emulate)")
-        keep_freed(os.environ)
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", emulate)
