@@ -36,7 +36,7 @@ def access(found: Region, one: Instruction) -> dict[str, float]:
     is_custom = one.opcode == "custom-call" or one.get("kind") == "kCustom"
     cuts = _PARTS.search(one.attributes)
     return {
-        **strides(found),
+        **strides(found, is_custom),
         "span": sum(array.nbytes for i in given for array in i.arrays),
         "dilated": math.prod(d.base * d.dilation for d in windows) if windows else 0.0,
         "custom": float(is_custom),
@@ -44,21 +44,21 @@ def access(found: Region, one: Instruction) -> dict[str, float]:
     }
 
 
-def strides(found: Region) -> dict[str, float]:
+def strides(found: Region, by_library: bool = False) -> dict[str, float]:
     """Returns the features 'stride', 'stride_right', 'run' and 'jumps' of record.FEATURES.
 
     Of a product, 'stride' lies between the elements of the first operand along the contracted
     dimension, and 'stride_right' between those of the second operand along the result's rows, each
     if the operand is read against its layout. Otherwise 'jumps' says how often the address jumps
     while arrays are read, and 'run' and 'stride', both in bytes, belong to the array with the most
-    jumps (program_loops.Read). Each is 0 where there is none.
+    jumps (program_loops.Read). Each is 0 where there is none. by_library: as `reads` has it.
     """
     dots = [i for i in found.order if i.opcode in ("dot", "ragged-dot") and len(i.operands) > 1]
     if dots:
         one = max(dots, key=lambda i: (i.array.elements, i.shape))
         left, right = _strides_of_product(one, *found.operands(one)[:2])
         return {"stride": left, "stride_right": right}
-    jumping = [read for read in loops.reads(found) if read.jumps]
+    jumping = [read for read in loops.reads(found, by_library) if read.jumps]
     if not jumping:
         return {}
     most = max(jumping, key=lambda read: (read.jumps, read.stride, read.run))

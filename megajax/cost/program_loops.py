@@ -45,8 +45,13 @@ class Read:
         return self.reads * self.itemsize / self.run if self.stride else 0.0
 
 
-def reads(found: Region) -> list[Read]:
-    """Returns how the operations of a region read their parameters, a value a path and nest."""
+def reads(found: Region, by_library: bool = False) -> list[Read]:
+    """Returns how the operations of a region read their parameters, a value a path and nest.
+
+    Args: by_library: a library runs the region. Its reductions are assumed to read their operand in
+      the order of memory, whatever dimensions they add up: YNNPACK's sums over columns take 0.29 ns
+      an element on an AMD EPYC, XLA's own loops 4.2 ns.
+    """
     stack = [(one.name, _nest(one)) for one in found.outputs]
     seen: set[tuple[str, Nest]] = set()
     result: list[Read] = []
@@ -64,6 +69,11 @@ def reads(found: Region) -> list[Read]:
             moved = _by_dimension(nest, found.array(one.operands[1]))
             result.append(_read(one.array, _onto(one.array, moved)))
             stack.append((one.operands[1], nest))
+            continue
+        if by_library and one.opcode == "reduce":
+            stack += [
+                (n, _nest(found.instructions[n])) for n in one.operands if n in found.instructions
+            ]
             continue
         stack += _below(found, one, nest)
     return result

@@ -17,7 +17,7 @@ M, K, N = 6, 10, 14
 BY_CHANCE = M  # a loop may start at the address after the one where the last one ended
 
 
-def fused(function, *shapes):
+def fused(function, *shapes, by_library=False):
     """Returns how a fusion of all of a function's operations reads its parameters."""
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     text = jax.jit(function).lower(*arrays).compiler_ir("hlo").as_hlo_text()
@@ -34,7 +34,7 @@ def fused(function, *shapes):
     )
     module = Module("\n".join([inner, "ENTRY %whole () -> f32[] {", *lines, root, "}", ""]))
     around = module.instructions("whole")
-    return reads(region(module, around["fusion"], around))
+    return reads(region(module, around["fusion"], around), by_library)
 
 
 def addresses(indices):
@@ -87,6 +87,12 @@ def test_a_sum_reads_what_it_adds_up_one_after_the_other(axes):
     jumps, run, stride = addresses(where)
     assert read.stride == 4 * stride and jumps <= read.jumps <= jumps + BY_CHANCE
     assert read.run == 4 * run or not jumps
+
+
+def test_a_library_reads_what_it_adds_up_in_the_order_of_memory():
+    for axes in ((0,), (0, 1), (2,)):
+        [read] = fused(lambda x, axes=axes: x.sum(axes) * 2, (M, K, N), by_library=True)
+        assert (read.jumps, read.reads) == (0, M * K * N)
 
 
 def test_the_windows_of_a_sum_are_read_one_after_the_other():
