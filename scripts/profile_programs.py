@@ -267,11 +267,11 @@ def join(cfg: Config) -> None:
             print(f"{lost} convolutions are left out: XLA chose no algorithms for them")
         whole = whole.of_rows(np.array(tuned))
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
-        whole = whole.with_raised_cards()
+        rows, whole = len(whole.halves), whole.without_impossible().with_raised_cards()
+        print(f"{rows - len(whole.halves)} rows are left out: their event ended before their work")
     devices = ", ".join(whole.dataset.cards)
     more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor, "seed": cfg.seed}
-    parts = whole.dataset.facts
-    more |= {name: parts[name] for name in ("products", "passes") if name in parts}
+    more |= {n: v for n, v in whole.dataset.facts.items() if n in ("products", "passes")}
     whole = whole.with_facts(results.facts(devices, "measured") | whole.noise | more)
     whole.save(folder / "labels.npz")
     for name in whole.dataset.cards:

@@ -15,7 +15,7 @@ from megajax.cost.program import records
 from megajax.systems.cdmpp import draw, families, pieces
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.families import Program
-from megajax.systems.cdmpp.labels import Labels
+from megajax.systems.cdmpp.labels import POSSIBLE, Labels
 from megajax.systems.cdmpp.prepare import prepared, runnable
 from megajax.systems.cdmpp.profile import (
     Timed,
@@ -205,6 +205,13 @@ def test_no_row_beats_a_raised_card():
     assert labels().with_raised_cards().dataset.cards["a CPU"] == CPU
     assert CARDS["H100"].name not in found.dataset.cards
     assert (labels(((1e-9, 1e-9), (2e-5, 2e-5))).below_floor, found.below_floor) == (0.5, 0.0)
+
+
+def test_a_row_that_ended_before_its_work_is_left_out():
+    fastest = [flops / (POSSIBLE * CPU.flops["float32"]) for flops in (1024, 1152)]
+    kept = labels(((fastest[0] * 1.01,) * 2, (fastest[1] * 0.99,) * 2)).without_impossible()
+    assert kept.dataset.seconds.tolist() == [fastest[0] * 1.01]
+    assert len(labels().without_impossible().halves) == len(labels().halves)
 
 
 def test_programs_are_drawn_by_number():
