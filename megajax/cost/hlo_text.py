@@ -61,6 +61,15 @@ class Array:
         """Bytes in memory, without padding."""
         return self.itemsize * self.elements
 
+    @functools.cached_property
+    def strides(self) -> dict[int, int]:
+        """Elements between two neighbours along each dimension, in the order of `layout`."""
+        found, below = {}, 1
+        for dimension in self.layout:
+            found[dimension] = below
+            below *= self.dims[dimension]
+        return found
+
     @property
     def minor(self) -> int:
         """Size of the dimension whose elements lie side by side; of a scalar 1."""

@@ -78,12 +78,4 @@ def _against(array: Array, wanted: Sequence[int]) -> float:
     order = [d for d in array.layout if array.dims[d] > 1]
     if not order or order[0] in wanted:
         return 0.0
-    return next((_stride(array, d) for d in order if d in wanted), 0.0)
-
-
-def _stride(array: Array, dimension: int) -> float:
-    """Returns the bytes between two elements that are neighbours along a dimension."""
-    stride = array.itemsize
-    for inner in array.layout[: array.layout.index(dimension)]:
-        stride *= array.dims[inner]
-    return stride
+    return next((array.itemsize * array.strides[d] for d in order if d in wanted), 0.0)

@@ -27,7 +27,7 @@ _STRUCTURE = re.compile(
     r"feature_group_count|batch_group_count|index_vector_dim|operand_precision|algorithm|"
     r"is_stable|custom_call_target)=(\{[^{}]*\}|[^\s,]+)"
 )
-_PASS = ("bitcast", "get-tuple-element", "opt-barrier", "optimization-barrier")
+PASS = ("bitcast", "get-tuple-element", "opt-barrier", "optimization-barrier")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Region:
     def source(self, name: str) -> Instruction:
         """Returns the operation that computes a value, behind bitcasts and elements of tuples."""
         one = self.instructions[name]
-        while one.opcode in _PASS and one.operands and one.operands[0] in self.instructions:
+        while one.opcode in PASS and one.operands and one.operands[0] in self.instructions:
             one = self.instructions[one.operands[0]]
         return one
 

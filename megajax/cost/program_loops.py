@@ -17,13 +17,12 @@ from collections.abc import Iterator
 
 from megajax.cost import program_work as work
 from megajax.cost.hlo_text import Array, Instruction
-from megajax.cost.program_body import Region
+from megajax.cost.program_body import PASS, Region
 
 Nest = tuple[tuple[int, int], ...]
 # Operations whose result is not computed from the same place of their operands.
 _STOPS = ("dot", "ragged-dot", "convolution", "custom-call", "scatter", "iota", "constant", "rng",
           "rng-bit-generator", "tuple")  # fmt: skip
-_SAME = ("bitcast", "reshape", "get-tuple-element", "opt-barrier", "optimization-barrier")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _below(found: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, N
     """Yields the operands of an operation with the loops that read them."""
     if one.opcode in _STOPS or not one.operands:
         return
-    if one.opcode in _SAME:
+    if one.opcode in (*PASS, "reshape"):
         yield one.operands[0], nest
         return
     value = one.array
@@ -177,24 +176,19 @@ def _by_dimension(nest: Nest, array: Array) -> list[tuple[int, int, int]]:
         if stride == 0:
             found.append((-1, 0, count))
             continue
-        below = 1
-        for d in array.layout:
+        for d, below in array.strides.items():
             above = below * array.dims[d]
             if below <= stride < above and count > 1:
                 step = max(stride // below, 1)
                 room = math.ceil(array.dims[d] / step)
                 found.append((d, step, min(count, room)))
                 count, stride = math.ceil(count / room), above
-            below = above
     return found
 
 
 def _onto(array: Array, moves: list[tuple[int, int, int]]) -> Nest:
     """Returns the loops, given by dimensions of an array, as strides in its layout."""
-    strides, below = {-1: 0}, 1
-    for d in array.layout:
-        strides[d] = below if array.dims[d] > 1 else 0
-        below *= array.dims[d]
+    strides = {d: stride for d, stride in array.strides.items() if array.dims[d] > 1}
     return tuple((strides.get(d, 0) * step, n) for d, step, n in moves if n > 1)
 
 
