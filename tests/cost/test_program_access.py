@@ -105,6 +105,34 @@ def test_a_custom_fusion_and_the_parts_for_threads_are_told():
     assert found["custom"] == 1
 
 
+SUM = """HloModule s, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%inner (x: f32[24,56], z: f32[]) -> f32[56] {
+  %x = f32[24,56]{1,0} parameter(0)
+  %z = f32[] parameter(1)
+  ROOT %reduce = f32[56]{0} reduce(%x, %z), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[24,56], z: f32[]) -> f32[56] {
+  %x.1 = f32[24,56]{1,0} parameter(0)
+  %z.1 = f32[] parameter(1)
+  ROOT %fusion = f32[56]{0} fusion(%x.1, %z.1), kind=KIND, calls=%inner
+}
+"""
+
+
+@pytest.mark.parametrize(("kind", "jumps"), [("kLoop", M * N), ("kCustom", 0)])
+def test_a_library_s_sum_over_columns_does_not_jump(kind, jumps):
+    [found] = records(SUM.replace("KIND", kind))
+    assert (found.kind, found["jumps"]) == ("reduction", jumps)
+
+
 @pytest.mark.parametrize(("axis", "rows", "width", "jumps"), [(0, N, M, M * N), (1, M, N, 0)])
 def test_a_sort_has_the_rows_and_the_width_of_the_sorted_dimension(axis, rows, width, jumps):
     found = only(lambda x: jnp.sort(x, axis), (M, N))
