@@ -293,7 +293,7 @@ def calibrate() -> int:
     while not timed or time.monotonic() - began < BUDGET.value:
         timed += profile.measure(list(itertools.islice(drawn, 4)), profile.usual_passes())
     facts = results.facts(card.name, "measured")
-    labels = Labels.of(timed, card, facts).without_impossible().with_raised_cards()
+    labels = Labels.of(timed, card, facts).with_raised_cards()
     dataset, halves = labels.dataset, labels.halves
     rows = unique_rows(dataset)
     print(

@@ -267,8 +267,7 @@ def join(cfg: Config) -> None:
             print(f"{lost} convolutions are left out: XLA chose no algorithms for them")
         whole = whole.of_rows(np.array(tuned))
     if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
-        rows, whole = len(whole.halves), whole.without_impossible().with_raised_cards()
-        print(f"{rows - len(whole.halves)} rows are left out: their event ended before their work")
+        whole = whole.with_raised_cards()
     devices = ", ".join(whole.dataset.cards)
     more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor, "seed": cfg.seed}
     more |= {n: v for n, v in whole.dataset.facts.items() if n in ("products", "passes")}

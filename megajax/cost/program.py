@@ -214,7 +214,7 @@ class _Reader:
         if fused and self._live_pairs != 1:
             structure += f" {self._live_pairs:g} of the pairs"
         kind, values = _features(found, flat)
-        values |= access(found, one)
+        values |= access(found, one, is_gpu=self._is_gpu)
         if kind == "custom":
             for name in sorted({i.opcode for i in found.order if work.class_of(i) == "other"}
                                - work.FREE):  # fmt: skip

@@ -19,28 +19,32 @@ from megajax.cost.hlo_text import Array, Instruction
 from megajax.cost.program_body import Region
 
 _PARTS = re.compile(r'"outer_dimension_partitions":(\[[^\]]*\])')
+_THREADED = ("dot", "convolution", "sort", "custom-call")  # use the threads of a CPU as they like
 
 
-def access(found: Region, one: Instruction) -> dict[str, float]:
+def access(found: Region, one: Instruction, *, is_gpu: bool = False) -> dict[str, float]:
     """Returns the features of record.FEATURES that say how a launched instruction is executed.
 
     They are those of `strides`, and: 'span', the bytes of the whole arrays that it reads at least a
     part of; 'dilated', the product of a convolution's dilations; 'custom', 1 if it is a custom call
     or fusion, whose code is a library's (YNNPACK, cuBLAS) or another compiler's (Triton), and not
-    that of XLA's own loops; 'parts', into how many parts XLA cuts it for the threads of a CPU.
+    that of XLA's own loops; 'parts', how many threads of a CPU a loop of XLA's own runs on at most.
+    Other code divides itself among all threads, or runs on a GPU: then 'parts' is 0.
 
-    Args: found: the region of `one`.
+    Args: found: the region of `one`. is_gpu: whether it runs on a GPU.
     """
     given = [i for i in found.order if i.opcode == "parameter" and found.demand[i.name]]
     windows = [d for i in found.order if i.opcode == "convolution" for d in work.windows(i)]
     is_custom = one.opcode == "custom-call" or one.get("kind") == "kCustom"
+    is_loop = not (is_gpu or is_custom or one.opcode in _THREADED)
     cuts = _PARTS.search(one.attributes)
+    parts = math.prod(map(int, json.loads(cuts[1]))) if cuts else 1
     return {
         **strides(found, is_custom),
         "span": sum(array.nbytes for i in given for array in i.arrays),
         "dilated": math.prod(d.base * d.dilation for d in windows) if windows else 0.0,
         "custom": float(is_custom),
-        "parts": math.prod(map(int, json.loads(cuts[1]))) if cuts else 1.0,
+        "parts": float(parts) if is_loop else 0.0,
     }
 
 

@@ -16,11 +16,9 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import peak
 from megajax.systems.cdmpp.dataset import Dataset, load_arrays, save_arrays
 from megajax.systems.cdmpp.profile import HALVES, NOISY, Timed
 
-POSSIBLE = 1.5  # (chosen) times the peak that was measured, which varies and may be missed
 _OWN = ("family", "program", "halves", "walls")
 
 
@@ -131,21 +129,6 @@ class Labels:
     def with_facts(self, facts: Mapping[str, Any]) -> "Labels":
         """Returns the same rows with other facts about their provenance."""
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, facts=facts))
-
-    def without_impossible(self) -> "Labels":
-        """Returns the rows that are at most POSSIBLE times as fast as their card's peak FLOP/s.
-
-        This is meant for devices whose card was measured. On a CPU with several threads XLA starts
-        a large convolution in the background, and the profiler's event ends before it (one of 48
-        MFLOP: the event took 10 us of a call of 1,119 us). Such a row says nothing, and a card that
-        is raised to it is far too fast. Rows that are wrong by less stay.
-        """
-        rows = zip(self.dataset.records, self.dataset.devices, self.dataset.seconds, strict=True)
-        kept = [
-            record.flops <= POSSIBLE * seconds * peak(self.dataset.cards[device], record.dtype)
-            for record, device, seconds in rows
-        ]
-        return self if all(kept) else self.of_rows(np.flatnonzero(kept))
 
     def with_raised_cards(self) -> "Labels":
         """Returns the rows with cards whose rates are raised until no row is below its roofline.

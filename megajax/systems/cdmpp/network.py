@@ -46,7 +46,7 @@ _FLOOR = 8.0
 _START = (
     *(0.0,) * len(TILES) * 2,
     *(-2.0,) * len(TILES),
-    *(-0.1, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0),
+    *(-0.1, 0.0, -0.7, -1.0, 0.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0),
 )
 # Offsets that a device's shift of a kind is added to: all that correct times, none that are the
 # weights of tiles.

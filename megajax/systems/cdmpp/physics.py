@@ -37,7 +37,7 @@ from megajax.cost.record import (
 )  # fmt: skip
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
-TIMES = 8  # general times, which are those that no tile has a part in (see `times`)
+TIMES = 11  # general times, which are those that no tile has a part in (see `times`)
 LEAVES = 8  # most leaves of a tree that the encoder reads; of more, it reads some evenly spaced
 DTYPES = ("float32", "bfloat16", "float16", "tfloat32", "float8", "int8")
 _LOGS = (
@@ -59,6 +59,9 @@ _CLOCK = 1.5e9  # Hz, assumed for a card that has no clock
 # memory delivers 128 bytes of operands a clock (assumed: 16 operations for a byte). The network
 # learns what a device really reaches.
 _FED = 2048
+# Operations and bytes of one thread of a CPU in a clock, and clocks of a jump to an address that is
+# in no near cache (assumed; the network corrects them).
+_THREAD_FLOPS, _THREAD_BYTES, _JUMP = 32, 16, 4
 # Bytes from which on the elements of a stride all fall into one set of a cache, or nearly so
 # (chosen; of the L1 caches of x86 processors from 4096 on, larger caches have more sets).
 _SETS = 2**16
@@ -123,6 +126,8 @@ class Programs:
     work_R: np.ndarray
     product_R: np.ndarray
     sizes_R4: np.ndarray
+    parts_R: np.ndarray
+    jumps_R: np.ndarray
     dtypes: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -170,6 +175,8 @@ def programs(records: Sequence[OpRecord]) -> Programs:
         (flops + 8 * table["transcendentals"])[index],
         is_product.astype(float)[index],
         sizes[index],
+        table["parts"][index],
+        table["jumps"][index],
         tuple(record.dtype for record in records),
     )
 
@@ -284,9 +291,23 @@ def times(rows: Programs, card: DeviceCard) -> Times:
         np.log(1e-5 * 1.4e9 / clock) * ones,
         (at_bandwidth + np.log(nbytes / card.sms / 4e9)) / 2,
         (at_bandwidth + np.log(nbytes / peak_R * 25)) / 2,
+        *_on_threads(rows, card, clock),
     )
     waves, traffic = _tiles(rows, card, clock * _per_clock(peak_R) * busy_R, limit_R)
     return Times(np.log(np.maximum(floor, 1e-12)), np.stack(general, -1), waves, traffic)
+
+
+def _on_threads(rows: Programs, card: DeviceCard, clock: float) -> list[np.ndarray]:
+    """Returns log times of a loop's work and bytes on the threads that it can use, and of jumps."""
+    is_loop, has_jumps = rows.parts_R > 0, rows.jumps_R > 0
+    threads = np.where(is_loop, np.minimum(rows.parts_R, card.sms), card.sms)
+    at_once = np.log(threads * clock)
+    work, nbytes = np.maximum(rows.work_R, 1), np.maximum(rows.bytes_R, 1)
+    return [
+        np.where(is_loop, np.log(work / _THREAD_FLOPS) - at_once, -60),
+        np.where(is_loop, np.log(nbytes / _THREAD_BYTES) - at_once, -60),
+        np.where(has_jumps, np.log(np.maximum(rows.jumps_R, 1) * _JUMP) - at_once, -60),
+    ]
 
 
 def busy(card: DeviceCard) -> float:

@@ -6,16 +6,12 @@ time of an instruction in a pass is the median over its executions. Its label is
 all passes, and the noise of the label is the difference of the two halves' least times.
 """
 
-import collections
-import contextlib
 import copy
 import dataclasses
 import functools
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,14 +22,10 @@ from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import parse
 from megajax.cost.program import records
 from megajax.cost.record import OpRecord
+from megajax.systems.cdmpp.events import read, tracing
 from megajax.systems.cdmpp.families import Program
 
 HALVES = 2
-# Lines of a GPU's plane that sum up the kernels of its streams, where a tool has derived them.
-_SUMS = frozenset((
-    "Steps", "XLA Modules", "XLA Ops", "Async XLA Ops", "Framework Ops", "Framework Name Scope",
-    "Source code", "Launch Stats",
-))  # fmt: skip
 # (chosen) A CPU is shared, also with other virtual machines: with one thread, the least times of 6
 # passes differ by 7.5 % (mean) between two halves, those of the same rows in 48 passes by 3.6 %.
 # Compiling takes longer than all of them.
@@ -133,7 +125,7 @@ def instructions(
         with tracing(folder):
             for turn in range(passes):
                 walls[turn] = calls(programs, 1)[0][0]
-        events = read(folder)
+        events = read(folder, {program.module: program.text for program in programs})
     if programs and not any(events.get(program.module) for program in programs):
         raise UserError(
             "the profiler named no instruction; on a GPU, command buffers hide them: set "
@@ -143,13 +135,15 @@ def instructions(
     for place, program in enumerate(programs):
         named, found = events.get(program.module, {}), program.records
         is_open = has_open_loops(program.text)
-        each = [(r, _by_pass(named.get(r.name, ()), passes, r.executions, is_open)) for r in found]
         if _is_cpu() and is_open:
             each = [_counted(r, named.get(r.name, ()), passes) for r in found]
-        kept = [r for r, times in each if times is not None]
-        halves = [_halves(times) for _, times in each if times is not None]
-        halves = np.array(halves).reshape(-1, HALVES)
-        out.append((kept, halves, _halves(walls[:, place]), len(found) - len(kept)))
+        else:
+            each = [(r, _of_record(r, named.get(r.name, ()), passes, is_open)) for r in found]
+        pairs = [(r, _halves(times)) for r, times in each if times is not None]
+        kept = [(r, least) for r, least in pairs if np.isfinite(least).all()]
+        halves = np.array([least for _, least in kept]).reshape(-1, HALVES)
+        named_ones = [r for r, _ in kept]
+        out.append((named_ones, halves, _halves(walls[:, place]), len(found) - len(kept)))
     return out
 
 
@@ -169,14 +163,31 @@ def calls(programs: Sequence[Ready], passes: int) -> tuple[np.ndarray, np.ndarra
     return walls, busy
 
 
+def _of_record(
+    record: OpRecord, events: Sequence[float], passes: int, is_open: bool
+) -> np.ndarray | None:
+    """Returns an instruction's seconds in each pass, from events that are kernels or executions.
+
+    An execution may launch several kernels on a GPU, which follow each other. On a CPU a sort first
+    copies its operands, with an event for each copy.
+    """
+    is_sum = not _is_cpu() or record.kind == "sort"
+    return _by_pass(events, passes, record.executions, is_sum=is_sum, is_open=is_open)
+
+
 def _by_pass(
-    events: Sequence[float], passes: int, executions: float, is_open: bool = False
+    events: Sequence[float],
+    passes: int,
+    executions: float,
+    *,
+    is_sum: bool = False,
+    is_open: bool = False,
 ) -> np.ndarray | None:
     """Returns an instruction's seconds in each pass; None where its events do not add up.
 
-    An execution may launch several kernels on a GPU, which follow each other: they are added.
-    is_open: the program has a loop that turns as often as values say; there, several events for an
-    execution may be several turns, so they do not add up.
+    is_sum: several events for an execution are its parts, which are added. is_open: the program has
+    a loop that turns as often as values say; there, several events for an execution may be several
+    turns, so they do not add up.
     """
     if not events or len(events) % passes:
         return None
@@ -184,7 +195,7 @@ def _by_pass(
     runs = round(executions)
     if is_open and of_pass.shape[1] != runs:
         return None
-    if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and not _is_cpu():
+    if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and is_sum:
         of_pass = of_pass.reshape(passes, runs, -1).sum(2)
     return np.median(of_pass, 1)
 
@@ -200,7 +211,7 @@ def _counted(
 ) -> tuple[OpRecord, np.ndarray | None]:
     """Returns a record of a program with open loops with the executions that were seen, and its
     seconds in each pass; passes may have differed."""
-    if len(events) < passes:
+    if len(events) < passes or record.kind == "sort":  # whose copies have events as well
         return record, None
     times = np.array([np.median(part) for part in np.array_split(events, passes)])
     return dataclasses.replace(record, executions=len(events) / passes), times
@@ -241,44 +252,3 @@ def compile_program(program: Program) -> jax.stages.Compiled:
 
     call.__name__ = _module(program).removeprefix("jit_")
     return jax.jit(call).lower(*program.args).compile()
-
-
-@contextlib.contextmanager
-def tracing(folder: str) -> Iterator[None]:
-    """Records what runs, without the calls of Python functions, which would take part of it."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    with jax.profiler.trace(folder, profiler_options=options):
-        yield
-
-
-def read(folder: str) -> dict[str, dict[str, list[float]]]:
-    """Returns {module: {instruction: seconds of its executions, in order}} of a trace's folder.
-
-    Events carry the instruction in 'hlo_op'. Where a GPU ran, only what its streams ran counts: the
-    host's launch of a kernel may name the instruction too.
-    """
-    found: dict[str, dict[str, list[tuple[float, float]]]] = collections.defaultdict(
-        lambda: collections.defaultdict(list)
-    )
-    for path in sorted(Path(folder).rglob("*.xplane.pb")):
-        for event, stats in _events(path):
-            if "hlo_op" in stats and "hlo_module" in stats:
-                module, name = str(stats["hlo_module"]), str(stats["hlo_op"])
-                found[module][name].append((event.start_ns, event.duration_ns))
-    return {
-        module: {name: [d * 1e-9 for _, d in sorted(spans)] for name, spans in names.items()}
-        for module, names in found.items()
-    }
-
-
-def _events(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    with warnings.catch_warnings():  # jax 0.11.2: the type of stats warns when it is first made
-        warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-        gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-        for plane in gpus or planes:
-            for line in plane.lines:
-                if not (gpus and line.name in _SUMS):
-                    for event in line.events:
-                        yield event, dict(event.stats)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megajax.core.hardware import CARDS
-from megajax.cost.operators import product
+from megajax.cost.operators import product, rowwise
+from megajax.cost.record import FEATURES, record
 from megajax.systems.cdmpp import network, physics
 
 T4 = dataclasses.replace(
@@ -77,11 +78,31 @@ def test_a_wave_reads_its_panels_once_and_the_next_again_beyond_the_l2():
         assert seconds == pytest.approx(expected / card.memory_bytes_per_s, rel=1e-3)
 
 
+def loop(parts: float, jumps: float = 0):
+    """An addition of 1,000 x 256 elements that XLA cuts into parts for the threads of a CPU."""
+    plain = rowwise(("add",), 1000, 256, 2, "float32")
+    values = dict(zip(FEATURES, plain.features, strict=True)) | {"parts": parts, "jumps": jumps}
+    return record(plain.kind, [], values)
+
+
+def test_a_loop_runs_on_as_many_threads_as_it_has_parts():
+    rows = physics.programs([loop(1), loop(4, jumps=1000), loop(0)])
+    card = dataclasses.replace(FREE, clock_hz=2e9)
+    for threads, used in ((1, (1, 1)), (3, (1, 3)), (8, (1, 4))):
+        timed = physics.times(rows, dataclasses.replace(card, sms=threads))
+        work, moved, jumps = np.exp(timed.general_RG[:, -3:]).T
+        np.testing.assert_allclose(work[:2], 256_000 / 32 / 2e9 / np.array(used))
+        np.testing.assert_allclose(moved[:2], 3 * 4 * 256_000 / 16 / 2e9 / np.array(used))
+        assert jumps[1] == pytest.approx(1000 * 4 / 2e9 / used[1])
+        assert max(work[2], moved[2], jumps[0], jumps[2]) < 1e-20  # no such time
+
+
 def test_no_time_rises_with_a_better_card_at_its_power_limit():
     rng = np.random.default_rng(0)
     sizes = np.exp(rng.uniform(0, np.log(5000), (200, 4))).astype(int)
     records = [product(*row.tolist(), "float32") for row in sizes]
     records += [product(*row.tolist(), "bfloat16") for row in sizes[:50]]
+    records += [loop(*size) for size in ((0, 0), (0, 50), (1, 50), (3, 10_000), (64, 0))]
     rows = physics.programs(records)
     card = dataclasses.replace(T4, flops={"float32": 8.1e12, "bfloat16": 65e12})
     for field in ("sms", "flops", "float32 alone", "memory_bytes_per_s", "l2_bytes"):
