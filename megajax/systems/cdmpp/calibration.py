@@ -25,7 +25,7 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.record import KINDS
 from megajax.systems.cdmpp import nearness, train
 from megajax.systems.cdmpp.network import plain_device
-from megajax.systems.cdmpp.physics import gpu
+from megajax.systems.cdmpp.power import gpu
 
 COVERED, WIDTH = 0.9, 1.645
 _ENOUGH = 20  # least number of rows for which a kind of record gets an estimate of its own

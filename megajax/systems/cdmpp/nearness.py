@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import KINDS
-from megajax.systems.cdmpp.physics import gpu
+from megajax.systems.cdmpp.power import gpu
 
 # Differences of compute capability, and of the logarithm of the power limit, that reduce the weight
 # of a known device by a factor of e. Each counts as a distance of 1.
@@ -29,7 +29,7 @@ _PRODUCT_KINDS = ("product", "batched_product")
 _TWIN = 0.5
 _LEAST = 0.1  # the smallest distance, because a device with an equal card is still another device
 # For products on an unseen device, the weights of known devices depend on compute capability alone
-# (the power limit is already in the times, physics.py), and fall by a factor of e for a difference
+# (the power limit is already in the times, power.py), and fall by a factor of e for a difference
 # of _NEAR_PRODUCTS. They sum to _PRODUCTS and not to 1, because in what a card does not say, GPUs
 # that are near differ more than they agree. (Chosen with the five training GPUs of NeuSight, each
 # left out in turn.)
@@ -39,7 +39,7 @@ _NEAR_PRODUCTS, _PRODUCTS = 0.4, 0.5
 def prior(own: tuple[float, float] | None, names: Sequence[str]) -> np.ndarray:
     """Returns the weights (devices,) with which the traits of known devices apply to another one.
 
-    Args: own: compute capability and power limit in W of that device (physics.gpu); None: unknown.
+    Args: own: compute capability and power limit in W of that device (power.gpu); None: unknown.
     """
     others = [gpu(name) for name in names]
     if own is None or not any(others):

@@ -11,10 +11,6 @@ the tiles run in waves over the SMs (NeuSight, ASPLOS'25, section 4). Which size
 takes is not known before a run, so the times of all sizes in TILES are inputs, and the network
 weighs them.
 
-Power: at its power limit a GPU lowers its clock, and with it the voltage, so an operation needs
-less energy. The power of a GPU is modelled as what it needs at any clock, plus the operations of a
-second times the energy of one operation, which rises as a power of the current clock.
-
 Legend: R rows, X inputs of the program, G general times, T tiles, N leaves, C columns of a leaf.
 """
 
@@ -35,6 +31,7 @@ from megajax.cost.record import (
     OpRecord,
     peak,
 )  # fmt: skip
+from megajax.systems.cdmpp.power import CLOCK, busy, sustained, throttled
 
 TILES = ((32, 32), (64, 32), (32, 128), (128, 32), (64, 64), (128, 64), (128, 128), (256, 128))
 TIMES = 11  # general times, which are those that no tile has a part in (see `times`)
@@ -54,7 +51,6 @@ INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
 # quotient a card with more SMs would be predicted to be slower.
 _PEAKS = (1e11, 1e12, 4e12, 2e13, 3e13, 7e13, 1.56e14, 3.12e14, 5e14, 1e15, 2e15, 4.5e15)
 _PER_CLOCK = (32, 64, 128, 128, 256, 256, 1024, 2048, 2048, 4096, 8192, 16384)
-_CLOCK = 1.5e9  # Hz, assumed for a card that has no clock
 # Operations that the matrix units (tensor cores) of an SM can do in a clock, because its shared
 # memory delivers 128 bytes of operands a clock (assumed: 16 operations for a byte). The network
 # learns what a device really reaches.
@@ -65,47 +61,9 @@ _THREAD_FLOPS, _THREAD_BYTES, _JUMP = 32, 16, 4
 # Bytes from which on the elements of a stride all fall into one set of a cache, or nearly so
 # (chosen; of the L1 caches of x86 processors from 4096 on, larger caches have more sets).
 _SETS = 2**16
-# (words of a GPU's name, compute capability, power limit in watts). Libraries choose kernels by the
-# compute capability (CUDA C++ programming guide). The power limits are from datasheets. The first
-# entry whose words all occur in a name is used.
-_GPUS = (
-    ("K80", 3.7, 300), ("P100", 6.0, 250), ("P40", 6.1, 250), ("P4", 6.1, 75),
-    ("V100 PCIE", 7.0, 250), ("V100", 7.0, 300), ("T4", 7.5, 70),
-    ("A100 PCIE 40GB", 8.0, 250), ("A100 PCIE", 8.0, 300), ("A100", 8.0, 400), ("A30", 8.0, 165),
-    ("A800", 8.0, 400), ("A10", 8.6, 150), ("A10G", 8.6, 150), ("A40", 8.6, 300),
-    ("L4", 8.9, 72), ("L40", 8.9, 300), ("L40S", 8.9, 350), ("H100 PCIE", 9.0, 350),
-    ("H100", 9.0, 700), ("H200", 9.0, 700), ("H800", 9.0, 700), ("GH200", 9.0, 900),
-    ("H20", 9.0, 400), ("B200", 10.0, 1000), ("B300", 10.3, 1400), ("GB200", 10.0, 1200),
-)  # fmt: skip
-# Power that a GPU needs at any clock (memory, leakage, voltage regulators): a constant in watts,
-# plus a share of its power limit (assumed: 26 W of 70 W, 40 W of 250 W).
-_IDLE, _IDLE_SHARE = 20.0, 0.08
-# _JOULES: energy of a float32 operation at a clock of 1 GHz. _ENERGY_RISE: the exponent with which
-# it rises with the clock. _NODES: (compute capability, factor on the energy of GPUs below it); the
-# factor is that of the process node of their chips. The first two and the factor of 7 nm are set so
-# that large linear layers of T4 and A100-40 reach 96 % of the `sustained` rate, and V100 is not
-# throttled, as measured (NeuSight's test rows); P4's rate is 5 % too low then. 5 nm needs 30 % less
-# energy than 7 nm (TSMC, N5), its later variants 10 % less than that (TSMC, N5P); 8 nm and 28 nm
-# are assumed.
-_JOULES, _ENERGY_RISE = 11.7e-12, 0.8
-_NODES = ((6.0, 2.0), (8.0, 1.0), (8.6, 0.9), (8.9, 0.95), (np.inf, 0.57))
-# (compute capability, share of their peak that GPUs below it reach in float32 products), relative
-# to GPUs whose SMs have 64 float32 lanes. An SM with 128 lanes has no more issue slots and no more
-# bandwidth of shared memory than one with 64, so it cannot keep all lanes busy. cuBLAS keeps 73 %
-# of the lanes of an RTX PRO 6000 busy and 82 % of an H200's (kernelspace.substack.com, "Surfacing a
-# 60% performance bug in cuBLAS"); with 64 lanes, 95 %. The SMs of a P4 have 128 lanes too, but they
-# issue two instructions a clock.
-_BUSY = ((8.6, 1.0), (9.0, 0.77), (np.inf, 0.86))
 # Operations in a data type that take the energy of one in float32. Tensor cores at their peak are
 # assumed to need as much power as the other cores at theirs.
 _CHEAPER = {"tfloat32": 8, "bfloat16": 16, "float16": 16, "float8": 32, "int8": 32}
-
-
-def gpu(name: str) -> tuple[float, float] | None:
-    """Returns (compute capability, power limit in W) of the GPU of this name; None: unknown."""
-    words = set(name.upper().replace("-", " ").replace("_", " ").split())
-    found = (entry for entry in _GPUS if words.issuperset(entry[0].split()))
-    return next(((capability, float(watts)) for _, capability, watts in found), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +234,7 @@ def times(rows: Programs, card: DeviceCard) -> Times:
     is_plain_R = np.array([dtype == "float32" for dtype in rows.dtypes], bool)
     busy_R = np.where(is_plain_R & (rows.product_R > 0), busy(card), 1.0)
     flops, nbytes = np.maximum(rows.work_R, 1), np.maximum(rows.bytes_R, 1)
-    bandwidth, clock = card.memory_bytes_per_s, card.clock_hz or _CLOCK
+    bandwidth, clock = card.memory_bytes_per_s, card.clock_hz or CLOCK
     floor = np.maximum(rows.flops_R / peak_R, rows.bytes_R / bandwidth)
     at_bandwidth, ones = np.log(nbytes / bandwidth), np.ones(len(rows))
     general = (
@@ -308,38 +266,6 @@ def _on_threads(rows: Programs, card: DeviceCard, clock: float) -> list[np.ndarr
         np.where(is_loop, np.log(nbytes / _THREAD_BYTES) - at_once, -60),
         np.where(has_jumps, np.log(np.maximum(rows.jumps_R, 1) * _JUMP) - at_once, -60),
     ]
-
-
-def busy(card: DeviceCard) -> float:
-    """Returns the share of a card's peak that its SMs reach in float32 products; see _BUSY."""
-    known = gpu(card.name)
-    return 1.0 if known is None else next(share for below, share in _BUSY if known[0] < below)
-
-
-def sustained(card: DeviceCard) -> float:
-    """Returns the float32 FLOP/s that a card's power limit allows at the energy of its full clock.
-
-    Infinity if the card's name is of no known GPU, because its power limit is not known.
-    """
-    known = gpu(card.name)
-    if known is None:
-        return np.inf
-    capability, watts = known
-    node = next(share for below, share in _NODES if capability < below)
-    rise = ((card.clock_hz or _CLOCK) / 1e9) ** _ENERGY_RISE
-    return (watts * (1 - _IDLE_SHARE) - _IDLE) / (_JOULES * rise * node)
-
-
-def throttled(rate: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Returns the FLOP/s that are left of `rate` once the power limit has lowered the clock.
-
-    Args: rate: FLOP/s at the card's full clock. limit: FLOP/s that the power limit would allow if
-      each operation took the energy that it takes at full clock (see `sustained`). At a fraction s
-      of that clock an operation takes s^_ENERGY_RISE of the energy, so the clock falls until
-      s^(1 + _ENERGY_RISE) = limit / rate.
-    """
-    power = 1 / (1 + _ENERGY_RISE)
-    return np.minimum(rate, rate ** (1 - power) * limit**power)
 
 
 def _per_clock(peak_R: np.ndarray) -> np.ndarray:

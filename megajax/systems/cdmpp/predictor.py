@@ -23,7 +23,8 @@ from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp import calibration, files, nearness, train
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.network import Device, above, combine
-from megajax.systems.cdmpp.physics import Programs, Times, check_card, gpu, programs, times
+from megajax.systems.cdmpp.physics import Programs, Times, check_card, programs, times
+from megajax.systems.cdmpp.power import gpu
 from megajax.systems.cdmpp.ranges import Ranges
 
 MEMBERS = 3  # networks, whose predictions are averaged

@@ -8,7 +8,7 @@ import pytest
 from megajax.core.hardware import CARDS
 from megajax.cost.record import KINDS
 from megajax.systems.cdmpp import calibration, nearness
-from megajax.systems.cdmpp.physics import gpu
+from megajax.systems.cdmpp.power import gpu
 
 
 def test_a_gpu_of_the_same_generation_and_power_is_nearest():
