@@ -1,4 +1,4 @@
-"""Computes which rates of a GPU its SMs reach in float32 products, and which its power limit allows.
+"""Computes the rates that GPUs reach in float32 products, and that their power limits allow.
 
 At its power limit a GPU lowers its clock, and with it the voltage, so an operation needs
 less energy. The power of a GPU is modelled as what it needs at any clock, plus the operations of a
