@@ -24,13 +24,13 @@ import numpy as np
 
 from megajax.cost.hlo_module import Module
 from megajax.cost.hlo_text import instructions
+from megajax.cost.program_work import FREE
 
 # Lines of a GPU's plane that sum up the kernels of its streams, where a tool has derived them.
 _SUMS = frozenset((
     "Steps", "XLA Modules", "XLA Ops", "Async XLA Ops", "Framework Ops", "Framework Name Scope",
     "Source code", "Launch Stats",
 ))  # fmt: skip
-_NAMES_ONLY = ("bitcast", "get-tuple-element", "tuple")  # nothing runs for these
 _END = "end: "
 # (chosen) Share of an execution in the background that others may take, and how many executions
 # that began before it may still run.
@@ -135,7 +135,7 @@ def _readers(text: str) -> dict[str, set[str]]:
         passed_on: dict[str, set[str]] = {}
         for one in instructions(lines).values():
             sources = set().union(*(passed_on.get(name, {name}) for name in one.operands))
-            if one.opcode in _NAMES_ONLY:
+            if one.opcode in FREE:  # nothing runs for these
                 passed_on[one.name] = sources
             else:
                 for source in sources:

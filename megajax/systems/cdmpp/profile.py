@@ -140,10 +140,10 @@ def instructions(
         else:
             each = [(r, _of_record(r, named.get(r.name, ()), passes, is_open)) for r in found]
         pairs = [(r, _halves(times)) for r, times in each if times is not None]
-        kept = [(r, least) for r, least in pairs if np.isfinite(least).all()]
-        halves = np.array([least for _, least in kept]).reshape(-1, HALVES)
-        named_ones = [r for r, _ in kept]
-        out.append((named_ones, halves, _halves(walls[:, place]), len(found) - len(kept)))
+        pairs = [(r, least) for r, least in pairs if np.isfinite(least).all()]
+        halves = np.array([least for _, least in pairs]).reshape(-1, HALVES)
+        kept = [r for r, _ in pairs]
+        out.append((kept, halves, _halves(walls[:, place]), len(found) - len(kept)))
     return out
 
 

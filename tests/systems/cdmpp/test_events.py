@@ -109,11 +109,12 @@ def test_work_that_shared_the_processors_has_no_time(tmp_path, cpu_events):
 
 def test_a_sort_has_the_time_of_all_its_work():
     """With any number of processors, XLA sorts rows in the background, after it copied them."""
-    x = jnp.sin(jnp.arange(2.0**17)).reshape(128, 1024)
+    x = jnp.sin(jnp.arange(2.0**18)).reshape(256, 1024)
     (found,) = measure([Program(0, "sort", lambda x: jnp.sort(x, -1), (x,))])
     (record,) = found.records
     assert record.kind == "sort"
-    assert 0.7 * found.wall.min() < found.halves.min() < 1.5 * found.wall.max()
+    # Its own events, with the copy, say 20 % of the call on one processor and 40 to 50 % on two.
+    assert 0.8 * found.wall.min() < found.halves.min() < 1.5 * found.wall.max()
 
 
 def written(folder, trace):

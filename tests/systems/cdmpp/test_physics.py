@@ -49,7 +49,7 @@ def test_the_limit_feeds_what_large_layers_were_measured_at():
         ("NVIDIA A100-PCIE-40GB", 19.492, 1.41e9, 0.85, 0.015),
     ):
         card = dataclasses.replace(known_gpu.card(name, tflops, 900, 40, 4), clock_hz=clock)
-        reached = power.throttled(np.array(0.96 * tflops * 1e12), physics.sustained(card))
+        reached = power.throttled(np.array(0.96 * tflops * 1e12), power.sustained(card))
         assert reached / (tflops * 1e12) == pytest.approx(measured, abs=within), name
     assert power.sustained(FREE) == np.inf
 
