@@ -59,7 +59,8 @@ def test_the_profiler_times_every_launched_instruction(measured):
     assert large > 3 * small  # 13,824 times the work
     for one in measured[:3]:
         total = sum(r.executions * s for r, s in zip(one.records, one.halves.min(1), strict=True))
-        assert 0 < total <= 1.2 * one.wall.max()  # an inner time is a part of the outer one
+        # An inner time is a part of the outer one; in a loop the median turn may exceed the mean.
+        assert 0 < total <= 1.5 * one.wall.max()
 
 
 def test_a_loop_is_timed_by_execution(measured):
