@@ -5,8 +5,9 @@ processor too. The profiler's event of such an instruction ends when the work wa
 event of 7 us stood for a convolution of 950 us. A second event, 'end: NAME', tells when the work
 was done. It may come late, because the thread that completes an instruction starts the next one
 first. An instruction is thus done at its 'end', or when an instruction begins that reads its
-result, whichever is earlier. An execution in the background does not count if other instructions
-ran meanwhile for more than a tenth of its time: it shared the processors with them.
+result, perhaps in a loop's next turn, whichever is earlier. An execution in the background does not
+count if other instructions ran meanwhile for more than a tenth of its time: it shared the
+processors with them.
 """
 
 import bisect
@@ -22,9 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import instructions
-from megajax.cost.program_work import FREE
+from megajax.systems.cdmpp.reads import Reads
 
 # Lines of a GPU's plane that sum up the kernels of its streams, where a tool has derived them.
 _SUMS = frozenset((
@@ -86,12 +85,13 @@ def _seconds(
 ) -> dict[str, list[float]]:
     ordered = {name: sorted(each, key=lambda span: span.begin) for name, each in spans.items()}
     begins = {name: [span.begin for span in each] for name, each in ordered.items()}
-    readers = _readers(text) if ends else {}
+    reads = Reads(text if ends else "")
     done: dict[str, list[float]] = {}
     for name, each in ordered.items():
-        then = [begins[reader] for reader in readers.get(name, ()) if reader in begins]
+        then = [begins[reader] for reader in reads.readers.get(name, ()) if reader in begins]
         done[name] = [_done(span, ends, then) for span in each]
-    both = sorted(pair for name in done for pair in zip(begins[name], done[name], strict=True))
+    working = done.keys() - reads.containers
+    both = sorted(pair for name in working for pair in zip(begins[name], done[name], strict=True))
     began, ended = np.array(both).reshape(-1, 2).T
     return {
         name: [1e-9 * _alone(*pair, began, ended) for pair in zip(each, done[name], strict=True)]
@@ -126,21 +126,6 @@ def _alone(span: _Span, done: float, began: np.ndarray, ended: np.ndarray) -> fl
     shared = np.minimum(ended[near], done) - np.maximum(began[near], span.begin)
     taken = np.maximum(shared, 0).sum() - (done - span.begin)  # it is one of them
     return done - span.begin if taken <= _SHARED * (done - span.begin) else math.inf
-
-
-def _readers(text: str) -> dict[str, set[str]]:
-    """Returns {instruction: the instructions of its computation that read its result}."""
-    found: dict[str, set[str]] = collections.defaultdict(set)
-    for lines in Module(text).computations.values():
-        passed_on: dict[str, set[str]] = {}
-        for one in instructions(lines).values():
-            sources = set().union(*(passed_on.get(name, {name}) for name in one.operands))
-            if one.opcode in FREE:  # nothing runs for these
-                passed_on[one.name] = sources
-            else:
-                for source in sources:
-                    found[source].add(one.name)
-    return found
 
 
 def _events(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -107,6 +107,12 @@ def test_work_that_shared_the_processors_has_no_time(tmp_path, cpu_events):
     assert found == {"dot": [float("inf")], "add": pytest.approx([10e-6])}
 
 
+def test_a_loop_does_not_share_the_processors_with_what_is_in_it(tmp_path, cpu_events):
+    loop = TEXT.replace("add(%bitcast, %x)", "while(%x), condition=%less, body=%turn")
+    folder = written(tmp_path, CPU_TRACE.format(**cpu_events))
+    assert read(folder, {"jit_f": loop})["jit_f"]["dot"] == pytest.approx([42e-6])
+
+
 def test_a_sort_has_the_time_of_all_its_work():
     """With any number of processors, XLA sorts rows in the background, after it copied them."""
     x = jnp.sin(jnp.arange(2.0**18)).reshape(256, 1024)
