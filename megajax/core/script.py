@@ -22,6 +22,21 @@ WORDS = {
     r"^ERROR:+ ": "",
 }
 
+# Names that tools give to one flag; some of each row are flags here.
+OTHER_NAMES = (
+    ("out", "run_dir", "output", "output_dir", "outdir", "logdir", "workdir", "save_dir"),
+    ("lr", "learning_rate"),
+    ("steps", "max_steps", "num_steps", "train_steps", "num_train_steps", "iterations"),
+    ("global_batch", "batch", "batch_size", "global_batch_size", "train_batch_size"),
+    ("seq_len", "sequence_length", "max_seq_len", "seq_length", "context_length", "block_size"),
+    ("tensor", "tp", "tensor_parallel_size", "tensor_model_parallel_size"),
+    ("pipe", "pp", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    ("expert", "ep", "expert_parallel_size", "expert_model_parallel_size"),
+    ("layers", "num_layers", "n_layer", "n_layers"),
+    ("preset", "model_name", "size"),
+    ("resume_from", "init_from", "load", "load_from", "restore_from"),
+)  # fmt: skip
+
 
 def start(main: Callable[..., Any]) -> None:
     """Runs main(argv) under absl, after the question for help was answered."""
@@ -53,9 +68,11 @@ def parse(argv: list[str]) -> list[str]:
 def suggest(name: str) -> str:
     """Returns '. Did you mean --x?' of the flags of the script, or where they are listed.
 
-    A name that is the last part of some flags means these: steps is train.steps or prune.steps.
+    A name that is the last part of some flags means these: steps is train.steps or prune.steps. So
+    does what other tools call the same (OTHER_NAMES): output_dir is run_dir or out.
     """
-    last = sorted(flag for flag in flags.FLAGS if flag.endswith(f".{name}"))
+    alike = next((names for names in OTHER_NAMES if name in names), (name,))
+    last = sorted(flag for flag in flags.FLAGS if flag.split(".")[-1] in alike)
     if last:
         return f". Did you mean {' or '.join(f'--{flag}' for flag in last)}?"
     known = flags.FLAGS

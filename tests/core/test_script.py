@@ -29,6 +29,7 @@ def known(monkeypatch):
     [
         ("--trian.steps=3", "there is no flag --trian.steps. Did you mean --train.steps?"),
         ("--steps=3", "there is no flag --steps. Did you mean --prune.steps or --train.steps?"),
+        ("--output_dir=x", "there is no flag --output_dir. Did you mean --out?"),
         ("--seach", "there is no flag --seach. Did you mean --search?"),
         ("--flagfile=/nowhere", "Unable to open flagfile: "),
         ("--foo=1", "there is no flag --foo; --help lists them"),
