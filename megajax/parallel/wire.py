@@ -2,7 +2,8 @@
 
 `--wire` names a codec (megajax/quant/codecs.py) for the gradients and the weights that travel
 between data-parallel ranks; the flags `--wire.*` change one part of it. The exchange has two
-levels: `inside` a node (mesh axis data) and `between` nodes (mesh axis node). No jax import here.
+levels: `inside` a node (mesh axes data, expert and context) and `between` nodes (mesh axis node).
+No jax import here.
 Sources: SDP4Bit (arXiv 2410.15526) sections 3 and 4, ZeRO++ (arXiv 2306.10209) section 3, LoCo
 (arXiv 2407.04480) section 3.
 """
