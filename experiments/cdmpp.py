@@ -34,13 +34,10 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,8 +131,11 @@ def data() -> tuple[Dataset, Labels | None]:
     else:
         labels = Labels.together(paths)
         dataset = labels.dataset
-        if DEVICES.value is not None:
-            raise UserError("--devices chooses among NeuSight's rows; labels are taken whole")
+        for flag in (DEVICES, OPS):
+            if flag.value is not None:
+                raise UserError(
+                    f"--{flag.name} chooses among NeuSight's rows; labels are taken whole"
+                )
     devices = ", ".join(sorted(set(dataset.devices)))
     print(f"{DATA.value}: {len(dataset)} rows of {devices}", flush=True)
     return dataset, labels
@@ -178,7 +178,14 @@ def evaluate() -> int:
     methods = _methods()
     names, held_out = tuple(SPLITS.value.split(",")), _words(HELD_OUT.value)
     wanted = Wanted(names, held_out, SHOTS.value, SEED.value)
+    before = report.rows_before(path)
     dataset, labels = data()
+    if "devices" in names and held_out is None and len(set(dataset.devices)) < 2:
+        if names == ("devices",):
+            raise UserError("splits=devices needs rows of two devices (--splits, --data)")
+        print("not run: devices, because the rows are of one device")
+    if CALLS.value and labels is None:
+        raise UserError("calls: NeuSight's rows have no programs; give labels.npz (--data)")
     same = report.repeats(dataset)
     dataset, rows = dataset.typical(), unique_rows(dataset)
     print(f"{len(rows)} rows remain of {len(dataset)} without duplicates and unlabelled ones")
@@ -201,7 +208,7 @@ def evaluate() -> int:
         splits = wanted.of(dataset, rows, labels, seed)
         runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names))
         found = report.averaged(runs)
-        results.write(path, about, _kept(path, about, found) + found)
+        results.write(path, about, report.kept(before, about, found) + found)
     if summed and labels is not None:
         is_real = ~np.isin(labels.families, list(families.SYNTHETIC))
         numbers = np.unique(labels.programs[is_real])[: CALLS.value]
@@ -209,21 +216,11 @@ def evaluate() -> int:
         whole = calls.Calls(labels, calls.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]
         found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
-        results.write(path, about, _kept(path, about, found) + found)
+        results.write(path, about, report.kept(before, about, found) + found)
     (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
     print(report.markdown(found))
     print(f"{path}, {folder / 'evaluation.md'}")
     return 0
-
-
-def _kept(path: Path, about: Mapping[str, Any], found: list[Any]) -> list[Any]:
-    """Returns a file's rows of the same data by methods or in splits that were not run now."""
-    if not path.exists():
-        return []
-    before = json.loads(path.read_text())
-    same = all(before.get(name) == about[name] for name in ("data", "rows_unique", "shots"))
-    new = {(row["method"], row["split"]) for row in found}
-    return [row for row in before["rows"] if same and (row["method"], row["split"]) not in new]
 
 
 def _methods() -> dict[str, Any]:

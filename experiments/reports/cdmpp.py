@@ -6,12 +6,15 @@ are known. Figures of several seeds are averaged.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from experiments.reports.cdmpp_splits import Split
+from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp.dataset import Dataset
@@ -235,3 +238,27 @@ def markdown(rows: Sequence[Row]) -> str:
             f"{band} | {noise} | {paper} |"
         )
     return "\n".join(lines)
+
+
+def rows_before(path: Path) -> dict[str, Any]:
+    """Returns what a file of an earlier evaluation holds; {} if there is none.
+
+    Raises: UserError if it holds something else, which this evaluation would overwrite.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found["rows"], list):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path} is no evaluation; remove it or name another file (--json)")
+
+
+def kept(before: Mapping[str, Any], about: Mapping[str, Any], found: list[Any]) -> list[Any]:
+    """Returns the rows of the same data by methods or in splits that were not run now."""
+    same = all(before.get(name) == about[name] for name in ("data", "rows_unique", "shots"))
+    new = {(row["method"], row["split"]) for row in found}
+    kept = before.get("rows", ()) if same else ()
+    return [row for row in kept if (row["method"], row["split"]) not in new]

@@ -81,6 +81,23 @@ def suggest(name: str) -> str:
     return f". {near}" if near else "; --help lists them"
 
 
+def settle() -> None:
+    """Waits for the computations that jax has begun, before a script ends by an exception.
+
+    A thread of XLA that finishes one while Python shuts down would abort the process (Python ends
+    a thread that wants its lock then, and C++ does not allow that). Call it where the exception is
+    handled: its traceback holds the arrays that are still computed. Another Ctrl-C ends the script
+    at once.
+    """
+    try:
+        for array in sys.modules["jax"].live_arrays() if "jax" in sys.modules else ():
+            with contextlib.suppress(Exception):  # a computation that failed, a deleted array
+                array.block_until_ready()
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(130)
+
+
 @contextlib.contextmanager
 def output_may_close() -> Iterator[None]:
     """Ends the script without a traceback when what reads its output (head, less) is gone.

@@ -232,20 +232,26 @@ class _Reader:
         if products:
             one = max(products, key=lambda i: i.array.elements)
             wide = max(found.operands(one)[:2], key=lambda a: a.itemsize, default=one.array)
-            exact = re.search(
-                r"operand_precision=\{[^}]*highest|algorithm=\w*f32_f32", one.attributes
-            )
-            tensor_cores = self._is_gpu and wide.dtype == "f32" and exact is None
-            return "tfloat32" if tensor_cores else work.dtype_of(wide)
+            return self._multiplied(one, work.dtype_of(wide))
         for name, call in found.launches.items():
-            given = [a for a in found.operands(found.instructions[name]) if a.is_float]
+            one = found.instructions[name]
+            given = [a for a in found.operands(one) if a.is_float]
             # Scales, slopes and rotations stand beside the arrays that are multiplied.
-            one = call.product
-            left = [a for a in given if one and a.elements == one.batch * one.m * one.k]
+            by = call.product
+            left = [a for a in given if by and a.elements == by.batch * by.m * by.k]
             largest = max(given, key=lambda a: a.elements, default=found.root.array)
-            return work.dtype_of(left[0] if left else largest)
+            dtype = work.dtype_of(left[0] if left else largest)
+            return self._multiplied(one, dtype) if call.opcode == "convolution" else dtype
         floats = [i.array for i in found.order if i.opcode not in work.FREE and i.array.is_float]
         return work.dtype_of(max(floats or [found.root.array], key=lambda a: a.itemsize))
+
+    def _multiplied(self, one: Instruction, dtype: str) -> str:
+        """Returns the type that a library multiplies in: GPUs take tfloat32 for float32.
+
+        They do not if the program asks for the highest precision.
+        """
+        exact = re.search(r"operand_precision=\{[^}]*highest|algorithm=\w*f32_f32", one.attributes)
+        return "tfloat32" if self._is_gpu and dtype == "float32" and not exact else dtype
 
 
 def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:

@@ -103,6 +103,25 @@ class Region:
         return keys
 
     @functools.cached_property
+    def _ranks(self) -> dict[str, tuple[str, str]]:
+        """The key of each operation, and after it what becomes of its result.
+
+        The second tells apart operands of equal structure that other operations use differently.
+        """
+        uses: dict[str, list[str]] = {name: [] for name in self.instructions}
+        ranks: dict[str, tuple[str, str]] = {}
+        for one in reversed(list(self.instructions.values())):
+            above = digest(sorted(uses[one.name]))
+            ranks[one.name] = self._keys[one.name], above
+            ordered = not _is_unordered(one, self)
+            for place, name in enumerate(one.operands):
+                if name in uses:
+                    uses[name].append(
+                        digest((label(one, self.body(one)), str(place * ordered), above))
+                    )
+        return ranks
+
+    @functools.cached_property
     def order(self) -> list[Instruction]:
         """The operations, operands before what uses them."""
         found: list[Instruction] = []
@@ -118,7 +137,7 @@ class Region:
                 one = self.instructions[name]
                 names = [n for n in one.operands if n in self.instructions]
                 if _is_unordered(one, self):
-                    names.sort(key=self._keys.__getitem__)
+                    names.sort(key=self._ranks.__getitem__)
                 stack += [(n, False) for n in reversed(names)]
         return found
 

@@ -124,9 +124,18 @@ def _reductions(one: Instruction, operands: Sequence[Array]) -> float:
     if one.opcode == "reduce":
         return max(operands[0].elements - result, 0)
     if one.opcode == "reduce-window":
-        return result * (math.prod(d.size for d in windows(one)) - 1)
-    source = operands[1].elements  # select-and-scatter: compares a window, adds what it got
-    return source * math.prod(d.size for d in windows(one))
+        return max(_in_windows(one, operands[0].dims, one.array.dims) - result, 0)
+    # select-and-scatter: compares the elements of a window and adds the source's to one of them
+    return _in_windows(one, operands[0].dims, operands[1].dims)
+
+
+def _in_windows(one: Instruction, operand: Sequence[int], windowed: Sequence[int]) -> int:
+    """Returns how many elements all windows have together, without those of the padding.
+
+    XLA's CPU compiler splits long sums into windows that it pads. windowed: windows by dimension.
+    """
+    rows = zip(windows(one), operand, windowed, strict=True)
+    return math.prod(window.pairs(size, count) for window, size, count in rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl import flags
 
@@ -65,3 +67,11 @@ def test_signals_that_people_send_to_look_end_no_script():
 
 def test_words_are_left():
     assert script.parse(["script.py", "a", "--best=4", "b"]) == ["script.py", "a", "b"]
+
+
+def test_what_is_computed_is_waited_for_before_a_script_ends():
+    x = jnp.ones((700, 700))
+    y = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.tanh(y @ x), x))(x)
+    assert not y.is_ready()
+    script.settle()
+    assert y.is_ready()

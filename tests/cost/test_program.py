@@ -212,6 +212,30 @@ def test_the_order_in_the_source_does_not_matter():
     texts = [text_of(f, (8, 32), (8, 32)) for f in (one, other)]
     assert unnamed(records(texts[0])) == unnamed(records(texts[1]))
 
+    def shared(x, y):  # both operands of the sum have one structure, and one has another use
+        return jnp.exp(x) + jnp.exp(y) - 3 * jnp.exp(x)
+
+    def swapped(x, y):
+        return jnp.exp(y) + jnp.exp(x) - 3 * jnp.exp(x)
+
+    texts = [text_of(f, (8, 32), (8, 32)) for f in (shared, swapped)]
+    assert unnamed(records(texts[0])) == unnamed(records(texts[1]))
+
+
+@pytest.mark.parametrize("n", [33, 65, 1000, 1025])
+def test_the_padding_of_long_sums_is_not_added_up(n):
+    """XLA's CPU compiler splits them into windows, the last of which are padded."""
+    assert total(records(text_of(jnp.sum, (n,))), "flops") == n - 1
+
+
+def test_a_pool_adds_up_what_its_windows_hold():
+    def pool(x):
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 3), (1, 1), "SAME")
+
+    inside = sum(min(i + 1, 7) - max(i - 1, 0) + 1 for i in range(8))
+    assert total(records(text_of(pool, (8, 8))), "flops") == inside**2 - 64
+    assert total(records(text_of(jnp.cumsum, (8,))), "flops") == 28
+
 
 def test_other_shapes_types_and_operations_have_other_hashes():
     def hashes(function, *shapes, dtype=jnp.float32):
@@ -298,6 +322,24 @@ def test_a_product_of_cublas_is_a_product_without_its_workspace():
     [one] = records(CUBLAS, platform="gpu")
     assert one.kind == "product" and one.flops == 2 * 4 * 8 * 16
     assert one.nbytes == 4 * (64 + 128 + 32) and one.dtype == "tfloat32"
+
+
+CONVOLUTION = """HloModule f
+
+ENTRY main {
+  x = f32[2,8,8,4]{3,2,1,0} parameter(0)
+  w = f32[16,3,3,4]{3,2,1,0} parameter(1)
+  ROOT y = (f32[2,6,6,16]{3,2,1,0}, u8[0]{0}) custom-call(x, w), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+}
+"""  # noqa: E501
+
+
+def test_a_float32_convolution_of_cudnn_uses_the_tensor_cores_unless_told_otherwise():
+    exact = CONVOLUTION.replace(", window", ", operand_precision={highest,highest}, window")
+    for text, dtype in ((CONVOLUTION, "tfloat32"), (exact, "float32")):
+        [one] = records(text, platform="gpu")
+        assert one.kind == "convolution" and one.dtype == dtype
+        assert one.flops == 2 * 2 * 36 * 16 * 9 * 4 and one["itemsize"] == 4
 
 
 FMHA = """HloModule f

@@ -160,6 +160,14 @@ def test_wrong_flags_are_named():
     assert "--data" in call("experiments/cdmpp.py", "train", code=2)
     several = call("experiments/cdmpp.py", "train", f"--data={ROOT},x.npz", code=2)
     assert "must stand alone" in several and "--data" in several
+    rows = ROOT / "experiments/results/cdmpp_h200_labels.npz"
+    for flags, message in (
+        ("train --ops=bmm", "--ops chooses among NeuSight's rows"),
+        ("evaluate --splits=devices", "splits=devices needs rows of two devices"),
+        (f"evaluate --json={rows}", "is no evaluation; remove it"),
+    ):
+        said = call("experiments/cdmpp.py", *flags.split(), f"--data={rows}", code=2)
+        assert message in said, said
     assert "Did you mean train?" in call("experiments/cdmpp.py", "trian", code=2)
     assert "--families" in call("scripts/profile_programs.py", "--families=nrom", code=2)
     assert "--configurations" in call(

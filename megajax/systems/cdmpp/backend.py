@@ -6,6 +6,7 @@ kernel is two products and a softmax, experts are their grouped products. The ti
 is the sum of the predicted times of its records.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from megajax.core.hardware import DeviceCard, Link
 from megajax.cost.base import CostModel, Op
 from megajax.cost.kernels import Attention, Collective, Embedding, Experts, Matmul, Rowwise
 from megajax.cost.operators import product, rowwise
-from megajax.cost.record import OpRecord, itemsize, record
+from megajax.cost.record import OpRecord, itemsize, peak, record
 from megajax.cost.roofline import Roofline
 
 # The elementary operations of a `Rowwise` kernel by its `kind`. A kind that is not listed here is
@@ -66,7 +67,7 @@ class Learned:
         op = op if dtype is None else op.cast(dtype)
         if isinstance(op.kernel, Collective):
             return self._fallback.op_time(op, device)
-        key = op.key, device.name
+        key = op.key, repr(device)  # two cards may have one name
         if key not in self._known:
             self._known[key] = self._asked(op, device)
         return self._known[key]
@@ -94,20 +95,51 @@ class Learned:
         elif unseen:
             reason = f"the predictor was not fitted on records of kind {', '.join(unseen)}"
         else:
+            if len({itemsize(dtype) for dtype in op.dtypes}) > 1:
+                self._tell(
+                    f"operations of mixed types, such as {', '.join(op.dtypes)}, are unlike "
+                    "what the predictor was fitted on; of their types only the bytes count"
+                )
             seconds, sigma = self._predictor.predict(found, device)
-            return float(np.sum(seconds)), float(np.sum(sigma))
-        if reason not in self._told:
-            self._told.add(reason)
-            name = type(self._fallback).__name__
-            warnings.warn(f"{reason}; such operations are estimated by {name}", stacklevel=3)
+            least = max(op.flops / peak(device, op.dtype), op.nbytes / device.memory_bytes_per_s)
+            return max(float(np.sum(seconds)), least), float(np.sum(sigma))
+        name = type(self._fallback).__name__
+        self._tell(f"{reason}; such operations are estimated by {name}")
         return self._fallback.op_time(op, device)
+
+    def _tell(self, what: str) -> None:
+        """Warns once."""
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(what, stacklevel=4)
 
 
 def records_of(op: Op) -> list[OpRecord] | None:
     """Returns the records that a device launches for one execution of an operation.
 
-    None means that no kind of record describes the operation's kernel.
+    None means that no kind of record describes the operation's kernel. Where operands and result
+    have several data types, the records count the bytes of each.
     """
+    found = _records(op)
+    size, sizes, types = itemsize(op.dtype), op.kernel.sizes, op.dtypes
+    if not found or len(types) == 1 or len(set(types)) == 1:
+        return found
+    each = [count * itemsize(dtype) for count, dtype in zip(sizes, types, strict=True)]
+    read = sum(each[:-1]) / max(size * sum(sizes[:-1]), 1)
+    written = each[-1] / max(size * sizes[-1], 1)
+    return [_scaled(one, read, written) for one in found]
+
+
+def _scaled(one: OpRecord, read: float, written: float) -> OpRecord:
+    """Returns a record that reads and writes this many times the bytes."""
+    parts = {
+        "bytes_read": read * one["bytes_read"],
+        "bytes_written": written * one["bytes_written"],
+    }
+    return dataclasses.replace(one.within(**parts), nbytes=sum(parts.values()))
+
+
+def _records(op: Op) -> list[OpRecord] | None:
     kernel, dtype = op.kernel, op.dtype
     if op.nbytes == 0 and op.flops == 0:
         return []

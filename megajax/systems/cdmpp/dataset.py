@@ -237,6 +237,7 @@ def card_of_json(entry: Mapping[str, Any]) -> tuple[str, DeviceCard]:
 
 def save_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
     """Writes an npz file under another name first: a reader never sees half a file."""
+    os.makedirs(os.path.dirname(os.fspath(path)) or ".", exist_ok=True)
     part = f"{os.fspath(path)}.{os.getpid()}.part"
     with open(part, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)

@@ -24,8 +24,8 @@ _NEAR, _NEAR_POWER = 1.0, 0.5
 # (chosen: both e times as large).
 _NEAR_RATE = 2.0
 _PRODUCT_KINDS = ("product", "batched_product")
-# Distance below which two devices count as having the same chip (chosen: an H100 is 0.18 from an
-# H200, which has the same chip; an A100 is 2.9).
+# Distance by the power limit below which two devices of one compute capability count as having the
+# same chip (chosen: power limits that differ by 28 %; that of an L40S is 4.9 times an L4's).
 _TWIN = 0.5
 _LEAST = 0.1  # the smallest distance, because a device with an equal card is still another device
 # For products on an unseen device, the weights of known devices depend on compute capability alone
@@ -74,14 +74,15 @@ def distance(name: str, card: DeviceCard, cards: Mapping[str, DeviceCard]) -> fl
 def twin(card: DeviceCard, cards: Mapping[str, DeviceCard]) -> str | None:
     """Returns the name of a device that has the same chip as a card; None: there is none.
 
-    It is the nearest device of the same compute capability, if its distance is below _TWIN. What
-    was learnt about it is used for the card.
+    It has the same compute capability, and the nearest power limit, not much above or below the
+    card's. What was learnt about it is used for the card. The numbers of the card have no part in
+    the choice: a better card of the same name has the same twin, and is never predicted slower.
     """
     own = gpu(card.name)
     if own is None:
         return None
     away = {
-        name: _distance("", card, name, known)
+        name: _apart(own, other)
         for name, known in cards.items()
         if (other := gpu(known.name) or gpu(name)) is not None and other[0] == own[0]
     }

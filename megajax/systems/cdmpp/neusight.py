@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -150,12 +151,18 @@ def _rows(root: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             with opened as file:
                 reader = csv.DictReader(file)
-                missing = {"OPName", "Latency", "Device"} - set(reader.fieldnames or ())
-                if missing:
-                    raise UserError(f"{path} has no column {sorted(missing)[0]}")
+                needed = ("Device", "Latency", "OPName")
+                for column in needed:
+                    if column not in (reader.fieldnames or ()):
+                        raise UserError(f"{path} has no column {column}")
                 for row in reader:
-                    yield f"{path}:{reader.line_num}", row
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+                    place = f"{path}:{reader.line_num}"
+                    if any(row[column] is None for column in needed):
+                        raise UserError(
+                            f"{place}: the row is damaged: it ends before its last column"
+                        )
+                    yield place, row
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
             raise UserError(f"{path} is damaged: {error}") from error
 
 

@@ -216,14 +216,21 @@ class Times:
 
 
 def check_card(name: str, card: DeviceCard) -> None:
-    """Raises: UserError if the card lacks FLOP/s, SMs, L2 or bandwidth, which the times need."""
+    """Raises: UserError if the card lacks FLOP/s, SMs, L2 or bandwidth, which the times need.
+
+    A clock of 0 is unknown. Any other value that is not a positive number is refused.
+    """
     needed = {
         "flops": max(card.flops.values(), default=0), "sms": card.sms, "l2_bytes": card.l2_bytes,
         "memory_bytes_per_s": card.memory_bytes_per_s,
+        **{f"flops[{dtype!r}]": value for dtype, value in card.flops.items()},
+        **({"clock_hz": card.clock_hz} if card.clock_hz != 0 else {}),
     }  # fmt: skip
     for field, value in needed.items():
         if not value > 0 or not np.isfinite(value):
-            raise UserError(f"the card of {name} has {field}={value}; a prediction needs it")
+            raise UserError(
+                f"the card of {name} has {field}={value}; a prediction needs a positive number"
+            )
 
 
 def times(rows: Programs, card: DeviceCard) -> Times:

@@ -82,8 +82,10 @@ class Predictor:
           fold_steps: training steps of further networks, which leave programs and devices out;
           their errors on these give the width of the band. 0: the errors of the training rows give
           it. progress: called with the part ('members', 'errors'), the step and the loss.
-        Raises: UserError if no row has a time or a card lacks SMs or L2.
+        Raises: UserError if no row has a time, a card lacks SMs or L2, or a number is too small.
         """
+        _check_at_least(1, members=members, steps=steps)
+        _check_at_least(0, fold_steps=fold_steps)
         data = sample(dataset.labelled.without_duplicates(), ROWS_PER_GROUP, seed)
         if not len(data):
             raise UserError(
@@ -274,6 +276,12 @@ class Predictor:
         Raises: UserError if the file is missing, damaged or of another version.
         """
         return cls(**files.load(path))
+
+
+def _check_at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise UserError(f"{name}={value} must be at least {least}")
 
 
 def sample(data: Dataset, most: int, seed: int) -> Dataset:

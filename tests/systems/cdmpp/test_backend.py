@@ -107,6 +107,33 @@ def test_what_the_predictor_never_saw_falls_back_with_one_warning():
         assert model.op_time(product, bare) == Roofline().op_time(product, bare)
 
 
+def test_two_cards_of_one_name_have_times_of_their_own():
+    model, op = Learned(Twice()), Op("input", Matmul(64, 128, 256))
+    slow = dataclasses.replace(H100, memory_bytes_per_s=H100.memory_bytes_per_s / 10)
+    assert 9 < model.op_time(op, slow)[0] / model.op_time(op, H100)[0] < 11
+
+
+def test_operands_of_several_types_count_by_their_bytes():
+    kernel, types = Matmul(8, 8192, 8192), ("bfloat16", "int4/128", "bfloat16")
+    quantized = Op("input", kernel, dtypes=types)
+    [one] = records_of(quantized)
+    assert one.nbytes == pytest.approx(quantized.nbytes) and one.dtype == "bfloat16"
+    assert one["bytes_written"] == 2 * 8 * 8192
+    with pytest.warns(UserWarning, match="operations of mixed types, such as bfloat16, int4/128"):
+        seconds, _ = Learned(Twice()).op_time(quantized, H100)
+    assert seconds == pytest.approx(2 * quantized.nbytes / H100.memory_bytes_per_s)
+
+    # What an operation writes in a wider type is in its time too.
+    widened = Op("input", Rowwise("dequantize", 8192, 8192), dtypes=("int4/128", "bfloat16"))
+
+    class Free(Twice):
+        def predict(self, records, card):
+            return np.zeros(len(records)), np.zeros(len(records))
+
+    with pytest.warns(UserWarning, match="mixed types"):
+        assert Learned(Free()).op_time(widened, H100)[0] >= (2 * 8192**2) / H100.memory_bytes_per_s
+
+
 def test_a_plan_of_12288_gpus_asks_for_few_operations():
     cfg = PRESETS["megascale_175b"]()
     mesh = dataclasses.replace(cfg.mesh, tensor=8, pipe=8)

@@ -59,6 +59,27 @@ def test_an_h200_and_its_twin_are_known_by_what_was_measured(shipped):
     assert a100[0] > 1.5 * h200[0] and a100[1] > 5e-6
 
 
+@pytest.mark.filterwarnings("ignore::megajax.systems.cdmpp.FarFromTraining")
+@pytest.mark.parametrize("name", ["H100", "H200", "A100"])
+def test_a_better_card_of_the_same_name_is_never_slower(shipped, name):
+    rows = [
+        product(1, 512, 512, 512, "bfloat16"),
+        product(1, 4096, 4096, 4096, "float32"),
+        rowwise(("add",), 8, 128, 2, "float32"),
+        rowwise(("add", "reduce"), 4096, 4096, 1, "float32"),
+    ]
+    card = CARDS[name]
+    before = shipped.predict(rows, card)[0]
+    for times in (1.5, 2, 8):
+        flops = {dtype: times * peak for dtype, peak in card.flops.items()}
+        for better in (
+            {"flops": flops}, {"memory_bytes_per_s": times * card.memory_bytes_per_s},
+            {"sms": round(times * card.sms), "l2_bytes": times * card.l2_bytes},
+        ):  # fmt: skip
+            after = shipped.predict(rows, dataclasses.replace(card, **better))[0]
+            assert np.all(after <= before * (1 + 1e-9)), (times, list(better))
+
+
 def test_what_was_measured_on_an_h200_is_near_on_its_chip(shipped):
     """Its four bfloat16 products were learnt, no other operation in bfloat16 and no A100 was."""
     layer = product(1, 8192, 6144, 4096, "bfloat16")

@@ -48,8 +48,11 @@ def test_the_twin_of_a_gpu_has_the_same_chip():
     assert nearness.twin(h100, {"a": a100, "H200": h200}) == "H200"
     assert nearness.twin(a100, {"H200": h200}) is None
     assert nearness.twin(dataclasses.replace(h100, name="a CPU"), {"H200": h200}) is None
-    slow = dataclasses.replace(h200, memory_bytes_per_s=h200.memory_bytes_per_s / 10)
-    assert nearness.twin(h100, {"slow H200": slow}) is None
+    better = dataclasses.replace(h100, flops={"float32": 1e15}, memory_bytes_per_s=1e14, sms=500)
+    assert nearness.twin(better, {"H200": h200}) == "H200"
+    l4 = {"NVIDIA L4": dataclasses.replace(a100, name="NVIDIA L4")}
+    large = dataclasses.replace(a100, name="NVIDIA L40S")  # the same generation
+    assert gpu(large.name)[0] == gpu("NVIDIA L4")[0] and nearness.twin(large, l4) is None
 
 
 def test_errors_grow_with_the_distance_kind_by_kind():

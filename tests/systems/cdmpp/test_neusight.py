@@ -86,15 +86,19 @@ def test_damaged_folders_are_refused(folder):
         (LINEAR.replace("141", "0"), r"linear.csv:2: the row is damaged: .*positive"),
         (LINEAR.replace("2.0", "fast"), r"linear.csv:3: the row is damaged"),
         (LINEAR.replace("linear,2.0", "conv,2.0"), "operation conv must be one of"),
+        (LINEAR + "linear,2.0\n", r"linear.csv:4: the row is damaged: it ends"),
+        (LINEAR.replace(",58,13,141", "", 1), r"linear.csv:2: the row is damaged"),
+        (LINEAR + 'x,"' + "y" * 200_000, r"linear.csv is damaged: field larger"),
     ):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
             neusight.load(folder, devices="GPU A")
     file.write_text(LINEAR)
     whole = (folder / "collect" / "bmm_a.csv.gz").read_bytes()
-    (folder / "collect" / "bmm_a.csv.gz").write_bytes(whole[:60])
-    with pytest.raises(UserError, match="damaged"):
-        neusight.load(folder, devices="GPU A")
+    for broken in (whole[:60], whole[:40] + bytes([whole[40] ^ 255]) + whole[41:]):
+        (folder / "collect" / "bmm_a.csv.gz").write_bytes(broken)
+        with pytest.raises(UserError, match="damaged"):
+            neusight.load(folder, devices="GPU A")
     (folder / "devices" / "a.json").write_text("{}")
     with pytest.raises(UserError, match="no device card"):
         neusight.load(folder, devices="GPU A")

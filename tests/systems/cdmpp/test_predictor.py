@@ -196,6 +196,17 @@ def test_bad_input_is_refused(fitted):
     with pytest.raises(UserError, match="the card of wide has sms=0"):
         Predictor.fit(dataclasses.replace(data, cards={"wide": bare}))
     assert fitted.predict([], known_gpu.CARDS["wide"])[0].shape == (0,)
+    wide = known_gpu.CARDS["wide"]
+    for wrong in (
+        {"clock_hz": np.nan},
+        {"clock_hz": -1.0},
+        {"flops": {"float32": 1e12, "int8": -1}},
+    ):
+        with pytest.raises(UserError, match="a prediction needs a positive number"):
+            fitted.predict(data.records, dataclasses.replace(wide, **wrong))
+    for small in ({"members": 0}, {"steps": 0}, {"fold_steps": -1}):
+        with pytest.raises(UserError, match=f"{next(iter(small))}=.*must be at least"):
+            Predictor.fit(data, **small)
 
 
 def test_chosen_rows_cover_the_programs():
@@ -206,6 +217,7 @@ def test_chosen_rows_cover_the_programs():
     assert {data.records[i].kind for i in rows} == {"product", "batched_product", "fusion"}
     np.testing.assert_array_equal(rows, choose(data, 12, seed=0))  # times are not read
     assert choose(data, len(data), seed=1).tolist() == list(range(len(data)))
+    assert len(set(choose(data, 100, seed=0).tolist())) == 100  # more than begin apart
     for wrong in (0, 201):
         with pytest.raises(UserError, match=f"n={wrong} rows"):
             choose(data, wrong)
