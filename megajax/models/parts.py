@@ -19,8 +19,8 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
-from megajax.core.packed import runs_of
-from megajax.core.tree import Tree, is_words
+from megajax.core.packed import LayerRuns, PackedWeight, runs_of
+from megajax.core.tree import Tree, is_words, named_leaves
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 from pallas_kernels.attention.names import SAVED
@@ -250,6 +250,36 @@ def of_module(build: Callable[[jax.Array], Any], layers: int) -> ModelParts:
         head=lambda params, x: merge(params).logits(x),
         head_loss=lambda params, x, targets: merge(params).loss(x, targets),
     )
+
+
+def check_params(params: Tree, parts: ModelParts, who: str) -> None:
+    """Refuses parameters that are not those of a model, by the names and shapes of their leaves.
+
+    JAX would otherwise drop layers that a configuration does not have, and repeat the last one for
+    those that the parameters lack. Packed leaves (quantized matrices) have shapes of their own.
+    Raises: UserError that begins with `who` and names the leaf.
+    """
+    wanted, given = dict(named_leaves(parts.abstract)), dict(params)
+    for stack, value in params.items():
+        if isinstance(value, LayerRuns):
+            if value.layers != parts.layers:
+                raise UserError(
+                    f"{who}: the parameters have {value.layers} layers, the configuration "
+                    f"{parts.layers}"
+                )
+            del given[stack]
+            wanted = {n: x for n, x in wanted.items() if not n.startswith(f"{stack}.")}
+    for n, x in named_leaves(given, lambda x: isinstance(x, PackedWeight)):
+        like = wanted.pop(n, None)
+        if like is None:
+            raise UserError(f"{who}: the configuration's model has no parameter {n}")
+        if not isinstance(x, PackedWeight) and tuple(x.shape) != like.shape:
+            raise UserError(
+                f"{who}: {n} has the shape {list(x.shape)}; that of the configuration's model is "
+                f"{list(like.shape)}"
+            )
+    if wanted:
+        raise UserError(f"{who}: the parameters have no {next(iter(wanted))}")
 
 
 def map_words(function: Callable, axes: Tree, *rest: Tree) -> Tree:

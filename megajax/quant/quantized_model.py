@@ -80,7 +80,7 @@ def quantize_model(
         )
     words = dict(named_leaves(cfg.axes, is_words))
     found = matrices(cfg.axes)
-    _check_dense(params, found)
+    _check_dense(params, found, cfg.layers)
     _check_sources(sources or {}, found)
     if method != "rtn":
         _check_calibration(calibration or {}, found, cfg.layers, method)
@@ -147,7 +147,7 @@ def _joint(
     return found
 
 
-def _check_dense(params: Tree, wanted: Sequence[str]) -> None:
+def _check_dense(params: Tree, wanted: Sequence[str], layers: int) -> None:
     """Refuses what is no tree of dense parameters with these leaves. Raises: UserError."""
 
     def is_packed(x: Any) -> bool:
@@ -164,6 +164,11 @@ def _check_dense(params: Tree, wanted: Sequence[str]) -> None:
             f"quantize_model: params must be the parameters of the configuration's model; they have"
             f" no {missing[0]}"
         )
+    for n in wanted:
+        if len(leaves[n]) != layers:
+            raise UserError(
+                f"quantize_model: {n} has {len(leaves[n])} layers, the configuration {layers}"
+            )
 
 
 def _check_calibration(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import check_params
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.sharding import Zero
 from megajax.serving.forward import Forward
@@ -73,7 +74,8 @@ class OneMesh:
         return self._cast and not self._exact and not self.cpu
 
     def place(self, params: Tree) -> Tree:
-        """See Backend."""
+        """See Backend. Raises: UserError for parameters of another model."""
+        check_params(params, self._forward.parts, "params")
         return self._forward.place(params, self._cast, self._free() if self.alone else 0)
 
     def default_pages(self, most: int, page_size: int) -> int:

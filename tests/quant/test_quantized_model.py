@@ -176,6 +176,12 @@ def test_parameters_of_another_kind_are_refused():
     for other in ({}, None):
         with pytest.raises(UserError, match="they have no blocks.attention.key"):
             quantize_model(other, CFG, Format(4, 32))
+    for layers in (2, 5):  # layers were dropped, or the last one was repeated
+        cfg = dataclasses.replace(CFG, layers=layers)
+        with pytest.raises(UserError, match=f"has 3 layers, the configuration {layers}"):
+            quantize_model(params, cfg, Format(4, 32))
+        with pytest.raises(UserError, match=r"calibration: blocks\.\S+ has the shape \[3, "):
+            calibrate(params, cfg, [TOKENS[:1]])
     for cfg, kind in ((params, "dict"), (EncoderConfig(), "EncoderConfig")):
         with pytest.raises(UserError, match=f"must be a decoder's configuration, got a {kind}"):
             quantize_model(params, cfg, Format(4, 32))

@@ -23,6 +23,7 @@ from megajax.core.tree import Tree, name
 from megajax.layers import ops
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import check_params
 from megajax.quant.quantized_model import matrices
 from megajax.quant.statistics import Statistics
 
@@ -65,6 +66,7 @@ def calibrate(
     if any(isinstance(w, PackedWeight) for w in leaves):
         raise UserError("calibration: the parameters are quantized; give the dense ones")
     parts = decoder.parts(cfg, dtype=dtype)
+    check_params(params, parts, "calibration")
     wanted = [n.removeprefix(f"{parts.stack}.") for n in matrices(cfg.axes)]
     embed = jax.jit(functools.partial(_embed, parts))
     streams, contexts = [], []

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.packed import LayerRuns, PackedWeight, runs_of, slice_layers
+from megajax.core.packed import slice_layers
 from megajax.core.tree import Tree
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
-from megajax.quant import Format, quantize_model
+from megajax.models.parts import check_params
 from megajax.serving import Engine, Output, SamplingParams
 from megajax.serving.answer import Tokenizer
 from megajax.serving.requests import check_bias, check_options, check_tokens
@@ -35,8 +36,7 @@ from megajax.systems.llm_pq.stages import (
     mesh_of,
     weights_of,
 )
-
-GROUP, DENSE = 128, 16  # (LLM-PQ's kernels) inputs that share a scale; bits of what stays as it is
+from megajax.systems.llm_pq.weights import in_bits_of, one_rank
 
 
 class Placed(Protocol):
@@ -115,7 +115,8 @@ class Runtime:
         self._devices, self._dtype, self._wrap = list(devices), dtype, wrap
         self._page, self._seed, self._tokenizer = page_size, seed, tokenizer
         self._prefill_tokens, self._most, self._timeout_s = prefill_tokens, requests, timeout_s
-        params = _quantized(params, cfg, placement)
+        check_params(params, decoder.parts(cfg), "params")
+        params = in_bits_of(params, cfg, placement.bits)
         one_rank(params, [self._ranks(self._devices[d]) for d, _, _ in placement.stages])
         last = len(placement.stages) - 1
         self.places = [Place(k, *s, last=k == last) for k, s in enumerate(placement.stages)]
@@ -127,6 +128,7 @@ class Runtime:
             for p in self.places
         ]
         self._stages = self._start_all()
+        self._closed = False
         self._numbers = 0  # requests so far
         self._room: _Room | None = None
         self._pipeline: Any = None  # Pipeline
@@ -158,7 +160,12 @@ class Runtime:
     @property
     def compiled(self) -> int:
         """Programs compiled so far, in all stages."""
+        self._check_open()
         return sum(s.wait(s.send("compiled")) for s in self._stages)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("the runtime was closed; make a new one")
 
     def __enter__(self) -> "Runtime":
         """Returns itself; `close` at the end."""
@@ -169,7 +176,8 @@ class Runtime:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads of the stages."""
+        """Ends the threads of the stages, for good."""
+        self._closed = True
         for stage in self._stages:
             stage.close()
 
@@ -180,6 +188,7 @@ class Runtime:
           replaced too. None: the same devices.
         Raises: UserError for devices that cannot be used, which changes nothing; StageError.
         """
+        self._check_open()
         before = self._devices
         after = before if devices is None else list(devices)
         if len(before) != len(after):
@@ -212,9 +221,10 @@ class Runtime:
         `Engine` gives for these requests, in this order, with the same model.
         Args: prompts: token ids. sampling: for all prompts, or one for each. retries: how often
           stages that died are replaced; requests that have not ended then start again.
-        Raises: UserError for requests that can never run; StageError, after which `restart` and the
-          same call give the same tokens.
+        Raises: UserError for requests that can never run, and after `close`; StageError, after
+          which `restart` and the same call give the same tokens.
         """
+        self._check_open()
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise UserError(f"generate: {len(each)} SamplingParams for {len(prompts)} prompts")
@@ -344,44 +354,6 @@ def _check(cfg: DecoderConfig, placement: Placed, devices: int) -> None:
     if len(placement.bits) != cfg.layers:
         raise UserError(f"bits has {len(placement.bits)} entries for {cfg.layers} layers")
     for name in ("prefill_batch", "decode_batch"):
-        if not getattr(placement, name) >= 1:
-            raise UserError(f"{name}={getattr(placement, name)} must be at least 1; nearest: 1")
-
-
-def _is_packed(x: Any) -> bool:
-    return isinstance(x, PackedWeight)
-
-
-def _packed(tree: Tree) -> list[Any]:
-    return [w for w in jax.tree.leaves(tree, is_leaf=_is_packed) if _is_packed(w)]
-
-
-def _quantized(params: Tree, cfg: DecoderConfig, placement: Placed) -> Tree:
-    """Returns the parameters in the placement's bits. Raises: UserError where they have others."""
-    if not _packed(params):
-        if all(bits >= DENSE for bits in placement.bits):
-            return params
-        formats = [
-            None if bits >= DENSE else Format(bits, GROUP, 0, scale_dtype="float16")
-            for bits in placement.bits
-        ]
-        return quantize_model(params, cfg, formats)
-    runs: LayerRuns = runs_of(params[decoder.parts(cfg).stack], cfg.layers)
-    for stack, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
-        found = {w.weight.format.bits for w in _packed(stack) if hasattr(w, "weight")} or {DENSE}
-        for layer in range(start, stop):
-            wanted = min(placement.bits[layer], DENSE)
-            if found != {wanted}:
-                raise UserError(
-                    f"layer {layer} of the parameters has {sorted(found)} bits, and {wanted} in "
-                    "the placement; quantize the dense parameters by it"
-                )
-    return params
-
-
-def one_rank(params: Tree, ranks: Sequence[int]) -> None:
-    """Refuses quantized weights on tensor ranks. Raises: UserError."""
-    if _packed(params) and max(ranks) > 1:
-        raise UserError(
-            "quantized matrices are not cut over tensor ranks yet; give each stage one device"
-        )
+        value = getattr(placement, name)
+        if not (isinstance(value, int | np.integer) and value >= 1):
+            raise UserError(f"{name}={value} must be a whole number from 1 on")

@@ -82,7 +82,7 @@ class Search:
         Returns by how much its sum of omega exceeds the quality (0 or less: it is legal), or None
         when the memory keeps it from every order.
         """
-        found = arrange(self.problem, counts_DB)
+        found = arrange(self.problem, counts_DB, self.deadline)
         if found is None:
             return None
         if self.offer(*found, pair) or self.quality is None:
@@ -97,8 +97,11 @@ class Search:
           a bound is infinite where nothing fits.
         """
         for pair in self.bounds:
+            if self.left <= 0:
+                return  # a bound of 0 says nothing
             program = Counts(self.problem, pair, self.quality, known_s=known_s)
-            found = attended(lambda p=program: p.solve(10.0, whole=False))
+            seconds = min(10.0, self.left)
+            found = attended(lambda p=program, s=seconds: p.solve(s, whole=False))
             self.bounds[pair] = min(found.value, known_s) if found.closed else 0.0
 
     def result(self, status: str) -> Placement:
@@ -182,22 +185,36 @@ def at_least(value: float) -> str:
     return short if float(short) >= value else repr(value)
 
 
-def explain(problem: Problem, quality: float | None) -> UserError | None:
-    """Returns the error of a problem without a placement, which names what is missing, or None."""
+def _missing(problem: Problem, quality: float | None, seconds: float) -> tuple[float, bool]:
+    """Returns (bytes that the devices lack, or a lower bound, whether the number is exact)."""
+    programs: list[Counts | Layers] = [Counts(problem, (0, 0), quality, goal="memory")]
+    if quality is not None and np.ptp(problem.omega, axis=0).any():  # where a layer stands counts
+        programs.append(Layers(problem, (0, 0), quality, goal="memory"))
+    least, is_exact = 0.0, False
+    for program in programs:
+        found = attended(lambda p=program: p.solve(seconds))
+        is_exact = found.closed
+        if not is_exact:
+            least = max(least, found.bound)
+        elif found.x is not None:
+            least = max(least, program.missing(found.x))
+    return least, is_exact
+
+
+def explain(problem: Problem, quality: float | None, seconds: float = 20.0) -> UserError | None:
+    """Returns the error of a problem without a placement, which names what is missing, or None.
+
+    Where layers are unlike and the quality is bounded, the program over single layers decides; in
+    the seconds that it has, it may find a lower bound only, which the message then says.
+    """
     best = problem.omega.min(1).sum()
     if quality is not None and best > quality * (1 + SLACK):
         return UserError(
             f"quality={quality:g} is below the least sum of omega of any widths; nearest: "
             f"{at_least(float(best))}"
         )
-    missing = 0.0
-    for kind in (Counts, Layers):  # what counts lack is often all that is missing
-        program = kind(problem, (0, 0), quality, goal="memory")
-        found = attended(lambda p=program: p.solve(20.0))
-        missing = 0.0 if found.x is None else program.missing(found.x)
-        if missing > SLACK * problem.memory.max():
-            break
-    else:
+    missing, is_exact = _missing(problem, quality, seconds)
+    if missing <= SLACK * problem.memory.max():
         return None
     size, low = min(zip(problem.layer_bytes.tolist(), problem.bits, strict=True))
     terms = {
@@ -215,7 +232,8 @@ def explain(problem: Problem, quality: float | None) -> UserError | None:
         least = "With any sum of omega it takes at least"
     return UserError(
         f"the memory of the {problem.devices} devices cannot hold the model{wanted}: "
-        f"{spelled(missing)} bytes are missing. {least} {spelled(total)} bytes "
+        f"{'' if is_exact else 'at least '}{spelled(missing)} bytes are missing. "
+        f"{least} {spelled(total)} bytes "
         f"({listed}); the devices have {spelled(room)}, and a layer cannot be cut. The largest "
         f"term: {largest}"
     )

@@ -90,7 +90,7 @@ def _nothing(search: Search, solver: Solver, time_limit_s: float) -> UserError:
             f"time_limit_s={time_limit_s:g} ended the search before any placement was found; "
             f"nearest: {2 * time_limit_s:g} (--time_limit_s)"
         )
-    if error := explain(search.problem, search.quality):
+    if error := explain(search.problem, search.quality, min(max(time_limit_s, 2.0), 20.0)):
         return error
     if is_proven or solver == "exact":
         return UserError("no placement keeps the memory of the devices and the quality")
@@ -129,7 +129,7 @@ def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
             if closed:
                 search.bounds = dict.fromkeys(search.bounds, float("inf"))
             return
-        if (least := arrange(problem, counts)) is not None:
+        if (least := arrange(problem, counts, search.deadline)) is not None:
             _offer(search, [least])
         if search.best is not None and known.best is None:
             search.linear_bounds(search.seconds)

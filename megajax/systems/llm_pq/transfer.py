@@ -77,6 +77,8 @@ def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
             if seconds < now * (1 - CLOSE) and _fits(problem, change):
                 better.append((seconds, change))
         for seconds, change in sorted(better, key=lambda item: item[0]):
+            if search.left <= 0:
+                return
             excess = search.offer_counts(change, pair) if may_keep(change) else 1.0
             if excess is not None and excess <= 0:
                 counts_DB, now = change, seconds

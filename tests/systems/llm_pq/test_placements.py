@@ -165,6 +165,37 @@ def test_arrange_finds_the_least_loss():
         assert violations(p, *found, None) == []
 
 
+def test_when_the_time_ends_any_order_that_fits_is_taken():
+    p = tried_placements.problem(0, memory=[2.0, 40.0, 40.0])
+    counts = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 1]])  # the first device has no room for an end
+    stages, bits = arrange(p, counts, deadline=0.0)
+    assert violations(p, stages, bits, None) == []
+    assert [d for d, _, _ in stages] == [1, 0, 2]
+    assert arrange(dataclasses.replace(p, memory=[2.0, 2.0, 40.0]), counts, deadline=0.0) is None
+
+
+def test_a_search_of_many_unlike_devices_ends_in_time():
+    rng = np.random.default_rng(0)
+    p = tried_placements.problem(0, layers=40, devices=18, memory=rng.uniform(12, 20, 18))
+    began = time.monotonic()
+    for solver in ("exact", "transfer"):
+        solve(p, solver=solver, time_limit_s=1)
+    assert time.monotonic() - began < 8  # the order of the devices alone took 15 s for one
+
+
+def test_missing_bytes_count_where_unlike_layers_stand():
+    """Layers 0 and 2 must be wide, and one device cannot hold both with the layer between."""
+    once, free = {1: np.ones((2, 2))}, {1: 0.0}
+    for memory, missing in (([7.9, 1.0], 1.1), ([8.0, 1.0], 1.0), ([7.9, 1.1], 1.1)):
+        p = Problem(
+            bits=(4, 16), omega=[[1, 0], [0, 0], [1, 0]], prefill_s=once, decode_s=once,
+            prefill_hop_s=free, decode_hop_s=free, layer_bytes=[1e6, 4e6], cache_bytes=0,
+            first_bytes=0, last_bytes=0, memory=np.array(memory) * 1e6, requests=1, new_tokens=2,
+        )  # fmt: skip
+        with pytest.raises(UserError, match=rf": {missing * 1e6:.0f} bytes are missing"):
+            solve(p, quality=0.0)
+
+
 def test_what_is_missing_is_told():
     p = tried_placements.problem(0, devices=1, memory=[6.0])
     # 5 layers of 1 byte at 4 bits and 0.5 of cache, 2.7 at the ends: 10.2 bytes.

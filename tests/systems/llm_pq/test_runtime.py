@@ -128,6 +128,9 @@ def test_a_stage_that_dies_says_where_and_its_requests_run_again(retries, caplog
         found = runtime.generate(prompts, params)
     assert found == wanted
     runtime.close()
+    for call in (lambda: runtime.generate(prompts, params), runtime.restart):
+        with pytest.raises(UserError, match="the runtime was closed"):  # and does not wait for ever
+            call()
 
 
 def test_a_restart_that_is_refused_changes_nothing():
@@ -264,7 +267,13 @@ def test_what_cannot_be_placed_is_refused():
     refuse("must cut the model's 3 layers", stages=((0, 0, 3), (1, 3, 3)))
     refuse("must be different ones of 0 to 1", devices=jax.devices()[:2])
     refuse("bits has 2 entries for 3 layers", bits=(16, 4))
-    refuse("prefill_batch=0 must be at least 1", prefill_batch=0)
+    refuse("prefill_batch=0 must be a whole number from 1 on", prefill_batch=0)
+    refuse("decode_batch=2.5 must be a whole number from 1 on", decode_batch=2.5)
+    more = dataclasses.replace(FEW, layers=4)
+    refuse(
+        r"blocks\.\S+ has the shape \[4, .*that of the configuration's model is \[3,", sharp(more)
+    )
+    refuse("parameters have 4 layers, the configuration 3", quantized(more, (16, 4, 4, 4)))
     refuse("quantized matrices are not cut over tensor ranks", devices=[jax.devices()[:2]] * 3)
     params = quantized(FEW, SHORT.bits)
     refuse(r"layer 1 of the parameters has \[4\] bits, and 8 in", params, bits=(16, 8, 4))
