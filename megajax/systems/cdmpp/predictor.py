@@ -20,7 +20,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord
-from megajax.systems.cdmpp import calibration, files, nearness, train
+from megajax.systems.cdmpp import calibration, files, nearness, neusight, train
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.network import Device, above, combine
 from megajax.systems.cdmpp.physics import Programs, Times, check_card, programs, times
@@ -138,6 +138,11 @@ class Predictor:
         twin = name or nearness.twin(card, {k: self.cards[k] for k in self._adapted})
         learnt = None if twin is None else self.learnt.get(twin)
         far = self.ranges.beyond(rows, records, card, known=name is not None, learnt=learnt)
+        if self._adapted and twin is None and neusight.SOURCE in self.facts.values():
+            far.append(
+                f"the known times of {card.name} and its like are of PyTorch's kernels with their "
+                "launch, so small kernels of compiled programs are predicted to be too slow"
+            )
         if far:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
         device, traits_ERZ = self._device(twin, card), None

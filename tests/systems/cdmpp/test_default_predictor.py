@@ -91,6 +91,8 @@ def test_what_was_measured_on_an_h200_is_near_on_its_chip(shipped):
     for one, name in ((norm, "H100"), (layer, "A100")):
         with pytest.warns(FarFromTraining, match="of data type bfloat16|no data type bfloat16"):
             shipped.predict([one], CARDS[name])
+    with pytest.warns(FarFromTraining, match="of B200 and its like are of PyTorch's kernels"):
+        shipped.predict([layer], CARDS["B200"])
 
 
 def test_a_plan_of_12288_gpus_asks_it_without_a_file():
