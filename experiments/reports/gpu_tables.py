@@ -121,18 +121,16 @@ def summary(folder: Path) -> str:
                 f" {100 * best['mfu_megatron']:.1f} % MFU"
             )
         ratios = [
-            f"{what} {min(times):.2f} to {max(times):.2f}"
-            for kernels, what in (
-                ("gemm", "products"), ("attention", "attention"),
-                ("quant_gemm", "products with quantized weights, relative to bf16 products,"),
+            f"{what} {min(times):.2f} to {max(times):.2f} times as fast as {rival}"
+            for kernels, what, rival in (
+                ("gemm", "products", "the best library's"),
+                ("attention", "attention", "the best library's"),
+                ("quant_gemm", "products with quantized weights", "XLA's bf16 products"),
             )
             if (times := _beside(file["rows"], kernels))
         ]  # fmt: skip
         if ratios:
-            text.append(
-                "speed of our kernels, forward, relative to the best library's (1 is equal): "
-                f"{', '.join(ratios)}"
-            )
+            text.append(f"our forward kernels run {', '.join(ratios)}")
         roofs = [row["of_roofline"] for row in served if row.get("of_roofline")]
         if roofs:
             text.append(f"the engine decodes at {100 * max(roofs):.1f} % of the memory roofline")
