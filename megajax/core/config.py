@@ -270,11 +270,11 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
             code = main(*words)
         except UserError as error:
             print(f"error: {respell(str(error), list(flags.FLAGS))}", file=sys.stderr)
-            script.settle()
+            script.settle(error.exit_code)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
-            script.settle()
+            script.settle(130)
             sys.exit(130)
         sys.exit(code)
 

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ WORDS = {
     r"^ERROR:+ ": "",
 }
 
+SETTLE_S = 10.0  # (chosen) longest wait for what jax still computes when a script ends
 # Names that tools give to one flag; some of each row are flags here.
 OTHER_NAMES = (
     ("out", "run_dir", "output", "output_dir", "outdir", "logdir", "workdir", "save_dir"),
@@ -81,21 +83,34 @@ def suggest(name: str) -> str:
     return f". {near}" if near else "; --help lists them"
 
 
-def settle() -> None:
+def settle(code: int) -> None:
     """Waits for the computations that jax has begun, before a script ends by an exception.
 
     A thread of XLA that finishes one while Python shuts down would abort the process (Python ends
     a thread that wants its lock then, and C++ does not allow that). Call it where the exception is
-    handled: its traceback holds the arrays that are still computed. Another Ctrl-C ends the script
-    at once.
+    handled: its traceback holds the arrays that are still computed. If they are not done in
+    SETTLE_S seconds (a collective may wait for a process that is gone), or after another Ctrl-C,
+    the process ends at once with this exit code.
     """
+    arrays = sys.modules["jax"].live_arrays() if "jax" in sys.modules else []
+    end = time.monotonic() + SETTLE_S
     try:
-        for array in sys.modules["jax"].live_arrays() if "jax" in sys.modules else ():
-            with contextlib.suppress(Exception):  # a computation that failed, a deleted array
-                array.block_until_ready()
+        while arrays and time.monotonic() < end:
+            arrays = [array for array in arrays if not _is_done(array)]
+            time.sleep(0.01 if arrays else 0)
     except KeyboardInterrupt:
+        pass
+    if arrays:
         sys.stdout.flush()
-        os._exit(130)
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _is_done(array: Any) -> bool:
+    try:
+        return array.is_deleted() or array.is_ready()
+    except Exception:  # its computation failed
+        return True
 
 
 @contextlib.contextmanager

@@ -69,9 +69,24 @@ def test_words_are_left():
     assert script.parse(["script.py", "a", "--best=4", "b"]) == ["script.py", "a", "b"]
 
 
-def test_what_is_computed_is_waited_for_before_a_script_ends():
+def busy():
+    """Returns an array that is computed for a while yet."""
     x = jnp.ones((700, 700))
     y = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.tanh(y @ x), x))(x)
     assert not y.is_ready()
-    script.settle()
+    return y
+
+
+def test_what_is_computed_is_waited_for_before_a_script_ends():
+    y = busy()
+    script.settle(1)
     assert y.is_ready()
+
+
+def test_a_script_does_not_wait_for_ever_for_what_is_computed(monkeypatch):
+    ended = []
+    monkeypatch.setattr(script, "SETTLE_S", 0.0)
+    monkeypatch.setattr(script.os, "_exit", ended.append)
+    y = busy()
+    script.settle(130)
+    assert ended == [130] and y.block_until_ready().shape == (700, 700)
