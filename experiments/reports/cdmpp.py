@@ -249,16 +249,17 @@ def rows_before(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text())
-        if isinstance(found["rows"], list):
-            return found
+        is_evaluation = isinstance(found["rows"], list)
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f"{path} is no evaluation; remove it or name another file (--json)")
+        is_evaluation = False
+    if not is_evaluation:
+        raise UserError(f"{path} is no evaluation; remove it or name another file (--json)")
+    return found
 
 
 def kept(before: Mapping[str, Any], about: Mapping[str, Any], found: list[Any]) -> list[Any]:
     """Returns the rows of the same data by methods or in splits that were not run now."""
     same = all(before.get(name) == about[name] for name in ("data", "rows_unique", "shots"))
     new = {(row["method"], row["split"]) for row in found}
-    kept = before.get("rows", ()) if same else ()
-    return [row for row in kept if (row["method"], row["split"]) not in new]
+    rows = before.get("rows", ()) if same else ()
+    return [row for row in rows if (row["method"], row["split"]) not in new]

@@ -36,7 +36,6 @@ OTHER_NAMES = (
     ("expert", "ep", "expert_parallel_size", "expert_model_parallel_size"),
     ("layers", "num_layers", "n_layer", "n_layers"),
     ("preset", "model_name", "size"),
-    ("resume_from", "init_from", "load", "load_from", "restore_from"),
 )  # fmt: skip
 
 
@@ -74,7 +73,7 @@ def suggest(name: str) -> str:
     does what other tools call the same (OTHER_NAMES): output_dir is run_dir or out.
     """
     alike = next((names for names in OTHER_NAMES if name in names), (name,))
-    last = sorted(flag for flag in flags.FLAGS if flag.split(".")[-1] in alike)
+    last = sorted(f for f in flags.FLAGS if f.endswith(f".{name}") or f.split(".")[-1] in alike)
     if last:
         return f". Did you mean {' or '.join(f'--{flag}' for flag in last)}?"
     known = flags.FLAGS
@@ -92,25 +91,19 @@ def settle(code: int) -> None:
     SETTLE_S seconds (a collective may wait for a process that is gone), or after another Ctrl-C,
     the process ends at once with this exit code.
     """
-    arrays = sys.modules["jax"].live_arrays() if "jax" in sys.modules else []
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    # Nothing public says whether a backend was started, and live_arrays would start one.
+    is_started = getattr(bridge, "backends_are_initialized", lambda: False)()
+    arrays = sys.modules["jax"].live_arrays() if is_started else []
     end = time.monotonic() + SETTLE_S
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         while arrays and time.monotonic() < end:
-            arrays = [array for array in arrays if not _is_done(array)]
+            arrays = [array for array in arrays if not (array.is_deleted() or array.is_ready())]
             time.sleep(0.01 if arrays else 0)
-    except KeyboardInterrupt:
-        pass
     if arrays:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _is_done(array: Any) -> bool:
-    try:
-        return array.is_deleted() or array.is_ready()
-    except Exception:  # its computation failed
-        return True
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ def known(monkeypatch):
     values = flags.FlagValues()
     flags.DEFINE_integer("train.steps", 1, "of the run", flag_values=values)
     flags.DEFINE_integer("prune.steps", 1, "of a stage", flag_values=values)
+    flags.DEFINE_integer("train.fast.steps", 1, "of a phase", flag_values=values)
     flags.DEFINE_integer("best", 3, "how many", lower_bound=1, flag_values=values)
     flags.DEFINE_float("minutes", 1.0, "how long", flag_values=values)
     flags.DEFINE_string("out", "", "where", flag_values=values)
@@ -30,7 +31,11 @@ def known(monkeypatch):
     ("word", "sentence"),
     [
         ("--trian.steps=3", "there is no flag --trian.steps. Did you mean --train.steps?"),
-        ("--steps=3", "there is no flag --steps. Did you mean --prune.steps or --train.steps?"),
+        (
+            "--steps=3",
+            "there is no flag --steps. Did you mean --prune.steps or --train.fast.steps",
+        ),
+        ("--fast.steps=3", "there is no flag --fast.steps. Did you mean --train.fast.steps?"),
         ("--output_dir=x", "there is no flag --output_dir. Did you mean --out?"),
         ("--seach", "there is no flag --seach. Did you mean --search?"),
         ("--flagfile=/nowhere", "Unable to open flagfile: "),
@@ -72,7 +77,7 @@ def test_words_are_left():
 def busy():
     """Returns an array that is computed for a while yet."""
     x = jnp.ones((700, 700))
-    y = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.tanh(y @ x), x))(x)
+    y = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ x), x))(x)
     assert not y.is_ready()
     return y
 
@@ -90,3 +95,11 @@ def test_a_script_does_not_wait_for_ever_for_what_is_computed(monkeypatch):
     y = busy()
     script.settle(130)
     assert ended == [130] and y.block_until_ready().shape == (700, 700)
+
+
+def test_no_backend_is_started_to_see_whether_it_computes():
+    code = (
+        "import jax; from jax._src import xla_bridge; from megajax.core import script;"
+        "script.settle(1); assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
