@@ -248,11 +248,10 @@ def rows_before(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
-        is_evaluation = isinstance(found["rows"], list)
-    except (OSError, ValueError, KeyError, TypeError):
-        is_evaluation = False
-    if not is_evaluation:
+        found: Any = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         raise UserError(f"{path} is no evaluation; remove it or name another file (--json)")
     return found
 
