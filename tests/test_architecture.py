@@ -292,7 +292,7 @@ def test_models_know_no_mesh():
 
 
 def test_sizes(tmp_path):
-    """A reader should grasp each file in one sitting."""
+    """Size follows the concept: a file holds one, a function one recipe. These are the most."""
     texts = {path: path.read_text() for path in SOURCES}
     texts |= formatted({path: text for path, text in texts.items() if SKIP in text}, tmp_path)
     found = [v for path, text in texts.items() for v in size_violations(path, text)]
@@ -322,7 +322,7 @@ def size_violations(path: pathlib.Path, text: str) -> list[str]:
     tree, relative = ast.parse(text), path.relative_to(ROOT)
     roomy = relative.parts[0] in ("tests", "pallas_kernels")
     found = []
-    if len(text.splitlines()) > (600 if roomy else 400):
+    if len(text.splitlines()) > 1200:
         found.append(f"{relative}: too many lines")
     if len(relative.parts) > 4:
         found.append(f"{relative}: too deep")
@@ -332,8 +332,7 @@ def size_violations(path: pathlib.Path, text: str) -> list[str]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or node.lineno) - node.body[0].lineno + 2  # one for its head
-        # A script's main is the experiment, read from top to bottom.
-        limit = 150 if roomy else 100 if node.name == "main" else 60
+        limit = 150 if roomy else 100
         if length > limit:
             found.append(f"{relative}: {node.name} has {length} lines")
         # A kernel's body takes a reference for each of its operands.
@@ -350,12 +349,12 @@ def size_violations(path: pathlib.Path, text: str) -> list[str]:
 def test_sizes_are_checked():
     """The checker counts keyword-only parameters and the lines of a nested function."""
     many = ", ".join(f"p{k}" for k in range(9))
-    text = f"def f(*, {many}):\n    def g():\n" + "        pass\n" * 60
+    text = f"def f(*, {many}):\n    def g():\n" + "        pass\n" * 100
     assert size_violations(ROOT / "megajax" / "core" / "utils.py", text) == [
         "megajax/core/utils.py: a name that says nothing",
-        "megajax/core/utils.py: f has 62 lines",
+        "megajax/core/utils.py: f has 102 lines",
         "megajax/core/utils.py: f has 9 parameters",
-        "megajax/core/utils.py: g has 61 lines",
+        "megajax/core/utils.py: g has 101 lines",
     ]
 
 
