@@ -37,6 +37,8 @@ ModelConfig = DecoderConfig | EncoderConfig
 FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES)
 MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
+COMPARED_ROWS = 4096  # (chosen) rows of a table that are in memory as float32 at a time
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja",
@@ -48,7 +50,14 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
 
     Raises: UserError when it is missing or not supported.
     """
-    file = expand(path) / "config.json"
+    folder = expand(path)
+    if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
+        raise UserError(
+            f"{folder} has an adapter ({', '.join(adapters)}), which transformers would add to the "
+            "weights and this program does not; merge the adapter into the weights (peft: "
+            f"merge_and_unload), or move its files to another folder (--{flag})"
+        )
+    file = folder / "config.json"
     found = files_.read_object(file, MAX_CONFIG, flag)
     try:
         kind = check_members(found).get("model_type")
@@ -164,12 +173,39 @@ def _find_tensors(
             found[name] = files.view(stored)
             check_tensor(files, stored, rule.their_shape(sizes))
             used.add(stored)
+    used |= equal_copies(files, cfg)
     strangers = [n for n in files.names() if n not in used and not maps.is_needless(n, cfg)]
     if strangers:
         raise UserError(
-            f"{files.folder} has tensors that this family does not know: {', '.join(strangers[:5])}"
+            f"{files.folder} has tensors that this family does not know: "
+            f"{', '.join(strangers[:5])}; the model would not use them"
         )
     return found
+
+
+def equal_copies(files: TensorFolder, cfg: ModelConfig) -> set[str]:
+    """Returns the names of stored tensors that are copies of tied ones.
+
+    Raises: UserError for one that differs: transformers uses it then, against config.json.
+    """
+    maps, _ = _home(cfg)
+    copies = {n: original for n, original in maps.copies(cfg).items() if n in files}
+    for name, original in copies.items():
+        stored = next((n for n in maps.spellings(original) if n in files), original)
+        a, b = files.view(name), files.view(stored)
+        starts = range(0, len(a) if a.shape else 0, COMPARED_ROWS)
+        blocks = (slice(i, i + COMPARED_ROWS) for i in starts)
+        if a.shape != b.shape or not all(
+            np.array_equal(a[s].astype(np.float32), b[s].astype(np.float32), equal_nan=True)
+            for s in blocks
+        ):
+            raise UserError(
+                f"{files.folder}: {name} differs from {stored}, and config.json ties the two "
+                "(tie_word_embeddings, which is true in this family unless it says false). "
+                "transformers uses both; so does this program for a decoder whose config.json has "
+                '"tie_word_embeddings": false. Write that, or remove the tensor'
+            )
+    return set(copies)
 
 
 def check_tensor(files: TensorFolder, name: str, wanted: tuple[int, ...]) -> None:

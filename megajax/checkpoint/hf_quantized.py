@@ -140,6 +140,7 @@ class _Folder:
 
     def check_all_used(self) -> None:
         """Raises: UserError for tensors that nobody read."""
+        self._used |= hf.equal_copies(self._files, self._cfg)
         strangers = [
             n
             for n in self._files.names()

@@ -27,8 +27,11 @@ IGNORED = (
 )  # fmt: skip
 POOLERS = (".pooler.dense.weight", ".pooler.dense.bias", ".pooler.weight", ".pooler.bias")
 HEADS = ("cls.", "lm_head.", "vocab_", "predictions.", "classifier.", "pre_classifier.")
-TIED = ("cls.predictions.decoder.", "lm_head.decoder.", "vocab_projector.weight",
-        "predictions.decoder.")  # fmt: skip
+# What the tied product with the table is called, where it has a name of its own.
+_DECODERS = {
+    "bert": "cls.predictions.decoder", "roberta": "lm_head.decoder",
+    "distilbert": "vocab_projector", "albert": "predictions.decoder",
+}  # fmt: skip
 
 # {ours: (dims of the weight, dims of the bias)}, of the blocks' linears; the rest are norms.
 _DIMS = {
@@ -138,11 +141,24 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def is_needless(name: str, cfg: EncoderConfig) -> bool:
-    """Tells whether a tensor of a checkpoint is a copy of a tied one or has no part in ours."""
+    """Tells whether a tensor of a checkpoint has no part in this network: a head that config.json
+    does not name, heads of pre-training, buffers."""
     if cfg.head == "none" and name.startswith(HEADS):
         return True
     pooler = cfg.head != "classify" and f".{name}".endswith(POOLERS)
-    return pooler or (cfg.head == "mlm" and name.startswith(TIED)) or name.endswith(IGNORED)
+    return pooler or name.endswith(IGNORED)
+
+
+def copies(cfg: EncoderConfig) -> dict[str, str]:
+    """Returns {tensor that a file may hold again: the tied one that it must equal}."""
+    if cfg.head != "mlm":
+        return {}
+    kind = family(cfg)
+    homes = {r.ours: r.theirs for r in rules(cfg)}
+    again = {f"{_DECODERS[kind]}.weight": homes["tokens"]}
+    if kind != "distilbert":  # whose bias has this name only
+        again[f"{_DECODERS[kind]}.bias"] = homes["head_bias"]
+    return again
 
 
 def free(cfg: EncoderConfig) -> set[str]:

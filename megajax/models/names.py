@@ -20,8 +20,9 @@ from megajax.models.name_rules import Rule, require
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
-# Buffers that some checkpoints carry and no model needs.
-IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# Buffers that older checkpoints carry: masks of GPT-2, the others' rotary frequencies.
+BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias")}
+FREQUENCIES = (".rotary_emb.inv_freq",)
 
 # Members of MoeConfig that a checkpoint knows nothing of.
 TRAINED = ("mode", "capacity_factor", "aux_loss", "z_loss")
@@ -138,8 +139,14 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def is_needless(name: str, cfg: DecoderConfig) -> bool:
-    """Tells whether a tensor of a checkpoint is a copy of a tied one or a buffer."""
-    return (cfg.tied and name == "lm_head.weight") or name.endswith(IGNORED)
+    """Tells whether a tensor of a checkpoint is a buffer that transformers does not load either."""
+    return name.endswith(BUFFERS.get(family(cfg), FREQUENCIES))
+
+
+def copies(cfg: DecoderConfig) -> dict[str, str]:
+    """Returns {tensor that a file may hold again: the tied one that it must equal}."""
+    table = {r.ours: r.theirs for r in rules(cfg)}["tokens"]
+    return {"lm_head.weight": table} if cfg.tied else {}
 
 
 def free(cfg: DecoderConfig) -> set[str]:

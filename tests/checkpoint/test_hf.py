@@ -120,6 +120,66 @@ def edit(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+@pytest.mark.parametrize("name", ["llama3_tied", "qwen3", "gpt2"])
+def test_a_stored_head_is_a_copy_of_the_tied_table_or_refused(name, tmp_path):
+    """transformers 5 computes with the stored head, whatever config.json says (seen in 5.24)."""
+    _, tensors = unpack(name, tmp_path)
+    table = next(x for n, x in tensors.items() if n.endswith(("embed_tokens.weight", "wte.weight")))
+    params = hf.load(tmp_path)[1]
+    safetensors.numpy.save_file(
+        tensors | {"lm_head.weight": table.copy()}, tmp_path / "model.safetensors"
+    )
+    assert_same(hf.load(tmp_path)[1], params)
+    other = table.copy()
+    other[-1, -1] += 1e-3
+    for head in (other, table[:-1].copy()):
+        safetensors.numpy.save_file(
+            tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors"
+        )
+        with pytest.raises(UserError, match="lm_head.weight differs from .*tie_word_embeddings"):
+            hf.load(tmp_path)
+    if name != "gpt2":
+        edit(tmp_path, tie_word_embeddings=False)
+        safetensors.numpy.save_file(
+            tensors | {"lm_head.weight": other}, tmp_path / "model.safetensors"
+        )
+        cfg, params = hf.load(tmp_path)
+        np.testing.assert_array_equal(np.asarray(params["head"]).T[: cfg.vocab], other)
+
+
+STRANGERS = [
+    "model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.mlp.adapter.down.weight",
+    "model.layers.2.input_layernorm.weight", "model.mtp.0.embed_tokens.weight", "score.weight",
+    "model.layers.0.self_attn.q_proj.bias", "model.layers.0.attn.bias", "lm_head.bias",
+    "model.layers.0.self_attn.q_norm.weight", "v_head.summary.weight",
+]  # fmt: skip
+
+
+def test_tensors_that_the_model_would_not_use_are_named(tmp_path):
+    _, tensors = unpack("llama", tmp_path)
+    params = hf.load(tmp_path)[1]
+    known = "model.layers.1.self_attn.rotary_emb.inv_freq"  # a buffer of transformers 4
+    for name in (known, *STRANGERS):
+        safetensors.numpy.save_file(
+            tensors | {name: np.ones(4, np.float32)}, tmp_path / "model.safetensors"
+        )
+        if name == known:
+            assert_same(hf.load(tmp_path)[1], params)
+            continue
+        with pytest.raises(UserError, match=f"does not know: {re.escape(name)}; the model would"):
+            hf.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_adapters_beside_the_weights_are_named(name, tmp_path):
+    """transformers adds an adapter that it finds in a folder to the weights."""
+    unpack("llama", tmp_path)
+    (tmp_path / name).write_text("{}")
+    for read in (hf.load, hf.load_config, hf.load_decoder_config):
+        with pytest.raises(UserError, match=rf"has an adapter \({name}\)"):
+            read(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["llama3_tied", "qwen3"])
 def test_decoders_without_their_head_have_no_prefix(name, tmp_path):
     """What LlamaModel and its relatives save: embedding models are such files."""

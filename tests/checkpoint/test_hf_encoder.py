@@ -149,6 +149,30 @@ def test_the_first_berts_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "copy", "original"),
+    [
+        ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("bert", "cls.predictions.decoder.bias", "cls.predictions.bias"),
+        ("roberta", "lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
+        ("roberta", "lm_head.decoder.bias", "lm_head.bias"),
+        ("distilbert", "vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
+        ("albert", "predictions.decoder.weight", "albert.embeddings.word_embeddings.weight"),
+    ],
+)
+def test_copies_of_tied_tensors_are_equal_or_refused(name, copy, original, tmp_path):
+    _, tensors = unpack(name, tmp_path)
+    params = hf.load(tmp_path)[1]
+    for step in (0, 1):
+        again = tensors | {copy: tensors[original] + np.float32(step)}
+        safetensors.numpy.save_file(again, tmp_path / "model.safetensors")
+        if not step:
+            assert_same(hf.load(tmp_path)[1], params)
+            continue
+        with pytest.raises(UserError, match=f"{copy} differs from {original}"):
+            hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
         ("bert", {"model_type": "deberta"}, "model_type 'deberta' is not one of gpt2, llama"),

@@ -130,22 +130,72 @@ def test_ranks_that_do_not_agree():
         ({"num_layers": 3}, "has tensors that a llama does not: decoder.layers.3"),
         ({"padded_vocab_size": 65}, "gives model.embed_tokens.weight the shape"),
         ({"add_qkv_bias": True}, "has no decoder.layers.0.self_attention.linear_qkv.bias"),
-        ({"untie_embeddings_and_output_weights": False}, None),
+        ({"untie_embeddings_and_output_weights": False}, "output_layer.weight differs from embed"),
     ],
 )
 def test_arguments_of_another_model(changes, said, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(to_hf_config(ARGS | changes)))
 
-    def read():
-        source = foreign.open_foreign(GOLDEN / "megatron_core", "megatron", config=str(config))
-        return [source.view(n) for n in source.shapes]
-
-    if said is None:
-        assert len(read()) == 38  # a copy of the table is not asked for
-        return
     with pytest.raises(UserError, match=said):
-        read()
+        source = foreign.open_foreign(GOLDEN / "megatron_core", "megatron", config=str(config))
+        [source.view(n) for n in source.shapes]
+
+
+def tiny_stage(table, head=None, is_last=True):
+    """One layer of width 2 and three words. table, head: where their values begin in a storage."""
+
+    def part(shape, offset=0):
+        strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+        return tensor(offset, shape, strides, elements=12)
+
+    layer = "decoder.layers.0."
+    found = {
+        "embedding.word_embeddings.weight": part((3, 2), table),
+        layer + "self_attention.linear_qkv.weight": part((6, 2)),
+        layer + "self_attention.linear_proj.weight": part((2, 2)),
+        layer + "mlp.linear_fc1.weight": part((2, 2)),
+        layer + "mlp.linear_fc2.weight": part((2, 1)),
+        layer + "input_layernorm.weight": part((2,)),
+        layer + "pre_mlp_layernorm.weight": part((2,)),
+    }
+    if is_last:
+        found["decoder.final_layernorm.weight"] = part((2,))
+    if head is not None:
+        found[f"{head[0]}.weight"] = part((3, 2), head[1])
+    return found
+
+
+def tiny_config(layers):
+    """A config.json of `tiny_stage`, tied."""
+    return {
+        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": 2, "head_dim": 2,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 1,
+        "vocab_size": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8, "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("copy", ["output_layer", "word_embeddings_for_head", "stage"])
+def test_copies_of_the_table_are_equal_or_refused(copy, offset, tmp_path):
+    """A head beside a tied table, a legacy last stage's copy of it, the table of a second stage."""
+    storage = np.arange(12, dtype=np.float32).tobytes()
+    stages = [tiny_stage(0, (copy, offset))]
+    if copy == "stage":
+        stages = [tiny_stage(0, is_last=False), tiny_stage(offset)]
+    for stage, tensors_ in enumerate(stages):
+        (tmp_path / f"mp_rank_00_{stage:03d}").mkdir()
+        state = {"model": tensors_, "checkpoint_version": 3.0}
+        file = tmp_path / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        file.write_bytes(torch_zip(state, {"0": storage}))
+    found = MegatronFolder(tmp_path, config=tiny_config(len(stages)))
+    if offset == 0:
+        table = found.view("model.embed_tokens.weight")
+        np.testing.assert_array_equal(table, np.arange(6, dtype=np.float32).reshape(3, 2))
+        return
+    with pytest.raises(UserError, match="differs from embedding|two stages hold embedding"):
+        found.view("model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize(

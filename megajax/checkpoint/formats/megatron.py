@@ -21,6 +21,7 @@ from megajax.core.errors import UserError
 from megajax.models import names
 from megajax.models.decoder_config import DecoderConfig
 
+_TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 Change = Callable[[np.ndarray, DecoderConfig], np.ndarray]
 MAX_ITERATION = 10**12  # (chosen) steps that a training may have
 
@@ -85,7 +86,10 @@ class MegatronFolder:
         """
         home, change = self._homes[name]
         try:
-            found = change(self._source.read(home, self._cfg.activation == "swiglu"), self._cfg)
+            stored = self._source.read(home, self._cfg.activation == "swiglu")
+            if home == _TABLE and self._cfg.tied and _HEAD in self._source.names:
+                self._check_head(stored)
+            found = change(stored, self._cfg)
         except UserError:
             raise
         except (ValueError, IndexError, TypeError) as error:  # NumPy's words on the shapes
@@ -98,6 +102,15 @@ class MegatronFolder:
                 f"says {self.tensors[name][0]}"
             )
         return found
+
+    def _check_head(self, table: np.ndarray) -> None:
+        """Refuses a head that differs from the table, which the arguments say it is."""
+        if not np.array_equal(table, self._source.read(_HEAD), equal_nan=True):
+            raise UserError(
+                f"{self.folder}: {_HEAD} differs from {_TABLE}, and the configuration ties the two "
+                "(untie_embeddings_and_output_weights=False); if it is a head of its own, give a "
+                'config.json with "tie_word_embeddings": false (--hf_config)'
+            )
 
     def _find(self) -> dict[str, tuple[str, Change]]:
         """Returns {Hugging Face's name: (Megatron's, what to do)}; refuses strangers."""
@@ -112,7 +125,7 @@ class MegatronFolder:
                     raise UserError(f"{self.folder} has no {stored}, of {rule.name(index)}")
                 found[rule.name(index)] = stored, change
         used = {home for home, _ in found.values()}
-        used |= {"output_layer.weight"} if cfg.tied else set()  # a stage's copy of the table
+        used |= {_HEAD} if cfg.tied else set()  # a copy of the table, which `view` compares
         if strangers := sorted(set(source.names) - used):
             raise UserError(
                 f"{self.folder} has tensors that a {names.family(cfg)} does not: "
@@ -234,8 +247,8 @@ def _qkv(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
 def _llama() -> dict[str, tuple[str, Change]]:
     ours, theirs = "decoder.layers.{i}", "model.layers.{i}"
     found: dict[str, tuple[str, Change]] = {
-        "model.embed_tokens.weight": ("embedding.word_embeddings.weight", _words),
-        "lm_head.weight": ("output_layer.weight", _words),
+        "model.embed_tokens.weight": (_TABLE, _words),
+        "lm_head.weight": (_HEAD, _words),
         "model.norm.weight": ("decoder.final_layernorm.weight", _same),
     }
     attention, mlp = f"{ours}.self_attention", f"{ours}.mlp"
@@ -258,9 +271,9 @@ def _llama() -> dict[str, tuple[str, Change]]:
 def _gpt2() -> dict[str, tuple[str, Change]]:
     ours, theirs = "decoder.layers.{i}", "transformer.h.{i}"
     found: dict[str, tuple[str, Change]] = {
-        "transformer.wte.weight": ("embedding.word_embeddings.weight", _words),
+        "transformer.wte.weight": (_TABLE, _words),
         "transformer.wpe.weight": ("embedding.position_embeddings.weight", _same),
-        "lm_head.weight": ("output_layer.weight", _words),
+        "lm_head.weight": (_HEAD, _words),
     }
     for name, home, change in (
         ("attn.c_attn", "self_attention.linear_qkv", _qkv),

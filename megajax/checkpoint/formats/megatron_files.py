@@ -45,6 +45,7 @@ WORDS = tuple(
         (r"\.input_norm\.", ".input_layernorm."),
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.final_norm\.", ".final_layernorm."),
+        (r"^word_embeddings_for_head\.", "output_layer."),  # a last stage's copy of the table
         (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
         (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     )
@@ -56,8 +57,8 @@ CUT = {
     "linear_fc2.weight": 1,
 }  # fmt: skip
 _KNOWN = r"model\d*|args|checkpoint_version|iteration"
-# Of no use to a model: state of fp8, rotary tables, the copy of the table that a last stage keeps.
-NEEDLESS = ("_extra_state", "rotary_pos_emb.inv_freq", "word_embeddings_for_head.weight")
+# Of no use to a model: state of fp8, rotary tables.
+NEEDLESS = ("_extra_state", "rotary_pos_emb.inv_freq")
 NOT_MODEL = (
     "optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "common_state",
     "iteration", "checkpoint_version", "num_floating_point", "param_state",
@@ -121,11 +122,15 @@ class Ranks:
         self._tensor_ranks = 1 + max(t for t, _ in ranks)
         self._check_args(1 + max(p for _, p in ranks))
         self.names: dict[str, list[Tensor]] = {}
+        self._copies: dict[str, list[tuple[int, Tensor]]] = {}  # by rank, of a table's pieces
         self._collect(ranks)
 
     def read(self, name: str, gated: bool = False) -> np.ndarray:
         """Returns a whole tensor. gated: each rank holds a piece of the gate, then one of up."""
         pieces = [t.read() for t in self.names[name]]
+        for rank, copy in self._copies.get(name, ()):
+            if not np.array_equal(pieces[rank], copy.read(), equal_nan=True):
+                raise UserError(f"{self.folder}: two stages hold {name}, with unlike values")
         if any(p.dtype != pieces[0].dtype for p in pieces):
             raise UserError(f"{self.folder}: {name} is of several types on its tensor ranks")
         cut = CUT.get(".".join(name.split(".")[-2:]))
@@ -208,7 +213,9 @@ class Ranks:
         pieces = self.names.setdefault(name, [])
         if len(pieces) == rank:
             pieces.append(tensor)
-        elif not name.startswith(("embedding.", "output_layer.")):  # of which stages keep copies
+        elif name.startswith(("embedding.", "output_layer.")) and rank < len(pieces):
+            self._copies.setdefault(name, []).append((rank, tensor))  # of another stage
+        else:
             raise UserError(f"{where}: {name} is there twice, or not on every tensor rank")
 
 
